@@ -1,7 +1,9 @@
 """Random models of 0.2 M parameters that see or hear, with a byte tokenizer and their processor, as a user would have them."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,14 +12,20 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     CLIPImageProcessor,
     Idefics3ImageProcessor,
     Idefics3Processor,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLProcessor,
+    Qwen2_5OmniConfig,
+    Qwen2_5OmniForConditionalGeneration,
+    Qwen2_5OmniProcessor,
+    Qwen2_5OmniThinkerForConditionalGeneration,
     Qwen2AudioConfig,
     Qwen2AudioForConditionalGeneration,
     Qwen2AudioProcessor,
@@ -137,6 +145,77 @@ def hearing_model(folder: Path | str, seconds: int = 30) -> str:
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]})
     Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=16, chunk_length=seconds), tokenizer).save_pretrained(folder)
     return str(folder)
+
+
+def omni(folder: Path | str, seconds: int = 30) -> str:
+    """A whole Qwen2.5-Omni: its thinker reads a token for each 40 ms of a clip of at most so many seconds. Needs torchvision."""
+    from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+    ends = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    talker = {
+        "vocab_size": 32, "embedding_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+        "rope_parameters": rope | {"mrope_section": [2, 3, 3]},
+    }  # fmt: skip
+    voice = {
+        "dit_config": {
+            "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 16, "emb_dim": 16, "num_embeds": 16,
+            "mel_dim": 8, "enc_emb_dim": 8, "enc_dim": 8, "enc_channels": [8, 8, 8, 8, 24], "enc_attention_channels": 4,
+            "enc_res2net_scale": 2, "enc_se_channels": 4,
+        },
+        "bigvgan_config": {
+            "mel_dim": 8, "upsample_initial_channel": 8, "resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1, 3, 5]],
+            "upsample_rates": [2], "upsample_kernel_sizes": [4],
+        },
+    }  # fmt: skip
+    marks = {"audio_token": "<|AUDIO|>", "image_token": "<|IMAGE|>", "video_token": "<|VIDEO|>",
+             "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>",
+             "vision_bos_token": "<|vision_bos|>", "vision_eos_token": "<|vision_eos|>"}  # fmt: skip
+    ids = {"audio_start": IMAGE + 3, "audio_end": IMAGE + 4, "vision_start": IMAGE + 5, "vision_end": IMAGE + 6}
+    thinker = {
+        "text_config": SIZES | ends | {
+            "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 192, "num_key_value_heads": 2,
+            "max_position_embeddings": 512, "rope_parameters": rope | {"type": "mrope", "mrope_section": [4, 6, 6]},
+        },
+        "audio_config": {
+            "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "num_mel_bins": 16,
+            "output_dim": 64, "n_window": 10, "initializer_range": 0.2,
+        },
+        "vision_config": {
+            "depth": 2, "num_heads": 2, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64,
+            "fullatt_block_indexes": [1], "window_size": 56, "initializer_range": 0.12,
+            "rope_parameters": {"rope_type": "axial", "rope_theta": 1e4},
+        },
+        "audio_token_index": IMAGE, "image_token_index": IMAGE + 1, "video_token_index": IMAGE + 2,
+    } | {f"{name}_token_id": token for name, token in ids.items()}  # fmt: skip
+    config = Qwen2_5OmniConfig(thinker_config=thinker, talker_config=talker, token2wav_config=voice, dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen2_5OmniForConditionalGeneration(config).save_pretrained(folder)
+    torch.save({}, Path(folder) / "spk_dict.pt")
+    plain = byte_tokenizer()
+    plain.add_special_tokens({"extra_special_tokens": list(marks.values())})
+    names = {name: getattr(plain, name) for name in ("pad_token", "bos_token", "eos_token")}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer, extra_special_tokens=marks, **names)
+    parts = Qwen2VLImageProcessor(), Qwen2VLVideoProcessor(), WhisperFeatureExtractor(feature_size=16, chunk_length=seconds)
+    Qwen2_5OmniProcessor(*parts, tokenizer).save_pretrained(folder)
+    return str(folder)
+
+
+def transformers_model(folder: Path | str) -> PreTrainedModel:
+    """The model in a folder by transformers; the parameters of a thinker have the names that training uses."""
+    model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
+    if isinstance(model, Qwen2_5OmniForConditionalGeneration):
+        model = model.thinker
+        model.__class__ = Thinker
+    return model
+
+
+class Thinker(Qwen2_5OmniThinkerForConditionalGeneration):
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for name, parameter in super().named_parameters(*args, **options):
+            yield name if name.startswith("lm_head") else f"model.{name}", parameter
 
 
 def clip(seed: int, seconds: float = 0.2, rate: int = 16000) -> Clip:

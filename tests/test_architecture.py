@@ -29,7 +29,7 @@ LAYERS = {
     "models": 2, "engine": 2, "data": 2, "batching": 2,
     "launch": 2,
     "attention": 1, "weight_sync": 1, "algorithms": 1, "observe": 1,
-    "parallel": 0, "config": 0, "types": 0, "registry": 0, "versions": 0,
+    "parallel": 0, "config": 0, "types": 0, "registry": 0, "versions": 0, "thinker": 0,
     "samples": -1,
 }  # fmt: skip
 OPTIONAL = {"deepspeed", "vllm", "sglang", "peft", "flash_attn", "ray", "math_verify", "jsonschema", "liger_kernel", "triton",

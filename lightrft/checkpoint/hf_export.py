@@ -17,12 +17,15 @@ from lightrft.checkpoint.hf_parameters import persistent_buffers
 from lightrft.checkpoint.shard_writer import ShardWriter
 from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
 from lightrft.models.lora import adapted_layers, is_adapter, merged, save_adapter
+from lightrft.models.weight_files import WeightFiles, cached_folder
 from lightrft.parallel.collectives import Axis
+from lightrft.thinker import OTHER_PARTS, published_config, speaks
 from lightrft.weight_sync.names import PublishedNames, transformers_class
 
 MAX_SHARD_BYTES = 5 * 10**9
-PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
-"""Processor files of multimodal models, which are copied since training does not change them."""
+BESIDE = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json",
+          "spk_dict.pt")  # fmt: skip
+"""Files of processors, and the voices of Qwen2.5-Omni, which are copied since training does not change them."""
 
 Stream = Iterator[tuple[str, Tensor]]
 
@@ -41,7 +44,7 @@ def export(
         folder,
         world,
         partial(_check_target, folder),
-        partial(_write_weights, writer, PublishedNames.of(model).published(stream), dtype),
+        partial(_write_weights, writer, PublishedNames.of(model).published(stream), _other_parts(model), dtype),
         lambda _: writer.name_files() if world.rank == 0 else None,
         partial(_write_rest, model, tokenizer, dtype, world.rank == 0),
     )
@@ -74,10 +77,27 @@ def export_adapter(
     return folder
 
 
-def _write_weights(writer: ShardWriter, stream: Stream, dtype: torch.dtype, _: Path) -> None:
+def _write_weights(writer: ShardWriter, stream: Stream, unchanged: Stream, dtype: torch.dtype, _: Path) -> None:
     for name, tensor in stream:  # including buffers, which arrive unconverted
         writer.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    for name, tensor in unchanged:
+        writer.add(name, tensor)
     writer.finish()
+
+
+def _other_parts(model: PreTrainedModel) -> Stream:
+    """Yield the weights of a model's folder that belong to parts which are not loaded: the voice of a Qwen2.5-Omni.
+
+    Raise ValueError if the folder was removed, or has no safetensors files.
+    """
+    if not speaks(model):
+        return
+    folder = cached_folder(model.name_or_path)
+    files = WeightFiles.of(folder) if folder else None
+    if files is None:
+        raise ValueError(f"{model.name_or_path} has no safetensors files, from which talker and token2wav are copied")
+    for name in sorted(name for name in files.files if name.startswith(OTHER_PARTS)):
+        yield name, files.read(name, ())
 
 
 def _write_rest(
@@ -89,7 +109,7 @@ def _write_rest(
     config.dtype = dtype
     config.use_cache = True  # training disables it
     config.architectures = [transformers_class(model).__name__]  # a critic may come from a model with another head
-    config.save_pretrained(part)
+    published_config(model, config).save_pretrained(part)
     if model.can_generate():
         model.generation_config.save_pretrained(part)
     if tokenizer is not None:
@@ -103,8 +123,8 @@ def _write_rest(
 def _files_beside(model: PreTrainedModel) -> list[Path]:
     """Return the processor files in the model's folder, or in the hub's cache on this machine."""
     if Path(model.name_or_path).is_dir():
-        return [path for name in PROCESSOR if (path := Path(model.name_or_path, name)).is_file()]
-    cached = [try_to_load_from_cache(model.name_or_path, name) for name in PROCESSOR] if model.name_or_path else []
+        return [path for name in BESIDE if (path := Path(model.name_or_path, name)).is_file()]
+    cached = [try_to_load_from_cache(model.name_or_path, name) for name in BESIDE] if model.name_or_path else []
     return [Path(path) for path in cached if isinstance(path, str)]
 
 

@@ -162,7 +162,8 @@ class DataSection(Section):
     """Turns of the assistant in a conversation on which SFT and --pretrain_data train: all, or the last one."""
     bad_rows: Literal["stop", "skip"] = "stop"
     """Handling of a malformed or too long row: stop ends the run with its file and line before a model is loaded, skip omits it
-    and reports how many there are, and the first ones."""
+    and reports how many there are, and the first ones. With skip, train_ppo also leaves out prompts whose media cannot be read
+    any more when they are drawn."""
 
 
 @dataclass

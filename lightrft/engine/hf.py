@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from lightrft.algorithms.truncation import ALL, Truncation
@@ -18,6 +18,7 @@ from lightrft.engine.probe import Probe
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.device import release_cached_memory
+from lightrft.thinker import load_config
 from lightrft.types import Completion, concatenated_features
 from lightrft.weight_sync.verify import Fingerprints
 
@@ -34,7 +35,7 @@ class HFEngine(Engine):
         if setup.axis.size > 1:
             raise ValueError(f"--engine_tp_size {setup.axis.size}: the hf engine runs on one rank; "
                              "use --engine_type vllm or sglang, or 1")
-        config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
+        config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
         super().__init__(published_names(config, **trust).shapes, sleep_level=setup.section.engine_sleep_level,
                          max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
@@ -138,13 +139,13 @@ class HFEngine(Engine):
 
     def _positions(self, ids: Tensor, mask: Tensor, media: dict[str, Tensor]) -> Tensor:
         """Return positions [R, S], or [3, R, S] in time, rows and columns for models with M-RoPE (arXiv 2409.12191)."""
-        if not (self.in_space and media):
+        grids = {name: tensor for name, tensor in media.items() if "grid" in name}
+        if not (self.in_space and grids):  # sound has positions like those of text
             return (mask.cumsum(-1) - 1).clamp(min=0)
         kinds = torch.zeros_like(ids)
         for kind, medium in enumerate(("image", "video"), 1):  # the numbering of transformers
             for token in self.vocabulary.placeholders[medium]:
                 kinds[ids == token] = kind
-        grids = {name: tensor for name, tensor in media.items() if "grid" in name}
         return self.model.base_model.get_rope_index(ids, mm_token_type_ids=kinds, attention_mask=mask, **grids)[0]
 
     def _decode(self, rows: "_Rows", tokens: Tensor) -> Tensor:
@@ -312,7 +313,7 @@ def _noise(seeds: list[int], sampling: Sampling) -> Tensor:
 def _load(setup: EngineSetup, config: PretrainedConfig) -> PreTrainedModel:
     options = {"dtype": setup.dtype, "trust_remote_code": setup.trust_remote_code}
     if not setup.from_stream:
-        return model_class(config).from_pretrained(setup.model_path, **options).to(setup.device)
+        return model_class(config).from_pretrained(setup.model_path, config=config, **options).to(setup.device)
     with no_init_weights(), setup.device:
         model = model_class(config).from_config(config, **options)
     model.tie_weights()

@@ -19,6 +19,10 @@ from transformers import AutoProcessor, ProcessorMixin
 from lightrft.engine.requests import MEDIA, Request
 from lightrft.types import Expanded
 
+FRAMES_ALONE = ("Qwen2_5OmniProcessor",)
+"""Processors of models that compute the frames of each clip only: clips are padded to the longest of them, not to the 300 s that
+such a model accepts, which would take a hundred times as long.
+"""
 SAMPLE_BYTES = {1: np.uint8, 2: np.int16, 4: np.int32}
 
 
@@ -200,6 +204,9 @@ class MediaReader:
         others = [name for name in output if name.endswith("token_type_ids")]
         if others and not self.media_alone:
             raise ValueError(f"the hf engine does not support the model's {', '.join(others)}; use --engine_type vllm")
+        if name == "audios" and self._frames_alone:
+            longest = int(output["feature_attention_mask"].sum(-1).max())
+            output |= {name: output[name][..., :longest].clone() for name in ("input_features", "feature_attention_mask")}
         texts = [row[mask].tolist() for row, mask in zip(ids, real, strict=True)]
         return texts, {name: torch.as_tensor(tensor) for name, tensor in output.items() if name not in others}
 
@@ -209,7 +216,15 @@ class MediaReader:
         if name == "videos":
             return {"videos": [video.frames for video in items], "do_sample_frames": False,
                     "video_metadata": [metadata(video) for video in items]}
-        return {"audio": [clip.waveform for clip in self.heard(items)], "sampling_rate": items[0].sampling_rate}
+        sound = {"audio": [clip.waveform for clip in self.heard(items)], "sampling_rate": items[0].sampling_rate}
+        if not self._frames_alone:
+            return sound
+        longest, silence = max(map(len, sound["audio"])), self.processor.feature_extractor.n_fft  # its last frame reads beyond it
+        return sound | {"audio_kwargs": {"max_length": longest + silence}}
+
+    @property
+    def _frames_alone(self) -> bool:
+        return type(self.processor).__name__ in FRAMES_ALONE
 
 
 def metadata(video: Video) -> dict[str, Any]:

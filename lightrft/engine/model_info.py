@@ -22,6 +22,8 @@ from lightrft.weight_sync.names import PublishedNames
 
 PLACEHOLDERS = {medium: (f"{medium}_token_id", f"{medium}_token_index") for medium in MEDIA.values()}
 """Medium -> fields of a model configuration that may contain its placeholder token."""
+HEARS_ONLY = ("qwen2_5_omni_thinker",)
+"""Families of which only sound was compared with transformers, although they also read images and videos."""
 FRAME = ("vision_start_token_id", "vision_end_token_id")
 """Fields with the tokens that some models need before and after a placeholder."""
 
@@ -86,7 +88,8 @@ def most_of_each(section: EngineSection, config: PretrainedConfig) -> dict[str, 
     flags = {"images": section.limit_mm_image_per_prompt, "videos": section.limit_mm_video_per_prompt,
              "audios": section.limit_mm_audio_per_prompt}
     media_tokens = placeholders(config)
-    return {name: flags[name] for name, medium in MEDIA.items() if media_tokens[medium]}
+    reads = [name for name, medium in MEDIA.items() if media_tokens[medium]]
+    return {name: flags[name] for name in reads if name == "audios" or config.model_type not in HEARS_ONLY}
 
 
 def published_names(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PublishedNames:
@@ -102,7 +105,8 @@ def end_token_ids(model_path: str, config: PretrainedConfig) -> frozenset[int]:
     except OSError:  # no generation_config.json
         ids = None
     if ids is None:
-        ids = config.get_text_config().eos_token_id
+        parts = config.get_text_config(), config
+        ids = next((part.eos_token_id for part in parts if getattr(part, "eos_token_id", None) is not None), None)
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)

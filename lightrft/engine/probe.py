@@ -7,6 +7,7 @@ layer, because some models scale the embeddings inside of that module and others
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class Probe:
         """Attach to a model; return handles, each with remove()."""
         handles = []
         for path, module in model.named_modules():
-            name = ".".join(ELSEWHERE.get(part, part) for part in path.split(".") if part not in BESIDE_TOWERS)
+            parts = [ELSEWHERE.get(part, part) for part in path.split(".") if part not in BESIDE_TOWERS]
+            name = ".".join(part for part, _ in groupby(parts))  # a thinker's decoder is model.model
             if name.rpartition(".")[2] in PARTS:
                 handles.append(module.register_forward_hook(self._hook(name)))
             if name.endswith("layers.0.input_layernorm"):

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from loguru import logger
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from lightrft.engine.base import Engine, EngineError, EngineSetup
 from lightrft.engine.model_info import Vocabulary, most_of_each, published_names
+from lightrft.thinker import load_config
 from lightrft.versions import ENGINES
 
 MEMORY = (
@@ -25,7 +26,7 @@ class LibraryEngine(Engine):
     def __init__(self, library: str, version: str, setup: EngineSetup):
         """Start the engine; `version` is reported by the library. All ranks construct and close their engines together."""
         warn_if_untested(library, version)
-        config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
+        config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
         self.names = published_names(config, **trust)
         super().__init__(self.names.shapes, sleep_level=setup.section.engine_sleep_level, axis=setup.axis,

@@ -191,12 +191,12 @@ def split_in_decoder(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
 def positions(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Return position ids [T], or [3, T] (time, row, column) for images and videos of models with M-RoPE (arXiv 2409.12191)."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    if "mrope_section" not in rope or not any(batch.media or ()):
+    grids = concatenated_features([{name: value for name, value in each.items() if "grid" in name} for each in batch.media or ()])
+    if "mrope_section" not in rope or not grids:  # sound has positions like those of text
         return batch.position_ids
     ids = padded(batch.input_ids.cpu(), batch.lengths, int(batch.lengths.max()))
     real = padded(torch.ones_like(batch.input_ids, device="cpu"), batch.lengths, ids.shape[1])
     kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
-    grids = concatenated_features([{name: value for name, value in each.items() if "grid" in name} for each in batch.media])
     rows = model.base_model.get_rope_index(ids, mm_token_type_ids=kinds, attention_mask=real, **grids)[0]
     return to_device(torch.stack([unpadded(axis, batch.lengths) for axis in rows]), batch.input_ids.device)
 

@@ -15,7 +15,6 @@ from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
@@ -36,6 +35,7 @@ from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.empty import makes_empty, real_parameters
 from lightrft.models.lora import is_adapter_folder
 from lightrft.models.weight_files import WeightFiles, check_finite, is_backbone, missing_and_unexpected, stored_tensors
+from lightrft.thinker import load_config
 
 SCORE = "score"
 """Name of the only head of a reward model."""
@@ -67,7 +67,7 @@ class Scores:
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> Any:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=options["trust_remote_code"])
+        config = options.get("config") or load_config(name, trust_remote_code=options["trust_remote_code"])
         return cls._of(config).from_pretrained(name, **options)
 
     @classmethod
@@ -107,7 +107,7 @@ def stored_heads(section: ModelSection, flag: str = "pretrain", *, name: str = "
     name = name or getattr(section, flag)
     source = f"--{flag} {name}"
     try:
-        config = AutoConfig.from_pretrained(_check_name(name, source), trust_remote_code=section.trust_remote_code)
+        config = load_config(_check_name(name, source), trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(str(error) if str(error).startswith(source) else f"{source}: {error}") from error
     scores = any(each.endswith("ForSequenceClassification") for each in config.architectures or ())
@@ -147,7 +147,7 @@ def _load(
     source = f"--{flag} {name}"
     name = _check_name(name, source)
     try:
-        config = AutoConfig.from_pretrained(name, **options)
+        config = load_config(name, **options)
         if Path(name).is_dir() and (files := WeightFiles.of(name)):
             files.check(quantized=getattr(config, "quantization_config", None) is not None)
     except (OSError, ValueError) as error:
@@ -159,7 +159,7 @@ def _load(
         raise ValueError(f"{source}: {error}") from error
     if model is None:
         with real_parameters():
-            model = _load_checked(kind, name, source, new_head, options)
+            model = _load_checked(kind, name, config, source, new_head, trust_remote_code=section.trust_remote_code)
     problems = _not_flat(model)
     if problems:
         name = type(model).__name__
@@ -180,13 +180,16 @@ def _attention(config: PretrainedConfig) -> dict[str, str | None]:
     return {"": ATTENTION} | {name: ATTENTION if getattr(config, name, None) is language else None for name in config.sub_configs}
 
 
-def _load_checked(kind: type, name: str, source: str, new_head: bool, options: dict[str, Any]) -> PreTrainedModel:
+def _load_checked(
+    kind: type, name: str, config: PretrainedConfig, source: str, new_head: bool, *, trust_remote_code: bool
+) -> PreTrainedModel:
     """Load the whole model on this rank with from_pretrained(), which converts the weights where necessary."""
-    attention = _attention(AutoConfig.from_pretrained(name, **options))
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # mismatched shapes raise below
     try:
         with _without_load_report():
-            model, info = kind.from_pretrained(name, dtype=torch.float32, attn_implementation=attention, **options)
+            model, info = kind.from_pretrained(
+                name, config=config, dtype=torch.float32, attn_implementation=_attention(config), output_loading_info=True,
+                trust_remote_code=trust_remote_code, ignore_mismatched_sizes=True,  # mismatched shapes raise below
+            )  # fmt: skip
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(f"{source}: transformers cannot read the weights ({type(error).__name__}: {error})") from error
     for stored, actual, expected in sorted(info["mismatched_keys"]):
@@ -227,7 +230,7 @@ def _empty(kind: type, name: str, new_head: bool, options: dict[str, Any]) -> Pr
     """Build the model without memory for the tensors in the folder; return None if from_pretrained() has to read it whole."""
     folder = _local_folder(name)
     files = WeightFiles.of(folder)
-    config = AutoConfig.from_pretrained(folder, **options)
+    config = load_config(folder, **options)
     if files is None or getattr(config, "quantization_config", None) is not None:
         logger.info("{} has no plain safetensors files: every rank reads the whole folder", name)
         return None
@@ -271,7 +274,7 @@ def _local_folder(name: str) -> Path:
     """Return the folder itself, or the local folder of the hub's files, downloading them if necessary."""
     if Path(name).is_dir():
         return Path(name)
-    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.py"]))
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.py", "spk_dict.pt"]))
 
 
 def check_vocabulary(section: ModelSection, flag: str, tokenizer: PreTrainedTokenizerBase, *, name: str = "") -> None:

@@ -147,13 +147,20 @@ def fingerprint(folder: Path | str) -> str:
 
 def weights_of(name: str) -> str:
     """Return the fingerprint of a model's folder or of its files in the local hub cache; empty if they cannot be read."""
-    folder = Path(name).expanduser()
     try:
-        if name and not folder.is_dir():
-            folder = Path(try_to_load_from_cache(name, "config.json") or "").parent
-        return fingerprint(folder) if name else ""
+        folder = cached_folder(name)
+        return fingerprint(folder) if folder else ""
     except (OSError, ValueError, TypeError):
         return ""
+
+
+def cached_folder(name: str) -> Path | None:
+    """Return a model's folder, or that of its files in the local hub cache; None if there is neither."""
+    folder = Path(name).expanduser()
+    if not name or folder.is_dir():
+        return folder if name else None
+    cached = try_to_load_from_cache(name, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def tied_names(model: PreTrainedModel) -> list[list[str]]:

@@ -36,7 +36,7 @@ from lightrft.parallel.collectives import Axis
 from lightrft.parallel.sequence_parallel import select_tokens
 
 HEAD_DIM: dict[str, int | None] = {
-    **dict.fromkeys(("llama", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text")),
+    **dict.fromkeys(("llama", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text")),
     **dict.fromkeys(("qwen3", "qwen3_vl_text"), 2),
     "gemma3_text": 1,
 }

@@ -26,9 +26,10 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from lightrft.config.errors import ConfigError
+from lightrft.config.errors import ConfigError, DataError
 from lightrft.config.sections import RolloutSection
 from lightrft.data.loader import Blend, Order, fair_owners
+from lightrft.data.media import unreadable
 from lightrft.engine.requests import derived_seed
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.trace import Untraced
@@ -75,6 +76,8 @@ class Prepared:
     groups: dict[int, Group]
     """Number of a group -> the group."""
     requests: Requests
+    unreadable: dict[int, str]
+    """Row of a prompt that this rank has checked -> reason why its media cannot be read. With any, nothing else is prepared."""
 
 
 @dataclass(slots=True)
@@ -126,6 +129,10 @@ class Collector:
         responses: a resumed run begins their groups anew."""
         self.expander: Expander | None = None
         """Expander of prompts with media for the trained model; None for text."""
+        self.skips_unreadable = False
+        """True if prompts whose media cannot be read any more are left out (--bad_rows skip); otherwise they end the run."""
+        self.left_out: set[int] = set()
+        """Rows of these prompts, the same on all ranks; a resumed run finds them again."""
         self._prepared: Prepared | None = None
         self._at_once = 1
         """Number of responses that the engines of a data replica decode at the same time, known from the first round on."""
@@ -162,6 +169,8 @@ class Collector:
             metrics.max("rollout/sampling_rounds", rounds)
             metrics.max("rollout/groups_given_up", len(idle))
         metrics.max("rollout/groups_carried", len(self.all_carried))
+        if self.skips_unreadable:
+            metrics.max("rollout/prompts_left_out", len(self.left_out))
         if self._in_tail_rounds:
             metrics.max("rollout/groups_parked", len(self.parked))
         while len(self._ahead) < ahead:
@@ -190,10 +199,11 @@ class Collector:
         num_started = ceil(missing * self.section.over_sampling / max(acceptance, LEAST_ACCEPTANCE))
         needed = missing if self.section.over_sampling > 1 else num_started
         carried, all_carried = self.all_carried[:num_started], self.all_carried[num_started:]
-        again = self.parked[: num_started - len(carried)]
+        parked = [each for each in self.parked if each[2] not in self.left_out]
+        again = parked[: num_started - len(carried)]
         if self._in_tail_rounds:
             sizes = {"batch": missing - len(carried), "ahead": num_started - len(carried)}
-            again, num_new = next_tail_round(self.parked, self._rows_left, **sizes)
+            again, num_new = next_tail_round(parked, self._rows_left, **sizes)
             num_started, needed = len(carried) + len(again) + num_new, missing
         rows, place = self._rows(num_started - len(carried) - len(again))
         drawn = [*((0, group.number, group.row) for group in carried), *again]
@@ -209,7 +219,7 @@ class Collector:
         ranks = group_ranks[: len(carried)] + [None] * len(costs) if shared else group_ranks
         round = Round(lengths, ranks, responses, num_ranks=self.data.size, needed=needed, at_once=at_once, divided=divided)
         after = {"place": place, "number": self.number + len(rows), "all_carried": all_carried,
-                 "parked": sorted({*self.parked}.difference(again))}  # fmt: skip
+                 "parked": sorted({*parked}.difference(again))}  # fmt: skip
         numbers = [number for _, number, _ in drawn]
         return RoundPlan(drawn, round, dict(zip(numbers, group_ranks, strict=True)), divided, **after)
 
@@ -235,12 +245,12 @@ class Collector:
         return -self.place % self.order.num_rows or (0 if self.parked else self.order.num_rows)
 
     def _rows(self, count: int) -> tuple[list[int], int]:
-        """Return the next prompts of the data, without those on cooldown, and the place after them."""
+        """Return the next prompts of the data, without those left out or on cooldown, and the place after them."""
         rows: list[int] = []
         place = self.place
         while len(rows) < count:
             for row in self.order.rows(place, count - len(rows)):
-                if not self._on_cooldown(row, place // self.order.num_rows):
+                if row not in self.left_out and not self._on_cooldown(row, place // self.order.num_rows):
                     rows.append(row)
                 place += 1
         return rows, place
@@ -264,11 +274,39 @@ class Collector:
         growth = self.sampler.open(self._seed(step, number))
         self._at_once = growth.at_once
         prepared, self._prepared = self._prepared, None
+        found = prepared.unreadable if prepared else None
         plan = prepared.plan if prepared else self._plan(missing, acceptance=acceptance, at_once=growth.at_once)
+        while self._leave_out(self._unreadable(plan) if found is None else found):
+            plan, prepared, found = self._plan(missing, acceptance=acceptance, at_once=growth.at_once), None, None
         self.place, self.number, self.all_carried, self.parked = plan.place, plan.number, plan.all_carried, plan.parked
         started = StartedRound(growth, plan)
         self._take(started, prepared)
         return started
+
+    def _unreadable(self, plan: RoundPlan) -> dict[int, str]:
+        """Return the unreadable ones of a round's prompts that this rank checks; none unless they are to be left out."""
+        if not self.skips_unreadable:
+            return {}
+        rows = [row for *_, row in plan.drawn]
+        own = {row for (_, _, row), _ in plan.parts_of(self.data.rank)}  # which this rank is about to prepare
+        reasons = {row: unreadable(self.prompts[row]) for row in own.union(rows[self.data.rank :: self.data.size])}
+        return {row: reason for row, reason in reasons.items() if reason}
+
+    def _leave_out(self, found: dict[int, str]) -> bool:
+        """Leave out what any rank has found unreadable; return True if the round has to be planned anew. All ranks call it.
+
+        Raise DataError if no prompt is left.
+        """
+        if not self.skips_unreadable:
+            return False
+        axis = self.sampler.exchange
+        of_all = {row: reason for part in axis.gather(found) for row, reason in part.items()}
+        for row in sorted(of_all) if axis.rank == 0 else ():
+            logger.warning(f"{self.prompts[row].location}: {of_all[row]}; its prompt is left out from now on (--bad_rows skip)")
+        self.left_out |= of_all.keys()
+        if len(self.left_out) == self.order.num_rows:
+            raise DataError("--bad_rows skip: the media of no prompt can be read any more")
+        return bool(of_all)
 
     def _take(self, started: StartedRound, prepared: Prepared | None = None) -> None:
         """Begin the responses that have been assigned to this rank since the last call."""
@@ -310,11 +348,13 @@ class Collector:
     def _prepare(self, step: int) -> Prepared:
         began = time.perf_counter()
         plan = self._plan(self.section.rollout_batch_size, acceptance=1.0, at_once=self._at_once)
+        if found := self._unreadable(plan):
+            return Prepared(plan, {}, {}, found)
         groups, parts = {}, []
         for (_, number, row), places in plan.parts_of(self.data.rank):
             groups[number] = groups.get(number) or self._group(number, row)
             parts.append((groups[number], places))
-        prepared = Prepared(plan, groups, self.sampler.prepare(parts, self._seed(step, 0)))
+        prepared = Prepared(plan, groups, self.sampler.prepare(parts, self._seed(step, 0)), {})
         if self.expander is not None:
             self.expander.prepare([group.prompt for group in groups.values()])
         self.trace.record("prepare", f"step {step}", began)

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from loguru import logger
 from PIL import Image
-from transformers import AutoConfig
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
@@ -18,17 +17,18 @@ from lightrft.engine.media import Clip, MediaReader, Video
 from lightrft.engine.model_info import placeholders
 from lightrft.engine.requests import Request
 from lightrft.rollout.tower_work import TowerWork
+from lightrft.thinker import load_config
 from lightrft.types import Expanded, Prompt
 
 FAMILIES: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("idefics3", "smolvlm", "qwen2_vl", "llava", "internvl"), (IMAGES,)),
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), (IMAGES, VIDEOS)),
-    "qwen2_audio": (AUDIOS,),
+    **dict.fromkeys(("qwen2_audio", "qwen2_5_omni_thinker"), (AUDIOS,)),
 }
 """Model type -> media whose gradients, and whose numbers of tokens, were compared with those of transformers."""
 UNTRAINED: Mapping[str, str] = {
+    "qwen2_5_omni_thinker": "positions of its images depend on the sound of a prompt, and were not compared with transformers'",
     "gemma3": "its image tokens attend to each other in both directions, which attention over packed sequences does not do",
-    "qwen2_5_omni": "its thinker is a part of a larger model, which is neither loaded nor exported alone",
 }
 """Model type -> reason why it does not learn from media."""
 UNCOUNTED = ("smolvlm",)
@@ -47,7 +47,7 @@ class Expander:
         """Load the processor. `media` are those of the data; `most` has the largest number of each in a prompt for the engine."""
         trust, self.media, self.most = {"trust_remote_code": section.trust_remote_code}, tuple(media), most
         self.frozen_towers = section.freeze_vision_tower
-        self.config = AutoConfig.from_pretrained(section.pretrain, **trust)
+        self.config = load_config(section.pretrain, **trust)
         self.reader = MediaReader(section.pretrain, placeholders(self.config), media_alone=True, **trust)
         self.places = {medium: self.reader.placeholders[KINDS[medium]] for medium in media}
         self._lengths: dict[tuple[str, tuple[int, ...]], int] = {}

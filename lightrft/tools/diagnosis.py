@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import Config
 from lightrft.engine.model_info import placeholder_token_ids
@@ -21,6 +21,7 @@ from lightrft.models.load import load_model
 from lightrft.models.weight_files import NOT_THE_MODEL
 from lightrft.roles.policy import Policy
 from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.thinker import load_config
 from lightrft.types import Completion
 
 TEXTS = (
@@ -181,6 +182,6 @@ def _pad(sequences: list[list[int]]) -> dict[str, Tensor]:
 
 
 def _settings(*folders: str, trust_remote_code: bool) -> list[str]:
-    trainer, engine = (AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).to_dict() for folder in folders)
+    trainer, engine = (load_config(folder, trust_remote_code=trust_remote_code).to_dict() for folder in folders)
     return [f"{name}: trainer {trainer.get(name)!r}, engine {engine.get(name)!r}" for name in sorted({*trainer, *engine})
             if trainer.get(name) != engine.get(name) and name not in NOT_THE_MODEL]

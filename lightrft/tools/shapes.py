@@ -7,6 +7,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from lightrft.config.errors import ConfigError
+from lightrft.thinker import load_config, trained_part
 
 QWEN2 = {
     "0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2), "3B": (2048, 11008, 36, 16, 2),
@@ -34,8 +35,8 @@ def model_config(name: str, file: str = "") -> PretrainedConfig:
     try:
         if file:
             values = json.loads(Path(file).read_text())
-            return AutoConfig.for_model(values.pop("model_type"), **values)
-        return AutoConfig.from_pretrained(name)
+            return trained_part(AutoConfig.for_model(values.pop("model_type"), **values))
+        return load_config(name)
     except (OSError, ValueError, KeyError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         shape = None if file else known_config(name)
         if shape is None:

@@ -65,6 +65,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     sampler = Sampler(strategy, tokenizer, config.rollout, episodes=build_episodes(config, tokenizer))
     collect = collector(config, strategy, training_data.prompts, sampler, rewards)
     collect.expander = training_data.expand
+    collect.skips_unreadable = config.data.bad_rows == "skip" and training_data.expand is not None
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
     kl_coefficient = KLCoefficient(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     parts = {"collector": collect, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}

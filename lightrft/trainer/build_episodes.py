@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.episodes import Episodes
@@ -18,6 +18,7 @@ from lightrft.config.sections import Config, has_episodes
 from lightrft.data.prompts import template_variables
 from lightrft.engine.build import load_tool_parsers
 from lightrft.engine.model_info import end_token_ids, placeholder_token_ids
+from lightrft.thinker import load_config
 
 
 def program_setup(config: Config) -> ProgramSetup:
@@ -40,7 +41,7 @@ def _end_token_ids(config: Config) -> frozenset[int]:
 
 
 def _model_config(config: Config) -> PretrainedConfig:
-    return AutoConfig.from_pretrained(config.model.pretrain, trust_remote_code=config.model.trust_remote_code)
+    return load_config(config.model.pretrain, trust_remote_code=config.model.trust_remote_code)
 
 
 def with_tools(config: Config) -> Config:

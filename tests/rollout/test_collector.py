@@ -1,11 +1,15 @@
 """What a step is filled with: decided alike on all ranks, repeatable, and the same after a resumed run."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from lightrft.config import ConfigError, RewardSection, RolloutSection
+from lightrft.config.errors import DataError
+from lightrft.data.media import IMAGES, ImageFile
 from lightrft.engine.loop import ABORTED
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
@@ -335,6 +339,47 @@ def on_ranks(state: dict | None = None) -> tuple[list, dict, list[int], list]:
 
 def joined_steps(found: list, place: int) -> list:
     return [sorted(sum(parts, [])) for parts in zip(*(each[place] for each in found), strict=True)]
+
+
+def with_files(folder: str) -> tuple[list, list]:
+    """Rows of each step; a file was never an image, and after the third step another one is none any more."""
+    data = prompts("s" * 12)
+    for prompt in data:
+        prompt.location, file = f"rows:{prompt.index}", Path(folder, f"{prompt.index}.png")
+        prompt.multi_modal = {IMAGES: [ImageFile(file.name, file)]}
+    collect, metrics = collector(data, Mesh("cpu").data), Metrics()
+    collect.skips_unreadable, steps = True, []
+    for number in range(1, 10):
+        groups = collect(number, metrics)
+        steps.append([(group.number, group.row) for group in groups])
+        collect.rewarded(groups, Metrics())
+        Mesh("cpu").data.gather(None)  # all have chosen
+        if number == 3:
+            Path(folder, "7.png").write_bytes(b"not any more")
+        with collect.preparing(number + 1):
+            pass
+    left_out = metrics.reduce(ALONE)["rollout/prompts_left_out"]
+    for prompt in data:
+        Path(folder, f"{prompt.index}.png").unlink(missing_ok=True)
+    Mesh("cpu").data.gather(None)
+    with pytest.raises(DataError, match="the media of no prompt can be read any more"):
+        collect(10, metrics), collect(11, metrics)
+    return steps, left_out
+
+
+def test_prompts_whose_files_cannot_be_read_any_more_are_left_out_on_all_ranks(tmp_path):
+    """Others take their places, in the order of the data."""
+    found = {}
+    for ranks in (1, 2):
+        for index in range(12):
+            Image.new("RGB", (4, 4)).save(tmp_path / f"{index}.png")
+        (tmp_path / "5.png").write_bytes(b"never")
+        found[ranks] = run_ranks(ranks, with_files, str(tmp_path))
+    ((alone, left_out),) = found[1]
+    assert joined_steps(found[2], 0) == alone and left_out == 2 and all(len(groups) == 4 for groups in alone)
+    rows = [row for groups in alone for _, row in groups]
+    expected = [row for row in collector(prompts("s" * 12)).order.rows(0, 24) if row != 5]
+    assert rows[:12] == expected[:12] and set(rows[:11]) == {*range(12)} - {5} and 7 not in rows[12:] and 5 not in rows
 
 
 def test_ranks_decide_alike_and_together_as_one():

@@ -11,14 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForMultimodalLM
+from transformers import (
+    AutoModelForMultimodalLM,
+    Qwen2_5OmniForConditionalGeneration,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+)
 
 from lightrft.algorithms.objectives import sft
 from lightrft.batching.redistribute import redistribute
+from lightrft.checkpoint.hf_export import export_whole
 from lightrft.config import ModelSection
 from lightrft.data.media import AUDIOS, IMAGES, VIDEOS, AudioFile, ImageFile, MediaFile, VideoFile
 from lightrft.models.heads import Actor
-from lightrft.models.load import load_model
+from lightrft.models.load import load_model, load_scorer
 from lightrft.models.trainable import freeze_parameters
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
@@ -30,7 +35,7 @@ from ranks import run_cases
 from runs import train
 from scripts.prepare_digits import recordings, tiny_qwen2_audio
 from scripts.prepare_dots import films, tiny_qwen2_5_vl
-from seeing import FILMED, FRAMED, hearing_model, picture, seeing_qwen
+from seeing import FILMED, FRAMED, hearing_model, omni, picture, seeing_qwen, transformers_model
 from sglang_environment import in_sglang_environment
 
 pytestmark = pytest.mark.slow
@@ -105,7 +110,7 @@ def learned(folder: str, media: tuple[str, ...], model: dict, layout: dict) -> l
 @cache
 def plain(folder: str, media: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor]]:
     """By transformers, each sample alone."""
-    model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
+    model = transformers_model(folder)
     expand, rows, answers = Expander(ModelSection(pretrain=folder), media), [], []
     for sample in samples(expand):
         read = expand(sample.prompt)
@@ -125,7 +130,7 @@ def plain(folder: str, media: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor
 
 def check(folder: str, media: tuple[str, ...], tower: str, model: dict, by_rank: list) -> None:
     expected, parameters = plain(folder, media)
-    before = dict(AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    before = dict(transformers_model(folder).named_parameters())
     for results in by_rank:
         for logprobs, found in results:
             torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
@@ -157,18 +162,21 @@ def test_gradients_of_sound_are_those_of_transformers(tmp_path, world_size, case
         check(folder, (AUDIOS,), "audio_tower", model, found[name])
 
 
-def compare_videos(folder: str) -> None:
-    media = (IMAGES, VIDEOS)
-    made = {family: seeing_qwen(f"{folder}/{family}", family) for family in ("qwen2_5_vl", "qwen3_vl")}
+def compare_families(folder: str) -> None:
+    both = (IMAGES, VIDEOS)
+    read = {family: (seeing_qwen(f"{folder}/{family}", family), both, "visual") for family in ("qwen2_5_vl", "qwen3_vl")}
+    read["omni"] = omni(f"{folder}/omni", 2), (AUDIOS,), "audio_tower"
     for world_size, layouts in LAYOUTS.items():
-        cases = {(family, str(layout)): (made[family], media, TRAINED, layout) for family in made for layout in layouts}
-        for (family, _), by_rank in run_cases(world_size, learned, cases).items():
-            check(made[family], media, "visual", TRAINED, by_rank)
+        cases = {(family, str(layout)): (*read[family][:2], TRAINED, layout) for family in read for layout in layouts}
+        if world_size == 2:
+            cases["omni", "frozen"] = (*read["omni"][:2], {}, {})
+        for (family, layout), by_rank in run_cases(world_size, learned, cases).items():
+            check(*read[family], cases[family, layout][2], by_rank)
 
 
-def test_gradients_of_videos_are_those_of_transformers(tmp_path):
-    """With images beside them. Their processors need torchvision, which that environment has."""
-    in_sglang_environment(compare_videos, str(tmp_path))
+def test_gradients_of_families_that_need_torchvision_are_those_of_transformers(tmp_path):
+    """Of videos with images beside them, and of sound by a thinker. That environment has torchvision."""
+    in_sglang_environment(compare_families, str(tmp_path))
 
 
 def test_towers_are_weighed_as_they_compute(tmp_path):
@@ -216,6 +224,35 @@ def test_a_run_learns_to_understand_digits(tmp_path):
     assert sum(rewards[:5]) / 5 < 0.35 and sum(rewards[-5:]) / 5 > 0.45 and found[-1]["eval/accuracy"] > 0.45
     assert all(row["engine/logprob_mismatch_max"] < 1e-5 for row in found)
     assert "<audio controls" in (tmp_path / "grpo" / "report.html").read_text()
+
+
+def two_steps_of_a_thinker(folder: Path) -> None:
+    recordings(folder, "train", 16, random.Random(0))
+    data = (folder / "train.jsonl").read_text().replace("<audio>", "<|audio_bos|><|AUDIO|><|audio_eos|>")
+    (folder / "train.jsonl").write_text(data)
+    common = [flag for flag in COMMON if flag != "--apply_chat_template"] + [f"--prompt_data={folder / 'train.jsonl'}"]
+    model = ["--no_freeze_vision_tower", "--lora_rank=4", f"--pretrain={omni(folder / 'released', 2)}"]
+    steps = ["--advantage_estimator=gae", "--engine_type=hf", "--rollout_batch_size=8", "--n_samples_per_prompt=2",
+             "--generate_max_len=3", "--train_batch_size=16", "--actor_learning_rate=1e-2", "--init_kl_coef=1e-3"]  # fmt: skip
+    rows = train("train_ppo", 2, [*common, *model, *steps], folder / "run")
+    assert len(rows) == 2 and all(row["train/grad_norm"] > 0 and row["engine/logprob_mismatch_max"] < 1e-5 for row in rows)
+    before, after = (Qwen2_5OmniForConditionalGeneration.from_pretrained(folder / name) for name in ("released", "run/model"))
+    changed = {name for name, tensor in after.state_dict().items() if not torch.equal(tensor, before.state_dict()[name])}
+    assert {name.split(".")[0] for name in changed} == {"thinker"}, "talker and token2wav are those of the released folder"
+    assert {".".join(name.split(".")[:3]) for name in changed} >= {"thinker.audio_tower.layers", "thinker.model.layers"}
+    read = Expander(ModelSection(pretrain=str(folder / "run/model")), (AUDIOS,))
+    assert read.blank[0].token_ids == Expander(ModelSection(pretrain=str(folder / "released")), (AUDIOS,)).blank[0].token_ids
+    load_scorer(ModelSection(pretrain=str(folder / "run/critic")), new_head=False)
+    after.thinker.save_pretrained(folder / "alone")
+    alone = load_model(ModelSection(pretrain=str(folder / "alone")))
+    export_whole(alone, None, folder / "whole", torch.float32)
+    thinker = Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(folder / "whole").state_dict()
+    assert all(torch.equal(tensor, thinker[name]) for name, tensor in after.thinker.state_dict().items())
+
+
+def test_a_thinker_is_exported_in_its_whole_folder(tmp_path):
+    """After two steps of PPO on two ranks, with adapters in its tower and its decoder. From a thinker alone, without a voice."""
+    in_sglang_environment(two_steps_of_a_thinker, tmp_path)
 
 
 def learn_where_a_dot_moves(folder: Path) -> None:

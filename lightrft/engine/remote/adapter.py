@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig
 
 from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
 from lightrft.engine.loop import RequestLoop
@@ -17,6 +16,7 @@ from lightrft.engine.remote.weights import WeightBroadcast
 from lightrft.engine.remote.wire import CAPACITY, PRETRAIN, Abort, Closed, Finished, Generate, LoadWeights, Peer, connect
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.parallel.processes import RunProcesses
+from lightrft.thinker import load_config
 from lightrft.types import Completion
 from lightrft.weight_sync.stream import bucket_limit
 
@@ -33,7 +33,7 @@ class RemoteEngine(Engine):
 
     def __init__(self, setup: EngineSetup, processes: RunProcesses):
         """Connect to all engines."""
-        config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
+        config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
         super().__init__(published_names(config, **trust).shapes, max_model_len=setup.max_model_len,
                          vocabulary=Vocabulary.of(setup.model_path, config, **trust))

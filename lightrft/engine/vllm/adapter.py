@@ -27,6 +27,7 @@ from lightrft.engine.vllm.arguments import arguments
 from lightrft.engine.vllm.cpu_sampler import draw_seeds_ahead
 from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.engine.vllm.speculation import Speculation
+from lightrft.thinker import OmniThinkerConfig, whole_config
 from lightrft.types import Completion, Drafts
 from lightrft.weight_sync.names import NamedTensor
 from lightrft.weight_sync.verify import Fingerprints
@@ -48,6 +49,9 @@ class VLLMEngine(LibraryEngine):
         super().__init__("vllm", vllm.__version__, setup)
 
     def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
+        if isinstance(config, OmniThinkerConfig) and whole_config(setup.model_path) is None:
+            raise ValueError("the folder has the thinker of a Qwen2.5-Omni alone, and vLLM reads whole folders only: use the "
+                             "whole folder, of which the thinker alone is loaded, or --engine_type hf")  # fmt: skip
         if config.model_type in OTHER_TIMES:
             self.limits.pop("videos", None)
         self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, trust_remote_code=setup.trust_remote_code)

@@ -4,6 +4,7 @@ from transformers import PretrainedConfig
 
 from lightrft.engine.base import EngineSetup
 from lightrft.engine.requests import MEDIA
+from lightrft.thinker import OmniThinkerConfig
 
 TEXT = ("ngram", "group")
 """Values of --speculative that draft from text, without a model."""
@@ -19,12 +20,15 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
     prefill = {"enable_chunked_prefill": False} if on_cpu else {}
     latent = on_cpu and getattr(config.get_text_config(), "kv_lora_rank", None)  # MLA's CPU kernel mistakes heads for tokens
     kernels = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}} if latent else {}
+    # vLLM reads in the text part whether a thinker's head is its embedding, and transformers in the thinker.
+    tied = {"text_config": {"tie_word_embeddings": config.tie_word_embeddings}}
+    head = {"hf_overrides": {"thinker_config": tied}} if isinstance(config, OmniThinkerConfig) else {}
     media = {
         "limit_mm_per_prompt": {medium: limits.get(name, 0) for name, medium in MEDIA.items()},
         "mm_processor_cache_gb": 0,  # the cache would only hold images of the last step
         "mm_device_do_normalize": False,  # its constants are stored in the model and are not streamed
     }
-    return memory | prefill | kernels | (media if limits else {}) | _speculation(setup) | {
+    return memory | prefill | kernels | head | (media if limits else {}) | _speculation(setup) | {
         "model": setup.model_path,
         "trust_remote_code": setup.trust_remote_code,
         "dtype": str(setup.dtype).removeprefix("torch."),

@@ -1,0 +1,122 @@
+"""The thinker of Qwen2.5-Omni, which reads media and writes text, as a model with a backbone and a head.
+
+A released folder has two other parts, talker and token2wav, which speak what the thinker writes. They are neither loaded nor
+trained, and an exported folder contains them unchanged. transformers' class of the thinker has decoder, towers and head side by
+side, and computes logits of all tokens in any forward pass. Here the head is outside of the backbone, as in other families, so
+that log-probs, critics and every way of dividing a model work as for these. Code and parameters of the parts are transformers'.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForMultimodalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniConfig, Qwen2_5OmniThinkerConfig
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    Qwen2_5OmniForConditionalGeneration,
+    Qwen2_5OmniPreTrainedModel,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+)
+
+OTHER_PARTS = ("talker.", "token2wav.")
+"""Beginnings of the names of weights that are not the thinker's."""
+
+
+class OmniThinkerConfig(Qwen2_5OmniThinkerConfig):
+    """Configuration of a thinker, from which the Auto classes of transformers create the model of this module."""
+
+
+class OmniThinkerPreTrainedModel(Qwen2_5OmniPreTrainedModel):
+    config: OmniThinkerConfig
+    base_model_prefix = "model"
+    _keys_to_ignore_on_load_unexpected = [f"^{part[:-1]}\\." for part in OTHER_PARTS]
+
+
+class OmniThinkerModel(Qwen2_5OmniThinkerForConditionalGeneration):
+    """Towers and decoder of a thinker."""
+
+    config: OmniThinkerConfig
+    _tied_weights_keys: dict[str, str] = {}
+
+    def __init__(self, config: OmniThinkerConfig):
+        super().__init__(config)
+        self.lm_head = nn.Identity()  # so that the logits of transformers' forward are hidden states
+
+    def forward(self, *args: Any, **inputs: Any) -> BaseModelOutputWithPast:
+        output = super().forward(*args, **inputs)
+        return BaseModelOutputWithPast(last_hidden_state=output.logits, past_key_values=output.past_key_values)
+
+
+class OmniThinkerForConditionalGeneration(OmniThinkerPreTrainedModel, GenerationMixin):
+    """Thinker with its head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.model.embed_tokens.weight"}
+
+    def __init__(self, config: OmniThinkerConfig):
+        super().__init__(config)
+        self.model = OmniThinkerModel(config)
+        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_decoder(self) -> nn.Module:
+        return self.model.get_decoder()
+
+    def forward(self, input_ids: Tensor | None = None, *, logits_to_keep: int = 0, **inputs: Any) -> CausalLMOutputWithPast:
+        """Return the logits of the last `logits_to_keep` tokens of each row, of all tokens for 0."""
+        output = self.model(input_ids, **inputs)
+        logits = self.lm_head(output.last_hidden_state[:, -logits_to_keep:])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=output.past_key_values)
+
+
+AutoModel.register(OmniThinkerConfig, OmniThinkerModel)
+AutoModelForMultimodalLM.register(OmniThinkerConfig, OmniThinkerForConditionalGeneration)
+register_checkpoint_conversion_mapping(
+    OmniThinkerForConditionalGeneration.__name__,
+    [WeightRenaming(r"^thinker\.lm_head\.", "lm_head."), WeightRenaming(r"^thinker\.", "model.")],
+)
+
+
+def load_config(name: str, **options: Any) -> PretrainedConfig:
+    """Return the configuration of the model that is trained: that of the folder or hub name, or of the thinker in it.
+
+    `options` are those of AutoConfig.from_pretrained(), whose errors are raised.
+    """
+    return trained_part(AutoConfig.from_pretrained(name, **options))
+
+
+def trained_part(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of the thinker for a Qwen2.5-Omni, whole or its thinker alone; for other families `config`."""
+    if not isinstance(config, Qwen2_5OmniConfig | Qwen2_5OmniThinkerConfig):
+        return config
+    part = config.thinker_config if isinstance(config, Qwen2_5OmniConfig) else config
+    thinker = OmniThinkerConfig.from_dict(part.to_dict())
+    thinker.name_or_path, thinker.num_labels = config.name_or_path, config.num_labels
+    return thinker
+
+
+def whole_config(name: str) -> Qwen2_5OmniConfig | None:
+    """Return the configuration of a whole Qwen2.5-Omni in a folder or on the hub; None for a thinker alone."""
+    config = AutoConfig.from_pretrained(name) if name else None
+    return config if isinstance(config, Qwen2_5OmniConfig) else None
+
+
+def speaks(model: PreTrainedModel) -> bool:
+    """Return True for the thinker of a folder that has talker and token2wav."""
+    whole = whole_config(model.name_or_path) if isinstance(model, OmniThinkerForConditionalGeneration) else None
+    return whole is not None and whole.enable_audio_output
+
+
+def published_config(model: PreTrainedModel, config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration for a folder with a model's published names, whose own, `config`, may be changed.
+
+    For a thinker it is that of its whole folder, with this thinker in it; without talker if the folder has a thinker alone.
+    """
+    if not isinstance(model, OmniThinkerForConditionalGeneration):
+        return config
+    whole = whole_config(model.name_or_path) or Qwen2_5OmniConfig(enable_audio_output=False)
+    config.architectures = [Qwen2_5OmniThinkerForConditionalGeneration.__name__]
+    whole.thinker_config, whole.dtype = config, config.dtype
+    whole.architectures = whole.architectures or [Qwen2_5OmniForConditionalGeneration.__name__]
+    return whole
