@@ -36,6 +36,8 @@ from ranks import import_packages
 RUNS = "lightrft.trainer.build", "lightrft.trainer.build_supervised", "lightrft.cli", "torch.distributed.run", "runs"
 SPARE_RANKS = 4
 """Ranks that a launcher has in store, those of its restarts included. It starts more as ordinary processes."""
+STARTS_WARM = "STARTS_WARM"
+"""Environment variable: the path of the warm `python`, for a program that starts others by sys.executable."""
 NAMES = "python", "torchrun", "lightrft"
 PROGRAM = """#!{python} -IS
 import json, os, signal, socket, sys
@@ -56,7 +58,7 @@ sys.exit(code)
 
 @cache
 def warm_programs() -> str:
-    """Return the folder with the programs, which serves until this process ends."""
+    """Return the folder with the programs, which are served until this process ends, by a fork that it makes now."""
     import_packages()
     for name in RUNS:
         import_module(name)
@@ -76,6 +78,11 @@ def warm_programs() -> str:
         (folder / name).write_text(PROGRAM.format(python=sys.executable, path=str(folder / "socket")))
         (folder / name).chmod(0o755)
     return str(folder)
+
+
+def warm_python() -> str:
+    """Return the path of an interpreter, which takes the place of sys.executable in a command."""
+    return f"{warm_programs()}/python"
 
 
 def warm_environment(**variables: str) -> dict[str, str]:
@@ -143,6 +150,8 @@ def _become(name: str, arguments: list[str], folder: str, environment: dict[str,
             os.close(file)
         os.chdir(folder)
         _renew(environment)
+        if own := os.environ.pop(STARTS_WARM, None):
+            sys.executable = own
         code = _exit_code(name, arguments)
         threading._shutdown()
         atexit._run_exitfuncs()

@@ -12,7 +12,7 @@ import pytest
 
 from lightrft.config import flags_without_effect, parse
 from lightrft.run.prepare import prepare_config
-from warm import warm_environment, warm_programs
+from warm import warm_environment, warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
@@ -104,7 +104,7 @@ def test_the_notebook_runs(tmp_path):
     code = code.replace("max_steps=20", "max_steps=2, rollout_batch_size=8, train_batch_size=64")
     script = tmp_path / "cells.py"
     script.write_text(code)
-    ran = subprocess.run([f"{warm_programs()}/python", script], cwd=ROOT, capture_output=True, text=True, timeout=900,
+    ran = subprocess.run([warm_python(), script], cwd=ROOT, capture_output=True, text=True, timeout=900,
                          env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     *_, rewards, answer = ran.stdout.splitlines()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from ranks import exit_codes
 from runs import PPO, prepare, rows_of, train
 from trainer import sabotage
+from warm import warm_python
 
 pytestmark = pytest.mark.slow
 FLAGS = [*PPO, "--max_steps=2", "--save_steps=1", "--eval_steps=1"]
@@ -152,8 +153,8 @@ def test_a_damaged_model_is_named_without_a_traceback(inputs, tmp_path, monkeypa
 # -- under torchrun
 
 
-def torchrun(what: str, flags: list[str], *options: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", *options, sabotage.__file__, *flags]
+def torchrun(what: str, flags: list[str], *options: str, python: str = sys.executable) -> subprocess.Popen:
+    command = [python, "-m", "torch.distributed.run", *options, sabotage.__file__, *flags]
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "SABOTAGE": what}
     return subprocess.Popen(command, env=environment, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
 
@@ -203,7 +204,11 @@ def two_nodes(what: str, *flags: str) -> list[tuple[int, str]]:
     from strategy.test_setup import free_port
 
     meeting = ("--nnodes=2", "--master-addr=localhost", f"--master-port={free_port()}")
-    nodes = [torchrun(what, list(flags), *meeting, f"--node-rank={rank}", f"--nproc-per-node={rank + 1}") for rank in range(2)]
+
+    def node(rank: int) -> tuple[str, ...]:
+        return *meeting, f"--node-rank={rank}", f"--nproc-per-node={rank + 1}"
+
+    nodes = [torchrun(what, list(flags), *node(rank), python=warm_python()) for rank in range(2)]
     said = [node.communicate(timeout=180)[0] for node in nodes]
     return [(node.returncode, text) for node, text in zip(nodes, said, strict=True)]
 
