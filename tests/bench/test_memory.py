@@ -10,7 +10,7 @@ import pytest
 from warm import STARTS_WARM, warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["--measured=2", "--shapes", "small", "--world=2", "--tokens=512"]
+SMALL = ["--measured=2", "--shapes", "small", "--world=2", "--tokens=512", "--layers=3"]
 
 
 def bench(script: str, *arguments: str) -> dict:
