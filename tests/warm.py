@@ -32,6 +32,7 @@ from importlib import import_module
 from pathlib import Path
 
 from ranks import import_packages
+from with_vllm import load_vllm
 
 RUNS = "lightrft.trainer.build", "lightrft.trainer.build_supervised", "lightrft.cli", "torch.distributed.run", "runs"
 SPARE_RANKS = 4
@@ -57,8 +58,13 @@ sys.exit(code)
 
 
 @cache
-def warm_programs() -> str:
-    """Return the folder with the programs, which are served until this process ends, by a fork that it makes now."""
+def warm_programs(*, vllm: bool = False) -> str:
+    """Return the folder with the programs, which are served until this process ends, by a fork that it makes now.
+
+    With `vllm` they have imported vLLM too.
+    """
+    if vllm:
+        load_vllm()
     import_packages()
     for name in RUNS:
         import_module(name)
@@ -80,9 +86,9 @@ def warm_programs() -> str:
     return str(folder)
 
 
-def warm_python() -> str:
+def warm_python(*, vllm: bool = False) -> str:
     """Return the path of an interpreter, which takes the place of sys.executable in a command."""
-    return f"{warm_programs()}/python"
+    return f"{warm_programs(vllm=vllm)}/python"
 
 
 def warm_environment(**variables: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """vLLM imported once, by the process that forks ranks: each rank would import it anew, for eight seconds.
 
-Where its cache is empty, vLLM inspects the class of each model in an interpreter of its own, for ten seconds. A fork does it itself.
+Where its cache is empty, vLLM inspects the class of each model in an interpreter of its own, which takes ten seconds. A fork
+does it itself.
 """
 
 from functools import cache

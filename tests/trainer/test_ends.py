@@ -159,8 +159,8 @@ def torchrun(what: str, flags: list[str], *options: str, python: str = sys.execu
     return subprocess.Popen(command, env=environment, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
 
 
-def one_node(what: str, *flags: str) -> str:
-    started = torchrun(what, list(flags), "--standalone", "--nproc-per-node=2")
+def one_node(what: str, *flags: str, python: str = sys.executable) -> str:
+    started = torchrun(what, list(flags), "--standalone", "--nproc-per-node=2", python=python)
     said = started.communicate(timeout=180)[0]
     assert started.returncode == 1
     return said
@@ -191,7 +191,8 @@ def test_what_a_killed_torchrun_started_ends(inputs, tmp_path):
 
 def test_torchrun_shows_the_killed_rank_with_vllm(inputs, tmp_path):
     vllm = ("--engine_type=vllm", "--engine_kv_cache_gb=0.1")
-    said = one_node("generate:0:kill", *inputs, *FLAGS, *vllm, f"--save_path={tmp_path}")
+    python = warm_python(vllm=True)
+    said = one_node("generate:0:kill", *inputs, *FLAGS, *vllm, f"--save_path={tmp_path}", python=python)
     assert re.search(r"rank 1 ERROR +this run ends: rank 0 .* ended without an error message in phase generate", said)
     assert "rank      : 0 " in root_cause(said) and "Signal 9 (SIGKILL)" in root_cause(said)
 
