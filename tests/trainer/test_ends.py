@@ -104,7 +104,7 @@ def test_a_reward_that_hangs_on_all_ranks(hanging, tmp_path, monkeypatch, no_lau
 
 
 def test_ctrl_c_twice_ends_a_reward_that_hangs(hanging, tmp_path):
-    command = [sys.executable, "-m", "lightrft.cli.train_ppo", *hanging, *FLAGS, f"--save_path={tmp_path}"]
+    command = [warm_python(), "-m", "lightrft.cli.train_ppo", *hanging, *FLAGS, f"--save_path={tmp_path}"]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     started = subprocess.Popen(command, env=environment, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
     said = iter(started.stdout.readline, "")
