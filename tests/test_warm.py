@@ -1,6 +1,5 @@
 """What the warm programs start ends, speaks and dies as what an interpreter starts."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 from warm import warm_environment, warm_python
 
 PROGRAMS = {
-    "print(sys.argv[1:], os.getcwd(), sorted(os.environ), __name__, sys.stdin.read())": "to be read",
+    "print(sys.argv[1:], os.getcwd(), sorted(os.environ), tempfile.gettempdir(), __name__, sys.stdin.read())": "to be read",
     "sys.exit('no')": "",
     "sys.exit(7)": "",
     "os.kill(os.getpid(), 9)": "",
@@ -30,8 +29,8 @@ os.write(1, f"{int(ranks)} {os.getppid()}\\n".encode())
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_ends_as_that_of_an_interpreter(tmp_path, program):
     def ended(python: str) -> tuple[int, str, str]:
-        command = [python, "-c", f"import os, sys; {program}", "a", "b c"]
-        ran = subprocess.run(command, cwd=tmp_path, env={"LC_CTYPE": "C.UTF-8", "NAME": "value"}, input=PROGRAMS[program],
+        command = [python, "-c", f"import os, sys, tempfile; {program}", "a", "b c"]
+        ran = subprocess.run(command, cwd=tmp_path, env={"LC_CTYPE": "C.UTF-8", "TMPDIR": str(tmp_path)}, input=PROGRAMS[program],
                              capture_output=True, text=True)  # fmt: skip
         return ran.returncode, ran.stdout, ran.stderr
 

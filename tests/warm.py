@@ -61,7 +61,7 @@ sys.exit(code)
 def warm_programs(*, vllm: bool = False) -> str:
     """Return the folder with the programs, which are served until this process ends, by a fork that it makes now.
 
-    With `vllm` they have imported vLLM too.
+    With `vllm` they have imported vLLM too. What a test has changed in modules by then, they have changed.
     """
     if vllm:
         load_vllm()
@@ -184,6 +184,7 @@ def _renew(environment: dict[str, str]) -> None:
                 handler.setStream(sys.stderr)
     for name in [name for name in sys.modules if f"{name}.".startswith("lightrft.cli.")]:
         del sys.modules[name]  # its import says who has started this process
+    tempfile.tempdir = None  # which TMPDIR may name
     random.seed()
 
 

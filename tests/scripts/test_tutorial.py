@@ -55,6 +55,7 @@ def test_the_commands_for_a_laptop_run(tmp_path):
     assert (tmp_path / "after" / "evaluation.json").exists()
 
 
+@pytest.mark.slow
 def test_the_commands_for_a_node_are_possible(tmp_path, monkeypatch):
     """The plan is made, the reward is called, and the flags of each run are read as by its 8 processes."""
     commands, reward = "\n".join(blocks(NODE)), tmp_path / "my_reward.py"
