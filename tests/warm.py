@@ -17,6 +17,7 @@ import pickle
 import random
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -79,7 +80,7 @@ def warm_programs(*, vllm: bool = False) -> str:
         _serve(listening, there)
     listening.close()
     there.close()
-    atexit.register(lambda: (here.close(), os.waitpid(process, 0)))
+    atexit.register(lambda: (here.close(), os.waitpid(process, 0), shutil.rmtree(folder)))
     for name in NAMES:
         (folder / name).write_text(PROGRAM.format(python=sys.executable, path=str(folder / "socket")))
         (folder / name).chmod(0o755)
