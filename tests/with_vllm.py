@@ -1,4 +1,8 @@
-"""vLLM imported once, by the process that forks ranks: each rank would import it anew, for eight seconds."""
+"""vLLM imported once, by the process that forks ranks: each rank would import it anew, for eight seconds.
+
+Where its cache is empty, vLLM inspects the class of each model in an interpreter of its own, which takes ten seconds. A fork
+does it itself.
+"""
 
 from functools import cache
 from importlib import import_module
@@ -23,5 +27,8 @@ def load_vllm() -> None:
     import_module("compressed_tensors")
     for name in MODELS:
         import_module(f"vllm.model_executor.models.{name}")
-    for name in () if torch.accelerator.is_available() else WHEN_IT_STARTS:
-        import_module(name)
+    if not torch.accelerator.is_available():
+        for name in WHEN_IT_STARTS:
+            import_module(name)
+        registry = import_module("vllm.model_executor.models.registry")
+        registry._run_in_subprocess = lambda inspect: inspect()  # a class without a cached description, apart because of CUDA

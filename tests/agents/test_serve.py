@@ -4,13 +4,13 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import httpx
 import pytest
 
 from scripts.prepare_quickstart import tiny_qwen3
+from warm import warm_python
 
 openai = pytest.importorskip("openai", reason="openai is not installed")
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ def server(tmp_path_factory):
     flags = [f"--model={folder}/model", "--engine_type=hf", "--port=0", "--generate_max_len=200", "--bf16=false",
              "--environment_minutes=0.05"]  # fmt: skip
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen([sys.executable, "-m", "lightrft.cli.serve", *flags], stderr=log,
+        process = subprocess.Popen([warm_python(), "-m", "lightrft.cli.serve", *flags], stderr=log,
                                    env={**os.environ, "MODEL_API_KEY": "secret"})  # fmt: skip
     until = time.monotonic() + 300
     while "serving model at " not in (text := (folder / "log").read_text()):

@@ -1,17 +1,20 @@
 """The benchmarks of moving samples run, and find what the store promises."""
 
 import json
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from warm import STARTS_WARM, warm_python
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
 
 def run(script: str, *flags: str) -> dict:
-    said = subprocess.run([sys.executable, BENCH / script, *flags], check=True, capture_output=True, text=True).stdout
+    said = subprocess.run([warm_python(), BENCH / script, *flags], env=os.environ | {STARTS_WARM: warm_python()}, check=True,
+                          capture_output=True, text=True).stdout
     return json.loads(said.splitlines()[-1])
 
 

@@ -3,19 +3,21 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from warm import STARTS_WARM, warm_python
+
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["--measured=2", "--shapes", "small", "--world=2", "--tokens=512"]
+SMALL = ["--measured=2", "--shapes", "small", "--world=2", "--tokens=512", "--layers=3"]
 
 
 def bench(script: str, *arguments: str) -> dict:
     """The last line of a benchmark."""
-    command = [sys.executable, ROOT / "scripts" / "bench" / script, *arguments]
-    ran = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    command = [warm_python(), ROOT / "scripts" / "bench" / script, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), STARTS_WARM: warm_python()}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return json.loads(ran.stdout.splitlines()[-1])
 
 

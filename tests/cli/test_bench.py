@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from runs import PPO, prepare
+from warm import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_run_is_measured_and_removed(tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    ranks = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     command = [*ranks, "lightrft.cli.bench", *prepare(tmp_path), *PPO, "--max_steps=4"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     *lines, last = ran.stdout.splitlines()

@@ -64,6 +64,7 @@ def late(folder, layout, rank):
     made.mesh.world.sum(torch.ones(1))
 
 
+@pytest.mark.slow
 def test_every_rank_says_who_is_late_and_where_all_are(tmp_path):
     for said in ended(tmp_path, 3, late, {}, 1):
         assert "this run ends: a collective has waited for more than 1 s (--timeout_minutes). Late: rank 1." in said

@@ -21,16 +21,18 @@ from lightrft.run.prepare import prepare_config
 from lightrft.trainer.run import WORK
 from runs import PPO, prepare, repeatable, rows_of, train
 from trainer import sabotage
+from warm import warm_programs
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCHRUN = f"""#!{sys.executable}
+TORCHRUN = """#!{python} -IS
 import os, sys
-arguments = sys.argv[1:]
+launcher, arguments = {launcher!r}, sys.argv[1:]
 module = arguments.index("-m")
 arguments[module : module + 2] = [os.environ["PROGRAM"]]
-os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
+os.execv(launcher[0], [*launcher, *arguments])
 """
 """The real torchrun, which starts PROGRAM instead of a command of lightrft."""
+COLD = [sys.executable, "-m", "torch.distributed.run"]
 OF_A_LAUNCHER = re.compile("(PET|SLURM|SKYPILOT|TORCHELASTIC|MASTER|JOB)_|(NNODES|NODE_RANK|NPROC|RANK|WORLD_SIZE)$")
 PROBE = """
 import json, os, sys
@@ -53,10 +55,12 @@ def free_port() -> str:
         return str(listening.getsockname()[1])
 
 
-def start_nodes(folder: Path, program: Path | str, nodes: dict[str, dict[str, str]], *flags: str) -> dict[str, subprocess.Popen]:
+def start_nodes(
+    folder: Path, launcher: list[str], program: Path | str, nodes: dict[str, dict[str, str]], *flags: str
+) -> dict[str, subprocess.Popen]:
     """Start launch.sh once for each node, with that node's variables only; its output goes to `folder`/NODE.log."""
     (folder / "bin").mkdir()
-    (folder / "bin" / "torchrun").write_text(TORCHRUN)
+    (folder / "bin" / "torchrun").write_text(TORCHRUN.format(python=sys.executable, launcher=launcher))
     (folder / "bin" / "torchrun").chmod(0o755)
     clean = {name: value for name, value in os.environ.items() if not OF_A_LAUNCHER.match(name)}
     own = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PROGRAM": str(program), "NPROC": "1"}
@@ -95,7 +99,7 @@ def test_nodes_that_know_their_place_from_different_launchers_meet(tmp_path):
     port = free_port()
     sky = {"SKYPILOT_NODE_IPS": f"{address}\n192.0.2.1\n192.0.2.2\n192.0.2.3", "SKYPILOT_NODE_RANK": "2",
            "SKYPILOT_NUM_NODES": "4", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "MASTER_PORT": port}  # fmt: skip
-    nodes = start_nodes(tmp_path, tmp_path / "probe.py", {
+    nodes = start_nodes(tmp_path, COLD, tmp_path / "probe.py", {
         "own": {"NNODES": "4", "NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port},
         "kubeflow": {"PET_NNODES": "4", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": address,
                      "PET_MASTER_PORT": port},
@@ -152,7 +156,7 @@ def test_two_nodes_go_on_without_the_third(tmp_path, phase):
     every = {"NNODES": "2:3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "PET_LOCAL_ADDR": "127.0.0.1"}
     timeouts = "last_call_timeout=5,keep_alive_interval=2"
     member = every | {"PET_RDZV_CONF": f"{timeouts},is_host=0", "SABOTAGE": "none:0:none"}
-    nodes = start_nodes(tmp_path, sabotage.__file__, {
+    nodes = start_nodes(tmp_path, [f"{warm_programs()}/torchrun"], sabotage.__file__, {
         "first": member | {"PET_RDZV_CONF": f"{timeouts},is_host=1"},
         "second": member,
         "lost": member | {"SABOTAGE": f"{phase}:*:lose:{times}"},
@@ -194,8 +198,8 @@ def test_the_first_node_may_be_lost_if_the_meeting_point_is_elsewhere(tmp_path):
     with ExitStack() as ending:
         ending.callback(serving.kill)
         assert serving.stdout.readline() == b"serving\n"
-        nodes = start_nodes(tmp_path, sabotage.__file__, dict.fromkeys("abcd", every), *flags, f"--save_path={run}",
-                            f"--dump_rollouts={rollouts}")  # fmt: skip
+        nodes = start_nodes(tmp_path, [f"{warm_programs()}/torchrun"], sabotage.__file__, dict.fromkeys("abcd", every), *flags,
+                            f"--save_path={run}", f"--dump_rollouts={rollouts}")  # fmt: skip
         ending.callback(stop, nodes)
         codes = sorted(node.wait(400) for node in nodes.values())
     logs = "\n".join((tmp_path / f"{name}.log").read_text() for name in nodes)

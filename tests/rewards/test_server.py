@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from lightrft.rewards.runner import RewardRunner
 from lightrft.types import Prompt, Sample
 from roles import rows
 from tiny import EOS, tiny_model
+from warm import warm_python
 
 TEXTS = [("2+2=", "4"), ("2+2=", "five\n\n!"), ("Say hello.", ""), ("a", "b" * 70)]
 
@@ -38,7 +38,7 @@ def folders(tmp_path_factory) -> list[str]:
 def server(world_size: int, *flags: str, key: str = "") -> Iterator[tuple[str, subprocess.Popen]]:
     """Its address and process."""
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", "--standalone"] if world_size > 1 else []
-    command = [sys.executable, *launcher, "-m", "lightrft.cli.serve_reward", "--port=0", *flags]
+    command = [warm_python(), *launcher, "-m", "lightrft.cli.serve_reward", "--port=0", *flags]
     environment = os.environ | {"REWARD_API_KEY": key, "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     said = []

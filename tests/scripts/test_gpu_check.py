@@ -19,6 +19,7 @@ from ranks import run_ranks
 from runs import run_here
 from scripts import gpu_check, gpu_measure
 from scripts.gpu_check import CHECKS, Aim, Check, figures_of_line, figures_of_pytest, rows_of, run_check, table, why_skipped
+from warm import STARTS_WARM, warm_python
 from with_vllm import load_vllm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,7 +143,9 @@ def test_every_measurement_runs_on_a_cpu(check, monkeypatch):
         pytest.importorskip("vllm", reason="vllm is not installed")
         load_vllm()
     if check.part in ("runs", "layouts", "layouts_bf16", "ranks"):
-        if check.name != "death of a rank":
+        if check.name == "death of a rank":
+            monkeypatch.setattr(sys, "executable", warm_python())
+        else:
             monkeypatch.setattr(gpu_measure, "train", train_here)
         arguments = gpu_measure.Setting(torch.device("cpu"), 2), *check.command[2:]
         figures = gpu_measure.MEASUREMENTS[check.command[1]](*arguments)
@@ -182,7 +185,8 @@ def test_unknown_parts_are_refused():
 def test_the_script_on_a_cpu(tmp_path):
     names = ["buckets ahead: bits", "1.5B, none", "1.5B, fused kernels"]
     command = ["bash", ROOT / "scripts" / "gpu_check.sh", "--device", "cpu", "--out", tmp_path, "--only", *names]
-    ran = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"PYTHON": warm_python(), STARTS_WARM: warm_python()}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     result = json.loads(ran.stdout.splitlines()[-1])
     assert result == json.loads((tmp_path / "gpu_check.json").read_text()) and result["ok"] and result["versions"]["torch"]

@@ -1,7 +1,6 @@
 """What the scripts start: their command lines, caught by stand-ins for torchrun and Slurm, are read by the real parser."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ import pytest
 from lightrft.config import flags_without_effect, parse
 from lightrft.run.prepare import prepare_config
 from runs import prepare, rows_of
+from warm import warm_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = sorted(path.name for path in ROOT.glob("scripts/run_*.sh") if path.stem != "run_pipeline")
@@ -143,8 +143,7 @@ def test_a_script_really_runs(tmp_path):
     shutil.copy(tmp_path / "train.jsonl", tmp_path / "test.jsonl")
     small = ["--bf16=false", "--apply_chat_template=false", "--engine_type=hf", "--rollout_batch_size=8", "--generate_max_len=6",
              "--train_batch_size=32", "--n_samples_per_prompt=4", "--max_steps=2", f"--save_path={tmp_path / 'run'}"]
-    environment = os.environ | {"DATA": str(tmp_path), "NPROC": "2", "PYTHONPATH": str(ROOT),
-                                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = warm_environment(DATA=str(tmp_path), NPROC="2", PYTHONPATH=str(ROOT))
     command = ["bash", ROOT / "scripts/run_gspo_gsm8k.sh", *flags, *small]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr

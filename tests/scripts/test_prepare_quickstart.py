@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ from scripts.prepare_quickstart import (
     sorting_problems,
     tiny_qwen3,
 )
+from warm import warm_python
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_quickstart.py"
 TOKENIZER = byte_tokenizer()
@@ -121,7 +121,7 @@ def test_problems_depend_on_the_seed_alone(task):
 
 @pytest.mark.slow
 def test_command_writes_everything(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--seed", "5", "--task", "sorting"]
+    command = [warm_python(), str(SCRIPT), "--out", str(tmp_path), "--seed", "5", "--task", "sorting"]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     train, held_out = sorting_problems(seed=5)
     for name, problems in (("train", train), ("test", held_out)):

@@ -1,25 +1,20 @@
 """The chain SFT, reward model, PPO, DPO, evaluation: each starts from the folder that the one before it wrote."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from runs import rows_of
+from warm import warm_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
 def test_the_parts_fit_together(tmp_path):
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "NPROC": "1",
-    }
+    environment = warm_environment(PYTHONPATH=str(ROOT), NPROC="1")
     command = ["bash", str(ROOT / "scripts" / "run_pipeline.sh"), "--small", "--out", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -12,6 +12,7 @@ import pytest
 
 from lightrft.config import flags_without_effect, parse
 from lightrft.run.prepare import prepare_config
+from warm import warm_environment, warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
@@ -37,7 +38,7 @@ def blocks(part: str) -> list[str]:
 
 def run(script: str) -> str:
     ran = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=900,
-                         env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+                         env=warm_environment(PYTHONPATH=str(ROOT)))  # fmt: skip
     assert ran.returncode == 0, f"{script}\n{ran.stdout}\n{ran.stderr}"
     return ran.stdout
 
@@ -54,6 +55,7 @@ def test_the_commands_for_a_laptop_run(tmp_path):
     assert (tmp_path / "after" / "evaluation.json").exists()
 
 
+@pytest.mark.slow
 def test_the_commands_for_a_node_are_possible(tmp_path, monkeypatch):
     """The plan is made, the reward is called, and the flags of each run are read as by its 8 processes."""
     commands, reward = "\n".join(blocks(NODE)), tmp_path / "my_reward.py"
@@ -103,7 +105,7 @@ def test_the_notebook_runs(tmp_path):
     code = code.replace("max_steps=20", "max_steps=2, rollout_batch_size=8, train_batch_size=64")
     script = tmp_path / "cells.py"
     script.write_text(code)
-    ran = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, timeout=900,
+    ran = subprocess.run([warm_python(), script], cwd=ROOT, capture_output=True, text=True, timeout=900,
                          env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     *_, rewards, answer = ran.stdout.splitlines()

@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from lightrft.tools.diagnosis import Diagnosis, compare, diagnose
 from ranks import run_ranks
 from sglang_environment import in_sglang_environment
 from tiny import tiny_model
+from warm import warm_python
 from with_vllm import load_vllm
 
 
@@ -152,7 +152,7 @@ def test_the_command(folder: Path) -> None:
     pytest.importorskip("vllm", reason="vllm is not installed")
 
     def doctor(*flags: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "lightrft.cli.doctor", "--engine_kv_cache_gb", "0.125", *flags]
+        command = [warm_python(vllm=True), "-m", "lightrft.cli.doctor", "--engine_kv_cache_gb", "0.125", *flags]
         return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
     well = doctor("--model", str(folder / "plain"), "--engine_type", "vllm")

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from lightrft.tools.shapes import known_config, model_config
 from lightrft.tools.step_memory import num_parameters, of_tensor_parallel, parameter_counts
 from lightrft.tools.step_time import StepWork, kv_bytes, seconds
 from tiny import tiny_model
+from warm import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs" / "grpo_gsm8k_qwen2.5_7b.yaml")
@@ -177,7 +177,7 @@ def test_a_dry_run_trains_nothing(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
     flags = [f"--pretrain={tiny_model(tmp_path / 'model')}", f"--prompt_data={tmp_path / 'd.jsonl'}", "--fsdp", "--dry_run",
              "--train_batch_size=2", f"--save_path={tmp_path / 'run'}"]  # fmt: skip
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     ran = subprocess.run([*command, "lightrft.cli.train_sft", *flags], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0 and ran.stdout.count("it fits") == 1, ran.stderr
     assert not (tmp_path / "run").exists()

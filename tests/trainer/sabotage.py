@@ -26,7 +26,8 @@ def spoil(how: str) -> None:
     elif how == "sleep":
         time.sleep(1000)
     elif how == "hang":
-        print("hangs beside", subprocess.Popen(["sleep", "1000"]).pid, flush=True)
+        beside = subprocess.Popen(["sleep", "1000"])
+        os.write(1, f"\nhangs beside {beside.pid}\n".encode())  # at once, as other ranks write to the same pipe
         ctypes.PyDLL(None).sleep(1000)  # Python's lock is kept
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from ranks import exit_codes
 from runs import PPO, prepare, rows_of, train
 from trainer import sabotage
+from warm import warm_python
 
 pytestmark = pytest.mark.slow
 FLAGS = [*PPO, "--max_steps=2", "--save_steps=1", "--eval_steps=1"]
@@ -103,7 +104,7 @@ def test_a_reward_that_hangs_on_all_ranks(hanging, tmp_path, monkeypatch, no_lau
 
 
 def test_ctrl_c_twice_ends_a_reward_that_hangs(hanging, tmp_path):
-    command = [sys.executable, "-m", "lightrft.cli.train_ppo", *hanging, *FLAGS, f"--save_path={tmp_path}"]
+    command = [warm_python(), "-m", "lightrft.cli.train_ppo", *hanging, *FLAGS, f"--save_path={tmp_path}"]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     started = subprocess.Popen(command, env=environment, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
     said = iter(started.stdout.readline, "")
@@ -152,14 +153,14 @@ def test_a_damaged_model_is_named_without_a_traceback(inputs, tmp_path, monkeypa
 # -- under torchrun
 
 
-def torchrun(what: str, flags: list[str], *options: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", *options, sabotage.__file__, *flags]
+def torchrun(what: str, flags: list[str], *options: str, python: str = sys.executable) -> subprocess.Popen:
+    command = [python, "-m", "torch.distributed.run", *options, sabotage.__file__, *flags]
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "SABOTAGE": what}
     return subprocess.Popen(command, env=environment, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
 
 
-def one_node(what: str, *flags: str) -> str:
-    started = torchrun(what, list(flags), "--standalone", "--nproc-per-node=2")
+def one_node(what: str, *flags: str, python: str = sys.executable) -> str:
+    started = torchrun(what, list(flags), "--standalone", "--nproc-per-node=2", python=python)
     said = started.communicate(timeout=180)[0]
     assert started.returncode == 1
     return said
@@ -190,7 +191,8 @@ def test_what_a_killed_torchrun_started_ends(inputs, tmp_path):
 
 def test_torchrun_shows_the_killed_rank_with_vllm(inputs, tmp_path):
     vllm = ("--engine_type=vllm", "--engine_kv_cache_gb=0.1")
-    said = one_node("generate:0:kill", *inputs, *FLAGS, *vllm, f"--save_path={tmp_path}")
+    python = warm_python(vllm=True)
+    said = one_node("generate:0:kill", *inputs, *FLAGS, *vllm, f"--save_path={tmp_path}", python=python)
     assert re.search(r"rank 1 ERROR +this run ends: rank 0 .* ended without an error message in phase generate", said)
     assert "rank      : 0 " in root_cause(said) and "Signal 9 (SIGKILL)" in root_cause(said)
 
@@ -203,7 +205,11 @@ def two_nodes(what: str, *flags: str) -> list[tuple[int, str]]:
     from strategy.test_setup import free_port
 
     meeting = ("--nnodes=2", "--master-addr=localhost", f"--master-port={free_port()}")
-    nodes = [torchrun(what, list(flags), *meeting, f"--node-rank={rank}", f"--nproc-per-node={rank + 1}") for rank in range(2)]
+
+    def node(rank: int) -> tuple[str, ...]:
+        return *meeting, f"--node-rank={rank}", f"--nproc-per-node={rank + 1}"
+
+    nodes = [torchrun(what, list(flags), *node(rank), python=warm_python()) for rank in range(2)]
     said = [node.communicate(timeout=180)[0] for node in nodes]
     return [(node.returncode, text) for node, text in zip(nodes, said, strict=True)]
 

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -21,9 +20,9 @@ from lightrft.strategy import StrategyBase, get_strategy
 from ranks import run_ranks
 from runs import PPO, prepare, repeatable, rows_of, train
 from sglang_environment import in_sglang_environment
+from warm import warm_programs
 from with_vllm import load_vllm
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 DEADLY_REWARD = '''
 import json, os, resource, signal
 seen = []
@@ -310,7 +309,7 @@ def test_interrupt_saves_and_resumes(inputs, tmp_path):
     """Ctrl-C under torchrun: every rank stops at the same step, a checkpoint is there, the run goes on from it."""
     flags = [*inputs, *PPO, *STRATEGIES["fsdp"], f"--save_path={tmp_path}", "--async_save"]
     run = subprocess.Popen(
-        [*TORCHRUN, "-m", "lightrft.cli.train_ppo", *flags],
+        [f"{warm_programs()}/torchrun", "--standalone", "--nproc-per-node=2", "-m", "lightrft.cli.train_ppo", *flags],
         env=os.environ | {"PYTHONPATH": os.getcwd()},
         stderr=subprocess.PIPE,
         text=True,

@@ -70,6 +70,7 @@ def both(folder: Path, cases: dict[str, list[str]], *, trains: int, generates: i
     return found
 
 
+@pytest.mark.slow
 def test_it_learns_what_ranks_that_do_both_learn(tmp_path):
     inputs = [*prepare(tmp_path), *PPO, "--max_steps=3"]
     (tmp_path / "echo.py").write_text(ECHO)

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import lightrft
 from lightrft.cli import train_ppo
 from lightrft.config import SECTIONS, ConfigError, parse
 from runs import PPO, prepare, repeatable, rows_of, train
+from warm import warm_python
 
 COUNTING = '''
 import json, os
@@ -119,7 +119,7 @@ def test_a_run_from_python_is_that_of_the_command_line(tmp_path, monkeypatch):
         {"model": {"pretrain": "notebook/model"}, "data": {"eval_data": named["prompt_data"]}, "strategy": {"fsdp": True},
          "engine": {"engine_type": "hf"}, "rollout": {"generate_max_len": 4}, "train": {"save_path": "evaluation"}}))  # fmt: skip
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
-    done = subprocess.run([sys.executable, "notebook.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
+    done = subprocess.run([warm_python(), "notebook.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
     assert "steps 2" in done.stdout and "evaluation 24" in done.stdout
     assert repeatable(rows_of(tmp_path / "notebook")) == repeatable(rows_of(tmp_path / "command"))
 

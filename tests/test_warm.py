@@ -1,0 +1,61 @@
+"""What the warm programs start ends, speaks and dies as what an interpreter starts."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from warm import warm_environment, warm_python
+
+PROGRAMS = {
+    "print(sys.argv[1:], os.getcwd(), sorted(os.environ), tempfile.gettempdir(), __name__, sys.stdin.read())": "to be read",
+    "sys.exit('no')": "",
+    "sys.exit(7)": "",
+    "os.kill(os.getpid(), 9)": "",
+}
+RANKS = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+ranks = torch.tensor([2.0 ** dist.get_rank()])
+dist.all_reduce(ranks)
+os.write(1, f"{int(ranks)} {os.getppid()}\\n".encode())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_ends_as_that_of_an_interpreter(tmp_path, program):
+    def ended(python: str) -> tuple[int, str, str]:
+        command = [python, "-c", f"import os, sys, tempfile; {program}", "a", "b c"]
+        ran = subprocess.run(command, cwd=tmp_path, env={"LC_CTYPE": "C.UTF-8", "TMPDIR": str(tmp_path)}, input=PROGRAMS[program],
+                             capture_output=True, text=True)  # fmt: skip
+        return ran.returncode, ran.stdout, ran.stderr
+
+    assert ended(warm_python()) == ended(sys.executable)
+
+
+@pytest.mark.slow
+def test_signals_reach_a_program_which_ends_with_who_started_it():
+    waits = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(100)"
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        started = subprocess.Popen([warm_python(), "-c", waits], stdout=subprocess.PIPE)
+        program = psutil.Process(int(started.stdout.readline()))
+        started.send_signal(number)
+        assert started.wait(20) == -number
+        deadline = time.monotonic() + 20
+        while program.is_running() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not program.is_running()
+
+
+@pytest.mark.slow
+def test_ranks_are_children_of_their_launcher(tmp_path):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    command = ["bash", "-c", "torchrun --standalone --nproc-per-node 2 ranks.py"]
+    ran = subprocess.run(command, cwd=tmp_path, env=warm_environment(), capture_output=True, text=True)
+    found = [line.split() for line in ran.stdout.splitlines()]
+    assert ran.returncode == 0 and [total for total, _ in found] == ["3", "3"], ran.stderr
+    assert len({launcher for _, launcher in found}) == 1
