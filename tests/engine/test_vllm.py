@@ -195,17 +195,17 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="vLLM for CPUs")
-def test_seeds_drawn_ahead_are_those_that_vllm_draws() -> None:
+def test_seeds_drawn_in_place_are_those_that_vllm_draws() -> None:
     """Rows are greedy or have a generator; draws follow each other, with and without truncation."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    from lightrft.engine.vllm.cpu_sampler import draw_seeds_ahead
+    from lightrft.engine.vllm.cpu_sampler import draw_seeds_in_place
 
     plain, quick = (TopKTopPSampler(logprobs_mode="processed_logprobs") for _ in range(2))
-    draw_seeds_ahead(quick)
+    draw_seeds_in_place(quick)
     assert plain.forward == plain.forward_cpu and quick.forward != quick.forward_cpu
     ours, theirs = ({row: torch.Generator().manual_seed(row) for row in (0, 2, 5)} for _ in range(2))
-    for k, p in [(None, None), (torch.full((6,), 7), torch.full((6,), 0.8)), (None, None)] * 12:  # more than are drawn together
+    for k, p in ((None, None), (torch.full((6,), 7), torch.full((6,), 0.8)), (None, None)):
         logits, found = torch.randn(6, 50), []
         for sampler, generators in ((plain, theirs), (quick, ours)):
             torch.manual_seed(0)
