@@ -2,7 +2,7 @@
 
 import hashlib
 import wave
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
@@ -170,14 +170,42 @@ class MediaReader:
         """Return the prompt with each placeholder replaced by the tokens of its item, and the tensors of all items."""
         spans: dict[int, Any] = {}
         features: dict[str, Tensor] = {}
+        ends: set[int] = set()
         for name, items in read(request.multi_modal).items():
             if items:
                 with self._lock:
                     texts, tensors = self._processed(name, items)
                 spans |= dict.fromkeys(self.placeholders[MEDIA[name]], iter(texts))
                 features |= tensors
+                ends |= {token for text in texts for token in (text[0], text[-1])}
         token_ids = [new for token in request.token_ids for new in (next(spans[token]) if token in spans else [token])]
-        return Expanded(token_ids, features)
+        return Expanded(self.join_line_breaks(token_ids, ends), features)
+
+    def join_line_breaks(self, token_ids: list[int], ends: Collection[int]) -> list[int]:
+        """Join line breaks where the expansions of media begin or end with them; `ends` are their first and last tokens.
+
+        The text of an image of Gemma 3 has two line breaks at each end, for which, with those of the prompt, the tokenizer has
+        tokens of three and four. The order is that of vLLM, so that the trainer reads the same tokens.
+        """
+        if not self._line_breaks or self._line_breaks[2] not in ends:
+            return token_ids
+        for first, second in ((1, 2), (2, 1), (2, 2)):
+            pair, joined = (self._line_breaks[first], self._line_breaks[second]), self._line_breaks[first + second]
+            result: list[int] = []
+            for token in token_ids:
+                if result and (result[-1], token) == pair:
+                    result[-1] = joined
+                else:
+                    result.append(token)
+            token_ids = result
+        return token_ids
+
+    @cached_property
+    def _line_breaks(self) -> dict[int, int]:
+        """Return the tokens of one to four line breaks by their number; empty if the tokenizer does not have all of them."""
+        vocabulary = self.processor.tokenizer.get_vocab()
+        texts = {count: "\n" * count for count in range(1, 5)}
+        return {count: vocabulary[text] for count, text in texts.items()} if vocabulary.keys() >= {*texts.values()} else {}
 
     def heard(self, clips: list[Clip]) -> list[Clip]:
         """Return the clips; ValueError for a sampling rate other than the model's, or a clip that the model would truncate."""
