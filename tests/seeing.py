@@ -180,22 +180,25 @@ def seeing_llava(folder: Path | str) -> str:
 
 
 def seeing_gemma(folder: Path | str) -> str:
-    """A Gemma 3, with the names of released folders: four tokens for an image. Needs torchvision."""
+    """A Gemma 3, with the names of released folders: eight tokens for an image, four of which see each other."""
     from transformers import Gemma3ImageProcessor, Gemma3Processor
 
     config = CONFIG_MAPPING["gemma3"](
         text_config=SIZES | {
             "model_type": "gemma3_text", "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 192, "head_dim": 32,
-            "num_key_value_heads": 1, "max_position_embeddings": 512, "sliding_window": 64,
+            "num_key_value_heads": 2, "max_position_embeddings": 512, "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
             "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
         },
         vision_config=SIZES | {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "image_size": 56,
                                "patch_size": 14, "vision_use_head": False},
-        image_token_index=IMAGE, mm_tokens_per_image=4, dtype=torch.float32,
+        image_token_index=IMAGE, boi_token_index=IMAGE + 1, eoi_token_index=IMAGE + 2, mm_tokens_per_image=4, dtype=torch.float32,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+        model = AutoModelForImageTextToText.from_config(config)
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.12)  # zeros without weights
+        model.save_pretrained(folder)
     file = Path(folder) / "model.safetensors"
     weights = {re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): weight
                for name, weight in load_file(file).items()}  # fmt: skip

@@ -46,7 +46,7 @@ from tiny import PAD
 
 pytestmark = pytest.mark.slow
 
-TEXTS = [("What is <image>?", [1]), ("No picture.", []), ("<image> or <image>", [2, 1]), ("x", []), ("What is <image>?", [3])]
+TEXTS = [("What is <image>?", [1]), ("No picture.", []), ("<image>\n or <image>", [2, 1]), ("x", []), ("What is <image>?", [3])]
 DRAWN = [(0, [5, 6, 7]), (0, [5, 9]), (1, [8, 9]), (2, [10, 11, 12, 13]), (3, [14]), (2, [10, 11]), (3, [15]), (4, [5, 6, 7])]
 """The prompt of each sample, and its response. Samples of a prompt share what they begin with; the last looks like the first."""
 HELD = {1: [8], 2: [7, 1], 4: [3, 2, 2, 1]}
@@ -62,7 +62,7 @@ def image(seed: int) -> ImageFile:
 
 def framed(processor) -> list[tuple[str, list[int]]]:
     """The texts with the model's own placeholders."""
-    mark = FRAMED if processor.image_token in FRAMED else "<image>"
+    mark = FRAMED if processor.image_token in FRAMED else processor.image_token
     return [(text.replace("<image>", mark), seeds) for text, seeds in TEXTS]
 
 
@@ -112,9 +112,8 @@ def plain(folder: str) -> tuple[Tensor, dict[str, Tensor]]:
     whole = [prompt + response for prompt, response in zip(prompts, (response for _, response in DRAWN), strict=True)]
     width = max(map(len, whole))
     inputs["input_ids"] = torch.tensor([ids + [PAD] * (width - len(ids)) for ids in whole])
-    if "mm_token_type_ids" in inputs:
-        kinds = inputs["mm_token_type_ids"]
-        inputs["mm_token_type_ids"] = torch.nn.functional.pad(kinds, (0, width - kinds.shape[1]))
+    for name in inputs.keys() & {"mm_token_type_ids", "token_type_ids"}:
+        inputs[name] = torch.nn.functional.pad(inputs[name], (0, width - inputs[name].shape[1]))
     inputs["attention_mask"] = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in whole])
     logprobs = model(**inputs).logits[:, :-1].log_softmax(-1).gather(2, inputs["input_ids"][:, 1:, None])[..., 0]
     answers = [row[len(prompt) - 1 : len(ids) - 1] for row, prompt, ids in zip(logprobs, prompts, whole, strict=True)]
