@@ -192,7 +192,7 @@ def seeing_gemma(folder: Path | str) -> str:
         },
         vision_config=SIZES | {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "image_size": 56,
                                "patch_size": 14, "vision_use_head": False},
-        image_token_index=IMAGE, boi_token_index=IMAGE + 1, eoi_token_index=IMAGE + 2, mm_tokens_per_image=4, dtype=torch.float32,
+        boi_token_index=IMAGE, image_token_index=IMAGE + 1, eoi_token_index=IMAGE + 2, mm_tokens_per_image=4, dtype=torch.float32,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -204,9 +204,9 @@ def seeing_gemma(folder: Path | str) -> str:
                for name, weight in load_file(file).items()}  # fmt: skip
     save_file(weights, file, metadata={"format": "pt"})
     plain = byte_tokenizer()
-    marks = {"image_token": "<image>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    marks = {"boi_token": "<image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
     plain.add_special_tokens({"extra_special_tokens": list(marks.values())})
-    plain.add_tokens(["\n" * count for count in range(1, 5)])  # vLLM merges those around images
+    plain.add_tokens(["\n" * count for count in range(1, 5)])  # those around images are joined with those of the text
     ends = {name: getattr(plain, name) for name in ("pad_token", "bos_token", "eos_token")}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer, extra_special_tokens=marks, **ends)
     images = Gemma3ImageProcessor(size={"height": 56, "width": 56})

@@ -62,7 +62,7 @@ def image(seed: int) -> ImageFile:
 
 def framed(processor) -> list[tuple[str, list[int]]]:
     """The texts with the model's own placeholders."""
-    mark = FRAMED if processor.image_token in FRAMED else processor.image_token
+    mark = FRAMED if processor.image_token in FRAMED else "<image>"
     return [(text.replace("<image>", mark), seeds) for text, seeds in TEXTS]
 
 
