@@ -192,7 +192,8 @@ def seeing_gemma(folder: Path | str) -> str:
         },
         vision_config=SIZES | {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "image_size": 56,
                                "patch_size": 14, "vision_use_head": False},
-        boi_token_index=IMAGE, image_token_index=IMAGE + 1, eoi_token_index=IMAGE + 2, mm_tokens_per_image=4, dtype=torch.float32,
+        boi_token_index=IMAGE, image_token_index=IMAGE + 1, eoi_token_index=IMAGE + 2, mm_tokens_per_image=4,
+        tie_word_embeddings=False, dtype=torch.float32,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -2,9 +2,10 @@
 
 import hashlib
 import wave
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from numbers import Real
 from pathlib import Path
 from threading import Lock
@@ -168,37 +169,35 @@ class MediaReader:
 
     def expanded(self, request: Request) -> Expanded:
         """Return the prompt with each placeholder replaced by the tokens of its item, and the tensors of all items."""
-        spans: dict[int, Any] = {}
+        texts: dict[int, Iterator[list[int]]] = {}
         features: dict[str, Tensor] = {}
-        ends: set[int] = set()
         for name, items in read(request.multi_modal).items():
             if items:
                 with self._lock:
-                    texts, tensors = self._processed(name, items)
-                spans |= dict.fromkeys(self.placeholders[MEDIA[name]], iter(texts))
+                    of_items, tensors = self._processed(name, items)
+                texts |= dict.fromkeys(self.placeholders[MEDIA[name]], iter(of_items))
                 features |= tensors
-                ends |= {token for text in texts for token in (text[0], text[-1])}
-        token_ids = [new for token in request.token_ids for new in (next(spans[token]) if token in spans else [token])]
-        return Expanded(self.join_line_breaks(token_ids, ends), features)
+        return Expanded(self.spliced(request.token_ids, texts), features)
 
-    def join_line_breaks(self, token_ids: list[int], ends: Collection[int]) -> list[int]:
-        """Join line breaks where the expansions of media begin or end with them; `ends` are their first and last tokens.
+    def spliced(self, token_ids: list[int], texts: Mapping[int, Iterator[list[int]]]) -> list[int]:
+        """Return the prompt with each placeholder replaced by the next of its texts, which are tokens.
 
-        The text of an image of Gemma 3 has two line breaks at each end, for which, with those of the prompt, the tokenizer has
-        tokens of three and four. The order is that of vLLM, so that the trainer reads the same tokens.
+        The text of an image of Gemma 3 has two line breaks at each end. With those of the prompt beside them, they become the
+        tokenizer's tokens of three and four, in the order in which vLLM joins them.
         """
-        if not self._line_breaks or self._line_breaks[2] not in ends:
-            return token_ids
-        for first, second in ((1, 2), (2, 1), (2, 2)):
-            pair, joined = (self._line_breaks[first], self._line_breaks[second]), self._line_breaks[first + second]
-            result: list[int] = []
-            for token in token_ids:
-                if result and (result[-1], token) == pair:
-                    result[-1] = joined
-                else:
-                    result.append(token)
-            token_ids = result
-        return token_ids
+        segments: list[list[int]] = [[]]
+        for token in token_ids:
+            if token in texts:
+                segments += [list(next(texts[token])), []]
+            else:
+                segments[-1].append(token)
+        segments, breaks = [segment for segment in segments if segment], self._line_breaks
+        for first, second in ((1, 2), (2, 1), (2, 2)) if breaks else ():
+            for left, right in pairwise(segments):
+                if left and right and (left[-1], right[0]) == (breaks[first], breaks[second]):
+                    left.pop()
+                    right[0] = breaks[first + second]
+        return [token for segment in segments for token in segment]
 
     @cached_property
     def _line_breaks(self) -> dict[int, int]:

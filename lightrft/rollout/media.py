@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -132,11 +133,10 @@ class Expander:
 
     def _num_joined(self, prompt: Prompt) -> int:
         """Return how many tokens less the prompt has because line breaks of its text and of its media are joined."""
-        spans = {token: [each.token_ids[0], token, each.token_ids[-1]]
+        texts = {token: repeat([each.token_ids[0], token, each.token_ids[-1]])
                  for medium, each in zip(self.media, self.blank, strict=True) for token in self.places[medium]}  # fmt: skip
-        token_ids = [new for token in prompt.token_ids for new in spans.get(token, [token])]
-        ends = {token for first, _, last in spans.values() for token in (first, last)}
-        return len(token_ids) - len(self.reader.join_line_breaks(token_ids, ends))
+        num_spliced = len(prompt.token_ids) + 2 * sum(token in texts for token in prompt.token_ids)
+        return num_spliced - len(self.reader.spliced(prompt.token_ids, texts))
 
     def _length(self, medium: str, size: tuple[int, ...]) -> int:
         """Return the tokens of an item of this size: they do not depend on its content."""

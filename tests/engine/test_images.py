@@ -65,7 +65,7 @@ CLEAR.putalpha(picture(5).convert("L"))
 HEARD, FILM = clip(1), [picture(seed) for seed in range(4)]
 SEEN: dict[str, list[tuple[str, list]]] = {
     "images": [
-        ("What is <image>?", [FIRST]), ("No picture.", []), ("<image> or <image>", [picture(2, 30, 60), FIRST]),
+        ("What is <image>?", [FIRST]), ("No picture.", []), ("<image>\n or <image>?", [picture(2, 30, 60), FIRST]),
         ("What is <image>?", [FIRST]), ("x", []), ("<image>", [CLEAR]), ("What is <image>?", [picture(3, 90, 20)]),
     ],
     "audios": [
