@@ -28,7 +28,7 @@ from transformers import (
 from transformers.video_utils import VideoMetadata
 
 from engine.contract import Bench, flipped_elements_are_named, perturbed, start
-from lightrft.config import EngineSection
+from lightrft.config import ConfigError, EngineSection
 from lightrft.engine.base import Request, Sampling
 from lightrft.engine.hf import has_positions_in_space
 from lightrft.engine.media import Clip, Video, digest, read
@@ -564,6 +564,8 @@ def test_a_model_of_text_reads_no_images(tmp_path):
     engine = start("hf", tiny_model(tmp_path), ALONE)
     with pytest.raises(ValueError, match="request 0 carries images: this engine supports only text"):
         engine.generate([Request([65], {"images": [FIRST]})], GREEDY)
+    with pytest.raises(ConfigError, match="--images_key: this engine supports only text"):
+        engine.check_media(["images"])
 
 
 def test_the_form_of_a_model_that_engines_load():
