@@ -186,7 +186,7 @@ def build_eval_sets(
 
 
 def start_engine(config: Config, strategy: StrategyBase, name: str, *, actor: nn.Module | None = None) -> None:
-    """Start the engine with the weights of `actor`, or of --pretrain. Raise ConfigError if it does not support the data's media."""
+    """Start the engine with the weights of `actor`, or of --pretrain. Raise ConfigError if it does not read the data's media."""
     strategy.announce("start_engine")
     with log_duration(strategy, f"starting the engine {name}"):
         strategy.setup_inference_engine(config, config.engine.engine_type, actor=actor)

@@ -38,7 +38,7 @@ from lightrft.strategy import get_strategy
 from lightrft.types import Batch, Prompt, Sample
 from ranks import run_cases, run_ranks
 from runs import rows_of, run_here, train
-from scripts.prepare_colours import pictures, tiny_idefics3
+from scripts.prepare_colours import CHAT_TEMPLATE, pictures, tiny_idefics3
 from seeing import FRAMED, MARKS, picture, seeing_gemma, seeing_internvl, seeing_llava, seeing_model, seeing_qwen
 from sglang_environment import in_sglang_environment
 from tiny import PAD
@@ -455,6 +455,18 @@ def test_a_run_learns_to_name_colours(tmp_path):
     steps = {name: (name, [*data, start[0], *ONE_STEP], tmp_path) for name in names}
     for name, ((row,),) in run_cases(1, one_step, steps).items():
         assert row["train/grad_norm"] > 0 and row["train/ratio"] == 1.0, name
+
+
+def test_runs_of_gemma_on_two_ranks(tmp_path):
+    """Answers, then GRPO, whose engine sees what the trainer sees: each token of an image all of its image."""
+    mixed(tmp_path)
+    folder = Path(seeing_gemma(tmp_path / "random"))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    data = [*COMMON, f"--prompt_data={tmp_path / 'train.jsonl'}", "--no_freeze_vision_tower"]
+    rows = train("train_sft", 2, [*data, f"--pretrain={folder}", *SFT, "--max_steps=6"], tmp_path / "sft")
+    assert rows[-1]["train/loss"] < 0.9 * rows[0]["train/loss"] and all(row["train/grad_norm"] > 0 for row in rows)
+    (row,) = train("train_ppo", 2, [*data, f"--pretrain={tmp_path / 'sft' / 'model'}", *ONE_STEP], tmp_path / "grpo")
+    assert row["train/ratio"] == 1.0 and row["engine/logprob_mismatch_max"] < 1e-5
 
 
 def one_step(estimator: str, flags: list[str], folder: Path) -> list[dict]:
