@@ -33,6 +33,8 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 """Apart from MODELS, since a token may choose other experts by the last bit."""
 LENGTHS = [5, 1, 11, 8, 2, 9, 1, 16]
 TEMPERATURE = 0.8
+SEEN = 777
+"""The token of images, in tests of attention alone."""
 
 
 def make_model(name: str, attention: str) -> PreTrainedModel:
@@ -93,3 +95,14 @@ def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]
         assert actual[name] is not None, f"no gradient for {name}"
         difference = (actual[name] - gradient).norm().item()
         assert difference <= 1e-4 * gradient.norm().item() + 1e-7, f"{name}: off by {difference} of {gradient.norm().item()}"
+
+
+def masked(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, window: int | None, scaling: float | None = None) -> Tensor:
+    """Attention of a sequence [T, H, D] in which runs of SEEN attend to all of their run, within a window before each token."""
+    numbers = torch.cumsum((ids == SEEN).diff(prepend=torch.zeros(1)) != 0, 0)
+    together = (ids == SEEN) & (numbers[:, None] == numbers)
+    distance = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
+    mask = ((distance >= 0) | together) & (distance < (window or len(ids)))
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * (scaling or query.shape[-1] ** -0.5)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), value)

@@ -259,30 +259,34 @@ def seeing_llava(folder: Path | str) -> str:
 
 
 def seeing_gemma(folder: Path | str) -> str:
-    """A Gemma 3, with the names of released folders: four tokens for an image. Needs torchvision."""
+    """A Gemma 3, with the names of released folders: eight tokens for an image, four of which see each other."""
     from transformers import Gemma3ImageProcessor, Gemma3Processor
 
     config = CONFIG_MAPPING["gemma3"](
         text_config=SIZES | {
             "model_type": "gemma3_text", "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 192, "head_dim": 32,
-            "num_key_value_heads": 1, "max_position_embeddings": 512, "sliding_window": 64,
+            "num_key_value_heads": 2, "max_position_embeddings": 512, "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
             "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
         },
         vision_config=SIZES | {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "image_size": 56,
                                "patch_size": 14, "vision_use_head": False},
-        image_token_index=IMAGE, mm_tokens_per_image=4, dtype=torch.float32,
+        boi_token_index=IMAGE, image_token_index=IMAGE + 1, eoi_token_index=IMAGE + 2, mm_tokens_per_image=4,
+        tie_word_embeddings=False, dtype=torch.float32,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+        model = AutoModelForImageTextToText.from_config(config)
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.12)  # zeros without weights
+        model.save_pretrained(folder)
     file = Path(folder) / "model.safetensors"
     weights = {re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): weight
                for name, weight in load_file(file).items()}  # fmt: skip
     save_file(weights, file, metadata={"format": "pt"})
     plain = byte_tokenizer()
-    marks = {"image_token": "<image>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    marks = {"boi_token": "<image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
     plain.add_special_tokens({"extra_special_tokens": list(marks.values())})
-    plain.add_tokens(["\n" * count for count in range(1, 5)])  # vLLM merges those around images
+    plain.add_tokens(["\n" * count for count in range(1, 5)])  # those around images are joined with those of the text
     ends = {name: getattr(plain, name) for name in ("pad_token", "bos_token", "eos_token")}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer, extra_special_tokens=marks, **ends)
     images = Gemma3ImageProcessor(size={"height": 56, "width": 56})

@@ -2,8 +2,9 @@
 
 The function is registered with transformers under the name `lightrft`. It uses one of two kernels: variable-length flash
 attention if the device supports it, otherwise torch's own over blocks of sequences of similar length, padded on the right. Plain
-causal attention is correct there, because padding follows all tokens of a sequence. If sequences share a prefix, or ranks split
-the queries, both compute attention in parts: see prefix_attention.py. Only prefixes of a few tokens are copied on a CPU.
+causal attention is correct there, because padding follows all tokens of a sequence. If sequences share a prefix, ranks split the
+queries, or tokens of an image attend to those that follow them, both compute attention in parts: see prefix_attention.py. Only
+prefixes of a few tokens are copied on a CPU.
 """
 
 from collections.abc import Callable
@@ -93,14 +94,23 @@ def copied_attention(
 ) -> Tensor:
     """Compute torch's scaled dot product attention per sequence, each with a copy of all keys that it attends to.
 
-    This is the fallback for dropout, which needs the probabilities over all keys, and for devices without a part_kernel().
+    This is the fallback for dropout, which needs the probabilities over all keys, and for devices without a part_kernel(). Raise
+    ValueError if ranks split the queries of bidirectional tokens.
     """
+    if layout.bidirectional is not None and layout.queries_are_split:
+        raise ValueError(
+            "--sp_impl zigzag computes bidirectional attention of images only on a CPU, or in bfloat16 by flash attention, and "
+            "without dropout: use --bf16 and an attention_dropout of 0, or --sp_impl ulysses"
+        )
     part = layout.with_copies(window or layout.longest)
+    run_ids = [None] * len(part.key_lengths)
+    if layout.bidirectional is not None:
+        run_ids = part.keys.of(layout.run_ids).split(part.key_lengths)
     queries = query.split(part.query_lengths)
     keys, values = (part.keys.of(x).split(part.key_lengths) for x in (key, value))
     outputs = []
-    for q, k, v in zip(queries, keys, values, strict=True):
-        mask = window_mask(len(q), part.window, q.device, num_keys=len(k))
+    for q, k, v, runs in zip(queries, keys, values, run_ids, strict=True):
+        mask = window_mask(len(q), part.window, q.device, num_keys=len(k), run_ids=runs)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=scaling, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]

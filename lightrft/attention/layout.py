@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel
 from lightrft.types import SharedPrefix, to_device
@@ -23,6 +24,15 @@ ALONE = 64
 CALL_WORK = 2**19
 """Query-key pairs x elements of a query, forward and backward, that take as long on a CPU as a call of attention with what it
 needs. Measured on one core for 1 to 4 prefixes of 9 to 512 tokens and 128 elements: 0.47 ns for each, 0.25 ms for a call."""
+
+
+BIDIRECTIONAL = ("gemma3",)
+"""Model types whose image tokens attend to all tokens of their image; text attends to earlier tokens only."""
+
+
+def bidirectional_token(config: PretrainedConfig) -> int | None:
+    """Return the token whose runs are images with attention in both directions; None if all attention of the model is causal."""
+    return config.image_token_id if config.model_type in BIDIRECTIONAL else None
 
 
 @dataclass(frozen=True)
@@ -128,7 +138,7 @@ class Layout:
 
     def __init__(
         self, lengths: Tensor, device: torch.device, sequence: SequenceParallel = NO_SEQUENCE_PARALLEL,
-        shared: SharedPrefix | None = None,
+        shared: SharedPrefix | None = None, bidirectional: Tensor | None = None,
     ):  # fmt: skip
         self.lengths = lengths.cpu()
         """Lengths of the sequences, [N] int64 on the host."""
@@ -138,6 +148,9 @@ class Layout:
         """Split of the computed tokens over ranks."""
         self.shared = shared
         """Shared prefixes, which are computed once; None if all tokens are computed."""
+        self.bidirectional = bidirectional
+        """Tokens that also attend to those that follow them in their run of such tokens, as those of an image do in Gemma 3:
+        [T] bool on the host. A shared prefix contains whole runs. None if all attention is causal."""
         self.num_computed = len(shared.computed) if shared else int(self.lengths.sum())
         self.queries = sequence.queries(self.num_computed)
         """Start and end of the runs of computed tokens whose queries this rank has."""
@@ -174,9 +187,9 @@ class Layout:
         """Return how many more pairs of queries and keys copies have, for each call that parts have more.
 
         A copy repeats the attention within its prefix. Parts have one call for each prefix, and merging takes as long as another.
-        Return infinity if there are no prefixes or ranks split the queries.
+        Return infinity if there are no prefixes, if ranks split the queries, and if attention is not causal.
         """
-        if self.shared is None or self.queries != [(0, self.num_computed)]:
+        if self.shared is None or self.bidirectional is not None or self.queries_are_split:
             return math.inf
         depth = self._pieces.depth
         prefixes = np.unique(self._places[self._prefix_ends - 1][depth > 0])
@@ -184,8 +197,13 @@ class Layout:
 
     @property
     def needs_several_calls(self) -> bool:
-        """Return True if the queries and keys of a sequence may differ from its own consecutive tokens."""
-        return self.shared is not None or self.queries != [(0, self.num_computed)]
+        """Return True if the queries and keys of a sequence may differ from its own tokens up to each."""
+        return self.shared is not None or self.bidirectional is not None or self.queries_are_split
+
+    @property
+    def queries_are_split(self) -> bool:
+        """Return True if this rank has only a part of the queries."""
+        return self.queries != [(0, self.num_computed)]
 
     def parts(self, window: int | None) -> list[Part]:
         """Return the calls that together compute the attention of this rank's queries; the first has each query once.
@@ -193,10 +211,11 @@ class Layout:
         Without a window: causal attention within the consecutive tokens of each sequence, then the prefixes before them, level by
         level: first those at the start of sequences, then those that follow them, and so on. All sequences with the same prefix
         form one run of queries, so its keys occur once. With a window: one call, in which each sequence has copies of the keys
-        before its own tokens that its first queries attend to.
+        before its own tokens that its first queries attend to. In both cases, bidirectional tokens have one more call.
         """
         if window not in self._parts:
-            self._parts[window] = [self._own(), *self._prefixes()] if window is None else [self.with_copies(window)]
+            parts = [self._own(), *self._prefixes()] if window is None else [self.with_copies(window)]
+            self._parts[window] = parts if self.bidirectional is None else parts + self._following
         return self._parts[window]
 
     def with_copies(self, window: int) -> Part:
@@ -239,6 +258,52 @@ class Layout:
             nodes = at_level[first]
             keys = Selection(_ranges(begins[nodes], sizes[nodes]), self.device)
             yield Part(queries, keys, query_lengths, sizes[nodes], self.device)
+
+    @cached_property
+    def _following(self) -> list[Part]:
+        """Return the part in which bidirectional tokens attend to those that follow them in their run, or nothing.
+
+        Queries and keys of a run are in reverse order: with the keys one token later than the queries, this is causal attention.
+        Where ranks split a run, its keys begin with those of the tokens that other ranks have.
+        """
+        starts, ends = self._runs
+        queries, keys, query_lengths, key_lengths, before = [], [], [], [], 0
+        for first, stop in self.queries:
+            begins, stops = np.maximum(starts, first), np.minimum(ends - 1, stop)  # nothing follows the last token of a run
+            some = begins < stops
+            begins, stops, lasts = begins[some], stops[some], ends[some] - 1
+            queries.append(_ranges(stops - 1, stops - begins, step=-1) + before - first)
+            keys.append(_ranges(lasts, lasts - begins, step=-1))
+            query_lengths.append(stops - begins)
+            key_lengths.append(lasts - begins)
+            before += stop - first
+        sizes, key_sizes = np.concatenate(query_lengths), np.concatenate(key_lengths)
+        if not len(sizes):
+            return []
+        kind = {"causal": True} if np.array_equal(sizes, key_sizes) else {"window": int(key_sizes.max())}
+        selections = (Selection(np.concatenate(index), self.device) for index in (queries, keys))
+        return [Part(*selections, sizes, key_sizes, self.device, **kind)]
+
+    @cached_property
+    def run_ids(self) -> Tensor:
+        """Return the number of the run of each computed token, -1 for causal ones: [U] int64 on the device."""
+        numbers = np.full(self.num_computed, -1)
+        for number, (start, end) in enumerate(zip(*self._runs, strict=True)):
+            numbers[start:end] = number
+        return to_device(torch.from_numpy(numbers), self.device)
+
+    @cached_property
+    def _runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return start and end of each run of bidirectional tokens of one sequence, among the computed tokens: [runs] each."""
+        computed = np.arange(self.num_computed) if self.shared is None else self.shared.computed.numpy()
+        is_in = self.bidirectional.numpy()[computed]
+        edges = np.zeros(self.num_computed + 1, dtype=bool)  # between a token and the one before it
+        edges[1:-1] = is_in[1:] != is_in[:-1]
+        edges[np.searchsorted(computed, self._rows)] = True  # where sequences begin
+        edges[-1] = True
+        borders = edges.nonzero()[0]
+        inside = is_in[borders[:-1]]
+        return borders[:-1][inside], borders[1:][inside]
 
     @cached_property
     def _rows(self) -> np.ndarray:
@@ -326,6 +391,6 @@ def _steps(lengths: np.ndarray) -> np.ndarray:
     return np.arange(int(lengths.sum())) - (lengths.cumsum() - lengths).repeat(lengths)
 
 
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return start, start + 1, ... for each start and length, concatenated."""
-    return starts.repeat(lengths) + _steps(lengths)
+def _ranges(starts: np.ndarray, lengths: np.ndarray, step: int = 1) -> np.ndarray:
+    """Return start, start + step, ... for each start and length, concatenated."""
+    return starts.repeat(lengths) + step * _steps(lengths)

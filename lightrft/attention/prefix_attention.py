@@ -3,7 +3,8 @@
 Attention over all keys is the mean of the outputs of the parts, weighted by the exponentials of their log-sum-exps. The gradient
 of a part is computed by the kernel's own backward pass from the merged output and the merged log-sum-exp: with these, the
 recomputed probabilities are those over all keys. Ring attention does the same (arXiv 2310.01889). A prefix that many sequences
-share is thus read by all of their queries in one call, which also sums its gradient.
+share is thus read by all of their queries in one call, which also sums its gradient. Tokens of an image that attend to those that
+follow them have a part for these.
 """
 
 from collections.abc import Callable, Iterator
@@ -145,8 +146,16 @@ def _flat(blocks: list[Tensor], part: Part) -> Tensor:
     return values.index_select(0, part.blocks.places) if part.causal and part.blocks.places is not None else values
 
 
-def window_mask(size: int, window: int, device: torch.device, num_keys: int | None = None) -> Tensor:
-    """Return a mask [S, keys] bool (S keys for None): each of the last S tokens sees itself and the window - 1 before it."""
+def window_mask(
+    size: int, window: int, device: torch.device, num_keys: int | None = None, run_ids: Tensor | None = None
+) -> Tensor:
+    """Return a mask [S, keys] bool (S keys for None): each of the last S tokens sees itself and the window - 1 before it.
+
+    With `run_ids` [keys], see Layout.run_ids, it also sees the tokens that follow it in its run.
+    """
     steps = torch.arange(num_keys or size, device=device)
     distance = steps[-size:, None] - steps
-    return (distance >= 0) & (distance < window)
+    visible = distance >= 0
+    if run_ids is not None:
+        visible |= (run_ids[-size:, None] == run_ids) & (run_ids >= 0)
+    return visible & (distance < window)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EngineSection
 from lightrft.engine.loop import RequestLoop
 from lightrft.engine.media import MEDIA, digest, read
@@ -366,6 +367,12 @@ class Engine(ABC):
             if count != places:
                 return f"has {count} {name} and {places} placeholders for {name}"
         return None
+
+    def check_media(self, media: Iterable[str]) -> None:
+        """Raise ConfigError if the engine does not support one of the media of the data."""
+        for name in media:
+            if name not in self.limits:
+                raise ConfigError(f"--{name}_key: {self._reads()}")
 
     def _reads(self) -> str:
         """Return the text of an error that lists the supported media, and those that the hf engine supports in addition."""

@@ -10,6 +10,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from lightrft.algorithms.truncation import ALL, Truncation
+from lightrft.attention.layout import bidirectional_token
 from lightrft.engine.base import Engine, EngineSetup, Part
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.media import MediaReader
@@ -40,7 +41,9 @@ class HFEngine(Engine):
         super().__init__(published_names(config, **trust).shapes, sleep_level=setup.section.engine_sleep_level,
                          max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
         self.in_space = has_positions_in_space(config)
-        self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, media_alone=self.in_space, **trust)
+        self.bidirectional = bidirectional_token(config)
+        media_alone = self.in_space or self.bidirectional is not None
+        self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, media_alone=media_alone, **trust)
         self.limits = most_of_each(setup.section, config)
         self.device, self.dtype = setup.device, setup.dtype
         self.batch_size = setup.section.micro_rollout_batch_size
@@ -127,6 +130,8 @@ class HFEngine(Engine):
         media = concatenated_features([request.expanded.features for request in requests if request.expanded])
         media = {name: self._input(tensor) for name, tensor in media.items()}
         positions = self._positions(ids, mask, media)
+        if media and self.bidirectional is not None:
+            media["token_type_ids"] = (ids == self.bidirectional).long()
         logits = self._forward(ids, mask, positions, cache, **media)
         cache.batch_repeat_interleave(n)
         rows = _Rows(

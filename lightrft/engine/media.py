@@ -2,9 +2,10 @@
 
 import hashlib
 import wave
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from numbers import Real
 from pathlib import Path
 from threading import Lock
@@ -172,16 +173,42 @@ class MediaReader:
 
     def expanded(self, request: Request) -> Expanded:
         """Return the prompt with each placeholder replaced by the tokens of its item, and the tensors of all items."""
-        spans: dict[int, Any] = {}
+        texts: dict[int, Iterator[list[int]]] = {}
         features: dict[str, Tensor] = {}
         for name, items in read(request.multi_modal).items():
             if items:
                 with self._lock:
-                    texts, tensors = self._processed(name, items)
-                spans |= dict.fromkeys(self.placeholders[MEDIA[name]], iter(texts))
+                    of_items, tensors = self._processed(name, items)
+                texts |= dict.fromkeys(self.placeholders[MEDIA[name]], iter(of_items))
                 features |= tensors
-        token_ids = [new for token in request.token_ids for new in (next(spans[token]) if token in spans else [token])]
-        return Expanded(token_ids, features)
+        return Expanded(self.spliced(request.token_ids, texts), features)
+
+    def spliced(self, token_ids: list[int], texts: Mapping[int, Iterator[list[int]]]) -> list[int]:
+        """Return the prompt with each placeholder replaced by the next of its texts, which are tokens.
+
+        The text of an image of Gemma 3 has two line breaks at each end. With those of the prompt beside them, they become the
+        tokenizer's tokens of three and four, in the order in which vLLM joins them.
+        """
+        segments: list[list[int]] = [[]]
+        for token in token_ids:
+            if token in texts:
+                segments += [list(next(texts[token])), []]
+            else:
+                segments[-1].append(token)
+        segments, breaks = [segment for segment in segments if segment], self._line_breaks
+        for first, second in ((1, 2), (2, 1), (2, 2)) if breaks else ():
+            for left, right in pairwise(segments):
+                if left and right and (left[-1], right[0]) == (breaks[first], breaks[second]):
+                    left.pop()
+                    right[0] = breaks[first + second]
+        return [token for segment in segments for token in segment]
+
+    @cached_property
+    def _line_breaks(self) -> dict[int, int]:
+        """Return the tokens of one to four line breaks by their number; empty if the tokenizer does not have all of them."""
+        vocabulary = self.processor.tokenizer.get_vocab()
+        texts = {count: "\n" * count for count in range(1, 5)}
+        return {count: vocabulary[text] for count, text in texts.items()} if vocabulary.keys() >= {*texts.values()} else {}
 
     def heard(self, clips: list[Clip]) -> list[Clip]:
         """Return the clips; ValueError for a sampling rate other than the model's, or a clip that the model would truncate."""

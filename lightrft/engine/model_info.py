@@ -1,5 +1,6 @@
 """Information that an engine needs from a model's folder before it has weights."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
@@ -24,6 +25,8 @@ PLACEHOLDERS = {medium: (f"{medium}_token_id", f"{medium}_token_index") for medi
 """Medium -> fields of a model configuration that may contain its placeholder token."""
 HEARS_ONLY = ("qwen2_5_omni_thinker",)
 """Families of which only sound was compared with transformers, although they also read images and videos."""
+IN_PROMPTS: Mapping[str, Mapping[str, str]] = {"gemma3": {"image": "boi_token_id"}}
+"""Model type -> medium -> field with the token that represents it in prompts, if that is another one than in the expansion."""
 FRAME = ("vision_start_token_id", "vision_end_token_id")
 """Fields with the tokens that some models need before and after a placeholder."""
 
@@ -113,12 +116,18 @@ def end_token_ids(model_path: str, config: PretrainedConfig) -> frozenset[int]:
 
 
 def placeholder_token_ids(config: PretrainedConfig) -> tuple[int, ...]:
-    """Return the tokens that represent media in prompts; none for a text-only model."""
-    return tuple(sorted(frozenset().union(*placeholders(config).values())))
+    """Return the tokens that represent media in prompts, expanded or not; none for a text-only model."""
+    return tuple(sorted(frozenset().union(*placeholders(config).values(), *_expanded_tokens(config).values())))
 
 
 def placeholders(config: PretrainedConfig) -> dict[str, frozenset[int]]:
     """Return the placeholder tokens by medium."""
+    others = IN_PROMPTS.get(config.model_type, {})
+    return _expanded_tokens(config) | {medium: frozenset([getattr(config, name)]) for medium, name in others.items()}
+
+
+def _expanded_tokens(config: PretrainedConfig) -> dict[str, frozenset[int]]:
+    """Return the tokens whose embeddings media replace, by medium."""
     parts = config, config.get_text_config()
     values = {medium: [getattr(part, name, None) for part in parts for name in names] for medium, names in PLACEHOLDERS.items()}
     return {medium: frozenset(token for token in tokens if isinstance(token, int)) for medium, tokens in values.items()}

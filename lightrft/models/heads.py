@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lightrft.algorithms.reduce import TokenGradients
 from lightrft.algorithms.truncation import ALL, Truncation
-from lightrft.attention.layout import Layout
+from lightrft.attention.layout import Layout, bidirectional_token
 from lightrft.config.errors import ConfigError
 from lightrft.models.empty import real_parameters
 from lightrft.models.logprobs import Upstream, token_logprobs, top_logprobs
@@ -152,8 +152,9 @@ def of_rows(gradients: TokenGradients, tokens: Tensor, num_tokens: int) -> Upstr
 def hidden_states(model: PreTrainedModel, batch: Batch, sequence: SequenceParallel = NO_SEQUENCE_PARALLEL) -> Tensor:
     """Return the backbone's output at each token that this rank computes: [t, H].
 
-    A token attends to its own sequence only. Ranks split the computed tokens: all tokens of the batch, or each shared prefix
-    once (see `Batch.shared`). Towers compute all media on each of these ranks, and only the decoder's work is split.
+    A token attends to its own sequence only, up to itself or to the end of its image (see Layout.bidirectional). Ranks split the
+    computed tokens: all tokens of the batch, or each shared prefix once (see `Batch.shared`). Towers compute all media on each of
+    these ranks, and only the decoder's work is split.
     """
     device, shared = batch.input_ids.device, batch.shared
     if rope_window(model) is not None:
@@ -168,7 +169,7 @@ def hidden_states(model: PreTrainedModel, batch: Batch, sequence: SequenceParall
             position_ids=positions(model, batch)[..., read].unsqueeze(-2),
             attention_mask=None,
             use_cache=False,
-            layout=Layout(batch.lengths, device, sequence, shared),
+            layout=Layout(batch.lengths, device, sequence, shared, bidirectional_tokens(model, batch)),
             **features,
         ).last_hidden_state[0]
 
@@ -199,6 +200,12 @@ def positions(model: PreTrainedModel, batch: Batch) -> Tensor:
     kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
     rows = model.base_model.get_rope_index(ids, mm_token_type_ids=kinds, attention_mask=real, **grids)[0]
     return to_device(torch.stack([unpadded(axis, batch.lengths) for axis in rows]), batch.input_ids.device)
+
+
+def bidirectional_tokens(model: PreTrainedModel, batch: Batch) -> Tensor | None:
+    """Return a mask [T] bool, on the host, of the tokens that attend to all tokens of their image; None if there are none."""
+    token = bidirectional_token(model.config)
+    return None if token is None or not any(batch.media or ()) else batch.input_ids.cpu() == token
 
 
 def computed_images(batch: Batch) -> list[Features]:

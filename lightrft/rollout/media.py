@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,13 @@ from lightrft.thinker import load_config
 from lightrft.types import Expanded, Prompt
 
 FAMILIES: Mapping[str, Collection[str]] = {
-    **dict.fromkeys(("idefics3", "smolvlm", "qwen2_vl", "llava", "internvl"), (IMAGES,)),
+    **dict.fromkeys(("idefics3", "smolvlm", "qwen2_vl", "llava", "internvl", "gemma3"), (IMAGES,)),
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), (IMAGES, VIDEOS)),
     **dict.fromkeys(("qwen2_audio", "qwen2_5_omni_thinker"), (AUDIOS,)),
 }
 """Model type -> media whose gradients, and whose numbers of tokens, were compared with those of transformers."""
 UNTRAINED: Mapping[str, str] = {
     "qwen2_5_omni_thinker": "positions of its images depend on the sound of a prompt, and were not compared with transformers'",
-    "gemma3": "its image tokens attend to each other in both directions, which attention over packed sequences does not do",
 }
 """Model type -> reason why it does not learn from media."""
 UNCOUNTED = ("smolvlm",)
@@ -129,26 +129,40 @@ class Expander:
                 flag = f"--limit_mm_{KINDS[medium]}_per_prompt {self.most[medium]}"
                 raise ValueError(f"the prompt has {len(items)} {medium}, more than {flag}")
             added += sum(self._length(medium, item.size) - 1 for item in items)
-        return added
+        return added - self._num_joined(prompt) if prompt.multi_modal else added
+
+    def _num_joined(self, prompt: Prompt) -> int:
+        """Return how many tokens less the prompt has because line breaks of its text and of its media are joined."""
+        texts = {token: repeat([each.token_ids[0], token, each.token_ids[-1]])
+                 for medium, each in zip(self.media, self.blank, strict=True) for token in self.places[medium]}  # fmt: skip
+        num_spliced = len(prompt.token_ids) + 2 * sum(token in texts for token in prompt.token_ids)
+        return num_spliced - len(self.reader.spliced(prompt.token_ids, texts))
 
     def _length(self, medium: str, size: tuple[int, ...]) -> int:
         """Return the tokens of an item of this size: they do not depend on its content."""
         if (medium, size) not in self._lengths:
-            counts = medium == IMAGES and self._counts
-            self._lengths[medium, size] = self._counted(size) if counts else self._expanded_length(medium, size)
+            frame = self._frame if medium == IMAGES else None
+            self._lengths[medium, size] = (
+                self._expanded_length(medium, size) if frame is None else self._counted(size) + frame
+            )
         return self._lengths[medium, size]
 
     @cached_property
-    def _counts(self) -> bool:
-        """Return True if the processor predicts an image's tokens correctly; processing an image takes up to half a second."""
+    def _frame(self) -> int | None:
+        """Return the number of tokens around an image that the processor does not count, as Gemma 3's; None if it miscounts.
+
+        Images are not processed to be counted, which takes up to half a second for each.
+        """
         if self.config.model_type not in FAMILIES or self.config.model_type in UNCOUNTED:
-            return False
+            return None
         lengths = {size: (self._counted(size), self._expanded_length(IMAGES, size)) for size in PROBES}
-        wrong = {size: pair for size, pair in lengths.items() if pair[0] != pair[1]}
-        for (width, height), (counted, expanded) in wrong.items():
+        frames = {expanded - counted for counted, expanded in lengths.values()}
+        if len(frames) == 1:
+            return frames.pop()
+        for (width, height), (counted, expanded) in lengths.items():
             logger.warning(f"{self.reader.model_path}: the processor gives {counted} tokens for an image of {width} x {height} "
                            f"and produces {expanded}; so one image of every size is processed, which takes longer")  # fmt: skip
-        return not wrong
+        return None
 
     def _counted(self, size: tuple[int, ...]) -> int:
         return self.reader.processor._get_num_multimodal_tokens(image_sizes=[size[::-1]])["num_image_tokens"][0]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.advantage import estimators
@@ -12,7 +13,7 @@ from lightrft.algorithms.shaping import RewardShaper
 from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import ENGINE, JUDGE, eval_sources, reward_model_terms, reward_terms
-from lightrft.config.sections import Config, has_episodes, needs_critic, needs_reference
+from lightrft.config.sections import Config, has_episodes, media_columns, needs_critic, needs_reference
 from lightrft.config.values import CommaSeparated
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompt_set import PromptSet
@@ -59,9 +60,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     ptx_loss = build_ptx_loss(config, policy, training_data) if config.data.pretrain_data else None
     if not config.rollout.replay_rollouts:
         rewards.models = build_model_rewards(config, strategy, tokenizer, training_data.expand)
-        strategy.announce("start_engine")
-        with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type})"):
-            strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
+        start_engine(config, strategy, f"(--engine_type {config.engine.engine_type})", actor=policy.actor)
     sampler = Sampler(strategy, tokenizer, config.rollout, episodes=build_episodes(config, tokenizer))
     collect = collector(config, strategy, training_data.prompts, sampler, rewards)
     collect.expander = training_data.expand
@@ -187,6 +186,14 @@ def build_eval_sets(
     return sets
 
 
+def start_engine(config: Config, strategy: StrategyBase, name: str, *, actor: nn.Module | None = None) -> None:
+    """Start the engine with the weights of `actor`, or of --pretrain. Raise ConfigError if it does not read the data's media."""
+    strategy.announce("start_engine")
+    with log_duration(strategy, f"starting the engine {name}"):
+        strategy.setup_inference_engine(config, config.engine.engine_type, actor=actor)
+    strategy.engine.check_media(media_columns(config.data))
+
+
 def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
     """Load the held-out prompts, start an engine with the weights of `pretrain`, and load the models of the rewards.
 
@@ -201,8 +208,7 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
         rewards.models = build_model_rewards(config, strategy, tokenizer, expand)
     # The engine sleeps only for reward models: nothing else needs the device.
     engine = replace(config.engine, enable_engine_sleep=rewards.models is not None)
-    strategy.announce("start_engine")
-    with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type}) with {config.model.pretrain}"):
-        strategy.setup_inference_engine(replace(config, engine=engine))
+    name = f"(--engine_type {config.engine.engine_type}) with {config.model.pretrain}"
+    start_engine(replace(config, engine=engine), strategy, name)
     sampler = Sampler(strategy, tokenizer, config.rollout, episodes=build_episodes(config, tokenizer))
     return Evaluation(original, strategy, sets, sampler)

@@ -14,7 +14,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flat_models import MODELS, TEMPERATURE, assert_same_gradients, gradients_of, make_batch, make_model, one_by_one, weighted
+from flat_models import (
+    MODELS,
+    SEEN,
+    TEMPERATURE,
+    assert_same_gradients,
+    gradients_of,
+    make_batch,
+    make_model,
+    masked,
+    one_by_one,
+    weighted,
+)
 from lightrft.attention import flash_attn, flat
 from lightrft.attention.flat import ATTENTION, block_attention, flat_attention
 from lightrft.attention.layout import Layout
@@ -214,6 +225,7 @@ APART = [[1, 2, 3, 4, 5], [9], [*range(100, 170)], [*range(200, 328)], [*range(4
 TOGETHER = [[*range(100), *range(200, 270)], [*range(100), 300], [*range(100), *range(200, 240), *range(400, 490)],
             [*range(500, 517)], [*range(500, 512), 600, 601], [0]]  # fmt: skip
 """Sequences of tokens without and with prefixes that they share, and prefixes within those; a filler of one token at the end."""
+IMAGES = [[1, 2, *[SEEN] * 70, 3, *[SEEN] * 256, 4], [5, *[SEEN] * 40], [1, 2, *[SEEN] * 70, 3, *[SEEN] * 256, 6, 7], [0]]
 CASES = {
     "plain": (APART, (4, 4), (64, 64), None),
     "grouped heads": (APART, (8, 2), (128, 128), None),
@@ -225,6 +237,8 @@ CASES = {
     "shared, 256 columns": (TOGETHER, (4, 2), (256, 256), None),
     "shared, a window": (TOGETHER, (8, 2), (64, 64), 30),
     "shared, narrow values": (TOGETHER, (4, 4), (192, 128), None),
+    "images": (IMAGES, (8, 2), (64, 64), None),
+    "images, a window": (IMAGES, (4, 2), (256, 256), 50),
 }
 """Sequences, query and key heads, columns of queries and of values, window."""
 
@@ -234,12 +248,17 @@ def attended(case: str, device: torch.device, dtype: torch.dtype, *, by_hand: bo
     rows, (heads, kv_heads), (columns, value_columns), window = CASES[case]
     lengths, ids = torch.tensor([len(row) for row in rows]), torch.tensor(sum(rows, []))
     shared = find_shared_prefixes(ids, lengths)
-    layout = Layout(lengths, device, shared=shared)
+    in_images = ids == SEEN
+    layout = Layout(lengths, device, shared=shared, bidirectional=in_images if in_images.any() else None)
     generator = torch.Generator().manual_seed(0)
     shapes = [(heads, columns), (kv_heads, columns), (kv_heads, value_columns), (heads, value_columns)]
     *inputs, upstream = (torch.randn(layout.num_computed, *shape, generator=generator).to(device, dtype) for shape in shapes)
     inputs = [x.requires_grad_() for x in inputs]
-    if by_hand:
+    if by_hand and in_images.any():
+        whole = [x[shared.places].split(lengths.tolist()) for x in inputs]
+        output = torch.cat([masked(*x, row, window, 0.1) for *x, row in zip(*whole, ids.split(lengths.tolist()), strict=True)])
+        output = output[shared.computed]
+    elif by_hand:
         whole = inputs if shared is None else [x[shared.places] for x in inputs]
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         longest = int(lengths.max())

@@ -16,12 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from flat_models import (
     LENGTHS,
     MODELS,
+    SEEN,
     SIZES,
     TEMPERATURE,
     assert_same_gradients,
     gradients_of,
     make_batch,
     make_model,
+    masked,
     one_by_one,
     weighted,
 )
@@ -78,6 +80,49 @@ def test_the_window_is_seen_at_these_lengths(name):
             layer.self_attn.sliding_window = None
             layer.self_attn.config.sliding_window = None
         assert (windowed - Actor(model)(batch, TEMPERATURE)[0]).abs().max() > 1e-2
+
+
+IMAGE, LARGE = [SEEN] * 4, [SEEN] * 9
+WITH_IMAGES = [[1, 2, *IMAGE, 3, *LARGE, 4], [1, 2, *IMAGE, 3, *LARGE, 5, 6], [7, 8], LARGE, [6, *IMAGE, 9],
+               [1, 2, *IMAGE, 3, *LARGE]]  # fmt: skip
+"""The first, the second and the last begin with the same images, which are shorter and longer than a window."""
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_of_an_image_see_all_of_it(window, shares, dtype):
+    """Values and gradients are those of a mask for each sequence, as transformers makes it for Gemma 3."""
+    ids, lengths = torch.tensor(sum(WITH_IMAGES, [])), torch.tensor(list(map(len, WITH_IMAGES)))
+    shared = find_shared_prefixes(ids, lengths) if shares else None
+    layout = Layout(lengths, CPU, shared=shared, bidirectional=ids == SEEN)
+    places = shared.places if shared else torch.arange(len(ids))
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(layout.num_computed, heads, 8, generator=generator).to(dtype).requires_grad_() for heads in (4, 2, 2)]
+    upstream = torch.randn(layout.num_computed, 4, 8, generator=generator)
+    rows = [x[places].double().split(lengths.tolist()) for x in inputs]
+    expected = torch.cat([masked(*row, tokens, window) for *row, tokens in zip(*rows, ids.split(lengths.tolist()), strict=True)])
+    expected = expected[shared.computed] if shared else expected
+    known = torch.autograd.grad((expected * upstream).sum(), inputs)
+    flat_inputs = [x.transpose(0, 1).unsqueeze(0) for x in inputs]
+    output = flat.flat_attention(torch.nn.Module(), *flat_inputs, None, layout=layout, sliding_window=window)[0][0]
+    copied = flat.copied_attention(*inputs, layout, scaling=None, window=window, dropout=0.0)
+    exact = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 4e-2}
+    for values in (output, copied):
+        torch.testing.assert_close(values.float(), expected.float(), **exact)
+        gradients = torch.autograd.grad((values * upstream).sum(), inputs)
+        for gradient, correct in zip(gradients, known, strict=True):
+            torch.testing.assert_close(gradient.float(), correct.float(), **exact)
+
+
+def test_images_by_hand():
+    """Of `a I I I b` and `I I`: the first two of three tokens see two more and one more, in reverse order, the first of two one.
+    """
+    layout = Layout(torch.tensor([5, 2]), CPU, bidirectional=torch.tensor([0, 1, 1, 1, 0, 1, 1]).bool())
+    own, following = layout.parts(None)
+    assert own.query_lengths == [5, 2] and following.query_lengths == following.key_lengths == [2, 1] and following.causal
+    assert following.queries.rows.tolist() == [2, 1, 5] and following.keys.rows.tolist() == [3, 2, 6]
+    assert layout.run_ids.tolist() == [-1, 0, 0, 0, -1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "qwen2 window"])

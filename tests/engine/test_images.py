@@ -27,7 +27,7 @@ from transformers import (
 from transformers.video_utils import VideoMetadata
 
 from engine.contract import Bench, flipped_elements_are_named, perturbed, start
-from lightrft.config import EngineSection, ModelSection
+from lightrft.config import ConfigError, EngineSection, ModelSection
 from lightrft.engine.base import Request, Sampling
 from lightrft.engine.hf import has_positions_in_space
 from lightrft.engine.media import Clip, Video, digest, read
@@ -67,7 +67,7 @@ CLEAR.putalpha(picture(5).convert("L"))
 HEARD, FILM = clip(1), [picture(seed) for seed in range(4)]
 SEEN: dict[str, list[tuple[str, list]]] = {
     "images": [
-        ("What is <image>?", [FIRST]), ("No picture.", []), ("<image> or <image>", [picture(2, 30, 60), FIRST]),
+        ("What is <image>?", [FIRST]), ("No picture.", []), ("<image>\n or <image>?", [picture(2, 30, 60), FIRST]),
         ("What is <image>?", [FIRST]), ("x", []), ("<image>", [CLEAR]), ("What is <image>?", [picture(3, 90, 20)]),
     ],
     "audios": [
@@ -137,8 +137,8 @@ class Reference:
             inputs, new = self.inputs(*prompt), torch.tensor([sample.token_ids])
             inputs["input_ids"] = torch.cat([inputs["input_ids"], new], 1)
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-            if "mm_token_type_ids" in inputs:
-                inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(new)], 1)
+            for name in inputs.keys() & {"mm_token_type_ids", "token_type_ids"}:
+                inputs[name] = torch.cat([inputs[name], torch.zeros_like(new)], 1)
             logits = self.model(**inputs).logits[0, -1 - len(sample.token_ids) : -1] / temperature
             logits[:, self.placeholders] = -torch.inf
             expected = logits.log_softmax(-1).gather(1, new[0, :, None])[:, 0]
@@ -435,12 +435,12 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_media(
     seeing: str, tmp_path: Path, engine_type: str, sizes: list[int], ranks: int, sp_size: int, seconds: int
 ) -> None:
-    """By a model that sees and, where it may hear some `seconds`, one that hears."""
+    """By a model that sees and, where it may hear some `seconds`, one that hears; else one whose images see all of themselves."""
     if engine_type == "vllm":
         pytest.importorskip("vllm", reason="vllm is not installed")
         load_vllm()
-    hearing = [hearing_model(tmp_path / "hearing", seconds)] if seconds else []
-    failures = run_ranks(ranks, outcomes, engine_type, sizes, sp_size, seeing, *hearing, timeout=500)
+    others = [hearing_model(tmp_path / "hearing", seconds)] if seconds else [seeing_gemma(tmp_path / "gemma3")]
+    failures = run_ranks(ranks, outcomes, engine_type, sizes, sp_size, seeing, *others, timeout=500)
     assert failures == [{}] * ranks, "\n".join(f"{case}\n{trace}" for rank in failures for case, trace in rank.items())
 
 
@@ -575,6 +575,8 @@ def test_a_model_of_text_reads_no_images(tmp_path):
     engine = start("hf", tiny_model(tmp_path), ALONE)
     with pytest.raises(ValueError, match="request 0 carries images: this engine supports only text"):
         engine.generate([Request([65], {"images": [FIRST]})], GREEDY)
+    with pytest.raises(ConfigError, match="--images_key: this engine supports only text"):
+        engine.check_media(["images"])
 
 
 def test_the_form_of_a_model_that_engines_load():

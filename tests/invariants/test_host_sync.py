@@ -12,7 +12,8 @@ from flat_models import make_batch, make_model
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.algorithms.reduce import Denominator
-from lightrft.attention.flat import ATTENTION
+from lightrft.attention.flat import ATTENTION, flat_attention
+from lightrft.attention.layout import Layout
 from lightrft.config import AlgorithmSection
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs
@@ -69,6 +70,16 @@ def test_models_never_wait(family):
         (logprobs.sum() + entropy.sum() + critic(part).sum()).backward()
         assert logprobs.shape == entropy.shape == (part.num_tokens,)
     assert all(parameter.grad is not None for parameter in actor.parameters())
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_attention_within_images_never_waits(window):
+    """Lengths and places of images are known on the host."""
+    lengths, in_images = torch.tensor([9, 3]), torch.arange(12) % 6 > 1
+    layout = Layout(lengths, torch.device("meta"), bidirectional=in_images)
+    query, key, value = (on_device(1, heads, 12, 8, grad=True) for heads in (4, 2, 2))
+    flat_attention(torch.nn.Module(), query, key, value, None, layout=layout, sliding_window=window)[0].sum().backward()
+    assert len(layout.parts(window)) == 2 and query.grad.shape == query.shape
 
 
 def test_truncated_log_probs_and_those_of_logits_never_wait():

@@ -65,16 +65,19 @@ def attend(inputs: list[Tensor], upstream: Tensor, layout: Layout, window: int |
 
 
 HEADS_AND_WINDOWS = [(2, None), (4, 13), (1, None), (2, 60)]
-CASES = [(lengths, num_kv_heads, window) for lengths in (PACKED, SINGLE) for num_kv_heads, window in HEADS_AND_WINDOWS]
+IN_IMAGES = torch.arange(136) % 29 < 21
+"""Runs of tokens that attend to all of their run; sequences and ranks part some of them."""
+CASES = [(lengths, num_kv_heads, window, None) for lengths in (PACKED, SINGLE) for num_kv_heads, window in HEADS_AND_WINDOWS]
+CASES += [(PACKED, 2, None, IN_IMAGES), (SINGLE, 4, 13, IN_IMAGES)]
 
 
 def attention_of_ranks(kind: str) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
     """Per case, the four tensors in the order of the whole batch; and the same where sequences share prefixes."""
     sequence, results, cpu = sequence_of(kind), [], torch.device("cpu")
-    for lengths, num_kv_heads, window in CASES:
+    for lengths, num_kv_heads, window, in_images in CASES:
         inputs, upstream = attention_inputs(sum(lengths), num_kv_heads)
         here = sequence.positions(sum(lengths), cpu)
-        layout = Layout(torch.tensor(lengths), cpu, sequence)
+        layout = Layout(torch.tensor(lengths), cpu, sequence, bidirectional=in_images)
         mine = attend([x[here] for x in inputs], upstream[here], layout, window)
         results.append([sequence.gather(x) for x in mine])
     return results, shared_attention_of_ranks(sequence)
@@ -118,8 +121,8 @@ def test_attention_is_that_of_one_rank(sp, kind):
             for found, known in zip(shared[index], each_row_alone(*case), strict=True):
                 torch.testing.assert_close(found, known, rtol=1e-5, atol=1e-5)
     results = [whole for whole, _ in results]
-    for index, (lengths, num_kv_heads, window) in enumerate(CASES):
-        layout = Layout(torch.tensor(lengths), torch.device("cpu"))
+    for index, (lengths, num_kv_heads, window, in_images) in enumerate(CASES):
+        layout = Layout(torch.tensor(lengths), torch.device("cpu"), bidirectional=in_images)
         expected = attend(*attention_inputs(sum(lengths), num_kv_heads), layout, window)
         for result in results:
             for found, known in zip(result[index], expected, strict=True):

@@ -4,6 +4,7 @@ import json
 import shutil
 import wave
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from lightrft.config import ModelSection
 from lightrft.models.load import Scores, load_scorer
 from ranks import run_cases
 from runs import rows_of, run_here, train
-from seeing import FILMED, hearing_model, picture, seeing_model, seeing_qwen
+from seeing import FILMED, hearing_model, picture, seeing_gemma, seeing_model, seeing_qwen
 from sglang_environment import in_sglang_environment
 
 pytestmark = pytest.mark.slow
@@ -62,8 +63,8 @@ class Reference:
         prompt = self.prompts[number]
         ids = torch.cat([prompt["input_ids"], torch.tensor([answer])], 1)
         inputs = prompt | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if "mm_token_type_ids" in prompt:
-            inputs["mm_token_type_ids"] = F.pad(prompt["mm_token_type_ids"], (0, len(answer)))
+        for name in prompt.keys() & {"mm_token_type_ids", "token_type_ids"}:
+            inputs[name] = F.pad(prompt[name], (0, len(answer)))
         return inputs, prompt["input_ids"].shape[1]
 
     def tokens(self, text: str) -> list[int]:
@@ -104,11 +105,13 @@ def losses(command: str, model, reference: Reference) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("medium", ["images", "audios"])
-def test_a_first_step_is_that_of_transformers(tmp_path, medium):
+@pytest.mark.parametrize(("make", "medium", "mark"), [
+    (seeing_model, "images", "<image>"), (seeing_gemma, "images", "<image>"),
+    (partial(hearing_model, seconds=2), "audios", "<|AUDIO|>"),
+], ids=["idefics3", "gemma3", "qwen2_audio"])  # fmt: skip
+def test_a_first_step_is_that_of_transformers(tmp_path, make, medium, mark):
     """Two ranks; one row in four is text."""
-    folder = seeing_model(tmp_path / "model") if medium == "images" else hearing_model(tmp_path / "model", 2)
-    compare(tmp_path, folder, medium, "<image>" if medium == "images" else "<|AUDIO|>")
+    compare(tmp_path, make(tmp_path / "model"), medium, mark)
 
 
 def test_a_first_step_on_videos_is_that_of_transformers(tmp_path):
