@@ -176,8 +176,8 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
         result = function(*args)
         (Path(folder) / f"result{rank}.part").write_bytes(pickle.dumps(result))
         os.rename(Path(folder) / f"result{rank}.part", Path(folder) / f"result{rank}")
-        if dist.is_initialized():
-            dist.barrier()  # nobody leaves while another still needs its sockets
+        while dist.is_initialized() and not all((Path(folder) / f"result{other}").exists() for other in range(world_size)):
+            time.sleep(0.01)  # nobody leaves while another still needs its sockets
         code = 0
     except BaseException:
         (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
