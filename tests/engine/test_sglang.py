@@ -43,7 +43,7 @@ def test_buffers_stay_as_the_model_makes_them() -> None:
 @pytest.mark.slow
 def test_images_that_it_reads_wrong_are_refused(tmp_path: Path) -> None:
     said = in_sglang_environment(answer_to_an_image, str(tmp_path))
-    assert "SGLang processes images of this model differently from transformers" in said
+    assert "request 0 carries images: this engine supports only text; --engine_type hf also supports images" in said
 
 
 @pytest.mark.slow

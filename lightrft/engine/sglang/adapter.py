@@ -51,7 +51,8 @@ class SGLangEngine(LibraryEngine):
     def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
         multiprocessing.current_process().authkey = self.axis.broadcast(bytes(multiprocessing.current_process().authkey))
         options, places = arguments(setup, config), engine_names(self.names)
-        self._sees = config.model_type not in SEEN_OTHERWISE
+        if config.model_type in SEEN_OTHERWISE:
+            self.limits.pop("images", None)
         unknown = self._on_first_rank(lambda: self._launch(options, places))
         self._places = {name: place for name, place in places.items() if name not in unknown}
         return unknown
@@ -74,8 +75,6 @@ class SGLangEngine(LibraryEngine):
             self._shim.ask("forget_images")
 
     def _expanded(self, request: Request) -> Expanded:
-        if not self._sees:
-            raise ValueError("SGLang processes images of this model differently from transformers; only text is supported")
         return self.reader.expanded(request)
 
     def _add(self, key: int, request: Request) -> None:
