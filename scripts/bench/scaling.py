@@ -1,6 +1,6 @@
 """How the control path of a step grows with the number of ranks: bytes, messages, sockets and CPU seconds of each operation.
 
-    python scripts/bench/scaling.py --slow_polls                      # docs/scaling.md and its figure, half an hour on two cores
+    python scripts/bench/scaling.py --slow_polls                      # docs/scaling.md and its figure, ten minutes on two cores
     python scripts/bench/scaling.py --ranks 2 4 8 --simulated 16 --rows 8
 
 Every rank is a real process, forked from this one, with gloo and the code of the program: it meets the others, sends heartbeats,
@@ -583,8 +583,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 64, 128, 256])
     parser.add_argument("--simulated", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--rows", type=int, default=8, help="responses of a rank, a multiple of four")
-    parser.add_argument("--collector_ranks", type=int, default=128, help="most ranks that also collect, in further groups")
-    parser.add_argument("--checkpoint_ranks", type=int, default=64, help="most ranks that also write and read a checkpoint")
+    parser.add_argument("--collector_ranks", type=int, default=256, help="most ranks that also collect, in further groups")
+    parser.add_argument("--checkpoint_ranks", type=int, default=128, help="most ranks that also write and read a checkpoint")
     parser.add_argument("--figure", type=Path, help="SVG to write")
     parser.add_argument("--slow_polls", action="store_true", help="let threads of gloo wake ten times a second (needs cc)")
     args = parser.parse_args(argv)
