@@ -284,11 +284,15 @@ class Collector:
         return started
 
     def _unreadable(self, plan: RoundPlan) -> dict[int, str]:
-        """Return the unreadable ones of a round's prompts that this rank checks; none unless they are to be left out."""
+        """Return the unreadable ones of a round's prompts that this rank checks; none unless they are to be left out.
+
+        Groups that have begun go on, so the files of their prompts are not checked.
+        """
         if not self.skips_unreadable:
             return {}
-        rows = [row for *_, row in plan.drawn]
-        own = {row for (_, _, row), _ in plan.parts_of(self.data.rank)}  # which this rank is about to prepare
+        begun = {group.row for group in self.all_carried}
+        rows = [row for *_, row in plan.drawn if row not in begun]
+        own = {row for (_, _, row), _ in plan.parts_of(self.data.rank)}.difference(begun)  # this rank is about to prepare them
         reasons = {row: unreadable(self.prompts[row]) for row in own.union(rows[self.data.rank :: self.data.size])}
         return {row: reason for row, reason in reasons.items() if reason}
 

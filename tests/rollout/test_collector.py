@@ -341,12 +341,16 @@ def joined_steps(found: list, place: int) -> list:
     return [sorted(sum(parts, [])) for parts in zip(*(each[place] for each in found), strict=True)]
 
 
-def with_files(folder: str) -> tuple[list, list]:
-    """Rows of each step; a file was never an image, and after the third step another one is none any more."""
-    data = prompts("s" * 12)
+def give_files(data: list[Prompt], folder: Path | str) -> None:
     for prompt in data:
         prompt.location, file = f"rows:{prompt.index}", Path(folder, f"{prompt.index}.png")
         prompt.multi_modal = {IMAGES: [ImageFile(file.name, file)]}
+
+
+def with_files(folder: str) -> tuple[list, list]:
+    """Rows of each step; a file was never an image, and after the third step another one is none any more."""
+    data = prompts("s" * 12)
+    give_files(data, folder)
     collect, metrics = collector(data, Mesh("cpu").data), Metrics()
     collect.skips_unreadable, steps = True, []
     for number in range(1, 10):
@@ -511,3 +515,19 @@ def test_ranks_get_as_much_work_by_the_lengths_of_the_last_visit():
     tokens = run_ranks(2, long_and_short)
     assert sum(tokens) == 3 * (4 * 50 + 12 * 5)
     assert max(tokens) - min(tokens) <= 3 * 50, "not more than one long prompt"
+
+
+def test_groups_that_have_begun_go_on_without_their_files(tmp_path):
+    """What uses a file reports it; the collector chooses new prompts only."""
+    data = copy.deepcopy(MIXED)
+    give_files(data, tmp_path)
+    for index in range(len(data)):
+        Image.new("RGB", (4, 4)).save(tmp_path / f"{index}.png")
+    collect = collector(data, **FLAGS)
+    collect.skips_unreadable = True
+    course(collect, range(1, 6))
+    expected = course(collector(MIXED, **FLAGS), range(1, 7))[5]
+    begun = [group.row for group in collect.carried]
+    for row in begun:
+        (tmp_path / f"{row}.png").unlink()
+    assert begun and course(collect, range(6, 7)) == [expected] and not collect.left_out
