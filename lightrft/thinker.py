@@ -104,8 +104,8 @@ def whole_config(name: str) -> Qwen2_5OmniConfig | None:
 
 def speaks(model: PreTrainedModel) -> bool:
     """Return True for the thinker of a folder that has talker and token2wav."""
-    whole = whole_config(model.name_or_path) if isinstance(model, OmniThinkerForConditionalGeneration) else None
-    return whole is not None and whole.enable_audio_output
+    omni = whole_config(model.name_or_path) if isinstance(model, OmniThinkerForConditionalGeneration) else None
+    return omni is not None and omni.enable_audio_output
 
 
 def published_config(model: PreTrainedModel, config: PretrainedConfig) -> PretrainedConfig:
@@ -115,8 +115,8 @@ def published_config(model: PreTrainedModel, config: PretrainedConfig) -> Pretra
     """
     if not isinstance(model, OmniThinkerForConditionalGeneration):
         return config
-    whole = whole_config(model.name_or_path) or Qwen2_5OmniConfig(enable_audio_output=False)
+    omni = whole_config(model.name_or_path) or Qwen2_5OmniConfig(enable_audio_output=False)
     config.architectures = [Qwen2_5OmniThinkerForConditionalGeneration.__name__]
-    whole.thinker_config, whole.dtype = config, config.dtype
-    whole.architectures = whole.architectures or [Qwen2_5OmniForConditionalGeneration.__name__]
-    return whole
+    omni.thinker_config, omni.dtype = config, config.dtype
+    omni.architectures = omni.architectures or [Qwen2_5OmniForConditionalGeneration.__name__]
+    return omni

@@ -85,7 +85,7 @@ class Column:
 
     def without(self, ids: Tensor) -> "Column":
         """Return the rows of other ids."""
-        remaining = self.ids[:0] if torch.equal(ids, self.ids) else self.ids[~torch.isin(self.ids, ids)]
+        remaining = self.ids[~torch.isin(self.ids, ids)]
         return self.select(remaining) if len(remaining) else Column(self.per_token, remaining, self.lengths[:0], self.values[:0])
 
     def extended(self, other: "Column") -> "Column":
