@@ -100,6 +100,8 @@ class Trainer(ABC):
         """Number of steps that were done when this process began."""
         self.nothing_left = False
         """True if the resumed run had already finished."""
+        self.described = False
+        """True once this process describes the run: `run.json` of a run that it could not resume stays as it is."""
 
     @abstractmethod
     def step(self, number: int) -> None:
@@ -142,7 +144,8 @@ class Trainer(ABC):
             with ExitStack() as ending:  # all callbacks run, even when one of them fails
                 ending.callback(self.run_folder.release)
                 ending.callback(self._log_end, status)
-                ending.callback(self._describe_run, status, time.perf_counter() - began)
+                if self.described:
+                    ending.callback(self._describe_run, status, time.perf_counter() - began)
                 ending.callback(self.observer.close, status)
 
     def save_models(self) -> None:
@@ -166,8 +169,10 @@ class Trainer(ABC):
             if resumed is None:
                 self.run_folder.set_aside()
         self.nothing_left = self._has_ended()
-        if self.strategy.is_rank_0() and not self.nothing_left:
-            self.config.write(self.folder / "config.yaml")
+        if not self.nothing_left:
+            self.described = True
+            if self.strategy.is_rank_0():
+                self.config.write(self.folder / "config.yaml")
             self._describe_run("running", 0.0)
         self.observer.start(asdict(self.config), self.total_steps, resumed)
 
@@ -304,7 +309,7 @@ class Trainer(ABC):
 
     def _describe_run(self, status: str, seconds: float) -> None:
         """Write `run.json`, the description of the run for people and for the report."""
-        if not self.strategy.is_rank_0() or (self.nothing_left and status == "finished"):
+        if not self.strategy.is_rank_0():
             return
         num_parameters, num_active = self.parameter_counts
         self.run_folder.describe({

@@ -251,6 +251,8 @@ def test_what_may_change_takes_effect_and_is_said(inputs, again, log):
 
 
 def test_another_run_s_checkpoint_is_an_error_that_names_everything(inputs, finished, tmp_path):
+    """The run that it cannot resume stays as it is: it has finished."""
+    before = [(finished / name).read_text() for name in ("run.json", "config.yaml", "metrics.jsonl")]
     values = dict(flag.removeprefix("--").split("=", 1) for flag in inputs)
     AutoTokenizer.from_pretrained(values["pretrain"]).save_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(values["pretrain"])
@@ -264,6 +266,7 @@ def test_another_run_s_checkpoint_is_an_error_that_names_everything(inputs, fini
     for says in ("step6 belongs to another run:", "--seed was 42, is 7", "--max_epochs was 1, is 2", "had 24 rows, has 20",
                  "the model's rope_parameters was", "undo these changes, or set another --ckpt_path"):
         assert says in str(error.value)
+    assert before == [(finished / name).read_text() for name in ("run.json", "config.yaml", "metrics.jsonl")]
 
 
 @pytest.mark.slow
