@@ -211,6 +211,8 @@ def _run(name: str, arguments: list[str]) -> None:
     what, *rest = arguments
     if what == "-m" and rest[0] == "torch.distributed.run":
         _keep_ranks()
+        # Several times in each heartbeat it searches all modules for the source of all frames, of which a launcher has few.
+        import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous").get_method_name = lambda depth=2: "unknown"
     if what in ("-m", "-c"):
         sys.path.insert(0, os.getcwd())
         sys.argv = [what, *rest[1:]]

@@ -143,7 +143,7 @@ def test_one_of_several_without_a_rank_is_an_error_of_every_command(monkeypatch,
 
 ELASTIC = [*PPO, "--rollout_batch_size=12", "--n_samples_per_prompt=2", "--train_batch_size=24", "--max_steps=6",
            "--save_steps=2"]  # fmt: skip
-TIMEOUTS = "last_call_timeout=15,keep_alive_interval=4"
+TIMEOUTS = "last_call_timeout=10,keep_alive_interval=3"
 """Nodes of a busy machine start seconds apart, and a node whose thread is late by three intervals counts as lost."""
 LOST_IN = 4
 """Step in which the third node is lost; the newest checkpoint is that of step 2."""
