@@ -3,7 +3,9 @@
 import os
 import re
 import sys
+from multiprocessing import Pipe
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.contract import reference_logprobs
 from lightrft.config import parse
 from lightrft.engine.base import Engine, Request, RequestLoop, Sampling
+from lightrft.engine.remote.wire import Abort, Closed, Peer
 from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from lightrft.trainer.run import run
@@ -77,8 +80,14 @@ def test_it_learns_what_ranks_that_do_both_learn(tmp_path):
     cases = {case: [*inputs, *(flag.format(folder=tmp_path) for flag in flags)] for case, flags in CASES.items()}
     for apart, together in both(tmp_path, cases, trains=2, generates=1).values():
         for found, expected in zip(apart, together, strict=True):
-            for name in [name for name in expected if "seconds" not in name]:  # the hf engine rounds log-probs by its batches
-                assert found[name] == (pytest.approx(expected[name], abs=1e-6) if name.startswith("engine/") else expected[name])
+            wanted = rounded(expected, "engine/")
+            assert {name: found[name] for name in wanted} == wanted
+
+
+def rounded(row: dict[str, float], *prefixes: str) -> dict[str, float]:
+    """The row, with room for the rounding of the hf engine's log-probs, which depends on its batches, in what they enter."""
+    return {name: pytest.approx(value, rel=1e-5, abs=1e-6) if name.startswith(prefixes) else value
+            for name, value in row.items() if "seconds" not in name}  # fmt: skip
 
 
 SAME = ["--rollout_ranks=1", "--rollout_correction=tis", "--actor_learning_rate=1e-12", "--generate_max_len=96",
@@ -110,7 +119,9 @@ def test_generation_goes_ahead_of_learning(tmp_path, monkeypatch):
     assert staleness["whole"] == [0.0, 1.0] + [2.0] * 28
     rewards = [row["rollout/reward"] for row in rows["whole"]]
     assert sum(rewards[-5:]) / 5 > 0.8 > 0.55 > rewards[0]
-    assert repeatable(rows["parts"][:4]) == repeatable(rows["whole"][:4])
+    # which requests decode together depends on time: the engine rounds the same samples differently
+    for found, expected in zip(repeatable(rows["parts"][:4]), repeatable(rows["whole"][:4]), strict=True):
+        assert found == rounded(expected, "engine/", "train/")
     assert staleness["parts"] == [0.0, 1.0, 2.0, 2.0, 0.0, 1.0]
     assert staleness["waits"] == [0.0, 1.0, 1.0, 1.0]
     assert len(rows["dynamic"]) == 4 and "eval/reward" in rows["dynamic"][1]
@@ -118,6 +129,20 @@ def test_generation_goes_ahead_of_learning(tmp_path, monkeypatch):
     assert max(row["rollout/groups_parked"] for row in rows["tail"]) > 0
     for case, most in (("partial", 3), ("tail", 1)):
         assert all(row["rollout/staleness_max"] <= most and row["engine/logprob_mismatch_max"] < 1e-5 for row in rows[case])
+
+
+def test_the_end_of_a_connection_is_reported_once():
+    """The end that a rank announces and that of its process are one; an engine counts them."""
+    for announced in (True, False):
+        near, far = Pipe()
+        inbox: SimpleQueue = SimpleQueue()
+        peer = Peer(3, near, inbox)
+        far.send(Abort(1))
+        if announced:
+            far.send(Closed())
+        far.close()
+        peer._thread.join(timeout=30)
+        assert [inbox.get_nowait() for _ in range(inbox.qsize())] == [(peer, Abort(1)), (peer, Closed())]
 
 
 def while_responses_grow(flags: list[str]) -> tuple[list[list[Completion]], dict[int, list[Completion]]] | None:

@@ -85,12 +85,14 @@ class Peer:
         self.connection.close()
 
     def _receive(self) -> None:
-        while True:
+        """Pass the messages on until the other side closes; the last one is `Closed`, and comes once."""
+        message: Any = None
+        while not isinstance(message, Closed):
             try:
-                self.inbox.put((self, self.connection.recv()))
+                message = self.connection.recv()
             except (OSError, EOFError):  # the watchdog names a rank that has died
-                self.inbox.put((self, Closed()))
-                return
+                message = Closed()
+            self.inbox.put((self, message))
 
 
 def accept(processes: RunProcesses, inbox: "SimpleQueue[tuple[Peer, Any]]") -> list[Peer]:
