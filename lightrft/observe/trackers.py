@@ -72,6 +72,7 @@ class Tracker(Sink):
         try:
             id_file.write_text(self._submit(partial(self._open, flat(config), run_id)).result(START_SECONDS))
         except TimeoutError as error:
+            self._calls.put(None)
             raise ConfigError(f"--report_to {self._name}: no answer within {START_SECONDS:g} seconds") from error
         except Exception as error:
             self._calls.put(None)

@@ -123,6 +123,10 @@ def failing(monkeypatch):
     lines: list[str] = []
     sink = logger.add(lambda line: lines.append(str(line)), format="{message}")
     yield lines
+    for thread in threading.enumerate():
+        if thread.name == "tracker wandb":  # it calls Failing, which the next test reads
+            thread.join(timeout=30)
+            assert not thread.is_alive()
     logger.remove(sink)
 
 
