@@ -9,10 +9,13 @@ Each engine is a vLLM in a process of its own; they generate in turn, with one t
     random       a random Qwen3 with 32 tokens, all about equally likely: contexts recur, and what followed is not said again
 
 The model of `draft` has one layer of half the width, and is not trained: nearly none of its drafts are accepted, so the engine
-should switch it off. That of `self` is the model itself, whose drafts are all accepted, and which costs as much.
+should switch it off. That of `self` is the model itself, whose drafts are all accepted, and which costs as much. `again` is a
+second engine without speculation, which shows the noise.
 
 `speedup` and `speedup_cpu` are the rates in wall seconds and processor seconds over those without speculation, by batch:
-the median over the repetitions, of two runs next to each other. `slowest_cpu` is the least of the latter.
+the median over the repetitions, of two runs next to each other. `slowest_cpu` is the least of the latter. The speeds of two
+processes of the same kind differ by some percent; with `--starts` the engines are started several times, and the median is that
+of all repetitions.
 """
 
 import argparse
@@ -60,8 +63,8 @@ def serve(kind: str, folder: str, temperature: float, tokens: int, commands: Con
     with tempfile.TemporaryDirectory() as store:
         dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
         drafts = {"draft": f"{folder}-draft", "self": folder}.get(kind, "")
-        section = EngineSection(engine_type="vllm", engine_kv_cache_gb=0.5, speculative="draft" if drafts else kind,
-                                draft_pretrain=drafts)  # fmt: skip
+        speculative = "draft" if drafts else kind.replace("again", "none")
+        section = EngineSection(engine_type="vllm", engine_kv_cache_gb=0.5, speculative=speculative, draft_pretrain=drafts)
         setup = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 2 * tokens, "axis": Mesh("cpu").world}
         engine = build_engine(section, model_path=folder, **setup)
         commands.send(None)
@@ -86,26 +89,30 @@ def measure(text: str, args: argparse.Namespace) -> dict[str, dict]:
         folder = f"{parent}/model"
         make_model(Path(folder), text, args, hidden=args.hidden, layers=args.layers)
         make_model(Path(f"{folder}-draft"), text, args, hidden=args.hidden // 2, layers=1)
-        engines = {}
-        for kind in args.kinds:
-            parent_end, child_end = context.Pipe()
-            process = context.Process(target=serve, args=(kind, folder, TEXTS[text], args.tokens, child_end))
-            process.start()
-            engines[kind] = process, parent_end
-        for _, connection in engines.values():
-            connection.recv()
-        results: dict[str, dict] = {kind: {} for kind in args.kinds}
-        for batch in args.batches:
-            runs: dict[str, list] = {kind: [] for kind in args.kinds}
-            for turn in range(args.repeat + 1):
-                for kind in args.kinds if turn % 2 else reversed(args.kinds):
-                    engines[kind][1].send(batch)
-                    runs[kind].append(engines[kind][1].recv())
+        runs: dict[int, dict[str, list]] = {batch: {kind: [] for kind in args.kinds} for batch in args.batches}
+        for _ in range(args.starts):
+            engines = {}
             for kind in args.kinds:
-                results[kind][batch] = figures(runs[kind][1:], runs[args.kinds[0]][1:], batch * args.tokens)
-        for process, connection in engines.values():
-            connection.send(0)
-            process.join()
+                parent_end, child_end = context.Pipe()
+                process = context.Process(target=serve, args=(kind, folder, TEXTS[text], args.tokens, child_end))
+                process.start()
+                engines[kind] = process, parent_end
+            for _, connection in engines.values():
+                connection.recv()
+            for batch in args.batches:
+                for turn in range(args.repeat + 1):
+                    for kind in args.kinds if turn % 2 else reversed(args.kinds):
+                        engines[kind][1].send(batch)
+                        found = engines[kind][1].recv()
+                        if turn:  # the first one compiles
+                            runs[batch][kind].append(found)
+            for process, connection in engines.values():
+                connection.send(0)
+                process.join()
+    results: dict[str, dict] = {kind: {} for kind in args.kinds}
+    for batch, of_kinds in runs.items():
+        for kind in args.kinds:
+            results[kind][batch] = figures(of_kinds[kind], of_kinds[args.kinds[0]], batch * args.tokens)
     return results
 
 
@@ -127,8 +134,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--vocabulary", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each sample")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), help="the others are compared with the first; also self")
+    parser.add_argument("--repeat", type=int, default=5, help="repetitions of a started engine")
+    parser.add_argument("--starts", type=int, default=1)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), help="the others are compared with the first; also self, again")
     parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=TEXTS)
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -3,6 +3,8 @@
 import os
 import re
 import sys
+import time
+from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.contract import reference_logprobs
 from lightrft.config import parse
 from lightrft.engine.base import Engine, Request, RequestLoop, Sampling
+from lightrft.engine.remote.server import EngineServer
 from lightrft.engine.remote.wire import Abort, Closed, Peer
 from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
@@ -214,14 +217,26 @@ def test_ranks_that_share_an_engine_serve_zero_3(tmp_path):
     assert len(apart) == 3 and apart == together
 
 
+def with_a_pause(advance: Callable[[EngineServer], None]) -> Callable[[EngineServer], None]:
+    """Let a response of 96 tokens take a second, so that weights arrive before its end also where learning is slow."""
+
+    def advance_slowly(server: EngineServer) -> None:
+        if server._owners:
+            time.sleep(0.02)
+        advance(server)
+
+    return advance_slowly
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("most", "case"), [
     (2, ["--max_staleness=2", "--weight_update=in_flight"]),
     (5, ["--over_sampling=3", "--early_stop_every=1", "--partial_rollout"]),
 ], ids=["in_flight", "partial"])  # fmt: skip
-def test_responses_of_several_versions_are_learned(tmp_path, most, case):
+def test_responses_of_several_versions_are_learned(tmp_path, monkeypatch, most, case):
     """Trainer and engine agree on the log-probs of responses that were interrupted by new weights, or aborted and continued."""
     load_vllm()
+    monkeypatch.setattr(EngineServer, "_advance", with_a_pause(EngineServer._advance))
     flags = [*prepare(tmp_path), *PPO, *VLLM, *SAME, "--engine_tp_size=1", "--rollout_batch_size=2", "--n_samples_per_prompt=2",
              "--train_batch_size=4", "--max_steps=8"]  # fmt: skip
     run_ranks(3, as_launched, {"run": [*flags, *case]}, str(tmp_path))
