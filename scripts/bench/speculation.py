@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--repeat", type=int, default=5, help="repetitions of a started engine")
     parser.add_argument("--starts", type=int, default=1)
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), help="the others are compared with the first; also self, again")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), help="compared with the first; also self, again")
     parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=TEXTS)
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
