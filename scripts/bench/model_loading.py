@@ -95,8 +95,8 @@ def measure(folder: str, ranks: int, repeat: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # way and folder, given to a rank by measure()

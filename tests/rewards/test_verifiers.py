@@ -288,6 +288,18 @@ def test_math(text, label, reward):
     assert judged("math", sample(text, label=label)) == [reward]
 
 
+def test_the_time_limit_of_the_first_answer_includes_no_import():
+    program = """
+import sys
+from lightrft.rewards.verifiers import math_verify
+math_verify.load_parser()
+before = set(sys.modules)
+assert math_verify._is_equal(r"\\boxed{\\frac{\\sqrt{3}}{3}}", r"\\frac{1}{\\sqrt{3}}")
+print(sorted(set(sys.modules) - before))
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stdout == "[]\n"
+
+
 def test_math_that_takes_too_long_is_wrong(monkeypatch, capfd):
     monkeypatch.setattr("lightrft.rewards.verifiers.math_verify.SECONDS", 2)
     began = time.monotonic()

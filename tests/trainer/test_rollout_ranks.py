@@ -83,14 +83,13 @@ def test_it_learns_what_ranks_that_do_both_learn(tmp_path):
     cases = {case: [*inputs, *(flag.format(folder=tmp_path) for flag in flags)] for case, flags in CASES.items()}
     for apart, together in both(tmp_path, cases, trains=2, generates=1).values():
         for found, expected in zip(apart, together, strict=True):
-            wanted = rounded(expected, "engine/")
+            wanted = rounded({name: value for name, value in expected.items() if "seconds" not in name}, "engine/", most=1e-6)
             assert {name: found[name] for name in wanted} == wanted
 
 
-def rounded(row: dict[str, float], *prefixes: str) -> dict[str, float]:
+def rounded(row: dict[str, float], *prefixes: str, most: float) -> dict[str, float]:
     """The row, with room for the rounding of the hf engine's log-probs, which depends on its batches, in what they enter."""
-    return {name: pytest.approx(value, rel=1e-5, abs=1e-6) if name.startswith(prefixes) else value
-            for name, value in row.items() if "seconds" not in name}  # fmt: skip
+    return {name: pytest.approx(value, abs=most) if name.startswith(prefixes) else value for name, value in row.items()}
 
 
 SAME = ["--rollout_ranks=1", "--rollout_correction=tis", "--actor_learning_rate=1e-12", "--generate_max_len=96",
@@ -124,7 +123,7 @@ def test_generation_goes_ahead_of_learning(tmp_path, monkeypatch):
     assert sum(rewards[-5:]) / 5 > 0.8 > 0.55 > rewards[0]
     # which requests decode together depends on time: the engine rounds the same samples differently
     for found, expected in zip(repeatable(rows["parts"][:4]), repeatable(rows["whole"][:4]), strict=True):
-        assert found == rounded(expected, "engine/", "train/")
+        assert found == rounded(expected, "engine/", "train/", most=5e-6)
     assert staleness["parts"] == [0.0, 1.0, 2.0, 2.0, 0.0, 1.0]
     assert staleness["waits"] == [0.0, 1.0, 1.0, 1.0]
     assert len(rows["dynamic"]) == 4 and "eval/reward" in rows["dynamic"][1]

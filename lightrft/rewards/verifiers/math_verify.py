@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from functools import cache
 from typing import Any
 
 from math_verify import parse, verify
@@ -16,9 +17,13 @@ LONGEST = 20_000
 """Number of characters at the end of a response without a box that are searched for an answer."""
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it would log the text of each answer that takes too long
-_half, _same = (parse(rf"\boxed{{{text}}}", parsing_timeout=None) for text in (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"))
-verify(_half, _same, timeout_seconds=None)
-"""The first comparison loads modules and tables, which the time limit of the first answer must not include."""
+
+
+@cache
+def load_parser() -> None:
+    """Compare two roots, which loads what the time limit of the first answer must not include: tables, and parts of sympy."""
+    texts = r"$\frac{\sqrt{2}}{2}$", r"$\frac{1}{\sqrt{2}}$"
+    verify(*(parse(text, parsing_timeout=None) for text in texts), timeout_seconds=None)
 
 
 def equal_in_mathematics(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
@@ -27,6 +32,7 @@ def equal_in_mathematics(samples: list[Sample], label: list[Any], **_: Any) -> l
     The answer is the last `\boxed{...}`; without one, what math-verify extracts, such as the text after "the answer is". The
     label is a number or a text, such as 1/2, \frac{1}{2} and \boxed{0.5}.
     """
+    load_parser()
     return [float(_is_equal(sample.text, str(right))) for sample, right in zip(samples, label, strict=True)]
 
 
