@@ -15,7 +15,7 @@ STAND_IN = """#!/usr/bin/env bash
 echo "$*" >> {log}
 case $1 in
     --version) echo "Python {version}" ;;
-    -c) exit {refuses} ;;
+    -c) if [[ {refuses} == 1 ]]; then exit 1; fi; echo "{version}" {microseconds} ;;
     -m) if [[ $2 == venv ]]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi
         if [[ $* == *torch* && -e {fail} ]]; then exit 1; fi ;;
 esac
@@ -27,9 +27,15 @@ class Machine:
 
     def __init__(self, folder: Path, version: str = "3.12.1", refuses: bool = False):
         self.venv, self.log, self.fail = folder / "venv", folder / "log", folder / "fail"
-        self.python = folder / "python"
-        self.python.write_text(STAND_IN.format(log=self.log, version=version, refuses=int(refuses), fail=self.fail))
-        self.python.chmod(0o755)
+        self.python = self.add_python(folder / "python", version, 1000, refuses)
+
+    def add_python(self, file: Path, version: str, microseconds: int, refuses: bool = False) -> Path:
+        """Write a stand-in, which takes that long to compile a program."""
+        file.parent.mkdir(exist_ok=True)
+        values = {"log": self.log, "version": version, "refuses": int(refuses), "fail": self.fail, "microseconds": microseconds}
+        file.write_text(STAND_IN.format(**values))
+        file.chmod(0o755)
+        return file
 
     def make(self, *arguments: str) -> subprocess.CompletedProcess:
         self.log.write_text("")
@@ -129,7 +135,18 @@ def test_leaves_the_environment_of_another_clone_alone(machine, tmp_path):
 def test_an_old_python_is_refused_with_the_way_out(tmp_path):
     result = Machine(tmp_path, version="3.9.18", refuses=True).make()
     assert result.returncode == 1 and not (tmp_path / "venv").exists()
-    assert "needs Python 3.11 or newer" in result.stderr and "is Python 3.9.18" in result.stderr and "PYTHON=" in result.stderr
+    assert "needs Python 3.11 or newer, with venv" in result.stderr
+    assert "is Python 3.9.18" in result.stderr and "PYTHON=" in result.stderr
+
+
+def test_a_clearly_faster_python_of_the_same_version_is_preferred(machine, tmp_path):
+    speeds = {"first": ("3.12", 1000), "similar": ("3.12", 900), "faster": ("3.12", 700), "newer": ("3.13", 100)}
+    folders = [machine.add_python(tmp_path / name / "python3", *speeds[name]).parent for name in speeds]
+    environment = {"PATH": ":".join([*map(str, folders), os.environ["PATH"]]), "LIGHTRFT_VENV": str(machine.venv)}
+    command = ["bash", str(ROOT / "scripts" / "environment.sh")]
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=30)
+    assert f"-m venv {machine.venv}" in machine.log.read_text()
+    assert " 700 " in (machine.venv / "bin" / "python").read_text()
 
 
 @pytest.mark.parametrize(("arguments", "message"), [(["--sed", "1"], "unknown: --sed"), (["--seed"], "--seed needs a number")])
