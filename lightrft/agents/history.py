@@ -60,7 +60,7 @@ def good_calls(turn: Turn) -> list[ToolCall]:
     return [] if any(call.problem for call in turn.tool_calls) else turn.tool_calls
 
 
-def cleaned(message: Any) -> Message:
+def clean_message(message: Any) -> Message:
     """Return a message as chat templates read it. Raises ValueError for one that has no role, or content other than text."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"a message is an object with a role and a content, not {message!r:.100}")

@@ -55,7 +55,7 @@ def action(text: str) -> dict[str, Any]:
     return {"message": text}
 
 
-def observed(observation: dict[str, Any]) -> str:
+def observation_text(observation: dict[str, Any]) -> str:
     """Return what the model reads: the text of an observation that is nothing else, or else its JSON, without metadata."""
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     values = [*fields.values()]
@@ -68,7 +68,7 @@ async def _request(socket: ClientConnection, kind: str, data: dict[str, Any]) ->
         await socket.send(json.dumps({"type": kind, "data": data}))
     reply = json.loads(await socket.recv())["data"]
     if "observation" in reply:
-        return observed(reply["observation"]), reply["reward"], reply["done"]
+        return observation_text(reply["observation"]), reply["reward"], reply["done"]
     if kind == "step" and reply.get("code") == NOT_AN_ACTION:
         return json.dumps({"error": [{"field": each["loc"], "problem": each["msg"]} for each in reply["errors"]]}), None, False
     raise RuntimeError(f"OpenEnv: {reply.get('message')} ({reply.get('code')})")

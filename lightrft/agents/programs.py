@@ -23,7 +23,7 @@ from typing import Any
 from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.messages import Ended, Observation
 from lightrft.agents.session import EpisodeOver, Session
-from lightrft.agents.tools import RUNNING, answers, called, tools_of
+from lightrft.agents.tools import RUNNING, answers, call_function, tools_of
 from lightrft.registry import Registry
 
 environments = Registry("environment", flag="--environment")
@@ -122,11 +122,11 @@ class Program:
             return
         environment = self.environment() if self.environment is not None else None
         try:
-            first = await called(environment.reset, **row) if hasattr(environment, "reset") else None
+            first = await call_function(environment.reset, **row) if hasattr(environment, "reset") else None
             await (self._game(environment, session, first) if self.steps else self._use_tools(environment, session, first))
         finally:
             if hasattr(environment, "close"):
-                await called(environment.close)
+                await call_function(environment.close)
 
     async def _use_tools(self, environment: Any, session: Session, first: Observation) -> None:
         tools = self.tools | (tools_of(environment) if environment is not None else {})
@@ -134,18 +134,18 @@ class Program:
         while turn.tool_calls and not turn.is_last:
             turn = await session.turn(await answers(tools, turn.tool_calls, session, self.tool_seconds))
         if hasattr(environment, "get_reward"):
-            session.reward(await called(environment.get_reward))
+            session.reward(await call_function(environment.get_reward))
 
     async def _game(self, environment: Any, session: Session, first: Observation) -> None:
         observation, done = first, False
         while not done:
             turn = await session.turn(observation)
-            observation, reward, done = await called(environment.step, turn.text)
+            observation, reward, done = await call_function(environment.step, turn.text)
             if reward is not None:
                 session.reward(reward)
             done = done or turn.is_last
         if hasattr(environment, "get_reward"):
-            session.reward(await called(environment.get_reward))
+            session.reward(await call_function(environment.get_reward))
 
 
 def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lightrft.agents.history import TurnHistory, cleaned
+from lightrft.agents.history import TurnHistory, clean_message
 from lightrft.agents.messages import Message, Observation, Refused, Turn, TurnRequest
 
 
@@ -48,7 +48,7 @@ class Session:
         The turn has no tokens if a limit of the episode leaves no room for it. Raises ValueError for messages that cannot be
         read.
         """
-        messages = [cleaned(message) for message in messages]
+        messages = [clean_message(message) for message in messages]
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("the last message is a turn of the assistant, or there is none: the model has nothing to answer")
         after, rest = self.history.of_chat(messages, tools)

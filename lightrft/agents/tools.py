@@ -49,7 +49,7 @@ def schemas(tools: Tools) -> list[dict[str, Any]]:
     return json_schemas
 
 
-async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def call_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function, sync or async; a sync one runs in a thread of its own, for which no later call has to wait."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
@@ -94,7 +94,7 @@ async def _answer(tools: Tools, call: ToolCall, session: Session, seconds: float
             content = f"Error: there is no tool {call.name!r}, only {', '.join(sorted(tools)) or 'none'}"
         else:
             inspect.signature(tools[call.name]).bind(**call.arguments)
-            content = text_of(await asyncio.wait_for(called(tools[call.name], **call.arguments), seconds))
+            content = text_of(await asyncio.wait_for(call_function(tools[call.name], **call.arguments), seconds))
             failed = False
     except TimeoutError:
         content = f"Error: {call.name} took more than {seconds:g} s"

@@ -37,7 +37,7 @@ def ppo(
     Schulman et al., arXiv 1707.06347, equation 7; different bounds below and above: DAPO, arXiv 2503.14476, equation 10.
     With `dual_clip` c the loss of a negative advantage is at most -c A: Ye et al., arXiv 1912.09729, equation 5.
     """
-    loss, report = clipped((logprobs - old_logprobs).exp(), advantages, eps_clip_low, eps_clip_high)
+    loss, report = clipped_surrogate((logprobs - old_logprobs).exp(), advantages, eps_clip_low, eps_clip_high)
     if dual_clip is not None:
         bound = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
         report["train/clip_dual"] = loss > bound
@@ -51,7 +51,7 @@ def gspo(
 ) -> Loss:
     """ppo with one ratio for a sequence, s = exp(mean over its tokens of log r). GSPO, arXiv 2507.18071."""
     ratio = sequence_means(logprobs - old_logprobs, batch).exp()[batch.sequence_ids]
-    return clipped(ratio, advantages, eps_clip_low, eps_clip_high)
+    return clipped_surrogate(ratio, advantages, eps_clip_low, eps_clip_high)
 
 
 @policy_losses.register("gspo_token")
@@ -63,7 +63,7 @@ def gspo_token(
     GSPO-token, arXiv 2507.18071, section 4.3.
     """
     ratio = sequence_means(logprobs - old_logprobs, batch).exp()[batch.sequence_ids]
-    return clipped(ratio.detach() * (logprobs - logprobs.detach()).exp(), advantages, eps_clip_low, eps_clip_high)
+    return clipped_surrogate(ratio.detach() * (logprobs - logprobs.detach()).exp(), advantages, eps_clip_low, eps_clip_high)
 
 
 @policy_losses.register("gmpo")
@@ -166,12 +166,12 @@ def clip_cov(
     A token that ppo already clips, which has no gradient, is not left out. It may have been drawn all the same: the draw is made
     before the step, for all ranks at once, when nothing is clipped yet.
     """
-    loss, report = clipped((logprobs - old_logprobs).exp(), advantages, eps_clip_low, eps_clip_high)
+    loss, report = clipped_surrogate((logprobs - old_logprobs).exp(), advantages, eps_clip_low, eps_clip_high)
     left_out = marked & ~(report["train/clip_low"] | report["train/clip_high"])
     return torch.where(left_out, 0.0, loss), report | {"train/cov_marked": left_out}
 
 
-def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Loss:
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Loss:
     """-min(r A, clip(r, 1 - low, 1 + high) A)."""
     plain_loss, clipped_loss = -ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages
     report = {

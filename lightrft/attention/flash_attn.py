@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightrft.attention.layout import Layout, Part
-from lightrft.attention.prefix_attention import PartKernel, widened
+from lightrft.attention.prefix_attention import PartKernel, pad_values
 
 
 @cache
@@ -44,7 +44,7 @@ def torch_varlen(
     """
     if dropout:
         raise ValueError("torch's variable-length attention has no dropout; set attention_dropout of the model to 0")
-    value, columns = widened(value, query)
+    value, columns = pad_values(value, query)
     grouped = {"enable_gqa": True} if "enable_gqa" in signature(function).parameters else {}
     if not grouped:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
@@ -67,7 +67,7 @@ def package_varlen(
     dropout: float,
 ) -> Tensor:
     """Run `flash_attn.flash_attn_varlen_func`: query [T, H, D], key and value [T, H_kv, D] -> [T, H, D]."""
-    value, columns = widened(value, query)
+    value, columns = pad_values(value, query)
     offsets, longest = layout.offsets, layout.longest
     output = function(
         query, key, value, offsets, offsets, longest, longest,

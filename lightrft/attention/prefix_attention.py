@@ -31,11 +31,11 @@ def prefix_attention(
     kernel: PartKernel, query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, scaling: float | None, window: int | None
 ) -> Tensor:
     """Return attention of this rank's queries [t, H, D] over the keys and values [U, H_kv, D] of all computed tokens."""
-    value, columns = widened(value, query)
+    value, columns = pad_values(value, query)
     return _InParts.apply(query, key, value, layout.parts(window), kernel, scaling)[..., :columns]
 
 
-def widened(value: Tensor, query: Tensor) -> tuple[Tensor, int]:
+def pad_values(value: Tensor, query: Tensor) -> tuple[Tensor, int]:
     """Pad the values with zeros to the width of the queries, which kernels require, and return them with their former width."""
     columns = value.shape[-1]
     return F.pad(value, (0, query.shape[-1] - columns)) if columns < query.shape[-1] else value, columns

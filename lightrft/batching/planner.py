@@ -111,7 +111,7 @@ def _shortest(prefixes: np.ndarray, lengths: list[int], rows: range, num_ranks: 
     def cost(members: list[int]) -> int:
         return sum(works[row] for row in members) + sum(prompt_works[prompt] for prompt in {prompts[row] for row in members})
 
-    def packed(units: list[list[int]]) -> list[list[list[int]]]:
+    def pack_units(units: list[list[int]]) -> list[list[list[int]]]:
         most = Limits(limits.tokens, limits.sequences // max(map(len, units), default=1))
         sizes, costs = [sum(lengths[row] for row in unit) for unit in units], [cost(unit) for unit in units]
         bins = [sorted(row for place in bin_ for row in units[place]) for bin_ in pack(sizes, costs, num_ranks, most)]
@@ -121,7 +121,7 @@ def _shortest(prefixes: np.ndarray, lengths: list[int], rows: range, num_ranks: 
     def time(by_rank: list[list[list[int]]]) -> int:
         return sum(max(map(cost, bins)) for bins in zip(*by_rank, strict=True))
 
-    return min(map(packed, [[[row] for row in rows], *_by_prompt(prompts, lengths, rows, limits)]), key=time)
+    return min(map(pack_units, [[[row] for row in rows], *_by_prompt(prompts, lengths, rows, limits)]), key=time)
 
 
 def _by_prompt(prompts: list[tuple[int, int, int]], lengths: list[int], rows: range, limits: Limits) -> Iterator[list[list[int]]]:

@@ -88,7 +88,7 @@ class Column:
         remaining = self.ids[~torch.isin(self.ids, ids)]
         return self.select(remaining) if len(remaining) else Column(self.per_token, remaining, self.lengths[:0], self.values[:0])
 
-    def extended(self, other: "Column") -> "Column":
+    def merge(self, other: "Column") -> "Column":
         """Return the rows of both; those of `other` replace earlier ones of the same id."""
         before = self.without(other.ids) if len(self.ids) else self
         if not len(before.ids):
@@ -147,7 +147,7 @@ class SampleStore(ABC):
         """
 
     @abstractmethod
-    def produced(self, name: str) -> set[int]:
+    def produced_ids(self, name: str) -> set[int]:
         """Return the ids of this rank's rows that have a value of this field."""
 
     @abstractmethod
@@ -157,7 +157,7 @@ class SampleStore(ABC):
     def claim(self, task: str, fields: Sequence[str], count: int | None = None) -> list[int]:
         """Return the ids, ascending, of at most `count` rows with all these fields that `task` has not claimed before."""
         claimed = self._claimed.setdefault(task, set())
-        ready = sorted(set.intersection(*(self.produced(name) for name in fields)) - claimed)[:count]
+        ready = sorted(set.intersection(*(self.produced_ids(name) for name in fields)) - claimed)[:count]
         claimed |= set(ready)
         return ready
 
@@ -185,9 +185,9 @@ class MemoryStore(SampleStore):
         self._cleared -= set(ids.tolist())
         for name, values in (objects or {}).items():
             self._objects.setdefault(name, {}).update(zip(ids.tolist(), values, strict=False))
-        self._lengths = self._lengths.extended(Column(False, ids, torch.ones_like(ids), lengths))
+        self._lengths = self._lengths.merge(Column(False, ids, torch.ones_like(ids), lengths))
         for name, column in columns.items():
-            self._columns[name] = self._columns[name].extended(column) if name in self._columns else column
+            self._columns[name] = self._columns[name].merge(column) if name in self._columns else column
 
     def _check_held(self, ids: Tensor, lengths: Tensor) -> None:
         """Raise an error for values that are written back to rows that this rank does not hold, or of another length."""
@@ -268,19 +268,19 @@ class MemoryStore(SampleStore):
         sent = _split_by_rank(after.select(source == rank), after.ranks[source == rank], size)
         coming = _split_by_rank(after.select(after.ranks == rank), source[after.ranks == rank], size)
         types = {name: self._columns[name] for name in names}
-        flat = torch.cat([packed([self._columns[name].select(part.ids) for name in names]) for part in sent])
+        flat = torch.cat([pack_columns([self._columns[name].select(part.ids) for name in names]) for part in sent])
         sizes = [[packed_size(list(types.values()), part) for part in parts] for parts in (sent, coming)]
         received = self.data.all_to_all(flat, sizes[0], sizes[1])
-        arrived = [unpacked(buffer, types, part) for buffer, part in zip(received.split(sizes[1]), coming, strict=True)]
+        arrived = [unpack_columns(buffer, types, part) for buffer, part in zip(received.split(sizes[1]), coming, strict=True)]
         return {name: _concatenate([each[name] for each in arrived]) for name in names}
 
     def _share(self, rows: SampleRows, types: dict[str, Column], columns: dict[str, Column]) -> dict[str, Column]:
         """Send the leader's rows to the other ranks of the replica, in one buffer whose size all of them know."""
         if self.leads:
-            flat = packed([column.select(rows.ids) for column in columns.values()])
+            flat = pack_columns([column.select(rows.ids) for column in columns.values()])
         else:
             flat = torch.empty(packed_size(list(types.values()), rows), dtype=torch.uint8)
-        return unpacked(self.replica.broadcast_tensor(flat), types, rows)
+        return unpack_columns(self.replica.broadcast_tensor(flat), types, rows)
 
     def _exchanged_objects(self, values: dict[int, Any], after: SampleRows) -> dict[int, Any]:
         parts = [rows.ids.tolist() for rows in _split_by_rank(after, after.ranks, self.data.size)]
@@ -305,7 +305,7 @@ class MemoryStore(SampleStore):
             state = "was cleared" if missing in self._cleared else f"has no {name!r} on this rank"
             raise LookupError(f"sample {missing} {state}") from None
 
-    def produced(self, name: str) -> set[int]:
+    def produced_ids(self, name: str) -> set[int]:
         return set(self._columns[name].ids.tolist()) if name in self._columns else set(self._objects.get(name, ()))
 
     def clear(self, ids: Collection[int]) -> None:
@@ -356,7 +356,7 @@ def check_owners(ids: Tensor, owners: Sequence[Sequence[int]]) -> None:
     raise ValueError(f"row {row} {times}: it must be held by one rank and sent to one")
 
 
-def packed(columns: list[Column]) -> Tensor:
+def pack_columns(columns: list[Column]) -> Tensor:
     """Pack columns, wide elements first, into [bytes] uint8, a multiple of ALIGNMENT."""
     parts = [column.values.contiguous().flatten().view(torch.uint8) for column in columns]
     flat = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
@@ -370,8 +370,8 @@ def packed_size(columns: list[Column], rows: SampleRows) -> int:
     return size + -size % ALIGNMENT
 
 
-def unpacked(flat: Tensor, types: Mapping[str, Column], rows: SampleRows) -> dict[str, Column]:
-    """Return the columns of these rows from packed()."""
+def unpack_columns(flat: Tensor, types: Mapping[str, Column], rows: SampleRows) -> dict[str, Column]:
+    """Return the columns of these rows from pack_columns()."""
     place, columns = 0, {}
     for name, like in types.items():
         lengths = rows.lengths if like.per_token else torch.ones_like(rows.lengths)

@@ -14,8 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.batching.sample_store import Column, MemoryStore, SampleRows, check_owners, packed_size, unpacked
-from lightrft.batching.sample_store import packed as packed_columns
+from lightrft.batching.sample_store import (
+    Column,
+    MemoryStore,
+    SampleRows,
+    check_owners,
+    pack_columns,
+    packed_size,
+    unpack_columns,
+)
 from lightrft.parallel.collectives import Axis
 
 _numbers = count()
@@ -70,7 +77,7 @@ class TransferQueueStore(MemoryStore):
         names = [*self._columns, *self._objects] if fields is None else list(fields)
         types = {name: self._columns[name] for name in names if name in self._columns}
         for name in names:
-            if absent := set(ids.tolist()) - self.produced(name):
+            if absent := set(ids.tolist()) - self.produced_ids(name):
                 raise LookupError(f"sample {min(absent)} has no {name!r} on this rank")
         rows = SampleRows(ids, self._values("lengths", ids), torch.zeros_like(ids))
         objects = {name: self._values(name, ids) for name in names if name in self._objects}
@@ -87,13 +94,13 @@ class TransferQueueStore(MemoryStore):
             values = [torch.cat(list(table[name].unbind())) if like.per_token else table[name] for name, like in order.items()]
             columns = [Column(like.per_token, rows.ids, rows.lengths, each.to(like.values.dtype))
                        for each, like in zip(values, order.values(), strict=True)]  # fmt: skip
-            flat = packed_columns(columns)
+            flat = pack_columns(columns)
         else:
             flat = torch.empty(packed_size(list(order.values()), rows), dtype=torch.uint8)
-        return {name: column.values for name, column in unpacked(self.replica.broadcast_tensor(flat), order, rows).items()}
+        return {name: column.values for name, column in unpack_columns(self.replica.broadcast_tensor(flat), order, rows).items()}
 
-    def produced(self, name: str) -> set[int]:
-        return self._own_ids[name] if name in self._own_ids else super().produced(name)
+    def produced_ids(self, name: str) -> set[int]:
+        return self._own_ids[name] if name in self._own_ids else super().produced_ids(name)
 
     def clear(self, ids: Collection[int]) -> None:
         if self.leads and ids:

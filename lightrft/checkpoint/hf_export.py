@@ -16,7 +16,7 @@ from lightrft.checkpoint.atomic import PART, sync_file, write_folder
 from lightrft.checkpoint.hf_parameters import persistent_buffers
 from lightrft.checkpoint.shard_writer import ShardWriter
 from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
-from lightrft.models.lora import adapted_layers, is_adapter, merged, save_adapter
+from lightrft.models.lora import adapted_layers, is_adapter, merge_adapters, save_adapter
 from lightrft.models.weight_files import WeightFiles, cached_folder
 from lightrft.parallel.collectives import Axis
 from lightrft.thinker import OTHER_PARTS, published_config, speaks
@@ -44,7 +44,7 @@ def export(
         folder,
         world,
         partial(_check_target, folder),
-        partial(_write_weights, writer, PublishedNames.of(model).published(stream), _other_parts(model), dtype),
+        partial(_write_weights, writer, PublishedNames.of(model).rename(stream), _other_parts(model), dtype),
         lambda _: writer.name_files() if world.rank == 0 else None,
         partial(_write_rest, model, tokenizer, dtype, world.rank == 0),
     )
@@ -53,7 +53,7 @@ def export(
 
 def export_whole(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path, dtype: torch.dtype) -> Path:
     """Export a model that is whole in this process, which is the only one to write; its adapters are merged."""
-    stream = merged(model, chain(model.named_parameters(), persistent_buffers(model)))
+    stream = merge_adapters(model, chain(model.named_parameters(), persistent_buffers(model)))
     return export(model, stream, tokenizer, folder, dtype, Axis("export", 1, 0, None))
 
 

@@ -69,7 +69,7 @@ def snapshot(contents: CheckpointState, state: dict[str, Any], *, tensors: dict[
     return Snapshot(tensors, files)
 
 
-def copied(tensors: dict[str, Any]) -> dict[str, Any]:
+def to_host(tensors: dict[str, Any]) -> dict[str, Any]:
     """Copy tensors to host memory, where no training step can change them."""
     return BlockingAsyncStager().stage(tensors)
 

@@ -20,7 +20,7 @@ import yaml
 
 from lightrft.config.commands import COMMANDS, fields_read
 from lightrft.config.errors import ConfigError
-from lightrft.config.other_tools import SUGGESTED, translated
+from lightrft.config.other_tools import SUGGESTED, translate_flags
 from lightrft.config.presets import PRESETS, recipe
 from lightrft.config.renamed import RENAMED
 from lightrft.config.sections import SECTIONS, Config, field_types, section_of_field
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None = None, command: str = "train_ppo", descrip
     config = Config()
     for file in files:
         config.update(_values_of_file(file), source=f"--config {file}: ")
-    translation = translated(flags)
+    translation = translate_flags(flags)
     values = _values_of_flags(translation.flags, translation.refused)
     config.notices += translation.notices
     if values.keys() & {"strategy", "fsdp"}:  # two forms of one choice: a flag of either replaces the value in a file

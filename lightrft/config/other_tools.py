@@ -233,7 +233,7 @@ class Translation:
     refused: list[str] = field(default_factory=list)
 
 
-def translated(tokens: list[str]) -> Translation:
+def translate_flags(tokens: list[str]) -> Translation:
     """Translate flags of other tools' scripts; all other tokens stay as they are.
 
     The translations of switches come first, so that a flag of this program takes precedence over them.

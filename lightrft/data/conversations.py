@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.sections import DataSection
 from lightrft.data.chats import as_messages, conversation_tokens, is_answer
 from lightrft.data.prompt_set import PromptSet
-from lightrft.data.prompts import HERE, MediaTokenCounter, complete_chat, load_prompts, make_prompt, measured, row_media
+from lightrft.data.prompts import HERE, MediaTokenCounter, complete_chat, load_prompts, make_prompt, row_media, with_media_tokens
 from lightrft.types import Answer, Batch, Expand, Expanded, Prompt
 
 CHATS = ("messages", "conversations")
@@ -56,7 +56,7 @@ def make_example(
     messages = complete_chat(section, messages, media)
     text, token_ids, answer = conversation_tokens(section, tokenizer, messages, sum(map(is_answer, learned)))
     prompt = Prompt(index, text, token_ids, {"label": answer}, media)
-    return measured(prompt, section, measure)
+    return with_media_tokens(prompt, section, measure)
 
 
 def _with_usual_names(section: DataSection, row: dict[str, Any]) -> DataSection:

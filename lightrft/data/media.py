@@ -188,7 +188,7 @@ class AudioFile:
         """
         try:
             clip = self._stored()
-            return resampled(clip, self.rate) if self.rate not in (0, clip["sampling_rate"]) else clip
+            return resample(clip, self.rate) if self.rate not in (0, clip["sampling_rate"]) else clip
         except UNREADABLE as error:
             raise DataError(f"sound {self.name} cannot be read: {error}; repair it, or remove its rows from the data") from error
 
@@ -285,7 +285,7 @@ class Places:
         if isinstance(item, str) and item.startswith(("http://", "https://")):
             if not self.urls:
                 raise ValueError(f"{label} {item} is an address: --media_urls allows to fetch it")
-            return item, fetched(item, self.most_bytes)
+            return item, fetch(item, self.most_bytes)
         if isinstance(item, str) and item:
             path = (self.root or self.folder) / Path(item).expanduser()
             if self.root is not None and not path.resolve().is_relative_to(self.root.resolve()):
@@ -311,7 +311,7 @@ def _png(pixels: Image.Image | np.ndarray) -> bytes:
     return content.getvalue()
 
 
-def fetched(address: str, most_bytes: int) -> Path:
+def fetch(address: str, most_bytes: int) -> Path:
     """Return a file with the content of an address, which all processes of this host fetch once.
 
     Raise ValueError if it cannot be fetched, and for content of more than `most_bytes`.
@@ -333,7 +333,7 @@ def fetched(address: str, most_bytes: int) -> Path:
     return file
 
 
-def opened(multi_modal: Mapping[str, list[MediaFile]]) -> dict[str, list]:
+def open_media(multi_modal: Mapping[str, list[MediaFile]]) -> dict[str, list]:
     """Open all media of a prompt, in the form that an engine takes."""
     return {medium: [item.open() for item in items] for medium, items in multi_modal.items()}
 
@@ -341,7 +341,7 @@ def opened(multi_modal: Mapping[str, list[MediaFile]]) -> dict[str, list]:
 def media_of(prompt: Prompt) -> dict[str, list]:
     """Open all media of a prompt. Raise DataError with the location of its row if one cannot be read any more."""
     try:
-        return opened(prompt.multi_modal)
+        return open_media(prompt.multi_modal)
     except DataError as error:
         raise DataError(f"{prompt.location}: {error}" if prompt.location else str(error)) from error
 
@@ -363,7 +363,7 @@ def media_checked(rows: Iterable[tuple[str, Prompt]], mode: str) -> Iterator[tup
 def unreadable(prompt: Prompt) -> str:
     """Return the reason why one of the media of a prompt cannot be read; empty if all can."""
     try:
-        opened(prompt.multi_modal)
+        open_media(prompt.multi_modal)
     except DataError as error:
         return str(error)
     return ""
@@ -468,7 +468,7 @@ def resampled_length(count: int, rate: int, new_rate: int) -> int:
     return max(1, round(count * new_rate / rate))
 
 
-def resampled(clip: Mapping[str, Any], rate: int) -> dict[str, Any]:
+def resample(clip: Mapping[str, Any], rate: int) -> dict[str, Any]:
     """Return a clip with `rate` samples per second, converted by FFmpeg."""
     av = _av()
     array = np.ascontiguousarray(clip["array"], dtype=np.float32)

@@ -19,7 +19,7 @@ from lightrft.data.duplicates import Duplicates
 from lightrft.data.media import AUDIOS, IMAGES, VIDEOS, MediaFile, Places, items_of, media_checked, with_parts
 from lightrft.data.prompt_set import DataPart, PromptSet
 from lightrft.data.readers import BadRows, is_first_rank, read_rows
-from lightrft.data.stored import stored, storing_problem
+from lightrft.data.stored import stored_prompts, storing_problem
 from lightrft.samples import REASONING_GYM
 from lightrft.types import Prompt
 
@@ -73,7 +73,7 @@ def load_prompts(
         split, most = SOURCES[source]
         limit, others = most and getattr(section, most), [requirements, make.__qualname__ if make else None, mode, keep_input]
         key = cache_key(section, names, getattr(section, split), limit, tokenizer, others)
-        sets, digests = stored(Path(section.data_cache).expanduser(), key, parts, distinguishing=distinguishing)
+        sets, digests = stored_prompts(Path(section.data_cache).expanduser(), key, parts, distinguishing=distinguishing)
         examples = [each.examples for each in sets]
     else:
         sets, digests, examples = [list(part) for part in parts], None, [None] * len(parts)
@@ -181,7 +181,7 @@ def make_prompt(
     token_ids = tokenizer(text, add_special_tokens=not section.apply_chat_template)["input_ids"]
     if not token_ids:
         raise ValueError("the prompt is empty")
-    return measured(Prompt(index, text, token_ids, _columns(section, row), media), section, measure)
+    return with_media_tokens(Prompt(index, text, token_ids, _columns(section, row), media), section, measure)
 
 
 def row_media(section: DataSection, row: Mapping[str, Any], folder: Path) -> dict[str, list[MediaFile]]:
@@ -195,7 +195,7 @@ def row_media(section: DataSection, row: Mapping[str, Any], folder: Path) -> dic
     return {medium: items for medium, items in media.items() if items}
 
 
-def measured(prompt: Prompt, section: DataSection, measure: MediaTokenCounter | None) -> Prompt:
+def with_media_tokens(prompt: Prompt, section: DataSection, measure: MediaTokenCounter | None) -> Prompt:
     """Set the number of tokens of the prompt's media and return it. Raise ValueError if it is too long."""
     prompt.media_tokens = measure(prompt) if measure else 0
     if prompt.num_tokens > section.prompt_max_len:

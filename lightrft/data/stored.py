@@ -98,7 +98,7 @@ def _token_ids(ids: pa.ListScalar) -> TokenIds:
     return token_ids
 
 
-def stored(
+def stored_prompts(
     folder: Path, key: str, parts: Sequence[Iterable[Prompt]], *, distinguishing: str | None = None
 ) -> tuple[list[StoredPrompts], list[str]]:
     """Return the prompts of each part, and the digests of all, from the file of `key`, which is first written if it is not there.

@@ -122,7 +122,7 @@ class Engine(ABC):
                for place, each in enumerate(own, loop.num_requests)]  # fmt: skip
         return self._validated(own, loop.sampling)
 
-    def prepared(self, request: Request) -> Request:
+    def prepare(self, request: Request) -> Request:
         """Return a request with its media read and expanded, which takes time that a loop's add() then does not take.
 
         Another thread may call it while the engine does nothing else. Ranks that share an engine read the media of all of them,

@@ -63,7 +63,7 @@ class HFEngine(Engine):
         """Do nothing: a cache exists only within one generate()."""
 
     def _expanded(self, request: Request) -> Expanded:
-        return self.reader.expanded(request)
+        return self.reader.expand(request)
 
     def _add(self, key: int, request: Request) -> None:
         self._waiting[key] = request
@@ -256,7 +256,7 @@ class _Samples:
         sample = self.completions[index]
         sample.token_ids.append(token)
         sample.logprobs.append(logprob)
-        if token in self.ends or (self.stops is not None and self.stops.reached(sample.token_ids)):
+        if token in self.ends or (self.stops is not None and self.stops.match(sample.token_ids)):
             sample.finish_reason = "stop"
         elif len(sample.token_ids) < self.sampling.max_tokens:
             return True

@@ -101,7 +101,7 @@ class RequestLoop:
         """End requests, by default all; return index -> completions so far. Unfinished ones have the finish reason `abort`."""
         ended = self._withdraw(self.running if indices is None else indices)
         self._ended = [index for index in self._ended if index not in ended]
-        return {index: self.engine._cut(each.aborted(), each.request.sampling.stop) for index, each in sorted(ended.items())}
+        return {index: self.engine._cut(each.abort(), each.request.sampling.stop) for index, each in sorted(ended.items())}
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
@@ -159,7 +159,7 @@ class _Running:
         self.samples = samples
         return self.unfinished(range(len(samples)))
 
-    def aborted(self) -> list[Completion]:
+    def abort(self) -> list[Completion]:
         """Return the completions, with the finish reason `abort` for unfinished ones."""
         for place in self.unfinished(range(len(self.samples))):
             self.samples[place].finish_reason = ABORTED

@@ -171,7 +171,7 @@ class MediaReader:
             raise ValueError(f"{self.model_path} has no processor for images, videos or audio")
         return processor
 
-    def expanded(self, request: Request) -> Expanded:
+    def expand(self, request: Request) -> Expanded:
         """Return the prompt with each placeholder replaced by the tokens of its item, and the tensors of all items."""
         texts: dict[int, Iterator[list[int]]] = {}
         features: dict[str, Tensor] = {}
@@ -181,9 +181,9 @@ class MediaReader:
                     of_items, tensors = self._processed(name, items)
                 texts |= dict.fromkeys(self.placeholders[MEDIA[name]], iter(of_items))
                 features |= tensors
-        return Expanded(self.spliced(request.token_ids, texts), features)
+        return Expanded(self.splice(request.token_ids, texts), features)
 
-    def spliced(self, token_ids: list[int], texts: Mapping[int, Iterator[list[int]]]) -> list[int]:
+    def splice(self, token_ids: list[int], texts: Mapping[int, Iterator[list[int]]]) -> list[int]:
         """Return the prompt with each placeholder replaced by the next of its texts, which are tokens.
 
         The text of an image of Gemma 3 has two line breaks at each end. With those of the prompt beside them, they become the

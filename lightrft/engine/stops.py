@@ -18,7 +18,7 @@ class StopStrings:
         self.tokenizer, self.stop = tokenizer, stop
         self.window = BYTES_OF_A_CHARACTER * (max(map(len, stop)) + 1)
 
-    def reached(self, token_ids: list[int], every: int = 1) -> bool:
+    def match(self, token_ids: list[int], every: int = 1) -> bool:
         """Return True if the last tokens contain a stop string; to be called after every token, or after each `every` tokens."""
         return self._inside(token_ids[-self.window - every + 1 :])
 

@@ -3,8 +3,8 @@
     h = W x + (alpha / rank) B A x
 
 peft injects the adapters into the transformers model, whose class does not change. Its parameters are renamed: `q_proj.weight`
-becomes `q_proj.base_layer.weight`, followed by `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. merged() undoes
-this for engines and saved models, which need the model without adapters.
+becomes `q_proj.base_layer.weight`, followed by `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`.
+merge_adapters() undoes this for engines and saved models, which need the model without adapters.
 """
 
 import json
@@ -71,8 +71,8 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers with adapters by their names in a transformers model; may be empty.
 
-    Raise ConfigError for a layer that merged() cannot merge: only plain products on linear layers of the backbone can be merged,
-    because the head's product is computed outside of its module.
+    Raise ConfigError for a layer that merge_adapters() cannot merge: only plain products on linear layers of the backbone can
+    be merged, because the head's product is computed outside of its module.
     """
     if not any(".lora_" in name for name, _ in model.named_parameters()):
         return {}
@@ -105,7 +105,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def merge_adapters(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the weight stream of a transformers model with merged adapters: W + (alpha / rank) B A, computed in float32.
 
     A matrix is held until its adapter arrives, at most one bucket longer than otherwise. The streamed tensors are not modified;

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightrft.algorithms.truncation import HOST_BLOCK, Truncation
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.sequence_parallel import gathered
+from lightrft.parallel.sequence_parallel import gather_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +91,10 @@ def _threshold(logits: Tensor, truncation: Truncation, axis: Axis) -> Tensor:
     each = -(-len(logits) // axis.size)
     padded = torch.nn.functional.pad(logits, (0, 0, 0, each * axis.size - len(logits)))
     columns = torch.cat(axis.exchange([part.T.contiguous() for part in padded.split(each)])).T
-    return gathered(truncation.threshold(columns.contiguous()), axis)[: len(logits)]
+    return gather_rows(truncation.threshold(columns.contiguous()), axis)[: len(logits)]
 
 
-def packed(mask: Tensor) -> Tensor:
+def pack_mask(mask: Tensor) -> Tensor:
     """Pack a mask [t, v] bool into bits [t, ceil(v / 8)] uint8: bit i of all bytes holds the i-th eighth of the columns."""
     width = packed_width(mask.shape[-1])
     bits = torch.zeros(len(mask), width, dtype=torch.uint8, device=mask.device)
@@ -108,7 +108,7 @@ def packed_width(num_columns: int) -> int:
 
 
 def fill_packed(logits: Tensor, bits: Tensor, value: float) -> Tensor:
-    """Write `value` to the logits [t, v] whose bit in `bits`, as returned by packed(), is set."""
+    """Write `value` to the logits [t, v] whose bit in `bits`, as returned by pack_mask(), is set."""
     for place, part in enumerate(logits.split(max(bits.shape[-1], 1), -1)):
         part.masked_fill_((bits[:, : part.shape[-1]] & (1 << place)) > 0, value)
     return logits

@@ -89,7 +89,7 @@ def stacked_chart(parts: dict[str, list[float]], steps: Sequence[int], form: For
     return _frame(axes + "".join(body), "parts of each step: " + ", ".join(parts), hover)
 
 
-def smoothed(values: Sequence[float | None], *, log: bool = False) -> list[float | None]:
+def smooth(values: Sequence[float | None], *, log: bool = False) -> list[float | None]:
     """Return the centred moving average over a fifteenth of the run, one-sided at the ends; geometric with `log`."""
     reach = max(1, len(values) // 30)
     usable = [None if v is None or (log and v <= 0) else _log10(v) if log else v for v in values]
@@ -147,7 +147,7 @@ def _draw(line: Line, color: int, x: Scale, y: Scale) -> str:
         marked = line.points if line.look == "marked" and len(values) <= MOST_MARKS else []
         marks = "".join(f'<circle class="f{color}" cx="{x(s)}" cy="{y(v)}" r="3"/>' for s, v in marked if v is not None)
         return f'<path class="curve c{color}" d="{raw}"/>{marks}'
-    average = smoothed(values, log=y.log)
+    average = smooth(values, log=y.log)
     curve = _path([(line.points[i][0], average[i]) for i in indices], x, y)
     return f'<path class="raw c{color}" d="{raw}"/><path class="curve c{color}" d="{curve}"/>'
 

@@ -76,7 +76,7 @@ class Tracker(Sink):
             raise ConfigError(f"--report_to {self._name}: no answer within {START_SECONDS:g} seconds") from error
         except Exception as error:
             self._calls.put(None)
-            raise ConfigError(f"--report_to {self._name} cannot start: {described(error)}") from error
+            raise ConfigError(f"--report_to {self._name} cannot start: {describe(error)}") from error
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._attempt(lambda: self._tracker.log(metrics, step=step))
@@ -134,7 +134,7 @@ class Tracker(Sink):
         if not self._failed:
             self._failed = True
             logger.warning("--report_to {}: {}; the run continues, and metrics.jsonl has every metric",
-                           self._name, described(problem))  # fmt: skip
+                           self._name, describe(problem))  # fmt: skip
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -150,7 +150,7 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flattened
 
 
-def described(problem: BaseException) -> str:
+def describe(problem: BaseException) -> str:
     """Return one line about an exception, without secrets."""
     return hide_secrets(" ".join(f"{type(problem).__name__}: {problem}".split()))
 

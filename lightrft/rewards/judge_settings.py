@@ -57,7 +57,7 @@ class JudgeSettings:
     def text(self, sample: Sample, columns: Mapping[str, Any]) -> str:
         """Return the text that asks for a score of the sample; `columns` are those of its row."""
         own = {"prompt": sample.prompt.text, "response": sample.text, "low": f"{self.low:g}", "high": f"{self.high:g}"}
-        return filled(_template(self.template), {**columns, **own})
+        return fill_template(_template(self.template), {**columns, **own})
 
     def score(self, reply: str) -> float | None:
         """Return the last score of a reply, scaled to 0 to 1; None if there is none within the range."""
@@ -78,7 +78,7 @@ class JudgeSettings:
         )
 
 
-def filled(template: str, values: Mapping[str, Any]) -> str:
+def fill_template(template: str, values: Mapping[str, Any]) -> str:
     """Replace each {name} of `values` once; other braces, and those of inserted texts, stay as they are."""
     names = "|".join(map(re.escape, values))
     return re.sub(rf"\{{({names})\}}", lambda match: str(values[match[1]]), template)

@@ -182,7 +182,7 @@ class Collector:
                 group.mask()
         return sorted((group for group in settled_groups if group.number in chosen | instead), key=lambda group: group.number)
 
-    def rewarded(self, groups: list[Group], metrics: Metrics) -> list[Sample]:
+    def score(self, groups: list[Group], metrics: Metrics) -> list[Sample]:
         """Return the samples of groups, with their rewards, and record the outcomes of all ranks' groups in the history."""
         self._settle(groups)
         self.rewards.count_failures("rollout/reward_failures", metrics)
@@ -505,7 +505,7 @@ class Collector:
         Groups continue on the rank that began them, or round robin over all ranks if the number of ranks has changed or an older
         version wrote the state.
         """
-        groups = [Group.restored(group, self.prompts) for group in state["carried"]]
+        groups = [Group.from_state(group, self.prompts) for group in state["carried"]]
         owners = state["ranks"] if state.get("num_ranks") == self.data.size else [n % self.data.size for n in range(len(groups))]
         fitting = [(group, rank) for group, rank in zip(groups, owners, strict=True) if group.fits(self.section.generate_max_len)]
         self.all_carried = [Carried.of(group, rank) for group, rank in fitting]
@@ -520,7 +520,7 @@ class Collector:
         def take_back() -> None:
             self._ahead.clear()
             self.all_carried = all_carried
-            self._restore(position, [Group.restored(group, self.prompts) for group in carried])
+            self._restore(position, [Group.from_state(group, self.prompts) for group in carried])
             take_history_back()
 
         return take_back

@@ -24,7 +24,7 @@ from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher
 from lightrft.rollout import filters
-from lightrft.rollout.gathered_rewards import GatheredRewards, placed
+from lightrft.rollout.gathered_rewards import GatheredRewards, place_at_tokens
 from lightrft.rollout.measure import measure_experience, measure_groups, measure_values
 from lightrft.types import Expand, Expanded, Experience, Sample, token_index
 
@@ -113,7 +113,7 @@ class ExperienceMaker:
         sizes = torch.tensor([len(sample.rows) for sample in samples], dtype=torch.int64)
         numbers = first_sample + torch.repeat_interleave(sizes)
         filters.mask_sequences(experience, informative[numbers])
-        experience.step_rewards = placed(self._compare(gathered)[gathered.local], samples, experience)
+        experience.step_rewards = place_at_tokens(self._compare(gathered)[gathered.local], samples, experience)
         if self.data.rank == 0:
             measure_groups(rewards, groups, metrics)
         store = self.policy.strategy.sample_store()
@@ -171,7 +171,7 @@ class ExperienceMaker:
             )
         if self.section.difficulty_weights:
             least, most = self.section.difficulty_weights
-            advantages = weighted_by_difficulty(advantages, gathered.solved(), least=least, most=most)
+            advantages = weighted_by_difficulty(advantages, gathered.solved_shares(), least=least, most=most)
         return advantages
 
     def _compute_outputs(self, experience: Experience, rows: MicroBatchIndices, *, num_updates: int) -> None:

@@ -48,7 +48,7 @@ class GatheredRewards:
         rewards = self.rewards.new_zeros(count).index_add(0, row, self.rewards)
         return rewards, self.groups.new_zeros(count).index_copy(0, row, self.groups)
 
-    def solved(self) -> Tensor:
+    def solved_shares(self) -> Tensor:
         """Return for each reward the share of right responses in its group: [M]."""
         return solved_share(*self.totals())[self._row]
 
@@ -66,7 +66,7 @@ def _lines(row: int, sample: Sample) -> Iterator[tuple[float, ...]]:
         before = token + 1
 
 
-def placed(values: Tensor, samples: list[Sample], experience: Experience) -> Tensor:
+def place_at_tokens(values: Tensor, samples: list[Sample], experience: Experience) -> Tensor:
     """Return the values of this rank's rewards at the tokens that earned them, 0 elsewhere: [M of this rank] -> [T] float32.
 
     The rows of the experience are those of the samples and of their branches. Each branch has the sum of its sample's values at

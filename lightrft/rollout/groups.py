@@ -75,7 +75,7 @@ class Group:
         return {"number": self.number, "row": self.row, "responses": responses, "greedy": self.greedy is not None}
 
     @classmethod
-    def restored(cls, state: dict[str, Any], prompts: Sequence[Prompt]) -> Self:
+    def from_state(cls, state: dict[str, Any], prompts: Sequence[Prompt]) -> Self:
         count = len(state["responses"]) - state["greedy"]
         group = cls.begin(state["number"], state["row"], prompts[state["row"]], count=count, greedy=state["greedy"])
         for sample, values in zip(group.responses, state["responses"], strict=True):

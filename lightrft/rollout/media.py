@@ -85,14 +85,14 @@ class Expander:
         medium = self.media[0]
         item = {IMAGES: BLANK.resize(PROBES[1]), AUDIOS: _noise(RATE // 2),
                 VIDEOS: Video(np.zeros((4, *PROBES[1], 3), dtype=np.uint8))}[medium]  # fmt: skip
-        return self.reader.expanded(Request([min(self.places[medium])], {medium: [item]}))
+        return self.reader.expand(Request([min(self.places[medium])], {medium: [item]}))
 
     def __call__(self, prompt: Prompt) -> Expanded:
         if not prompt.multi_modal:
             return Expanded(list(prompt.token_ids), {})
         if id(prompt) in self._prepared:
             return self._prepared[id(prompt)][1]
-        expanded = self.reader.expanded(Request(list(prompt.token_ids), media_of(prompt)))
+        expanded = self.reader.expand(Request(list(prompt.token_ids), media_of(prompt)))
         return replace(expanded, tower_tokens=self._tower_work(expanded.features))
 
     def prepare(self, prompts: Iterable[Prompt]) -> None:
@@ -136,7 +136,7 @@ class Expander:
         texts = {token: repeat([each.token_ids[0], token, each.token_ids[-1]])
                  for medium, each in zip(self.media, self.blank, strict=True) for token in self.places[medium]}  # fmt: skip
         num_spliced = len(prompt.token_ids) + 2 * sum(token in texts for token in prompt.token_ids)
-        return num_spliced - len(self.reader.spliced(prompt.token_ids, texts))
+        return num_spliced - len(self.reader.splice(prompt.token_ids, texts))
 
     def _length(self, medium: str, size: tuple[int, ...]) -> int:
         """Return the tokens of an item of this size: they do not depend on its content."""
@@ -173,7 +173,7 @@ class Expander:
             item = BLANK.resize((size[0], size[1]))
         else:
             item = Video(np.zeros((*size, 3), dtype=np.uint8)) if medium == VIDEOS else Clip(_noise(size[0]).waveform, size[1])
-        return len(self.reader.expanded(Request([min(self.places[medium])], {medium: [item]})).token_ids)
+        return len(self.reader.expand(Request([min(self.places[medium])], {medium: [item]})).token_ids)
 
 
 def _noise(count: int) -> Clip:

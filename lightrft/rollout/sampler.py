@@ -179,7 +179,7 @@ class Sampler:
         """
         if self.episodes is not None:
             return {}
-        prepare = self.strategy.engine.prepared
+        prepare = self.strategy.engine.prepare
         return {(group.number, places): [(prepare(request), *rest) for request, *rest in self.pending(group, places, seed)]
                 for group, places in parts}  # fmt: skip
 

@@ -58,7 +58,7 @@ class Checkpoints:
             states.update((name, self._tensors(*trained)) for name, trained in models.items())
 
         def take() -> None:
-            tensors = {name: manager.copied(each) if in_background and not own else each for name, (each, own) in states.items()}
+            tensors = {name: manager.to_host(each) if in_background and not own else each for name, (each, own) in states.items()}
             snapshots.append(manager.snapshot(self._contents(models, parts), state, tensors=tensors))
 
         run_on_all_ranks(world, problem, find)
@@ -125,7 +125,7 @@ class Checkpoints:
         """Return the tensors to save, and True if they are copies: those of a model or optimizer that is offloaded again."""
         with self.loaded(model, optimizer) as reloaded:
             tensors = self.backend.training(model, optimizer, scheduler).tensors()
-            return (manager.copied(tensors) if reloaded else tensors), reloaded
+            return (manager.to_host(tensors) if reloaded else tensors), reloaded
 
 
 def hf_folder(folder: Path) -> Path:

@@ -47,7 +47,7 @@ from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.engine.sampling_parameters import sampling_from_dict
 from lightrft.launch.heartbeat import MARGIN, SingleRankWatchdog, Watchdog
 from lightrft.launch.rendezvous import adopt_node_size, join_process_group
-from lightrft.models.lora import merged
+from lightrft.models.lora import merge_adapters
 from lightrft.observe.trace import Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import GB, current_device, host_cores, memory_in_use, peak_memory, select_device
@@ -381,7 +381,7 @@ class StrategyBase(Backend):
         """
         self.reload_model(model)
         unwrapped = unwrap(model)
-        return merged(unwrapped, chain(self.stream(model, dtype or self.dtype), persistent_buffers(unwrapped)))
+        return merge_adapters(unwrapped, chain(self.stream(model, dtype or self.dtype), persistent_buffers(unwrapped)))
 
     @torch.no_grad()
     def moving_average(self, model: nn.Module, model_ema: nn.Module, beta: float = 0.992) -> None:

@@ -252,7 +252,7 @@ class Planner:
         """Return what to change: flags with which a run fits that does not, and where devices would be idle."""
         hints, config = self.idle_ranks(), self.config
         if not plan.fits:
-            changes = self.mended()
+            changes = self.suggest_changes()
             hints.append(f"it fits with {' '.join(changes)}" if changes else
                          "no combination of flags that was tried fits: use more ranks, a smaller model, or --fsdp_cpu_offload")
         nodes = nodes_to_replicate(config, self.ranks, self.ranks_per_node)
@@ -265,7 +265,7 @@ class Planner:
                          "--engine_mem_util, or fewer tokens")  # fmt: skip
         return hints
 
-    def mended(self) -> list[str]:
+    def suggest_changes(self) -> list[str]:
         """Return flags with which every phase fits, none of which can be left out; none if all together do not suffice."""
         changes: dict[str, Any] = {}
         for name, value in self.changes():

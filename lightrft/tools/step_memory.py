@@ -50,7 +50,7 @@ class StepBytes:
     peak: float
     """The most at any moment, from the second step on, without the head's own memory."""
 
-    def combined(self, factor: float, other: "StepBytes") -> "StepBytes":
+    def plus(self, factor: float, other: "StepBytes") -> "StepBytes":
         """Return self + factor * other."""
         return StepBytes(*(getattr(self, name) + factor * getattr(other, name) for name in StepBytes.__slots__))
 
@@ -95,8 +95,8 @@ def step_bytes(shape: PretrainedConfig, options: dict[str, Any], *, world: int, 
     if key not in _known:
         with fake_group(world):
             traces = [_trace(with_layers(shape, layers), options, tokens) for layers in FEW]
-        of_a_layer = traces[1].combined(-1, traces[0])
-        _known[key] = traces[0].combined(shape.get_text_config().num_hidden_layers - FEW[0], of_a_layer)
+        of_a_layer = traces[1].plus(-1, traces[0])
+        _known[key] = traces[0].plus(shape.get_text_config().num_hidden_layers - FEW[0], of_a_layer)
     return _known[key]
 
 
@@ -105,10 +105,10 @@ def _trace(shape: PretrainedConfig, options: dict[str, Any], tokens: int) -> Ste
     strategy.setup_distributed()
     model = empty_model(shape, strategy.config.model)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return traced(strategy, model, tokens)
+        return trace_step(strategy, model, tokens)
 
 
-def traced(strategy: FSDPStrategy, model: PreTrainedModel, tokens: int) -> StepBytes:
+def trace_step(strategy: FSDPStrategy, model: PreTrainedModel, tokens: int) -> StepBytes:
     """Measure two micro-batches and a step of a model from empty_model(). Inside of FakeTensorMode nothing is computed."""
     model = Learner(model.to_empty(device="cpu"))
     optimizer = strategy.create_optimizer(model, lr=1e-6)

@@ -85,7 +85,7 @@ class PPOTrainer(Trainer):
             groups = self.collect(number, self.metrics, ahead=ahead)
             self.collect.rewards.ask_judge([sample for group in groups for sample in group.responses])
         with self.trace.phase("reward"):
-            samples = self.collect.rewarded(groups, self.metrics)
+            samples = self.collect.score(groups, self.metrics)
         self._safe_point(*safe_state)
         return samples, self.strategy.weight_version
 

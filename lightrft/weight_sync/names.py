@@ -43,7 +43,7 @@ class PublishedNames:
         with torch.device("meta"):
             return cls(transformers_class(model)(copy.deepcopy(model.config)))
 
-    def published(self, stream: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    def rename(self, stream: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """Yield a weight stream under published names. Only weights that are converted together are held until all arrive."""
         parts: dict[str, Tensor] = {}
         for name, tensor in stream:

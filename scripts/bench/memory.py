@@ -39,7 +39,16 @@ from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 from lightrft.models.logprobs import token_logprobs
 from lightrft.strategy import FSDPStrategy
 from lightrft.tools.shapes import known_config
-from lightrft.tools.step_memory import OneOfMany, empty_model, fake_group, num_parameters, step_bytes, total, traced, with_layers
+from lightrft.tools.step_memory import (
+    OneOfMany,
+    empty_model,
+    fake_group,
+    num_parameters,
+    step_bytes,
+    total,
+    trace_step,
+    with_layers,
+)
 
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -61,7 +70,7 @@ def training_bytes(strategy: FSDPStrategy, config: PretrainedConfig, tokens: int
     """Bytes on this rank of a strategy that is set up. Tensors have only a shape unless the step is computed."""
     model = empty_model(config, strategy.config.model)
     with nullcontext() if computed else FakeTensorMode(allow_non_fake_inputs=True):
-        return {"num_parameters": num_parameters(config), **asdict(traced(strategy, model, tokens))}
+        return {"num_parameters": num_parameters(config), **asdict(trace_step(strategy, model, tokens))}
 
 
 def shape_config(shape: str, layers: int | None) -> PretrainedConfig:

@@ -310,7 +310,7 @@ def run_rank(rank: int, size: int, port: int, args: argparse.Namespace, folder: 
         rewards = RewardRunner(f"{__file__}:reward", section=RewardSection(reward_workers=0))
         collect = collector(axis, exchange, rewards, rows)
         with meter("collect"):
-            collect.rewarded(collect(1, Metrics()), Metrics())
+            collect.score(collect(1, Metrics()), Metrics())
     batch, store = experience(rows, rank * rows), MemoryStore(axis, alone)
     with meter("rewards"):
         GatheredRewards.share(axis, invented_samples(rank, rows), first_row=rank * rows)

@@ -130,7 +130,7 @@ def into_vllm(strategy: Any, model: Any, weights: dict, args: argparse.Namespace
 
     engine = engine_of(strategy, "vllm", args)
     engine.load_weights(iter(weights.items()), 1)  # verified: later ones copy to where weights lie
-    published = dict(engine.names.published(iter(weights.items())))
+    published = dict(engine.names.rename(iter(weights.items())))
 
     def reload() -> None:
         experts = unpacked_experts(engine._shim.model)

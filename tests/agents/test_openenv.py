@@ -97,6 +97,6 @@ def test_what_fails(player, connections):
     ({"legal_actions": [0, 2], "metadata": {}}, '{"legal_actions": [0, 2]}'),
 ])  # fmt: skip
 def test_what_the_model_reads(observation, read):
-    from lightrft.agents.openenv import observed
+    from lightrft.agents.openenv import observation_text
 
-    assert observed(observation) == read
+    assert observation_text(observation) == read

@@ -31,7 +31,7 @@ def test_results_go_under_the_ids_of_their_rows_whatever_the_order_of_the_plan()
     assert made.get([7, 5], ["values"])["values"].tolist() == [4, 5, 1, 2, 3]
     made.put(torch.tensor([7]), torch.tensor([2]), tokens={"values": torch.tensor([6.0, 7])})
     assert made.get([5, 7], ["values", "half"])["values"].tolist() == [1, 2, 3, 6, 7]
-    assert made.produced("values") == {5, 7} and made.produced("nothing") == set()
+    assert made.produced_ids("values") == {5, 7} and made.produced_ids("nothing") == set()
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_results_are_written_back_only_to_rows_that_the_rank_holds():
         made.put(torch.tensor([7, 4]), torch.tensor([2, 3]), tokens={"values": torch.zeros(5)})
     with pytest.raises(ValueError, match="sample 7 has 2 tokens, not 3"):
         made.put(IDS[:1], LENGTHS[:1] + 1, tokens={"values": torch.zeros(3)})
-    assert made.produced("values") == {7}
+    assert made.produced_ids("values") == {7}
     made.clear(IDS.tolist())
     made.put(torch.tensor([4]), torch.tensor([3]), tokens={"values": torch.zeros(3)})
     assert made.rows().ids.tolist() == [4]
@@ -84,7 +84,7 @@ def test_each_task_claims_a_row_once_when_its_fields_are_there():
 def test_only_the_leader_of_a_replica_writes():
     sibling = MemoryStore(ALONE, Axis("replica", 2, 1, None))
     sibling.put(IDS, LENGTHS, tokens={"x": torch.zeros(5)})
-    assert not sibling.leads and sibling.produced("x") == set()
+    assert not sibling.leads and sibling.produced_ids("x") == set()
 
 
 def test_metadata_selects_without_the_values():

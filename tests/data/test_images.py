@@ -12,7 +12,7 @@ from PIL import Image
 
 from lightrft.config import ConfigError, DataSection
 from lightrft.data.conversations import load_examples
-from lightrft.data.media import ImageFile, Places, opened, with_parts
+from lightrft.data.media import ImageFile, Places, open_media, with_parts
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
 from tiny import byte_tokenizer
@@ -72,7 +72,7 @@ def test_rows_and_their_images(folder):
     )  # fmt: skip
     assert [prompt.text for prompt in (one, several, none, empty)] == ["<user>@what?", "<user>a@b@", "<user>text", "<user>hi"]
     assert one.columns == {"label": "x"}
-    assert [image.size for image in opened(several.multi_modal)["images"]] == [(5, 3), (6, 3)]
+    assert [image.size for image in open_media(several.multi_modal)["images"]] == [(5, 3), (6, 3)]
     assert one.multi_modal["images"][0].name == "0.png" and none.multi_modal == empty.multi_modal == {}
 
 
@@ -96,7 +96,7 @@ def test_data_of_the_datasets_package_keep_their_files(folder, monkeypatch):
     section = DataSection(prompt_data=str(folder / "rows.parquet"), apply_chat_template=True, images_key="pictures")
     first, second = load_prompts(section, tokenizer)
     assert [image.source for image in first.multi_modal["images"]] == [file["bytes"] for file in files]
-    assert [image.size for image in opened(first.multi_modal)["images"]] == [(4, 3), (5, 3)] and not second.multi_modal
+    assert [image.size for image in open_media(first.multi_modal)["images"]] == [(4, 3), (5, 3)] and not second.multi_modal
 
 
 @pytest.mark.parametrize(("value", "reason"), [(3, "not 3"), ("", "not ''"), ({"bytes": None}, "image: it must be a path")])

@@ -13,7 +13,7 @@ from PIL import Image
 from json_server import JsonHandler, listening
 from lightrft.config import DataSection
 from lightrft.config.errors import DataError
-from lightrft.data.media import VIDEOS, AudioFile, ImageFile, Places, VideoFile, items_of, media_of, opened, with_parts
+from lightrft.data.media import VIDEOS, AudioFile, ImageFile, Places, VideoFile, items_of, media_of, open_media, with_parts
 from lightrft.data.prompts import load_prompts
 from tiny import byte_tokenizer
 
@@ -126,7 +126,7 @@ def test_rows_with_every_medium(folder):
     first, second, third, fourth = load(folder, rows)
     assert (first.text, second.text, third.text, fourth.text) == ("[video]x[audio]", "[video]y", "[video][video]z", "w")
     assert {name: len(items) for name, items in first.multi_modal.items()} == {"videos": 1, "audios": 2}
-    assert opened(second.multi_modal)["videos"][0]["frames"].shape == (2, 4, 6, 3) and fourth.multi_modal == {}
+    assert open_media(second.multi_modal)["videos"][0]["frames"].shape == (2, 4, 6, 3) and fourth.multi_modal == {}
     del rows[1]
     direct, cached = load(folder, rows), load(folder, rows, data_cache=str(folder / "cache"))
     assert [prompt.multi_modal for prompt in cached] == [prompt.multi_modal for prompt in direct]
@@ -194,7 +194,7 @@ def test_addresses_are_fetched_once_and_with_a_flag(folder, monkeypatch):
         film = f"{address}/v.gif"
         rows = [{"input": "x", "film": film}, {"input": "y", "film": {"path": film}, "sound": "s.wav"}]
         first, _ = load(folder, rows, media_urls=True)
-        assert opened(first.multi_modal)["videos"][0]["frames"].shape == (1, 4, 6, 3) and Files.asked == ["/v.gif"]
+        assert open_media(first.multi_modal)["videos"][0]["frames"].shape == (1, 4, 6, 3) and Files.asked == ["/v.gif"]
         with pytest.raises(DataError, match="v.gif is an address: --media_urls allows to fetch it"):
             load(folder, rows)
         with pytest.raises(DataError, match="nothing.gif cannot be fetched: HTTP Error 404"):

@@ -192,14 +192,14 @@ def media_may_be_read_before(scene: Scene) -> None:
     """By another thread, while the engine does nothing; what cannot be read is reported when the request begins."""
     engine, requests = scene.strategy.engine, [scene.reference.request(*prompt) for prompt in scene.seen]
     with ThreadPoolExecutor(1) as thread:
-        prepared = list(thread.map(engine.prepared, requests))
+        prepared = list(thread.map(engine.prepare, requests))
     expects = [engine.axis.size == 1 and bool(items) for _, items in scene.seen]
     assert [request.expanded is not None for request in prepared] == expects
     answers = engine.generate(prepared, GREEDY)
     assert [samples[0].token_ids for samples in answers] == [scene.reference.greedy(prompt) for prompt in scene.seen]
     for request, message in IMPOSSIBLE[scene.name]:
         with pytest.raises(ValueError, match=message):
-            engine.generate([Request([66]), engine.prepared(request)], GREEDY)
+            engine.generate([Request([66]), engine.prepare(request)], GREEDY)
 
 
 def samples_share_the_images_of_their_prompt(scene: Scene) -> None:

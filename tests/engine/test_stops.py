@@ -42,7 +42,7 @@ def test_asked_after_every_token_it_is_reached_at_the_same_one(tokenizer):
     """However long the response is; special tokens are text."""
     stops = StopStrings(tokenizer, ("語<eos>", "xyz"))
     tokens = list(("日本 " * 50 + "語").encode()) + [EOS, 65]
-    reached = [stops.reached(tokens[:count]) for count in range(1, len(tokens) + 1)]
+    reached = [stops.match(tokens[:count]) for count in range(1, len(tokens) + 1)]
     assert reached.index(True) == len(tokens) - 2
     assert stops.cut(completion(tokens)).token_ids == tokens[:-1]
     assert stops.cut(completion([])).token_ids == []

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from lightrft.config import ConfigError, ModelSection
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer
-from lightrft.models.lora import adapted_layers, adapters_off, fold_adapters, is_adapter, merged
+from lightrft.models.lora import adapted_layers, adapters_off, fold_adapters, is_adapter, merge_adapters
 from lightrft.models.recompute import recompute
 from lightrft.models.trainable import freeze_parameters
 from lightrft.types import Batch
@@ -43,7 +43,7 @@ def adapted(folder: str, **settings):
 
 
 def whole(model) -> dict[str, torch.Tensor]:
-    return dict(merged(model, ((name, parameter.detach()) for name, parameter in model.named_parameters())))
+    return dict(merge_adapters(model, ((name, parameter.detach()) for name, parameter in model.named_parameters())))
 
 
 def test_by_default_every_linear_layer_but_the_head_has_an_adapter(folder):
@@ -86,7 +86,7 @@ def test_the_merged_stream_is_what_peft_merges(folder, options):
 def test_the_product_is_float32_also_in_a_bfloat16_stream(folder):
     model = adapted(folder)
     stream = {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
-    found = dict(merged(model, stream.items()))
+    found = dict(merge_adapters(model, stream.items()))
     layer = "model.layers.0.mlp.down_proj"
     base, a, b = (stream[f"{layer}.{part}.weight"].double() for part in ("base_layer", "lora_A.default", "lora_B.default"))
     assert found[f"{layer}.weight"].dtype == torch.bfloat16

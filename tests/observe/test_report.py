@@ -12,7 +12,7 @@ from PIL import Image
 
 from lightrft.config import Config
 from lightrft.data.media import ImageFile
-from lightrft.observe.charts import Line, line_chart, nice_ticks, smoothed
+from lightrft.observe.charts import Line, line_chart, nice_ticks, smooth
 from lightrft.observe.report import write_report
 from lightrft.observe.scoreboard import scoreboard
 from lightrft.observe.sinks import JsonLines, read_rows, readable
@@ -266,6 +266,6 @@ def test_degenerate_curves_are_drawn():
 
 
 def test_smoothing_keeps_constants_gaps_and_the_geometric_mean():
-    assert smoothed([2.0] * 40) == pytest.approx([2.0] * 40)
-    assert smoothed([1.0, None, 1.0])[1] is None
-    assert smoothed([1e-6, 1e-4], log=True) == pytest.approx([1e-5, 1e-5])
+    assert smooth([2.0] * 40) == pytest.approx([2.0] * 40)
+    assert smooth([1.0, None, 1.0])[1] is None
+    assert smooth([1e-6, 1e-4], log=True) == pytest.approx([1e-5, 1e-5])

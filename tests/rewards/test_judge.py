@@ -10,7 +10,7 @@ from json_server import JsonHandler, listening
 from lightrft.config import Config, ConfigError, RewardSection, validate
 from lightrft.config.references import RewardTerm
 from lightrft.rewards.engine_judge import EngineJudge
-from lightrft.rewards.judge_settings import JudgeSettings, filled
+from lightrft.rewards.judge_settings import JudgeSettings, fill_template
 from lightrft.rewards.runner import RewardRunner
 from lightrft.strategy import get_strategy
 from lightrft.types import Prompt, Sample
@@ -93,7 +93,7 @@ def test_a_failed_judgement_costs_its_own_response_alone(server):
 
 
 def test_texts_are_inserted_once():
-    assert filled("{a} {b} {c}", {"a": "{b}", "b": "{a}"}) == "{b} {a} {c}"
+    assert fill_template("{a} {b} {c}", {"a": "{b}", "b": "{a}"}) == "{b} {a} {c}"
 
 
 def test_mistakes_are_named_before_the_run():

@@ -119,7 +119,7 @@ def collector(data: list[Prompt], axis: Axis = ALONE, greedy: bool = False, **fl
 
 def step(collect: Collector, number: int = 1, metrics: Metrics | None = None):
     groups = collect(number, metrics or Metrics())
-    return groups, collect.rewarded(groups, Metrics())
+    return groups, collect.score(groups, Metrics())
 
 
 def test_a_plain_step_takes_the_next_prompts_of_the_order():
@@ -244,7 +244,7 @@ def ahead_course(collect: Collector, numbers: range, last: int) -> list:
     found = []
     for number in numbers:
         groups = collect(number, Metrics(), ahead=min(2, last - number))
-        collect.rewarded(groups, Metrics())
+        collect.score(groups, Metrics())
         found.append([(group.number, group.row, len(group.samples[0].token_ids)) for group in groups])
     return found
 
@@ -356,7 +356,7 @@ def with_files(folder: str) -> tuple[list, list]:
     for number in range(1, 10):
         groups = collect(number, metrics)
         steps.append([(group.number, group.row) for group in groups])
-        collect.rewarded(groups, Metrics())
+        collect.score(groups, Metrics())
         Mesh("cpu").data.gather(None)  # all have chosen
         if number == 3:
             Path(folder, "7.png").write_bytes(b"not any more")

@@ -109,7 +109,7 @@ def learned_on_ranks(folder: str, schedule: str, resumes: bool) -> tuple[list, i
             collect.load_state_dict(state)
             parked = len(state["parked"])
         groups = collect(step, Metrics())
-        collect.rewarded(groups, Metrics())
+        collect.score(groups, Metrics())
         learned += [(step, group.row, [(group.row % 2, len(sample.token_ids), sample.reward) for sample in group.samples])
                     for group in groups]  # fmt: skip
     strategy.close()

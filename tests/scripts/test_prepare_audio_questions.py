@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 
 from lightrft.config import parse
-from lightrft.data.media import opened
+from lightrft.data.media import open_media
 from lightrft.data.prompts import load_prompts
 from lightrft.rewards.functions import rewards
 from lightrft.types import Prompt, Sample
@@ -48,7 +48,7 @@ def test_questions_are_what_the_recipe_reads(tmp_path, monkeypatch, capsys):
     data = replace(config.data, system_prompt=None)
     (prompt,), (held_out,) = load_prompts(data, tokenizer), load_prompts(data, tokenizer, source="eval_data")
     assert prompt.text == held_out.text == "@What is heard?\nA. rain\nB. a bell" and prompt.columns["label"] == "B"
-    clip = opened(prompt.multi_modal)["audios"][0]
+    clip = open_media(prompt.multi_modal)["audios"][0]
     assert clip["sampling_rate"] == 16000 and len(clip["array"]) == 8000 and 0.2 < np.abs(clip["array"]).max() < 0.3
     score = rewards[config.reward.reward]
     said = [Sample(Prompt(0, "", [1]), 0, [1], [0.0], text, "stop") for text in ("It rings. (B)", "It drops. (A)", "B or A")]

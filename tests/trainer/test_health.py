@@ -129,7 +129,7 @@ def stale_once(flags: list[str], folder: Path, step: int) -> list[int | None]:
     strategy = get_strategy(config)
     strategy.setup_distributed()
     trainer = ppo_trainer(config, strategy)
-    collect, load_weights, rounds = trainer.collect.rewarded, strategy.engine.load_weights, []
+    collect, load_weights, rounds = trainer.collect.score, strategy.engine.load_weights, []
 
     def rewarded(groups, metrics):
         samples = collect(groups, metrics)
@@ -142,7 +142,7 @@ def stale_once(flags: list[str], folder: Path, step: int) -> list[int | None]:
         rounds.append(strategy.engine.verify_round)
         load_weights(stream, version)
 
-    trainer.collect.rewarded, strategy.engine.load_weights = rewarded, load
+    trainer.collect.score, strategy.engine.load_weights = rewarded, load
     trainer.fit()
     strategy.close()
     return rounds

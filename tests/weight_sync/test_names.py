@@ -149,7 +149,7 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
 @pytest.mark.slow
 def test_names_are_those_of_released_folders_and_lead_back(family: tuple[PreTrainedModel, list[str]], tmp_path: Path) -> None:
     model, expected = family
-    published = dict(PublishedNames.of(model).published(weights(model).items()))
+    published = dict(PublishedNames.of(model).rename(weights(model).items()))
     assert sorted(published) == sorted(expected)
     save_file({name: tensor.contiguous() for name, tensor in published.items()}, tmp_path / "model.safetensors", {"format": "pt"})
     model.config.save_pretrained(tmp_path)
@@ -181,7 +181,7 @@ def test_experts_are_cut_where_they_are_published_one_by_one() -> None:
     gate_up, down = (torch.randn(names.shapes[f"model.layers.0.mlp.experts.{name}"]) for name in ("gate_up_proj", "down_proj"))
     stream = iter([("model.layers.0.mlp.experts.gate_up_proj", gate_up), ("model.layers.0.mlp.gate.weight", torch.ones(3, 16)),
                    ("model.layers.0.mlp.experts.down_proj", down)])
-    found = dict(names.published(stream))
+    found = dict(names.rename(stream))
     path = "model.layers.0.block_sparse_moe"
     assert len(found) == 10 and torch.equal(found[f"{path}.gate.weight"], torch.ones(3, 16))
     for index in range(3):
@@ -199,7 +199,7 @@ def test_nothing_is_held_that_needs_nothing_else() -> None:
             came.append(name)
             yield name, torch.zeros(shape)
 
-    for name, _ in names.published(stream()):
+    for name, _ in names.rename(stream()):
         assert name in names.pieces(came[-1])
 
 
@@ -211,7 +211,7 @@ def test_experts_that_are_published_turned_are_turned_back_even_when_square() ->
     name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     weight = torch.randn(names.shapes[name])
     assert weight.shape == (3, 16, 16)
-    ((published, tensor),) = names.published([(name, weight)])
+    ((published, tensor),) = names.rename([(name, weight)])
     assert published == name and torch.equal(tensor, weight.transpose(1, 2))
 
 

@@ -75,7 +75,7 @@ class SGLangEngine(LibraryEngine):
             self._shim.ask("forget_images")
 
     def _expanded(self, request: Request) -> Expanded:
-        return self.reader.expanded(request)
+        return self.reader.expand(request)
 
     def _add(self, key: int, request: Request) -> None:
         if self.axis.rank == 0:
@@ -102,7 +102,7 @@ class SGLangEngine(LibraryEngine):
         with self._fatal("load_weights"):
             self._on_first_rank(lambda: self._shim.begin_weight_update())
         try:
-            for bucket in _buckets(self.names.published(named_tensors), self._bucket_bytes()):
+            for bucket in _buckets(self.names.rename(named_tensors), self._bucket_bytes()):
                 with self._fatal("load_weights"):
                     self._send(bucket)
         finally:

@@ -23,7 +23,7 @@ LOAD_FILES = "/dev/shm/sglang_loads_"
 
 
 @contextmanager
-def contained(num_ranks: int) -> Iterator[None]:
+def contain_start(num_ranks: int) -> Iterator[None]:
     """Contain SGLang's start with `num_ranks` tensor-parallel ranks; if it fails, end the processes that it has started."""
     before = set(psutil.Process().children())
     with _settings_kept():
@@ -58,7 +58,7 @@ def unlink_load_files(processes: Iterable[psutil.Process]) -> None:
                 Path(path).unlink(missing_ok=True)
 
 
-def died(number: int, frame: Any) -> None:
+def raise_engine_error(number: int, frame: Any) -> None:
     """Raise EngineError on SIGQUIT, which dying SGLang processes send; its own handler would kill this process silently."""
     raise EngineError("a process of SGLang died; the log above has its message")
 
@@ -93,13 +93,13 @@ class Loop:
         finally:
             self.runs = False
         if self.dead:
-            died(signal.SIGQUIT, None)
+            raise_engine_error(signal.SIGQUIT, None)
         return task.result()
 
     def on_death(self, number: int, frame: Any) -> None:
         self.dead = True
         if not self.runs:
-            died(number, frame)
+            raise_engine_error(number, frame)
 
 
 @contextmanager

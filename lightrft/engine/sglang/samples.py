@@ -94,7 +94,7 @@ class Samples:
                 running.names.discard(names[place])
                 yield place, answer
             elif stop and names[place] not in running.stopped:
-                if StopStrings(self.vocabulary.tokenizer, stop).reached(answer["output_ids"], LOOK_EVERY):
+                if StopStrings(self.vocabulary.tokenizer, stop).match(answer["output_ids"], LOOK_EVERY):
                     running.stopped.add(names[place])
                     self.shim.abort(names[place])
 

@@ -18,7 +18,7 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
 from lightrft.engine.base import EngineError
 from lightrft.engine.requests import Request
-from lightrft.engine.sglang.lifetime import Loop, NoHandlers, contained, died, kill, unlink_load_files
+from lightrft.engine.sglang.lifetime import Loop, NoHandlers, contain_start, kill, raise_engine_error, unlink_load_files
 from lightrft.engine.sglang.scheduler import answer_question, run_scheduler
 from lightrft.weight_sync.names import NamedTensor
 
@@ -39,10 +39,10 @@ class SGLangShim:
 
             monkey_patch_torch_reductions()  # makes device-memory handles identify devices as SGLang's processes do
         logging.getLogger("sglang.srt.entrypoints.engine").setLevel(logging.CRITICAL)  # it logs our handler as an error
-        with contained(arguments["tp_size"]):
-            self.engine = _SGLang(**arguments, custom_sigquit_handler=died)
+        with contain_start(arguments["tp_size"]):
+            self.engine = _SGLang(**arguments, custom_sigquit_handler=raise_engine_error)
             self.engine.tokenizer_manager.signal_handler_class = NoHandlers
-            self.flush_cache()  # its first call replaces the signal handlers, which contained() restores
+            self.flush_cache()  # its first call replaces the signal handlers, which contain_start() restores
             unlink_load_files(self._processes())  # now, so that a killed run leaves none
         self.engine.loop = Loop(self.engine.loop)
         signal.signal(signal.SIGQUIT, self.engine.loop.on_death)

@@ -108,7 +108,7 @@ class VLLMEngine(LibraryEngine):
         with torch_state_kept(self.device), self._stance():
             outputs = self._shim.step()
         if self._speculation:
-            self._speculation.stepped()
+            self._speculation.count_step()
         for output in outputs:
             key, sample = map(int, output.request_id.split("/"))
             self._take(key, sample, output)

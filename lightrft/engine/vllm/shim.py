@@ -68,7 +68,7 @@ class VLLMShim:
         targets = self.weights.copy_targets() if direct else {}
         experts = unpacked_experts(self.model, self.weights.direct_layers() if direct else ())
         with _missing_by_intent() if targets else nullcontext():
-            rest = self.names.published(_without_copied(named_tensors, targets))
+            rest = self.names.rename(_without_copied(named_tensors, targets))
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": rest})
         pack_experts(experts)
         _renew_tied_layers(self.model)

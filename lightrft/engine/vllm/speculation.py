@@ -39,7 +39,7 @@ class Speculation:
     whose draws depend on a request's seed alone and follow the same distribution, but differ from those without drafts.
 
     A model that drafts reads all tokens, also those of steps that verify no drafts, so that it can continue them. An account of
-    what its drafts have saved and cost, in plain steps, decides whether it is used until the next weights: see stepped().
+    what its drafts have saved and cost, in plain steps, decides whether it is used until the next weights: see count_step().
     """
 
     def __init__(self, llm: LLM, section: EngineSection, axis: Axis):
@@ -86,7 +86,7 @@ class Speculation:
         if self._text is not None:
             self._text.end(name, token_ids)
 
-    def stepped(self) -> None:
+    def count_step(self) -> None:
         """Enter a step into the account of a model that drafts, and switch the model off when its credit is spent.
 
         Until the next weights, as it has not read the tokens since. Steps without it earn credit, with which it is tried again.
