@@ -394,26 +394,40 @@ OF_MORE: list[Callable[[Scene], None]] = [
     each_rank_gets_its_own_answers, a_prompt_without_images_has_no_placeholders, local_answers,
 ]  # fmt: skip
 """Of the second medium of a model."""
+OF_FAMILY: list[Callable[[Scene], None]] = [
+    text_and_media_in_one_call, an_image_and_a_video_in_one_prompt, a_response_goes_on, the_same_image_under_new_weights,
+    weights_behind_images_are_proven, its_parts_are_called_as_in_a_model_of_text, impossible_media_are_refused,
+]  # fmt: skip
+"""Of a further family in the same engine: what depends on the model, and not on the engine and the strategy alone."""
 
 
-def outcomes(engine_type: str, sizes: list[int], sp_size: int, *folders: str) -> dict[str, str]:
+def cases_of(scenes: list[Scene], *, further_family: bool) -> list[tuple[Scene, Callable[[Scene], None]]]:
+    if further_family:
+        chosen = [*product(scenes[:1], OF_FAMILY), *product(scenes[1:], OF_FAMILY[:-3])]
+    else:
+        chosen = [*product(scenes[:1], CASES), *product(scenes[1:], OF_MORE)]
+    return chosen
+
+
+def outcomes(engine_type: str, sizes: list[int], sp_size: int, families: bool, *folders: str) -> dict[str, str]:
     """Case -> traceback, empty when it passed. The engine's weights are streamed from a sharded actor.
 
-    `sizes` are the numbers of ranks of an engine, in turn, for the models in `folders`.
+    `sizes` are the numbers of ranks of an engine, in turn, for the models in `folders`. With `families` all of these but the
+    first have only the cases of a further family.
     """
     results = {}
-    for folder, size in zip(folders, cycle(sizes), strict=False):
+    for place, (folder, size) in enumerate(zip(folders, cycle(sizes), strict=False)):
         made = FSDPStrategy(args={
             "fsdp": True, "pretrain": folder, "engine_type": engine_type, "engine_tp_size": size, "sp_size": sp_size,
             "prompt_max_len": 112, "generate_max_len": 16, "limit_mm_image_per_prompt": 3, "limit_mm_audio_per_prompt": 2,
-            "limit_mm_video_per_prompt": 2,            "engine_kv_cache_gb": 0.125, "micro_rollout_batch_size": 3,
+            "limit_mm_video_per_prompt": 2, "engine_kv_cache_gb": 0.125, "micro_rollout_batch_size": 3,
         })  # fmt: skip
         made.setup_distributed()
         model = load_model(ModelSection(pretrain=folder))
         made.setup_inference_engine(actor=made.prepare(model) if sp_size == 1 else None)  # its forward pass cannot be divided
         made.wakeup_inference_engine()
         scenes = [Scene(made, Reference(folder, name)) for name in made.engine.limits]
-        for scene, case in [*product(scenes[:1], CASES), *product(scenes[1:], OF_MORE)]:
+        for scene, case in cases_of(scenes, further_family=families and place > 0):
             try:
                 case(scene)
             except BaseException:
@@ -440,14 +454,14 @@ def test_media(
         pytest.importorskip("vllm", reason="vllm is not installed")
         load_vllm()
     others = [hearing_model(tmp_path / "hearing", seconds)] if seconds else [seeing_gemma(tmp_path / "gemma3")]
-    failures = run_ranks(ranks, outcomes, engine_type, sizes, sp_size, seeing, *others, timeout=500)
+    failures = run_ranks(ranks, outcomes, engine_type, sizes, sp_size, False, seeing, *others, timeout=500)
     assert failures == [{}] * ranks, "\n".join(f"{case}\n{trace}" for rank in failures for case, trace in rank.items())
 
 
 def outcomes_of_qwen(engine_type: str, sizes: list[int], folder: Path, *families: str) -> list[dict[str, str]]:
     """For the environment that has torchvision, which their processors need."""
     folders = [omni(folder / family, 1) if family == "omni" else seeing_qwen(folder / family, family) for family in families]
-    return run_ranks(max(sizes), outcomes, engine_type, sizes, 1, *folders, timeout=500)
+    return run_ranks(max(sizes), outcomes, engine_type, sizes, 1, True, *folders, timeout=500)
 
 
 @pytest.mark.slow
@@ -466,7 +480,7 @@ def outcomes_of_families(folder: Path) -> list[dict[str, str]]:
     folders = [make(folder / family) for family, make in (made | {"omni": omni}).items()]
     transformers_model(folder / "omni").save_pretrained(folder / "thinker")
     run_ranks(1, gemma_reads_text_only, seeing_gemma(folder / "gemma3"), str(folder / "thinker"), timeout=200)
-    return run_ranks(1, outcomes, "vllm", [1], 1, *folders, timeout=500)
+    return run_ranks(1, outcomes, "vllm", [1], 1, True, *folders, timeout=500)
 
 
 def gemma_reads_text_only(folder: str, thinker: str) -> None:

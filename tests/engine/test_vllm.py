@@ -125,9 +125,8 @@ def _verification_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list
     return unknown, stale
 
 
-ON_V2 = ("greedy_equals_transformers", "new_weights_are_used", "no_prefix_of_the_old_weights_survives",
-         "a_stream_that_raises_is_repaired", "the_engine_has_its_own_copy", "sleeping_keeps_or_drops_the_weights",
-         "stop_ids_end_a_response", "the_length_limit_holds", "a_prompt_is_computed_once_for_all_its_samples",
+ON_V2 = ("greedy_equals_transformers", "no_prefix_of_the_old_weights_survives", "a_stream_that_raises_is_repaired",
+         "sleeping_keeps_or_drops_the_weights", "the_length_limit_holds", "a_prompt_is_computed_once_for_all_its_samples",
          "the_first_token_has_a_temperature_of_its_own", "the_seed_of_a_sample_decides", "the_callers_generators_are_left_alone")
 """Cases that take seconds. The first token's compares log-probs at three temperatures.
 
