@@ -46,7 +46,8 @@ HELD = {1: [7], 2: [6, 1], 4: [3, 2, 1, 1]}
 TRAINED = {"freeze_vision_tower": False}
 CONSTANT = ("model.audio_tower.embed_positions.weight",)
 """Parameters that their model creates as constants; from_pretrained() forgets that."""
-SPLITS = [{"max_tokens": 256}, {"max_tokens": 80, "max_sequences": 1}]
+PACKED, APART = {"max_tokens": 256}, {"max_tokens": 80, "max_sequences": 1}
+"""Limits of a micro-batch: it has several samples, or one."""
 
 
 def clip(seed: int, seconds: float) -> AudioFile:
@@ -81,10 +82,12 @@ def samples(expand: Expander) -> list[Sample]:
     return [Sample(given[index], index, response, [0.0] * len(response), "", "stop") for index, response in DRAWN]
 
 
-def learned(folder: str, media: tuple[str, ...], model: dict, layout: dict) -> list[tuple[Tensor, dict[str, Tensor]]]:
+def learned(
+    folder: str, media: tuple[str, ...], model: dict, layout: dict, splits: list[dict]
+) -> list[tuple[Tensor, dict[str, Tensor]]]:
     """For each split into micro-batches, log-probs by row before an update, and all parameters after it."""
     results = []
-    for limits in SPLITS:
+    for limits in splits:
         strategy = get_strategy({"fsdp": True, "max_norm": 0.0, **layout})
         strategy.setup_distributed()
         section = ModelSection(pretrain=folder, **model)
@@ -143,22 +146,38 @@ def check(folder: str, media: tuple[str, ...], tower: str, model: dict, by_rank:
             assert bool(changed) == bool(model), "the tower is trained if it is to be"
 
 
-LAYOUTS = {
-    2: [{}, {"sp_size": 2}, {"sp_size": 2, "sp_impl": "zigzag"}, {"tp_size": 2}, {"tp_size": 2, "tp_sequence_parallel": True},
-        {"fsdp": False, "zero_stage": 3}],
-    4: [{"dp_replicate": 2}],
-}  # fmt: skip
+Case = tuple[dict, dict, list[dict]]
+"""Flags of the model, and of the layout, and the splits into micro-batches."""
+CASES: dict[int, dict[str, Case]] = {
+    1: {"fsdp": (TRAINED, {}, [PACKED, APART])},
+    2: {
+        "fsdp": (TRAINED, {}, [PACKED, APART]),
+        "frozen": ({}, {}, [APART]),
+        "ulysses": (TRAINED, {"sp_size": 2}, [PACKED, APART]),
+        "zigzag": (TRAINED, {"sp_size": 2, "sp_impl": "zigzag"}, [PACKED]),
+        "tp": (TRAINED, {"tp_size": 2}, [APART]),
+        "tp_sequence_parallel": (TRAINED, {"tp_size": 2, "tp_sequence_parallel": True}, [PACKED]),
+        "zero3": (TRAINED, {"fsdp": False, "zero_stage": 3}, [APART]),
+    },
+    4: {"hsdp": (TRAINED, {"dp_replicate": 2}, [APART])},
+}
+OF_FAMILIES = {
+    2: {
+        "qwen3_vl": [*CASES[2]],
+        "qwen2_5_vl": ["fsdp", "ulysses", "tp_sequence_parallel"],
+        "omni": ["fsdp", "frozen", "ulysses", "zigzag", "tp_sequence_parallel", "zero3"],
+    },
+    4: {family: ["hsdp"] for family in ("qwen3_vl", "qwen2_5_vl", "omni")},
+}
+"""Cases of each family. Qwen3-VL, whose tower also feeds later layers of the decoder, has all of them."""
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [
-    (1, {"fsdp": (TRAINED, {})}), (2, {"frozen": ({}, {})} | {str(layout): (TRAINED, layout) for layout in LAYOUTS[2]}),
-    (4, {str(layout): (TRAINED, layout) for layout in LAYOUTS[4]}),
-])  # fmt: skip
-def test_gradients_of_sound_are_those_of_transformers(tmp_path, world_size, cases):
+@pytest.mark.parametrize("world_size", CASES)
+def test_gradients_of_sound_are_those_of_transformers(tmp_path, world_size):
     """Of two ranks, one holds a sample without sound; with a sequence in each micro-batch, many have none."""
-    folder = hearing_model(tmp_path, 2)
+    folder, cases = hearing_model(tmp_path, 2), CASES[world_size]
     found = run_cases(world_size, learned, {name: (folder, (AUDIOS,), *case) for name, case in cases.items()})
-    for name, (model, _) in cases.items():
+    for name, (model, *_) in cases.items():
         check(folder, (AUDIOS,), "audio_tower", model, found[name])
 
 
@@ -166,12 +185,11 @@ def compare_families(folder: str) -> None:
     both = (IMAGES, VIDEOS)
     read = {family: (seeing_qwen(f"{folder}/{family}", family), both, "visual") for family in ("qwen2_5_vl", "qwen3_vl")}
     read["omni"] = omni(f"{folder}/omni", 2), (AUDIOS,), "audio_tower"
-    for world_size, layouts in LAYOUTS.items():
-        cases = {(family, str(layout)): (*read[family][:2], TRAINED, layout) for family in read for layout in layouts}
-        if world_size == 2:
-            cases["omni", "frozen"] = (*read["omni"][:2], {}, {})
-        for (family, layout), by_rank in run_cases(world_size, learned, cases).items():
-            check(*read[family], cases[family, layout][2], by_rank)
+    for world_size, families in OF_FAMILIES.items():
+        chosen = [(family, name) for family, names in families.items() for name in names]
+        cases = {(family, name): (*read[family][:2], *CASES[world_size][name]) for family, name in chosen}
+        for (family, name), by_rank in run_cases(world_size, learned, cases).items():
+            check(*read[family], CASES[world_size][name][0], by_rank)
 
 
 def test_gradients_of_families_that_need_torchvision_are_those_of_transformers(tmp_path):
