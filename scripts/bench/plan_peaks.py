@@ -1,11 +1,12 @@
 """Peak bytes of a training step on real ranks over gloo, beside those that `lightrft plan` says, layout by layout.
 
     python scripts/bench/plan_peaks.py                         # all layouts, some minutes
-    python scripts/bench/plan_peaks.py --layouts zero3 adapters
+    python scripts/bench/plan_peaks.py --layouts zero3 adapters --layers 2
 
-A Qwen3 of 33 million parameters, AdamW, two micro-batches of 512 tokens on each rank, full recomputation. The trainer's own
-policy learns in two steps; torch's MemTracker counts every storage of the process in the second, when AdamW's moments are there.
-The plan is the phase `train` of the same flags. One line for each layout, rank 0's; the last line has all of them.
+A Qwen3, of 33 million parameters with its eight layers, AdamW, two micro-batches of 512 tokens on each rank, full recomputation.
+The trainer's own policy learns in two steps; torch's MemTracker counts every storage of the process in the second, when AdamW's
+moments are there. The plan is the phase `train` of the same flags. One line for each layout, rank 0's; the last line has all of
+them.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from lightrft.trainer.build_roles import build_policy
 from lightrft.types import Experience
 
 TOKENS, VOCABULARY = 512, 8000
-SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
+SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8,
          "num_key_value_heads": 4, "head_dim": 64, "vocab_size": VOCABULARY, "tie_word_embeddings": False}  # fmt: skip
 ZERO = ["--fsdp=false", "--strategy=deepspeed"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -120,6 +121,7 @@ def rank(folder: str, layout: str) -> None:
 def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=[*LAYOUTS])
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # folder and layout, given to a rank by main()
     args = parser.parse_args(argv)
     if args.rank:
@@ -128,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(folder)
+        Qwen3ForCausalLM(Qwen3Config(**SHAPE, num_hidden_layers=args.layers)).save_pretrained(folder)
         for layout in args.layouts:
             ranks, config = configuration(folder, layout)
             plan = plan_of(config, "train_sft", ranks, "h100", ranks_per_node=8)
