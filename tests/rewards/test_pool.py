@@ -14,6 +14,7 @@ from loguru import logger
 
 from lightrft.config import Config, ConfigError, DataSection, RewardSection
 from lightrft.data.prompts import load_prompts
+from lightrft.launch.forks import _end_with
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import FAILURES_IN_A_ROW, RewardRunner, importable_name
@@ -187,6 +188,23 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_no_worker_outlives_its_rank():
     rank = subprocess.run([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, check=False)
     assert ended(int(rank.stdout))
+
+
+def test_a_process_ends_if_its_parent_has_ended_before_it_asks_to_end_with_it():
+    reads, writes = os.pipe()
+    parent = os.fork()
+    if not parent:
+        process = os.getpid()
+        if not os.fork():
+            while os.getppid() == process:
+                time.sleep(0.01)
+            _end_with(process)
+            os.write(writes, b"alive")
+        os._exit(0)
+    os.waitpid(parent, 0)
+    os.close(writes)
+    assert os.read(reads, 5) == b""
+    os.close(reads)
 
 
 def test_a_function_without_a_module_stays_in_this_process():
