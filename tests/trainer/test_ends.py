@@ -19,7 +19,7 @@ from trainer import sabotage
 from warm import warm_python
 
 pytestmark = pytest.mark.slow
-FLAGS = [*PPO, "--max_steps=2", "--save_steps=1", "--eval_steps=1"]
+FLAGS = [*PPO, "--max_steps=1", "--save_steps=1", "--eval_steps=1"]
 PHASES = ["load_models", "start_engine", "generate", "reward", "experience", "train", "evaluate", "checkpoint", "save_model"]
 
 
@@ -153,14 +153,14 @@ def test_a_damaged_model_is_named_without_a_traceback(inputs, tmp_path, monkeypa
 # -- under torchrun
 
 
-def torchrun(what: str, flags: list[str], *options: str, python: str = sys.executable) -> subprocess.Popen:
-    command = [python, "-m", "torch.distributed.run", *options, sabotage.__file__, *flags]
+def torchrun(what: str, flags: list[str], *options: str, vllm: bool = False) -> subprocess.Popen:
+    command = [warm_python(vllm=vllm), "-m", "torch.distributed.run", *options, sabotage.__file__, *flags]
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "SABOTAGE": what}
     return subprocess.Popen(command, env=environment, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
 
 
-def one_node(what: str, *flags: str, python: str = sys.executable) -> str:
-    started = torchrun(what, list(flags), "--standalone", "--nproc-per-node=2", python=python)
+def one_node(what: str, *flags: str, vllm: bool = False) -> str:
+    started = torchrun(what, list(flags), "--standalone", "--nproc-per-node=2", vllm=vllm)
     said = started.communicate(timeout=180)[0]
     assert started.returncode == 1
     return said
@@ -180,19 +180,19 @@ def test_what_a_killed_torchrun_started_ends(inputs, tmp_path):
     started = torchrun("load_models:1:hang", [*inputs, *FLAGS, f"--save_path={tmp_path}"], "--standalone", "--nproc-per-node=2")
     said = iter(started.stdout.readline, "")
     child = psutil.Process(int(next(line for line in said if line.startswith("hangs beside ")).split()[-1]))
-    family = {child, *psutil.Process(started.pid).children(recursive=True)} - {psutil.Process(started.pid)}
-    started.kill()
+    launcher = child.parent().parent()
+    family = {child, *launcher.children(recursive=True)}
+    launcher.kill()
     alive = psutil.wait_procs(family, timeout=30)[1]
     for process in alive:
         process.kill()
     assert len(family) >= 3 and alive == []
-    assert f"torchrun (pid {started.pid}) ended without an error message: rank 1 (pid " in "".join(said)
+    assert f"torchrun (pid {launcher.pid}) ended without an error message: rank 1 (pid " in "".join(said)
 
 
 def test_torchrun_shows_the_killed_rank_with_vllm(inputs, tmp_path):
     vllm = ("--engine_type=vllm", "--engine_kv_cache_gb=0.1")
-    python = warm_python(vllm=True)
-    said = one_node("generate:0:kill", *inputs, *FLAGS, *vllm, f"--save_path={tmp_path}", python=python)
+    said = one_node("generate:0:kill", *inputs, *FLAGS, *vllm, f"--save_path={tmp_path}", vllm=True)
     assert re.search(r"rank 1 ERROR +this run ends: rank 0 .* ended without an error message in phase generate", said)
     assert "rank      : 0 " in root_cause(said) and "Signal 9 (SIGKILL)" in root_cause(said)
 
@@ -209,12 +209,12 @@ def two_nodes(what: str, *flags: str) -> list[tuple[int, str]]:
     def node(rank: int) -> tuple[str, ...]:
         return *meeting, f"--node-rank={rank}", f"--nproc-per-node={rank + 1}"
 
-    nodes = [torchrun(what, list(flags), *node(rank), python=warm_python()) for rank in range(2)]
+    nodes = [torchrun(what, list(flags), *node(rank)) for rank in range(2)]
     said = [node.communicate(timeout=180)[0] for node in nodes]
     return [(node.returncode, text) for node, text in zip(nodes, said, strict=True)]
 
 
-SHARED = [flag for flag in FLAGS if "save_steps" not in flag]
+SHARED = [*(flag for flag in FLAGS if "save_steps" not in flag), "--max_steps=2"]
 
 
 def test_nodes_of_different_size_train_as_three_ranks_of_one(inputs, tmp_path):
