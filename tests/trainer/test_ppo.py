@@ -14,9 +14,9 @@ def inputs(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_reward_rises_in_twenty_steps(inputs, tmp_path):
-    rows = train("train_ppo", 2, [*inputs, *PPO, "--max_steps=20", "--seed=7"], tmp_path)
-    assert [row["step"] for row in rows] == list(range(1, 21))
+def test_reward_rises_in_twelve_steps(inputs, tmp_path):
+    rows = train("train_ppo", 2, [*inputs, *PPO, "--actor_learning_rate=1.5e-2", "--max_steps=12", "--seed=7"], tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, 13))
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert rows[0]["rollout/reward"] < 0.55
     assert sum(row["rollout/reward"] for row in rows[-5:]) / 5 > 0.85
