@@ -117,15 +117,21 @@ def test_killed_run_continues_with_the_same_numbers(inputs, finished, tmp_path, 
     assert len({row["rollout/kl_coef"] for row in rows_of(whole)}) == 6
 
 
+@pytest.fixture(scope="module")
+def in_half_rows(inputs, tmp_path_factory):
+    """Flags and folder of a run with a row of metrics for every two steps."""
+    flags, folder = [*inputs, *RUN, *STRATEGIES["fsdp"], "--logging_steps=2"], tmp_path_factory.mktemp("in_half_rows")
+    train("train_ppo", 2, flags, folder)
+    return flags, folder
+
+
 @pytest.mark.slow
-def test_from_the_end_of_a_pass_with_half_a_row_of_metrics(inputs, tmp_path, monkeypatch):
+def test_from_the_end_of_a_pass_with_half_a_row_of_metrics(in_half_rows, tmp_path, monkeypatch):
     """24 rows in batches of 8: the checkpoint of step 3 is between two passes, and between two rows of metrics."""
-    options = ["--save_steps=3", "--logging_steps=2"]
-    flags = [*inputs, *RUN, *STRATEGIES["fsdp"], *options]
-    train("train_ppo", 2, flags, tmp_path / "whole")
+    flags, whole = [*in_half_rows[0], "--save_steps=3"], in_half_rows[1]
     interrupted(flags, tmp_path / "killed", monkeypatch, KILL_AT="5")
     train("train_ppo", 2, [*flags, "--load_checkpoint"], tmp_path / "killed")
-    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    assert_same_run(tmp_path / "killed", whole)
 
 
 @pytest.mark.slow
@@ -281,14 +287,13 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(inputs, tmp_p
 
 
 @pytest.mark.slow
-def test_a_step_that_is_interrupted_comes_again(inputs, tmp_path, monkeypatch):
+def test_a_step_that_is_interrupted_comes_again(in_half_rows, tmp_path, monkeypatch):
     """Asked to end in the middle of step 4: the checkpoint is of step 3, and the same prompts are drawn again."""
-    flags = [*inputs, *RUN, *STRATEGIES["fsdp"], "--logging_steps=2"]
-    run(flags, tmp_path / "whole")
+    flags, whole = in_half_rows
     stopped = interrupted(flags, tmp_path / "stopped", monkeypatch, "interrupted by SIGTERM", STOP_AT="4")
     assert stopped == ["latest", "step2", "step3"]
     run([*flags, "--load_checkpoint"], tmp_path / "stopped")
-    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+    assert_same_run(tmp_path / "stopped", whole)
 
 
 @pytest.mark.slow

@@ -115,13 +115,15 @@ def test_too_few_answers_are_refused(inputs, tmp_path):
 
 @pytest.mark.slow
 def test_every_task_resumes_with_the_same_numbers(tmp_path):
-    """Two steps, a checkpoint, and two more in a run that loads it are four steps, to the last bit of metrics and weights."""
+    """Two steps, a checkpoint, and two more in a run that loads it are four steps, to the last bit of metrics and weights.
+
+    For train_rm see test_reward_model.py.
+    """
     prepare(tmp_path)
     steps = [{"prompt": row["prompt"], "completions": [row["chosen"], row["rejected"]], "labels": [True, False]} for row in PAIRS]
     answers = [{"prompt": row["prompt"], "completion": row["chosen"], "label": row["tie"]} for row in PAIRS]
     tasks = {
         "train_sft": (PAIRS, ["--input_key=prompt", "--label_key=chosen"]),
-        "train_rm": (PAIRS, []),
         "train_prm": (steps, ["--step_separator=;"]),
         "train_dpo": (PAIRS, ["--precompute_reference"]),
         "train_kto": (answers, []),
