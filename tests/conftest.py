@@ -1,19 +1,33 @@
 """Every test runs offline and on one thread; `gpu` tests are skipped where there is no accelerator."""
 
+import atexit
+import gc
 import os
 import tempfile
 from pathlib import Path
 
+gc.disable()  # a quarter of the time in which modules are imported would be collections, which find nothing
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 os.environ.setdefault("RESTARTED_RANKS", tempfile.mkstemp(prefix="restarted_ranks")[1])  # of all processes that share the tests
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise torch.cuda.is_available() makes CUDA unusable in forked ranks
 
 import pytest  # noqa: E402  (the environment comes first)
-import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)  # the same examples, however busy the machine is
 settings.load_profile("repeatable")
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)  # after all other functions; taking the modules apart takes three seconds, and frees nothing
+else:
+    atexit.register(gc.unfreeze)  # otherwise libraries that look for leaks at exit report what is frozen
+
+
+def pytest_collection_finish() -> None:
+    """From here on no collection looks at what has been imported."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -24,6 +38,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch  # not in the process that only distributes the tests
+
     if not torch.accelerator.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):  # keywords have the names of folders too
