@@ -21,7 +21,7 @@ from lightrft.run.prepare import prepare_config
 from lightrft.trainer.run import WORK
 from runs import PPO, prepare, repeatable, rows_of, train
 from trainer import sabotage
-from warm import warm_programs
+from warm import warm_programs, warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = """#!{python} -IS
@@ -32,7 +32,6 @@ arguments[module : module + 2] = [os.environ["PROGRAM"]]
 os.execv(launcher[0], [*launcher, *arguments])
 """
 """The real torchrun, which starts PROGRAM instead of a command of lightrft."""
-COLD = [sys.executable, "-m", "torch.distributed.run"]
 OF_A_LAUNCHER = re.compile("(PET|SLURM|SKYPILOT|TORCHELASTIC|MASTER|JOB)_|(NNODES|NODE_RANK|NPROC|RANK|WORLD_SIZE)$")
 PROBE = """
 import json, os, sys
@@ -99,7 +98,7 @@ def test_nodes_that_know_their_place_from_different_launchers_meet(tmp_path):
     port = free_port()
     sky = {"SKYPILOT_NODE_IPS": f"{address}\n192.0.2.1\n192.0.2.2\n192.0.2.3", "SKYPILOT_NODE_RANK": "2",
            "SKYPILOT_NUM_NODES": "4", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "MASTER_PORT": port}  # fmt: skip
-    nodes = start_nodes(tmp_path, COLD, tmp_path / "probe.py", {
+    nodes = start_nodes(tmp_path, [f"{warm_programs()}/torchrun"], tmp_path / "probe.py", {
         "own": {"NNODES": "4", "NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port},
         "kubeflow": {"PET_NNODES": "4", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": address,
                      "PET_MASTER_PORT": port},
@@ -192,7 +191,7 @@ def test_the_first_node_may_be_lost_if_the_meeting_point_is_elsewhere(tmp_path):
     """Rank 0 and its launcher are killed twice, in `generate` and in `train`; no sample is lost or learned twice."""
     flags, run, rollouts = [*prepare(tmp_path), *ELASTIC], tmp_path / "run", tmp_path / "rollouts"
     port = free_port()
-    serving = subprocess.Popen([sys.executable, "-c", MEETING_POINT, port], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    serving = subprocess.Popen([warm_python(), "-c", MEETING_POINT, port], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     every = {"NNODES": "2:4", "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}", "PET_LOCAL_ADDR": "127.0.0.1",
              "PET_RDZV_CONF": TIMEOUTS, "SABOTAGE": "4@generate:0:lose:4,3@train:0:lose:4"}  # fmt: skip
     with ExitStack() as ending:
