@@ -31,6 +31,8 @@ FEW = (3, 4)
 """Numbers of layers that are traced: with fewer, not all that a peak has at the same time exists."""
 _known: dict[tuple[str, str, int, int], "StepBytes"] = {}
 """Results of step_bytes() by its arguments: a plan tries flags of which most do not change the step."""
+_counts: dict[str, tuple[int, int]] = {}
+"""Results of parameter_counts() by its argument, as its models have all their layers."""
 GATHERED = ("Unsharded Param", "All Gather", "Reduce Scatter")
 
 
@@ -148,6 +150,8 @@ def empty_model(shape: PretrainedConfig, section: ModelSection) -> PreTrainedMod
 
 def trained_parameters(shape: PretrainedConfig, section: ModelSection) -> int:
     """Return the number of parameters that learn: those of the adapters, if there are any."""
+    if not section.lora_rank:
+        return num_parameters(shape)
     return sum(parameter.numel() for parameter in empty_model(shape, section).parameters() if parameter.requires_grad)
 
 
@@ -181,9 +185,12 @@ def of_tensor_parallel(shape: PretrainedConfig, tp: int) -> PretrainedConfig:
 
 def parameter_counts(shape: PretrainedConfig) -> tuple[int, int]:
     """Return the number of parameters of the model, tied ones once, and of those that compute one token."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape)
-    return count_parameters(((name, parameter.shape) for name, parameter in model.named_parameters()), shape)
+    key = shape.to_json_string()
+    if key not in _counts:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(shape)
+        _counts[key] = count_parameters(((name, parameter.shape) for name, parameter in model.named_parameters()), shape)
+    return _counts[key]
 
 
 def num_parameters(shape: PretrainedConfig) -> int:
