@@ -188,8 +188,8 @@ def test_calls_that_never_return_keep_no_later_episode_waiting(player):
 
 
 def test_a_program_that_repeats_refused_requests_fails(player):
-    (sample,) = player("stubborn", environment_minutes=0.05, max_turns=1, chat=True).play([["a", "b"]])
-    assert "asked for no turn for 3 s" in sample.episode.problem and sample.masked
+    (sample,) = player("stubborn", environment_minutes=0.01, max_turns=1, chat=True).play([["a", "b"]])
+    assert "asked for no turn for 0.6 s" in sample.episode.problem and sample.masked
 
 
 def test_an_agent_is_an_async_function(player):

@@ -1,6 +1,7 @@
 """What a step is filled with: decided alike on all ranks, repeatable, and the same after a resumed run."""
 
 import copy
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -337,6 +338,12 @@ def on_ranks(state: dict | None = None) -> tuple[list, dict, list[int], list]:
     return steps, state, carried, course(collect, range(9, 13))
 
 
+@cache
+def from_the_beginning(ranks: int) -> list[tuple]:
+    """The results of on_ranks(), of all ranks."""
+    return run_ranks(ranks, on_ranks)
+
+
 def joined_steps(found: list, place: int) -> list:
     return [sorted(sum(parts, [])) for parts in zip(*(each[place] for each in found), strict=True)]
 
@@ -388,7 +395,7 @@ def test_prompts_whose_files_cannot_be_read_any_more_are_left_out_on_all_ranks(t
 
 def test_ranks_decide_alike_and_together_as_one():
     """Which groups fill a step, what is carried and remembered: the same on every rank, and as on one rank alone."""
-    (alone,), pair = run_ranks(1, on_ranks), run_ranks(2, on_ranks)
+    (alone,), pair = from_the_beginning(1), from_the_beginning(2)
     assert joined_steps(pair, 0) == alone[0] and all(len(groups) == 4 for groups in alone[0])
     for _, state, *_ in pair:
         assert state["place"] == alone[1]["place"] and state["number"] == alone[1]["number"]
@@ -397,7 +404,7 @@ def test_ranks_decide_alike_and_together_as_one():
 
 def test_carried_groups_are_on_one_rank_and_all_in_a_checkpoint():
     """Each on the rank where it grew; a run goes on alike from a checkpoint, on as many ranks, on others, and from an old one."""
-    (alone,), pair = run_ranks(1, on_ranks), run_ranks(2, on_ranks)
+    (alone,), pair = from_the_beginning(1), from_the_beginning(2)
     (_, state, first, _), (_, other, second, _) = pair
     assert sorted(first + second) == alone[2] and first and second and not other["carried"]
     assert [group["number"] for group in state["carried"]] == alone[2]
