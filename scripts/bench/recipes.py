@@ -117,7 +117,8 @@ def tool(train: Train, folder: Path, seed: int) -> Figures:
              f"--seed={seed}"]  # fmt: skip
     train("train_sft", 2, flags, folder / "sft")
     flags = ["--config=configs/calculator.yaml", f"--pretrain={folder}/sft/model", f"--prompt_data={folder}/train.jsonl",
-             "--eval_data=", "--eval_steps=-1", "--engine_type=hf", "--max_steps=12", f"--seed={seed}"]  # fmt: skip
+             "--eval_data=", "--eval_steps=-1", "--engine_type=hf", "--actor_learning_rate=2e-3", "--max_steps=7",
+             f"--seed={seed}"]  # fmt: skip
     rows = train("train_ppo", 2, flags, folder / "run")
     return _reward(rows, first_below=0.3, last_above=0.6) | {
         "calls of the first step": Figure(rows[0]["episodes/tool_calls"], below=0.85),
