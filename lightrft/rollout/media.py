@@ -113,7 +113,7 @@ class Expander:
         """Return the expansion of a small item of each medium."""
         items = {IMAGES: BLANK, VIDEOS: Video(np.full((2, 28, 28, 3), 255, dtype=np.uint8)), AUDIOS: _noise(RATE // 5)}
         requests = [Request([min(self.places[medium])], {medium: [items[medium]]}) for medium in self.media]
-        return tuple(map(self.reader.expanded, requests))
+        return tuple(map(self.reader.expand, requests))
 
     def measure(self, prompt: Prompt) -> int:
         """Return how many tokens the expansion adds to the prompt.
