@@ -93,7 +93,7 @@ def chain(train: Train, folder: Path, seed: int) -> Figures:
 
 def game(train: Train, folder: Path, seed: int) -> Figures:
     """Guess a digit, which only the answers of earlier turns tell. 120 steps reach 0.69 of at most 0.72."""
-    flags = [*_guessing(folder, seed), "--rollout_batch_size=16", "--train_batch_size=256", "--actor_learning_rate=3e-3",
+    flags = [*guessing(folder, seed), "--rollout_batch_size=16", "--train_batch_size=256", "--actor_learning_rate=3e-3",
              "--max_steps=14"]  # fmt: skip
     rows = train("train_ppo", 2, flags, folder / "run")
     return _reward(rows, first_below=0.12, last_above=0.25) | {
@@ -103,7 +103,7 @@ def game(train: Train, folder: Path, seed: int) -> Figures:
 
 def agent(train: Train, folder: Path, seed: int) -> Figures:
     """Play the same game by a client of the OpenAI API."""
-    flags = [*_guessing(folder, seed), "--environment=", "--agent=scripts/agents/guess_number.py:play", "--rollout_batch_size=8",
+    flags = [*guessing(folder, seed), "--environment=", "--agent=scripts/agents/guess_number.py:play", "--rollout_batch_size=8",
              "--train_batch_size=128", "--environment_workers=16", "--max_steps=16"]  # fmt: skip
     return _reward(train("train_ppo", 2, flags, folder / "run"), first_below=0.08, last_above=0.18)
 
@@ -141,7 +141,7 @@ def reasoning_gym(train: Train, folder: Path, seed: int) -> Figures:
 RECIPES = {recipe.__name__: recipe for recipe in (chain, game, agent, tool, reasoning_gym)}
 
 
-def _guessing(folder: Path, seed: int) -> list[str]:
+def guessing(folder: Path, seed: int) -> list[str]:
     write_jsonl(folder / "train.jsonl", guessing_problems(seed)[0][:512])
     return ["--config=configs/guess_number.yaml", f"--pretrain={tiny_qwen3(folder / 'model', seed)}",
             f"--prompt_data={folder}/train.jsonl", "--engine_type=hf", f"--seed={seed}"]  # fmt: skip

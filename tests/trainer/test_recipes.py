@@ -3,14 +3,21 @@
 import pytest
 
 from runs import train
-from scripts.bench.recipes import RECIPES
+from scripts.bench.recipes import RECIPES, guessing
 
 pytestmark = pytest.mark.slow
-SEEDS = {"chain": 0, "game": 1, "agent": 0, "tool": 2, "reasoning_gym": 1}
-"""scripts/bench/recipes.py runs each recipe with several."""
+SEEDS = {"chain": 0, "game": 1, "tool": 2, "reasoning_gym": 1}
+"""scripts/bench/recipes.py runs each recipe with several, and that of an agent: an agent learns what a game learns
+(test_environments.py)."""
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", SEEDS)
 def test_is_learned(recipe, tmp_path):
     figures = RECIPES[recipe](train, tmp_path, SEEDS[recipe])
     assert {name: figure for name, figure in figures.items() if not figure.holds} == {}
+
+
+def test_the_agent_of_the_docs_plays(tmp_path):
+    flags = [*guessing(tmp_path, 0), "--environment=", "--agent=scripts/agents/guess_number.py:play", "--max_steps=1"]
+    (row,) = train("train_ppo", 2, [*flags, "--rollout_batch_size=2", "--train_batch_size=32"], tmp_path / "run")
+    assert row["episodes/turns"] > 1 and row["episodes/failed"] == 0 < row["rollout/reward"]

@@ -14,7 +14,6 @@ TP, SP, CP = ["--tp_size=2"], ["--sp_size=2"], ["--cp_size=2"]
     ("engine", "world_size", "engine_tp_size", "layout"),
     [
         ("hf", 4, 1, [*TP, "--tp_sequence_parallel"]),
-        ("vllm", 2, 1, [*TP, "--fsdp_cpu_offload"]),
         ("vllm", 4, 2, [*TP, *SP]),
         ("vllm", 2, 2, [*CP, "--offload_idle"]),
     ],
