@@ -114,7 +114,7 @@ class Forks:
 
 def main(fd: int) -> None:
     """Import the code of the setup that comes over the socket `fd`, then fork workers until the rank closes the socket."""
-    _end_with(os.getppid())
+    end_with(os.getppid())
     control = Connection(fd)
     setup: WorkerSetup = pickle.loads(control.recv_bytes())
     try:
@@ -142,7 +142,7 @@ def _fork(control: Connection, work: Callable[[Connection], None], memory: int) 
         control.close()
         parent_end.close()
         os.setsid()  # processes that it starts are killed with it
-        _end_with(parent)
+        end_with(parent)
         _limit_memory(memory)
         faulthandler.register(STACK_SIGNAL, file=child_end.fileno(), all_threads=False)
         work(child_end)
@@ -153,7 +153,7 @@ def _fork(control: Connection, work: Callable[[Connection], None], memory: int) 
     parent_end.close()
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """End this process when its parent ends; at once if that has already ended, as the kernel then sends no signal."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -27,7 +27,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.models import vocab_parallel
 from lightrft.models.vocab_parallel import Distribution, LocalTargets, VocabularyPart
-from lightrft.parallel.sequence_parallel import gather_rows
+from lightrft.parallel.sequence_parallel import all_gather_tensor
 from lightrft.parallel.tensor_parallel import copy_to_parallel_region, vocabulary_shard
 
 HOST_CHUNK, DEVICE_CHUNK = 2**25, 2**29
@@ -168,7 +168,7 @@ def _top(
         sums[rows] = logits.logsumexp(-1)
     axis = part.axis
     if axis.size > 1:
-        values, ids, sums = (gather_rows(x, axis).view(axis.size, *x.shape) for x in (values, ids + part.first, sums))
+        values, ids, sums = (all_gather_tensor(x, axis).view(axis.size, *x.shape) for x in (values, ids + part.first, sums))
         values, places = values.transpose(0, 1).flatten(1).topk(k)
         ids, sums = ids.transpose(0, 1).flatten(1).gather(1, places), sums.logsumexp(0)
     return values - sums[:, None], ids

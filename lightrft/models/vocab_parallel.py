@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightrft.algorithms.truncation import HOST_BLOCK, Truncation
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.sequence_parallel import gather_rows
+from lightrft.parallel.sequence_parallel import all_gather_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _threshold(logits: Tensor, truncation: Truncation, axis: Axis) -> Tensor:
     each = -(-len(logits) // axis.size)
     padded = torch.nn.functional.pad(logits, (0, 0, 0, each * axis.size - len(logits)))
     columns = torch.cat(axis.exchange([part.T.contiguous() for part in padded.split(each)])).T
-    return gather_rows(truncation.threshold(columns.contiguous()), axis)[: len(logits)]
+    return all_gather_tensor(truncation.threshold(columns.contiguous()), axis)[: len(logits)]
 
 
 def pack_mask(mask: Tensor) -> Tensor:

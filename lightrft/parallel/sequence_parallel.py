@@ -159,7 +159,7 @@ def select_tokens(
     return selected
 
 
-def gather_rows(values: Tensor, axis: Axis) -> Tensor:
+def all_gather_tensor(values: Tensor, axis: Axis) -> Tensor:
     """Gather [t, ...] of each rank to [T, ...] in rank order, without gradient."""
     if axis.size == 1:
         return values
@@ -176,8 +176,8 @@ class Gather(torch.autograd.Function):
         ctx.axis = axis
         ctx.set_materialize_grads(False)
         if len(values) == 1:
-            return (gather_rows(values[0], axis),)
-        return tuple(value.contiguous() for value in gather_rows(torch.stack(values, 1), axis).unbind(1))
+            return (all_gather_tensor(values[0], axis),)
+        return tuple(value.contiguous() for value in all_gather_tensor(torch.stack(values, 1), axis).unbind(1))
 
     @staticmethod
     @once_differentiable

@@ -14,7 +14,7 @@ from loguru import logger
 
 from lightrft.config import Config, ConfigError, DataSection, RewardSection
 from lightrft.data.prompts import load_prompts
-from lightrft.launch.forks import _end_with
+from lightrft.launch.forks import end_with
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import FAILURES_IN_A_ROW, RewardRunner, importable_name
@@ -198,7 +198,7 @@ def test_a_process_ends_if_its_parent_has_ended_before_it_asks_to_end_with_it():
         if not os.fork():
             while os.getppid() == process:
                 time.sleep(0.01)
-            _end_with(process)
+            end_with(process)
             os.write(writes, b"alive")
         os._exit(0)
     os.waitpid(parent, 0)

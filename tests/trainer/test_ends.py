@@ -153,14 +153,14 @@ def test_a_damaged_model_is_named_without_a_traceback(inputs, tmp_path, monkeypa
 # -- under torchrun
 
 
-def torchrun(what: str, flags: list[str], *options: str, vllm: bool = False) -> subprocess.Popen:
-    command = [warm_python(vllm=vllm), "-m", "torch.distributed.run", *options, sabotage.__file__, *flags]
+def torchrun(what: str, flags: list[str], *options: str, python: str) -> subprocess.Popen:
+    command = [python, "-m", "torch.distributed.run", *options, sabotage.__file__, *flags]
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "SABOTAGE": what}
     return subprocess.Popen(command, env=environment, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
 
 
 def one_node(what: str, *flags: str, vllm: bool = False) -> str:
-    started = torchrun(what, list(flags), "--standalone", "--nproc-per-node=2", vllm=vllm)
+    started = torchrun(what, list(flags), "--standalone", "--nproc-per-node=2", python=warm_python(vllm=vllm))
     said = started.communicate(timeout=180)[0]
     assert started.returncode == 1
     return said
@@ -177,7 +177,9 @@ def test_torchrun_killed_before_the_ranks_have_met(inputs):
 
 def test_what_a_killed_torchrun_started_ends(inputs, tmp_path):
     """One rank hangs with Python's lock, and a process of its own, when it dies."""
-    started = torchrun("load_models:1:hang", [*inputs, *FLAGS, f"--save_path={tmp_path}"], "--standalone", "--nproc-per-node=2")
+    """The launcher and its ranks import everything themselves, as those of users do."""
+    flags = [*inputs, *FLAGS, f"--save_path={tmp_path}"]
+    started = torchrun("load_models:1:hang", flags, "--standalone", "--nproc-per-node=2", python=sys.executable)
     said = iter(started.stdout.readline, "")
     child = psutil.Process(int(next(line for line in said if line.startswith("hangs beside ")).split()[-1]))
     launcher = child.parent().parent()
@@ -209,7 +211,7 @@ def two_nodes(what: str, *flags: str) -> list[tuple[int, str]]:
     def node(rank: int) -> tuple[str, ...]:
         return *meeting, f"--node-rank={rank}", f"--nproc-per-node={rank + 1}"
 
-    nodes = [torchrun(what, list(flags), *node(rank)) for rank in range(2)]
+    nodes = [torchrun(what, list(flags), *node(rank), python=warm_python()) for rank in range(2)]
     said = [node.communicate(timeout=180)[0] for node in nodes]
     return [(node.returncode, text) for node, text in zip(nodes, said, strict=True)]
 
