@@ -97,6 +97,8 @@ def test_collectives_in_crossed_order(tmp_path):
 def stopped(folder, rank):
     made = start(folder)
     made.announce("generate")
+    while dist.get_rank() and made._watchdog._phase_of_rank_0 != "generate":
+        time.sleep(0.01)  # rank 0 sends its phase in a thread, which stops with it
     made.mesh.world.barrier()
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGSTOP)
