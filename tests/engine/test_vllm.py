@@ -194,23 +194,31 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="vLLM for CPUs")
-def test_seeds_drawn_in_place_are_those_that_vllm_draws() -> None:
-    """Rows are greedy or have a generator; draws follow each other, with and without truncation."""
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+def test_fast_sampling_on_a_cpu_is_that_of_vllm() -> None:
+    """Rows are greedy or have a generator; draws follow each other, with and without truncation, also those of a copy."""
+    from vllm.v1.sample.sampler import Sampler
 
-    from lightrft.engine.vllm.cpu_sampler import draw_seeds_in_place
+    from lightrft.engine.vllm.cpu_sampler import copy_of, use_fast_sampling
 
-    plain, quick = (TopKTopPSampler(logprobs_mode="processed_logprobs") for _ in range(2))
-    draw_seeds_in_place(quick)
-    assert plain.forward == plain.forward_cpu and quick.forward != quick.forward_cpu
+    plain, fast = (Sampler(logprobs_mode="processed_logprobs") for _ in range(2))
+    use_fast_sampling(fast)
+    assert plain.topk_topp_sampler.forward == plain.topk_topp_sampler.forward_cpu != fast.topk_topp_sampler.forward
     ours, theirs = ({row: torch.Generator().manual_seed(row) for row in (0, 2, 5)} for _ in range(2))
-    for k, p in ((None, None), (torch.full((6,), 7), torch.full((6,), 0.8)), (None, None)):
+    for step, (k, p) in enumerate([(None, None), (torch.full((6,), 7), torch.full((6,), 0.8)), (None, None)] * 12):
+        if step % 3 == 1:
+            ours = {row: copy_of(generator) for row, generator in ours.items()}
+        if step == 20:  # a request ends, another takes its row, and a third begins
+            ours, theirs = ({2: old[5], 3: torch.Generator().manual_seed(9), 0: old[0]} for old in (ours, theirs))
         logits, found = torch.randn(6, 50), []
-        for sampler, generators in ((plain, theirs), (quick, ours)):
-            torch.manual_seed(0)
-            found.append(sampler.forward(logits.clone(), generators, k, p))
+        for sampler, generators in ((plain, theirs), (fast, ours)):
+            found.append(sampler.topk_topp_sampler.forward(logits.clone(), generators, k, p))
         (expected, expected_logprobs), (tokens, logprobs) = found
-        assert torch.equal(tokens, expected) and torch.equal(logprobs, expected_logprobs) and len(set(tokens.tolist())) > 1
+        rows = list(ours)
+        assert torch.equal(tokens[rows], expected[rows]) and torch.equal(logprobs, expected_logprobs)
+        with torch.compiler.set_stance("force_eager"):
+            (*expected, _), (*found, _) = (each.gather_logprobs(logprobs, 0, tokens)[:3] for each in (plain, fast))
+        assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(found, expected, strict=True))
+        assert len(set(tokens.tolist())) > 1
 
 
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192,

@@ -24,7 +24,7 @@ from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.start import LibraryEngine
 from lightrft.engine.vllm import layers  # noqa: F401  registered by its import
 from lightrft.engine.vllm.arguments import arguments
-from lightrft.engine.vllm.cpu_sampler import draw_seeds_in_place
+from lightrft.engine.vllm.cpu_sampler import use_fast_sampling
 from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.engine.vllm.speculation import Speculation
 from lightrft.thinker import OmniThinkerConfig, whole_config
@@ -64,7 +64,7 @@ class VLLMEngine(LibraryEngine):
                 self.limits.pop("images", None)
             self._shim = VLLMShim(self._llm, self.names)
             if self.on_cpu and not self._llm.llm_engine.vllm_config.use_v2_model_runner:
-                draw_seeds_in_place(self._shim.sampler.topk_topp_sampler)
+                use_fast_sampling(self._shim.sampler)
             self._outputs: dict[int, dict[int, RequestOutput]] = {}
             """Key of a request that runs -> outputs of its samples that have ended."""
             self._samplings: dict[int, Sampling] = {}
@@ -158,7 +158,7 @@ class VLLMEngine(LibraryEngine):
     def _stance(self) -> AbstractContextManager:
         """Return a context that disables compilation on a CPU.
 
-        Compiling the sampler's one compiled function takes seconds there, and needs a C++ compiler.
+        Compiling functions of vLLM, such as the routing of some mixtures, takes seconds there, and needs a C++ compiler.
         """
         return torch.compiler.set_stance("force_eager") if self.on_cpu else nullcontext()
 

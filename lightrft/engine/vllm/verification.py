@@ -18,6 +18,8 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from lightrft.engine.vllm.cpu_sampler import copy_of
+
 NO_TOKEN = -1
 
 
@@ -63,7 +65,7 @@ def with_the_noise_of_samples(drafter: Any, sampler: Sampler) -> None:
     propose = drafter.propose
 
     def propose_ahead(*args: Any, sampling_metadata: SamplingMetadata, **options: Any) -> Tensor:
-        generators = {row: generator.clone_state() for row, generator in sampling_metadata.generators.items()}
+        generators = {row: copy_of(generator) for row, generator in sampling_metadata.generators.items()}
         return propose(*args, sampling_metadata=replace(sampling_metadata, generators=generators), **options)
 
     def sample(hidden_states: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, None]:
