@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests in the pinned environment, which is made first if it is missing: bash scripts/test.sh [pytest arguments]
 #
-# Two processes share the tests; `-n 0` runs them in one, for a debugger.
+# Three processes share the tests, because some tests wait for most of their time; `-n 0` runs them in one, for a debugger.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh" test
-exec python -m pytest --numprocesses 2 --dist worksteal "$@"
+exec python -m pytest --numprocesses 3 --dist worksteal "$@"
