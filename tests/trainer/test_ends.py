@@ -176,8 +176,8 @@ def test_torchrun_killed_before_the_ranks_have_met(inputs):
 
 
 def test_what_a_killed_torchrun_started_ends(inputs, tmp_path):
-    """One rank hangs with Python's lock, and a process of its own, when it dies."""
-    """The launcher and its ranks import everything themselves, as those of users do."""
+    """One rank hangs with Python's lock, and a process of its own, when it dies. The launcher and its ranks import everything
+    themselves, as those of users do."""
     flags = [*inputs, *FLAGS, f"--save_path={tmp_path}"]
     started = torchrun("load_models:1:hang", flags, "--standalone", "--nproc-per-node=2", python=sys.executable)
     said = iter(started.stdout.readline, "")
