@@ -157,6 +157,8 @@ def _role(name: str, section: ModelSection, tokenizer: PreTrainedTokenizerBase, 
     if name == "critic":
         flag = "critic_pretrain" if section.critic_pretrain else "pretrain"
         return Scorer(freeze_parameters(load_scorer(section, flag), section))
+    if name == "draft":
+        return Actor(load_model(section, "draft_pretrain", name=settings["draft_pretrain"]))
     return Actor(freeze_parameters(load_model(section), section))
 
 

@@ -14,7 +14,7 @@ from lightrft.checkpoint.final_model import export_checkpoint, export_merged
 from lightrft.cli import USER_ERROR, set_up_logging
 from lightrft.models.lora import is_adapter_folder
 
-MODELS = ("actor", "ema", "critic", "reward_model", "reward_model_ema")
+MODELS = ("actor", "ema", "critic", "draft", "reward_model", "reward_model_ema")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -81,7 +81,7 @@ def fields_read(command: str) -> set[str]:
     if "rollout" in COMMANDS[command]:
         read -= {"stop_loss"}
     else:
-        read -= {*ROLES, "critic_learning_rate"}
+        read -= {*ROLES, "critic_learning_rate", "draft_learning_rate"}
         read -= {"step_separator"} if command != "train_prm" else set()
     if command in PREFERENCES:
         read -= {field.name for field in fields(PreferenceSection)} - PREFERENCES[command]

@@ -92,6 +92,7 @@ def _of_models(config: Config, command: str) -> Iterator[Condition]:
     yield engine != "hf", "--engine_type vllm or sglang", OF_FAST_ENGINES
     yield engine == "hf", "--engine_type hf", ("micro_rollout_batch_size",)
     yield config.engine.speculative != "none", "--speculative", ("num_draft_tokens",)
+    yield config.engine.speculative == "draft", "--speculative draft", ("draft_learning_rate",)
     yield config.engine.enable_engine_sleep, "--enable_engine_sleep", ("engine_sleep_level",)
 
 

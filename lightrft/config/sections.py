@@ -592,6 +592,9 @@ class OptimSection(Section):
     """Peak learning rate."""
     critic_learning_rate: Annotated[float, NOT_NEGATIVE] = 9e-6
     """Peak learning rate of the critic, if there is one."""
+    draft_learning_rate: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Peak learning rate of the model of --speculative draft, which learns from the responses of each step so that more of its
+    drafts are accepted; 0: its weights stay those of --draft_pretrain."""
     lr_scheduler: Literal["cosine", "constant"] = "cosine"
     """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
     lr_warmup_ratio: Annotated[float, SHARE] = 0.03

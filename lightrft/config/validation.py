@@ -249,6 +249,10 @@ def _speculation_problems(config: Config) -> list[str]:
         problems.append(f"--speculative {speculative} needs --draft_pretrain, {model}; --speculative group needs no other model")
     if draft and not reads_draft:
         problems.append(f"--draft_pretrain {draft} is used by --speculative draft or eagle3, not by --speculative {speculative}")
+    if config.optim.draft_learning_rate > 0 and speculative != "draft":
+        problems.append(f"--draft_learning_rate trains the model of --speculative draft, and --speculative is {speculative}")
+    if config.optim.draft_learning_rate > 0 and (flags := _media_flags(config)):
+        problems.append(f"{flags}: --draft_learning_rate trains a model of text, which reads no media; omit one of them")
     if speculative == "mtp" and _num_mtp_layers(config.model.pretrain) == 0:
         problems.append(f"--speculative mtp: {config.model.pretrain} has no layers for it; --speculative group needs none")
     own, others = (_text_config(name).get("vocab_size") for name in (config.model.pretrain, draft))

@@ -46,6 +46,8 @@ class EngineSetup:
     trust_remote_code: bool = False
     from_stream: bool = False
     """Do not read the checkpoint: load_weights() brings the first weights before the first generate()."""
+    streams_draft: bool = False
+    """Each weight stream also brings the weights of --draft_pretrain, with the prefix DRAFT; its folder has the first ones."""
 
 
 class Engine(ABC):

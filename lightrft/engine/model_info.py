@@ -19,7 +19,8 @@ from transformers import (
 
 from lightrft.config.sections import EngineSection
 from lightrft.engine.requests import MEDIA
-from lightrft.weight_sync.names import PublishedNames
+from lightrft.thinker import load_config
+from lightrft.weight_sync.names import DRAFT, PublishedNames
 
 PLACEHOLDERS = {medium: (f"{medium}_token_id", f"{medium}_token_index") for medium in MEDIA.values()}
 """Medium -> fields of a model configuration that may contain its placeholder token."""
@@ -99,6 +100,17 @@ def published_names(config: PretrainedConfig, *, trust_remote_code: bool = False
     """Return the names and shapes of the weights that one stream must bring, and their published names."""
     with torch.device("meta"):
         return PublishedNames(model_class(config).from_config(config, trust_remote_code=trust_remote_code))
+
+
+def draft_names(section: EngineSection, *, trust_remote_code: bool = False) -> PublishedNames:
+    """Return the names and shapes of the weights of --draft_pretrain, without the prefix that they have in a stream."""
+    config = load_config(section.draft_pretrain, trust_remote_code=trust_remote_code)
+    return published_names(config, trust_remote_code=trust_remote_code)
+
+
+def with_prefix(names: PublishedNames) -> dict[str, torch.Size]:
+    """Return the names of a draft model's weights in a stream, with their shapes."""
+    return {DRAFT + name: shape for name, shape in names.shapes.items()}
 
 
 def end_token_ids(model_path: str, config: PretrainedConfig) -> frozenset[int]:

@@ -10,7 +10,7 @@ from packaging.version import Version
 from transformers import PretrainedConfig
 
 from lightrft.engine.base import Engine, EngineError, EngineSetup
-from lightrft.engine.model_info import Vocabulary, most_of_each, published_names
+from lightrft.engine.model_info import Vocabulary, draft_names, most_of_each, published_names, with_prefix
 from lightrft.thinker import load_config
 from lightrft.versions import ENGINES
 
@@ -29,7 +29,10 @@ class LibraryEngine(Engine):
         config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
         self.names = published_names(config, **trust)
-        super().__init__(self.names.shapes, sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
+        self.draft_names = draft_names(setup.section, **trust) if setup.streams_draft else None
+        """Names of the weights of --draft_pretrain, if streams bring them."""
+        streamed = self.names.shapes | (with_prefix(self.draft_names) if self.draft_names else {})
+        super().__init__(streamed, sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
                          max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
         most_of_media = most_of_each(setup.section, config)
         self.model_reads = tuple(most_of_media)

@@ -41,14 +41,14 @@ SCORE = "score"
 """Name of the only head of a reward model."""
 
 
-def load_model(section: ModelSection, flag: str = "pretrain") -> PreTrainedModel:
+def load_model(section: ModelSection, flag: str = "pretrain", *, name: str = "") -> PreTrainedModel:
     """Load the causal language model given by `flag` in float32 (the master weights), with attention over flat batches.
 
-    Vision towers are included if the family has no other form; they are neither used nor trained while prompts are text. Inside
-    init_model_context() the model may be empty: its parameters get memory when it is sharded. Raise ValueError for missing
-    weights and for weights that the model does not have.
+    `name` is that of the model if its flag is in another section. Vision towers are included if the family has no other form;
+    they are neither used nor trained while prompts are text. Inside init_model_context() the model may be empty: its parameters
+    get memory when it is sharded. Raise ValueError for missing weights and for weights that the model does not have.
     """
-    return _load(None, section, flag)
+    return _load(None, section, flag, name=name)
 
 
 def load_scorer(

@@ -25,7 +25,7 @@ from lightrft.launch.rendezvous import launcher
 from lightrft.parallel.collectives import Axis
 
 LOCK, DESCRIPTION = ".lock", "run.json"
-RESULTS = ("metrics.jsonl", "samples.jsonl", "model", "model_ema", "critic")
+RESULTS = ("metrics.jsonl", "samples.jsonl", "model", "model_ema", "critic", "draft")
 """Files and folders that only a run which has trained leaves."""
 BESIDE_RESULTS = (DESCRIPTION, "config.yaml", "report.html", "trace.json", "summary.json", "evaluation.json", "responses.jsonl",
                   "tensorboard", "wandb", "swanlog", "comet", *(f"{name}_run_id" for name in TRACKERS))  # fmt: skip

@@ -113,6 +113,8 @@ class EngineHost:
         self.replica = mesh.world.rank // axis.size
         self.actor: nn.Module | None = None
         """Model whose weights the engine received last; None: the engine keeps those of its folder, also while it sleeps."""
+        self.draft: nn.Module | None = None
+        """Model that drafts for the engine and is trained; None: its weights are not streamed."""
         self.memory: dict[str, float] = {}
         """Memory occupied before and after the last sleep: `memory/engine_awake_gb` and `memory/engine_asleep_gb`."""
 

@@ -61,6 +61,7 @@ from lightrft.strategy.phases import Phase, Phases
 from lightrft.strategy.prompt_reader import PromptReader
 from lightrft.types import Completion
 from lightrft.versions import TENSOR_PARALLEL, untested_versions
+from lightrft.weight_sync.names import DRAFT
 
 Models = nn.Module | Mapping[str, Any]
 """One model, or several by name: {"actor": (actor, optimizer, scheduler), "ema": ema}, each as prepare() takes it."""
@@ -476,12 +477,14 @@ class StrategyBase(Backend):
         return self._host.status if self._host else EngineStatus.SLEEPED
 
     def setup_inference_engine(
-        self, args: Arguments = None, engine_type: str | None = None, actor: nn.Module | None = None
-    ) -> Engine:
+        self, args: Arguments = None, engine_type: str | None = None, actor: nn.Module | None = None, *,
+        draft: nn.Module | None = None,
+    ) -> Engine:  # fmt: skip
         """Build the engine. With an actor it receives its weights and sleeps, if allowed; else it stays awake with --pretrain's.
 
         The actor is remembered: its weights refill an engine that dropped its own when it slept. Without an actor the engine
-        keeps its weights while it sleeps.
+        keeps its weights while it sleeps. `draft` is a trained model of --speculative draft, whose weights follow the actor's in
+        every stream.
         """
         config = self.config if args is None else as_config(args)
         check_strategy(config)
@@ -494,8 +497,10 @@ class StrategyBase(Backend):
                 max_model_len=longest_sequence(config),
                 seed=derived_seed(self.seed, self.mesh.world.rank // axis.size) % 2**31,  # vLLM accepts 32 bits only
                 trust_remote_code=config.model.trust_remote_code, from_stream=actor is not None,
+                streams_draft=draft is not None or (self.generates_only and config.optim.draft_learning_rate > 0),
             )  # fmt: skip
         self._host = EngineHost(engine, axis=axis, mesh=self.mesh, device=self.device, sleeps=section.enable_engine_sleep)
+        self._host.draft = draft
         if actor is None:
             self.wakeup_inference_engine()
         else:
@@ -550,7 +555,7 @@ class StrategyBase(Backend):
         with self.trace.phase("wake"):
             host.wake_weights()
         with self.trace.phase("weight_sync"):
-            host.update_weights(lambda: self.full_params(actor))
+            host.update_weights(partial(self._engine_weights, actor))
             self.sync_and_clear_cache()
         if host.status is EngineStatus.WAKEUP:
             self.enter(Phase.GENERATE)
@@ -839,6 +844,12 @@ class StrategyBase(Backend):
 
     def _reader(self) -> PromptReader:
         return PromptReader(self._engine_host().engine.vocabulary, special_tokens=not self.config.data.apply_chat_template)
+
+    def _engine_weights(self, actor: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of a stream: the actor's, then those of the model that drafts, if it is trained."""
+        yield from self.full_params(actor)
+        if (draft := self._engine_host().draft) is not None:
+            yield from ((DRAFT + name, tensor) for name, tensor in self.full_params(draft))
 
     def _engine_host(self) -> EngineHost:
         if self._host is None:

@@ -118,16 +118,16 @@ class Planner:
         if self.config.strategy.fsdp_cpu_offload:
             return {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
         if self.config.strategy.strategy == "deepspeed":
-            return self.states_of_zero()
+            return self.states_of_zero(self.of_rank, self.trained)
         return {"parameters": step.parameters, "gradients": step.gradients, "optimizer": step.optimizer}
 
-    def states_of_zero(self) -> Bytes:
+    def states_of_zero(self, parameters: float, trained: float) -> Bytes:
         """Return what DeepSpeed keeps: masters besides parameters; at stage 1 gradients of the micro-batch besides their sum."""
-        stage, trained = self.config.strategy.zero_stage, self.trained
+        stage = self.config.strategy.zero_stage
         share = trained / self.training
         masters = 4 * (share if stage else trained if self.config.model.bf16 else 0)
         return {
-            "parameters": self.width * self.of_rank / (self.training if stage == 3 else 1) + masters,
+            "parameters": self.width * parameters / (self.training if stage == 3 else 1) + masters,
             "gradients": self.gradient_width * (share if stage >= 2 else trained * (1 + stage)),
             "optimizer": 8 * (share if stage else trained),
         }
@@ -152,6 +152,13 @@ class Planner:
         count = self.of_rank if shape is None else num_parameters(shape) / self.tp
         return self.width * count / self.shards
 
+    def draft(self) -> float:
+        """Return the bytes of the model that drafts, all of whose parameters are trained."""
+        count = num_parameters(model_config(self.config.engine.draft_pretrain)) / self.tp
+        if self.config.strategy.strategy == "deepspeed":
+            return sum(self.states_of_zero(count, count).values())
+        return 16 * count / self.shards
+
     def others(self, states: Bytes) -> Bytes:
         """Return the bytes of models beside the actor."""
         algorithm, model, models = self.config.algorithm, self.config.model, {}
@@ -160,6 +167,8 @@ class Planner:
                 models["reference"] = self.frozen()
             if needs_critic(algorithm):
                 models["critic"] = sum(states.values())
+            if self.config.optim.draft_learning_rate > 0:
+                models["draft"] = self.draft()
             for _, term in reward_model_terms(model):
                 models[f"reward model {term.label}"] = self.frozen(model_config(term.name))
             if model.teacher_pretrain:

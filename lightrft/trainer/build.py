@@ -38,7 +38,14 @@ from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_data import load_expander, load_rewarded, load_supervised, load_training_data
 from lightrft.trainer.build_episodes import build_episodes, with_tools
-from lightrft.trainer.build_roles import build_critic, build_model_rewards, build_policy, build_teacher, set_blank_media
+from lightrft.trainer.build_roles import (
+    build_critic,
+    build_draft,
+    build_model_rewards,
+    build_policy,
+    build_teacher,
+    set_blank_media,
+)
 from lightrft.trainer.evaluate import HeldOut
 from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.ppo import PPOTrainer
@@ -57,10 +64,14 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
     policy, critic, teacher = build_ppo_roles(config, strategy, training_data, updates=updates)
+    draft = None
+    if config.optim.draft_learning_rate > 0:
+        draft = build_draft(config, strategy, tokenizer, updates=training_data.total_steps * updates)
     ptx_loss = build_ptx_loss(config, policy, training_data) if config.data.pretrain_data else None
     if not config.rollout.replay_rollouts:
         rewards.models = build_model_rewards(config, strategy, tokenizer, training_data.expand)
-        start_engine(config, strategy, f"(--engine_type {config.engine.engine_type})", actor=policy.actor)
+        start_engine(config, strategy, f"(--engine_type {config.engine.engine_type})", actor=policy.actor,
+                     draft=draft and draft.module)  # fmt: skip
     sampler = Sampler(strategy, tokenizer, config.rollout, episodes=build_episodes(config, tokenizer))
     collect = collector(config, strategy, training_data.prompts, sampler, rewards)
     collect.expander = training_data.expand
@@ -94,6 +105,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         ),
         objective=PolicyObjective(algorithm, kl_coefficient),
         critic=critic,
+        draft=draft,
         ptx_loss=ptx_loss,
         eval_sets=eval_sets,
         parts=parts | ({"mixin": ptx_loss} if ptx_loss else {}),
@@ -186,11 +198,16 @@ def build_eval_sets(
     return sets
 
 
-def start_engine(config: Config, strategy: StrategyBase, name: str, *, actor: nn.Module | None = None) -> None:
-    """Start the engine with the weights of `actor`, or of --pretrain. Raise ConfigError if it does not read the data's media."""
+def start_engine(
+    config: Config, strategy: StrategyBase, name: str, *, actor: nn.Module | None = None, draft: nn.Module | None = None
+) -> None:
+    """Start the engine with the weights of `actor`, or of --pretrain, and of the model that drafts, if it is trained.
+
+    Raise ConfigError if the engine does not read the data's media.
+    """
     strategy.announce("start_engine")
     with log_duration(strategy, f"starting the engine {name}"):
-        strategy.setup_inference_engine(config, config.engine.engine_type, actor=actor)
+        strategy.setup_inference_engine(config, config.engine.engine_type, actor=actor, draft=draft)
     strategy.engine.check_media(media_columns(config.data))
 
 

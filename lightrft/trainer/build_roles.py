@@ -17,6 +17,7 @@ from lightrft.models.trainable import freeze_parameters
 from lightrft.rewards.models import ModelRewards, ScoringModel
 from lightrft.rewards.steps import StepRewards
 from lightrft.roles.critic import Critic
+from lightrft.roles.draft import Draft
 from lightrft.roles.policy import Policy
 from lightrft.roles.reward_model import RewardModel
 from lightrft.roles.teacher import Teacher
@@ -101,6 +102,24 @@ def build_critic(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTo
     return Critic(strategy, *strategy.prepare((scorer, optimizer, scheduler)), **limits(config))
 
 
+def build_draft(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int) -> Draft:
+    """Build the sharded model of --speculative draft with its optimizer and schedule; all of it is trained."""
+    optim, name = config.optim, config.engine.draft_pretrain
+    check_vocabulary(config.model, "draft_pretrain", tokenizer, name=name)
+    strategy.announce("load_draft")
+    with strategy.init_model_context():
+        model = Actor(load_model(config.model, "draft_pretrain", name=name))
+    optimizer = strategy.create_optimizer(model, optim.draft_learning_rate, optim.adam_betas, optim.l2)
+    scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
+    return Draft(strategy, *strategy.prepare((model, optimizer, scheduler)), temperature=config.rollout.temperature,
+                 truncation=_never_sampled(model), **limits(config))  # fmt: skip
+
+
+def _never_sampled(model: Actor) -> Truncation:
+    """Return the truncation to the whole vocabulary except for placeholders of media."""
+    return Truncation(banned=tuple(placeholder_token_ids(model.language_model.config)))
+
+
 def build_teacher(
     config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, expand: Expander | None
 ) -> Teacher:
@@ -119,8 +138,7 @@ def build_teacher(
     with strategy.init_model_context():
         model = Actor(load_model(config.model, "teacher_pretrain")).requires_grad_(False)
     set_blank_media(expand, model)
-    never_sampled = Truncation(banned=tuple(placeholder_token_ids(model.language_model.config)))
-    return Policy(strategy, strategy.prepare(model), temperature=config.rollout.temperature, truncation=never_sampled,
+    return Policy(strategy, strategy.prepare(model), temperature=config.rollout.temperature, truncation=_never_sampled(model),
                   **limits(config))  # fmt: skip
 
 

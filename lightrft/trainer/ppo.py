@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from lightrft.algorithms.objectives import PolicyObjective, ValueObjective
+from lightrft.algorithms.objectives import PolicyObjective, ValueObjective, sft
 from lightrft.config.sections import Config
 from lightrft.data.prompt_set import PromptSet
 from lightrft.engine.requests import derived_seed
 from lightrft.roles.critic import Critic
+from lightrft.roles.draft import Draft
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import Objective, Role
 from lightrft.rollout.collector import Collector
@@ -39,6 +40,7 @@ class PPOTrainer(Trainer):
         make_experience: ExperienceMaker,
         objective: PolicyObjective,
         critic: Critic | None = None,
+        draft: Draft | None = None,
         ptx_loss: PtxLoss | None = None,
         eval_sets: Sequence[HeldOut] = (),
         **kwargs,
@@ -53,6 +55,9 @@ class PPOTrainer(Trainer):
         self.critic, self.value_objective = critic, ValueObjective(self.config.algorithm)
         if critic is not None:
             self.models["critic"] = (critic.module, critic.optimizer, critic.scheduler)
+        self.draft = draft
+        if draft is not None:
+            self.models["draft"] = (draft.module, draft.optimizer, draft.scheduler)
         self.collect, self.make_experience, self.objective = collect, make_experience, objective
         self.eval_sets = eval_sets
         dumped, replayed = self.config.rollout.dump_rollouts, self.config.rollout.replay_rollouts
@@ -72,6 +77,9 @@ class PPOTrainer(Trainer):
             if self.critic is not None:
                 with self.trace.phase("critic"):
                     self._learn(self.critic, self.value_objective, planned, "critic")
+            if self.draft is not None:
+                with self.trace.phase("draft"):
+                    self._learn(self.draft, sft, planned, "draft")
             if number > self.config.train.freezing_actor_steps:
                 with self.trace.phase("train"):
                     self._learn(self.policy, self.objective, planned, "train", self.ptx_loss)
@@ -125,6 +133,8 @@ class PPOTrainer(Trainer):
         super().save_models()
         if self.critic is not None:
             self.strategy.save_model(self.critic.module, self.tokenizer, self.folder / "critic")
+        if self.draft is not None:
+            self.strategy.save_model(self.draft.module, self.tokenizer, self.folder / "draft")
 
     @property
     def learned_rows(self) -> PromptSet:

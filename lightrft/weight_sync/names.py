@@ -19,6 +19,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter, WeightTransform, revert_weight_conversion
 
 NamedTensor = tuple[str, Tensor]
+DRAFT = "draft:"
+"""Prefix, in a weight stream, of the names of the model that drafts for the engine. Its weights follow those of the actor."""
+
 
 class PublishedNames:
     """Published names of the weights of one transformers model. For most families they are the names of transformers."""

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -208,6 +209,34 @@ def test_a_draft_model_is_accepted_as_far_as_it_resembles_the_actor(tmp_path: Pa
     (found,) = run_ranks(1, _acceptance_of_a_copy, tiny_model(tmp_path, seed=1), timeout=300)
     own, other, again, after_sleep = (drafts.num_accepted / drafts.num_tokens for drafts in found)
     assert own == again == after_sleep == 1 and other < 0.9
+
+
+def _acceptance_of_a_streamed_draft(folder: str, draft: str) -> tuple[list[Drafts], str]:
+    """Drafts of a model whose weights come by stream, with its folder's and the actor's; and a stream without them."""
+    found = []
+    with speculating(folder, "draft", draft, tp=2, from_stream=True, streams_draft=True) as (engine, bench):
+        strange = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32)
+        for weights, level in ((strange, 0), (bench.model, 0), (bench.model, 2)):
+            if level:
+                engine.sleep(level)
+                engine.wake("weights")
+            drafting = (("draft:" + name, weight) for name, weight in weights.named_parameters())
+            engine.load_weights(chain(bench.model.named_parameters(), drafting), 1)
+            engine.wake("kv_cache")
+            sampling = Sampling(n=3, max_tokens=40, seed=5)
+            found.append(drafts_of(engine.generate([Request(prompt) for prompt in PROMPTS], sampling)))
+        with pytest.raises(ValueError) as error:
+            bench.load(bench.model)
+    return found, str(error.value)
+
+
+def test_a_draft_model_whose_weights_are_streamed(tmp_path: Path) -> None:
+    """On two ranks that share the engine; a stream that lacks them is refused."""
+    folder, draft = tiny_model(tmp_path / "model", seed=1), tiny_model(tmp_path / "other", seed=2)
+    for found, error in run_ranks(2, _acceptance_of_a_streamed_draft, folder, draft, timeout=300):
+        strange, own, after_sleep = (drafts.num_accepted / drafts.num_tokens for drafts in found)
+        assert own == after_sleep == 1 and strange < 0.9
+        assert "weights are missing, the first is draft:model.embed_tokens.weight" in error
 
 
 def _account(folder: str, draft: str) -> tuple[list[Drafts], list[bool], list[list[int]]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
 from lightrft.engine.loop import RequestLoop
-from lightrft.engine.model_info import Vocabulary, most_of_each, published_names
+from lightrft.engine.model_info import Vocabulary, draft_names, most_of_each, published_names, with_prefix
 from lightrft.engine.remote.weights import WeightBroadcast
 from lightrft.engine.remote.wire import CAPACITY, PRETRAIN, Abort, Closed, Finished, Generate, LoadWeights, Peer, connect
 from lightrft.engine.requests import Expanded, Request, Sampling
@@ -35,7 +35,8 @@ class RemoteEngine(Engine):
         """Connect to all engines."""
         config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
-        super().__init__(published_names(config, **trust).shapes, max_model_len=setup.max_model_len,
+        drafts = with_prefix(draft_names(setup.section, **trust)) if setup.streams_draft else {}
+        super().__init__(published_names(config, **trust).shapes | drafts, max_model_len=setup.max_model_len,
                          vocabulary=Vocabulary.of(setup.model_path, config, **trust))
         self.limits = most_of_each(setup.section, config)
         self.model_reads = tuple(self.limits)

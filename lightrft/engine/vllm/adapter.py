@@ -7,6 +7,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.engine.vllm.speculation import Speculation
 from lightrft.thinker import OmniThinkerConfig, whole_config
 from lightrft.types import Completion, Drafts
-from lightrft.weight_sync.names import NamedTensor
+from lightrft.weight_sync.names import DRAFT, NamedTensor
 from lightrft.weight_sync.verify import Fingerprints
 
 OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
@@ -62,7 +63,7 @@ class VLLMEngine(LibraryEngine):
             self._llm = LLM(**arguments(setup, config, self.limits))
             if self.on_cpu and config.model_type in CAUSAL_ON_CPU:
                 self.limits.pop("images", None)
-            self._shim = VLLMShim(self._llm, self.names)
+            self._shim = VLLMShim(self._llm, self.names, self.draft_names)
             if self.on_cpu and not self._llm.llm_engine.vllm_config.use_v2_model_runner:
                 use_fast_sampling(self._shim.sampler)
             self._outputs: dict[int, dict[int, RequestOutput]] = {}
@@ -166,7 +167,11 @@ class VLLMEngine(LibraryEngine):
         failures: list[Exception] = []
         with self._fatal("load_weights"), torch.no_grad():
             try:
-                self._shim.reload_weights(_until_failure(named_tensors, failures), direct=self.places_verified)
+                for is_draft, part in groupby(_until_failure(named_tensors, failures), lambda named: named[0].startswith(DRAFT)):
+                    if is_draft:
+                        self._shim.reload_draft_weights((name.removeprefix(DRAFT), tensor) for name, tensor in part)
+                    else:
+                        self._shim.reload_weights(part, direct=self.places_verified)
             except (ValueError, KeyError) as error:
                 if not (unknown := self._shim.weights.unknown):
                     raise

@@ -12,7 +12,7 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 class _NoWeights(DummyModelLoader):
     """Dummy loader for engines that await a stream: vLLM's random weights, but original buffers, since they are not streamed.
 
-    Models that draft are not streamed either: their weights are read from their folder.
+    Models that draft start with the weights of their folder: those of most are never streamed.
     """
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:

@@ -14,9 +14,14 @@ import torch.distributed as dist
 from PIL.Image import Image
 from transformers import PreTrainedTokenizerBase
 from vllm import LLM, SamplingParams
+from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.sample.sampler import Sampler
@@ -37,14 +42,16 @@ PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFu
 class VLLMShim:
     """Every access to vLLM beyond its documented offline interface; check this class for each new version."""
 
-    def __init__(self, llm: LLM, names: PublishedNames):
+    def __init__(self, llm: LLM, names: PublishedNames, draft_names: PublishedNames | None):
         """Detach vLLM's finalizer, which would destroy the trainer's process group when its client is collected or at exit."""
         self.llm = llm
         llm.llm_engine.engine_core._finalizer.detach()
         atexit.register(gc.unfreeze)  # vLLM froze all objects; unfrozen ones are collected in order, without warnings
         (self.model,) = llm.apply_model(lambda model: model)
         (self.draft_model,) = llm.collective_rpc("get_draft_model")
-        """Model that drafts, or None. No stream brings its weights, except for embeddings and output layer that both share."""
+        """Model that drafts, or None."""
+        self.draft_names = draft_names
+        """Names of its weights in a stream. None: none brings them, except for embeddings and an output layer that both share."""
         self._draft_weights: dict[str, torch.Tensor] = {}
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         parts = PARTS | getattr(self.model, "packed_modules_mapping", {})
@@ -72,6 +79,15 @@ class VLLMShim:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": rest})
         pack_experts(experts)
         _renew_tied_layers(self.model)
+
+    def reload_draft_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
+        """Load full tensors of the model that drafts under transformers' names, as reload_weights() does for the other model."""
+        config = self.llm.llm_engine.vllm_config
+        with set_current_vllm_config(config):
+            initialize_layerwise_reload(self.draft_model)
+            self.draft_model.load_weights(self.draft_names.rename(named_tensors))
+            finalize_layerwise_reload(self.draft_model, config.speculative_config.draft_model_config)
+        _renew_tied_layers(self.draft_model)
 
     def with_media(self, token_ids: list[int], media: dict[str, list]) -> MultiModalInput:
         """Return the prompt with processed media and expanded placeholders."""
@@ -119,8 +135,11 @@ class VLLMShim:
             _fill_with_nan(self.draft_model)
 
     def keep_draft_weights(self) -> None:
-        """Copy the draft model's own weights to host memory, before a sleep that drops all weights. They never change."""
-        if not self._draft_weights:
+        """Copy the draft model's own weights to host memory, before a sleep that drops all weights, unless streams bring them.
+
+        Weights that no stream brings never change.
+        """
+        if not self._draft_weights and self.draft_names is None:
             self._draft_weights = {name: weight.detach().cpu().clone() for name, weight in self._own_draft_weights().items()}
 
     def restore_draft_weights(self) -> None:

@@ -1,0 +1,33 @@
+"""The model that drafts for the engine and learns to say what the actor says."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightrft.algorithms.reduce import Report, TokenGradients
+from lightrft.algorithms.truncation import Truncation
+from lightrft.roles.role import Role
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.types import Batch
+
+
+class Draft(Role):
+    """Language model that learns from the responses of the actor; its module is a models.heads.Actor.
+
+    Responses are samples of the actor, so their mean negative log-prob is, up to a constant, an estimate of KL(actor || draft),
+    which is zero for a model whose drafts are always accepted.
+    """
+
+    def __init__(
+        self, strategy: StrategyBase, module: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, *,
+        temperature: float, truncation: Truncation, **options: Any,
+    ):  # fmt: skip
+        """Set up the model. Log-probs are at the `temperature` of sampling, over the vocabulary that `truncation` leaves."""
+        super().__init__(strategy, module, optimizer, scheduler, **options)
+        self.temperature, self.truncation = temperature, truncation
+
+    def forward(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
+        """Return log-probs of learned tokens [T], 0 elsewhere."""
+        return self.module(batch, self.temperature, self.truncation, entropy=False, gradients=gradients)[0], {}
