@@ -62,6 +62,7 @@ CHARTS = (
     Chart("KL to the reference", "nats per token", {"train/kl": "KL"}),
     Chart("Clipped ratios", "share of tokens", {"train/clip_low": "below", "train/clip_high": "above"}, form=percent),
     Chart("Truncated responses", "share", {"rollout/truncated": "truncated"}, form=percent),
+    Chart("Accepted drafts", "share of drafted tokens", {"rollout/draft_acceptance": "accepted"}, form=percent),
     Chart("Learning rate", "", {"train/learning_rate": "rate"}, look="exact"),
     Chart("Memory", "GB", {"memory/peak_gb": "peak", "memory/now_gb": "end of step"}, look="exact"),
 )

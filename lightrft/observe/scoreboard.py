@@ -16,6 +16,7 @@ ADVICE = {
     "experience": "a larger --max_tokens_per_logprob_microbatch, or --overlap",
     "train": "a larger --max_tokens_per_microbatch, --fused_kernels liger, or no --gradient_checkpointing if there is room",
     "critic": "a larger --max_tokens_per_microbatch, or an estimator without a critic",
+    "draft": "a smaller model in --draft_pretrain, or --draft_learning_rate 0",
     "evaluate": "a larger --eval_steps",
     "checkpoint": "a larger --save_steps; without --no_async_save, twice the copies must fit into host memory",
     "data": "--data_cache",
