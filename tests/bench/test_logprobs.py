@@ -1,17 +1,19 @@
 """Why: the figures in docs/benchmarks.md must stay reproducible, and all variants must compute the same thing."""
 
 import json
+import sys
 from argparse import Namespace
 
 import pytest
 
 from ranks import run_ranks
 from scripts.bench import logprobs
+from warm import warm_python
 
 
 @pytest.mark.slow
 def test_every_variant_runs_and_agrees(capsys, monkeypatch):
-    """Forked, which is faster than the interpreters of the benchmark, which the next test starts."""
+    """Forked, which is faster than the processes of the benchmark, which the next test starts."""
     forked = lambda variant, *case: {"variant": variant} | run_ranks(1, logprobs.measure, variant, *case)[0]  # noqa: E731
     monkeypatch.setattr(logprobs, "in_process", forked)
     logprobs.main(["--cases", "4000x16", "--tokens", "512", "--repeat", "1"])
@@ -23,6 +25,7 @@ def test_every_variant_runs_and_agrees(capsys, monkeypatch):
 @pytest.mark.slow
 def test_a_truncation_is_that_of_sorting(capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ".")
+    monkeypatch.setattr(sys, "executable", warm_python())
     logprobs.main(["--cases", "4000x16", "--tokens=64", "--repeat=1", "--top_p=0.9", "--variants", "lightrft", "full_logits"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["time_ratio"] > 0
 
