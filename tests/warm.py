@@ -182,7 +182,7 @@ def _renew(environment: dict[str, str]) -> None:
     for logger in logging.root.manager.loggerDict.values():
         for handler in getattr(logger, "handlers", ()):
             if type(handler) is logging.StreamHandler:
-                handler.setStream(sys.stderr)
+                handler.stream = sys.stderr  # setStream() would flush the other one, which may be closed
     for name in [name for name in sys.modules if f"{name}.".startswith("lightrft.cli.")]:
         del sys.modules[name]  # its import says who has started this process
     tempfile.tempdir = None  # which TMPDIR may name
