@@ -95,10 +95,10 @@ def step_bytes(shape: PretrainedConfig, options: dict[str, Any], *, world: int, 
     """
     key = (shape.to_json_string(), repr(options), world, tokens)
     if key not in _known:
+        more = shape.get_text_config().num_hidden_layers - FEW[0]
         with fake_group(world):
-            traces = [_trace(with_layers(shape, layers), options, tokens) for layers in FEW]
-        of_a_layer = traces[1].plus(-1, traces[0])
-        _known[key] = traces[0].plus(shape.get_text_config().num_hidden_layers - FEW[0], of_a_layer)
+            traces = [_trace(with_layers(shape, layers), options, tokens) for layers in (FEW if more else FEW[:1])]
+        _known[key] = traces[0].plus(more, traces[1].plus(-1, traces[0])) if more else traces[0]
     return _known[key]
 
 

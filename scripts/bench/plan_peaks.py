@@ -30,9 +30,11 @@ from lightrft.config.resolve import resolve
 from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models import logprobs
 from lightrft.observe.metrics import Metrics
+from lightrft.parallel.peaks import DEVICES
 from lightrft.roles.policy import Policy
 from lightrft.strategy import get_strategy
-from lightrft.tools.planning import plan_of
+from lightrft.tools.planning import Planner
+from lightrft.tools.shapes import model_config
 from lightrft.tools.step_memory import total
 from lightrft.trainer.build_roles import build_policy
 from lightrft.types import Experience
@@ -133,13 +135,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
         Qwen3ForCausalLM(Qwen3Config(**SHAPE, num_hidden_layers=args.layers)).save_pretrained(folder)
         for layout in args.layouts:
             ranks, config = configuration(folder, layout)
-            plan = plan_of(config, "train_sft", ranks, "h100", ranks_per_node=8)
+            shape, tokens = model_config(folder), config.train.max_tokens_per_microbatch
+            planner = Planner(config, "train_sft", ranks, DEVICES["h100"], ranks_per_node=8, shape=shape)
+            parts = planner.phases(planner.step(tokens), tokens)["train"]
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             out = subprocess.check_output([*torchrun, "--rank", folder, layout], text=True, env=environment)
-            measured, planned = json.loads(out.splitlines()[-1])["measured"], sum(plan.phases["train"].values())
+            measured, planned = json.loads(out.splitlines()[-1])["measured"], sum(parts.values())
             rows[layout] = {"ranks": ranks, "measured": measured, "planned": planned, "ratio": round(measured / planned, 3)}
-            print(json.dumps({layout: rows[layout], "parts": plan.phases["train"]}), flush=True)
+            print(json.dumps({layout: rows[layout], "parts": parts}), flush=True)
     print(json.dumps(rows))
     return rows
 
