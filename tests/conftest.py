@@ -3,12 +3,16 @@
 import atexit
 import gc
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
 gc.disable()  # a quarter of the time in which modules are imported would be collections, which find nothing
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 os.environ.setdefault("RESTARTED_RANKS", tempfile.mkstemp(prefix="restarted_ranks")[1])  # of all processes that share the tests
+if "TEST_RUN" not in os.environ:  # the first of all processes that share the tests
+    os.environ.update(TEST_RUN=tempfile.mkdtemp(prefix="test_run"), TEST_RUN_PROCESS=str(os.getpid()))
+    atexit.register(lambda folder, owner: os.getpid() == owner and shutil.rmtree(folder), os.environ["TEST_RUN"], os.getpid())
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise torch.cuda.is_available() makes CUDA unusable in forked ranks
 
 import pytest  # noqa: E402  (the environment comes first)

@@ -1,9 +1,10 @@
 """Call a function in the environment that has SGLang: it lies over the tests' own, beside its folder.
 
-SGLang's import takes longer than most of what is tested, so one process imports it for all tests and is forked for each call.
+SGLang's import takes longer than most of what is tested, so one process imports it for all tests, those of other workers too, and
+is forked for each call.
 """
 
-import atexit
+import fcntl
 import gc
 import importlib
 import logging
@@ -11,11 +12,13 @@ import os
 import pickle
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,7 @@ def in_sglang_environment(function: Callable[..., Any], *args: Any, timeout: flo
         paths = {name: Path(folder) / name for name in ("call", "answer", "output", "stand_in_calls")}
         environment = os.environ | {"STAND_IN_CALLS": str(paths["stand_in_calls"]), "PYTHONPATH": SEARCHED}
         paths["call"].write_bytes(pickle.dumps((environment, spawns, pickle.dumps((function, args)))))
-        ended = _host().call(folder, timeout)
+        ended = _call(folder, timeout)
         said = paths["output"].read_text(errors="replace")[-20_000:]
         if not paths["answer"].exists():
             raise RuntimeError(f"{function} ended with {ended} within {timeout} s and said:\n{said}")
@@ -61,41 +64,43 @@ def beside_torchvision(function: Callable[..., Any], *args: Any, timeout: float 
         return result
 
 
-class _Host:
-    """The process that has imported SGLang. It lives as long as this one."""
-
-    def __init__(self):
-        python = PREFIX / "bin" / "python"
-        if not python.exists():
-            raise RuntimeError(f"no environment with SGLang at {PREFIX}: make it with `bash scripts/environment.sh test`")
-        self.said = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen([python, "-W", "ignore", __file__], cwd=ROOT, env=os.environ | {"PYTHONPATH": SEARCHED},
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True)
-        atexit.register(self.process.kill)
-        if not self.process.stdout.readline():
-            self.said.seek(0)
-            raise RuntimeError(f"SGLang cannot be imported:\n{self.said.read()}")
-
-    def call(self, folder: str, timeout: float) -> str:
-        """How the fork ended that answers in this folder; nothing of it is left."""
-        print(folder, file=self.process.stdin, flush=True)
-        pid = int(self.process.stdout.readline())
-        ended = select.select([self.process.stdout], [], [], timeout)[0]
+def _call(folder: str, timeout: float) -> str:
+    """How the fork ended that answers in this folder; nothing of it is left."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+        line.connect(_host())
+        line.settimeout(timeout)
+        line.send(folder.encode())
         try:
-            os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        code = self.process.stdout.readline().strip()
-        return code if ended else "nothing"
+            return line.recv(32).decode()
+        except TimeoutError:
+            line.shutdown(socket.SHUT_WR)
+            line.settimeout(None)
+            line.recv(32)
+            return "nothing"
 
 
 @cache
-def _host() -> _Host:
-    return _Host()
+def _host() -> str:
+    """Address of the process that has imported SGLang, which the first to want it starts; it ends with the whole test run."""
+    folder = Path(os.environ["TEST_RUN"])
+    address, said = folder / "sglang", folder / "sglang.output"
+    with open(folder / "sglang.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not address.exists():
+            python = PREFIX / "bin" / "python"
+            if not python.exists():
+                raise RuntimeError(f"no environment with SGLang at {PREFIX}: make it with `bash scripts/environment.sh test`")
+            command = [python, "-W", "ignore", __file__, address, os.environ["TEST_RUN_PROCESS"]]
+            with open(said, "w") as output:
+                host = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": SEARCHED}, stdin=subprocess.DEVNULL,
+                                        stdout=subprocess.PIPE, stderr=output, start_new_session=True)  # fmt: skip
+            if not host.stdout.readline():
+                raise RuntimeError(f"SGLang cannot be imported:\n{said.read_text()}")
+    return str(address)
 
 
-def _serve() -> None:
-    """A folder on each line of standard input: the process that answers in it, and how that ended."""
+def _serve(address: str, owner: int) -> None:
+    """Fork a process for each line until the process `owner` has ended."""
     import lightrft.engine.sglang  # noqa: F401  before all of SGLang, as it sets its environment
 
     logging.disable()  # many models need what is not here
@@ -105,13 +110,39 @@ def _serve() -> None:
         importlib.import_module(name)
     importlib.import_module("ranks").import_packages()
     gc.freeze()
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(address)
+    listening.listen(64)
+    ended = os.pidfd_open(owner)
     print("ready", flush=True)
-    for line in sys.stdin:
-        pid = os.fork()
-        if not pid:
-            _answer(Path(line.strip()))
-        print(pid, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    attendants: set[int] = set()
+    while ended not in select.select([listening, ended], [], [])[0]:
+        line = listening.accept()[0]
+        attendants -= {attendant for attendant in attendants if os.waitpid(attendant, os.WNOHANG)[0]}
+        attendant = os.fork()
+        if not attendant:
+            listening.close()
+            _attend(line)
+        attendants.add(attendant)
+        line.close()
+    os._exit(0)
+
+
+def _attend(line: socket.socket) -> None:
+    """Fork the process that answers in the folder that the line names, and say how it ended; kill it when nobody waits for it."""
+    try:
+        folder = Path(line.recv(4096).decode())
+        process = os.fork()
+        if not process:
+            line.close()
+            _answer(folder)
+        select.select([os.pidfd_open(process), line], [], [])
+        with suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+        os.kill(process, signal.SIGKILL)  # it may not have begun a group
+        line.send(str(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])).encode())
+    finally:
+        os._exit(0)
 
 
 def _answer(folder: Path) -> None:
@@ -137,4 +168,4 @@ def _answer(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _answer(Path(sys.argv[1])) if sys.argv[1:] else _serve()
+    _serve(sys.argv[1], int(sys.argv[2])) if sys.argv[2:] else _answer(Path(sys.argv[1]))
