@@ -84,18 +84,10 @@ def answer_problem(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: 
 
 def answer_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Answer:
     """Return the tokens after the prompt; for a text, all tokens and the end token are learned."""
-    return answers_of([prompt], tokenizer)[0]
-
-
-def answers_of(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
-    """Return what answer_of() does for each prompt, by one call of the tokenizer for all texts."""
-    labels = [prompt.columns["label"] for prompt in prompts]
-    texts = [label for label in labels if not isinstance(label, Answer)]
-    tokens = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else ())
-    return [label if isinstance(label, Answer) else _whole([*next(tokens), tokenizer.eos_token_id]) for label in labels]
-
-
-def _whole(token_ids: list[int]) -> Answer:
+    label = prompt.columns["label"]
+    if isinstance(label, Answer):
+        return label
+    token_ids = [*tokenizer(label, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     return Answer(token_ids, [True] * len(token_ids))
 
 
@@ -106,7 +98,7 @@ def supervised_batch(
 
     `expand` is for prompts with media; without it all prompts are text.
     """
-    answered = list(zip(prompts, answers_of(prompts, tokenizer), strict=True))
+    answered = [(prompt, answer_of(prompt, tokenizer)) for prompt in prompts]
     return Batch(**flat_columns(answered, expand), rows=torch.tensor(rows, dtype=torch.int64))
 
 

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.objectives import PtxObjective, sft
 from lightrft.config.sections import TrainSection
-from lightrft.data.conversations import answers_of, supervised_batch
+from lightrft.data.conversations import answer_of, supervised_batch
 from lightrft.data.loader import Blend, Order
 from lightrft.parallel.collectives import Axis
 from lightrft.roles.policy import Policy
@@ -75,8 +75,7 @@ def supervised_part(
     expand: Expand | None = None,
 ) -> tuple[Batch, list[list[int]]]:  # fmt: skip
     """Return this rank's balanced share of the prompts and answers of all ranks, and its micro-batches."""
-    answers = answers_of(prompts, tokenizer)
-    lengths = [prompt.num_tokens + len(answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
+    lengths = [prompt.num_tokens + len(answer_of(prompt, tokenizer).token_ids) for prompt in prompts]
     local_rows, micro_batches = plan_local_rows(lengths, axis, train, max_tokens=max_tokens)
     batch = supervised_batch([prompts[row] for row in local_rows], tokenizer, local_rows, expand)
     return batch, micro_batches
