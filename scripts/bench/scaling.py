@@ -40,6 +40,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -149,20 +150,24 @@ def traffic(served_port: int, ignored_port: int | None) -> dict[str, tuple[int, 
 
 
 class Meter:
-    """Measurement of one operation after another on this rank."""
+    """Measurement of one operation after another on this rank.
 
-    def __init__(self, store_port: int):
-        self.store_port, self.monitor_port = store_port, None
+    Ranks wait for each other before and after they read their counters, at `together`, which uses no connection: otherwise what
+    a fast rank sends in its next operation would be counted in a slow rank's last one.
+    """
+
+    def __init__(self, store_port: int, together: Barrier):
+        self.store_port, self.monitor_port, self.together = store_port, None, together
         self.operations: dict[str, dict[str, float]] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        before = traffic(self.store_port, self.monitor_port)
+        before = self._traffic()
         cpu, began = time.process_time(), time.perf_counter()
         yield
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         total = Traffic()
-        for link, (sent, received, segments, serves) in traffic(self.store_port, self.monitor_port).items():
+        for link, (sent, received, segments, serves) in self._traffic().items():
             old = before.get(link, (0, 0, 0, False))
             total.sockets += 1
             if serves:
@@ -171,6 +176,12 @@ class Meter:
                 total.sent, total.received = total.sent + sent - old[0], total.received + received - old[1]
                 total.segments += segments - old[2]
         self.operations[name] = {**vars(total), "cpu": cpu, "seconds": seconds}
+
+    def _traffic(self) -> dict[str, tuple[int, int, int, bool]]:
+        self.together.wait()
+        found = traffic(self.store_port, self.monitor_port)
+        self.together.wait()
+        return found
 
 
 # -- an engine that invents its responses
@@ -290,11 +301,13 @@ def numbers() -> Metrics:
 # -- ranks that are processes
 
 
-def run_rank(rank: int, size: int, port: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def run_rank(
+    rank: int, size: int, port: int, args: argparse.Namespace, folder: Path, together: Barrier
+) -> dict[str, Any]:  # fmt: skip
     """Execute and measure every operation as one of `size` ranks."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
                       MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port))  # fmt: skip
-    meter, rows = Meter(port), args.rows
+    meter, rows = Meter(port, together), args.rows
     with meter("meet"):
         processes = join_process_group(torch.device("cpu"), LIMIT, LIMIT)
     with meter("watchdog"):
@@ -350,13 +363,13 @@ def checkpoint(meter: Meter, mesh: Mesh, collect: Collector, folder: Path) -> No
         manager.load(contents, checkpoint, manifest.world_size, strict=True, module_only=False)
 
 
-def start(rank: int, size: int, port: int, args: argparse.Namespace, folder: Path) -> None:
+def start(rank: int, size: int, port: int, args: argparse.Namespace, folder: Path, together: Barrier) -> None:
     code = 1
     try:
         warnings.filterwarnings("ignore", category=FutureWarning)
         gc.freeze()  # the pages of the parent's objects remain shared
         torch.set_num_threads(1)
-        (folder / f"{rank}.result").write_text(json.dumps(run_rank(rank, size, port, args, folder)))
+        (folder / f"{rank}.result").write_text(json.dumps(run_rank(rank, size, port, args, folder, together)))
         code = 0
     except BaseException:
         (folder / f"{rank}.error").write_text(traceback.format_exc())
@@ -373,8 +386,8 @@ def run(size: int, args: argparse.Namespace) -> dict[str, Any]:
     """Run `size` processes; return, for each operation, the largest numbers of any rank."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
-        folder, port = Path(name), free_port()
-        processes = [context.Process(target=start, args=(rank, size, port, args, folder)) for rank in range(size)]
+        folder, port, together = Path(name), free_port(), context.Barrier(size)
+        processes = [context.Process(target=start, args=(rank, size, port, args, folder, together)) for rank in range(size)]
         for process in processes:
             process.start()
         try:

@@ -165,7 +165,7 @@ def test_a_function_that_always_fails_ends_the_run(forgiving):
 def test_what_workers_start_ends_with_them(tmp_path):
     made = runner(reward_failure="zero", reward_minutes=SHORT)
     assert judged(made, group(f"child {tmp_path}/pid")) == [0]
-    assert not exists(int((tmp_path / "pid").read_text()))
+    assert ended(int((tmp_path / "pid").read_text()))
     (worker,) = judged(made, group("process"))
     assert exists(int(worker))
     del made
