@@ -23,6 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fork_server import serve
+
 ROOT = Path(__file__).resolve().parent.parent
 PREFIX = Path(f"{sys.prefix}-sglang")
 SEARCHED = os.pathsep.join(map(str, [ROOT / "tests" / "sglang_stand_ins", ROOT, ROOT / "tests"]))
@@ -113,19 +115,8 @@ def _serve(address: str, owner: int) -> None:
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listening.bind(address)
     listening.listen(64)
-    ended = os.pidfd_open(owner)
     print("ready", flush=True)
-    attendants: set[int] = set()
-    while ended not in select.select([listening, ended], [], [])[0]:
-        line = listening.accept()[0]
-        attendants -= {attendant for attendant in attendants if os.waitpid(attendant, os.WNOHANG)[0]}
-        attendant = os.fork()
-        if not attendant:
-            listening.close()
-            _attend(line)
-        attendants.add(attendant)
-        line.close()
-    os._exit(0)
+    serve(listening, os.pidfd_open(owner), _attend)
 
 
 def _attend(line: socket.socket) -> None:

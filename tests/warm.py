@@ -32,6 +32,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+from fork_server import serve
 from ranks import import_packages
 from with_vllm import load_vllm
 
@@ -108,20 +109,7 @@ def _serve(listening: socket.socket, owner: socket.socket) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nowhere, number)
-    attendants: set[int] = set()
-    while True:
-        if owner in select.select([listening, owner], [], [])[0]:
-            for attendant in attendants:
-                os.waitpid(attendant, 0)
-            os._exit(0)
-        line = listening.accept()[0]
-        attendants -= {attendant for attendant in attendants if os.waitpid(attendant, os.WNOHANG)[0]}
-        attendant = os.fork()
-        if not attendant:
-            listening.close()
-            _attend(line)
-        attendants.add(attendant)
-        line.close()
+    serve(listening, owner, _attend)
 
 
 def _attend(line: socket.socket) -> None:
