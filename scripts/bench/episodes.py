@@ -4,8 +4,8 @@
 
 Episodes of several turns on one rank with vLLM and a random Qwen3; after each turn the program of an episode sleeps, as a tool on
 another machine would. `free`: the sampler as it is, which begins a turn as soon as its program asks for it. `barrier`: the next
-turns begin when all episodes have asked for theirs. Busy is the share of the time in which the engine has requests. Prints one
-JSON object as its last line.
+turns begin when all episodes have asked for theirs. Busy is the share of the time in which the engine has requests, begins the
+number of times at which one or more turns began. Prints one JSON object as its last line.
 """
 
 import argparse
@@ -51,15 +51,31 @@ class Sleeps:
 """
 
 
-class Barrier(Episodes):
+class Free(Episodes):
+    """Episodes as they are, which count how often one or more turns begin at a time."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.begins = 0
+
+    def poll(self, seconds: float) -> list[Play]:
+        plays = self.ready(seconds)
+        self.begins += bool(plays)
+        return plays
+
+    def ready(self, seconds: float) -> list[Play]:
+        return super().poll(seconds)
+
+
+class Barrier(Free):
     """Episodes whose turns begin together."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._asked: list[Play] = []
 
-    def poll(self, seconds: float) -> list[Play]:
-        self._asked += super().poll(seconds)
+    def ready(self, seconds: float) -> list[Play]:
+        self._asked += super().ready(seconds)
         if len(self._asked) < len(self.running):
             return []
         requests, self._asked = self._asked, []
@@ -98,7 +114,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
     format = TurnFormat(DataSection(prompt_max_len=16), tokenizer, frozenset())
     runs_of: dict[str, list[dict[str, float]]] = {"free": [], "barrier": []}
     ways = {name: kind(ProgramSetup(section.environment), section, format, hermes, longest=longest)
-            for name, kind in (("free", Episodes), ("barrier", Barrier))}  # fmt: skip
+            for name, kind in (("free", Free), ("barrier", Barrier))}  # fmt: skip
     for repetition in range(args.repeat + 1):
         for name, episodes in ways.items():
             trace = Trace(peak_memory=int, memory_in_use=int)
@@ -107,6 +123,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
             groups = [Group.begin(number, number, Prompt(number, "go", [71, 79], {}), count=1, greedy=False)
                       for number in range(args.episodes)]  # fmt: skip
             trace.step()
+            episodes.begins = 0
             began = time.perf_counter()
             growth.add([(group, group.places) for group in groups])
             complete = sum(1 for _ in growth.steps())
@@ -114,7 +131,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
             assert complete == args.episodes
             tokens = sum(sum(sample.episode.sampled) for group in groups for sample in group.samples)
             if repetition:
-                runs_of[name].append({"seconds": seconds, "busy": 1 - trace.step()["time/idle_share"], "tokens": tokens})
+                busy = 1 - trace.step()["time/idle_share"]
+                runs_of[name].append({"seconds": seconds, "busy": busy, "tokens": tokens, "begins": episodes.begins})
     for episodes in ways.values():
         episodes.close()
     best = {name: min(runs, key=lambda run: run["seconds"]) for name, runs in runs_of.items()}
