@@ -2,13 +2,16 @@
 
     python tests/engine/runner_v2.py FOLDER CASE [CASE ...]
 
-Prints a JSON object: which runner it was, and case -> traceback, empty where it passed.
+Prints a JSON object: which runner it was, case -> traceback, empty where it passed, and how many of the model's tensors exist
+when vLLM has been shut down.
 """
 
 import json
 import os
 import sys
 import tempfile
+import weakref
+from itertools import chain
 from pathlib import Path
 
 os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
@@ -29,6 +32,7 @@ import torch.distributed as dist  # noqa: E402  after the driver
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from engine import contract  # noqa: E402
+from lightrft.engine.vllm import shim  # noqa: E402
 from lightrft.parallel.mesh import Mesh  # noqa: E402
 
 
@@ -40,8 +44,17 @@ def main(folder: str, *names: str) -> None:
         bench = contract.Bench(engine, AutoModelForCausalLM.from_pretrained(folder), axis, 0)
         runner = type(engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner).__module__
         outcomes = {name: contract.outcome(getattr(contract, name), bench) for name in names}
-        print("\n" + json.dumps({"runner": runner, "outcomes": outcomes}))
+        model, left, destroy = engine._shim.model, [], shim.destroy_model_parallel
+        tensors = [weakref.ref(tensor) for tensor in chain(model.parameters(), model.buffers())]
+        del model
+
+        def count_and_destroy() -> None:
+            left.append(sum(tensor() is not None for tensor in tensors))
+            destroy()
+
+        shim.destroy_model_parallel = count_and_destroy  # which follows the shutdown of the workers
         engine.close()
+        print("\n" + json.dumps({"runner": runner, "outcomes": outcomes, "tensors": len(tensors), "left": left}))
 
 
 main(*sys.argv[1:])

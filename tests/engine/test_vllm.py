@@ -149,18 +149,20 @@ def test_model_runner_v2_keeps_the_contract(tmp_path: Path) -> None:
     outcomes = found["outcomes"]
     assert NOT_INTERPRETED in outcomes.pop(last), "top k and top p work now: move the cases that need them to ON_V2"
     assert outcomes == dict.fromkeys(ON_V2, "")
+    assert found["tensors"] > 20 and found["left"] == [0], "vLLM frees its memory pool, and starts again only if it is empty"
 
 
 def _warns(folder: str) -> None:
     for handler in logging.getLogger("vllm").handlers:
         handler.setStream(sys.__stdout__)  # it has that of the moment of vLLM's import
-    engine = start("vllm", folder, Mesh("cpu").world)
+    engine = start("vllm", folder, Mesh("cpu").world, from_stream=True)
+    engine.load_weights(AutoModelForCausalLM.from_pretrained(folder).named_parameters(), 0)
     logging.getLogger("vllm.v1.worker.cpu_worker").warning("memory is %s", "short")
     engine.close()
 
 
 def test_warnings_are_shown_but_for_those_of_choices_made_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_ranks(1, _warns, tiny_model(tmp_path))
+    run_ranks(1, _warns, tiny_model(tmp_path, tie=True))
     said = [line for line in "".join(capfd.readouterr()).splitlines() if ") WARNING " in line]
     assert len(said) == 1 and "memory is short" in said[0]
 

@@ -16,6 +16,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several ranks share the cores
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
+    "TRITON_F32_DEFAULT": "ieee",  # attention of float32 models; Triton would round factors to 10 bits (TensorFloat32)
     "DO_NOT_TRACK": "1",
 }
 """Default environment variables, which vLLM reads at its import; values that the user has set are kept."""
@@ -25,10 +26,11 @@ EXPECTED = {
         "This model does not officially support disabling chunked prefill",  # see arguments.py; vLLM's scheduler supports it
     ),
     "vllm.config.speculative": ("Using a custom class-based proposer backend",),  # see text_drafter.py
-    "vllm.config.vllm": ("Async scheduling not supported with custom_class", "max_num_scheduled_tokens is set to"),
+    "vllm.config.vllm": ("Async scheduling not supported with custom_class", "max_num_scheduled_tokens is set to",
+                         "Model Runner V2 does not yet support speculative method 'custom_class'"),
     "vllm.v1.sample.logits_processor": ("min_p and logit_bias parameters won't work",),  # banned tokens are bad words then
+    "vllm.utils.jit_monitor": ("Triton kernel JIT compilation during inference",),  # once for each kernel
     "vllm.renderers.base": ("Using None for EOS token id", "Chat template warmup failed"),  # it receives token ids and end tokens
-    "vllm.model_executor.model_loader.reload.layerwise": ("RotaryEmbedding: Failed to load weights",),  # it has no weights
 }
 """Logger -> prefixes of its warnings about choices made here, which are suppressed; other warnings are shown."""
 EXPECTED_ON_CPU = {

@@ -28,6 +28,7 @@ from lightrft.engine.vllm.arguments import arguments
 from lightrft.engine.vllm.cpu_sampler import use_fast_sampling
 from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.engine.vllm.speculation import Speculation
+from lightrft.parallel.device import release_cached_memory
 from lightrft.thinker import OmniThinkerConfig, whole_config
 from lightrft.types import Completion, Drafts
 from lightrft.weight_sync.names import DRAFT, NamedTensor
@@ -216,9 +217,11 @@ class VLLMEngine(LibraryEngine):
             self._shim.restore_draft_weights()
 
     def _close(self) -> None:
+        del self._speculation
         self._shim.shutdown()
         del self._llm, self._shim
         gc.collect()
+        release_cached_memory(self.device)
 
 
 def _drafts_of(output: RequestOutput) -> Drafts:

@@ -6,7 +6,7 @@ import logging
 import os
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt
 from vllm.model_executor.model_loader.reload.layerwise import (
+    LAYERWISE_INFO,
     finalize_layerwise_reload,
     get_layerwise_info,
     initialize_layerwise_reload,
@@ -74,7 +75,7 @@ class VLLMShim:
         """
         targets = self.weights.copy_targets() if direct else {}
         experts = unpacked_experts(self.model, self.weights.direct_layers() if direct else ())
-        with _missing_by_intent() if targets else nullcontext():
+        with _missing_by_intent():
             rest = self.names.rename(_without_copied(named_tensors, targets))
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": rest})
         pack_experts(experts)
@@ -83,7 +84,7 @@ class VLLMShim:
     def reload_draft_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         """Load full tensors of the model that drafts under transformers' names, as reload_weights() does for the other model."""
         config = self.llm.llm_engine.vllm_config
-        with set_current_vllm_config(config):
+        with set_current_vllm_config(config), _missing_by_intent():
             initialize_layerwise_reload(self.draft_model)
             self.draft_model.load_weights(self.draft_names.rename(named_tensors))
             finalize_layerwise_reload(self.draft_model, config.speculative_config.draft_model_config)
@@ -154,7 +155,15 @@ class VLLMShim:
         return {name: weight for name, weight in named if id(weight) not in streamed}
 
     def shutdown(self) -> None:
-        """Shut down vLLM's workers and their process groups only."""
+        """Shut down vLLM's workers and their process groups only.
+
+        The models are released first: vLLM frees the memory pools of their weights and of the cache here, and can start again in
+        this process only if nothing is left in them. Its records of reloaded layers refer to the layers, and would keep them.
+        """
+        _forget_reloads(self.model)
+        if self.draft_model is not None:
+            _forget_reloads(self.draft_model)
+        del self.model, self.draft_model, self.weights
         self.llm.collective_rpc("shutdown")
         destroy_model_parallel()
 
@@ -211,7 +220,10 @@ def _without_copied(named_tensors: Iterator[NamedTensor], targets: Mapping[str, 
 
 @contextmanager
 def _missing_by_intent() -> Iterator[None]:
-    """Suppress the warnings of vLLM's reload about layers that it loads nothing into; the stream has been checked before."""
+    """Suppress the warnings of vLLM's reload about layers that it loads nothing into; the stream is checked elsewhere.
+
+    Tied output layers, layers without weights, and those whose tensors are copied directly get nothing.
+    """
 
     def shown(record: logging.LogRecord) -> bool:
         return not ("Failed to load weights" in record.msg or record.msg.startswith("Following weights were not loaded"))
@@ -249,6 +261,11 @@ def _renew_tied_layers(model: torch.nn.Module) -> None:
         weight = layer._parameters.get("weight")
         if weight is not None and _packs(layer) and first.setdefault(id(weight), layer) is not layer:
             layer.cpu_linear = first[id(weight)].cpu_linear
+
+
+def _forget_reloads(model: torch.nn.Module) -> None:
+    for layer in model.modules():
+        LAYERWISE_INFO.pop(layer, None)
 
 
 def _fill_with_nan(model: torch.nn.Module) -> None:
