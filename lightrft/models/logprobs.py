@@ -30,8 +30,8 @@ from lightrft.models.vocab_parallel import Distribution, LocalTargets, Vocabular
 from lightrft.parallel.sequence_parallel import all_gather_tensor
 from lightrft.parallel.tensor_parallel import copy_to_parallel_region, vocabulary_shard
 
-HOST_CHUNK, DEVICE_CHUNK = 2**25, 2**29
-"""Maximum number of logits of a chunk: 128 MB on a host, 2 GB on an accelerator, which needs larger products."""
+HOST_CHUNK, DEVICE_CHUNK = 2**25, 2**28
+"""Maximum number of logits of a chunk: 128 MB on a host, 1 GB on an accelerator, which needs larger products."""
 
 Upstream = Callable[[slice, Tensor, Tensor | None], tuple[Tensor | None, Tensor | None]]
 """(rows, their log-probs, their entropy) -> gradients of the objective with respect to both, in the same shapes."""
@@ -373,6 +373,7 @@ def _of_product(hidden: Tensor, weight: Tensor, gradients: Iterator[tuple[slice,
             grad_weight += grad.T @ hidden[rows]
         else:
             torch.addmm(grad_weight, grad.T, hidden[rows], out_dtype=torch.float32, out=grad_weight)
+        del grad  # the next one takes its memory
     return grad_hidden, grad_weight
 
 

@@ -181,7 +181,7 @@ class Planner:
         states = self.states(step)
         others, idle = self.others(states), self.config.strategy.offload_idle
         resident = {} if idle else others
-        head = head_bytes(self.shape, -(-tokens // self.sp), self.tp)
+        head = head_bytes(self.shape, -(-tokens // self.sp), self.tp, self.width)
         resident_states = step.parameters + step.gradients + step.optimizer
         block = max(step.peak - resident_states - step.activations, step.at_head + head - resident_states - step.activations)
         if self.config.strategy.strategy == "deepspeed":

@@ -155,11 +155,15 @@ def trained_parameters(shape: PretrainedConfig, section: ModelSection) -> int:
     return sum(parameter.numel() for parameter in empty_model(shape, section).parameters() if parameter.requires_grad)
 
 
-def head_bytes(shape: PretrainedConfig, tokens: int, tp: int = 1) -> float:
-    """Return the bytes that token_logprobs() needs on an accelerator: logits of a chunk, and float32 gradients of its inputs."""
+def head_bytes(shape: PretrainedConfig, tokens: int, tp: int = 1, width: int = 4) -> float:
+    """Return the bytes that token_logprobs() needs on an accelerator: logits of a chunk, and float32 gradients of its inputs.
+
+    A gradient of logits with fewer than four bytes, the `width` of a value, does not take the place of the logits.
+    """
     text = shape.get_text_config()
     rows = -(-text.vocab_size // tp)
-    return 4 * (min(tokens * rows, DEVICE_CHUNK) + rows * text.hidden_size + tokens * text.hidden_size)
+    of_logit = 4 if width == 4 else 4 + width
+    return of_logit * min(tokens * rows, DEVICE_CHUNK) + 4 * (rows + tokens) * text.hidden_size
 
 
 def with_layers(shape: PretrainedConfig, layers: int) -> PretrainedConfig:
