@@ -138,17 +138,19 @@ CHECKS = [
     Check("buckets ahead: overlap", "streams", measured("ahead_overlap"), (Aim("share of a copy", least=0.8),), 60),
     Check("offload: bits", "streams", tests("tests/strategy/test_offload.py", "-k", "same_bits or bit_by_bit"), NONE_FAILS, 120),
     Check("offload: GB/s", "streams", measured("offload_speed"), (Aim("to the host", least=30), Aim("back", least=30)), 100),
-    Check("a run learns, bfloat16", "runs", measured("learning"),
+    Check("a run learns, bfloat16", "runs", measured("learning", "hf"),
           (Aim("rise of the reward", least=0.05), Aim("mismatch of log-probs", most=2e-2, anywhere=True)), 200),
     Check("killed and resumed", "runs", measured("resume"),
           (Aim("relative distance of metrics", most=1e-3, anywhere=True), Aim("steps", least=6, anywhere=True)), 240),
     Check("FSDP2 against torch", "deepspeed", measured("contract", "fsdp"), NO_CASE_FAILS, 90),
     *(Check(f"DeepSpeed {stage} against torch", "deepspeed", measured("contract", str(stage)), NO_CASE_FAILS, 90, **DEEPSPEED)
       for stage in range(4)),
-    Check("vLLM passes the contract", "vllm", measured("engine_contract"), NO_CASE_FAILS, 240, **VLLM),
-    Check("sleep and wake", "vllm", measured("sleep_cycles"),
+    Check("vLLM passes the contract", "vllm", measured("engine_contract"), NO_CASE_FAILS, 300, **VLLM),
+    Check("sleep and wake", "vllm_runs", measured("sleep_cycles"),
           (Aim("GB that stay", most=4), Aim("GB of growth", most=0.1), Aim("answers that change", most=0, anywhere=True)), 230,
           **VLLM),
+    Check("a run learns with vLLM, bfloat16", "vllm_runs", measured("learning", "vllm"),
+          (Aim("rise of the reward", least=0.05), Aim("mismatch of log-probs", most=2e-2, anywhere=True)), 240, **VLLM),
     Check("weights of 7B", "vllm_speed", measured("sync", "Qwen/Qwen2.5-7B"), (Aim("first: s"), Aim("s", most=0.6)), 200, **VLLM),
     Check("weights of experts, twelve layers of 30B-A3B", "vllm_experts", measured("sync", "Qwen/Qwen3-30B-A3B", "12"),
           (Aim("tensors"), Aim("GB"), Aim("first: s"), Aim("s", most=0.8)), 300, **VLLM),
@@ -339,6 +341,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.device == "cuda" and not available:
         print("There is no CUDA device here; --device cpu runs what has a meaning on a CPU.", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes of a check, too
     return run_checks(chosen, args.device, available, args.out.resolve())
 
 

@@ -2,12 +2,16 @@
 
 import json
 import math
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
 from importlib.metadata import requires
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -105,7 +109,7 @@ def test_the_packages_of_a_machine_without_a_network():
 OF_OTHER_TESTS = ("head", "contract", "engine_contract")
 """Measurements of tests/bench/test_logprobs.py, tests/strategy/test_contract.py and tests/engine/test_contract.py."""
 ONE_OF_EACH = ("HSDP", "tensor parallel", "FSDP, bfloat16", "sequence parallel, bfloat16", "gradients of 14B on rank 0 of 8",
-               "1.5B, fused kernels")  # fmt: skip
+               "1.5B, fused kernels", "a run learns with vLLM, bfloat16")  # fmt: skip
 """Checks that differ from one that is run only in a flag of the trainer, in the size, or in a package for accelerators."""
 MEASURED = [check for check in CHECKS if check.command[0].endswith("gpu_measure.py") and check.command[1] not in OF_OTHER_TESTS
             and check.name not in ONE_OF_EACH]  # fmt: skip
@@ -167,6 +171,26 @@ def test_a_check_that_crashes_or_hangs_fails_and_says_why(program, note, tmp_pat
     monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
     (row,) = run_check(Check("x y", "p", CHECK.command, (EXACT,), seconds=1), "cpu", 1, tmp_path)
     assert row.ok is False and row.measured is None and note in row.note
+
+
+def check_that_waits(folder: Path) -> None:
+    gpu_check.ROOT, gpu_check.CHECKS[:] = folder, [CHECK]
+    gpu_check.main(["--device", "cpu", "--out", str(folder)])
+
+
+def test_a_terminated_script_ends_the_processes_of_its_check(tmp_path):
+    """Or they disturb what is measured next."""
+    (tmp_path / "scripts").mkdir()
+    program = "import os, time; open('pid.new', 'w').write(str(os.getpid())); os.rename('pid.new', 'pid'); time.sleep(120)"
+    (tmp_path / "scripts" / "gpu_measure.py").write_text(program)
+    script = multiprocessing.get_context("fork").Process(target=check_that_waits, args=(tmp_path,))
+    script.start()
+    while not (tmp_path / "pid").exists():
+        assert script.is_alive()
+        time.sleep(0.05)
+    os.kill(script.pid, signal.SIGTERM)
+    script.join(60)
+    assert script.exitcode == 1 and not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_missing_packages_are_named_with_the_way_to_bring_them(monkeypatch, capsys):
