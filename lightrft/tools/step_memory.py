@@ -112,7 +112,9 @@ def _trace(shape: PretrainedConfig, options: dict[str, Any], tokens: int) -> Ste
 
 def trace_step(strategy: FSDPStrategy, model: PreTrainedModel, tokens: int) -> StepBytes:
     """Measure two micro-batches and a step of a model from empty_model(). Inside of FakeTensorMode nothing is computed."""
-    model = Learner(model.to_empty(device="cpu"))
+    model.to_empty(device="cpu")
+    model.tie_weights()  # tied parameters have got memory of their own
+    model = Learner(model)
     optimizer = strategy.create_optimizer(model, lr=1e-6)
     strategy.make_ready(model)
     strategy.distribute(model, optimizer)

@@ -155,11 +155,12 @@ def test_a_plan_needs_a_rank(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--tp_size=2"]], ids=["one rank", "one shard"])
-def test_ranks_that_share_with_nobody_have_a_plan(tmp_path, flags):
+@pytest.mark.parametrize(("flags", "tied"), [([], False), ([], True), (["--tp_size=2"], False)],
+                         ids=["one rank", "tied", "one shard"])  # fmt: skip
+def test_ranks_that_share_with_nobody_have_a_plan(tmp_path, flags, tied):
     """Every rank has all it trains: 4 bytes a parameter for itself and its gradient, 8 for AdamW."""
     (tmp_path / "d.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
-    folder = tiny_model(tmp_path / "model")
+    folder = tiny_model(tmp_path / "model", tie=tied)
     config = parse([f"--pretrain={folder}", f"--prompt_data={tmp_path / 'd.jsonl'}", "--fsdp", *flags], "train_sft")
     tp, shape = config.strategy.tp_size, model_config(str(folder))
     resolve(config, "train_sft", world_size=tp)
