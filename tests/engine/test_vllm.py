@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from functools import partial
@@ -150,6 +151,19 @@ def test_model_runner_v2_keeps_the_contract(tmp_path: Path) -> None:
     assert NOT_INTERPRETED in outcomes.pop(last), "top k and top p work now: move the cases that need them to ON_V2"
     assert outcomes == dict.fromkeys(ON_V2, "")
     assert found["tensors"] > 20 and found["left"] == [0], "vLLM frees its memory pool, and starts again only if it is empty"
+
+
+def test_attention_of_float32_models_is_not_rounded(tmp_path: Path) -> None:
+    """On an H200 log-probs were up to 4e-3 from transformers', and 4e-2 at temperature 0.05, with Triton's own default."""
+    from lightrft.engine.vllm import ENVIRONMENT
+
+    def rounding(environment: dict[str, str]) -> str:
+        command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "triton_product.py")]
+        own = {name: value for name, value in os.environ.items() if name != "TRITON_F32_DEFAULT"}
+        cache = {"TRITON_CACHE_DIR": str(tmp_path / str(len(environment)))}
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=own | environment | cache).stdout.strip()
+
+    assert (rounding({}), rounding(ENVIRONMENT)) == ("tf32", "none")
 
 
 def _warns(folder: str) -> None:
