@@ -486,7 +486,10 @@ def rollout_speed(setting: Setting) -> Figures:
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
 
+    from lightrft.cli import SWITCH_INTERVAL
     from lightrft.engine.base import Request, Sampling
+
+    sys.setswitchinterval(SWITCH_INTERVAL)  # as in a run
 
     count, length, short = (4, 8, 8) if setting.tiny else (512, 512, 32)
     prompts = [[5 + number % 300, 6, 7, 8] for number in range(count)]

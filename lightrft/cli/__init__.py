@@ -23,6 +23,11 @@ from lightrft.config.sections import Config  # noqa: E402
 
 USER_ERROR = 2
 """Exit code for errors that the user can correct: configuration and data."""
+SWITCH_INTERVAL = 5e-4
+"""Seconds after which a thread that computes in Python gives the interpreter to another that waits for it.
+
+After each operation of torch an engine waits that long beside such a thread; Python's default is 5 ms.
+"""
 
 
 def run_command(command: str, description: str | None, argv: Sequence[str] | None = None) -> None:
@@ -49,6 +54,7 @@ def _run(command: str, config: Config) -> int:
     unfrozen at exit, so that libraries that look for leaks then report none.
     """
     gc.disable()
+    sys.setswitchinterval(SWITCH_INTERVAL)
     from lightrft.launch.rendezvous import end_with_launcher, tell_launcher
     from lightrft.run.interruption import Interrupted
     from lightrft.trainer.run import run

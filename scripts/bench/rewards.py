@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from reward_functions import busy
 
+from lightrft.cli import SWITCH_INTERVAL
 from lightrft.config import RewardSection
 from lightrft.rewards.runner import RewardRunner
 from lightrft.types import Prompt, Sample
@@ -88,6 +89,7 @@ def main() -> None:
     parser.add_argument("--engine_seconds", type=float, default=5.0)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_INTERVAL)  # as in a run
     rows = []
     for _ in range(args.repeat):
         alone = engine_steps(args.engine_seconds)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lightrft.cli import evaluate, report, train_ppo, train_sft
+from lightrft.cli import SWITCH_INTERVAL, evaluate, report, train_ppo, train_sft
 from runs import PPO, prepare
 
 
@@ -25,6 +25,7 @@ def fails(capfd, main, flags) -> str:
 def test_missing_model_folder(inputs, tmp_path, capfd):
     said = fails(capfd, train_ppo.main, [*inputs, *PPO, f"--pretrain={tmp_path}/nowhere"])
     assert f"--pretrain {tmp_path}/nowhere: no such folder" in said
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL), "a run sets it before anything else"
 
 
 def test_folder_without_a_model(inputs, tmp_path, capfd):
