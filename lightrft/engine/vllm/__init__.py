@@ -16,6 +16,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several ranks share the cores
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it samples no request with a seed, but would be looked for, compiled and warned of
     "TRITON_F32_DEFAULT": "ieee",  # attention of float32 models; Triton would round factors to 10 bits (TensorFloat32)
     "DO_NOT_TRACK": "1",
 }
