@@ -157,7 +157,7 @@ def trained_parameters(shape: PretrainedConfig, section: ModelSection) -> int:
     return sum(parameter.numel() for parameter in empty_model(shape, section).parameters() if parameter.requires_grad)
 
 
-def head_bytes(shape: PretrainedConfig, tokens: int, tp: int = 1, width: int = 4) -> float:
+def head_bytes(shape: PretrainedConfig, tokens: int, tp: int, width: int) -> float:
     """Return the bytes that token_logprobs() needs on an accelerator: logits of a chunk, and float32 gradients of its inputs.
 
     A gradient of logits with fewer than four bytes, the `width` of a value, does not take the place of the logits.

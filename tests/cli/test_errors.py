@@ -23,6 +23,7 @@ def fails(capfd, main, flags) -> str:
 
 
 def test_missing_model_folder(inputs, tmp_path, capfd):
+    sys.setswitchinterval(0.005)  # Python's default
     said = fails(capfd, train_ppo.main, [*inputs, *PPO, f"--pretrain={tmp_path}/nowhere"])
     assert f"--pretrain {tmp_path}/nowhere: no such folder" in said
     assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL), "a run sets it before anything else"

@@ -10,11 +10,13 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs, top_logprobs
+from lightrft.tools.step_memory import total
 from marginal import MARGINAL, MARGINAL_CASES, check_marginal, marginal_inputs
 from ranks import run_ranks
 
@@ -577,3 +579,17 @@ logprobs, entropy = token_logprobs(hidden, weight, torch.arange(4096))
 (logprobs.sum() + 0.1 * entropy.detach().sum()).backward()
 print(peak() - before)
 """
+
+
+def test_one_gradient_of_logits_exists_at_a_time():
+    """At the peak a logit of a chunk takes 4 bytes, its bfloat16 gradient 2, and what has the size of the weight about 1 here."""
+    tokens, vocabulary, size, chunk = 256, 4096, 8, 64
+    hidden = torch.randn(tokens, size, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocabulary, size, dtype=torch.bfloat16, requires_grad=True)
+    tracker = MemTracker()
+    tracker.track_external(hidden, weight)
+    with tracker:
+        ones = lambda rows, logprobs, entropy: (torch.ones_like(logprobs), None)  # noqa: E731
+        targets = torch.zeros(tokens, dtype=torch.int64)
+        token_logprobs(hidden, weight, targets, chunk=chunk, entropy=False, upstream=ones)[0].sum().backward()
+    assert 6 < total(tracker.get_tracker_snapshot("peak")) / (chunk * vocabulary) < 7.5
