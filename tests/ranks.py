@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from lightrft.parallel.device import collective_backend, current_device
+from lightrft.parallel.gloo import share_gloo_device
 from lightrft.versions import installed_versions
 
 tqdm.monitor_interval = 0  # a thread of the process that forks, which may hold a lock just then
@@ -171,6 +172,7 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
         torch.manual_seed(0)
         device = current_device()
         backend = "cpu:gloo" if device.type == "cpu" else collective_backend(device)
+        share_gloo_device()
         meeting = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world_size}
         dist.init_process_group(backend, **meeting, timeout=timedelta(seconds=120))
         result = function(*args)

@@ -8,7 +8,7 @@ import psutil
 import torch.distributed as dist
 from loguru import logger
 
-VARIABLE = "GLOO_SOCKET_IFNAME"
+from lightrft.parallel.gloo import INTERFACE
 
 
 def master_address() -> str:
@@ -26,7 +26,7 @@ def choose_interface(arrivals: dist.Store, world_size: int) -> None:
     node this is often a loopback address, and then the address that other nodes use is taken. Without one, all ranks are on one
     machine, and nothing is set.
     """
-    if VARIABLE in os.environ or os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+    if INTERFACE in os.environ or os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         return
     address = master_address()
     if not _is_reachable(address):
@@ -34,7 +34,7 @@ def choose_interface(arrivals: dist.Store, world_size: int) -> None:
         address = next(filter(_is_reachable, hosts), "")
     name = _interface_towards(address) if address else ""
     if name:
-        os.environ[VARIABLE] = name
+        os.environ[INTERFACE] = name
         if os.environ.get("LOCAL_RANK", "0") == "0":
             logger.debug(f"gloo listens on the interface {name}, which reaches {address} (MASTER_ADDR)")
 
@@ -46,12 +46,12 @@ def interface_problem() -> str:
         address = socket.gethostbyname(name)
     except OSError:
         address = ""
-    if VARIABLE in os.environ or _is_reachable(address):
+    if INTERFACE in os.environ or _is_reachable(address):
         return ""
     return (
         f"{name} resolves to {address or 'no address'}, where other nodes cannot connect to gloo. A run over several nodes takes "
-        f"the interface that reaches MASTER_ADDR instead; if it finds none, export {VARIABLE}=eth0, or the interface between the "
-        "nodes according to `ip route`, on every node"
+        f"the interface that reaches MASTER_ADDR instead; if it finds none, export {INTERFACE}=eth0, or the interface between "
+        "the nodes according to `ip route`, on every node"
     )
 
 

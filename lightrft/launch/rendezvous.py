@@ -21,6 +21,7 @@ from lightrft.launch import orphan_guard
 from lightrft.launch.interface import choose_interface, interface_problem, master_address
 from lightrft.launch.monitor import names
 from lightrft.parallel.device import collective_backend
+from lightrft.parallel.gloo import RANKS_IN_ADDRESSES, share_gloo_device
 from lightrft.parallel.processes import RunProcesses
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -33,8 +34,8 @@ NUMBERS_IN_A_JOB = ("SLURM_NNODES", "SLURM_NTASKS")
 """The same of a Slurm job, whose steps may be smaller."""
 NOTICE = timedelta(seconds=30)
 """Interval between warnings about ranks that have not arrived."""
-GLOO_ADDRESSES = "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"
-"""Variable of gloo: each rank publishes one address instead of one for each other rank, which all ranks would read."""
+FEW_RANKS = 8
+"""Up to so many ranks share one gloo device among their groups; more publish one address each instead, see parallel/gloo.py."""
 ADVICE = "start the run with `torchrun --standalone --nproc-per-node=N ...`, or unset all of these variables to run one process"
 _guard: subprocess.Popen | None = None
 _num_groups = 0
@@ -125,6 +126,7 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
     check_environment(os.environ)
     check_launched(os.environ)
     backend = collective_backend(device)
+    share_gloo_device()
     if "RANK" not in os.environ:
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
@@ -136,7 +138,8 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
     processes = RunProcesses(store, rank, world_size, timeout, rollout_ranks)
     first, last = (world_size - rollout_ranks, world_size) if processes.generates else (0, world_size - rollout_ranks)
     own_store = dist.PrefixStore(processes.side, store) if processes.side else store
-    os.environ.setdefault(GLOO_ADDRESSES, "1")
+    if world_size > FEW_RANKS:
+        os.environ.setdefault(RANKS_IN_ADDRESSES, "1")
     try:
         dist.init_process_group(backend, store=own_store, rank=rank - first, world_size=last - first, timeout=arrival)
     except RuntimeError as error:  # gloo's errors are not DistError

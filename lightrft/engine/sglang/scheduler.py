@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.sglang.sampling import draw, with_seeds
+from lightrft.parallel.gloo import share_gloo_device
 from lightrft.weight_sync.fused_layout import FusedWeights
 from lightrft.weight_sync.verify import Fingerprints
 
@@ -26,6 +27,7 @@ CALLED_OTHERWISE = {"model.language_model.": "model.", "model.visual.": "visual.
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """Run a scheduler process of SGLang with the modifications of this module."""
     gc.freeze()  # on a CPU dropping a cache collects garbage, which takes half a second if all imported objects are scanned
+    share_gloo_device()
     setattr(Scheduler, answer_question.__name__, answer_question)
     SamplingBatchInfo.from_schedule_batch = classmethod(with_seeds(SamplingBatchInfo.from_schedule_batch.__func__))
     loader.initialize_dummy_weights = _with_buffers_kept(loader.initialize_dummy_weights)
