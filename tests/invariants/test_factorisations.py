@@ -26,25 +26,25 @@ from parallel.families import family_model
 from ranks import run_ranks
 
 STEPS = 2
-LAYOUTS = [
-    Layout(2, sp=2, tokens=40, memory="offload_idle"),
-    Layout(2, sp=2, impl="zigzag", tokens=40, checkpointing="selective"),
-    Layout(2, tp=2, tokens=30, memory="fsdp_cpu_offload"),
-    Layout(2, tp=2, tokens=30, sequence=True, checkpointing="full"),
+LAYOUTS = [  # most with two micro-batches of a rank: for every other length of one, DTensor derives each operation anew
+    Layout(2, sp=2, tokens=60, memory="offload_idle"),
+    Layout(2, sp=2, impl="zigzag", tokens=60, checkpointing="selective"),
+    Layout(2, tp=2, tokens=60, memory="fsdp_cpu_offload"),
+    Layout(2, tp=2, tokens=60, sequence=True, checkpointing="full"),
     Layout(4, replicas=2, tokens=24),
-    Layout(4, sp=2, tokens=24, checkpointing="full", memory="fsdp_cpu_offload"),
+    Layout(4, sp=2, tokens=30, checkpointing="full", memory="fsdp_cpu_offload"),
     Layout(4, sp=2, impl="zigzag", replicas=2, tokens=40, memory="fsdp_cpu_offload"),
     Layout(4, sp=4),
     Layout(4, sp=4, impl="zigzag", memory="offload_idle"),
     Layout(4, tp=2, tokens=30, chunk=7 * 131, memory="offload_idle"),
-    Layout(4, tp=2, replicas=2, tokens=24),
-    Layout(4, tp=2, tokens=24, sequence=True, checkpointing="selective"),
+    Layout(4, tp=2, replicas=2, tokens=30),
+    Layout(4, tp=2, tokens=30, sequence=True, checkpointing="selective"),
     Layout(4, tp=4, checkpointing="full"),
-    Layout(4, tp=4, tokens=50, sequence=True, memory="fsdp_cpu_offload"),
+    Layout(4, tp=4, tokens=60, sequence=True, memory="fsdp_cpu_offload"),
     Layout(4, sp=2, tp=2, tokens=60, memory="fsdp_cpu_offload"),
     Layout(4, sp=2, impl="zigzag", tp=2, tokens=60, checkpointing="full"),
     Layout(4, sp=2, tp=2, tokens=60, sequence=True, checkpointing="selective"),
-    Layout(4, sp=2, impl="zigzag", tp=2, tokens=40, sequence=True, memory="offload_idle"),
+    Layout(4, sp=2, impl="zigzag", tp=2, tokens=60, sequence=True, memory="offload_idle"),
 ]
 
 
@@ -76,8 +76,8 @@ def test_products_of_windows_tied_embeddings_and_four_norms(tmp_path):
     folder = family_model(tmp_path, "gemma3", tie=True, vocabulary=261, kv_heads=4)
     chosen = [
         Layout(4, sp=4, impl="zigzag", memory="offload_idle"),
-        Layout(4, tp=4, tokens=50, sequence=True, memory="fsdp_cpu_offload"),
-        Layout(4, sp=2, impl="zigzag", tp=2, tokens=40, sequence=True, checkpointing="full"),
+        Layout(4, tp=4, tokens=60, sequence=True, memory="fsdp_cpu_offload"),
+        Layout(4, sp=2, impl="zigzag", tp=2, tokens=60, sequence=True, checkpointing="full"),
     ]
     assert_all_are_plain_torch(folder, "seq-mean-token-mean", chosen, steps=STEPS)
 
@@ -87,9 +87,9 @@ def test_divided_sequences_under_deepspeed(tmp_path):
     """ZeRO averages over ranks of which some share their data."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     layouts = [
-        Layout(2, sp=2, impl="zigzag", tokens=40, zero=1, checkpointing="selective"),
-        Layout(4, sp=2, tokens=24, zero=3, checkpointing="full"),
-        Layout(4, sp=2, impl="zigzag", tokens=24, zero=2),
+        Layout(2, sp=2, impl="zigzag", tokens=60, zero=1, checkpointing="selective"),
+        Layout(4, sp=2, tokens=30, zero=3, checkpointing="full"),
+        Layout(4, sp=2, impl="zigzag", tokens=30, zero=2),
         Layout(4, sp=4, zero=0),
     ]
     assert_all_are_plain_torch(family_model(tmp_path, "qwen3", tie=True, kv_heads=4), "token-mean", layouts, steps=STEPS)
