@@ -28,6 +28,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -81,6 +82,7 @@ def shape_config(shape: str, layers: int | None) -> PretrainedConfig:
     return (Qwen3MoeConfig if "num_experts" in sizes else Qwen3Config)(tie_word_embeddings=False, **sizes)
 
 
+@cache
 def logits_bytes(shape: str, tokens: int) -> int:
     """The head's peak above hidden states, weight, and the gradients of both."""
     config = shape_config(shape, None)
@@ -137,8 +139,8 @@ def rank(args: argparse.Namespace) -> None:
         strategy = FSDPStrategy(seed=0, args=_options(way["reduce_gradients_once"], bf16=way["bf16"], recompute=way["recompute"]))
         strategy.setup_distributed()
         sizes = training_bytes(strategy, shape_config(way["shape"], args.layers), args.tokens, computed=True)
-        sizes["logits"] = logits_bytes(way["shape"], args.tokens)
         if strategy.is_rank_0():
+            sizes["logits"] = logits_bytes(way["shape"], args.tokens)
             print(json.dumps(way | sizes), flush=True)
         strategy.close()
 
