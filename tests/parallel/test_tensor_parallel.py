@@ -19,7 +19,7 @@ from lightrft.strategy import FSDPStrategy
 from lightrft.types import Batch
 from lightrft.versions import TENSOR_PARALLEL
 from parallel.families import FAMILIES, family_config, family_model
-from ranks import run_ranks, whole
+from ranks import run_cases, run_ranks, whole
 from roles import rows
 
 LENGTHS = [5, 12, 2, 9]
@@ -96,33 +96,34 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-LAYOUTS = {
-    "tp": (2, {}),
-    "fsdp": (4, {}),
-    "hsdp": (4, {"dp_replicate": 2}),
-    "sequence": (2, {"tp_sequence_parallel": True}),
-    "fsdp, sequence": (4, {"tp_sequence_parallel": True}),
-}
+def split_in_turn(folders: dict[str, str], layouts: list[dict]) -> list[tuple[int, dict[str, tuple]]]:
+    return [split(folders, layout) for layout in layouts]
+
+
+LAYOUTS = {2: [{}, {"tp_sequence_parallel": True}], 4: [{}, {"dp_replicate": 2}, {"tp_sequence_parallel": True}]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "args"), LAYOUTS.values(), ids=list(LAYOUTS))
-def test_every_gradient_of_every_family_is_that_of_the_plain_model(folders, world_size, args):
-    by_rank = run_ranks(world_size, split, folders, {"tp_size": 2, **args}, timeout=300)
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_every_gradient_of_every_family_is_that_of_the_plain_model(folders, world_size):
+    """One start of ranks for all layouts: DTensor derives operations of one shape once in a process."""
+    layouts = [{"tp_size": 2, **args} for args in LAYOUTS[world_size]]
+    by_rank = run_ranks(world_size, split_in_turn, folders, layouts, timeout=600)
     for name, folder in folders.items():
         logprobs, gradients, logits = plain(folder)
         assert min(gradient.norm() for gradient in gradients.values()) > 1e-3, "a gradient of nothing proves nothing"
-        for data_rank, results in by_rank:
-            its_logprobs, its_gradients, its_logits = results[name]
-            for found, expected in zip(its_logprobs, logprobs[data_rank :: world_size // 2], strict=True):
-                torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-            if its_logits is not None:
-                torch.testing.assert_close(its_logits, logits, rtol=0, atol=1e-5)
-            assert its_gradients.keys() == gradients.keys()
-            wrong = {key: distance(its_gradients[key], gradients[key]) for key in gradients}
-            assert max(wrong.values()) < 1e-4, (name, wrong)
-            first = by_rank[0][1][name][1]
-            assert all(torch.equal(its_gradients[key], first[key]) for key in gradients), "replicas would drift apart"
+        for index, layout in enumerate(layouts):
+            first = by_rank[0][index][1][name][1]
+            for data_rank, results in (rank[index] for rank in by_rank):
+                its_logprobs, its_gradients, its_logits = results[name]
+                for found, expected in zip(its_logprobs, logprobs[data_rank :: world_size // 2], strict=True):
+                    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+                if its_logits is not None:
+                    torch.testing.assert_close(its_logits, logits, rtol=0, atol=1e-5)
+                assert its_gradients.keys() == gradients.keys()
+                wrong = {key: distance(its_gradients[key], gradients[key]) for key in gradients}
+                assert max(wrong.values()) < 1e-4, (layout, name, wrong)
+                assert all(torch.equal(its_gradients[key], first[key]) for key in gradients), "replicas would drift apart"
 
 
 def stream(folder: str, sequence: bool) -> list[int]:
@@ -139,8 +140,8 @@ def stream(folder: str, sequence: bool) -> list[int]:
 
 
 def test_each_rank_keeps_a_part_of_the_tokens(folders):
-    assert run_ranks(2, stream, folders["gemma3"], True) == [[14] * 5] * 2
-    assert run_ranks(2, stream, folders["gemma3"], False) == [[28] * 5] * 2
+    found = run_cases(2, stream, {sequence: (folders["gemma3"], sequence) for sequence in (True, False)})
+    assert found == {True: [[14] * 5] * 2, False: [[28] * 5] * 2}
 
 
 @pytest.mark.slow
@@ -149,12 +150,8 @@ def test_four_ranks_and_recomputed_activations(tmp_path):
     _, gradients, _ = plain(folder)
     args = {"tp_size": 4, "gradient_checkpointing": True}
     for results in run_ranks(4, split_in_turn, {"one": folder}, [args, args | {"tp_sequence_parallel": True}]):
-        for result in results:
+        for _, result in results:
             assert max(distance(result["one"][1][key], gradients[key]) for key in gradients) < 1e-4
-
-
-def split_in_turn(folders: dict[str, str], layouts: list[dict]) -> list:
-    return [split(folders, layout)[1] for layout in layouts]
 
 
 BF16 = {
@@ -173,7 +170,7 @@ def test_bf16_rounds_as_in_one_process(folders):
     for ranks, layouts in BF16.items():
         by_rank = run_ranks(ranks, split_in_turn, chosen, [layout | {"bf16": True} for layout in layouts])
         for index, layout in enumerate(layouts):
-            for name, gradients in ((name, results[index][name][1]) for results in by_rank for name in chosen):
+            for name, gradients in ((name, results[index][1][name][1]) for results in by_rank for name in chosen):
                 assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
                 found = max(distance(gradients[key], expected[name][key]) for key in expected[name])
                 assert 0 < found < 1.5 * alone.setdefault(name, min(found, 0.1)), (layout, name)
@@ -194,8 +191,8 @@ def test_a_scorer_keeps_its_head_whole(folders):
     expected = scorer(batch_of(sequences()[:3]))
     (expected * torch.linspace(-1, 1, len(expected))).sum().backward()
     gradients = {name: parameter.grad for name, parameter in scorer.hf_parameters()}
-    for sequence in (False, True):
-        for found, its_gradients in run_ranks(2, scores, folder, sequence):
+    for by_rank in run_cases(2, scores, {sequence: (folder, sequence) for sequence in (False, True)}).values():
+        for found, its_gradients in by_rank:
             torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-5)
             assert its_gradients.keys() == gradients.keys()
             assert max(distance(its_gradients[name], gradients[name]) for name in gradients) < 1e-4
