@@ -5,8 +5,17 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.contract import PROMPTS, Bench, flipped_elements_are_named, perturbed, reference_greedy, reference_logprobs, start
-from lightrft.engine.base import Engine, Sampling
+from engine.contract import (
+    GREEDY,
+    PROMPTS,
+    Bench,
+    flipped_elements_are_named,
+    perturbed,
+    reference_greedy,
+    reference_logprobs,
+    start,
+)
+from lightrft.engine.base import Engine
 from lightrft.engine.probe import Probe
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
@@ -71,7 +80,7 @@ def write(folder: Path) -> None:
 
 def _gaps(bench: Bench, model: PreTrainedModel) -> list[str]:
     found = []
-    answers = bench.generate(PROMPTS, Sampling(temperature=0, max_tokens=12))
+    answers = bench.generate(PROMPTS, GREEDY)
     for prompt, (sample,), greedy in zip(PROMPTS, answers, reference_greedy(model), strict=True):
         gap = torch.tensor(sample.logprobs) - reference_logprobs(model, prompt, sample.token_ids, 0)
         if sample.token_ids != greedy or not gap.abs().max() < 1e-5:
