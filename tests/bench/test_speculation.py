@@ -14,6 +14,7 @@ def test_the_rates_of_every_kind_are_reported(monkeypatch, capsys):
     pytest.importorskip("vllm", reason="vllm is not installed")
     load_vllm()
     monkeypatch.setattr(speculation, "get_context", lambda _: multiprocessing.get_context("fork"))  # faster than new interpreters
+    monkeypatch.setattr("lightrft.engine.vllm.speculation.BATCH_SIZES", (1, 8))
     small = ["--hidden=64", "--layers=1", "--tokens=64", "--batches=8", "--repeat=1"]
     speculation.main([*small, "--texts=repetitive", "--kinds", "none", "group", "draft"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -31,9 +31,9 @@ from with_vllm import load_vllm
 pytestmark = pytest.mark.slow
 
 SAMPLINGS = (
-    Sampling(temperature=0, max_tokens=100),
-    Sampling(n=6, temperature=0.05, max_tokens=100, seed=3),
-    Sampling(n=6, max_tokens=60, seed=4, top_k=40, top_p=0.9, banned_token_ids=(3, 4)),
+    Sampling(temperature=0, max_tokens=64),
+    Sampling(n=6, temperature=0.05, max_tokens=64, seed=3),
+    Sampling(n=6, max_tokens=40, seed=4, top_k=40, top_p=0.9, banned_token_ids=(3, 4)),
 )
 """Greedy responses of the random model repeat themselves, those at the second temperature do so in part."""
 
@@ -46,13 +46,14 @@ def _loaded() -> None:
 
 @contextmanager
 def speculating(folder: str, speculative: str, draft: str = "", tp: int = 1, **options) -> Iterator[tuple[Engine, Bench]]:
-    """An engine that verifies every draft, whatever its measured cost, which is therefore measured at small batch sizes only."""
+    """An engine that verifies every draft, whatever its measured cost, which is measured once, at small batch sizes only."""
     from lightrft.engine.vllm import speculation
     from lightrft.engine.vllm.text_drafter import Costs
 
     mesh, gain = Mesh("cpu"), Costs({1: -1.0})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculation, "BATCH_SIZES", (1, 2))
+        patch.setattr(speculation, "ROUNDS", 1)
         engine = start("vllm", folder, mesh.engine(tp), {"speculative": speculative, "draft_pretrain": draft}, **options)
     if engine._speculation:
         engine._speculation._costs, engine._speculation._reading = gain, Costs({})
@@ -168,15 +169,22 @@ WITH_DRAFTS = [
     contract.the_callers_generators_are_left_alone, contract.ranks_of_one_engine_get_the_same_tokens,
 ]  # fmt: skip
 """Those in which drafts may change what is generated, or keep something."""
+ON_TWO_RANKS = [
+    contract.greedy_equals_transformers, contract.new_weights_are_used, contract.sleeping_keeps_or_drops_the_weights,
+    contract.requests_are_admitted_while_others_decode, contract.responses_go_on_with_new_weights,
+    contract.an_abort_keeps_what_was_sampled, contract.the_seed_of_a_sample_decides,
+    contract.ranks_of_one_engine_get_the_same_tokens,
+]  # fmt: skip
+"""Those in which ranks that draft apart from each other could part: by weights, requests that come and go, and draws."""
 
 
 def _contract(folder: str, speculative: str, draft: str, tp: int) -> tuple[dict[str, str], int]:
     with speculating(folder, speculative, draft, tp) as (engine, bench):
-        outcomes = {case.__name__: contract.outcome(case, bench) for case in WITH_DRAFTS}
-        return outcomes, drafts_of(bench.generate(PROMPTS, Sampling(temperature=0, max_tokens=100))).num_tokens
+        outcomes = {case.__name__: contract.outcome(case, bench) for case in (WITH_DRAFTS if tp == 1 else ON_TWO_RANKS)}
+        return outcomes, drafts_of(bench.generate(PROMPTS, Sampling(temperature=0, max_tokens=60))).num_tokens
 
 
-@pytest.mark.parametrize(("speculative", "tp"), [("group", 2), ("draft", 1)])
+@pytest.mark.parametrize(("speculative", "tp"), [("group", 1), ("group", 2), ("draft", 1)])
 def test_an_engine_with_drafts_keeps_the_contract(tmp_path: Path, speculative: str, tp: int) -> None:
     folder, other = tiny_model(tmp_path / "model", seed=1), tiny_model(tmp_path / "other", seed=2)
     draft = other if speculative == "draft" else ""
@@ -184,8 +192,30 @@ def test_an_engine_with_drafts_keeps_the_contract(tmp_path: Path, speculative: s
         assert outcomes == dict.fromkeys(outcomes, "") and num_drafted > 0
 
 
-def _acceptance_of_a_copy(folder: str) -> list[Drafts]:
-    """Drafts of a model that drafts for itself: at the start, with other weights, with its own again, and after a sleep."""
+Account = tuple[list[Drafts], list[bool], list[list[int]]]
+
+
+def _account(engine: Engine) -> Account:
+    """Drafts of three generations, each with new weights, and whether the model was off after it; and the samples."""
+    from lightrft.engine.vllm.text_drafter import Costs
+
+    found, off, tokens, account = [], [], [], engine._speculation
+    account._costs, account._reading = Costs({1: 0.5}), Costs({1: 0.1})
+    for earned in (0.0, 0.0, 10.0):
+        account._credit = min(2.0, account._credit + earned)
+        account.renew()
+        outputs = engine.generate([Request(PROMPTS[0])], Sampling(max_tokens=100, seed=5))
+        found.append(drafts_of(outputs))
+        off.append(account._off)
+        tokens.append(outputs[0][0].token_ids)
+    return found, off, tokens
+
+
+def _drafts_of_models(folder: str, other: str) -> tuple[list[Drafts], Account, Account]:
+    """Drafts of a model that drafts for itself: at the start, with other weights, with its own again, and after a sleep.
+
+    And what both models save in its account.
+    """
     found = []
 
     def sample(engine: Engine) -> None:
@@ -201,14 +231,31 @@ def _acceptance_of_a_copy(folder: str) -> list[Drafts]:
         bench.load(bench.model)
         engine.wake("kv_cache")
         sample(engine)
-    return found
+        own = _account(engine)
+    with speculating(folder, "draft", other) as (engine, _):
+        return found, own, _account(engine)
 
 
-def test_a_draft_model_is_accepted_as_far_as_it_resembles_the_actor(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def drafts_of_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Drafts], Account, Account]:
+    folder = tmp_path_factory.mktemp("models")
+    models = tiny_model(folder / "model", seed=1), tiny_model(folder / "other", seed=2)
+    return run_ranks(1, _drafts_of_models, *models, timeout=300)[0]
+
+
+def test_a_draft_model_is_accepted_as_far_as_it_resembles_the_actor(drafts_of_models: tuple) -> None:
     """It has its weights from its folder, also where the actor's come by stream and a sleep drops both."""
-    (found,) = run_ranks(1, _acceptance_of_a_copy, tiny_model(tmp_path, seed=1), timeout=300)
-    own, other, again, after_sleep = (drafts.num_accepted / drafts.num_tokens for drafts in found)
+    own, other, again, after_sleep = (drafts.num_accepted / drafts.num_tokens for drafts in drafts_of_models[0])
     assert own == again == after_sleep == 1 and other < 0.9
+
+
+def test_a_model_whose_drafts_do_not_pay_is_switched_off(drafts_of_models: tuple) -> None:
+    """After as many steps as its credit allows, until it has earned new credit; one that pays stays on. Samples are the same."""
+    _, (own, on, others), (strange, off, tokens) = drafts_of_models
+    assert off == [True] * 3 and on == [False] * 3
+    assert 0 < strange[0].count < 20 and strange[1].count == 0 and 0 < strange[2].count < 20
+    assert all(drafts.count > 12 and drafts.num_accepted == drafts.num_tokens for drafts in own)
+    assert len({tuple(each) for each in tokens + others}) == 1
 
 
 def _acceptance_of_a_streamed_draft(folder: str, draft: str) -> tuple[list[Drafts], str]:
@@ -237,35 +284,6 @@ def test_a_draft_model_whose_weights_are_streamed(tmp_path: Path) -> None:
         strange, own, after_sleep = (drafts.num_accepted / drafts.num_tokens for drafts in found)
         assert own == after_sleep == 1 and strange < 0.9
         assert "weights are missing, the first is draft:model.embed_tokens.weight" in error
-
-
-def _account(folder: str, draft: str) -> tuple[list[Drafts], list[bool], list[list[int]]]:
-    """Drafts of three generations, each with new weights, and whether the model was off after it; and the samples."""
-    from lightrft.engine.vllm.text_drafter import Costs
-
-    found, off, tokens = [], [], []
-    with speculating(folder, "draft", draft) as (engine, bench):
-        account = engine._speculation
-        account._costs, account._reading = Costs({1: 0.5}), Costs({1: 0.1})
-        for earned in (0.0, 0.0, 10.0):
-            account._credit = min(2.0, account._credit + earned)
-            account.renew()
-            outputs = engine.generate([Request(PROMPTS[0])], Sampling(max_tokens=100, seed=5))
-            found.append(drafts_of(outputs))
-            off.append(account._off)
-            tokens.append(outputs[0][0].token_ids)
-    return found, off, tokens
-
-
-def test_a_model_whose_drafts_do_not_pay_is_switched_off(tmp_path: Path) -> None:
-    """After as many steps as its credit allows, until it has earned new credit; one that pays stays on. Samples are the same."""
-    folder, other = tiny_model(tmp_path / "model", seed=1), tiny_model(tmp_path / "other", seed=2)
-    ((strange, off, tokens),) = run_ranks(1, _account, folder, other, timeout=300)
-    ((own, on, others),) = run_ranks(1, _account, folder, folder, timeout=300)
-    assert off == [True] * 3 and on == [False] * 3
-    assert 0 < strange[0].count < 20 and strange[1].count == 0 and 0 < strange[2].count < 20
-    assert all(drafts.count > 12 and drafts.num_accepted == drafts.num_tokens for drafts in own)
-    assert len({tuple(each) for each in tokens + others}) == 1
 
 
 NUM_DRAWS, LENGTH = 12000, 8
