@@ -10,12 +10,12 @@ PAD, BOS, EOS = 256, 257, 258
 VOCABULARY = 384
 
 
-def tiny_model(folder: Path | str, seed: int = 0, tie: bool = False) -> str:
+def tiny_model(folder: Path | str, seed: int = 0, tie: bool = False, layers: int = 2) -> str:
     """Write model and tokenizer; returns the folder."""
     config = Qwen3Config(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=192,
-        vocab_size=VOCABULARY, initializer_range=0.08, max_position_embeddings=512, tie_word_embeddings=tie,
-        pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS, dtype=torch.float32,
+        hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        intermediate_size=192, vocab_size=VOCABULARY, initializer_range=0.08, max_position_embeddings=512,
+        tie_word_embeddings=tie, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS, dtype=torch.float32,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -13,7 +13,7 @@ from lightrft.config.resolve import resolve
 from lightrft.parallel.peaks import DEVICES
 from lightrft.tools.planning import Planner
 from lightrft.tools.shapes import known_config, model_config
-from lightrft.tools.step_memory import num_parameters, of_tensor_parallel, parameter_counts
+from lightrft.tools.step_memory import FEW, num_parameters, of_tensor_parallel, parameter_counts
 from lightrft.tools.step_time import StepWork, kv_bytes, seconds
 from tiny import tiny_model
 from warm import warm_python
@@ -160,7 +160,7 @@ def test_a_plan_needs_a_rank(capsys):
 def test_ranks_that_share_with_nobody_have_a_plan(tmp_path, flags, tied):
     """Every rank has all it trains: 4 bytes a parameter for itself and its gradient, 8 for AdamW."""
     (tmp_path / "d.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
-    folder = tiny_model(tmp_path / "model", tie=tied)
+    folder = tiny_model(tmp_path / "model", tie=tied, layers=FEW[0])  # a plan of so many layers is one trace
     config = parse([f"--pretrain={folder}", f"--prompt_data={tmp_path / 'd.jsonl'}", "--fsdp", *flags], "train_sft")
     tp, shape = config.strategy.tp_size, model_config(str(folder))
     resolve(config, "train_sft", world_size=tp)
@@ -174,8 +174,9 @@ def test_ranks_that_share_with_nobody_have_a_plan(tmp_path, flags, tied):
 @pytest.mark.slow
 def test_a_dry_run_trains_nothing(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
-    flags = [f"--pretrain={tiny_model(tmp_path / 'model')}", f"--prompt_data={tmp_path / 'd.jsonl'}", "--fsdp", "--dry_run",
-             "--train_batch_size=2", f"--save_path={tmp_path / 'run'}"]  # fmt: skip
+    folder = tiny_model(tmp_path / "model", layers=FEW[0])
+    flags = [f"--pretrain={folder}", f"--prompt_data={tmp_path / 'd.jsonl'}", "--fsdp", "--dry_run", "--train_batch_size=2",
+             f"--save_path={tmp_path / 'run'}"]  # fmt: skip
     command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     ran = subprocess.run([*command, "lightrft.cli.train_sft", *flags], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0 and ran.stdout.count("it fits") == 1, ran.stderr
