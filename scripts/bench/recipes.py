@@ -58,11 +58,11 @@ Figures = dict[str, Figure]
 CHAIN = {
     "sft": ("train_sft", "quickstart_sft.yaml", "data/model", "data/train.jsonl", []),
     "rm": ("train_rm", "quickstart_rm.yaml", "sft/model", "data/pairs", ["--max_steps=120"]),
-    "prm": ("train_prm", "quickstart_prm.yaml", "sft/model", "data/steps", ["--max_steps=260"]),
+    "prm": ("train_prm", "quickstart_prm.yaml", "sft/model", "data/steps", ["--max_steps=200"]),
     "dpo": ("train_dpo", "quickstart_dpo.yaml", "sft/model", "data/pairs", ["--max_steps=40", "--max_samples=2560"]),
     "kto": ("train_kto", "quickstart_kto.yaml", "sft/model", "data/answers", ["--max_steps=100"]),
     "teacher": ("train_sft", "quickstart_sft.yaml", "sft/model", "data/train.jsonl",
-                ["--stop_loss=0", "--max_steps=150", "--lr_scheduler=cosine"]),
+                ["--stop_loss=0", "--max_steps=110", "--lr_scheduler=cosine"]),
     "distill": ("train_ppo", "quickstart_distill.yaml", "sft/model", "data/train.jsonl", ["--max_steps=12"]),
 }  # fmt: skip
 """Command, file, model, data and further flags of each run of the chain; all but the first start from the model of SFT."""
