@@ -19,6 +19,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLProcessor,
@@ -38,6 +39,7 @@ from lightrft.engine.media import Clip
 from lightrft.weight_sync.names import PublishedNames
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
 
+PreTrainedConfig.__repr__ = object.__repr__  # its checks of types write whole configurations into errors that are dropped
 IMAGE = 259
 MARKS = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>",
          "end_of_utterance_token": "<end_of_utterance>"}
