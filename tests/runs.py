@@ -52,6 +52,7 @@ def train(entrypoint: str, world_size: int, flags: list[str], save_path: Path, t
     """Run an entrypoint on forked ranks; returns the rows of metrics.jsonl."""
     if "--engine_type=vllm" in flags:
         load_vllm()
+        flags = ["--engine_kv_cache_gb=0.05", *flags]  # of which vLLM writes every byte when it starts
     run_ranks(world_size, run_here, entrypoint, [*flags, f"--save_path={save_path}"], timeout=timeout)
     return rows_of(save_path)
 

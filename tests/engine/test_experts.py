@@ -73,7 +73,7 @@ def course(folder: str, target: str) -> tuple[dict[str, torch.Tensor], list, tup
     The answers of the first are also scored by the trainer.
     """
     made = FSDPStrategy(args={"fsdp": True, "pretrain": folder, "engine_type": "vllm", "engine_tp_size": 2,
-                              "prompt_max_len": 32, "generate_max_len": 16, "engine_kv_cache_gb": 0.125})
+                              "prompt_max_len": 32, "generate_max_len": 16, "engine_kv_cache_gb": 0.05})
     made.setup_distributed()
     with made.init_model_context():
         actor = Actor(perturbed(load_model(ModelSection(pretrain=folder)), 3))

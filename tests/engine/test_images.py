@@ -420,7 +420,7 @@ def outcomes(engine_type: str, sizes: list[int], sp_size: int, families: bool, *
         made = FSDPStrategy(args={
             "fsdp": True, "pretrain": folder, "engine_type": engine_type, "engine_tp_size": size, "sp_size": sp_size,
             "prompt_max_len": 112, "generate_max_len": 16, "limit_mm_image_per_prompt": 3, "limit_mm_audio_per_prompt": 2,
-            "limit_mm_video_per_prompt": 2, "engine_kv_cache_gb": 0.125, "micro_rollout_batch_size": 3,
+            "limit_mm_video_per_prompt": 2, "engine_kv_cache_gb": 0.05, "micro_rollout_batch_size": 3,
         })  # fmt: skip
         made.setup_distributed()
         model = load_model(ModelSection(pretrain=folder))
