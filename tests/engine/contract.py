@@ -233,17 +233,15 @@ def a_stream_that_raises_is_repaired(bench: Bench) -> None:
 
 @contextmanager
 def _tampered(engine: Engine, tamper: Callable[[dict[str, torch.Tensor]], None]) -> Iterator[None]:
-    """Inside, the engine takes over what came, whose fingerprints are known by then, and after that something else."""
+    """Inside, the engine takes over something else than what came, whose fingerprints are known by then."""
     load = engine._load_weights
 
-    def load_twice(named_tensors: Iterator) -> None:
-        came = dict(named_tensors)
-        load(iter(came.items()))
-        changed = {name: tensor.detach().clone() for name, tensor in came.items()}
+    def load_changed(named_tensors: Iterator) -> None:
+        changed = {name: tensor.detach().clone() for name, tensor in named_tensors}
         tamper(changed)
         load(iter(changed.items()))
 
-    engine._load_weights = load_twice
+    engine._load_weights = load_changed
     try:
         yield
     finally:
