@@ -406,7 +406,7 @@ COMMON = ["--fsdp", "--images_key=images", "--apply_chat_template", "--prompt_ma
 SFT = ["--train_batch_size=64", "--actor_learning_rate=2e-3", "--num_episodes=20", "--stop_loss=1"]
 GRPO = ["--rollout_batch_size=16", "--n_samples_per_prompt=16", "--generate_max_len=2", "--train_batch_size=256",
         "--num_episodes=99", "--max_steps=16", "--actor_learning_rate=2e-3", "--init_kl_coef=1e-4", "--eval_steps=16",
-        "--engine_type=vllm", "--engine_kv_cache_gb=0.125", "--num_trajectories_to_save=256"]  # fmt: skip
+        "--engine_type=vllm", "--num_trajectories_to_save=256"]  # fmt: skip
 
 GAE = ["--advantage_estimator=gae", "--engine_type=hf", "--rollout_batch_size=32", "--n_samples_per_prompt=4",
        "--generate_max_len=2", "--train_batch_size=128", "--num_episodes=99", "--max_steps=16", "--eval_steps=16",
