@@ -81,7 +81,8 @@ def run_contract(engine_type: str, tp: int, chosen: list[Case], folder: str, tie
 
 
 def start(engine_type: str, folder: str, axis: Axis, flags: dict[str, Any] | None = None, **options) -> Engine:
-    section = EngineSection(engine_type=engine_type, engine_kv_cache_gb=0.05, micro_rollout_batch_size=3, **flags or {})
+    chosen = {"engine_kv_cache_gb": 0.05, "micro_rollout_batch_size": 3} | (flags or {})
+    section = EngineSection(engine_type=engine_type, **chosen)
     setup = {"dtype": torch.float32, "device": current_device(), "max_model_len": MAX_MODEL_LEN, "seed": 0,
              "trust_remote_code": False}
     return build_engine(section, model_path=folder, axis=axis, **setup | options)

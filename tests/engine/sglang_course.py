@@ -92,7 +92,7 @@ def answer_to_an_image(folder: str) -> str:
 
     Gemma3Config(image_token_index=7).save_pretrained(folder)
     SGLangEngine._on_first_rank = lambda *_: []
-    engine = start("sglang", folder, Axis("engine", 1, 0, None), from_stream=True)
+    engine = start("sglang", folder, Axis("engine", 1, 0, None), {"engine_kv_cache_gb": 0.125}, from_stream=True)
     with pytest.raises(ValueError) as refusal:
         engine._checked_request(0, Request([7], {"images": [Image.new("RGB", (8, 8))]}))
     return str(refusal.value)
