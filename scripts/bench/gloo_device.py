@@ -1,0 +1,82 @@
+"""Processor time of the groups of a rank, with one gloo device for all of them and with one for each.
+
+    python scripts/bench/gloo_device.py --groups 17 --seconds 5 --repeats 5
+
+Ranks that have created and used --groups groups of all ranks first wait for --seconds, then sum a small tensor in each group,
+--sums times. Both kinds alternate; the last line is a JSON object with the medians of both over --repeats, for each rank: the
+share of a core while it waits, and microseconds of the processor for each sum.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightrft.parallel.gloo import share_gloo_device
+
+
+def rank(number: int, shared: bool, args: argparse.Namespace, store: str, results: Connection) -> None:
+    torch.set_num_threads(1)
+    if shared:
+        share_gloo_device()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=args.ranks)
+    groups = [dist.group.WORLD, *(dist.new_group() for _ in range(args.groups - 1))]
+    value = torch.zeros(16)
+
+    def sums(count: int) -> None:
+        for group in groups * count:
+            dist.all_reduce(value, group=group)
+
+    sums(1)
+    begin = time.process_time()
+    time.sleep(args.seconds)
+    idle = (time.process_time() - begin) / args.seconds
+    begin = time.process_time()
+    sums(args.sums)
+    results.send((idle, 1e6 * (time.process_time() - begin) / args.sums / len(groups)))
+    dist.barrier()
+
+
+def measure(shared: bool, args: argparse.Namespace) -> tuple[float, float]:
+    """Return the means over ranks."""
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [multiprocessing.Process(target=rank, args=(number, shared, args, str(Path(folder) / "store"), sending))
+                 for number in range(args.ranks)]  # fmt: skip
+        for process in ranks:
+            process.start()
+        found = [receiving.recv() for _ in ranks]
+        for process in ranks:
+            process.join()
+    idle, each = (statistics.mean(column) for column in zip(*found, strict=True))
+    return idle, each
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--groups", type=int, default=17, help="as many as a rank with vLLM on a CPU has")
+    parser.add_argument("--seconds", type=float, default=5)
+    parser.add_argument("--sums", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for _ in range(args.repeats):
+        for shared in found:
+            found[shared].append(measure(shared, args))
+    line = {}
+    for shared, runs in found.items():
+        idle, each = (statistics.median(column) for column in zip(*runs, strict=True))
+        line["shared" if shared else "one_each"] = {"idle_share_of_a_core": round(idle, 4), "cpu_us_per_sum": round(each, 1)}
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()
