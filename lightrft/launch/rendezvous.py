@@ -21,7 +21,7 @@ from lightrft.launch import orphan_guard
 from lightrft.launch.interface import choose_interface, interface_problem, master_address
 from lightrft.launch.monitor import names
 from lightrft.parallel.device import collective_backend
-from lightrft.parallel.gloo import RANKS_IN_ADDRESSES, share_gloo_device
+from lightrft.parallel.gloo import INTERFACE, RANKS_IN_ADDRESSES, share_gloo_device
 from lightrft.parallel.processes import RunProcesses
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -153,8 +153,8 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
 
 
 def _own_interface() -> str:
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-    used = f"This rank listens on the interface {chosen} (GLOO_SOCKET_IFNAME)" if chosen else "GLOO_SOCKET_IFNAME is not set"
+    chosen = os.environ.get(INTERFACE)
+    used = f"This rank listens on the interface {chosen} ({INTERFACE})" if chosen else f"{INTERFACE} is not set"
     return interface_problem() or f"{used}: it must be the interface between the nodes"
 
 

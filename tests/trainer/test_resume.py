@@ -24,7 +24,7 @@ from warm import warm_programs
 from with_vllm import load_vllm
 
 DEADLY_REWARD = '''
-import json, os, resource, signal
+import json, os, resource, signal, time
 seen = []
 if "DIE_WRITING_AT" in os.environ:
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -34,6 +34,8 @@ def deadly(samples, label, **columns):
     if version not in seen:
         seen.append(version)
     if len(seen) == int(os.environ.get("KILL_AT", 0)):
+        while "ROWS" in os.environ and open(os.environ["ROWS"]).read().count("\\n") < len(seen) - 1:
+            time.sleep(0.01)  # until a thread has written those of the steps before
         os.kill(os.getpid(), signal.SIGKILL)
     if len(seen) == int(os.environ.get("STOP_AT", 0)) and os.environ["RANK"] in os.environ.get("STOP_RANKS", "01"):
         del os.environ["STOP_AT"]  # a second signal ends the process at once
@@ -110,7 +112,8 @@ def test_killed_run_continues_with_the_same_numbers(inputs, finished, tmp_path, 
     if case != "hf-fsdp":
         whole = tmp_path / "whole"
         run(flags, whole)
-    assert interrupted(flags, tmp_path / "killed", monkeypatch, KILL_AT="4") == ["latest", "step2"]
+    rows = str(tmp_path / "killed" / "metrics.jsonl")
+    assert interrupted(flags, tmp_path / "killed", monkeypatch, KILL_AT="4", ROWS=rows) == ["latest", "step2"]
     assert len(rows_of(tmp_path / "killed")) == 3
     run([*flags, "--load_checkpoint"], tmp_path / "killed")
     assert_same_run(tmp_path / "killed", whole)
@@ -207,6 +210,7 @@ def test_a_job_requeued_before_its_first_save_begins_afresh(inputs, tmp_path, mo
     """The same command every time, with --load_checkpoint: what it had written is kept aside."""
     flags = [*inputs, *RUN, *STRATEGIES["fsdp"], "--save_steps=5", "--load_checkpoint", f"--ckpt_path={tmp_path / 'ckpt'}"]
     monkeypatch.setenv("KILL_AT", "3")
+    monkeypatch.setenv("ROWS", str(tmp_path / "job" / "metrics.jsonl"))
     with pytest.raises(RuntimeError, match="ended with -9"):
         train("train_ppo", 1, [*flags, "--max_steps=4"], tmp_path / "job")
     monkeypatch.delenv("KILL_AT")
