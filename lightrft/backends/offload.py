@@ -102,7 +102,7 @@ class OffloadedModel:
         synchronize(device)
         storages = [_local(parameter).untyped_storage() for parameter in model.parameters()]
         with same_parameters():
-            model.to("meta")
+            model.to_empty(device="meta")
         for storage in storages:  # FSDP holds references to the old shards, so dropping ours frees nothing
             if storage.resizable():
                 storage.resize_(0)

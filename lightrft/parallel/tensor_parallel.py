@@ -1,50 +1,42 @@
 """Tensor parallelism for transformers models: attention heads, feed-forward columns and the vocabulary are split over ranks.
 
-The plan is defined here and applied with torch's parallelize_module; the code of the models is not changed. The residual stream
-is replicated on all ranks, with one all-reduce after the attention and one after the feed-forward of each block, and one for
-each in the backward pass. With sequence parallelism (arXiv 2205.05198) each rank keeps a part of the tokens instead: the
-all-reduces become reduce-scatters, all-gathers precede attention and feed-forward, and norms process a part of the tokens. Apply
-it before fully_shard, which then shards the local parts over the data ranks.
+The residual stream is replicated on all ranks, with one all-reduce after the attention and one after the feed-forward of each
+block, and one for each in the backward pass (arXiv 1909.08053). With sequence parallelism (arXiv 2205.05198) each rank keeps a
+part of the tokens instead: the all-reduces become reduce-scatters, all-gathers precede attention and feed-forward, and norms
+process a part of the tokens. The code of the models is not changed: forward hooks exchange activations, and let each module
+compute with this rank's part of its weights. Weights are DTensors outside of forward; apply this before fully_shard, which then
+shards the local parts over the data ranks.
+
+Activations are plain tensors. As DTensors they would cost the host milliseconds per micro-batch: torch plans each operation once
+for each shape, and micro-batches differ in their number of tokens.
 
 This file is the one to adapt to changes of torch or transformers that concern tensor parallelism; versions.py lists the tested
 versions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.sequence_parallel import select_tokens
 
-HEAD_DIM: dict[str, int | None] = {
-    **dict.fromkeys(("llama", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text")),
-    **dict.fromkeys(("qwen3", "qwen3_vl_text"), 2),
-    "gemma3_text": 1,
-}
-"""Supported values of model_type -> dim of the heads in the input of the query and key norms; None without such norms."""
-
-
-CALLED = ("self_attn", "mlp")
-"""Modules of a block without parameters of their own, whose inputs are redistributed."""
+FAMILIES = (
+    "llama", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "qwen3", "qwen3_vl_text", "gemma3_text",
+)  # fmt: skip
+"""Supported values of model_type."""
+BRANCHES = ("self_attn", "mlp")
+"""Modules of a block whose input is the residual stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +66,14 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) 
         problems = model_problems(model.config, mesh.size()) or plan_problems(model)
         if problems:
             raise ValueError(f"--tp_size {mesh.size()} cannot split {type(model).__name__}: {'; '.join(problems)}")
-        _split(model, mesh, Shard(1) if sequence else Replicate())
+        _split(model, mesh, sequence)
 
 
 def model_problems(config: PretrainedConfig, tp: int) -> list[str]:
     """Return all reasons why a model of this configuration cannot be split over `tp` ranks."""
     config = config.get_text_config()
-    if config.model_type not in HEAD_DIM:
-        return [f"its family {config.model_type!r} has no plan; supported are {', '.join(HEAD_DIM)}"]
+    if config.model_type not in FAMILIES:
+        return [f"its family {config.model_type!r} has no plan; supported are {', '.join(FAMILIES)}"]
     return head_problems(config.num_attention_heads, config.num_key_value_heads, tp)
 
 
@@ -92,11 +84,10 @@ def head_problems(num_heads: int, num_kv_heads: int, tp: int) -> list[str]:
 
 def plan_problems(model: PreTrainedModel) -> list[str]:
     """Return how the blocks differ from those of the plan: another version of transformers may have renamed modules."""
-    head_dim = HEAD_DIM[model.config.get_text_config().model_type]
     problems = []
     for block in model.get_decoder().layers[:1]:
         names = {name for name, part in block.named_modules() if next(part.parameters(recurse=False), None) is not None}
-        planned = {name for name in _block_plan(block, head_dim, Shard(1)) if name not in CALLED}
+        planned = _block_plan(block, sequence=True).keys()
         if names != planned:
             problems.append(f"its blocks have {', '.join(sorted(names))}, the plan is for {', '.join(sorted(planned))}")
     return problems
@@ -120,10 +111,12 @@ def vocabulary_shard(weight: Tensor) -> VocabularyShard | None:
 
 def copy_to_parallel_region(hidden: Tensor, axis: Axis) -> Tensor:
     """Return the same tensor, equal on all ranks, for use in different computations: its gradient is summed over the ranks."""
-    return hidden if axis.size == 1 else _Branch.apply(hidden, axis)
+    return hidden if axis.size == 1 else _Copy.apply(hidden, axis)
 
 
-class _Branch(torch.autograd.Function):
+class _Copy(torch.autograd.Function):
+    """Return the input; sum its gradient over the ranks."""
+
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -135,6 +128,67 @@ class _Branch(torch.autograd.Function):
         return ctx.axis.sum(gradient), None
 
 
+class _Sum(torch.autograd.Function):
+    """Sum the input over the ranks; its gradient is that of the sum, which is equal on all ranks."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, part: Tensor, axis: Axis) -> Tensor:
+        return axis.sum(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    """Gather the tokens of all ranks, [1, T / ranks, H] -> [1, T, H].
+
+    With `summed` the ranks use them in different computations, and the gradient is summed over the ranks. Otherwise it is equal
+    on all ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden: Tensor, axis: Axis, summed: bool) -> Tensor:
+        ctx.axis, ctx.summed = axis, summed
+        return axis.gather_dim(hidden, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        axis = ctx.axis
+        return axis.sum_scatter(gradient, 1) if ctx.summed else gradient.chunk(axis.size, 1)[axis.rank], None, None
+
+
+class _ScatterTokens(torch.autograd.Function):
+    """Sum the input over the ranks and keep this rank's tokens, [1, T, H] -> [1, T / ranks, H]."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, part: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.sum_scatter(part, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.gather_dim(gradient, 1), None
+
+
+class _GatherLogits(torch.autograd.Function):
+    """Gather the logits of all parts of the vocabulary, [..., part] -> [..., V]. Their gradient is equal on all ranks."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, logits: Tensor, axis: Axis, size: int) -> Tensor:
+        rows = -(-size // axis.size)
+        ctx.first, ctx.count = rows * axis.rank, logits.shape[-1]
+        return axis.gather_dim(F.pad(logits, (0, rows - ctx.count)), logits.ndim - 1)[..., :size]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient[..., ctx.first : ctx.first + ctx.count], None, None
+
+
 def _language_models(module: nn.Module) -> Iterator[PreTrainedModel]:
     """Yield the outermost transformers models."""
     if isinstance(module, PreTrainedModel):
@@ -144,26 +198,31 @@ def _language_models(module: nn.Module) -> Iterator[PreTrainedModel]:
             yield from _language_models(child)
 
 
-def _split(model: PreTrainedModel, mesh: DeviceMesh, stream: Placement) -> None:
-    """Split a model. `stream` is the placement of the residual stream [1, T, H]: replicated or sharded by tokens.
+def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
+    """Split a model. With `sequence` the ranks divide the tokens of the residual stream [1, T, H].
 
     Where media replace embeddings between the embedding layer and the decoder, the decoder divides the tokens.
     """
+    axis, decoder = _axis(mesh), model.get_decoder()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
-    decoder = model.get_decoder()
-    head_dim = HEAD_DIM[model.config.get_text_config().model_type]
     for block in decoder.layers:
-        _apply(block, mesh, _block_plan(block, head_dim, stream))
-    embedded = stream if decoder is model.base_model else Replicate()
-    _apply(decoder, mesh, {"embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=embedded)})
-    if stream != embedded:
-        decoder.register_forward_pre_hook(partial(_divide_tokens, axis=_axis(mesh)), with_kwargs=True)
-    if stream.is_shard():
-        _apply(decoder, mesh, {"norm": SequenceParallel(use_local_output=True)})
-        _apply(decoder, mesh, {"norm": PrepareModuleOutput(output_layouts=stream, desired_output_layouts=Replicate())})
+        for name, split in _block_plan(block, sequence=sequence).items():
+            split(block.get_submodule(name), mesh)
+        for name in BRANCHES:
+            branch = block.get_submodule(name)
+            branch.register_forward_pre_hook(partial(_enter_branch, axis=axis, sequence=sequence), with_kwargs=True)
+    inside = decoder is model.base_model
+    _split_embedding(embedding, mesh, sequence=sequence and inside)
+    if sequence and not inside:
+        decoder.register_forward_pre_hook(partial(_divide_tokens, axis=axis), with_kwargs=True)
+    if sequence:
+        _replicate(decoder.norm, mesh)
+        decoder.norm.register_forward_hook(lambda module, args, hidden: _GatherTokens.apply(hidden, axis, False))
     if head is not None:
-        _apply(model, mesh, {_name_of(model, head): ColwiseParallel(output_layouts=Replicate())})
+        size = head.weight.shape[0]
+        _split_columns(head, mesh)
+        head.register_forward_hook(lambda module, args, logits: _GatherLogits.apply(logits, axis, size))
     if tied:
         head.weight = embedding.weight
 
@@ -180,39 +239,112 @@ def _axis(mesh: DeviceMesh) -> Axis:
     return Axis("tp", mesh.size(), dist.get_rank(group), group if mesh.size() > 1 else None)
 
 
-def _block_plan(block: nn.Module, head_dim: int | None, stream: Placement) -> dict[str, ParallelStyle]:
-    """Return the plan of a block: all-reduces follow only the row-wise layers, and in the backward pass the column-wise ones.
+def _block_plan(block: nn.Module, *, sequence: bool) -> dict[str, Callable[[nn.Module, DeviceMesh], None]]:
+    """Return how to split each module of a block that has parameters.
 
-    A norm processes a part of the tokens, or, for queries and keys, this rank's heads only. Its weight is replicated, so that
-    each rank has a partial gradient: as a DTensor the gradient is marked as partial, and FSDP sums it.
+    The norms of queries and keys process this rank's heads, and with `sequence` the other norms process its tokens.
     """
-    replicated, columns, rows = Replicate(), ColwiseParallel(), RowwiseParallel(output_layouts=stream)
-    plan: dict[str, ParallelStyle] = {
-        "self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": stream}, desired_input_kwarg_layouts={"hidden_states": replicated}
-        ),
-        "mlp": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(replicated,)),
-        "self_attn.o_proj": rows,
-        "mlp.down_proj": rows,
-    }
-    plan |= dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"), columns)
-    if head_dim is not None:
-        norm = SequenceParallel(sequence_dim=head_dim, use_local_output=True)
-        plan |= {"self_attn.q_norm": norm, "self_attn.k_norm": norm}
-    if stream.is_shard():
-        norms = [name for name, _ in block.named_children() if name.endswith("layernorm")]
-        plan |= dict.fromkeys(norms, SequenceParallel(use_local_output=True))
-    return plan
+    columns, rows = _split_columns, partial(_split_rows, sequence=sequence)
+    plan = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"), columns)
+    plan |= dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), rows)
+    norms = [f"self_attn.{name}" for name, _ in block.self_attn.named_children() if name in ("q_norm", "k_norm")]
+    if sequence:
+        norms += [name for name, _ in block.named_children() if name.endswith("layernorm")]
+    return plan | dict.fromkeys(norms, _replicate)
 
 
-def _apply(module: nn.Module, mesh: DeviceMesh, plan: dict[str, Any]) -> None:
-    """Apply a plan without communication: each rank keeps its own part. Frozen parameters stay frozen."""
-    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-    parallelize_module(module, mesh, plan, src_data_rank=None)
-    for name, parameter in module.named_parameters():
-        if name in frozen:
-            parameter.requires_grad_(False)
+def _enter_branch(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], *, axis: Axis, sequence: bool
+) -> tuple[tuple, dict[str, Any]]:
+    """Give attention or feed-forward all tokens, whose gradient is summed over the ranks: a forward pre-hook."""
+
+    def enter(hidden: Tensor) -> Tensor:
+        return _GatherTokens.apply(hidden, axis, True) if sequence else _Copy.apply(hidden, axis)
+
+    if args:
+        return (enter(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": enter(kwargs["hidden_states"])}
 
 
-def _name_of(model: nn.Module, part: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is part)
+def _split_columns(linear: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep this rank's outputs of a layer, which each rank computes from the whole input."""
+    _distribute(linear, mesh, weight=Shard(0), bias=Shard(0))
+    _LocalParameters(linear)
+
+
+def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Keep this rank's inputs of a layer, whose outputs are summed over the ranks. The bias is added to the sum."""
+    axis, reduce = _axis(mesh), _ScatterTokens if sequence else _Sum
+    _distribute(linear, mesh, weight=Shard(1), bias=Replicate())
+    _LocalParameters(linear, hidden=("bias",))
+
+    def leave(module: nn.Module, args: tuple, part: Tensor) -> Tensor:
+        output = reduce.apply(part, axis)
+        if module.bias is None:
+            return output
+        return output + module.bias.to_local(grad_placements=[Partial() if sequence else Replicate()])
+
+    linear.register_forward_hook(leave)
+
+
+def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Keep this rank's rows of an embedding layer, whose outputs are summed over the ranks: those of other rows are zero."""
+    axis, reduce = _axis(mesh), _ScatterTokens if sequence else _Sum
+    _distribute(embedding, mesh, weight=Shard(0))
+    shard = vocabulary_shard(embedding.weight)
+    first, rows = shard.first, len(shard.weight)
+    if embedding.padding_idx is not None:
+        embedding.padding_idx = embedding.padding_idx - first if first <= embedding.padding_idx < first + rows else None
+    _LocalParameters(embedding)
+    outside: Tensor
+
+    def enter(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        nonlocal outside
+        (ids,) = args
+        outside = (ids < first) | (ids >= first + rows)
+        return ((ids - first).masked_fill(outside, 0),)
+
+    def leave(module: nn.Module, args: tuple, part: Tensor) -> Tensor:
+        return reduce.apply(part.masked_fill(outside[..., None], 0), axis)
+
+    embedding.register_forward_pre_hook(enter)
+    embedding.register_forward_hook(leave)
+
+
+def _replicate(norm: nn.Module, mesh: DeviceMesh) -> None:
+    """Let each rank process its own part of the input of a norm, whose weight has a partial gradient on each.
+
+    As a DTensor the gradient is marked as partial, and FSDP sums it.
+    """
+    _distribute(norm, mesh, weight=Replicate(), bias=Replicate())
+    _LocalParameters(norm, gradient=Partial())
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
+    """Make DTensors of a module's parameters without communication: each rank keeps its own part. Frozen ones stay frozen."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        tensor = distribute_tensor(parameter.data, mesh, [placements[name]], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+
+
+class _LocalParameters:
+    """Forward hooks by which a module computes with this rank's parts of its parameters, as plain tensors."""
+
+    def __init__(self, module: nn.Module, *, gradient: Placement | None = None, hidden: Collection[str] = ()):
+        """`gradient` is the placement of gradients, by default that of the parameter; parameters in `hidden` are None."""
+        self.gradient = None if gradient is None else [gradient]
+        self.hidden = hidden
+        module.register_forward_pre_hook(self.replace)
+        module.register_forward_hook(self.restore, always_call=True)
+
+    def replace(self, module: nn.Module, args: tuple) -> None:
+        self.distributed = module._parameters
+        module._parameters = {name: self._local(name, parameter) for name, parameter in self.distributed.items()}
+
+    def restore(self, module: nn.Module, args: tuple, output: Any) -> None:
+        module._parameters = self.distributed
+
+    def _local(self, name: str, parameter: DTensor | None) -> Tensor | None:
+        if parameter is None or name in self.hidden:
+            return None
+        return parameter.to_local(grad_placements=self.gradient)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from loguru import logger
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen3ForCausalLM
 
 from lightrft.config import ModelSection
@@ -34,9 +35,9 @@ def folders(tmp_path_factory) -> dict[str, str]:
     return {name: family_model(tmp_path_factory.mktemp(name), family, tie=tie) for name, (family, tie) in names.items()}
 
 
-def sequences() -> list[Tensor]:
+def sequences(vocabulary: int = 261) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, 261, (length,), generator=generator) for length in LENGTHS]
+    return [torch.randint(0, 261, (length,), generator=generator) % vocabulary for length in LENGTHS]
 
 
 def loss_of(logprobs: Tensor, entropy: Tensor) -> Tensor:
@@ -48,13 +49,13 @@ def loss_of(logprobs: Tensor, entropy: Tensor) -> Tensor:
 def plain(folder: str) -> tuple[list[Tensor], Values, Tensor]:
     """Log-probs of each sequence, gradients, and the logits of the first sequence, without anything of ours."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    logprobs = []
-    for ids in sequences():
+    logprobs, own = [], sequences(model.config.vocab_size)
+    for ids in own:
         logp = (model(ids[None], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
         logprobs.append(logp.gather(1, ids[1:, None])[:, 0])
         loss_of(logprobs[-1], -(logp.exp() * logp).sum(-1)).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return [values.detach() for values in logprobs], gradients, model(sequences()[0][None]).logits[0].detach()
+    return [values.detach() for values in logprobs], gradients, model(own[0][None]).logits[0].detach()
 
 
 def batch_of(sequences: list[Tensor]) -> Batch:
@@ -78,7 +79,8 @@ def split(folders: dict[str, str], args: dict) -> tuple[int, dict[str, tuple[lis
     data = made.mesh.data
     for name, folder in folders.items():
         actor = made.prepare(Actor(load_model(ModelSection(pretrain=folder))).train())
-        mine = sequences()[data.rank :: data.size]
+        every = sequences(actor.language_model.config.vocab_size)
+        mine = every[data.rank :: data.size]
         logprobs, entropy = actor(batch_of(mine), TEMPERATURE)
         parts = [values.split([len(ids) for ids in mine]) for values in (logprobs, entropy)]
         loss = sum(loss_of(values[1:], its_entropy[1:]) for values, its_entropy in zip(*parts, strict=True))
@@ -87,7 +89,7 @@ def split(folders: dict[str, str], args: dict) -> tuple[int, dict[str, tuple[lis
         logits = None
         if actor.sequence.multiple == 1:
             model = made.prepare(AutoModelForCausalLM.from_pretrained(folder))
-            logits = model(sequences()[0][None]).logits[0].detach().clone()
+            logits = model(every[0][None]).logits[0].detach().clone()
         results[name] = [part[1:].detach() for part in parts[0]], gradients, logits
     return data.rank, results
 
@@ -146,12 +148,45 @@ def test_each_rank_keeps_a_part_of_the_tokens(folders):
 
 @pytest.mark.slow
 def test_four_ranks_and_recomputed_activations(tmp_path):
-    folder = family_model(tmp_path, "qwen3", tie=True, heads=8, kv_heads=4)
-    _, gradients, _ = plain(folder)
+    """The second model has biases everywhere, a row of padding that has no gradient, and one row for the last rank."""
+    heads = {"heads": 8, "kv_heads": 4}
+    biased = {"vocabulary": 10, "pad": 1, "attention_bias": True, "mlp_bias": True}
+    folders = {
+        "qwen3": family_model(tmp_path / "qwen3", "qwen3", tie=True, **heads),
+        "biased": family_model(tmp_path / "biased", "llama", **heads, **biased),
+    }
+    expected = {name: plain(folder) for name, folder in folders.items()}
+    assert not expected["biased"][1]["model.embed_tokens.weight"][1].any()
     args = {"tp_size": 4, "gradient_checkpointing": True}
-    for results in run_ranks(4, split_in_turn, {"one": folder}, [args, args | {"tp_sequence_parallel": True}]):
-        for _, result in results:
-            assert max(distance(result["one"][1][key], gradients[key]) for key in gradients) < 1e-4
+    for results in run_ranks(4, split_in_turn, folders, [args, args | {"tp_sequence_parallel": True}]):
+        for layout, (_, result) in zip((False, True), results, strict=True):
+            for name, (_, gradients, logits) in expected.items():
+                assert result[name][1].keys() == gradients.keys()
+                assert max(distance(result[name][1][key], gradients[key]) for key in gradients) < 1e-4
+                assert layout or (result[name][2] - logits).abs().max() < 1e-5
+
+
+def planned_operations(folder: str, sequence: bool) -> list[int]:
+    """Operations on DTensors that torch has planned by the beginning of three updates of different length, and by their end."""
+    made, count = strategy(tp_size=2, tp_sequence_parallel=sequence), []
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    plan, planned = propagator.propagate_op_sharding_non_cached, []
+    propagator.propagate_op_sharding_non_cached = lambda schema: planned.append(schema) or plan(schema)
+    actor = Actor(load_model(ModelSection(pretrain=folder)))
+    actor, optimizer = made.prepare((actor, made.create_optimizer(actor, lr=0.1)))
+    for number in (2, 3, 4):
+        count.append(len(planned))
+        logprobs, _ = actor(batch_of(sequences()[:number]), 1.0)
+        made.backward(logprobs.sum(), actor, optimizer)
+        made.optimizer_step(optimizer, actor)
+    return [*count, len(planned)]
+
+
+def test_a_new_number_of_tokens_costs_no_planning_of_operations(folders):
+    for sequence, by_rank in run_cases(2, planned_operations, {each: (folders["qwen3"], each) for each in (False, True)}).items():
+        for first, second, third, last in by_rank:
+            assert sequence or 0 < first < second, "nothing is counted"
+            assert second == third == last
 
 
 BF16 = {
