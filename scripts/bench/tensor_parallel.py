@@ -1,0 +1,138 @@
+"""Processor time of a micro-batch under tensor parallelism, with lightrft's plain activations and with torch's DTensors.
+
+    python scripts/bench/tensor_parallel.py --layers 28 --steps 12 --repeats 3
+
+Ranks split a random Qwen3 of few and narrow layers, so that the host's work is most of the time, with parallelize() and with the
+same plan of torch's parallelize_module(). Each runs forward and backward of --steps micro-batches that differ in their number of
+tokens, as packed ones do, and then of the same micro-batches once more. Both kinds alternate; the last line is a JSON object with
+the medians over --repeats of CPU milliseconds per micro-batch and rank, new and repeated, and of the operations that torch
+planned. On CUDA each rank has a device of its own.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from lightrft.parallel.tensor_parallel import parallelize
+
+KINDS = "plain", "dtensor"
+
+
+def split_with_dtensors(model: Qwen3ForCausalLM, mesh: torch.distributed.DeviceMesh) -> None:
+    """Apply the plan that torch's tutorials give for models of this kind."""
+    columns, norm = ColwiseParallel(), SequenceParallel(sequence_dim=2, use_local_output=True)
+    plan = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"), columns)
+    plan |= {
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Replicate()}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+        ),
+        "mlp": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
+        "self_attn.q_norm": norm,
+        "self_attn.k_norm": norm,
+        "self_attn.o_proj": RowwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }
+    for block in model.model.layers:
+        parallelize_module(block, mesh, plan, src_data_rank=None)
+    parallelize_module(model.model, mesh, {"embed_tokens": RowwiseParallel(input_layouts=Replicate())}, src_data_rank=None)
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())}, src_data_rank=None)
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(ids, use_cache=False).logits.float().log_softmax(-1)[..., 0].sum()
+
+
+def rank(number: int, kind: str, args: argparse.Namespace, store: str, results: Connection) -> None:
+    torch.set_num_threads(1)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", number) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=number, world_size=args.ranks)
+    mesh = init_device_mesh(device.type, (args.ranks,))
+    planned: list[object] = []
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    plan = propagator.propagate_op_sharding_non_cached
+    propagator.propagate_op_sharding_non_cached = lambda schema: planned.append(schema) or plan(schema)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=args.layers, num_attention_heads=2 * args.ranks,
+        num_key_value_heads=args.ranks, head_dim=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).to(device)
+    parallelize(model, mesh) if kind == "plain" else split_with_dtensors(model, mesh)
+    batches = [torch.randint(256, (1, 64 + 8 * step), device=device) for step in range(args.steps + 1)]
+    losses = [loss_of(model, batches.pop())]
+    losses[0].backward()
+    found: dict[str, float] = {}
+    planned.clear()
+    for name in ("new", "repeated"):
+        begin = time.process_time()
+        for batch in batches:
+            loss = loss_of(model, batch)
+            loss.backward()
+            losses.append(loss.detach())
+        found[f"cpu_ms_{name}"] = 1e3 * (time.process_time() - begin) / len(batches)
+    found["planned_operations"] = len(planned)
+    results.send((found, torch.stack(losses).tolist()))
+    dist.barrier()
+
+
+def measure(kind: str, args: argparse.Namespace) -> tuple[dict[str, float], list[float]]:
+    """Return the means over ranks and the losses."""
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    receiving, sending = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=rank, args=(number, kind, args, str(Path(folder) / "store"), sending))
+                 for number in range(args.ranks)]  # fmt: skip
+        for process in ranks:
+            process.start()
+        found = [receiving.recv() for _ in ranks]
+        for process in ranks:
+            process.join()
+    return {name: statistics.mean(each[name] for each, _ in found) for name in found[0][0]}, found[0][1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=28, help="as many as Qwen3-0.6B has")
+    parser.add_argument("--steps", type=int, default=12, help="micro-batches, each with another number of tokens")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+    losses: dict[str, list[float]] = {}
+    for _ in range(args.repeats):
+        for kind, runs in found.items():
+            values, losses[kind] = measure(kind, args)
+            runs.append(values)
+    torch.testing.assert_close(torch.tensor(losses["plain"]), torch.tensor(losses["dtensor"]), rtol=1e-5, atol=1e-4)
+    medians = {kind: {name: round(statistics.median(run[name] for run in runs), 2) for name in runs[0]}
+               for kind, runs in found.items()}  # fmt: skip
+    ratios = {f"dtensor_over_plain_{name}": round(medians["dtensor"][f"cpu_ms_{name}"] / medians["plain"][f"cpu_ms_{name}"], 2)
+              for name in ("new", "repeated")}  # fmt: skip
+    print(json.dumps(medians | ratios))
+
+
+if __name__ == "__main__":
+    main()
