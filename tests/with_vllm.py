@@ -30,5 +30,9 @@ def load_vllm() -> None:
     if not torch.accelerator.is_available():
         for name in WHEN_IT_STARTS:
             import_module(name)
+        from vllm.platforms import current_platform
+
+        current_platform.register_triton_kernel_overrides()  # looks at every name of every module, for half of an engine's start
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda platform: None)
         registry = import_module("vllm.model_executor.models.registry")
         registry._run_in_subprocess = lambda inspect: inspect()  # a class without a cached description, apart because of CUDA
