@@ -18,11 +18,13 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
@@ -35,6 +37,8 @@ RESTARTS = "RESTARTED_RANKS"
 """Environment variable: the file in which every start once more has its line, of all processes of a test run."""
 os.environ.setdefault(RESTARTS, tempfile.mkstemp(prefix="restarted_ranks")[1])
 MOST_RESTARTS = 1
+SHALLOW = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
+"""Module for torch's fake tensors, which record the stack for each operation of DTensor that is new: under pytest it is deep."""
 LATER = {
     "deepspeed": ("lightrft.strategy.deepspeed", "deepspeed.runtime.superoffload.superoffload_stage3", "functorch.compile",
                   "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.muon_optimizer",
@@ -165,6 +169,7 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
     code = 1
     gc.freeze()  # what the parent made stays as it is: no collection looks at it, and its pages remain shared
     gc.unfreeze = lambda: None  # vLLM's end would undo that, and wait for the threads of a process group that only the parent has
+    fake_tensor.traceback = SHALLOW
     stacks = open(Path(folder) / f"stacks{rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stacks)
     try:

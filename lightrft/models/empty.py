@@ -47,4 +47,5 @@ def _register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None
     """Register the parameter on the meta device. A parameter already there stays the same object, so tied ones stay tied."""
     if parameter is not None and not parameter.is_meta:
         parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        parameter._is_hf_initialized = True  # transformers would draw values for it
     _register_real(module, name, parameter)

@@ -222,6 +222,7 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
     if head is not None:
         size = head.weight.shape[0]
         _split_columns(head, mesh)
+        head.register_forward_pre_hook(lambda module, args: (_Copy.apply(args[0], axis),))
         head.register_forward_hook(lambda module, args, logits: _GatherLogits.apply(logits, axis, size))
     if tied:
         head.weight = embedding.weight

@@ -84,6 +84,9 @@ def rank(number: int, kind: str, args: argparse.Namespace, store: str, results: 
     batches = [torch.randint(256, (1, 64 + 8 * step), device=device) for step in range(args.steps + 1)]
     losses = [loss_of(model, batches.pop())]
     losses[0].backward()
+    norms = [parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+             for parameter in model.parameters()]  # fmt: skip
+    losses[0] = torch.stack([gradient.norm() for gradient in norms]).sum()
     found: dict[str, float] = {}
     planned.clear()
     for name in ("new", "repeated"):
@@ -99,7 +102,7 @@ def rank(number: int, kind: str, args: argparse.Namespace, store: str, results: 
 
 
 def measure(kind: str, args: argparse.Namespace) -> tuple[dict[str, float], list[float]]:
-    """Return the means over ranks and the losses."""
+    """Return the means over ranks; the gradients' norms of the first micro-batch, summed, and the losses of the others."""
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
     receiving, sending = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
