@@ -115,9 +115,9 @@ def tool(train: Train, folder: Path, seed: int) -> Figures:
     write_jsonl(folder / "demonstrations.jsonl", demonstrations(problems, seed))
     flags = ["--config=configs/calculator_sft.yaml", f"--pretrain={model}", f"--prompt_data={folder}/demonstrations.jsonl",
              f"--seed={seed}"]  # fmt: skip
-    train("train_sft", 2, flags, folder / "sft")
+    train("train_sft", 1, flags, folder / "sft")
     flags = ["--config=configs/calculator.yaml", f"--pretrain={folder}/sft/model", f"--prompt_data={folder}/train.jsonl",
-             "--eval_data=", "--eval_steps=-1", "--engine_type=hf", "--actor_learning_rate=2e-3", "--max_steps=7",
+             "--eval_data=", "--eval_steps=-1", "--engine_type=hf", "--actor_learning_rate=2e-3", "--max_steps=8",
              f"--seed={seed}"]  # fmt: skip
     rows = train("train_ppo", 2, flags, folder / "run")
     return _reward(rows, first_below=0.3, last_above=0.6) | {
@@ -131,7 +131,7 @@ def reasoning_gym(train: Train, folder: Path, seed: int) -> Figures:
     model = tiny_qwen3(folder / "model", seed)
     flags = ["--config=configs/reasoning_gym.yaml", f"--pretrain={model}", "--engine_type=hf", "--rollout_batch_size=16",
              "--train_batch_size=256", "--environment_workers=16", "--max_steps=14", f"--seed={seed}"]  # fmt: skip
-    rows = train("train_ppo", 2, flags, folder / "run")
+    rows = train("train_ppo", 1, flags, folder / "run")
     return _reward(rows, first_below=0.03, last_above=0.25) | {
         "turns of the first step": Figure(rows[0]["episodes/turns"], above=4),
         "turns of the last step": Figure(rows[-1]["episodes/turns"], below=4),

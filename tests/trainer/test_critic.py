@@ -40,11 +40,11 @@ def inputs(tmp_path_factory) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [[], ["--fsdp=false", "--zero_stage=2"]], ids=str)
-def test_the_reward_rises_and_the_critic_explains_it(inputs, tmp_path, strategy):
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, []), (2, ["--fsdp=false", "--zero_stage=2"])], ids=str)
+def test_the_reward_rises_and_the_critic_explains_it(inputs, tmp_path, ranks, strategy):
     """Every prompt once in a step, so that the mean reward moves by the responses alone."""
     flags = ["--n_samples_per_prompt=1", "--rollout_batch_size=24", "--train_batch_size=12", "--max_steps=20"]
-    rows = train("train_ppo", 2, [*inputs, *PPO, *CRITIC, *flags, *strategy], tmp_path)
+    rows = train("train_ppo", ranks, [*inputs, *PPO, *CRITIC, *flags, *strategy], tmp_path)
     rewards, explained = ([row[name] for row in rows] for name in ("rollout/reward", "critic/explained_variance"))
     assert sum(rewards[-4:]) > sum(rewards[:4]) + 4 * 0.15, rewards
     assert max(explained[:3]) < 0 and min(explained[-4:]) > 0.5, explained

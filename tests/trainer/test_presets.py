@@ -1,5 +1,5 @@
-"""Every recipe learns: a few steps of two updates each, on two ranks; metrics stay finite and the reward rises, clearly and with
-every seed for those that people use most.
+"""Every recipe learns: a few steps of two updates each; metrics stay finite and the reward rises, clearly and with every seed for
+those that people use most. The first seed runs on two ranks, the others on one.
 
 The task is the smallest that a random model can learn within seconds; docs/algorithms.md has curves of the quick start's.
 """
@@ -45,7 +45,9 @@ def with_seeds(flags: list[str], seeds: range, folder: Path) -> None:
 def test_every_recipe_learns(inputs, tmp_path, name):
     flags = [*inputs, *RUN, f"--advantage_estimator={name}", *BESIDE.get(name, [])]
     seeds = range(1, 4 if name in THRICE else 2)
-    run_ranks(2, with_seeds, flags, seeds, tmp_path, timeout=400)
+    for ranks, part in ((2, seeds[:1]), (1, seeds[1:])):
+        if part:
+            run_ranks(ranks, with_seeds, flags, part, tmp_path, timeout=400)
     for seed in seeds:
         rows = rows_of(tmp_path / str(seed))
         assert all(math.isfinite(value) for row in rows for value in row.values())
