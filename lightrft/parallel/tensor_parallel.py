@@ -181,7 +181,8 @@ class _GatherLogits(torch.autograd.Function):
     def forward(ctx: FunctionCtx, logits: Tensor, axis: Axis, size: int) -> Tensor:
         rows = -(-size // axis.size)
         ctx.first, ctx.count = rows * axis.rank, logits.shape[-1]
-        return axis.gather_dim(F.pad(logits, (0, rows - ctx.count)), logits.ndim - 1)[..., :size]
+        padded = F.pad(logits, (0, rows - ctx.count)) if ctx.count < rows else logits
+        return axis.gather_dim(padded, logits.ndim - 1)[..., :size]
 
     @staticmethod
     @once_differentiable

@@ -442,7 +442,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(("engine_type", "sizes", "ranks", "sp_size", "seconds"), [
-    ("hf", [1], 1, 1, 0),
+    pytest.param("hf", [1], 1, 1, 0, marks=pytest.mark.slow),
     pytest.param("hf", [1], 2, 2, 1, marks=pytest.mark.slow, id="two engines answer one replica of data"),
     pytest.param("vllm", [2, 1], 2, 1, 30, marks=pytest.mark.slow, id="vllm"),
 ])  # fmt: skip

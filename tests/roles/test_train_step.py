@@ -78,7 +78,11 @@ def with_aborts(folder: str, aborts: bool, args: dict):
     return torch.stack(numbers), state(policy)
 
 
-@pytest.mark.parametrize(("world_size", "args"), [(1, {"gradient_checkpointing": True}), (2, {}), (2, {"bf16": True})], ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "args"),
+    [(1, {"gradient_checkpointing": True}), (2, {}), pytest.param(2, {"bf16": True}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_an_aborted_step_leaves_nothing_behind(folder, world_size, args):
     results = run_cases(world_size, with_aborts, {aborts: (folder, aborts, args) for aborts in (False, True)})
     torch.testing.assert_close(results[True], results[False], rtol=0, atol=0)

@@ -402,6 +402,7 @@ def test_ranks_decide_alike_and_together_as_one():
         assert all(torch.equal(state["history"][name], alone[1]["history"][name]) for name in state["history"])
 
 
+@pytest.mark.slow
 def test_carried_groups_are_on_one_rank_and_all_in_a_checkpoint():
     """Each on the rank where it grew; a run goes on alike from a checkpoint, on as many ranks, on others, and from an old one."""
     (alone,), pair = from_the_beginning(1), from_the_beginning(2)

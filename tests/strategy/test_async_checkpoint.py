@@ -47,7 +47,8 @@ def uninterrupted(folder: str, root: Path, args: dict):
     return Run(folder, root, **args).steps(0, 4).metrics
 
 
-@pytest.mark.parametrize("args", [{}, pytest.param({"tp_size": 2}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("args", [{}, {"tp_size": 2}])
 def test_what_is_written_is_what_was_there_and_training_is_not_disturbed(folder, root, args):
     expected = run_ranks(2, uninterrupted, folder, root, args)
     for (wrong, metrics, resumed), whole in zip(run_ranks(2, trains_meanwhile, folder, root, args), expected, strict=True):

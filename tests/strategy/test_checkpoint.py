@@ -207,6 +207,7 @@ DAMAGE = [
 ]
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(folder, saved, tmp_path):
     roots = [Path(shutil.copytree(saved, tmp_path / str(number))) for number in range(len(DAMAGE))]
     for root, (damage, name, _) in zip(roots, DAMAGE, strict=True):
@@ -431,6 +432,7 @@ def repeated(folder, tied_folder, root):
     return counts, [distance(each.state(), before) for each, before in zip((run, other), known, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_plan_is_used_for_all_checkpoints_with_the_same_tensors(folder, tied_folder, root):
     """That of one rank, which this process made and the ranks inherit, is no plan of theirs."""
     dcp.save({"one": torch.ones(2)}, checkpoint_id=root / "alone", planner=SavePlanner(1), no_dist=True)

@@ -70,7 +70,9 @@ def expected(folder, tied_folder) -> Callable[[Case], TrainingRun]:
     return lambda case: of(case.tied, adamw if case.optimizer_of is ours else sgd)
 
 
-@pytest.mark.parametrize(("ranks", "name"), EXACT)
+@pytest.mark.parametrize(
+    ("ranks", "name"), [pytest.param(*each, marks=[pytest.mark.slow] if each[0] == 4 else []) for each in EXACT]
+)
 def test_steps_equal_plain_torch(courses, expected, ranks, name):
     case = CASES[ranks][name]
     assert ("lm_head.weight" in expected(case).parameters) is not case.tied
