@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from functools import _lru_cache_wrapper
+from functools import cache
 from pathlib import Path
 
 gc.disable()  # a quarter of the time in which modules are imported would be collections, which find nothing
@@ -20,6 +20,8 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise torch.cuda.is_ava
 
 import pytest  # noqa: E402  (the environment comes first)
 from hypothesis import settings  # noqa: E402
+
+CACHED = type(cache(len))
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)  # the same examples, however busy the machine is
 settings.load_profile("repeatable")
@@ -42,7 +44,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Free what a file's tests have left behind: starting ranks takes longer the more memory this process has."""
     if nextitem is None or nextitem.path != item.path:
         for value in vars(item.module).values():
-            if isinstance(value, _lru_cache_wrapper) and value.__module__ == item.module.__name__:
+            if isinstance(value, CACHED) and value.__module__ == item.module.__name__:
                 value.cache_clear()
         if sys.platform == "linux":
             ctypes.CDLL(None).malloc_trim(0)

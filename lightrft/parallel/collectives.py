@@ -65,23 +65,6 @@ class Axis:
         if self.size > 1:
             dist.barrier(group=self.group)
 
-    def gather_dim(self, part: Tensor, dim: int) -> Tensor:
-        """Return the parts of all ranks, which have one shape, joined along a dimension in rank order."""
-        if self.size == 1:
-            return part
-        parts = part.new_empty(self.size, *part.shape)
-        dist.all_gather_into_tensor(parts.flatten(0, 1), part.contiguous(), group=self.group)
-        return parts.movedim(0, dim).flatten(dim, dim + 1)
-
-    def sum_scatter(self, value: Tensor, dim: int) -> Tensor:
-        """Return this rank's part, along a dimension that the ranks divide evenly, of the sum over all ranks."""
-        if self.size == 1:
-            return value
-        parts = value.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
-        part = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(part, parts.flatten(0, 1), group=self.group)
-        return part
-
     def exchange(self, parts: list[Tensor]) -> list[Tensor]:
         """Send `parts[r]` to rank r and return the parts received from all ranks, in rank order.
 

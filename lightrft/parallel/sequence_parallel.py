@@ -168,6 +168,13 @@ def all_gather_tensor(values: Tensor, axis: Axis) -> Tensor:
     return result
 
 
+def reduce_scatter_tensor(values: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's [T / ranks, ...] of the sum of [T, ...] over the ranks, without gradient."""
+    result = values.new_empty(len(values) // axis.size, *values.shape[1:])
+    dist.reduce_scatter_tensor(result, values.contiguous(), group=axis.group)
+    return result
+
+
 class Gather(torch.autograd.Function):
     """Gather of [t, ...] to [T, ...]. All ranks use the result in the same way, so the gradient is a rank's own slice."""
 
@@ -184,3 +191,12 @@ class Gather(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         size, rank = ctx.axis.size, ctx.axis.rank
         return None, *(None if gradient is None else gradient.chunk(size)[rank] for gradient in gradients)
+
+
+class GatherSummed(Gather):
+    """Gather of one tensor whose gradient is summed over the ranks, because each uses the result differently."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, reduce_scatter_tensor(gradient, ctx.axis)

@@ -29,7 +29,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.sequence_parallel import select_tokens
+from lightrft.parallel.sequence_parallel import (
+    Gather,
+    GatherSummed,
+    all_gather_tensor,
+    reduce_scatter_tensor,
+    select_tokens,
+)
 
 FAMILIES = (
     "llama", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "qwen3", "qwen3_vl_text", "gemma3_text",
@@ -141,37 +147,18 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
-class _GatherTokens(torch.autograd.Function):
-    """Gather the tokens of all ranks, [1, T / ranks, H] -> [1, T, H].
-
-    With `summed` the ranks use them in different computations, and the gradient is summed over the ranks. Otherwise it is equal
-    on all ranks.
-    """
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, axis: Axis, summed: bool) -> Tensor:
-        ctx.axis, ctx.summed = axis, summed
-        return axis.gather_dim(hidden, 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        axis = ctx.axis
-        return axis.sum_scatter(gradient, 1) if ctx.summed else gradient.chunk(axis.size, 1)[axis.rank], None, None
-
-
 class _ScatterTokens(torch.autograd.Function):
     """Sum the input over the ranks and keep this rank's tokens, [1, T, H] -> [1, T / ranks, H]."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, part: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return axis.sum_scatter(part, 1)
+        return reduce_scatter_tensor(part[0], axis)[None]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.gather_dim(gradient, 1), None
+        return all_gather_tensor(gradient[0], ctx.axis)[None], None
 
 
 class _GatherLogits(torch.autograd.Function):
@@ -182,7 +169,7 @@ class _GatherLogits(torch.autograd.Function):
         rows = -(-size // axis.size)
         ctx.first, ctx.count = rows * axis.rank, logits.shape[-1]
         padded = F.pad(logits, (0, rows - ctx.count)) if ctx.count < rows else logits
-        return axis.gather_dim(padded, logits.ndim - 1)[..., :size]
+        return all_gather_tensor(padded[None], axis).movedim(0, -2).flatten(-2)[..., :size]
 
     @staticmethod
     @once_differentiable
@@ -219,11 +206,11 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
         decoder.register_forward_pre_hook(partial(_divide_tokens, axis=axis), with_kwargs=True)
     if sequence:
         _replicate(decoder.norm, mesh)
-        decoder.norm.register_forward_hook(lambda module, args, hidden: _GatherTokens.apply(hidden, axis, False))
+        decoder.norm.register_forward_hook(lambda module, args, hidden: Gather.apply(axis, hidden[0])[0][None])
     if head is not None:
         size = head.weight.shape[0]
         _split_columns(head, mesh)
-        head.register_forward_pre_hook(lambda module, args: (_Copy.apply(args[0], axis),))
+        head.register_forward_pre_hook(lambda module, args: (copy_to_parallel_region(args[0], axis),))
         head.register_forward_hook(lambda module, args, logits: _GatherLogits.apply(logits, axis, size))
     if tied:
         head.weight = embedding.weight
@@ -261,7 +248,7 @@ def _enter_branch(
     """Give attention or feed-forward all tokens, whose gradient is summed over the ranks: a forward pre-hook."""
 
     def enter(hidden: Tensor) -> Tensor:
-        return _GatherTokens.apply(hidden, axis, True) if sequence else _Copy.apply(hidden, axis)
+        return GatherSummed.apply(axis, hidden[0])[0][None] if sequence else copy_to_parallel_region(hidden, axis)
 
     if args:
         return (enter(args[0]), *args[1:]), kwargs

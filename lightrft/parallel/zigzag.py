@@ -6,11 +6,9 @@ every rank, and unlike in Ulysses the number of heads need not be divisible by t
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lightrft.parallel.sequence_parallel import Gather, SequenceParallel
+from lightrft.parallel.sequence_parallel import GatherSummed, SequenceParallel
 
 
 class Zigzag(SequenceParallel):
@@ -26,16 +24,5 @@ class Zigzag(SequenceParallel):
 
     def before_attention(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the query unchanged, and key and value [t, H, D] gathered to [T, H, D] in the order of the batch."""
-        (both,) = _GatherSummed.apply(self.axis, torch.cat([key, value], -1))
+        (both,) = GatherSummed.apply(self.axis, torch.cat([key, value], -1))
         return query, *self.in_order(both).split([key.shape[-1], value.shape[-1]], -1)
-
-
-class _GatherSummed(Gather):
-    """Gather whose gradient is summed over the ranks, because each uses the result differently."""
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, Tensor]:
-        local = gradient.new_empty(len(gradient) // ctx.axis.size, *gradient.shape[1:])
-        dist.reduce_scatter_tensor(local, gradient.contiguous(), group=ctx.axis.group)
-        return None, local

@@ -9,24 +9,22 @@ share of a core while it waits, and microseconds of the processor for each sum.
 
 import argparse
 import json
-import multiprocessing
 import statistics
-import tempfile
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forked_ranks import results_of_ranks
 
 from lightrft.parallel.gloo import share_gloo_device
 
 
-def rank(number: int, shared: bool, args: argparse.Namespace, store: str, results: Connection) -> None:
+def rank(number: int, store: str, results: Connection, shared: bool, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     if shared:
         share_gloo_device()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=args.ranks)
+    dist.init_process_group("gloo", init_method=store, rank=number, world_size=args.ranks)
     groups = [dist.group.WORLD, *(dist.new_group() for _ in range(args.groups - 1))]
     value = torch.zeros(16)
 
@@ -46,15 +44,7 @@ def rank(number: int, shared: bool, args: argparse.Namespace, store: str, result
 
 def measure(shared: bool, args: argparse.Namespace) -> tuple[float, float]:
     """Return the means over ranks."""
-    receiving, sending = multiprocessing.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [multiprocessing.Process(target=rank, args=(number, shared, args, str(Path(folder) / "store"), sending))
-                 for number in range(args.ranks)]  # fmt: skip
-        for process in ranks:
-            process.start()
-        found = [receiving.recv() for _ in ranks]
-        for process in ranks:
-            process.join()
+    found = results_of_ranks(args.ranks, rank, shared, args)
     idle, each = (statistics.mean(column) for column in zip(*found, strict=True))
     return idle, each
 

@@ -2,7 +2,7 @@
 
     python scripts/bench/tensor_parallel.py --layers 28 --steps 12 --repeats 3
 
-Ranks split a random Qwen3 of few and narrow layers, so that the host's work is most of the time, with parallelize() and with the
+Ranks split a random Qwen3 of narrow layers, so that the host's work is most of the time, with parallelize() and with the
 same plan of torch's parallelize_module(). Each runs forward and backward of --steps micro-batches that differ in their number of
 tokens, as packed ones do, and then of the same micro-batches once more. Both kinds alternate; the last line is a JSON object with
 the medians over --repeats of CPU milliseconds per micro-batch and rank, new and repeated, and of the operations that torch
@@ -11,15 +11,13 @@ planned. On CUDA each rank has a device of its own.
 
 import argparse
 import json
-import multiprocessing
 import statistics
-import tempfile
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forked_ranks import results_of_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -38,7 +36,7 @@ KINDS = "plain", "dtensor"
 
 
 def split_with_dtensors(model: Qwen3ForCausalLM, mesh: torch.distributed.DeviceMesh) -> None:
-    """Apply the plan that torch's tutorials give for models of this kind."""
+    """Split the model as parallelize() does, with the styles of torch."""
     columns, norm = ColwiseParallel(), SequenceParallel(sequence_dim=2, use_local_output=True)
     plan = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"), columns)
     plan |= {
@@ -61,14 +59,14 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     return model(ids, use_cache=False).logits.float().log_softmax(-1)[..., 0].sum()
 
 
-def rank(number: int, kind: str, args: argparse.Namespace, store: str, results: Connection) -> None:
+def rank(number: int, store: str, results: Connection, kind: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", number) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     backend = "nccl" if cuda else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=number, world_size=args.ranks)
+    dist.init_process_group(backend, init_method=store, rank=number, world_size=args.ranks)
     mesh = init_device_mesh(device.type, (args.ranks,))
     planned: list[object] = []
     propagator = DTensor._op_dispatcher.sharding_propagator
@@ -102,17 +100,8 @@ def rank(number: int, kind: str, args: argparse.Namespace, store: str, results: 
 
 
 def measure(kind: str, args: argparse.Namespace) -> tuple[dict[str, float], list[float]]:
-    """Return the means over ranks; the gradients' norms of the first micro-batch, summed, and the losses of the others."""
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
-    receiving, sending = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=rank, args=(number, kind, args, str(Path(folder) / "store"), sending))
-                 for number in range(args.ranks)]  # fmt: skip
-        for process in ranks:
-            process.start()
-        found = [receiving.recv() for _ in ranks]
-        for process in ranks:
-            process.join()
+    """Return the means over ranks; the summed norm of the gradients of the first micro-batch, and the losses of the others."""
+    found = results_of_ranks(args.ranks, rank, kind, args, method="spawn" if torch.cuda.is_available() else "fork")
     return {name: statistics.mean(each[name] for each, _ in found) for name in found[0][0]}, found[0][1]
 
 
