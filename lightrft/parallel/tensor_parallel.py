@@ -199,7 +199,7 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
             split(block.get_submodule(name), mesh)
         for name in BRANCHES:
             branch = block.get_submodule(name)
-            branch.register_forward_pre_hook(partial(_enter_branch, axis=axis, sequence=sequence), with_kwargs=True)
+            branch.register_forward_pre_hook(partial(_prepare_branch, axis=axis, sequence=sequence), with_kwargs=True)
     inside = decoder is model.base_model
     _split_embedding(embedding, mesh, sequence=sequence and inside)
     if sequence and not inside:
@@ -242,17 +242,17 @@ def _block_plan(block: nn.Module, *, sequence: bool) -> dict[str, Callable[[nn.M
     return plan | dict.fromkeys(norms, _replicate)
 
 
-def _enter_branch(
+def _prepare_branch(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], *, axis: Axis, sequence: bool
 ) -> tuple[tuple, dict[str, Any]]:
     """Give attention or feed-forward all tokens, whose gradient is summed over the ranks: a forward pre-hook."""
 
-    def enter(hidden: Tensor) -> Tensor:
+    def prepare(hidden: Tensor) -> Tensor:
         return GatherSummed.apply(axis, hidden[0])[0][None] if sequence else copy_to_parallel_region(hidden, axis)
 
     if args:
-        return (enter(args[0]), *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": enter(kwargs["hidden_states"])}
+        return (prepare(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": prepare(kwargs["hidden_states"])}
 
 
 def _split_columns(linear: nn.Module, mesh: DeviceMesh) -> None:
@@ -267,13 +267,13 @@ def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
     _distribute(linear, mesh, weight=Shard(1), bias=Replicate())
     _LocalParameters(linear, hidden=("bias",))
 
-    def leave(module: nn.Module, args: tuple, part: Tensor) -> Tensor:
+    def reduce_parts(module: nn.Module, args: tuple, part: Tensor) -> Tensor:
         output = reduce.apply(part, axis)
         if module.bias is None:
             return output
         return output + module.bias.to_local(grad_placements=[Partial() if sequence else Replicate()])
 
-    linear.register_forward_hook(leave)
+    linear.register_forward_hook(reduce_parts)
 
 
 def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: bool) -> None:
@@ -287,17 +287,17 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: boo
     _LocalParameters(embedding)
     outside: Tensor
 
-    def enter(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    def to_local_rows(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         nonlocal outside
         (ids,) = args
         outside = (ids < first) | (ids >= first + rows)
         return ((ids - first).masked_fill(outside, 0),)
 
-    def leave(module: nn.Module, args: tuple, part: Tensor) -> Tensor:
+    def reduce_parts(module: nn.Module, args: tuple, part: Tensor) -> Tensor:
         return reduce.apply(part.masked_fill(outside[..., None], 0), axis)
 
-    embedding.register_forward_pre_hook(enter)
-    embedding.register_forward_hook(leave)
+    embedding.register_forward_pre_hook(to_local_rows)
+    embedding.register_forward_hook(reduce_parts)
 
 
 def _replicate(norm: nn.Module, mesh: DeviceMesh) -> None:

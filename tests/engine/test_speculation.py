@@ -399,7 +399,7 @@ def test_text_is_drafted_only_where_it_pays_and_read_completely() -> None:
         drafter.begin("0/0", "a", num_prompt=1)
         length, first = 2, None
         for _ in range(steps):
-            if not drafter.rests():
+            if not drafter.skips_step():
                 (draft,) = drafter.propose([[0]], np.array([length]), text)
                 assert draft in ([], [period[(length + place) % 4] for place in range(4)])
                 right = max(0, length - 7)  # the first four tokens are new, and three come before each

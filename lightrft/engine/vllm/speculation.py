@@ -57,7 +57,7 @@ class Speculation:
             if self._text is None:
                 with_the_noise_of_samples(self._runner.drafter, self._runner.sampler)
             if not self._engine.model_config.is_hybrid:  # states of recurrent layers depend on whether a step has drafts
-                _plain_while(self._runner, self._text.rests if self._text else lambda: self._off)
+                _plain_while(self._runner, self._text.skips_step if self._text else lambda: self._off)
         if self._text is not None:
             self._text.batch = self._runner.input_batch
             self._runner.effective_drafter_max_model_len = 2**31  # vLLM drafts zeros for sequences near the limit
@@ -192,7 +192,7 @@ class Speculation:
             self._scheduler.dynamic_sd_lookup = [lengths] * (self._scheduler.max_num_running_reqs + 1)
 
 
-def _plain_while(runner: Any, rests: Callable[[], bool]) -> None:
+def _plain_while(runner: Any, skips_step: Callable[[], bool]) -> None:
     """Make vLLM's runner compute steps that neither verify drafts nor need new ones as it does without speculation.
 
     Its preparations of drafts take time even where there are none.
@@ -200,7 +200,7 @@ def _plain_while(runner: Any, rests: Callable[[], bool]) -> None:
     config, execute = runner.speculative_config, runner.execute_model
 
     def execute_model(scheduled: Any, *args: Any, **options: Any) -> Any:
-        plain = rests() and not scheduled.scheduled_spec_decode_tokens
+        plain = skips_step() and not scheduled.scheduled_spec_decode_tokens
         runner.speculative_config = None if plain else config
         if plain:
             runner._draft_token_req_ids = None  # the drafts that vLLM would take up after this step

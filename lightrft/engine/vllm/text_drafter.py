@@ -123,7 +123,7 @@ class TextDrafter:
             state.clear()
         self._num_entries = 0
 
-    def rests(self) -> bool:
+    def skips_step(self) -> bool:
         """Count a step, and return True if nothing is to be drafted in it, because drafts did not pay in the steps before."""
         if self.forced is not None:
             return not self.forced
