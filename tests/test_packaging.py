@@ -27,6 +27,7 @@ NEEDS_AN_EXTRA = {
     "lightrft.agents.reasoning_gym": "reasoning_gym",
     "lightrft.engine.sglang": "sglang",
     "lightrft.engine.vllm": "vllm",
+    "lightrft.models.peft": "peft",
     "lightrft.models.triton": "triton",
     "lightrft.roles.endpoint": "httpx",
     "lightrft.roles.remote_teacher": "httpx",

@@ -14,6 +14,7 @@ from lightrft.backends.optim import step
 from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.checkpoint.model_state import ModelState
 from lightrft.config.sections import Config, sequence_layout
+from lightrft.models.lora import own_layers
 from lightrft.models.recompute import recompute
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
 from lightrft.parallel.mesh import Mesh
@@ -80,6 +81,7 @@ class Backend(ABC):
             from lightrft.models.liger_kernel import fuse
 
             fuse(module, self.device)
+        own_layers(module)
         trained = any(parameter.requires_grad for parameter in module.parameters())
         if trained and self.config.model.gradient_checkpointing:
             recompute(module, selective=self.config.model.gradient_checkpointing_policy == "selective")

@@ -22,8 +22,7 @@ from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import head_names, load_model, load_reward_model, load_scorer, load_tokenizer
 from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
 from lightrft.models.lora import WEIGHTS as ADAPTER_WEIGHTS
-from lightrft.models.lora import base_model_of_adapter, is_adapter_folder, merge_adapter
-from lightrft.models.trainable import freeze_parameters
+from lightrft.models.lora import base_model_of_adapter, freeze_parameters, is_adapter_folder, merge_adapter
 from lightrft.models.weight_files import weights_of
 from lightrft.parallel.collectives import Axis
 

@@ -52,8 +52,12 @@ def export(
 
 
 def export_whole(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path, dtype: torch.dtype) -> Path:
-    """Export a model that is whole in this process, which is the only one to write; its adapters are merged."""
-    stream = merge_adapters(model, chain(model.named_parameters(), persistent_buffers(model)))
+    """Export a model that is whole in this process, which is the only one to write; its adapters are merged.
+
+    Parameters are cast before they are merged, as in a run, so that the merged weights are those of its engine.
+    """
+    parameters = ((name, parameter.detach().to(dtype)) for name, parameter in model.named_parameters())
+    stream = merge_adapters(model, chain(parameters, persistent_buffers(model)))
     return export(model, stream, tokenizer, folder, dtype, Axis("export", 1, 0, None))
 
 

@@ -1,4 +1,4 @@
-"""LoRA: frozen matrices W, some of them with a trained low-rank product B A (Hu et al. 2021, arXiv:2106.09685).
+"""Frozen parameters, and LoRA: frozen matrices W with a trained low-rank product B A (Hu et al. 2021, arXiv:2106.09685).
 
     h = W x + (alpha / rank) B A x
 
@@ -12,10 +12,12 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from loguru import logger
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -30,6 +32,43 @@ ALL_LINEAR = "all-linear"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 Value = TypeVar("Value")
+
+
+def freeze_parameters(model: PreTrainedModel, section: ModelSection) -> PreTrainedModel:
+    """Freeze the parameters below --freeze_prefix; with --lora_rank freeze all and add adapters, none below a --freeze_prefix.
+
+    With --freeze_vision_tower, modules for images are frozen as well. The model is changed in place and returned. Every rank must
+    call this with the same random state, so that adapters start equal. Raise ConfigError for a prefix that matches no parameter,
+    and if nothing is left to train.
+    """
+    towers = _towers(model) if section.freeze_vision_tower else []
+    if towers:
+        logger.info("{} are not trained (--freeze_vision_tower)", ", ".join(towers))
+        section = replace(section, freeze_prefix=[*section.freeze_prefix, *towers])
+    for prefix in section.freeze_prefix:
+        frozen = [parameter for name, parameter in model.named_parameters(remove_duplicate=False) if name.startswith(prefix)]
+        if not frozen:
+            names = sorted({".".join(name.split(".")[:2]) for name, _ in model.named_parameters()})
+            raise ConfigError(f"--freeze_prefix {prefix}: no parameter has this prefix; the prefixes are {', '.join(names)}")
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    if section.lora_rank:
+        add_adapters(model, section)
+    elif not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"--freeze_prefix {' '.join(section.freeze_prefix)} freezes all parameters")
+    return model
+
+
+def _towers(model: PreTrainedModel) -> list[str]:
+    """Return the name prefixes of parameters that text never uses: the modules next to the decoder, if there are any."""
+    decoder = model.get_decoder()
+    if decoder is model.base_model:
+        return []
+    return [
+        f"{model.base_model_prefix}.{name}."
+        for name, child in model.base_model.named_children()
+        if decoder not in child.modules() and any(True for _ in child.parameters())
+    ]
 
 
 def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
@@ -63,6 +102,7 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
             layer.lora_A.to_empty(device="cpu")
             layer.lora_B.to_empty(device="cpu")
             layer.reset_lora_parameters(ADAPTER, True)
+    own_layers(model)
     if not model.can_generate():
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad or not is_backbone(model, name))
@@ -92,17 +132,32 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     return layers
 
 
+def own_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers with adapters, after making them layers of lightrft that share peft's parameters."""
+    layers = list(adapted_layers(model).values())
+    if layers:
+        from lightrft.models.peft import AdaptedLinear
+
+        for layer in layers:
+            layer.__class__ = AdaptedLinear
+    return layers
+
+
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters inside the context: the transformers model computes the outputs of its base model."""
-    layers = adapted_layers(model).values()
+    """Compute the outputs of the base model inside the context.
+
+    Parameters keep `requires_grad`: peft's own switch clears it, and FSDP2 reads it at the first
+    forward pass to choose the dtype of gradients.
+    """
+    layers = own_layers(model)
     for layer in layers:
-        layer.enable_adapters(False)
+        layer.adapters_on = False
     try:
         yield
     finally:
         for layer in layers:
-            layer.enable_adapters(True)
+            layer.adapters_on = True
 
 
 def merge_adapters(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -112,10 +167,13 @@ def merge_adapters(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> It
     without adapters the stream is unchanged.
     """
     scalings = {name: layer.scaling[ADAPTER] for name, layer in adapted_layers(model).items()}
+    if not scalings:
+        return iter(stream)
+    from lightrft.models.peft import merge
 
     def product(name: str, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
         with torch.no_grad():
-            return torch.addmm(base.float(), b.float(), a.float(), alpha=scalings[name]).to(base.dtype)
+            return merge(base, a, b, scalings[name])
 
     return fold_adapters(stream, product)
 

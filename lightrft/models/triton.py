@@ -1,8 +1,11 @@
-"""Triton kernels for log-probs: the steps after the product with the head's weight, each in one pass over the logits.
+"""Triton kernels for log-probs and merged adapters.
 
-They return the same values as local_sums() and gradient() of vocab_parallel.py, for which torch needs about ten passes. The
-first pass does not modify the logits, so the gradient is computed from them. One program reads one row in the first pass, and
-one block of a row in the second.
+local_sums() and gradient() are the steps after the product with the head's weight, each in one pass over the logits. They
+return the same values as the functions of these names in vocab_parallel.py, for which torch needs about ten passes. The first
+pass does not modify the logits, so the gradient is computed from them. One program reads one row in the first pass, and one
+block of a row in the second.
+
+merge() returns what merge() of peft.py returns, without a copy of the matrix in float32.
 
 Shapes: t tokens, v of the vocabulary on this rank, K targets at each position.
 """
@@ -15,6 +18,7 @@ from torch import Tensor
 from lightrft.models.vocab_parallel import Distribution, LocalTargets
 
 BLOCK = 2048
+MERGED_ROWS, MERGED_COLUMNS = 32, 128
 
 
 def local_sums(logits: Tensor, local_targets: LocalTargets) -> tuple[Tensor, ...]:
@@ -45,6 +49,50 @@ def gradient(
         BY_ENTROPY=grad_entropy is not None, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
     return out
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return W + s B A [out, in] in bfloat16, rounded as merge() of peft.py rounds."""
+    weight = weight.contiguous()
+    a = a.contiguous()
+    b = b.contiguous()
+    out = torch.empty_like(weight)
+    height, width = weight.shape
+    grid = (triton.cdiv(height, MERGED_ROWS), triton.cdiv(width, MERGED_COLUMNS))
+    _merge[grid](
+        weight, a, b, out, scaling, height, width, a.shape[0], ROWS=MERGED_ROWS, COLUMNS=MERGED_COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _threshold(number, SEED: tl.constexpr):
+    """Return thresholds() of peft.py for some numbers."""
+    mixed = (number * 2 + SEED).to(tl.uint32)
+    mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352D
+    mixed = (mixed ^ (mixed >> 16)) * 0x846CA68B
+    return mixed >> 16
+
+
+@triton.jit
+def _merge(weight, a, b, out, scaling, height, width, rank, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Merge one tile. The products are sums of the same order in every tile and call."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < height)[:, None] & (column < width)[None, :]
+    place = row.to(tl.int64)[:, None] * width + column[None, :]
+
+    product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(rank):
+        left = tl.load(b + row.to(tl.int64) * rank + k, mask=row < height, other=0.0)
+        right = tl.load(a + k * width + column, mask=column < width, other=0.0)
+        product += left.to(tl.float32)[:, None] * right.to(tl.float32)[None, :]
+    merged = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32) + scaling * product
+
+    threshold = (_threshold(row, 1)[:, None] + _threshold(column, 2)[None, :]) & 0xFFFF
+    bits = merged.to(tl.uint32, bitcast=True) + threshold
+    rounded = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    tl.store(out + place, rounded, mask=inside)
 
 
 @triton.jit

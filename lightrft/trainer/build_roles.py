@@ -13,7 +13,7 @@ from lightrft.engine.model_info import placeholder_token_ids
 from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Scorer, check_window
 from lightrft.models.load import check_vocabulary, load_model, load_reward_model, load_scorer, load_tokenizer, stored_heads
-from lightrft.models.trainable import freeze_parameters
+from lightrft.models.lora import freeze_parameters
 from lightrft.rewards.models import ModelRewards, ScoringModel
 from lightrft.rewards.steps import StepRewards
 from lightrft.roles.critic import Critic

@@ -82,8 +82,27 @@ def impossible() -> None:
     assert picked.tolist() == [[-torch.inf], [4.0]]
 
 
+def merged() -> None:
+    """Merged adapters of several sizes, in matrices that no tile fits, against torch."""
+    from lightrft.models import peft, triton
+
+    for height, width, rank, size in [(5, 7, 1, 1e-5), (70, 131, 4, 1e-3), (33, 260, 16, 0.1)]:
+        generator = torch.Generator().manual_seed(height)
+        weight = (torch.randn(height, width, generator=generator) * 0.02).bfloat16()
+        a = torch.randn(rank, width, generator=generator).bfloat16()
+        b = (torch.randn(height, rank, generator=generator) * size).bfloat16()
+        found = triton.merge(weight, a, b, 2.0)
+        wanted = peft.merge(weight, a, b, 2.0)
+        # A sum in another order is rounded elsewhere only if it lies next to its threshold.
+        assert (found != wanted).float().mean() <= 1e-3
+        assert torch.allclose(found.float(), wanted.float(), rtol=2**-7, atol=1e-8)
+        assert not torch.equal(found, weight)
+        assert torch.equal(triton.merge(weight, a, torch.zeros_like(b), 2.0), weight)
+    print("merged")
+
+
 def compiled() -> str:
-    """Both kernels in the language of an H100's compiler, for logits of any width."""
+    """All kernels in the language of an H100's compiler, for logits of any width."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -94,10 +113,13 @@ def compiled() -> str:
     gradient = {"logits": "*fp32", "out": "*bf16", "places": "*i64"}
     gradient |= dict.fromkeys(("grad_logprobs", "asked_for", "largest", "total", "entropy", "grad_entropy"), "*fp32")
     gradient |= dict.fromkeys(("num", "stride", "out_stride", "num_targets"), "i32")
+    merge = dict.fromkeys(("weight", "a", "b", "out"), "*bf16") | {"scaling": "fp32"}
+    merge |= dict.fromkeys(("height", "width", "rank"), "i32")
     texts = []
     for kernel, signature, constants in [
         (kernels._sums, sums, {"BLOCK": kernels.BLOCK}),
         (kernels._gradient, gradient, {"BLOCK": kernels.BLOCK, "BY_ENTROPY": True}),
+        (kernels._merge, merge, {"ROWS": kernels.MERGED_ROWS, "COLUMNS": kernels.MERGED_COLUMNS}),
     ]:
         source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
         texts.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"])

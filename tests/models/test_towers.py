@@ -9,8 +9,7 @@ from transformers import AutoModelForImageTextToText, LlavaConfig, PretrainedCon
 from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
-from lightrft.models.lora import adapted_layers
-from lightrft.models.trainable import freeze_parameters
+from lightrft.models.lora import adapted_layers, freeze_parameters
 from lightrft.types import Batch
 
 pytestmark = pytest.mark.slow

@@ -37,5 +37,10 @@ def test_interpreted_kernels_equal_float64():
 
 
 @pytest.mark.slow
+def test_interpreted_merging_equals_torch():
+    assert python("from models.interpreted import merged; merged()", TRITON_INTERPRET="1").strip() == "merged"
+
+
+@pytest.mark.slow
 def test_the_kernels_compile_for_a_gpu():
     assert "ld.global" in python("from models.interpreted import compiled; print(compiled())")

@@ -8,7 +8,7 @@ from lightrft.algorithms.objectives import sft
 from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
-from lightrft.models.trainable import freeze_parameters
+from lightrft.models.lora import freeze_parameters
 from lightrft.roles.policy import Policy
 from lightrft.strategy import get_strategy
 from ranks import run_ranks

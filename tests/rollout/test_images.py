@@ -26,7 +26,7 @@ from lightrft.config import ConfigError, ModelSection
 from lightrft.data.media import IMAGES, ImageFile
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer, load_tokenizer
-from lightrft.models.trainable import freeze_parameters
+from lightrft.models.lora import freeze_parameters
 from lightrft.observe.metrics import Metrics
 from lightrft.rewards.models import ModelRewards, ScoringModel
 from lightrft.roles.critic import Critic

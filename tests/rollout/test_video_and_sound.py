@@ -24,7 +24,7 @@ from lightrft.config import ModelSection
 from lightrft.data.media import AUDIOS, IMAGES, VIDEOS, AudioFile, ImageFile, MediaFile, VideoFile
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model, load_scorer
-from lightrft.models.trainable import freeze_parameters
+from lightrft.models.lora import freeze_parameters
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
 from lightrft.rollout.experience import flatten

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from lightrft.config import ModelSection
 from lightrft.engine.base import Sampling
-from lightrft.models.lora import B, is_adapter
-from lightrft.models.trainable import freeze_parameters
+from lightrft.models.lora import B, freeze_parameters, is_adapter
 from lightrft.strategy import StrategyBase, get_strategy
 from strategy.training import SHARES, load, rows, share_of_loss, snapshot, tokens_learned
 

@@ -8,15 +8,15 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
 
 from lightrft.config import ModelSection
 from lightrft.models.empty import is_empty
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
-from lightrft.models.lora import is_adapter
-from lightrft.models.trainable import freeze_parameters
+from lightrft.models.lora import freeze_parameters, is_adapter
 from lightrft.types import Batch
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 from strategy.lora_course import (
     NUM_STEPS,
     PROMPTS,
@@ -212,6 +212,36 @@ def test_adapters_are_float32_in_a_bfloat16_run(folder, expected, args, tmp_path
     assert len(modes) == 1, "weights are as readable as the files beside them"
     assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
     assert not any(torch.equal(tensor, tensor.bfloat16().float()) for tensor in adapter.values())
+
+
+def engine_differs(folder: str, args: dict) -> float:
+    """Return how far the actor is from a plain bfloat16 model with the weights that an engine gets."""
+    made = strategy(bf16=True, **args)
+    actor = adapted_actor(made, folder, empty=False)
+    with torch.no_grad():
+        for name, parameter in actor.named_parameters():
+            if "lora_B" in name:
+                parameter.bernoulli_(0.5).sub_(0.5).mul_(2e-4)
+    made.prepare((actor, made.create_optimizer(actor, RATE)))
+    batch = Batch(lengths=torch.tensor([9]), input_ids=torch.arange(9), loss_mask=torch.arange(9) > 0, rows=torch.tensor([0]))
+
+    plain = Actor(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+    base = plain(batch, 1.0)[0].detach()
+    weights = {name: tensor.cpu().clone() for name, tensor in made.full_params(actor)}
+    missing = plain.language_model.load_state_dict(weights, strict=False).unexpected_keys
+    assert not missing
+    streamed = plain(batch, 1.0)[0].detach()
+    trained = actor(batch, 1.0)[0].detach()
+    made.close()
+    assert (streamed - base).abs().max() > 1e-3, "the adapter has an effect"
+    return (trained - streamed).abs().max().item()
+
+
+@pytest.mark.slow
+def test_a_bfloat16_actor_is_the_model_that_its_engine_gets(folder):
+    layouts = ({"fsdp": True}, {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3})
+    found = run_cases(2, engine_differs, {str(args): (folder, args) for args in layouts})
+    assert {case: max(ranks) for case, ranks in found.items()} == dict.fromkeys(found, 0.0)
 
 
 def loaded_elsewhere(folder: str, args: dict, root: Path) -> dict[str, torch.Tensor]:

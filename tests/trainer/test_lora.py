@@ -33,6 +33,23 @@ def test_reward_rises_with_adapters_alone(inputs, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_engine_follows_adapters_in_bfloat16(inputs, tmp_path):
+    """Adapters of 0 change nothing, so the mismatch of the first step is that of the model alone.
+
+    It falls as the responses become more certain. With an engine that lacks what rounding removes
+    from adapters the mean was 0.8 of the first, and the last rewards were 0.66.
+    """
+    flags = [*inputs, *PPO, *LORA, "--bf16", "--max_steps=45", "--init_kl_coef=0.001", "--seed=3"]
+    rows = train("train_ppo", 1, flags, tmp_path)
+    assert rows[0]["rollout/reward"] < 0.55
+    assert sum(row["rollout/reward"] for row in rows[-5:]) / 5 > 0.7
+    assert rows[0]["train/kl"] == 0 < rows[-1]["train/kl"]
+
+    mismatch = [row["engine/logprob_mismatch"] for row in rows]
+    assert sum(mismatch) / len(mismatch) < 0.62 * mismatch[0]
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_and_ends_with_its_adapter(inputs, tmp_path):
     """Four steps at once, and two and two: the same numbers and the same adapter, which peft loads."""
     flags = [*inputs, *PPO, *LORA, "--init_kl_coef=0.1", "--lora_dropout=0.1", "--save_adapter_only", "--enable_ema"]
