@@ -142,6 +142,13 @@ CHECKS = [
           (Aim("rise of the reward", least=0.05), Aim("mismatch of log-probs", most=2e-2, anywhere=True)), 200),
     Check("killed and resumed", "runs", measured("resume"),
           (Aim("relative distance of metrics", most=1e-3, anywhere=True), Aim("steps", least=6, anywhere=True)), 240),
+    Check("merging", "adapters", measured("merging"),
+          (Aim("places unlike torch's", most=1e-3, anywhere=True), Aim("largest distance", most=2**-7, anywhere=True),
+           Aim("ms to merge", most=0.3), Aim("time of peft's layer", most=1.2)), 90, modules=("peft",)),
+    Check("adapters learn, bfloat16", "adapters",
+          measured("learning", "hf", "--lora_rank=8", "--lora_alpha=32", "--actor_learning_rate=1e-2", "--init_kl_coef=0.001"),
+          (Aim("rise of the reward", least=0.05), Aim("mismatch of log-probs", most=2e-2, anywhere=True)), 200,
+          modules=("peft",)),
     Check("FSDP2 against torch", "deepspeed", measured("contract", "fsdp"), NO_CASE_FAILS, 90),
     *(Check(f"DeepSpeed {stage} against torch", "deepspeed", measured("contract", str(stage)), NO_CASE_FAILS, 90, **DEEPSPEED)
       for stage in range(4)),

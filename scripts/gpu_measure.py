@@ -329,7 +329,56 @@ def ppo_flags(folder: Path, save_path: str, *more: str) -> list[str]:
     return [*inputs(folder), *PPO, "--reward_workers=0", f"--save_path={folder / save_path}", *more]
 
 
-def learning(setting: Setting, engine: str) -> Figures:
+def merging(setting: Setting) -> Figures:
+    """Merge adapters of rank 16 into a bfloat16 matrix of 7B's feed-forward, and train such a layer on 16,384 tokens."""
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.lora import Linear
+
+    from lightrft.models.lora import own_layers
+    from lightrft.models.peft import merge
+    from lightrft.parallel.device import synchronize
+
+    device, tiny = setting.device, setting.tiny
+    height, width, tokens = (96, 64, 32) if tiny else (18944, 3584, 16_384)
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(height, width, generator=generator) * 0.02).bfloat16()
+    a = torch.randn(16, width, generator=generator).bfloat16()
+    b = (torch.randn(height, 16, generator=generator) * 1e-4).bfloat16()
+    wanted = merge(weight, a, b, 1.0)
+
+    parts = [tensor.to(device) for tensor in (weight, a, b)]
+    found = merge(*parts, 1.0).cpu()
+
+    model = torch.nn.Sequential(torch.nn.Linear(width, height, bias=False).requires_grad_(False))
+    inject_adapter_in_model(LoraConfig(r=16, target_modules=["0"]), model)
+    (layer,) = own_layers(model.to(device, torch.bfloat16))
+    x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    upstream = torch.randn(tokens, height, device=device, dtype=torch.bfloat16)
+
+    def seconds(action: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(2 if tiny else 10):
+            synchronize(device)
+            began = time.perf_counter()
+            action()
+            synchronize(device)
+            times.append(time.perf_counter() - began)
+        return sorted(times)[len(times) // 2]
+
+    def step() -> None:
+        layer(x).backward(upstream)
+
+    merged = seconds(step)
+    layer.__class__ = Linear
+    return {
+        "places unlike torch's": (found != wanted).float().mean().item(),
+        "largest distance": (found.float() - wanted.float()).abs().max().item(),
+        "ms to merge": 1000 * seconds(lambda: merge(*parts, 1.0)),
+        "time of peft's layer": merged / seconds(step),
+    }
+
+
+def learning(setting: Setting, engine: str, *more: str) -> Figures:
     """GRPO in bfloat16 with this engine: the reward's rise, from the mean of the first to that of the last three steps.
 
     An engine that can sleep does so between rollouts, beside the trainer on the same device.
@@ -337,7 +386,7 @@ def learning(setting: Setting, engine: str) -> Figures:
     with temporary_folder() as folder:
         steps = 6 if setting.tiny else 30
         sleep = [] if engine == "hf" else ["--enable_engine_sleep", "--engine_mem_util=0.3"]
-        flags = ["--bf16", f"--engine_type={engine}", f"--max_steps={steps}", *sleep]
+        flags = ["--bf16", f"--engine_type={engine}", f"--max_steps={steps}", *sleep, *more]
         train(1, "train_ppo", ppo_flags(folder, "run", *flags))
         rows = metrics(folder / "run")
     rewards = [row["rollout/reward"] for row in rows]
@@ -616,7 +665,7 @@ class temporary_folder(tempfile.TemporaryDirectory):
 
 MEASUREMENTS: dict[str, Callable[..., Figures]] = {
     f.__name__: f
-    for f in (head_error, head, ahead_overlap, training, deterministic, gradient_memory, offload_speed, contract, learning,
+    for f in (head_error, head, ahead_overlap, training, deterministic, gradient_memory, offload_speed, contract, merging, learning,
               resume, layout, death_of_a_rank, shared_engine, engine_contract, sleep_cycles, sync, rollout_speed)
 }  # fmt: skip
 
