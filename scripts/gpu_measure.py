@@ -665,8 +665,8 @@ class temporary_folder(tempfile.TemporaryDirectory):
 
 MEASUREMENTS: dict[str, Callable[..., Figures]] = {
     f.__name__: f
-    for f in (head_error, head, ahead_overlap, training, deterministic, gradient_memory, offload_speed, contract, merging, learning,
-              resume, layout, death_of_a_rank, shared_engine, engine_contract, sleep_cycles, sync, rollout_speed)
+    for f in (head_error, head, ahead_overlap, training, deterministic, gradient_memory, offload_speed, contract, merging,
+              learning, resume, layout, death_of_a_rank, shared_engine, engine_contract, sleep_cycles, sync, rollout_speed)
 }  # fmt: skip
 
 
