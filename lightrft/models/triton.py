@@ -18,7 +18,10 @@ from torch import Tensor
 from lightrft.models.vocab_parallel import Distribution, LocalTargets
 
 BLOCK = 2048
-MERGED_ROWS, MERGED_COLUMNS = 32, 128
+MERGED_ROWS = 32
+MERGED_COLUMNS = 128
+MERGED_RANK = 16
+"""Tile of merge(), and the part of the rank that it multiplies at once."""
 
 
 def local_sums(logits: Tensor, local_targets: LocalTargets) -> tuple[Tensor, ...]:
@@ -60,7 +63,8 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     height, width = weight.shape
     grid = (triton.cdiv(height, MERGED_ROWS), triton.cdiv(width, MERGED_COLUMNS))
     _merge[grid](
-        weight, a, b, out, scaling, height, width, a.shape[0], ROWS=MERGED_ROWS, COLUMNS=MERGED_COLUMNS, num_warps=4,
+        weight, a, b, out, scaling, height, width, a.shape[0],
+        ROWS=MERGED_ROWS, COLUMNS=MERGED_COLUMNS, RANK=MERGED_RANK, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -75,19 +79,23 @@ def _threshold(number, SEED: tl.constexpr):
 
 
 @triton.jit
-def _merge(weight, a, b, out, scaling, height, width, rank, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _merge(weight, a, b, out, scaling, height, width, rank, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr):
     """Merge one tile. The products are sums of the same order in every tile and call."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < height)[:, None] & (column < width)[None, :]
     place = row.to(tl.int64)[:, None] * width + column[None, :]
+    frozen = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
 
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for k in range(rank):
-        left = tl.load(b + row.to(tl.int64) * rank + k, mask=row < height, other=0.0)
-        right = tl.load(a + k * width + column, mask=column < width, other=0.0)
-        product += left.to(tl.float32)[:, None] * right.to(tl.float32)[None, :]
-    merged = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32) + scaling * product
+    for first in range(0, rank, RANK):
+        k = first + tl.arange(0, RANK)
+        of_row = row.to(tl.int64)[:, None] * rank + k[None, :]
+        left = tl.load(b + of_row, mask=(row < height)[:, None] & (k < rank)[None, :], other=0.0)
+        of_column = k[:, None] * width + column[None, :]
+        right = tl.load(a + of_column, mask=(k < rank)[:, None] & (column < width)[None, :], other=0.0)
+        product = tl.dot(left, right, product, input_precision="ieee")
+    merged = frozen + scaling * product
 
     threshold = (_threshold(row, 1)[:, None] + _threshold(column, 2)[None, :]) & 0xFFFF
     bits = merged.to(tl.uint32, bitcast=True) + threshold

@@ -86,7 +86,7 @@ def merged() -> None:
     """Merged adapters of several sizes, in matrices that no tile fits, against torch."""
     from lightrft.models import peft, triton
 
-    for height, width, rank, size in [(5, 7, 1, 1e-5), (70, 131, 4, 1e-3), (33, 260, 16, 0.1)]:
+    for height, width, rank, size in [(5, 7, 1, 1e-5), (70, 131, 4, 1e-3), (33, 260, 16, 0.1), (40, 50, 24, 0.01)]:
         generator = torch.Generator().manual_seed(height)
         weight = (torch.randn(height, width, generator=generator) * 0.02).bfloat16()
         a = torch.randn(rank, width, generator=generator).bfloat16()
@@ -115,11 +115,16 @@ def compiled() -> str:
     gradient |= dict.fromkeys(("num", "stride", "out_stride", "num_targets"), "i32")
     merge = dict.fromkeys(("weight", "a", "b", "out"), "*bf16") | {"scaling": "fp32"}
     merge |= dict.fromkeys(("height", "width", "rank"), "i32")
+    merged_tile = {
+        "ROWS": kernels.MERGED_ROWS,
+        "COLUMNS": kernels.MERGED_COLUMNS,
+        "RANK": kernels.MERGED_RANK,
+    }
     texts = []
     for kernel, signature, constants in [
         (kernels._sums, sums, {"BLOCK": kernels.BLOCK}),
         (kernels._gradient, gradient, {"BLOCK": kernels.BLOCK, "BY_ENTROPY": True}),
-        (kernels._merge, merge, {"ROWS": kernels.MERGED_ROWS, "COLUMNS": kernels.MERGED_COLUMNS}),
+        (kernels._merge, merge, merged_tile),
     ]:
         source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
         texts.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"])
