@@ -94,7 +94,7 @@ def _merge(weight, a, b, out, scaling, height, width, rank, ROWS: tl.constexpr, 
         left = tl.load(b + of_row, mask=(row < height)[:, None] & (k < rank)[None, :], other=0.0)
         of_column = k[:, None] * width + column[None, :]
         right = tl.load(a + of_column, mask=(k < rank)[:, None] & (column < width)[None, :], other=0.0)
-        product = tl.dot(left, right, product, input_precision="ieee")
+        product = tl.dot(left.to(tl.float32), right.to(tl.float32), product, input_precision="ieee")
     merged = frozen + scaling * product
 
     threshold = (_threshold(row, 1)[:, None] + _threshold(column, 2)[None, :]) & 0xFFFF
