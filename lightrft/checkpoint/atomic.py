@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -114,6 +115,7 @@ def _start(part: Path) -> None:
 
 
 def _publish(part: Path, folder: Path) -> None:
+    _follow_umask(part)
     sync_folder(part)
     old = folder.with_name(folder.name + OLD)
     if folder.exists():
@@ -124,6 +126,17 @@ def _publish(part: Path, folder: Path) -> None:
     sync_folder(folder.parent)
     if old.exists():
         shutil.rmtree(old)
+
+
+def _follow_umask(part: Path) -> None:
+    """Give all files the mode of a new file: safetensors makes them readable by their owner only."""
+    probe = part / "mode.tmp"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in part.rglob("*"):
+        if path.is_file() and stat.S_IMODE(path.stat().st_mode) != mode:
+            path.chmod(mode)
 
 
 def _reason(error: BaseException) -> str:

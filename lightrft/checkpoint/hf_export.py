@@ -1,7 +1,9 @@
-"""Export of a weight stream to a Hugging Face folder."""
+"""Export of a weight stream to a Hugging Face folder, and its rehearsal before a run."""
 
 import copy
+import inspect
 import shutil
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -10,11 +12,14 @@ from pathlib import Path
 import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_relative_import_files
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from lightrft.checkpoint.atomic import PART, sync_file, write_folder
+from lightrft.checkpoint.atomic import PART, CheckpointError, run_on_all_ranks, sync_file, sync_folder, write_folder
 from lightrft.checkpoint.hf_parameters import persistent_buffers
 from lightrft.checkpoint.shard_writer import ShardWriter
+from lightrft.config.errors import ConfigError
 from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
 from lightrft.models.lora import adapted_layers, is_adapter, merge_adapters, save_adapter
 from lightrft.models.weight_files import WeightFiles, cached_folder
@@ -23,6 +28,9 @@ from lightrft.thinker import OTHER_PARTS, published_config, speaks
 from lightrft.weight_sync.names import PublishedNames, transformers_class
 
 MAX_SHARD_BYTES = 5 * 10**9
+FOLDERS = {"additional_chat_templates"}
+"""Folders inside of a model's folder: transformers writes a tokenizer's further templates there."""
+GENERATION = "generation_config.json"
 BESIDE = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json",
           "spk_dict.pt")  # fmt: skip
 """Files of processors, and the voices of Qwen2.5-Omni, which are copied since training does not change them."""
@@ -51,6 +59,44 @@ def export(
     return folder
 
 
+def rehearse(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype, world: Axis, *, trust_remote_code: bool
+) -> None:
+    """Write all of a model's folder but the weights into a temporary folder, and read it back; all ranks call this.
+
+    A run finds out in its first seconds what would otherwise end it after its last step. Raise ConfigError on all ranks if the
+    folder cannot be written, or is read back as something else.
+    """
+
+    def attempt() -> None:
+        if world.rank == 0:
+            with tempfile.TemporaryDirectory() as folder:
+                _write_rest(model, tokenizer, dtype, True, Path(folder))
+                _read_back(Path(folder), tokenizer, trust_remote_code=trust_remote_code)
+
+    try:
+        run_on_all_ranks(world, f"{model.name_or_path} cannot be saved as a model after training", attempt)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _read_back(folder: Path, tokenizer: PreTrainedTokenizerBase | None, *, trust_remote_code: bool) -> None:
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    config = AutoConfig.from_pretrained(folder, **options)
+    for reference in (getattr(config, "auto_map", None) or {}).values():
+        get_class_from_dynamic_module(reference, folder, local_files_only=True)
+    if (folder / GENERATION).is_file():
+        GenerationConfig.from_pretrained(folder)
+
+    if tokenizer is not None:
+        found = AutoTokenizer.from_pretrained(folder, **options)
+        for name in ("vocab_size", "eos_token_id", "pad_token_id", "chat_template"):
+            before = getattr(tokenizer, name)
+            after = getattr(found, name)
+            if after != before:
+                raise ValueError(f"the tokenizer's {name} is {before!r}, but {after!r} when it is saved and loaded")
+
+
 def export_whole(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path, dtype: torch.dtype) -> Path:
     """Export a model that is whole in this process, which is the only one to write; its adapters are merged.
 
@@ -74,8 +120,8 @@ def export_adapter(
             save_adapter(model, adapters, part)
             if tokenizer is not None:
                 tokenizer.save_pretrained(part)
-            for path in part.iterdir():
-                sync_file(path)
+            for path in part.rglob("*"):
+                (sync_folder if path.is_dir() else sync_file)(path)
 
     write_folder(folder, world, partial(_check_target, folder, mark=ADAPTER_CONFIG), write)
     return folder
@@ -107,21 +153,45 @@ def _other_parts(model: PreTrainedModel) -> Stream:
 def _write_rest(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype, writes: bool, part: Path
 ) -> None:
+    """Write what is not weights: configuration, tokenizer, and the files that training does not change."""
     if not writes:
         return
+
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.use_cache = True  # training disables it
     config.architectures = [transformers_class(model).__name__]  # a critic may come from a model with another head
-    published_config(model, config).save_pretrained(part)
+    config = published_config(model, config)
+    code = _code_of(model, tokenizer)
+    if code and getattr(config, "auto_map", None):
+        # The code comes with the folder, whatever repository it was loaded from.
+        config.auto_map = {auto: str(name).rpartition("--")[2] for auto, name in config.auto_map.items()}
+    config.save_pretrained(part)
     if model.can_generate():
-        model.generation_config.save_pretrained(part)
+        # Published settings may contradict each other, such as a temperature beside greedy decoding.
+        # save_pretrained() would refuse to write them.
+        model.generation_config.to_json_file(part / GENERATION)
     if tokenizer is not None:
         tokenizer.save_pretrained(part)
-    for file in _files_beside(model):
+
+    for file in (*_files_beside(model), *code):
         shutil.copy(file, part)
-    for path in part.iterdir():
-        sync_file(path)
+    for path in part.rglob("*"):
+        (sync_folder if path.is_dir() else sync_file)(path)
+
+
+def _code_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[Path]:
+    """Return the Python files of classes that came with a model (--trust_remote_code), and of all that these import from there.
+
+    Their folder may hold code of processors too, so all of its Python files are returned.
+    """
+    classes = [transformers_class(model), type(model.config), type(tokenizer)]
+    came_along = f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."
+    remote = [Path(inspect.getfile(kind)) for kind in classes if kind.__module__.startswith(came_along)]
+    files = [*remote, *(Path(file) for path in remote for file in get_relative_import_files(path))]
+    if remote and Path(model.name_or_path).is_dir():
+        files += Path(model.name_or_path).glob("*.py")
+    return list({file.name: file for file in files}.values())
 
 
 def _files_beside(model: PreTrainedModel) -> list[Path]:
@@ -135,5 +205,6 @@ def _files_beside(model: PreTrainedModel) -> list[Path]:
 def _check_target(folder: Path, part: Path, mark: str = "config.json") -> None:
     """Raise ValueError if `folder` has contents other than an earlier model or adapter, since these would be removed."""
     if folder.is_dir() and any(folder.iterdir()):
-        if not (folder / mark).is_file() or any(path.is_dir() for path in folder.iterdir()):
+        others = {path.name for path in folder.iterdir() if path.is_dir()} - FOLDERS
+        if others or not (folder / mark).is_file():
             raise ValueError(f"{folder} contains other files than a model; use a separate folder, such as {folder / 'model'}")

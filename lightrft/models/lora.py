@@ -9,7 +9,6 @@ merge_adapters() undoes this for engines and saved models, which need the model 
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -210,7 +209,6 @@ def save_adapter(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> 
     names = {name: "base_model.model." + name.replace(f".{ADAPTER}.", ".") for name in tensors}
     save_file({names[name]: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
     model.peft_config[ADAPTER].save_pretrained(folder)
-    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes the file readable by its owner only
 
 
 def is_adapter_folder(folder: Path | str) -> bool:

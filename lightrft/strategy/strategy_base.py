@@ -33,7 +33,7 @@ from lightrft.backends.base import Backend
 from lightrft.backends.dropout import draw_by_data_rank
 from lightrft.backends.optim import create_adamw, create_lr_scheduler, parameter_names
 from lightrft.batching.sample_store import MemoryStore, SampleStore
-from lightrft.checkpoint.hf_export import export, export_adapter
+from lightrft.checkpoint.hf_export import export, export_adapter, rehearse
 from lightrft.checkpoint.hf_parameters import persistent_buffers, unwrap
 from lightrft.checkpoint.manager import RetentionPolicy
 from lightrft.config.resolve import Arguments, as_config, check_strategy
@@ -702,6 +702,13 @@ class StrategyBase(Backend):
     def close_checkpoints(self) -> None:
         """Wait until the checkpoint being written is complete or has failed, then end the background writer."""
         self._checkpoints.close()
+
+    def rehearse_save(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Write a model's folder without the weights into a temporary folder, and read it back.
+
+        Raises ConfigError on all ranks if save_model() could not write it.
+        """
+        rehearse(unwrap(model), tokenizer, self.dtype, self._world(), trust_remote_code=self.config.model.trust_remote_code)
 
     def save_model(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path, dtype: torch.dtype | None = None

@@ -148,13 +148,20 @@ class Trainer(ABC):
                     ending.callback(self._describe_run, status, time.perf_counter() - began)
                 ending.callback(self.observer.close, status)
 
+    def models_to_save(self) -> dict[str, nn.Module]:
+        """Return the models that a run writes at its end, by the name of their folder."""
+        models = {"model": self.role.module}
+        if self.role.average is not None:
+            models["model_ema"] = self.role.average
+        return models
+
     def save_models(self) -> None:
         """Save the trained models as Hugging Face folders; all ranks call it."""
         adapter_only = self.config.train.save_adapter_only and self.config.model.lora_rank
-        save = self.strategy.save_adapter if adapter_only else self.strategy.save_model
-        save(self.role.module, self.tokenizer, self.folder / "model")
-        if self.role.average is not None:
-            save(self.role.average, self.tokenizer, self.folder / "model_ema")
+        for name, model in self.models_to_save().items():
+            alone = adapter_only and name in ("model", "model_ema")
+            save = self.strategy.save_adapter if alone else self.strategy.save_model
+            save(model, self.tokenizer, self.folder / name)
 
     def show(self, number: int, samples: list[Sample]) -> None:
         """Write some samples to the sinks, group by group, so that the responses to a prompt can be compared."""
@@ -162,6 +169,9 @@ class Trainer(ABC):
             self.observer.samples(number, sample_rows(samples[: self.config.observe.num_trajectories_to_save]))
 
     def _start(self) -> None:
+        for model in self.models_to_save().values():
+            if model is not self.role.average:  # of the same class as the model itself
+                self.strategy.rehearse_save(model, self.tokenizer)
         resumed = None
         if self.config.train.load_checkpoint:
             self.strategy.announce("load_checkpoint")

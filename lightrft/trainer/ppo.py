@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from torch import nn
+
 from lightrft.algorithms.objectives import PolicyObjective, ValueObjective, sft
 from lightrft.config.sections import Config
 from lightrft.data.prompt_set import PromptSet
@@ -129,12 +131,9 @@ class PPOTrainer(Trainer):
         for each, groups in zip(self.eval_sets, answered, strict=True):
             evaluate(each, groups, self.metrics, self.strategy.mesh.data)
 
-    def save_models(self) -> None:
-        super().save_models()
-        if self.critic is not None:
-            self.strategy.save_model(self.critic.module, self.tokenizer, self.folder / "critic")
-        if self.draft is not None:
-            self.strategy.save_model(self.draft.module, self.tokenizer, self.folder / "draft")
+    def models_to_save(self) -> dict[str, nn.Module]:
+        others = {"critic": self.critic, "draft": self.draft}
+        return super().models_to_save() | {name: role.module for name, role in others.items() if role is not None}
 
     @property
     def learned_rows(self) -> PromptSet:
