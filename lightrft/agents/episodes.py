@@ -83,8 +83,10 @@ class Episodes:
         last = len(sample.token_ids) >= self.longest or not self._has_turns_left(play)
         play.episode.finish_reason = LENGTH if last else "stop"
         play.until = time.monotonic() + 60 * self.section.environment_minutes
-        content, calls = self.parse(self.format.decode(completion.token_ids))
         context = TokenIds([*sample.prompt.token_ids, *sample.token_ids[:end]])
+        opened = self.format.opens_thinking(context)
+        content, calls = self.parse(opened + self.format.decode(completion.token_ids))
+        content = content.removeprefix(opened)
         self._send(play, Turn(text, completion.token_ids, completion.finish_reason, last, calls, content if calls else text,
                               completion.logprobs, context))  # fmt: skip
 
@@ -153,7 +155,8 @@ class Episodes:
             prompt, token_ids, used = self.format.prompt(play.sample.prompt, request), [], 0
         else:
             last = before.conversation.token_ids[before.num_tokens - 1]
-            token_ids, used = self.format.tokens(request, last), before.num_tokens
+            token_ids = self.format.tokens(request, last, before.conversation.prompt.columns)
+            used = before.num_tokens
         if not self._has_turns_left(play) or used + len(token_ids) >= self.longest:
             play.episode.finish_reason = LENGTH
             self._send(play, Turn("", [], LENGTH, is_last=True))

@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection, PreferenceSection, media_columns
-from lightrft.data.chats import Message, as_messages, is_answer
 from lightrft.data.conversations import answer_of, answer_problem, flat_columns, make_example
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import HERE, Make, MediaTokenCounter, load_prompts
+from lightrft.data.rendering.messages import Message, as_messages, is_answer
 from lightrft.types import Answer, Expand, JudgedBatch, Prompt, TokenIds
 
 CHOSEN, REJECTED, MARGIN, TIE, HEAD = "chosen", "rejected", "margin", "tie", "head"

@@ -9,11 +9,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection, PreferenceSection
-from lightrft.data.chats import Answer
+from lightrft.types import Answer
 from lightrft.data.conversations import flat_columns
 from lightrft.data.preferences import ANSWER, column, media_of, prompt_column
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import HERE, MediaTokenCounter, load_prompts, make_prompt
+from lightrft.data.rendering.messages import as_messages
+from lightrft.data.rendering.template import chat_template
+from lightrft.data.rendering.tokens import consecutive_tokens, without_ends
 from lightrft.data.step_ends import StepEnds
 from lightrft.types import Expand, JudgedBatch, Prompt, TokenIds
 
