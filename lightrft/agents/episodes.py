@@ -33,8 +33,21 @@ class Episodes:
     A program that fails, dies or takes too long costs its own sample, from which nothing is learned.
     """
 
-    def __init__(self, setup: ProgramSetup, section: EnvironmentSection, format: TurnFormat, parse: Parse, *, longest: int):
-        """Set up the episodes of a rank. `longest` is the number of tokens of a response, its observations included."""
+    def __init__(
+        self,
+        setup: ProgramSetup,
+        section: EnvironmentSection,
+        format: TurnFormat,
+        parse: Parse,
+        *,
+        longest: int,
+        other_rewards: str = "",
+    ):
+        """Set up the episodes of a rank. `longest` is the number of tokens of a response, its observations included.
+
+        `other_rewards` names the rewards of the run if none of them is the environment's.
+        """
+        self.other_rewards = other_rewards
         self.section, self.format, self.parse, self.longest = section, format, parse, longest
         self._forks = Forks(setup)
         weakref.finalize(self, self._forks.close)
@@ -170,6 +183,11 @@ class Episodes:
         return play
 
     def _end(self, play: Play, ended: Ended) -> None:
+        if self.other_rewards and any(reward for _, reward in ended.rewards):
+            raise ConfigError(
+                f"the environment or agent gives rewards, which --reward {self.other_rewards} ignores: add environment to "
+                "--reward, with the weight 0 to ignore them (environment:0)"
+            )
         play.end(ended)
         if ended.problem:
             self._fail(play, ended.problem, reuse=not ended.calls_running)

@@ -106,14 +106,18 @@ def answer_problem(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: 
 def answer_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Answer:
     """Return the tokens after the prompt; for a text, all tokens and the end token are learned."""
     label = prompt.columns["label"]
-    return label if isinstance(label, Answer) else text_answer(tokenizer, prompt.text, label)
+    return label if isinstance(label, Answer) else text_answer(DataSection(), tokenizer, prompt.text, label)
 
 
-def text_answer(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Answer:
-    """Return the tokens of an answer as they follow a prompt of text, and the end token; all are learned."""
-    answer = without_ends(answer, [tokenizer.eos_token])
-    _, token_ids = consecutive_tokens(tokenizer, [prompt, answer], special_tokens=True)
-    token_ids = [*token_ids, tokenizer.eos_token_id] if token_ids else []
+def text_answer(section: DataSection, tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Answer:
+    """Return the tokens of an answer as they follow the text of a prompt, with what ends a turn; all are learned."""
+    ends, closing = [tokenizer.eos_token], ""
+    if section.apply_chat_template:
+        template = chat_template(section, tokenizer)
+        ends, closing = template.ends, template.closing.last
+    answer = without_ends(answer, ends)
+    parts = consecutive_tokens(tokenizer, [prompt, answer + closing], special_tokens=not section.apply_chat_template)
+    token_ids = parts[1] if closing or not answer else [*parts[1], tokenizer.eos_token_id]
     return Answer(TokenIds(token_ids), [True] * len(token_ids))
 
 

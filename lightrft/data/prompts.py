@@ -37,6 +37,8 @@ NO_MEDIA: Mapping[str, list[MediaFile]] = {}
 INPUT = "prompt"
 """Column with the input of a row, as environments receive it."""
 
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+"""Columns that a chat template reads: schemas of tools, and variables that replace those of the run."""
 SYSTEM_ROLES = ("system", "developer")
 """Roles of a row's own system message, which takes the place of --system_prompt."""
 

@@ -14,6 +14,7 @@ from lightrft.agents.tool_calls import Parse, after_thinking, hermes, read_call
 from lightrft.agents.tools import schemas
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.errors import ConfigError
+from lightrft.config.references import reward_terms
 from lightrft.config.sections import Config, has_episodes
 from lightrft.data.rendering.template import chat_template, template_variables, turn_end_ids
 from lightrft.engine.build import load_tool_parsers
@@ -91,7 +92,15 @@ def new_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes
     ends = _end_token_ids(config) | turn_end_ids(config.data, tokenizer)
     format = TurnFormat(config.data, tokenizer, ends, placeholders)
     parse = after_thinking(build_parser(config, tokenizer))
-    return Episodes(program_setup(config), section, format, parse, longest=config.rollout.generate_max_len)
+    longest = config.rollout.generate_max_len
+    return Episodes(program_setup(config), section, format, parse, longest=longest, other_rewards=_other_rewards(config))
+
+
+def _other_rewards(config: Config) -> str:
+    """Return --reward if it would drop the rewards of an environment; functions of the user may read them themselves."""
+    names = [term.name for term in reward_terms(config.reward.reward)]
+    reads_them = "environment" in names or any(":" in name for name in names)
+    return "" if reads_them or not has_episodes(config.environment) else config.reward.reward
 
 
 def build_parser(config: Config, tokenizer: PreTrainedTokenizerBase) -> Parse:

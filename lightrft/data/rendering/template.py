@@ -334,14 +334,13 @@ def _squeezed(text: str) -> str:
 def _shape(messages: Sequence[Message]) -> tuple[Any, ...]:
     """Return what a template's decisions about messages usually depend on."""
     return tuple(
-        (
-            message["role"],
-            tuple(part["type"] for part in message["content"]) if isinstance(message["content"], list) else bool(message["content"]),
-            len(message.get("tool_calls") or ()),
-            tuple(sorted(message)),
-        )
+        (message["role"], _kind(message["content"]), len(message.get("tool_calls") or ()), *sorted(message))
         for message in messages
     )
+
+
+def _kind(content: Any) -> Any:
+    return tuple(part["type"] for part in content) if isinstance(content, list) else bool(content)
 
 
 def _in_words(messages: Sequence[Message]) -> list[Message]:
@@ -353,7 +352,10 @@ def _words(message: Message, number: int) -> Message:
     word = f"{WORD}{number}{WORD}"
     content = message["content"]
     if isinstance(content, list):
-        content = [part | {"text": f"{word}{place}{word}"} if part["type"] == "text" else part for place, part in enumerate(content)]
+        content = [
+            part | {"text": f"{word}{place}{word}"} if part["type"] == "text" else part
+            for place, part in enumerate(content)
+        ]
     elif content:
         content = word
     calls = [
