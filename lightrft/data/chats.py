@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lightrft.data.rendering.messages import THINKING, Message, is_answer, weight_of
+from lightrft.data.rendering.messages import THINKING, THOUGHTS, Message, is_answer, weight_of
 from lightrft.data.rendering.template import (
     WORD,
     ChatTemplate,
@@ -23,6 +23,8 @@ Text = tuple[str, bool]
 """Part of a conversation, with True if it is learned."""
 Span = tuple[int, int]
 """Beginning and end of a learned turn in the whole text."""
+OPENED = re.compile(rf"(?:{'|'.join(map(re.escape, THINKING))})\s*(?:(?:{'|'.join(map(re.escape, THINKING.values()))})\s*)?$")
+"""Thinking at the end of a generation prompt that it opens, or closes at once."""
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Tag with which a chat template marks the turns of the assistant."""
 
@@ -65,10 +67,7 @@ def conversation_tokens(
     conversation = conversation.without_ends(template)
     messages = conversation.messages
     turns = _learned_turns(messages, 1 if only_last else num_turns)
-    if MARKED.search(template.tokenizer.get_chat_template()):
-        texts = _marked_texts(template, conversation, turns)
-    else:
-        texts = _rendered_texts(template, conversation, turns)
+    texts = _texts(template, conversation, turns)
 
     token_ids: list[int] = []
     learned: list[bool] = []
@@ -107,36 +106,49 @@ def _learned_turns(messages: Sequence[Message], num_turns: int) -> list[int]:
     return turns
 
 
-def _marked_texts(template: ChatTemplate, conversation: Conversation, turns: list[int]) -> list[Text]:
-    """Split at the turns of the assistant that the chat template marks. Raise ValueError if it does not mark all of them."""
-    messages, closing = conversation.messages, template.closing
-    whole = conversation.render(template, answer_follows=False)
-    text, spans = _marks(template, conversation)
-    answers = [place for place, message in enumerate(messages) if is_answer(message)]
-    if text != whole or len(spans) != len(answers):
-        raise ValueError(
-            f"the chat template marks {len(spans)} turns with {{% generation %}}, the assistant has {len(answers)}"
-        )
-    chosen = []
+def _texts(template: ChatTemplate, conversation: Conversation, turns: list[int]) -> list[Text]:
+    """Split the rendered conversation at the learned turns. Raise ValueError if an answer is not in its turn."""
+    messages, text = conversation.messages, conversation.render(template, answer_follows=False)
+    marked = MARKED.search(template.tokenizer.get_chat_template())
+    marks = _marks(template, conversation) if marked else {}
+    spans = []
     for turn in turns:
-        start, end = spans[answers.index(turn)]
-        ends = [place for each in closing_tokens(closing) if (place := text.rfind(each, start, end) + len(each)) > start]
-        end = max(ends) if ends else _with_closing(text, end, template)
-        chosen.append((start, end))
-        _check_answer(text, (start, end), messages, turn)
-    return _cut(text, chosen)
+        before = conversation.render(template, answer_follows=True, end=turn)
+        start = _start_of_turn(before, text)
+        if turn in marks:
+            start, end = max(start, marks[turn][0]), _end_of_mark(template, text, marks[turn])
+        else:
+            end = _end_of_turn(template, conversation, turn, text)
+        if 0 <= start <= end and contains(text[start:end], answer_pieces(messages[turn])):
+            spans.append((start, end))
+        elif turns == [len(messages) - 1]:
+            return [(before, False), (_continued(template, messages, before), True)]
+        else:
+            raise ValueError(_disagreement(turn, messages))
+        if turn == len(messages) - 1 and start < len(before) and not marks:
+            template.warn(
+                "the generation prompt of the chat template opens a thinking that its answers do not have: they are learned "
+                "as it renders them, after a prompt without it; see --chat_template_kwargs"
+            )
+    return _cut(text, spans)
 
 
-def closing_tokens(closing: Any) -> list[str]:
-    return [each for each in {closing.last.strip(), closing.inner.strip()} if each]
+def _start_of_turn(before: str, text: str) -> int:
+    """Return where an answer begins in the whole text: after its generation prompt; -1 if that is not there.
+
+    Templates leave out the thinking that a generation prompt opens, or closes at once, where an answer has none.
+    """
+    without = OPENED.sub("", before)
+    starts = (before, before.rstrip() if before.rstrip().endswith(tuple(THINKING)) else before, without)
+    return next((len(start) for start in starts if text.startswith(start)), -1)
 
 
-def _marks(template: ChatTemplate, conversation: Conversation) -> tuple[str, list[Span]]:
-    """Return the rendered text and the turns that the template marks."""
+def _marks(template: ChatTemplate, conversation: Conversation) -> dict[int, Span]:
+    """Return the turns that the chat template marks. Raise ValueError if it does not mark all of them."""
     tokenizer = template.tokenizer
-    messages, variables = template.raw(conversation.messages, tools=conversation.tools, variables=conversation.variables)
+    messages, variables = template.formed(conversation.messages, conversation.tools, conversation.variables)
     try:
-        (text,), (spans,) = render_jinja_template(
+        (text,), (marks,) = render_jinja_template(
             [messages],
             chat_template=tokenizer.get_chat_template(),
             return_assistant_tokens_mask=True,
@@ -144,47 +156,47 @@ def _marks(template: ChatTemplate, conversation: Conversation) -> tuple[str, lis
         )
     except Exception as error:  # a template is a program and raises its own errors
         raise ValueError(f"the chat template rejects it ({type(error).__name__}: {error})") from error
-    return text, spans
-
-
-def _rendered_texts(template: ChatTemplate, conversation: Conversation, turns: list[int]) -> list[Text]:
-    """Split at the generation prompt before each turn, and at its end. Raise ValueError if they are not in the whole text."""
-    messages = conversation.messages
-    text = conversation.render(template, answer_follows=False)
-    spans = []
-    for turn in turns:
-        before = conversation.render(template, answer_follows=True, end=turn)
-        if text.startswith(before):
-            end = _end_of_turn(template, conversation, turn, text)
-            spans.append((len(before), end))
-            _check_answer(text, spans[-1], messages, turn)
-        elif turns == [len(messages) - 1]:
-            return [(before, False), (_continued(template, messages, before, text), True)]
+    spans: list[Span] = []
+    for start, end in marks:
+        if spans and not text[spans[-1][1] : start].strip():  # it marks an end token by itself
+            spans[-1] = spans[-1][0], end
         else:
-            raise ValueError(_disagreement(turn, messages))
-    return _cut(text, spans)
+            spans.append((start, end))
+    answers = [place for place, message in enumerate(conversation.messages) if is_answer(message)]
+    if len(spans) != len(answers):
+        raise ValueError(
+            f"the chat template marks {len(spans)} turns with {{% generation %}}, the assistant has {len(answers)}"
+        )
+    return dict(zip(answers, spans, strict=True))
+
+
+def _end_of_mark(template: ChatTemplate, text: str, mark: Span) -> int:
+    """Return the place after the end token of a marked turn, which may be inside of the mark or follow it."""
+    start, end = mark
+    closings = {template.closing.last.strip(), template.closing.inner.strip()} - {""}
+    ends = [place + len(each) for each in closings if (place := text.rfind(each, start, end)) >= 0]
+    return max(ends) if ends else _with_closing(text, end, template)
 
 
 def _end_of_turn(template: ChatTemplate, conversation: Conversation, turn: int, text: str) -> int:
-    """Return the place in the whole text right after a turn with its end token.
+    """Return the place in the whole text right after a turn with its end token; -1 if it is not there.
 
     Another answer in its place shows what follows it. Where the template does not allow that, as
     for calls whose results follow, the turn is rendered as the last one.
     """
     messages = conversation.messages
     other = messages[turn] | {"content": WORD}
-    other.pop("tool_calls", None)
+    for name in ("tool_calls", *THOUGHTS):
+        other.pop(name, None)
+    changed = Conversation([*messages[:turn], other, *messages[turn + 1 :]], conversation.tools, conversation.variables)
     try:
-        changed = Conversation([*messages[:turn], other, *messages[turn + 1 :]], conversation.tools, conversation.variables)
         after = changed.render(template, answer_follows=False).rpartition(WORD)[2]
     except ValueError:
         after = None
     if after is not None and text.endswith(after):
         return _with_closing(text, len(text) - len(after), template)
-    last = conversation.render(template, answer_follows=False, end=turn + 1)
-    if not text.startswith(last.rstrip()):
-        raise ValueError(_disagreement(turn, messages))
-    return len(last.rstrip())
+    last = conversation.render(template, answer_follows=False, end=turn + 1).rstrip()
+    return len(last) if text.startswith(last) else -1
 
 
 def _with_closing(text: str, end: int, template: ChatTemplate) -> int:
@@ -193,22 +205,16 @@ def _with_closing(text: str, end: int, template: ChatTemplate) -> int:
     return end + next((len(closing) for closing in closings if closing and text.startswith(closing, end)), 0)
 
 
-def _continued(template: ChatTemplate, messages: list[Message], before: str, text: str) -> str:
+def _continued(template: ChatTemplate, messages: list[Message], before: str) -> str:
     """Return the last answer behind a generation prompt that opens its thinking, for a template that cuts the thinking.
 
     Raise ValueError if the answer does not continue the generation prompt.
     """
-    shared = next((place for place, (one, other) in enumerate(zip(before, text, strict=False)) if one != other), len(text))
-    opened, answer = before[shared:].strip(), "".join(texts_of(messages[-1])).strip()
-    if not opened or messages[-1].get("tool_calls") or not any(end in answer for end in THINKING.values()):
+    answer = "".join(texts_of(messages[-1])).strip()
+    begin = next((begin for begin in THINKING if before.rstrip().endswith(begin)), "")
+    if not begin or THINKING[begin] not in answer or messages[-1].get("tool_calls"):
         raise ValueError(_disagreement(len(messages) - 1, messages))
-    return answer.removeprefix(opened).lstrip("\n") + template.closing.last
-
-
-def _check_answer(text: str, span: Span, messages: Sequence[Message], turn: int) -> None:
-    """Raise ValueError if a learned turn does not contain its answer."""
-    if not contains(text[slice(*span)], answer_pieces(messages[turn])):
-        raise ValueError(_disagreement(turn, messages))
+    return answer.removeprefix(begin).lstrip("\n") + template.closing.last
 
 
 def _disagreement(turn: int, messages: Sequence[Message]) -> str:
@@ -220,8 +226,7 @@ def _disagreement(turn: int, messages: Sequence[Message]) -> str:
         )
     return (
         f"the chat template does not render the answer in message {turn + 1} of {len(messages)} after its generation prompt; "
-        "use a template that does, or one that marks answers with {% generation %}, or set --chat_template_kwargs; where the "
-        "generation prompt opens the thinking, begin the answer with the thinking"
+        "use a template that does, or one that marks answers with {% generation %}, or set --chat_template_kwargs"
     )
 
 

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.errors import DataError
 from lightrft.config.sections import DataSection
+from lightrft.data.readers import is_first_rank
 from lightrft.data.rendering.messages import THINKING, THOUGHTS, WEIGHTS, Message, is_answer
 
 WORD = "\u2402word\u2403"
@@ -114,12 +116,18 @@ class ChatTemplate:
             self._complete.add(shape)
         return text
 
-    def raw(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]], variables: dict[str, Any]) -> tuple[
-        list[Message], dict[str, Any]
-    ]:
+    def formed(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], variables: dict[str, Any]
+    ) -> tuple[list[Message], dict[str, Any]]:
         """Return messages and variables in the form in which this template takes them."""
         all_tools = [*(self.variables.get("tools") or []), *tools]
         return self._formed(messages), self.variables | variables | {"tools": all_tools or None}
+
+    def warn(self, problem: str) -> None:
+        """Log what the template does, once and on the first rank."""
+        if problem not in self._complete and is_first_rank():
+            logger.warning(problem)
+        self._complete.add(problem)
 
     @cached_property
     def closing(self) -> Closing:
