@@ -12,11 +12,6 @@ Parse = Callable[[str], tuple[str, list[ToolCall]]]
 HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
-def hermes(text: str) -> tuple[str, list[ToolCall]]:
-    """Read calls such as <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>: those of Hermes and Qwen models."""
-    return HERMES.sub("", text).strip(), [_call(content) for content in HERMES.findall(text)]
-
-
 def after_thinking(parse: Parse) -> Parse:
     """Return a function that reads the calls after the thinking, and leaves the thinking in the text."""
 
@@ -25,9 +20,15 @@ def after_thinking(parse: Parse) -> Parse:
         if any(text.find(begin, start) >= 0 for begin in THINKING):
             return text, []  # it has not finished thinking
         content, calls = parse(text[start:])
-        return text[:start] + content, calls
+        return text[:start] + content if calls else text, calls
 
     return read
+
+
+@after_thinking
+def hermes(text: str) -> tuple[str, list[ToolCall]]:
+    """Read calls such as <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>: those of Hermes and Qwen models."""
+    return HERMES.sub("", text).strip(), [_call(content) for content in HERMES.findall(text)]
 
 
 def read_call(name: str, arguments: str) -> ToolCall:

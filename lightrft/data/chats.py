@@ -23,7 +23,9 @@ Text = tuple[str, bool]
 """Part of a conversation, with True if it is learned."""
 Span = tuple[int, int]
 """Beginning and end of a learned turn in the whole text."""
-OPENED = re.compile(rf"(?:{'|'.join(map(re.escape, THINKING))})\s*(?:(?:{'|'.join(map(re.escape, THINKING.values()))})\s*)?$")
+OPENED = re.compile(
+    rf"(?:{'|'.join(map(re.escape, THINKING))})\s*(?:(?:{'|'.join(map(re.escape, THINKING.values()))})\s*)?$"
+)
 """Thinking at the end of a generation prompt that it opens, or closes at once."""
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Tag with which a chat template marks the turns of the assistant."""
@@ -37,10 +39,15 @@ class Conversation:
     tools: list[dict[str, Any]] = field(default_factory=list)
     variables: dict[str, Any] = field(default_factory=dict)
 
-    def render(self, template: ChatTemplate, *, answer_follows: bool, end: int | None = None) -> str:
+    def render(
+        self, template: ChatTemplate, *, answer_follows: bool, end: int | None = None
+    ) -> str:
         """Render the messages before the index `end`, or all."""
         return template.render(
-            self.messages[:end], answer_follows=answer_follows, tools=self.tools, variables=self.variables
+            self.messages[:end],
+            answer_follows=answer_follows,
+            tools=self.tools,
+            variables=self.variables,
         )
 
     def without_ends(self, template: ChatTemplate) -> "Conversation":
@@ -79,8 +86,12 @@ def conversation_tokens(
         raise ValueError("the chat template renders an empty prompt, or an empty answer")
 
     first, end = learned.index(True), len(learned) - learned[::-1].index(True)
-    ending = [] if token_ids[end - 1] in template.end_token_ids else [template.tokenizer.eos_token_id]
-    answer = Answer(TokenIds(token_ids[first:end] + ending), learned[first:end] + [True] * len(ending))
+    ending = (
+        [] if token_ids[end - 1] in template.end_token_ids else [template.tokenizer.eos_token_id]
+    )
+    answer = Answer(
+        TokenIds(token_ids[first:end] + ending), learned[first:end] + [True] * len(ending)
+    )
     return texts[0][0], token_ids[:first], answer
 
 
@@ -88,7 +99,9 @@ def _learned_turns(messages: Sequence[Message], num_turns: int) -> list[int]:
     """Return the indices of the learned turns. Raise ValueError for turns that cannot be learned."""
     for number, message in enumerate(messages, 1):
         if is_answer(message) and not message["content"] and not message.get("tool_calls"):
-            raise ValueError(f"message {number} of {len(messages)}, of role 'assistant', has no content")
+            raise ValueError(
+                f"message {number} of {len(messages)}, of role 'assistant', has no content"
+            )
         if weight_of(message) and not is_answer(message):
             raise ValueError(
                 f"message {number} of {len(messages)}, of role {message['role']!r}, shall be learned (weight, train "
@@ -139,14 +152,20 @@ def _start_of_turn(before: str, text: str) -> int:
     Templates leave out the thinking that a generation prompt opens, or closes at once, where an answer has none.
     """
     without = OPENED.sub("", before)
-    starts = (before, before.rstrip() if before.rstrip().endswith(tuple(THINKING)) else before, without)
+    starts = (
+        before,
+        before.rstrip() if before.rstrip().endswith(tuple(THINKING)) else before,
+        without,
+    )
     return next((len(start) for start in starts if text.startswith(start)), -1)
 
 
 def _marks(template: ChatTemplate, conversation: Conversation) -> dict[int, Span]:
     """Return the turns that the chat template marks. Raise ValueError if it does not mark all of them."""
     tokenizer = template.tokenizer
-    messages, variables = template.formed(conversation.messages, conversation.tools, conversation.variables)
+    messages, variables = template.formed(
+        conversation.messages, conversation.tools, conversation.variables
+    )
     try:
         (text,), (marks,) = render_jinja_template(
             [messages],
@@ -155,7 +174,9 @@ def _marks(template: ChatTemplate, conversation: Conversation) -> dict[int, Span
             **tokenizer.special_tokens_map | variables,
         )
     except Exception as error:  # a template is a program and raises its own errors
-        raise ValueError(f"the chat template rejects it ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"the chat template rejects it ({type(error).__name__}: {error})"
+        ) from error
     spans: list[Span] = []
     for start, end in marks:
         if spans and not text[spans[-1][1] : start].strip():  # it marks an end token by itself
@@ -188,7 +209,9 @@ def _end_of_turn(template: ChatTemplate, conversation: Conversation, turn: int, 
     other = messages[turn] | {"content": WORD}
     for name in ("tool_calls", *THOUGHTS):
         other.pop(name, None)
-    changed = Conversation([*messages[:turn], other, *messages[turn + 1 :]], conversation.tools, conversation.variables)
+    changed = Conversation(
+        [*messages[:turn], other, *messages[turn + 1 :]], conversation.tools, conversation.variables
+    )
     try:
         after = changed.render(template, answer_follows=False).rpartition(WORD)[2]
     except ValueError:
@@ -202,7 +225,9 @@ def _end_of_turn(template: ChatTemplate, conversation: Conversation, turn: int, 
 def _with_closing(text: str, end: int, template: ChatTemplate) -> int:
     """Return the place after the end token that follows an answer, or the end of the answer."""
     closings = sorted({template.closing.last, template.closing.inner}, key=len, reverse=True)
-    return end + next((len(closing) for closing in closings if closing and text.startswith(closing, end)), 0)
+    return end + next(
+        (len(closing) for closing in closings if closing and text.startswith(closing, end)), 0
+    )
 
 
 def _continued(template: ChatTemplate, messages: list[Message], before: str) -> str:
@@ -233,4 +258,6 @@ def _disagreement(turn: int, messages: Sequence[Message]) -> str:
 def _cut(text: str, spans: list[Span]) -> list[Text]:
     """Split the text at the spans; the parts inside of spans are learned."""
     borders = [0, *(border for span in spans for border in span), len(text)]
-    return [(text[start:end], place % 2 == 1) for place, (start, end) in enumerate(pairwise(borders))]
+    return [
+        (text[start:end], place % 2 == 1) for place, (start, end) in enumerate(pairwise(borders))
+    ]

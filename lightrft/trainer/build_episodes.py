@@ -91,7 +91,7 @@ def new_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes
     placeholders = placeholder_token_ids(_model_config(config))
     ends = _end_token_ids(config) | turn_end_ids(config.data, tokenizer)
     format = TurnFormat(config.data, tokenizer, ends, placeholders)
-    parse = after_thinking(build_parser(config, tokenizer))
+    parse = build_parser(config, tokenizer)
     longest = config.rollout.generate_max_len
     return Episodes(program_setup(config), section, format, parse, longest=longest, other_rewards=_other_rewards(config))
 
@@ -118,4 +118,4 @@ def build_parser(config: Config, tokenizer: PreTrainedTokenizerBase) -> Parse:
         content, calls = parse(text)
         return content, [read_call(*call) for call in calls]
 
-    return read
+    return after_thinking(read)

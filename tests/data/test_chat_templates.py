@@ -14,11 +14,15 @@ from lightrft.config import DataSection, PreferenceSection
 from lightrft.data.conversations import answer_of, make_example
 from lightrft.data.preferences import pair_maker
 from lightrft.data.prompts import make_prompt
-from lightrft.data.rendering.template import chat_template, turn_end_ids
+from lightrft.data.rendering.template import turn_end_ids
 from lightrft.types import Prompt
 from tiny import byte_tokenizer
 
-SHIPPED = {Path(file).stem: file for file in files("trl") or () if file.parent.name == "chat_templates" and file.suffix == ".jinja"}
+SHIPPED = {
+    Path(file).stem: file
+    for file in files("trl") or ()
+    if file.parent.name == "chat_templates" and file.suffix == ".jinja"
+}
 SPECIAL = re.compile(r"<[|｜][^<>\s]*[|｜]>|<\|\w+>|<\w+\|>|<(?:start|end)_of_\w+>|</?s>")
 """Special tokens in the source of a template."""
 QUESTION, THIRD, ANSWER, OTHER = "What is 6+1?", "And 7+1?", "It is 7.", "It is 8."
@@ -30,7 +34,10 @@ def turn(role: str, content, **others) -> dict:
 
 
 def parts(text: str) -> list[dict]:
-    return [{"type": "text", "text": text[:5], "image": None}, {"type": "text", "text": text[5:], "image": None}]
+    return [
+        {"type": "text", "text": text[:5], "image": None},
+        {"type": "text", "text": text[5:], "image": None},
+    ]
 
 
 PROMPTS = {
@@ -49,7 +56,9 @@ def tokenizer(name: str):
     """A byte tokenizer with the special tokens that the template writes."""
     made = byte_tokenizer()
     made.chat_template = SHIPPED[name].read_text(encoding="utf-8")
-    made.add_special_tokens({"additional_special_tokens": sorted(set(SPECIAL.findall(made.chat_template)))})
+    made.add_special_tokens(
+        {"additional_special_tokens": sorted(set(SPECIAL.findall(made.chat_template)))}
+    )
     return made
 
 
@@ -72,8 +81,13 @@ def learned(name: str, row: dict, section: DataSection = SECTION) -> str:
 
 def reference(name: str, *messages: dict, answer_follows: bool = True) -> str:
     """The text that transformers itself renders of messages in their plainest form."""
-    plain = [each | {"content": parts(each["content"])} if name.startswith(NEEDS_PARTS) else each for each in messages]
-    return tokenizer(name).apply_chat_template(plain, tokenize=False, add_generation_prompt=answer_follows)
+    plain = [
+        each | {"content": parts(each["content"])} if name.startswith(NEEDS_PARTS) else each
+        for each in messages
+    ]
+    return tokenizer(name).apply_chat_template(
+        plain, tokenize=False, add_generation_prompt=answer_follows
+    )
 
 
 def end_of_turn(name: str) -> str:
@@ -92,7 +106,10 @@ def one_bos(name: str, token_ids) -> bool:
 
 
 def test_the_wheel_has_templates():
-    assert len(SHIPPED) > 60 and {"qwen3", "llama3_1", "gemma3", "deepseekv3", "gptoss"} <= SHIPPED.keys()
+    assert (
+        len(SHIPPED) > 60
+        and {"qwen3", "llama3_1", "gemma3", "deepseekv3", "gptoss"} <= SHIPPED.keys()
+    )
 
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))
@@ -106,17 +123,25 @@ def test_rows_in_all_forms(name):
 
     end = end_of_turn(name)
     expected = learned(name, {"messages": [turn("user", QUESTION), turn("assistant", ANSWER)]})
-    assert expected.endswith(ANSWER + ("<|END_RESPONSE|>" if name.startswith("cohere2") else "") + end)
+    assert expected.endswith(
+        ANSWER + ("<|END_RESPONSE|>" if name.startswith("cohere2") else "") + end
+    )
     assert reader.convert_tokens_to_ids(end) in turn_end_ids(section, reader)
     for value in PROMPTS.values():
         assert learned(name, {"input": value, "label": ANSWER}) == expected
-        assert learned(name, {"prompt": value, "completion": [turn("gpt", parts(ANSWER))]}) == expected
-    assert learned(name, {"input": QUESTION, "label": ANSWER + end}) == expected, "with its end token, rendered beforehand"
+        assert (
+            learned(name, {"prompt": value, "completion": [turn("gpt", parts(ANSWER))]}) == expected
+        )
+    assert learned(name, {"input": QUESTION, "label": ANSWER + end}) == expected, (
+        "with its end token, rendered beforehand"
+    )
 
     row = {"prompt": QUESTION, "chosen": ANSWER, "rejected": [turn("assistant", OTHER)]}
     pair = pair_maker(PreferenceSection())(section, reader, row, index=0).columns
     chosen, rejected = (reader.decode(pair[column].token_ids) for column in ("chosen", "rejected"))
-    assert chosen.endswith(ANSWER[-2:] + expected.rpartition(ANSWER)[2]) and rejected == chosen.replace("7", "8")
+    assert chosen.endswith(
+        ANSWER[-2:] + expected.rpartition(ANSWER)[2]
+    ) and rejected == chosen.replace("7", "8")
 
     format = TurnFormat(section, reader, turn_end_ids(section, reader))
     request = TurnRequest([turn("user", parts(QUESTION))], BEGINNING)
@@ -129,11 +154,26 @@ def test_rows_in_all_forms(name):
 @pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_two_turns(name):
     """Each answer is learned up to the end that the template writes there, and none of the user's words."""
-    messages = [turn("user", QUESTION), turn("assistant", ANSWER), turn("user", THIRD), turn("assistant", OTHER)]
+    messages = [
+        turn("user", QUESTION),
+        turn("assistant", ANSWER),
+        turn("user", THIRD),
+        turn("assistant", OTHER),
+    ]
     both, end = learned(name, {"messages": messages}), end_of_turn(name)
     inner = {"gptoss": "<|end|>", "gptoss_training": "<|end|>", "glm4moe": ""}.get(name, end)
     response = "<|END_RESPONSE|>" if name.startswith("cohere2") else ""
-    assert f"{ANSWER}{response}{inner}" in both and both.endswith(OTHER + response + end) and THIRD not in both
+    assert (
+        f"{ANSWER}{response}{inner}" in both
+        and both.endswith(OTHER + response + end)
+        and THIRD not in both
+    )
     first = learned(name, {"messages": [*messages[:3], messages[3] | {"weight": 0}]})
-    second = learned(name, {"messages": [messages[0], messages[1] | {"train": False}, *messages[2:]]})
-    assert OTHER not in first and ANSWER not in second and len(first) + len(second) <= len(both) + len("<eos>")
+    second = learned(
+        name, {"messages": [messages[0], messages[1] | {"train": False}, *messages[2:]]}
+    )
+    assert (
+        OTHER not in first
+        and ANSWER not in second
+        and len(first) + len(second) <= len(both) + len("<eos>")
+    )

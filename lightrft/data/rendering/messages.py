@@ -71,7 +71,9 @@ def clean_message(message: Any, place: str = "the message") -> Message:
     calls alone. Arguments of calls become objects. Raise ValueError for anything else.
     """
     if not isinstance(message, dict):
-        raise ValueError(f"{place} is not an object with a role and a content, but {message!r:.100}")
+        raise ValueError(
+            f"{place} is not an object with a role and a content, but {message!r:.100}"
+        )
     keys = ", ".join(map(str, message))
     message = {name: value for name, value in message.items() if value is not None}
     role = _role(message, place)
@@ -85,7 +87,9 @@ def clean_message(message: Any, place: str = "the message") -> Message:
         cleaned["content"] = ""
     for name in WEIGHTS:
         if name in message and message[name] not in (0, 1):
-            raise ValueError(f"{place} has the {name} {message[name]!r}: it must be 1 (learned) or 0")
+            raise ValueError(
+                f"{place} has the {name} {message[name]!r}: it must be 1 (learned) or 0"
+            )
     return cleaned | ({"tool_calls": calls} if calls else {})
 
 
@@ -151,7 +155,9 @@ def _call(call: Any, place: str) -> Message:
     else:
         arguments = without_nulls(arguments)
     if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of the tool call {name} in {place} are not an object: {shortened(arguments)}")
+        raise ValueError(
+            f"the arguments of the tool call {name} in {place} are not an object: {shortened(arguments)}"
+        )
     identity = {"id": call["id"]} if call.get("id") else {}
     return identity | {"type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -166,7 +172,10 @@ def as_tools(value: Any) -> list[dict[str, Any]]:
         return []
     if not isinstance(value, list | tuple):
         value = [value]
-    return [_tool(parsed(tool, "a tool") if isinstance(tool, str) and "{" in tool else tool) for tool in value]
+    return [
+        _tool(parsed(tool, "a tool") if isinstance(tool, str) and "{" in tool else tool)
+        for tool in value
+    ]
 
 
 def _tool(tool: Any) -> dict[str, Any]:

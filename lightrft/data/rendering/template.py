@@ -23,7 +23,11 @@ from lightrft.data.rendering.messages import THINKING, THOUGHTS, WEIGHTS, Messag
 WORD = "\u2402word\u2403"
 """Text that no template contains."""
 QUESTION = {"role": "user", "content": WORD + "?"}
-CALL = {"id": "call12345", "type": "function", "function": {"name": "word_tool", "arguments": {"word": "of_call"}}}
+CALL = {
+    "id": "call12345",
+    "type": "function",
+    "function": {"name": "word_tool", "arguments": {"word": "of_call"}},
+}
 TOOL = {
     "type": "function",
     "function": {
@@ -45,9 +49,14 @@ def template_variables(section: DataSection) -> dict[str, Any]:
     try:
         variables = json.loads(section.chat_template_kwargs or "{}")
     except json.JSONDecodeError as error:
-        raise DataError(f"--chat_template_kwargs {section.chat_template_kwargs!r} is not valid JSON: {error}") from error
+        raise DataError(
+            f"--chat_template_kwargs {section.chat_template_kwargs!r} is not valid JSON: {error}"
+        ) from error
     if not isinstance(variables, dict):
-        raise DataError(f"--chat_template_kwargs {section.chat_template_kwargs!r} is not a JSON object: " + '{"name": value}')
+        raise DataError(
+            f"--chat_template_kwargs {section.chat_template_kwargs!r} is not a JSON object: "
+            + '{"name": value}'
+        )
     return variables
 
 
@@ -64,7 +73,9 @@ def turn_end_ids(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> fr
 
 
 @lru_cache(maxsize=8)
-def _chat_template(tokenizer: PreTrainedTokenizerBase, source: str, variables: str | None) -> "ChatTemplate":
+def _chat_template(
+    tokenizer: PreTrainedTokenizerBase, source: str, variables: str | None
+) -> "ChatTemplate":
     return ChatTemplate(tokenizer, template_variables(DataSection(chat_template_kwargs=variables)))
 
 
@@ -105,7 +116,10 @@ class ChatTemplate:
         """
         variables = self.variables | (variables or {})
         tools = [*(self.variables.get("tools") or []), *tools]
-        options = {"answer_follows": answer_follows, "variables": variables | {"tools": tools or None}}
+        options = {
+            "answer_follows": answer_follows,
+            "variables": variables | {"tools": tools or None},
+        }
         text = self._render(messages, **options)
         self._check(messages, tools, text)
         shape = _shape(messages), answer_follows, bool(tools), repr(variables)
@@ -117,7 +131,10 @@ class ChatTemplate:
         return text
 
     def formed(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], variables: dict[str, Any]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        variables: dict[str, Any],
     ) -> tuple[list[Message], dict[str, Any]]:
         """Return messages and variables in the form in which this template takes them."""
         all_tools = [*(self.variables.get("tools") or []), *tools]
@@ -137,12 +154,16 @@ class ChatTemplate:
         """
         answer = {"role": "assistant", "content": WORD}
         after_last = self._probe([QUESTION, answer]).rpartition(WORD)[2]
-        after_inner = self._probe([QUESTION, answer, QUESTION]).partition(WORD + "?")[2].partition(WORD)[2]
+        after_inner = (
+            self._probe([QUESTION, answer, QUESTION]).partition(WORD + "?")[2].partition(WORD)[2]
+        )
         last, inner = self._special_tokens_in(after_last), self._special_tokens_in(after_inner)
         if not last:
             return Closing("", "", after_last, "")
         both = [pair for pair in zip(last, inner, strict=False) if pair[0][0] == pair[1][0]]
-        (token, end), (_, inner_end) = both[-1] if both else (last[0], inner[0] if inner else ("", 0))
+        (token, end), (_, inner_end) = (
+            both[-1] if both else (last[0], inner[0] if inner else ("", 0))
+        )
         return Closing(after_last[:end], after_inner[:inner_end], after_last, token)
 
     @cached_property
@@ -169,9 +190,9 @@ class ChatTemplate:
     def _takes_text(self) -> bool:
         """Return False if contents must be lists of parts."""
         parts = [{"role": "user", "content": [{"type": "text", "text": WORD}]}]
-        return WORD in self._probe([{"role": "user", "content": WORD}], formed=True) or WORD not in self._probe(
-            parts, formed=True
-        )
+        return WORD in self._probe(
+            [{"role": "user", "content": WORD}], formed=True
+        ) or WORD not in self._probe(parts, formed=True)
 
     @cached_property
     def _form_of_calls(self) -> tuple[bool, str | None]:
@@ -182,9 +203,15 @@ class ChatTemplate:
             call = CALL | {"function": function | {"arguments": arguments}}
             for content in (None, ""):
                 turn = {"role": "assistant", "content": content, "tool_calls": [call]}
-                text = self._probe([QUESTION if self._takes_text else _as_parts(QUESTION), turn], formed=True, tools=[TOOL])
+                text = self._probe(
+                    [QUESTION if self._takes_text else _as_parts(QUESTION), turn],
+                    formed=True,
+                    tools=[TOOL],
+                )
                 _, _, rest = text.partition(WORD)
-                printed = "None" in rest or repr(function["arguments"]) in rest or '\\"of_call' in rest
+                printed = (
+                    "None" in rest or repr(function["arguments"]) in rest or '\\"of_call' in rest
+                )
                 if "word_tool" in rest and "of_call" in rest and not printed:
                     return is_json, content
         return False, ""
@@ -202,8 +229,12 @@ class ChatTemplate:
     def _special_tokens_in(self, text: str) -> list[tuple[str, int]]:
         """Return the first special token of a text and those right behind it, with their ends."""
         added = self.tokenizer.added_tokens_decoder.values()
-        names = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
-        pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
+        names = {str(token) for token in added if token.special} | set(
+            self.tokenizer.all_special_tokens
+        )
+        pattern = re.compile(
+            "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)"
+        )
         found: list[tuple[str, int]] = []
         match = pattern.search(text)
         while match:
@@ -214,7 +245,12 @@ class ChatTemplate:
     # -- rendering
 
     def _probe(
-        self, messages: Sequence[Message], *, answer_follows: bool = False, formed: bool = False, tools: Any = None
+        self,
+        messages: Sequence[Message],
+        *,
+        answer_follows: bool = False,
+        formed: bool = False,
+        tools: Any = None,
     ) -> str:
         """Render messages of our own; empty if the template rejects them."""
         variables = self.variables | {"tools": tools or self.variables.get("tools")}
@@ -224,21 +260,32 @@ class ChatTemplate:
         except ValueError:
             return ""
 
-    def _render(self, messages: Sequence[Message], *, answer_follows: bool, variables: dict[str, Any]) -> str:
-        text = self._apply(self._formed(messages), answer_follows=answer_follows, variables=variables)
+    def _render(
+        self, messages: Sequence[Message], *, answer_follows: bool, variables: dict[str, Any]
+    ) -> str:
+        text = self._apply(
+            self._formed(messages), answer_follows=answer_follows, variables=variables
+        )
         return text + self._header if answer_follows else text
 
-    def _apply(self, messages: Sequence[Message], *, answer_follows: bool, variables: dict[str, Any]) -> str:
+    def _apply(
+        self, messages: Sequence[Message], *, answer_follows: bool, variables: dict[str, Any]
+    ) -> str:
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=answer_follows, **variables
             )
         except Exception as error:  # a template is a program and raises its own errors
-            raise ValueError(f"the chat template rejects it ({type(error).__name__}: {error})") from error
+            raise ValueError(
+                f"the chat template rejects it ({type(error).__name__}: {error})"
+            ) from error
 
     def _formed(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages in the form that the template takes, without keys that are not for it."""
-        own = [{name: value for name, value in message.items() if name not in WEIGHTS} for message in messages]
+        own = [
+            {name: value for name, value in message.items() if name not in WEIGHTS}
+            for message in messages
+        ]
         if any(message.get("tool_calls") for message in own):
             own = [self._with_formed_calls(message) for message in own]
         return own if self._takes_text else [_as_parts(message) for message in own]
@@ -254,12 +301,22 @@ class ChatTemplate:
 
     # -- checks
 
-    def _check(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str) -> None:
+    def _check(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str
+    ) -> None:
         """Raise ValueError if a message or a tool is not in a rendered text, or is there as Python prints it."""
-        if missing := [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text]:
-            raise ValueError(f"the chat template does not describe the tool {missing[0]} to the model")
-        read = [message | {"content": ""} if is_answer(message) else message for message in messages]
-        if place := _first_lost(read, text):  # templates cut the thinking from earlier turns on purpose
+        if missing := [
+            tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text
+        ]:
+            raise ValueError(
+                f"the chat template does not describe the tool {missing[0]} to the model"
+            )
+        read = [
+            message | {"content": ""} if is_answer(message) else message for message in messages
+        ]
+        if place := _first_lost(
+            read, text
+        ):  # templates cut the thinking from earlier turns on purpose
             raise ValueError(_left_out(messages, place))
         for place, message in enumerate(messages, 1):
             if isinstance(message["content"], list) and _is_printed(message["content"], text):
@@ -279,13 +336,19 @@ class ChatTemplate:
         for place, message in enumerate(words, 1):
             for call in message.get("tool_calls") or ():
                 if call["function"]["name"] not in text:
-                    raise ValueError(f"the chat template leaves out the tool calls of message {place} of {len(messages)}")
+                    raise ValueError(
+                        f"the chat template leaves out the tool calls of message {place} of {len(messages)}"
+                    )
 
 
 def texts_of(message: Message) -> list[str]:
     """Return the texts of a message, between which media may stand."""
     content = message["content"] or ""
-    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+    return (
+        [content]
+        if isinstance(content, str)
+        else [part["text"] for part in content if part["type"] == "text"]
+    )
 
 
 def contains(text: str, pieces: Iterable[str]) -> bool:
@@ -342,7 +405,12 @@ def _squeezed(text: str) -> str:
 def _shape(messages: Sequence[Message]) -> tuple[Any, ...]:
     """Return what a template's decisions about messages usually depend on."""
     return tuple(
-        (message["role"], _kind(message["content"]), len(message.get("tool_calls") or ()), *sorted(message))
+        (
+            message["role"],
+            _kind(message["content"]),
+            len(message.get("tool_calls") or ()),
+            *sorted(message),
+        )
         for message in messages
     )
 
@@ -367,7 +435,13 @@ def _words(message: Message, number: int) -> Message:
     elif content:
         content = word
     calls = [
-        call | {"function": {"name": f"word{number}_{place}_word", "arguments": call["function"]["arguments"]}}
+        call
+        | {
+            "function": {
+                "name": f"word{number}_{place}_word",
+                "arguments": call["function"]["arguments"],
+            }
+        }
         for place, call in enumerate(message.get("tool_calls") or ())
     ]
     return {"content": content} | ({"tool_calls": calls} if calls else {})
@@ -381,4 +455,6 @@ def _as_parts(message: Message) -> Message:
 
 def _with_json_arguments(call: Message) -> Message:
     function = call["function"]
-    return call | {"function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+    return call | {
+        "function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    }

@@ -10,7 +10,9 @@ ANCHOR = "\n"
 """Text before an answer that is tokenized alone, so that no space is written before it."""
 
 
-def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool = True) -> list[int]:
+def text_tokens(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool = True
+) -> list[int]:
     """Return the tokens of a text that begins a sequence.
 
     The tokens that the tokenizer adds at a beginning are added unless the text has them, and those
@@ -22,7 +24,9 @@ def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens
         return plain
     complete: list[int] = tokenizer(text)["input_ids"]
     places = range(len(complete) - len(plain) + 1)
-    added = next((complete[:place] for place in places if complete[place : place + len(plain)] == plain), [])
+    added = next(
+        (complete[:place] for place in places if complete[place : place + len(plain)] == plain), []
+    )
     return plain if plain[: len(added)] == added else added + plain
 
 
