@@ -229,16 +229,35 @@ def test_arguments_are_text_where_a_template_prints_them():
     assert '(add {"a": 6, "b": [1]})' in text(TOOL_CHAT[:3], "text of arguments")
 
 
+OPEN = "<|assistant|>"
+ASKED_AGAIN = "<|end|>\n<|user|>What is 6+1?<|end|>\n<|assistant|>"
+SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "A"}]
+
+
+def weighted(first: dict, second: dict) -> dict:
+    """Two answers with what they say about being learned."""
+    return {"messages": [ASK, turn("assistant", "A", **first), ASK, turn("assistant", "B", **second)]}
+
+
 LEARNED = {
-    "calls and answer": ({"messages": TOOL_CHAT, "tools": [ADD]}, '[(add {"a": 6, "b": [1]})<|end|>]\n<|tool|>7<|end|>\n<|assistant|>[It is 7.<|end|>]'),
-    "weight": ({"messages": [ASK, turn("assistant", "A", weight=0), ASK, turn("assistant", "B", weight=1)]}, "A<|end|>\n<|user|>What is 6+1?<|end|>\n<|assistant|>[B<|end|>]"),
-    "train": ({"messages": [ASK, turn("assistant", "A", train=True), ASK, turn("assistant", "B", train=False)]}, "<|assistant|>[A<|end|>]"),
-    "loss": ({"messages": [ASK, turn("assistant", "A", loss=None), ASK, turn("assistant", "B", loss=False)]}, "<|assistant|>[A<|end|>]"),
-    "a first turn": ({"messages": [turn("assistant", "Hi", weight=0), ASK, turn("assistant", "A")]}, "<|assistant|>Hi<|end|>\n<|user|>What is 6+1?<|end|>\n<|assistant|>[A<|end|>]"),
-    "its end token": ({"input": "q", "label": "A<|end|>\n"}, "<|assistant|>[A<|end|>]"),
-    "the tokenizer's": ({"messages": [turn("user", "q"), turn("assistant", "A<eos>")]}, "<|assistant|>[A<|end|>]"),
-    "the other column": ({"messages": None, "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "A"}]}, "<|assistant|>[A<|end|>]"),
-}  # fmt: skip
+    "calls and answer": (
+        {"messages": TOOL_CHAT, "tools": [ADD]},
+        '[(add {"a": 6, "b": [1]})<|end|>]\n<|tool|>7<|end|>\n<|assistant|>[It is 7.<|end|>]',
+    ),
+    "weight": (weighted({"weight": 0}, {"weight": 1}), f"A{ASKED_AGAIN}[B<|end|>]"),
+    "train": (weighted({"train": True}, {"train": False}), f"{OPEN}[A<|end|>]"),
+    "loss": (weighted({"loss": None}, {"loss": False}), f"{OPEN}[A<|end|>]"),
+    "a first turn": (
+        {"messages": [turn("assistant", "Hi", weight=0), ASK, turn("assistant", "A")]},
+        f"{OPEN}Hi{ASKED_AGAIN}[A<|end|>]",
+    ),
+    "its end token": ({"input": "q", "label": "A<|end|>\n"}, f"{OPEN}[A<|end|>]"),
+    "the tokenizer's": (
+        {"messages": [turn("user", "q"), turn("assistant", "A<eos>")]},
+        f"{OPEN}[A<|end|>]",
+    ),
+    "the other column": ({"messages": None, "conversations": SHARED}, f"{OPEN}[A<|end|>]"),
+}
 
 
 @pytest.mark.parametrize("case", LEARNED)
