@@ -51,7 +51,7 @@ class Conversation:
         )
 
     def without_ends(self, template: ChatTemplate) -> "Conversation":
-        """Return the conversation without end tokens in the texts of answers, after which the template writes its own."""
+        """Return the conversation without end tokens in its answers: the template writes its own."""
         ends = template.ends
         messages = [
             message | {"content": without_ends(message["content"], ends)}
@@ -96,7 +96,7 @@ def conversation_tokens(
 
 
 def _learned_turns(messages: Sequence[Message], num_turns: int) -> list[int]:
-    """Return the indices of the learned turns. Raise ValueError for turns that cannot be learned."""
+    """Return the indices of the learned turns. Raise ValueError for those that cannot be learned."""
     for number, message in enumerate(messages, 1):
         if is_answer(message) and not message["content"] and not message.get("tool_calls"):
             raise ValueError(
@@ -120,7 +120,10 @@ def _learned_turns(messages: Sequence[Message], num_turns: int) -> list[int]:
 
 
 def _texts(template: ChatTemplate, conversation: Conversation, turns: list[int]) -> list[Text]:
-    """Split the rendered conversation at the learned turns. Raise ValueError if an answer is not in its turn."""
+    """Split the rendered conversation at the learned turns.
+
+    Raise ValueError if an answer is not in its turn.
+    """
     messages, text = conversation.messages, conversation.render(template, answer_follows=False)
     marked = MARKED.search(template.tokenizer.get_chat_template())
     marks = _marks(template, conversation) if marked else {}
@@ -147,9 +150,9 @@ def _texts(template: ChatTemplate, conversation: Conversation, turns: list[int])
 
 
 def _start_of_turn(before: str, text: str) -> int:
-    """Return where an answer begins in the whole text: after its generation prompt; -1 if that is not there.
+    """Return the end of the generation prompt in the whole text; -1 if it is not there.
 
-    Templates leave out the thinking that a generation prompt opens, or closes at once, where an answer has none.
+    The thinking that a generation prompt opens may be missing there, where an answer has none.
     """
     without = OPENED.sub("", before)
     starts = (
@@ -161,7 +164,7 @@ def _start_of_turn(before: str, text: str) -> int:
 
 
 def _marks(template: ChatTemplate, conversation: Conversation) -> dict[int, Span]:
-    """Return the turns that the chat template marks. Raise ValueError if it does not mark all of them."""
+    """Return the turns that the template marks. Raise ValueError if it does not mark all of them."""
     tokenizer = template.tokenizer
     messages, variables = template.formed(
         conversation.messages, conversation.tools, conversation.variables
@@ -192,7 +195,7 @@ def _marks(template: ChatTemplate, conversation: Conversation) -> dict[int, Span
 
 
 def _end_of_mark(template: ChatTemplate, text: str, mark: Span) -> int:
-    """Return the place after the end token of a marked turn, which may be inside of the mark or follow it."""
+    """Return the place after the end token of a marked turn, inside of the mark or behind it."""
     start, end = mark
     closings = {template.closing.last.strip(), template.closing.inner.strip()} - {""}
     ends = [place + len(each) for each in closings if (place := text.rfind(each, start, end)) >= 0]
@@ -200,7 +203,7 @@ def _end_of_mark(template: ChatTemplate, text: str, mark: Span) -> int:
 
 
 def _end_of_turn(template: ChatTemplate, conversation: Conversation, turn: int, text: str) -> int:
-    """Return the place in the whole text right after a turn with its end token; -1 if it is not there.
+    """Return the place after the end token of a turn in the whole text; -1 if it is not there.
 
     Another answer in its place shows what follows it. Where the template does not allow that, as
     for calls whose results follow, the turn is rendered as the last one.
@@ -231,7 +234,7 @@ def _with_closing(text: str, end: int, template: ChatTemplate) -> int:
 
 
 def _continued(template: ChatTemplate, messages: list[Message], before: str) -> str:
-    """Return the last answer behind a generation prompt that opens its thinking, for a template that cuts the thinking.
+    """Return the last answer, whose thinking the template cuts, as it follows the generation prompt.
 
     Raise ValueError if the answer does not continue the generation prompt.
     """

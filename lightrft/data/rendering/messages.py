@@ -34,7 +34,7 @@ PYTHON_LIST = re.compile(r"\[\s*\{\s*'(role|from|content|value)'")
 
 
 def as_messages(value: Any) -> list[Message] | None:
-    """Return the chat messages of a column, which may be JSON text or ShareGPT's; None if it has none.
+    """Return the chat messages of a column, also from JSON text or ShareGPT; None if it has none.
 
     Raise ValueError for a message that cannot be read, and say which.
     """
@@ -192,7 +192,7 @@ def _tool(tool: Any) -> dict[str, Any]:
 
 
 def as_object(value: Any, name: str) -> dict[str, Any]:
-    """Return a column that is an object, or JSON text of one; empty if it is null. Raise ValueError otherwise."""
+    """Return a column that is an object or JSON text of one, empty if null. Raise ValueError otherwise."""
     value = parsed(value, name) if isinstance(value, str) and value.strip() else value
     if value and not isinstance(value, Mapping):
         raise ValueError(f"{name} must be an object, not {shortened(value)}")
@@ -208,7 +208,7 @@ def parsed(text: str, name: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the null keys of its objects, with which Arrow fills what a row lacks."""
+    """Return a value without null keys, with which Arrow fills what a row lacks."""
     if isinstance(value, dict):
         return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value

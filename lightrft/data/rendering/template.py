@@ -45,7 +45,7 @@ MOST_SHAPES = 4096
 
 
 def template_variables(section: DataSection) -> dict[str, Any]:
-    """Return the additional variables of the chat template. Raise DataError unless they are a JSON object."""
+    """Return the variables of --chat_template_kwargs. Raise DataError unless they are a JSON object."""
     try:
         variables = json.loads(section.chat_template_kwargs or "{}")
     except json.JSONDecodeError as error:
@@ -66,7 +66,7 @@ def chat_template(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> "
 
 
 def turn_end_ids(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens that end a response to the run's prompts, as the tokenizer and the chat template say."""
+    """Return the tokens that end a response, as the tokenizer and the chat template say."""
     if section.apply_chat_template and tokenizer.chat_template:
         return chat_template(section, tokenizer).end_token_ids
     return frozenset({tokenizer.eos_token_id} - {None})
@@ -87,8 +87,6 @@ class Closing:
     """Text from the answer to the end token of the last turn; empty if the template has none."""
     inner: str
     """The same of a turn that others follow."""
-    after_last: str
-    """All text after the answer of the last turn."""
     token: str
     """The end token of the last turn."""
 
@@ -109,7 +107,7 @@ class ChatTemplate:
         tools: Sequence[dict[str, Any]] = (),
         variables: dict[str, Any] | None = None,
     ) -> str:
-        """Render messages as as_messages() reads them, with a generation prompt if an answer follows.
+        """Render cleaned messages, with a generation prompt if an answer follows.
 
         `tools` are described in addition to the run's, and `variables` replace the run's. Raise
         ValueError if the template fails, or does not render everything.
@@ -159,12 +157,12 @@ class ChatTemplate:
         )
         last, inner = self._special_tokens_in(after_last), self._special_tokens_in(after_inner)
         if not last:
-            return Closing("", "", after_last, "")
+            return Closing("", "", "")
         both = [pair for pair in zip(last, inner, strict=False) if pair[0][0] == pair[1][0]]
         (token, end), (_, inner_end) = (
             both[-1] if both else (last[0], inner[0] if inner else ("", 0))
         )
-        return Closing(after_last[:end], after_inner[:inner_end], after_last, token)
+        return Closing(after_last[:end], after_inner[:inner_end], token)
 
     @cached_property
     def end_token_ids(self) -> frozenset[int]:
@@ -218,7 +216,7 @@ class ChatTemplate:
 
     @cached_property
     def _header(self) -> str:
-        """Return the beginning of the assistant's turn, for a template that does not write it if asked for; else nothing."""
+        """Return the beginning of an answer if the template writes it only before one; else nothing."""
         before, asked = self._probe([QUESTION]), self._probe([QUESTION], answer_follows=True)
         text = self._probe([QUESTION, {"role": "assistant", "content": WORD}])
         if before != asked or not text.startswith(before):
@@ -304,7 +302,7 @@ class ChatTemplate:
     def _check(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str
     ) -> None:
-        """Raise ValueError if a message or a tool is not in a rendered text, or is there as Python prints it."""
+        """Raise ValueError if a message or a tool is not in the text, or is there as Python prints it."""
         if missing := [
             tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text
         ]:
@@ -358,7 +356,7 @@ def contains(text: str, pieces: Iterable[str]) -> bool:
 
 
 def answer_pieces(message: Message) -> list[str]:
-    """Return the texts that a learned turn must contain: its thinking, without the tags around it, and its answer."""
+    """Return the texts that a learned turn must contain: its thinking without tags, and its answer."""
     tags = "|".join(map(re.escape, (*THINKING, *THINKING.values())))
     pieces = [piece for text in texts_of(message) for piece in re.split(tags, text)]
     return [*pieces, *(str(message[name]) for name in THOUGHTS if message.get(name))]
@@ -382,7 +380,7 @@ def _first_lost(messages: Sequence[Message], text: str) -> int:
 
 
 def _end_in(squeezed: str, text: str, start: int) -> int:
-    """Return the place after a text, which may be inside of a JSON string; -1 if it is not there."""
+    """Return the place after a text, also inside of a JSON string; -1 if it is not there."""
     forms = (text, *(json.dumps(text, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
     found = ((squeezed.find(form, start), form) for form in map(_squeezed, forms))
     return next((place + len(form) for place, form in found if place >= 0), -1)
@@ -420,7 +418,7 @@ def _kind(content: Any) -> Any:
 
 
 def _in_words(messages: Sequence[Message]) -> list[Message]:
-    """Return messages of the same kind in which every text and every name of a call is another word."""
+    """Return messages of the same kind whose texts and names of calls are words of our own."""
     return [message | _words(message, number) for number, message in enumerate(messages)]
 
 

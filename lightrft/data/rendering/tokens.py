@@ -51,7 +51,7 @@ def consecutive_tokens(
 
 
 def _inner_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the tokens of a text inside of another one, without the space that some tokenizers write before a text."""
+    """Return the tokens of a text inside of another one, without a space that is written before it."""
 
     tokens = partial(text_tokens, tokenizer, special_tokens=False)
     anchor, anchored = tokens(ANCHOR), tokens(ANCHOR + text)
