@@ -32,13 +32,14 @@ def ids(text):
 class Player:
     """Episodes whose turns are written here instead of sampled."""
 
-    def __init__(self, name="", *, agent="", chat=False, longest=200, **limits):
+    def __init__(self, name="", *, agent="", chat=False, longest=200, other_rewards="", **limits):
         section = EnvironmentSection(environment=name, agent=agent, **limits)
         data = DataSection(apply_chat_template=chat, prompt_max_len=64)
         format = TurnFormat(data, tokenizer(chat), frozenset({EOS}))
         served = EndpointModel("tiny", 264, {"temperature": 1.0, "top_p": 1.0}, frozenset({EOS}))
         setup = ProgramSetup(name, agent=agent, served=served, tool_seconds=section.tool_seconds)
-        self.episodes = Episodes(setup, section, format, hermes, longest=longest)
+        options = {"longest": longest, "other_rewards": other_rewards}
+        self.episodes = Episodes(setup, section, format, hermes, **options)
 
     def play(self, turns, *, rows=None, seconds=120.0):
         """Play an episode for each list of turns, texts or token ids, at the same time; return their samples."""

@@ -33,8 +33,21 @@ class Episodes:
     A program that fails, dies or takes too long costs its own sample, from which nothing is learned.
     """
 
-    def __init__(self, setup: ProgramSetup, section: EnvironmentSection, format: TurnFormat, parse: Parse, *, longest: int):
-        """Set up the episodes of a rank. `longest` is the number of tokens of a response, its observations included."""
+    def __init__(
+        self,
+        setup: ProgramSetup,
+        section: EnvironmentSection,
+        format: TurnFormat,
+        parse: Parse,
+        *,
+        longest: int,
+        other_rewards: str = "",
+    ):
+        """Set up the episodes of a rank. `longest` is the number of tokens of a response, its observations included.
+
+        `other_rewards` names the rewards of the run if none of them is the environment's.
+        """
+        self.other_rewards = other_rewards
         self.section, self.format, self.parse, self.longest = section, format, parse, longest
         self._forks = Forks(setup)
         weakref.finalize(self, self._forks.close)
@@ -83,8 +96,10 @@ class Episodes:
         last = len(sample.token_ids) >= self.longest or not self._has_turns_left(play)
         play.episode.finish_reason = LENGTH if last else "stop"
         play.until = time.monotonic() + 60 * self.section.environment_minutes
-        content, calls = self.parse(self.format.decode(completion.token_ids))
         context = TokenIds([*sample.prompt.token_ids, *sample.token_ids[:end]])
+        opened = self.format.opens_thinking(context)
+        content, calls = self.parse(opened + self.format.decode(completion.token_ids))
+        content = content.removeprefix(opened)
         self._send(play, Turn(text, completion.token_ids, completion.finish_reason, last, calls, content if calls else text,
                               completion.logprobs, context))  # fmt: skip
 
@@ -153,7 +168,8 @@ class Episodes:
             prompt, token_ids, used = self.format.prompt(play.sample.prompt, request), [], 0
         else:
             last = before.conversation.token_ids[before.num_tokens - 1]
-            token_ids, used = self.format.tokens(request, last), before.num_tokens
+            token_ids = self.format.tokens(request, last, before.conversation.prompt.columns)
+            used = before.num_tokens
         if not self._has_turns_left(play) or used + len(token_ids) >= self.longest:
             play.episode.finish_reason = LENGTH
             self._send(play, Turn("", [], LENGTH, is_last=True))
@@ -167,6 +183,11 @@ class Episodes:
         return play
 
     def _end(self, play: Play, ended: Ended) -> None:
+        if self.other_rewards and any(reward for _, reward in ended.rewards):
+            raise ConfigError(
+                f"the environment or agent gives rewards, which --reward {self.other_rewards} ignores: add environment to "
+                "--reward, with the weight 0 to ignore them (environment:0)"
+            )
         play.end(ended)
         if ended.problem:
             self._fail(play, ended.problem, reuse=not ended.calls_running)

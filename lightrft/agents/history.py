@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightrft.agents.messages import BEGINNING, Message, ToolCall, Turn
+from lightrft.data.rendering import messages as rendering
 
 Key = tuple[str, str, str]
 """Identity of a message: role, text, and tool calls; messages that are the same one have equal keys."""
@@ -60,29 +61,14 @@ def good_calls(turn: Turn) -> list[ToolCall]:
     return [] if any(call.problem for call in turn.tool_calls) else turn.tool_calls
 
 
-def clean_message(message: Any) -> Message:
+def clean_message(message: Any, place: str = "the message") -> Message:
     """Return a message as chat templates read it. Raises ValueError for one that has no role, or content other than text."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f"a message is an object with a role and a content, not {message!r:.100}")
-    parts = message.get("content") or ""
-    if not isinstance(parts, str):
-        if not isinstance(parts, list) or not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-            raise ValueError("the content of a message is text: agents have no images and no sound")
-        parts = "".join(part["text"] for part in parts)
-    calls = [_call(call) for call in message.get("tool_calls") or ()]
-    others = {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
-    return {"role": message["role"], "content": parts} | others | ({"tool_calls": calls} if calls else {})
-
-
-def _call(call: Any) -> dict[str, Any]:
-    try:
-        function = call["function"]
-        name, arguments = function["name"], function.get("arguments") or {}
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"a tool call is not {{'function': {{'name': ..., 'arguments': JSON}}}}: {call!r:.100}") from error
-    identity = {"id": call["id"]} if call.get("id") else {}
-    return identity | {"type": "function", "function": {"name": name, "arguments": arguments}}
+    message = rendering.clean_message(message, place)
+    content = message["content"] or ""
+    if not isinstance(content, str):
+        raise ValueError("the content of a message is text: agents have no images and no sound")
+    kept = ("role", "name", "tool_call_id", "tool_calls", *rendering.THOUGHTS)
+    return {name: message[name] for name in kept if message.get(name)} | {"content": content}
 
 
 def key(message: Message) -> Key:

@@ -48,7 +48,8 @@ class Session:
         The turn has no tokens if a limit of the episode leaves no room for it. Raises ValueError for messages that cannot be
         read.
         """
-        messages = [clean_message(message) for message in messages]
+        total = len(messages)
+        messages = [clean_message(each, f"message {number} of {total}") for number, each in enumerate(messages, 1)]
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("the last message is a turn of the assistant, or there is none: the model has nothing to answer")
         after, rest = self.history.of_chat(messages, tools)

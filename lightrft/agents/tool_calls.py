@@ -1,16 +1,31 @@
-"""Read the tool calls in a turn of the model."""
+"""Read the tool calls in a turn of the model, which stand after its thinking."""
 
 import json
 import re
 from collections.abc import Callable
 
 from lightrft.agents.messages import ToolCall
+from lightrft.data.rendering.messages import THINKING
 
 Parse = Callable[[str], tuple[str, list[ToolCall]]]
 """Function from the text of a turn to its text without calls, and its calls."""
 HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
+def after_thinking(parse: Parse) -> Parse:
+    """Return a function that reads the calls after the thinking, and leaves the thinking in the text."""
+
+    def read(text: str) -> tuple[str, list[ToolCall]]:
+        start = max(text.rfind(end) + len(end) if end in text else 0 for end in THINKING.values())
+        if any(text.find(begin, start) >= 0 for begin in THINKING):
+            return text, []  # it has not finished thinking
+        content, calls = parse(text[start:])
+        return text[:start] + content if calls else text, calls
+
+    return read
+
+
+@after_thinking
 def hermes(text: str) -> tuple[str, list[ToolCall]]:
     """Read calls such as <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>: those of Hermes and Qwen models."""
     return HERMES.sub("", text).strip(), [_call(content) for content in HERMES.findall(text)]
@@ -23,9 +38,9 @@ def read_call(name: str, arguments: str) -> ToolCall:
 
 def _call(content: str) -> ToolCall:
     try:
-        call = json.loads(content)
-        name, arguments = call["name"], call.get("arguments", {})
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        call = json.loads(content, strict=False)  # models write line breaks inside of strings
+        name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
+        arguments = json.loads(arguments, strict=False) if isinstance(arguments, str) else arguments
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return ToolCall("", {}, f"the call is not of the form {{\"name\": ..., \"arguments\": {{...}}}} ({error})")
     if not isinstance(name, str) or not isinstance(arguments, dict):

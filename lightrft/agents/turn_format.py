@@ -4,7 +4,7 @@ Turns of the model are never rendered or tokenized again, since that can give ot
 between two turns is what the chat template writes between a short turn in their place and the next one.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -12,11 +12,17 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.agents.messages import BEGINNING, Message, TurnRequest
 from lightrft.config.sections import DataSection
-from lightrft.data.prompts import INPUT, render, template_variables
+from lightrft.data.prompts import INPUT, prompt_text
+from lightrft.data.rendering.messages import THINKING, as_messages, as_object, as_tools
+from lightrft.data.rendering.template import chat_template
+from lightrft.data.rendering.tokens import text_tokens
 from lightrft.types import Prompt
 
 TURN = "\u2402turn\u2403"
 """Text of a turn in whose place another one was sampled; no template contains it."""
+NO_COLUMNS: Mapping[str, Any] = {}
+LONGEST_OPENING = 16
+"""Number of tokens at the end of a prompt that are searched for the beginning of the thinking."""
 
 
 class TurnFormat:
@@ -42,17 +48,17 @@ class TurnFormat:
         """
         observation = request.observation
         if request.after == BEGINNING:
-            token_ids = self._observation_tokens(request)
+            token_ids = self._observation_tokens(request, prompt)
             text = self.tokenizer.decode(token_ids)
         elif not observation:
             return prompt
         elif isinstance(observation, str):
-            value = _append_text(prompt.columns[INPUT], observation)
-            text = render(self.section, self.tokenizer, value)
+            row = prompt.columns | {self.section.input_key: _append_text(prompt.columns[INPUT], observation)}
+            text = prompt_text(self.section, self.tokenizer, row)
             special_tokens = not self.section.apply_chat_template
-            token_ids = self._expand_media(self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
+            token_ids = self._expand_media(text_tokens(self.tokenizer, text, special_tokens=special_tokens))
         else:
-            token_ids = [*prompt.token_ids, *self.tokens(request, None)]
+            token_ids = [*prompt.token_ids, *self.tokens(request, None, prompt.columns)]
             text = self.tokenizer.decode(token_ids)
         if len(token_ids) > self.section.prompt_max_len:
             raise ValueError(f"the prompt with the first observation has {len(token_ids)} tokens, more than --prompt_max_len "
@@ -64,8 +70,15 @@ class TurnFormat:
         ended = bool(token_ids) and token_ids[-1] in self.end_token_ids
         return self.tokenizer.decode(token_ids[:-1] if ended else token_ids)
 
-    def tokens(self, request: TurnRequest, last_token: int | None) -> list[int]:
+    def opens_thinking(self, context_ids: list[int]) -> str:
+        """Return the beginning of the thinking if the prompt of a turn ends with it; else nothing."""
+        ending = self.tokenizer.decode(context_ids[-LONGEST_OPENING:]).rstrip()
+        return next((begin for begin in THINKING if ending.endswith(begin)), "")
+
+    def tokens(self, request: TurnRequest, last_token: int | None, row: Mapping[str, Any] = NO_COLUMNS) -> list[int]:
         """Return the tokens of an observation after a turn whose last token is `last_token`.
+
+        `row` has the columns of the row with which the conversation began.
 
         Raises ValueError if the chat template rejects it.
         """
@@ -76,39 +89,40 @@ class TurnFormat:
             contents = [observation] if isinstance(observation, str) else [each["content"] for each in observation]
             return self._tokenize("".join(contents))
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-        token_ids = self._tokenize(self._between(messages, request))
+        token_ids = self._tokenize(self._between(messages, request, row))
         ended = last_token in self.end_token_ids and token_ids[:1] and token_ids[0] in self.end_token_ids
         return token_ids[1:] if ended else token_ids
 
-    def _observation_tokens(self, request: TurnRequest) -> list[int]:
+    def _observation_tokens(self, request: TurnRequest, prompt: Prompt) -> list[int]:
         observation = request.observation or ""
         if isinstance(observation, str):
-            return self._expand_media(self.tokenizer(observation)["input_ids"])
+            return self._expand_media(text_tokens(self.tokenizer, observation))
         if _are_token_ids(observation):
             return self._in_vocabulary(observation)
         if not self.section.apply_chat_template:
             raise ValueError("messages are rendered by the chat template: set --apply_chat_template")
-        return self._tokenize(self._render(observation, request))
+        return self._tokenize(self._render(observation, request, prompt.columns, tools=[]))
 
-    def _between(self, messages: list[Message], request: TurnRequest) -> str:
+    def _between(self, messages: list[Message], request: TurnRequest, row: Mapping[str, Any]) -> str:
         """Return the text from the end of a turn to the beginning of the next one, with these messages between them."""
-        text = self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}, *messages], request)
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}]
+        text = self._render([*before, *messages], request, row, tools=as_tools(row.get("tools")))
         _, marker, between = text.rpartition(TURN)
         if not marker:
             raise ValueError("the chat template leaves out the turns of the assistant before the last message")
         return between
 
-    def _render(self, messages: list[dict[str, Any]], request: TurnRequest) -> str:
-        variables = template_variables(self.section)
-        for message in messages:
-            if isinstance(content := message.get("content"), list) and any(part.get("type") != "text" for part in content):
-                raise ValueError("an observation is text: images, videos and sound cannot be observed")
-        if request.tools:
-            variables["tools"] = [*variables.get("tools", []), *request.tools]
-        try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
-        except Exception as error:  # a template is a program and raises its own errors
-            raise ValueError(f"the chat template rejects the messages ({type(error).__name__}: {error})") from error
+    def _render(
+        self, messages: list[Message], request: TurnRequest, row: Mapping[str, Any], *, tools: list[dict[str, Any]]
+    ) -> str:
+        """Render messages with a generation prompt, and with the tools of the row and of the request."""
+        messages = as_messages(messages) or []
+        if any(isinstance(message["content"], list) for message in messages):
+            raise ValueError("an observation is text: images, videos and sound cannot be observed")
+        variables = as_object(row.get("chat_template_kwargs"), "the column 'chat_template_kwargs'")
+        template = chat_template(self.section, self.tokenizer)
+        tools = [*tools, *as_tools(request.tools)]
+        return template.render(messages, answer_follows=True, tools=tools, variables=variables)
 
     def _in_vocabulary(self, token_ids: list[int]) -> list[int]:
         size = len(self.tokenizer)
@@ -148,6 +162,7 @@ def _are_token_ids(observation: str | list[Message] | list[int]) -> TypeGuard[li
 
 def _append_text(value: Any, observation: str) -> Any:
     """Return the input of a row with a text at the end of its last message."""
-    if isinstance(value, str):
+    messages = as_messages(value)
+    if messages is None:
         return f"{value}{observation}"
-    return [*value[:-1], {**value[-1], "content": f"{value[-1]['content']}{observation}"}]
+    return [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{observation}"}]

@@ -98,7 +98,7 @@ class DataSection(Section):
     pretrain_split: str = "train"
     """Split of --pretrain_data."""
     input_key: str = "input"
-    """Column of the prompt: a string, or a list of chat messages."""
+    """Column of the prompt: a string, or chat messages as a list or JSON text, also with ShareGPT's `from` and `value`."""
     images_key: str | None = None
     """Column of a prompt's images: one path or a list of paths, relative to the folder of the data, or images of the datasets
     package; a row without images is a text prompt. In a chat, an image takes the place of <image> in the text, or precedes the
@@ -136,13 +136,14 @@ class DataSection(Section):
     reference_key: str | None = None
     """Column of a reference answer: reward functions receive it as `reference`."""
     input_template: str | None = None
-    """Template of the prompt with one {}: `Question: {}\\nAnswer: `."""
+    """Template with one {} of prompts that are text: `Question: {}\\nAnswer: `. Chat messages are not changed."""
     apply_chat_template: bool = False
-    """Render prompts with the tokenizer's chat template."""
+    """Render prompts with the tokenizer's chat template. A response then also stops at the token that ends its turns."""
     system_prompt: str | None = None
-    """System message for the chat template."""
+    """System message for the chat template. The system message of a row takes its place."""
     chat_template_kwargs: str | None = None
-    """Additional variables for the chat template as a JSON object: '{"enable_thinking": false}'."""
+    """Additional variables for the chat template as a JSON object: '{"enable_thinking": false}'. Those in the column
+    `chat_template_kwargs` of a row replace them."""
     prompt_max_len: Annotated[int, COUNT] = 1024
     """Maximum length of a prompt in tokens; a row with a longer prompt is a bad row."""
     max_samples: Annotated[int | None, COUNT] = None
@@ -159,7 +160,8 @@ class DataSection(Section):
     """For process reward models: text that ends each step of an answer except the last. It is part of the step, which is scored
     at its last token."""
     learned_turns: Literal["all", "last"] = "all"
-    """Turns of the assistant in a conversation on which SFT and --pretrain_data train: all, or the last one."""
+    """Turns of the assistant in a conversation on which SFT and --pretrain_data train: all, or the last one. A turn with
+    `weight`, `train` or `loss` 0 is not learned."""
     bad_rows: Literal["stop", "skip"] = "stop"
     """Handling of a malformed or too long row: stop ends the run with its file and line before a model is loaded, skip omits it
     and reports how many there are, and the first ones. With skip, train_ppo also leaves out prompts whose media cannot be read

@@ -1,120 +1,251 @@
-"""Tokenization of multi-turn conversations, in which the turns of the assistant are learned."""
+"""Tokenization of conversations, in which turns of the assistant are learned."""
 
 import re
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lightrft.config.sections import DataSection
-from lightrft.data.prompts import render_chat, template_variables
+from lightrft.data.rendering.messages import THINKING, THOUGHTS, Message, is_answer, weight_of
+from lightrft.data.rendering.template import (
+    WORD,
+    ChatTemplate,
+    answer_pieces,
+    contains,
+    texts_of,
+)
+from lightrft.data.rendering.tokens import consecutive_tokens, without_ends
 from lightrft.types import Answer, TokenIds
 
-Message = dict[str, Any]
 Text = tuple[str, bool]
 """Part of a conversation, with True if it is learned."""
-ROLES = {
-    "human": "user", "user": "user", "system": "system", "tool": "tool", "observation": "tool",
-    "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "assistant": "assistant",
-}  # fmt: skip
-"""Names in ShareGPT's `from` -> roles of chat templates."""
+Span = tuple[int, int]
+"""Beginning and end of a learned turn in the whole text."""
+OPENED = re.compile(
+    rf"(?:{'|'.join(map(re.escape, THINKING))})\s*(?:(?:{'|'.join(map(re.escape, THINKING.values()))})\s*)?$"
+)
+"""Thinking at the end of a generation prompt that it opens, or closes at once."""
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Tag with which a chat template marks the turns of the assistant."""
 
 
-def as_messages(value: Any) -> list[Message] | None:
-    """Return the chat messages of a column, also in ShareGPT's format (`from`, `value`); None if it is no list of messages.
+@dataclass(frozen=True)
+class Conversation:
+    """The messages of a row, and what else its columns say about their rendering."""
 
-    Raise ValueError for an unknown `from`.
-    """
-    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
-        return None
-    return [_as_message(message) if "from" in message and "role" not in message else message for message in value]
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    variables: dict[str, Any] = field(default_factory=dict)
 
+    def render(
+        self, template: ChatTemplate, *, answer_follows: bool, end: int | None = None
+    ) -> str:
+        """Render the messages before the index `end`, or all."""
+        return template.render(
+            self.messages[:end],
+            answer_follows=answer_follows,
+            tools=self.tools,
+            variables=self.variables,
+        )
 
-def _as_message(turn: dict[str, Any]) -> Message:
-    if turn["from"] not in ROLES:
-        raise ValueError(f"the turn has the role {turn['from']!r}; known roles are {', '.join(ROLES)}")
-    return {"role": ROLES[turn["from"]], "content": turn.get("value")}
-
-
-def is_answer(message: Message) -> bool:
-    """Return True if the message is from the assistant."""
-    return message.get("role") == "assistant"
+    def without_ends(self, template: ChatTemplate) -> "Conversation":
+        """Return the conversation without end tokens in its answers: the template writes its own."""
+        ends = template.ends
+        messages = [
+            message | {"content": without_ends(message["content"], ends)}
+            if is_answer(message) and isinstance(message["content"], str)
+            else message
+            for message in self.messages
+        ]
+        return Conversation(messages, self.tools, self.variables)
 
 
 def conversation_tokens(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, messages: list[Message], num_turns: int
+    template: ChatTemplate, conversation: Conversation, num_turns: int, *, only_last: bool
 ) -> tuple[str, list[int], Answer]:
     """Return text and tokens before the first learned turn, and the Answer from there on.
 
-    The last `num_turns` turns of the assistant are learned, each up to its end token; with `learned_turns` "last" only one is.
-    Tokens are those of the whole text. Raise ValueError for a message without content, and if the turns cannot be located in
-    the text.
+    Of the last `num_turns` turns of the assistant those are learned whose weight is not 0, each up
+    to its end token; with `only_last` the last one. Tokens are those of the whole text. Raise
+    ValueError for a message without content, and if an answer is not where the template writes it.
     """
-    for number, message in enumerate(messages, 1):
-        content, is_empty = message.get("content"), not message.get("content") and not message.get("tool_calls")
-        if is_empty and (content is None or is_answer(message)):
-            raise ValueError(f"message {number} of {len(messages)}, of role {message.get('role')!r}, has no content")
-    num_turns = 1 if section.learned_turns == "last" else num_turns
-    marked = MARKED.search(tokenizer.get_chat_template())
-    texts = (_marked_texts if marked else _rendered_texts)(section, tokenizer, messages, num_turns)
+    conversation = conversation.without_ends(template)
+    messages = conversation.messages
+    turns = _learned_turns(messages, 1 if only_last else num_turns)
+    texts = _texts(template, conversation, turns)
+
     token_ids: list[int] = []
     learned: list[bool] = []
-    eos = tokenizer.eos_token_id
-    for (_, is_learned), tokens in zip(texts, _tokens([text for text, _ in texts], tokenizer), strict=True):
-        num_learned = len(tokens) - tokens[::-1].index(eos) if eos in tokens else len(tokens)
+    parts = consecutive_tokens(template.tokenizer, [text for text, _ in texts])
+    for (_, is_learned), tokens in zip(texts, parts, strict=True):
         token_ids += tokens
-        learned += [is_learned and place < num_learned for place in range(len(tokens))]
-    for place in range(1, len(token_ids)):  # a template may mark a turn without its end token
-        learned[place] |= learned[place - 1] and token_ids[place] == eos != token_ids[place - 1]
+        learned += [is_learned] * len(tokens)
     if True not in learned[1:] or learned[0]:
         raise ValueError("the chat template renders an empty prompt, or an empty answer")
+
     first, end = learned.index(True), len(learned) - learned[::-1].index(True)
-    ending = [] if token_ids[end - 1] == eos else [eos]
-    answer = Answer(TokenIds(token_ids[first:end] + ending), learned[first:end] + [True] * len(ending))
+    ending = (
+        [] if token_ids[end - 1] in template.end_token_ids else [template.tokenizer.eos_token_id]
+    )
+    answer = Answer(
+        TokenIds(token_ids[first:end] + ending), learned[first:end] + [True] * len(ending)
+    )
     return texts[0][0], token_ids[:first], answer
 
 
-def _marked_texts(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, messages: list[Message], num_turns: int
-) -> list[Text]:
-    """Split at the turns of the assistant that the chat template marks. Raise ValueError if it does not mark all of them."""
-    variables = tokenizer.special_tokens_map | template_variables(section)
-    template = tokenizer.get_chat_template()
-    try:
-        (text,), (spans,) = render_jinja_template(
-            [messages], chat_template=template, return_assistant_tokens_mask=True, **variables
-        )
-    except Exception as error:  # a template is a program and raises its own errors
-        raise ValueError(f"the chat template rejects it ({type(error).__name__}: {error})") from error
-    num_answers = sum(map(is_answer, messages))
-    if len(spans) != num_answers:
-        raise ValueError(f"the chat template marks {len(spans)} turns with {{% generation %}}, the assistant has {num_answers}")
-    return _cut(text, spans[-num_turns:])
-
-
-def _rendered_texts(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, messages: list[Message], num_turns: int
-) -> list[Text]:
-    """Split at the ends of the rendered messages before and up to each turn.
-
-    Raise ValueError if these are no prefixes of the whole text.
-    """
+def _learned_turns(messages: Sequence[Message], num_turns: int) -> list[int]:
+    """Return the indices of the learned turns. Raise ValueError for those that cannot be learned."""
+    for number, message in enumerate(messages, 1):
+        if is_answer(message) and not message["content"] and not message.get("tool_calls"):
+            raise ValueError(
+                f"message {number} of {len(messages)}, of role 'assistant', has no content"
+            )
+        if weight_of(message) and not is_answer(message):
+            raise ValueError(
+                f"message {number} of {len(messages)}, of role {message['role']!r}, shall be learned (weight, train "
+                "or loss), but only turns of the assistant are"
+            )
     turns = [place for place, message in enumerate(messages) if is_answer(message)][-num_turns:]
-    text = render_chat(section, tokenizer, messages, answer_follows=False)
+    turns = [turn for turn in turns if weight_of(messages[turn]) is not False]
+    if not turns:
+        raise ValueError("no turn is learned: the weight of each is 0")
+    if turns[0] == 0:
+        raise ValueError(
+            "message 1 is a turn of the assistant with nothing before it, which cannot be learned: give it the weight 0, "
+            "or remove it"
+        )
+    return turns
+
+
+def _texts(template: ChatTemplate, conversation: Conversation, turns: list[int]) -> list[Text]:
+    """Split the rendered conversation at the learned turns.
+
+    Raise ValueError if an answer is not in its turn.
+    """
+    messages, text = conversation.messages, conversation.render(template, answer_follows=False)
+    marked = MARKED.search(template.tokenizer.get_chat_template())
+    marks = _marks(template, conversation) if marked else {}
     spans = []
     for turn in turns:
-        before = render_chat(section, tokenizer, messages[:turn], answer_follows=True)
-        after = render_chat(section, tokenizer, messages[: turn + 1], answer_follows=False)
-        if not (text.startswith(after) and after.startswith(before)):
+        before = conversation.render(template, answer_follows=True, end=turn)
+        start = _start_of_turn(before, text)
+        if turn in marks:
+            start, end = max(start, marks[turn][0]), _end_of_mark(template, text, marks[turn])
+        else:
+            end = _end_of_turn(template, conversation, turn, text)
+        if 0 <= start <= end and contains(text[start:end], answer_pieces(messages[turn])):
+            spans.append((start, end))
+        elif turns == [len(messages) - 1]:
+            return [(before, False), (_continued(template, messages, before), True)]
+        else:
             raise ValueError(_disagreement(turn, messages))
-        spans.append((len(before), len(after)))
+        if turn == len(messages) - 1 and start < len(before) and not marks:
+            template.warn(
+                "the generation prompt of the chat template opens a thinking that its answers do not have: they are learned "
+                "as it renders them, after a prompt without it; see --chat_template_kwargs"
+            )
     return _cut(text, spans)
 
 
-def _disagreement(turn: int, messages: list[Message]) -> str:
+def _start_of_turn(before: str, text: str) -> int:
+    """Return the end of the generation prompt in the whole text; -1 if it is not there.
+
+    The thinking that a generation prompt opens may be missing there, where an answer has none.
+    """
+    without = OPENED.sub("", before)
+    starts = (
+        before,
+        before.rstrip() if before.rstrip().endswith(tuple(THINKING)) else before,
+        without,
+    )
+    return next((len(start) for start in starts if text.startswith(start)), -1)
+
+
+def _marks(template: ChatTemplate, conversation: Conversation) -> dict[int, Span]:
+    """Return the turns that the template marks. Raise ValueError if it does not mark all of them."""
+    tokenizer = template.tokenizer
+    messages, variables = template.formed(
+        conversation.messages, conversation.tools, conversation.variables
+    )
+    try:
+        (text,), (marks,) = render_jinja_template(
+            [messages],
+            chat_template=tokenizer.get_chat_template(),
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map | variables,
+        )
+    except Exception as error:  # a template is a program and raises its own errors
+        raise ValueError(
+            f"the chat template rejects it ({type(error).__name__}: {error})"
+        ) from error
+    spans: list[Span] = []
+    for start, end in marks:
+        if spans and not text[spans[-1][1] : start].strip():  # it marks an end token by itself
+            spans[-1] = spans[-1][0], end
+        else:
+            spans.append((start, end))
+    answers = [place for place, message in enumerate(conversation.messages) if is_answer(message)]
+    if len(spans) != len(answers):
+        raise ValueError(
+            f"the chat template marks {len(spans)} turns with {{% generation %}}, the assistant has {len(answers)}"
+        )
+    return dict(zip(answers, spans, strict=True))
+
+
+def _end_of_mark(template: ChatTemplate, text: str, mark: Span) -> int:
+    """Return the place after the end token of a marked turn, inside of the mark or behind it."""
+    start, end = mark
+    closings = {template.closing.last.strip(), template.closing.inner.strip()} - {""}
+    ends = [place + len(each) for each in closings if (place := text.rfind(each, start, end)) >= 0]
+    return max(ends) if ends else _with_closing(text, end, template)
+
+
+def _end_of_turn(template: ChatTemplate, conversation: Conversation, turn: int, text: str) -> int:
+    """Return the place after the end token of a turn in the whole text; -1 if it is not there.
+
+    Another answer in its place shows what follows it. Where the template does not allow that, as
+    for calls whose results follow, the turn is rendered as the last one.
+    """
+    messages = conversation.messages
+    other = messages[turn] | {"content": WORD}
+    for name in ("tool_calls", *THOUGHTS):
+        other.pop(name, None)
+    changed = Conversation(
+        [*messages[:turn], other, *messages[turn + 1 :]], conversation.tools, conversation.variables
+    )
+    try:
+        after = changed.render(template, answer_follows=False).rpartition(WORD)[2]
+    except ValueError:
+        after = None
+    if after is not None and text.endswith(after):
+        return _with_closing(text, len(text) - len(after), template)
+    last = conversation.render(template, answer_follows=False, end=turn + 1).rstrip()
+    return len(last) if text.startswith(last) else -1
+
+
+def _with_closing(text: str, end: int, template: ChatTemplate) -> int:
+    """Return the place after the end token that follows an answer, or the end of the answer."""
+    closings = sorted({template.closing.last, template.closing.inner}, key=len, reverse=True)
+    return end + next(
+        (len(closing) for closing in closings if closing and text.startswith(closing, end)), 0
+    )
+
+
+def _continued(template: ChatTemplate, messages: list[Message], before: str) -> str:
+    """Return the last answer, whose thinking the template cuts, as it follows the generation prompt.
+
+    Raise ValueError if the answer does not continue the generation prompt.
+    """
+    answer = "".join(texts_of(messages[-1])).strip()
+    begin = next((begin for begin in THINKING if before.rstrip().endswith(begin)), "")
+    if not begin or THINKING[begin] not in answer or messages[-1].get("tool_calls"):
+        raise ValueError(_disagreement(len(messages) - 1, messages))
+    return answer.removeprefix(begin).lstrip("\n") + template.closing.last
+
+
+def _disagreement(turn: int, messages: Sequence[Message]) -> str:
     if any(map(is_answer, messages[turn + 1 :])):
         return (
             f"the chat template renders the answer in message {turn + 1} of {len(messages)} differently when other messages "
@@ -127,22 +258,9 @@ def _disagreement(turn: int, messages: list[Message]) -> str:
     )
 
 
-def _cut(text: str, spans: list[tuple[int, int]]) -> list[Text]:
+def _cut(text: str, spans: list[Span]) -> list[Text]:
     """Split the text at the spans; the parts inside of spans are learned."""
     borders = [0, *(border for span in spans for border in span), len(text)]
-    return [(text[start:end], place % 2 == 1) for place, (start, end) in enumerate(pairwise(borders))]
-
-
-def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of consecutive texts as in the whole text, or of each text alone if a token would cross a boundary."""
-
-    def tokens(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    parts, joined = [tokens(text) for text in texts], tokens("".join(texts))
-    if [token for part in parts for token in part] == joined:
-        return parts
-    beginnings = [tokens(beginning) for beginning in accumulate(texts)]
-    if any(joined[: len(beginning)] != beginning for beginning in beginnings):
-        return parts
-    return [joined[start:end] for start, end in pairwise([0, *map(len, beginnings)])]
+    return [
+        (text[start:end], place % 2 == 1) for place, (start, end) in enumerate(pairwise(borders))
+    ]

@@ -10,10 +10,22 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection
-from lightrft.data.chats import as_messages, conversation_tokens, is_answer
+from lightrft.data.chats import conversation_tokens
 from lightrft.data.prompt_set import PromptSet
-from lightrft.data.prompts import HERE, MediaTokenCounter, complete_chat, load_prompts, make_prompt, row_media, with_media_tokens
-from lightrft.types import Answer, Batch, Expand, Expanded, Prompt
+from lightrft.data.prompts import (
+    HERE,
+    MediaTokenCounter,
+    chat_of,
+    complete_chat,
+    load_prompts,
+    make_prompt,
+    row_media,
+    with_media_tokens,
+)
+from lightrft.data.rendering.messages import as_messages, is_answer
+from lightrft.data.rendering.template import chat_template
+from lightrft.data.rendering.tokens import consecutive_tokens, without_ends
+from lightrft.types import Answer, Batch, Expand, Expanded, Prompt, TokenIds
 
 CHATS = ("messages", "conversations")
 """Columns with whole conversations, used if no other column is configured."""
@@ -42,31 +54,40 @@ def make_example(
     section = _with_usual_names(section, row)
     value, label = row.get(section.input_key), row.get(section.label_key)
     messages, answer = as_messages(value), as_messages(label)
-    if answer and isinstance(value, str):
-        messages = [{"role": "user", "content": (section.input_template or "{}").replace("{}", value, 1)}]
-    if not messages or not (answer or is_answer(messages[-1])):
-        return make_prompt(section, tokenizer, row | {section.input_key: messages} if messages else row,
-                           index=index, folder=folder, measure=measure)  # fmt: skip
+    if answer is None and not isinstance(label, str) and not (messages and is_answer(messages[-1])):
+        return make_prompt(section, tokenizer, row, index=index, folder=folder, measure=measure)  # answer_problem() says it
     if not section.apply_chat_template:
-        raise ValueError(f"{section.input_key!r} is a conversation; chat messages need --apply_chat_template")
-    learned, messages = answer or messages, messages + (answer or [])
+        if messages or answer:
+            raise ValueError(f"{section.input_key!r} is a conversation; chat messages need --apply_chat_template")
+        return make_prompt(section, tokenizer, row, index=index, folder=folder, measure=measure)
+
+    if messages and is_answer(messages[-1]) and isinstance(label, str):
+        label = None  # the conversation has its answers; the column is for rewards
+    if answer is None and label is not None:
+        answer = [{"role": "assistant", "content": label}]
+    learned = answer or messages
+    messages = [*chat_of(section, value, messages), *(answer or [])]
     if not is_answer(messages[-1]):
-        raise ValueError(f"{section.label_key!r} ends with a message of role {messages[-1].get('role')!r}, not of the assistant")
+        raise ValueError(f"{section.label_key!r} ends with a message of role {messages[-1]['role']!r}, not of the assistant")
     media = row_media(section, row, folder)
-    messages = complete_chat(section, messages, media)
-    text, token_ids, answer = conversation_tokens(section, tokenizer, messages, sum(map(is_answer, learned)))
+    text, token_ids, answer = conversation_tokens(
+        chat_template(section, tokenizer),
+        complete_chat(section, row, messages, media),
+        sum(map(is_answer, learned)),
+        only_last=section.learned_turns == "last",
+    )
     prompt = Prompt(index, text, token_ids, {"label": answer}, media)
     return with_media_tokens(prompt, section, measure)
 
 
 def _with_usual_names(section: DataSection, row: dict[str, Any]) -> DataSection:
     """Return the section with the usual column names of chat data, if the row has these and none were configured."""
-    if section.input_key in row or section.input_key != DataSection.input_key:
+    if row.get(section.input_key) is not None or section.input_key != DataSection.input_key:
         return section
     for name in CHATS:
-        if name in row:
+        if row.get(name) is not None:
             return replace(section, input_key=name)
-    if section.label_key == DataSection.label_key and all(name in row for name in COMPLETIONS):
+    if section.label_key == DataSection.label_key and all(row.get(name) is not None for name in COMPLETIONS):
         return replace(section, input_key=COMPLETIONS[0], label_key=COMPLETIONS[1])
     return section
 
@@ -85,10 +106,19 @@ def answer_problem(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: 
 def answer_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Answer:
     """Return the tokens after the prompt; for a text, all tokens and the end token are learned."""
     label = prompt.columns["label"]
-    if isinstance(label, Answer):
-        return label
-    token_ids = [*tokenizer(label, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    return Answer(token_ids, [True] * len(token_ids))
+    return label if isinstance(label, Answer) else text_answer(DataSection(), tokenizer, prompt.text, label)
+
+
+def text_answer(section: DataSection, tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Answer:
+    """Return the tokens of an answer as they follow the text of a prompt, with what ends a turn; all are learned."""
+    ends, closing = [tokenizer.eos_token], ""
+    if section.apply_chat_template:
+        template = chat_template(section, tokenizer)
+        ends, closing = template.ends, template.closing.last
+    answer = without_ends(answer, ends)
+    parts = consecutive_tokens(tokenizer, [prompt, answer + closing], special_tokens=not section.apply_chat_template)
+    token_ids = parts[1] if closing or not answer else [*parts[1], tokenizer.eos_token_id]
+    return Answer(TokenIds(token_ids), [True] * len(token_ids))
 
 
 def supervised_batch(

@@ -1,6 +1,7 @@
 """Images, videos and sound in the data: the files of a row, and their contents, which are read only when needed."""
 
 import base64
+import json
 import os
 import re
 import struct
@@ -8,7 +9,7 @@ import tempfile
 import wave
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from io import BytesIO
@@ -16,6 +17,7 @@ from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 from urllib.request import urlopen
 
 import numpy as np
@@ -46,6 +48,13 @@ RIFF = b"RIFF"
 """First bytes of a .wav file."""
 WAVE_TYPES = {1: np.uint8, 2: np.int16, 4: np.int32}
 """Bytes of a sample -> its type."""
+SOURCES = ("path", "url", "image", "video", "audio", "image_url", "video_url", "audio_url")
+"""Keys of an object that names a file."""
+SHORTEST_BASE64 = 256
+"""Number of characters from which a text without a head can be the content of a file in base64."""
+BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
+LONGEST_PATH = 4096
+"""Number of characters of the longest path of Linux."""
 STILL = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 """Suffixes of images in a list that is one video."""
 
@@ -224,10 +233,15 @@ MediaFile = ImageFile | VideoFile | AudioFile
 
 def items_of(medium: str, value: Any) -> list[Any]:
     """Return the items of a column with one or several; a list of images is one video."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        with suppress(ValueError):
+            value = json.loads(value)
     if value is None:
         return []
     if not isinstance(value, list | tuple):
         return [value]
+    if medium != VIDEOS and any(isinstance(item, list | tuple) for item in value):
+        value = [inner for item in value for inner in (item if isinstance(item, list | tuple) else [item])]
     frames = medium == VIDEOS and value and not isinstance(value[0], list | tuple) and _is_image(value[0])
     return [value] if frames else list(value)
 
@@ -235,8 +249,26 @@ def items_of(medium: str, value: Any) -> list[Any]:
 def _is_image(item: Any) -> bool:
     if isinstance(item, Image.Image | np.ndarray):
         return isinstance(item, Image.Image) or item.ndim < 4
-    name = item.get("path") if isinstance(item, dict) else item
+    name = named(item)
     return isinstance(name, str) and Path(name).suffix.lower() in STILL
+
+
+def named(item: Any) -> Any:
+    """Return the path, address or content of an item that is an object with one of the usual keys; else the item."""
+    if not isinstance(item, dict) or item.get("bytes"):
+        return item["bytes"] if isinstance(item, dict) and isinstance(item["bytes"], str) else item
+    return next((named(item[key]) for key in SOURCES if item.get(key) is not None), item)
+
+
+def decoded(text: str) -> bytes | None:
+    """Return the content of a data URI, or of base64 without its head; None for other texts."""
+    head, _, content = text.partition(";base64,") if text.startswith("data:") else ("", "", text)
+    if not head and (len(text) < SHORTEST_BASE64 or not BASE64.fullmatch(text)):
+        return None
+    try:
+        return base64.b64decode(content, validate=True)
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,11 +314,16 @@ class Places:
         return name, source
 
     def _resolve(self, item: Any, label: str) -> tuple[str, Path | bytes]:
+        item = named(item)
+        if isinstance(item, str) and (content := decoded("".join(item.split()))):
+            return "inside the data", content
+        if isinstance(item, str) and item.startswith("file://"):
+            item = unquote(urlsplit(item).path)
         if isinstance(item, str) and item.startswith(("http://", "https://")):
             if not self.urls:
                 raise ValueError(f"{label} {item} is an address: --media_urls allows to fetch it")
             return item, fetch(item, self.most_bytes)
-        if isinstance(item, str) and item:
+        if isinstance(item, str) and 0 < len(item) <= LONGEST_PATH and not item.startswith("data:"):
             path = (self.root or self.folder) / Path(item).expanduser()
             if self.root is not None and not path.resolve().is_relative_to(self.root.resolve()):
                 raise ValueError(f"{label} {item} is not in --media_root {self.root}")
@@ -295,9 +332,10 @@ class Places:
             return "inside the data", item
         if isinstance(item, dict) and (content := item.get("bytes")):
             return item.get("path") or "inside the data", content
-        if isinstance(item, dict) and item.get("path"):
-            return self._resolve(item["path"], label)
-        raise ValueError(f"{label}: it must be a path, bytes of a file, or what the datasets package yields, not {item!r:.80}")
+        raise ValueError(
+            f"{label}: it must be a path, an address, bytes of a file, base64, or what the datasets package yields, "
+            f"not {item!r:.80}"
+        )
 
 
 def _png(pixels: Image.Image | np.ndarray) -> bytes:

@@ -1,5 +1,6 @@
 """Rows of judged answers: pairs of a chosen and a rejected answer to one prompt, or single answers that are good or bad."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import takewhile
@@ -10,16 +11,18 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection, PreferenceSection, media_columns
-from lightrft.data.chats import Message, as_messages, is_answer
 from lightrft.data.conversations import answer_of, answer_problem, flat_columns, make_example
 from lightrft.data.prompt_set import PromptSet
-from lightrft.data.prompts import HERE, Make, MediaTokenCounter, load_prompts
+from lightrft.data.prompts import HERE, TEMPLATE_COLUMNS, Make, MediaTokenCounter, load_prompts
+from lightrft.data.rendering.messages import Message, as_messages, is_answer
 from lightrft.types import Answer, Expand, JudgedBatch, Prompt, TokenIds
 
 CHOSEN, REJECTED, MARGIN, TIE, HEAD = "chosen", "rejected", "margin", "tie", "head"
 """Columns of a loaded pair, whatever their names in the data."""
 ANSWER, DESIRABLE = "answer", "desirable"
 """Columns of a loaded single answer."""
+DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+"""Beginning of a turn in the texts of HH-RLHF, which have no column with their prompts."""
 USUAL_PROMPT, USUAL_ANSWER = "prompt", "completion"
 """Columns that are used if --input_key and --completion_key are not set; the first if its column is missing."""
 
@@ -87,7 +90,7 @@ def load_answers(
     ) -> Prompt:  # fmt: skip
         answer = column(row, preference.completion_key or USUAL_ANSWER, "completion_key")
         messages = as_messages(answer)
-        if messages and not is_answer(messages[0]):
+        if messages and _is_whole(messages, not _has_prompt(section, row)):
             last = max(place for place, message in enumerate(messages, 1) if not is_answer(message))
             prompt, answer = messages[:last], messages[last:]
         else:
@@ -128,20 +131,49 @@ def judged_batch(answers: Sequence[Prompt], rows: Sequence[int], expand: Expand 
 def prompt_column(section: DataSection, row: dict[str, Any]) -> Any:
     """Return the prompt of a row: the column of --input_key, or `prompt` if that is unset. Raise ValueError without one."""
     name = section.input_key
-    if name not in row and name == DataSection.input_key and USUAL_PROMPT in row:
+    if row.get(name) is None and name == DataSection.input_key and USUAL_PROMPT in row:
         name = USUAL_PROMPT
     return column(row, name, "input_key")
 
 
+def _has_prompt(section: DataSection, row: dict[str, Any]) -> bool:
+    return row.get(section.input_key) is not None or row.get(USUAL_PROMPT) is not None
+
+
+def _is_whole(messages: list[Message], alone: bool) -> bool:
+    """Return whether messages are a conversation with its prompt; `alone` if the row has no other one."""
+    return not all(map(is_answer, messages)) and (alone or not is_answer(messages[0]))
+
+
 def _parts(section: DataSection, row: dict[str, Any], chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
     """Return the prompt and both answers; of whole conversations the prompt is their common beginning."""
+    alone = not _has_prompt(section, row)
+    if alone and isinstance(chosen, str) and isinstance(rejected, str) and DIALOGUE.search(chosen):
+        if not section.apply_chat_template:
+            return _parts_of_dialogues(chosen, rejected)
+        chosen, rejected = _dialogue(chosen), _dialogue(rejected)
     first, second = as_messages(chosen), as_messages(rejected)
-    if not first or not second or is_answer(first[0]) or is_answer(second[0]):
+    if not (first and second and _is_whole(first, alone) and _is_whole(second, alone)):
         return prompt_column(section, row), first or chosen, second or rejected
     count = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False)))
     if not count or not is_answer(_next(first, count)) or not is_answer(_next(second, count)):
         raise ValueError("both conversations must begin with the same messages, and then differ in a turn of the assistant")
     return first[:count], first[count:], second[count:]
+
+
+def _dialogue(text: str) -> list[Message]:
+    """Return the messages of a text of HH-RLHF: turns that begin with Human: or Assistant:."""
+    _, *turns = DIALOGUE.split(text)
+    return [{"from": name.lower(), "value": value.strip()} for name, value in zip(turns[::2], turns[1::2], strict=True)]
+
+
+def _parts_of_dialogues(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Return the common beginning of two texts of HH-RLHF up to the last turn of the assistant, and both answers."""
+    ends = [match.end() for match in DIALOGUE.finditer(chosen) if match[1] == "Assistant"]
+    ends = [end for end in ends if chosen[:end] == rejected[:end]]
+    if not ends:
+        raise ValueError("both texts must begin with the same turns, and then differ in a turn of the assistant")
+    return chosen[: ends[-1]], chosen[ends[-1] :], rejected[ends[-1] :]
 
 
 def _next(messages: list[Message], count: int) -> Message:
@@ -152,8 +184,10 @@ def _example(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], prompt: Any, answer: Any, **options: Any
 ) -> Prompt:
     """Return the prompt of a row with one Answer as its label. Raise ValueError if it cannot be learned."""
+    if (messages := as_messages(prompt)) and is_answer(messages[-1]):
+        raise ValueError("the prompt ends with a turn of the assistant, so it contains an answer; remove that message")
     standard = replace(section, input_key="input", label_key="label")
-    example = make_example(standard, tokenizer, media_of(section, row) | {"input": prompt, "label": answer}, **options)
+    example = make_example(standard, tokenizer, context_of(section, row) | {"input": prompt, "label": answer}, **options)
     problem = answer_problem(example, tokenizer, longest=2**62)
     if problem:
         raise ValueError("one of the answers is empty, or neither text nor messages")
@@ -173,9 +207,10 @@ def _pair(chosen: Prompt, rejected: Prompt, tokenizer: PreTrainedTokenizerBase, 
     return replace(chosen, token_ids=chosen.token_ids[:shared], columns=answers | judgement)
 
 
-def media_of(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row with media."""
-    return {name: row[name] for name in media_columns(section).values() if name in row}
+def context_of(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row with media, and those that a chat template reads."""
+    names = {*media_columns(section).values(), *TEMPLATE_COLUMNS}
+    return {name: row[name] for name in names if name in row}
 
 
 def column(row: dict[str, Any], name: str, flag: str) -> Any:

@@ -1,6 +1,5 @@
 """Prompts built from rows: template, chat template, tokens, and the limit on their length."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,11 +13,15 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.errors import DataError
 from lightrft.config.references import data_problems, data_sources
 from lightrft.config.sections import DataSection, media_columns
+from lightrft.data.chats import Conversation
 from lightrft.data.digests import cache_key
 from lightrft.data.duplicates import Duplicates
-from lightrft.data.media import AUDIOS, IMAGES, VIDEOS, MediaFile, Places, items_of, media_checked, with_parts
+from lightrft.data.media import AUDIOS, IMAGES, KINDS, VIDEOS, MediaFile, Places, items_of, media_checked, with_parts
 from lightrft.data.prompt_set import DataPart, PromptSet
 from lightrft.data.readers import BadRows, is_first_rank, read_rows
+from lightrft.data.rendering.messages import Message, as_messages, as_object, as_tools, is_answer, shortened
+from lightrft.data.rendering.template import chat_template, template_variables
+from lightrft.data.rendering.tokens import text_tokens
 from lightrft.data.stored import stored_prompts, storing_problem
 from lightrft.samples import REASONING_GYM
 from lightrft.types import Prompt
@@ -33,6 +36,11 @@ HERE = Path()
 NO_MEDIA: Mapping[str, list[MediaFile]] = {}
 INPUT = "prompt"
 """Column with the input of a row, as environments receive it."""
+
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+"""Columns that a chat template reads: schemas of tools, and variables that replace those of the run."""
+SYSTEM_ROLES = ("system", "developer")
+"""Roles of a row's own system message, which takes the place of --system_prompt."""
 
 SOURCES = {
     "prompt_data": ("prompt_split", "max_samples"),
@@ -104,18 +112,20 @@ def _usable(
 ) -> Iterator[Prompt]:  # fmt: skip
     """Yield the usable prompts of one data set, with the next of the `numbers` as their indices."""
     split, most = SOURCES[source]
-    limit, count = most and getattr(section, most), 0
+    limit, count, num_chats = most and getattr(section, most), 0, 0
     bad = BadRows(skip=section.bad_rows == "skip", flag=f"--{source}")
     place = Path(name).expanduser()
     folder = place.parent if place.is_file() else place
 
     def built() -> Iterator[tuple[str, Prompt]]:
+        nonlocal num_chats
         for location, row in read_rows(name, getattr(section, split), bad):
             try:
                 prompt = make(row, index=0, folder=folder)
             except ValueError as error:
                 bad.add(location, str(error))
                 continue
+            num_chats += section.input_template is not None and as_messages(row.get(section.input_key)) is not None
             if keep_input:
                 prompt.columns.setdefault(INPUT, row[section.input_key])
             problem = row_problem(prompt) if row_problem else None
@@ -133,6 +143,8 @@ def _usable(
             if count == limit:
                 break
     bad.report()
+    if num_chats and is_first_rank():
+        logger.warning(f"--{source} {name}: --input_template is for text: {num_chats} rows of chat messages are as they were")
     if not count:
         others = f" and {duplicates.count} duplicates were omitted" if duplicates.count else ""
         raise DataError(f"--{source} {name}: no usable row ({len(bad.reasons)} bad ones were skipped{others})")
@@ -157,17 +169,6 @@ def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -
         raise DataError("--apply_chat_template: the tokenizer of --pretrain has no chat template; use --input_template instead")
 
 
-def template_variables(section: DataSection) -> dict[str, Any]:
-    """Return the additional variables of the chat template. Raise DataError unless they are a JSON object."""
-    try:
-        variables = json.loads(section.chat_template_kwargs or "{}")
-    except json.JSONDecodeError as error:
-        raise DataError(f"--chat_template_kwargs {section.chat_template_kwargs!r} is not valid JSON: {error}") from error
-    if not isinstance(variables, dict):
-        raise DataError(f"--chat_template_kwargs {section.chat_template_kwargs!r} is not a JSON object: " + '{"name": value}')
-    return variables
-
-
 def make_prompt(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, index: int, folder: Path = HERE,
     measure: MediaTokenCounter | None = None,
@@ -176,9 +177,9 @@ def make_prompt(
     if section.input_key not in row:
         raise ValueError(f"no column {section.input_key!r} (--input_key); it has {', '.join(row) or 'none'}")
     media = row_media(section, row, folder)
-    text = render(section, tokenizer, row[section.input_key], media=media)
+    text = prompt_text(section, tokenizer, row, media=media)
     # a chat template writes its own special tokens
-    token_ids = tokenizer(text, add_special_tokens=not section.apply_chat_template)["input_ids"]
+    token_ids = text_tokens(tokenizer, text, special_tokens=not section.apply_chat_template)
     if not token_ids:
         raise ValueError("the prompt is empty")
     return with_media_tokens(Prompt(index, text, token_ids, _columns(section, row), media), section, measure)
@@ -218,46 +219,67 @@ def _columns(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def render(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, value: Any, *, media: Mapping[str, list[MediaFile]] = NO_MEDIA
-) -> str:
-    """Return the text of a prompt from a string or a list of chat messages. Raise ValueError for other values."""
-    if section.input_template is not None and isinstance(value, str):
-        value = section.input_template.replace("{}", value, 1)
-    if section.apply_chat_template:
-        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-            raise ValueError(f"{section.input_key!r} is neither text nor a list of chat messages: {value!r}")
-        if messages[-1].get("role") == "assistant":
+def prompt_text(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], *,
+    media: Mapping[str, list[MediaFile]] = NO_MEDIA,
+) -> str:  # fmt: skip
+    """Return the text of a row's prompt, which is a text or chat messages. Raise ValueError for other values."""
+    value = row[section.input_key]
+    if not section.apply_chat_template:
+        if not isinstance(value, str):
             raise ValueError(
-                f"the last message of {section.input_key!r} is a turn of the assistant, so the prompt contains the answer; "
-                "remove that message"
+                f"{section.input_key!r} is {type(value).__name__}, not text; chat messages need --apply_chat_template"
             )
-        return render_chat(section, tokenizer, complete_chat(section, messages, media), answer_follows=True)
+        if as_messages(value):
+            raise ValueError(f"{section.input_key!r} is a list of chat messages as JSON: they need --apply_chat_template")
+        return with_template(section, value)
+
+    messages = as_messages(value)
+    if messages is not None and is_answer(messages[-1]):
+        raise ValueError(
+            f"the last message of {section.input_key!r} is a turn of the assistant, so the prompt contains the answer; "
+            "remove that message"
+        )
+    conversation = complete_chat(section, row, chat_of(section, value, messages), media)
+    return conversation.render(chat_template(section, tokenizer), answer_follows=True)
+
+
+def with_template(section: DataSection, text: str) -> str:
+    """Return a text in --input_template."""
+    return text if section.input_template is None else section.input_template.replace("{}", text, 1)
+
+
+def chat_of(section: DataSection, value: Any, messages: list[Message] | None) -> list[Message]:
+    """Return the messages of a prompt. A text becomes a message of the user, in --input_template.
+
+    Raise ValueError for other values.
+    """
+    if messages is not None:
+        return messages
     if not isinstance(value, str):
-        raise ValueError(f"{section.input_key!r} is {type(value).__name__}, not text; chat messages need --apply_chat_template")
-    return value
+        raise ValueError(f"{section.input_key!r} is neither text nor a list of chat messages: {shortened(value)}")
+    return [{"role": "user", "content": with_template(section, value)}]
 
 
 def complete_chat(
-    section: DataSection, messages: list[dict[str, Any]], media: Mapping[str, list[MediaFile]]
-) -> list[dict[str, Any]]:
-    """Return the messages with the system prompt, and with media at their positions."""
-    if section.system_prompt is not None:
+    section: DataSection, row: Mapping[str, Any], messages: list[Message], media: Mapping[str, list[MediaFile]]
+) -> Conversation:
+    """Return the conversation of a row: its messages, the system prompt if it has none, media at their places, and tools.
+
+    The columns `tools` and `chat_template_kwargs` belong to it. Raise ValueError if one of them cannot be read.
+    """
+    if section.system_prompt is not None and not any(message["role"] in SYSTEM_ROLES for message in messages):
         messages = [{"role": "system", "content": section.system_prompt}, *messages]
     counts = {medium: len(media.get(medium, ())) for medium in media_columns(section)}
-    return with_parts(messages, counts) if counts else messages
-
-
-def render_chat(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], *, answer_follows: bool
-) -> str:
-    """Render the messages with the chat template, with a generation prompt at the end if `answer_follows`.
-
-    Raise ValueError if the template fails.
-    """
-    try:
-        variables = template_variables(section)
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_follows, **variables)
-    except Exception as error:  # a template is a program and raises its own errors
-        raise ValueError(f"the chat template rejects it ({type(error).__name__}: {error})") from error
+    for number, message in enumerate(messages, 1):
+        parts = message["content"] if isinstance(message["content"], list) else ()
+        kinds = {str(part["type"]) for part in parts} - {"text", *(KINDS[medium] for medium in counts)}
+        if kinds:
+            raise ValueError(
+                f"message {number} of {len(messages)} has a part of type {kinds.pop()!r}: media are read from columns "
+                "(--images_key, --videos_key, --audios_key)"
+            )
+    if counts:
+        messages = with_parts(messages, counts)
+    variables = as_object(row.get("chat_template_kwargs"), "the column 'chat_template_kwargs'")
+    return Conversation(messages, as_tools(row.get("tools")), variables)

@@ -9,13 +9,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection, PreferenceSection
-from lightrft.data.chats import Answer
-from lightrft.data.conversations import flat_columns
-from lightrft.data.preferences import ANSWER, column, media_of, prompt_column
+from lightrft.data.conversations import flat_columns, text_answer
+from lightrft.data.preferences import ANSWER, column, context_of, prompt_column
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import HERE, MediaTokenCounter, load_prompts, make_prompt
 from lightrft.data.step_ends import StepEnds
-from lightrft.types import Expand, JudgedBatch, Prompt, TokenIds
+from lightrft.types import Answer, Expand, JudgedBatch, Prompt, TokenIds
 
 TARGETS = "targets"
 """Column of a loaded answer: the label of each step, from 0 to 1."""
@@ -42,10 +41,10 @@ def load_steps(
         if len(steps) != len(targets):
             raise ValueError(f"the row has {len(steps)} steps but {len(targets)} labels")
         standard = replace(section, input_key="input", label_key="label", reference_key=None)
-        prompt = make_prompt(standard, tokenizer, media_of(section, row) | {"input": prompt_column(section, row)},
-                             index=index, folder=folder, measure=measure)  # fmt: skip
+        columns = context_of(section, row) | {"input": prompt_column(section, row)}
+        prompt = make_prompt(standard, tokenizer, columns, index=index, folder=folder, measure=measure)
         text = separator.join(step.removesuffix(separator) for step in steps)
-        token_ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        token_ids = text_answer(section, tokenizer, prompt.text, text).token_ids
         ends = step_ends(token_ids)
         if len(ends) != len(steps):
             raise ValueError(

@@ -1,13 +1,15 @@
 """The model that is trained judges its own responses, in the engine that generated them: `--judge_url engine`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.references import RewardTerm, chosen_labels
 from lightrft.config.sections import Config, longest_sequence
-from lightrft.data.prompts import render_chat
+from lightrft.data.rendering.template import chat_template, turn_end_ids
+from lightrft.data.rendering.tokens import text_tokens
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.rewards.judge_settings import ATTEMPTS, JudgeSettings
 from lightrft.rewards.models import add_score
@@ -62,7 +64,8 @@ class EngineJudge:
         texts = [self.settings.text(sample, sample.prompt.columns) for sample in samples]
         prompts = [self._tokens(text) for text in texts]
         most = longest_sequence(self.config) - self.settings.max_tokens
-        sampling = Sampling(max_tokens=self.settings.max_tokens, temperature=1.0 if attempt else 0.0)
+        ends = tuple(turn_end_ids(replace(self.config.data, apply_chat_template=True), self.tokenizer))
+        sampling = Sampling(max_tokens=self.settings.max_tokens, temperature=1.0 if attempt else 0.0, stop_token_ids=ends)
         fitting = [place for place, ids in enumerate(prompts) if len(ids) <= most]
         requests = [
             Request(prompts[place], sampling=sampling, seeds=(derived_seed("judge", attempt, texts[place]),)) for place in fitting
@@ -74,7 +77,7 @@ class EngineJudge:
 
     def _tokens(self, text: str) -> list[int]:
         if not self.tokenizer.chat_template:
-            return self.tokenizer(text)["input_ids"]
-        messages = [{"role": "user", "content": text}]
-        rendered = render_chat(self.config.data, self.tokenizer, messages, answer_follows=True)
-        return self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+            return text_tokens(self.tokenizer, text)
+        template = chat_template(self.config.data, self.tokenizer)
+        rendered = template.render([{"role": "user", "content": text}], answer_follows=True)
+        return text_tokens(self.tokenizer, rendered, special_tokens=False)

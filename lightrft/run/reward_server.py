@@ -22,8 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.references import REWARD_KEY
-from lightrft.config.sections import ServerSection
+from lightrft.config.sections import DataSection, ServerSection
 from lightrft.data.loader import share_of
+from lightrft.data.rendering.template import chat_template
+from lightrft.data.rendering.tokens import consecutive_tokens, without_ends
 from lightrft.rewards.steps import StepRewards
 from lightrft.roles.padded import IDS, LENGTHS
 from lightrft.roles.reward_model import RewardModel
@@ -67,11 +69,18 @@ class ServedModel:
         ]
 
     def _tokens(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
-        """Tokenize as training does, with the tokens that begin a text, unless it has them, and the end token after it."""
-        begins = bool(self.tokenizer.bos_token) and prompt.startswith(self.tokenizer.bos_token)
-        ids = self.tokenizer(prompt, add_special_tokens=not begins)["input_ids"]
-        rest = self.tokenizer(response, add_special_tokens=False)["input_ids"]
-        return ids, rest if rest[-1:] == [self.tokenizer.eos_token_id] else [*rest, self.tokenizer.eos_token_id]
+        """Tokenize as training does, with the tokens that begin a text, unless it has them, and the end token after it.
+
+        In a prompt that the chat template has rendered, that is the template's.
+        """
+        end, template_end = self.tokenizer.eos_token, ""
+        if self.tokenizer.chat_template:
+            template_end = chat_template(DataSection(), self.tokenizer).closing.token
+        is_chat = bool(template_end) and template_end in prompt + response
+        texts = [prompt, response] if response else ["", prompt]
+        texts[1] = without_ends(texts[1], [end, template_end]) + (template_end if is_chat else end)
+        prompt_ids, answer_ids = consecutive_tokens(self.tokenizer, texts, special_tokens=not is_chat)
+        return prompt_ids, answer_ids
 
     def _reward(self, scores: torch.Tensor, response: list[int]) -> float:
         if self.steps is None:

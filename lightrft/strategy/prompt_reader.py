@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from lightrft.data.rendering.tokens import text_tokens
 from lightrft.engine.media import is_clip
 from lightrft.engine.model_info import Vocabulary
 from lightrft.engine.requests import MEDIA, Request
@@ -60,7 +61,7 @@ class PromptReader:
         return Request(token_ids, {name: items for name, items in media.items() if items})
 
     def tokens(self, text: str) -> list[int]:
-        return self.vocabulary.tokenizer(text, add_special_tokens=self.special_tokens)["input_ids"]
+        return text_tokens(self.vocabulary.tokenizer, text, special_tokens=self.special_tokens)
 
 
 def per_prompt(items: list | None, counts: list[int] | None, num_prompts: int, name: str) -> list[list]:

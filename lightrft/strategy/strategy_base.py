@@ -7,7 +7,7 @@ and call one another where overriding one must change the others.
 import os
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -39,7 +39,7 @@ from lightrft.checkpoint.manager import RetentionPolicy
 from lightrft.config.resolve import Arguments, as_config, check_strategy
 from lightrft.config.sections import EngineSection, OptimSection, longest_sequence, sequence_layout
 from lightrft.data.loader import Order
-from lightrft.engine.base import Engine
+from lightrft.engine.base import Engine, EngineError
 from lightrft.engine.build import build_engine, connect_engine
 from lightrft.engine.remote.server import EngineServer
 from lightrft.engine.remote.wire import PRETRAIN
@@ -518,9 +518,13 @@ class StrategyBase(Backend):
         self._kept_awake += 1
         try:
             yield self.engine
-        finally:
+        except BaseException:
             self._kept_awake -= 1
-            self.maybe_sleep_inference_engine()
+            with suppress(EngineError):  # an engine that was left in the middle cannot sleep, and the cause is told
+                self.maybe_sleep_inference_engine()
+            raise
+        self._kept_awake -= 1
+        self.maybe_sleep_inference_engine()
 
     def wakeup_inference_engine(self, actor: nn.Module | None = None) -> None:
         """Wake the weights, stream the newest ones of `actor` in by update_engine_weights(), then wake the cache.

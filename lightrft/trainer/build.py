@@ -37,7 +37,7 @@ from lightrft.samples import REASONING_GYM
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_data import load_expander, load_rewarded, load_supervised, load_training_data
-from lightrft.trainer.build_episodes import build_episodes, with_tools
+from lightrft.trainer.build_episodes import build_episodes, check_tools, with_tools, with_turn_ends
 from lightrft.trainer.build_roles import (
     build_critic,
     build_draft,
@@ -60,6 +60,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     training_data = load_training_data(config, config.rollout.rollout_batch_size, rewards=rewards)
     rewards.check(training_data.prompts.examples)
     eval_sets = build_eval_sets(config, strategy, training_data.tokenizer, training_data.expand, rewards)
+    config = with_turn_ends(config, training_data.tokenizer)
     algorithm, tokenizer = config.algorithm, training_data.tokenizer
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
@@ -219,10 +220,12 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
     world = strategy.mesh.world
     original, config = config, with_tools(with_merged_pretrain(with_model_of_run(config, world), world))
     tokenizer, rewards = load_tokenizer(config.model), build_rewards(config, strategy)
+    check_tools(config, tokenizer)
     expand = load_expander(config, tokenizer, engine=True)
     sets = build_eval_sets(config, strategy, tokenizer, expand, rewards)
     if any(each.rewards is rewards for each in sets):
         rewards.models = build_model_rewards(config, strategy, tokenizer, expand)
+    config = with_turn_ends(config, tokenizer)
     # The engine sleeps only for reward models: nothing else needs the device.
     engine = replace(config.engine, enable_engine_sleep=rewards.models is not None)
     name = f"(--engine_type {config.engine.engine_type}) with {config.model.pretrain}"

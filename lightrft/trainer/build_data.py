@@ -16,11 +16,13 @@ from lightrft.models.load import load_tokenizer
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.media import Expander
 from lightrft.trainer.base import TrainingData
+from lightrft.trainer.build_episodes import check_tools
 
 
 def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner | None = None) -> TrainingData:
     """Load the training data with the columns that `rewards` needs; without rewards also held-out data, with answers to learn."""
     tokenizer = load_tokenizer(config.model)
+    check_tools(config, tokenizer)
     expand = load_trained_expander(config, tokenizer, engine=rewards is not None)
     arguments = config, tokenizer, expand
     load = partial(load_rewarded, *arguments, rewards) if rewards else partial(load_supervised, *arguments)

@@ -10,12 +10,13 @@ from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.episodes import Episodes
 from lightrft.agents.messages import ToolCall
 from lightrft.agents.programs import ProgramSetup
-from lightrft.agents.tool_calls import Parse, hermes, read_call
+from lightrft.agents.tool_calls import Parse, after_thinking, hermes, read_call
 from lightrft.agents.tools import schemas
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.errors import ConfigError
+from lightrft.config.references import reward_terms
 from lightrft.config.sections import Config, has_episodes
-from lightrft.data.prompts import template_variables
+from lightrft.data.rendering.template import chat_template, template_variables, turn_end_ids
 from lightrft.engine.build import load_tool_parsers
 from lightrft.engine.model_info import end_token_ids, placeholder_token_ids
 from lightrft.thinker import load_config
@@ -63,17 +64,43 @@ def with_tools(config: Config) -> Config:
     return replace(config, data=replace(config.data, chat_template_kwargs=json.dumps(variables)))
 
 
+def with_turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config:
+    """Return the configuration in which a response also stops at the ends of turns of the tokenizer and the chat template."""
+    ends = turn_end_ids(config.data, tokenizer).union(config.rollout.stop_token_ids)
+    return replace(config, rollout=replace(config.rollout, stop_token_ids=sorted(ends)))
+
+
 def build_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes | None:
     """Return what runs the episodes of this rank; None if a response is one turn."""
     return new_episodes(config, tokenizer) if has_episodes(config.environment) else None
 
 
+def check_tools(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError if the chat template does not describe the run's tools to the model."""
+    tools = template_variables(config.data).get("tools") or []
+    if tools and tokenizer.chat_template and not chat_template(config.data, tokenizer).describes(tools):
+        names = ", ".join(tool["function"]["name"] for tool in tools)
+        raise ConfigError(
+            f"--tools: the chat template of --pretrain {config.model.pretrain} does not describe tools, so no prompt would "
+            f"name {names}; use a model whose chat template does"
+        )
+
+
 def new_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes:
     section = config.environment
     placeholders = placeholder_token_ids(_model_config(config))
-    format = TurnFormat(config.data, tokenizer, _end_token_ids(config), placeholders)
+    ends = _end_token_ids(config) | turn_end_ids(config.data, tokenizer)
+    format = TurnFormat(config.data, tokenizer, ends, placeholders)
     parse = build_parser(config, tokenizer)
-    return Episodes(program_setup(config), section, format, parse, longest=config.rollout.generate_max_len)
+    longest = config.rollout.generate_max_len
+    return Episodes(program_setup(config), section, format, parse, longest=longest, other_rewards=_other_rewards(config))
+
+
+def _other_rewards(config: Config) -> str:
+    """Return --reward if it would drop the rewards of an environment; functions of the user may read them themselves."""
+    names = [term.name for term in reward_terms(config.reward.reward)]
+    reads_them = "environment" in names or any(":" in name for name in names)
+    return "" if reads_them or not has_episodes(config.environment) else config.reward.reward
 
 
 def build_parser(config: Config, tokenizer: PreTrainedTokenizerBase) -> Parse:
@@ -91,4 +118,4 @@ def build_parser(config: Config, tokenizer: PreTrainedTokenizerBase) -> Parse:
         content, calls = parse(text)
         return content, [read_call(*call) for call in calls]
 
-    return read
+    return after_thinking(read)

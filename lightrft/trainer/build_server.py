@@ -11,7 +11,7 @@ from lightrft.models.load import load_tokenizer
 from lightrft.rollout.sampler import Sampler
 from lightrft.run.observation import log_duration
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.trainer.build_episodes import new_episodes, served_model
+from lightrft.trainer.build_episodes import new_episodes, served_model, with_turn_ends
 
 if TYPE_CHECKING:
     from lightrft.run.model_server import ModelServer
@@ -26,10 +26,11 @@ def model_server(config: Config, strategy: StrategyBase) -> "ModelServer":
     world = strategy.mesh.world
     config = with_merged_pretrain(with_model_of_run(config, world), world)
     tokenizer = load_tokenizer(config.model)
-    data, section = replace(config.data, apply_chat_template=True), replace(config.environment, max_turns=sys.maxsize)
+    section = replace(config.environment, max_turns=sys.maxsize)
+    config = with_turn_ends(replace(config, data=replace(config.data, apply_chat_template=True)), tokenizer)
     strategy.announce("start_engine")
     with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type}) with {config.model.pretrain}"):
         strategy.setup_inference_engine(replace(config, engine=replace(config.engine, enable_engine_sleep=False)))
-    episodes = new_episodes(replace(config, data=data, environment=section), tokenizer)
+    episodes = new_episodes(replace(config, environment=section), tokenizer)
     sampler = Sampler(strategy, tokenizer, config.rollout, episodes=episodes)
     return ModelServer(strategy, sampler, replace(served_model(config), fixed={}), config.server, seed=config.train.seed)

@@ -268,6 +268,11 @@ def test_tools_are_described_by_their_types_and_docstrings(file, tmp_path):
         schemas(ProgramSetup("", (str(tmp_path / "bare.py"),)).program().all_tools)
 
 
+def test_rewards_that_no_reward_of_the_run_reads(player):
+    with pytest.raises(ConfigError, match="--reward exact_match ignores: add environment to --reward"):
+        player("Echo", other_rewards="exact_match").play([["a$", "end$"]])
+
+
 @pytest.mark.parametrize(("text", "calls"), [
     ("no call", []),
     ('x <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call> y', [ToolCall("f", {"a": 1})]),

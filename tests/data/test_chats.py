@@ -7,9 +7,9 @@ import pytest
 from tokenizers import models, normalizers
 
 from lightrft.config import DataSection
-from lightrft.data.chats import _tokens
 from lightrft.data.conversations import load_examples, supervised_batch
 from lightrft.data.readers import DataError
+from lightrft.data.rendering.tokens import consecutive_tokens
 from lightrft.types import Answer
 from tiny import EOS, byte_tokenizer
 
@@ -149,8 +149,8 @@ def test_a_token_across_a_border_is_cut_there():
     model = json.loads(merging.backend_tokenizer.to_str())["model"]
     merging.backend_tokenizer.model = models.BPE(vocab=model["vocab"] | {"aa": 300}, merges=[("a", "a")])
     assert merging("aab")["input_ids"] == [300, 98]
-    assert _tokens(["aa", "b", "aa"], merging) == [[300], [98], [300]]
-    assert _tokens(["ba", "a"], merging) == [[98, 97], [97]], "as the prompt alone has it, which is what an engine gets"
+    assert consecutive_tokens(merging, ["aa", "b", "aa"]) == [[300], [98], [300]]
+    assert consecutive_tokens(merging, ["ba", "a"]) == [[98, 97], [97]], "as the prompt alone has it for an engine"
     prefixing = byte_tokenizer()
     prefixing.backend_tokenizer.normalizer = normalizers.Prepend("_")
-    assert _tokens(["a", "b", "c"], prefixing) == [[*b"_a"], [*b"b"], [*b"c"]], "it writes a space before each text"
+    assert consecutive_tokens(prefixing, ["a", "b", "c"]) == [[*b"_a"], [*b"b"], [*b"c"]], "it writes a space before each text"

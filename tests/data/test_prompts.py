@@ -350,6 +350,14 @@ def test_chat_template_of_text_and_of_messages(tmp_path):
     assert prompt.text == "<system>s<user>[a]<assistant>" and prompt.token_ids == list(prompt.text.encode())
 
 
+def test_an_input_template_is_not_for_messages(tmp_path, warnings):
+    rows = [{"input": "a"}, {"input": [{"role": "user", "content": "z"}]}]
+    file = write_lines(tmp_path / "data.jsonl", *rows)
+    found = load(file, apply_chat_template=True, template=TEMPLATE, input_template="[{}]")
+    assert [prompt.text for prompt in found] == ["<user>[a]<assistant>", "<user>z<assistant>"]
+    assert "--input_template is for text: 1 rows of chat messages are as they were" in warnings[0]
+
+
 def test_messages_that_end_in_an_answer_are_no_prompt(tmp_path, warnings):
     asked = [{"role": "user", "content": "1+1="}]
     file = write_lines(tmp_path / "data.jsonl", {"input": asked}, {"input": [*asked, {"role": "assistant", "content": "2"}]})

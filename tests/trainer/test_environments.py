@@ -174,3 +174,8 @@ def test_branches_are_learned_alike_in_every_layout(chats, tmp_path):
         assert row["episodes/branches"] > 0.9 and row["episodes/drift"] == 0 and row["engine/logprob_mismatch_max"] < 1e-4
         names = [name for name in row if name.startswith(("rollout/", "episodes/", "train/")) and "seconds" not in name]
         assert {name: other[name] for name in names} == pytest.approx({name: row[name] for name in names}, rel=2e-3, abs=1e-5)
+
+
+def test_an_error_of_an_episode_is_told_and_not_what_the_engine_says_then(inputs, tmp_path):
+    with pytest.raises(RuntimeError, match="ConfigError: .* --reward exact_match ignores"):
+        train("train_ppo", 1, [*inputs, "--reward=exact_match", "--max_steps=1"], tmp_path)

@@ -1,0 +1,231 @@
+"""Chat messages as rows, agents and clients write them, read into one form."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+Message = dict[str, Any]
+
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+}
+"""Names of roles in data -> roles of chat templates. Other roles are left to the template."""
+WEIGHTS = ("weight", "train", "loss")
+"""Keys of a turn that say whether it is learned."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a turn with what the assistant thinks before its answer."""
+THINKING = {"<think>": "</think>", "[THINK]": "[/THINK]", "<|channel>": "<channel|>"}
+"""Beginning of the thinking in a turn -> its end."""
+TEXT_TYPES = ("text", "input_text", "output_text")
+"""Types of parts that are text."""
+PYTHON_LIST = re.compile(r"\[\s*\{\s*'(role|from|content|value)'")
+"""Beginning of messages that were written with Python's str()."""
+
+
+def as_messages(value: Any) -> list[Message] | None:
+    """Return the chat messages of a column, also from JSON text or ShareGPT; None if it has none.
+
+    Raise ValueError for a message that cannot be read, and say which.
+    """
+    if isinstance(value, str):
+        value = _messages_in_json(value)
+    if not isinstance(value, list | tuple) or not value:
+        return None
+    if not all(isinstance(message, dict) for message in value):
+        return None
+    places = [f"message {number} of {len(value)}" for number in range(1, len(value) + 1)]
+    return [clean_message(message, place) for message, place in zip(value, places, strict=True)]
+
+
+def _messages_in_json(text: str) -> Any:
+    """Return the list of messages that a text contains as JSON; None for any other text."""
+    if PYTHON_LIST.match(text.lstrip()):
+        raise ValueError("its messages are written as Python prints them; write them as JSON")
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_chat = isinstance(value, list) and all(
+        isinstance(message, dict) and {"role", "from"} & message.keys() for message in value
+    )
+    return value if is_chat else None
+
+
+def clean_message(message: Any, place: str = "the message") -> Message:
+    """Return a message with a role of chat templates, its texts joined, and without null keys.
+
+    The content stays a list if it has other parts than text, and stays None for a turn of tool
+    calls alone. Arguments of calls become objects. Raise ValueError for anything else.
+    """
+    if not isinstance(message, dict):
+        raise ValueError(
+            f"{place} is not an object with a role and a content, but {message!r:.100}"
+        )
+    keys = ", ".join(map(str, message))
+    message = {name: value for name, value in message.items() if value is not None}
+    role = _role(message, place)
+    content = message.pop("value", None) if "content" not in message else message["content"]
+    calls = _calls(message, place)
+    thinks = any(message.get(name) for name in THOUGHTS)
+    if content is None and not calls and not thinks:
+        raise ValueError(f"{place}, of role {role!r}, has no content (its keys are {keys})")
+    cleaned = message | {"role": role, "content": _content(content, place)}
+    if content is None and not calls:
+        cleaned["content"] = ""
+    for name in WEIGHTS:
+        if name in message and message[name] not in (0, 1):
+            raise ValueError(
+                f"{place} has the {name} {message[name]!r}: it must be 1 (learned) or 0"
+            )
+    return cleaned | ({"tool_calls": calls} if calls else {})
+
+
+def _role(message: Message, place: str) -> str:
+    """Take the role out of a message."""
+    role, sender = message.pop("role", None), message.pop("from", None)
+    name = sender if role is None else role
+    if not isinstance(name, str):
+        raise ValueError(f"{place} has no role: it is an object with a role and a content")
+    known = ROLES.get(name.lower())
+    if role is None and known is None:
+        raise ValueError(f"the turn has the role {name!r}; known roles are {', '.join(ROLES)}")
+    return known or name
+
+
+def _content(content: Any, place: str) -> Any:
+    if content is None or isinstance(content, str):
+        return content
+    parts = [_part(part) for part in content] if isinstance(content, list | tuple) else [None]
+    if not all(parts):
+        raise ValueError(
+            "the content of a chat message must be text, or a list of parts with a type, "
+            f"not {shortened(content)} in {place}"
+        )
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(part: Any) -> Message | None:
+    """Return a part without null keys; None if it is none."""
+    if not isinstance(part, dict):
+        return None
+    part = {name: value for name, value in part.items() if value is not None}
+    if part.get("type", "text") in TEXT_TYPES:
+        return {"type": "text", "text": part["text"]} if isinstance(part.get("text"), str) else None
+    return part
+
+
+def _calls(message: Message, place: str) -> list[Message]:
+    """Take the tool calls out of a message."""
+    calls = message.pop("tool_calls", None) or []
+    if old := message.pop("function_call", None):
+        calls = [*calls, old]
+    if isinstance(calls, str):
+        calls = parsed(calls, f"the tool_calls of {place}")
+    if not isinstance(calls, list | tuple):
+        raise ValueError(f"the tool_calls of {place} are not a list, but {shortened(calls)}")
+    return [_call(call, place) for call in calls]
+
+
+def _call(call: Any, place: str) -> Message:
+    """Return a call in the form of OpenAI, with its arguments as an object."""
+    call = parsed(call, f"a tool call of {place}") if isinstance(call, str) else call
+    function = (call.get("function") or call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(
+            f"a tool call of {place} is not {{'function': {{'name': ..., 'arguments': JSON}}}}: {shortened(call)}"
+        )
+    name, arguments = function["name"], function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = parsed(arguments, f"the arguments of the tool call {name} in {place}")
+    else:
+        arguments = without_nulls(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f"the arguments of the tool call {name} in {place} are not an object: {shortened(arguments)}"
+        )
+    identity = {"id": call["id"]} if call.get("id") else {}
+    return identity | {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def as_tools(value: Any) -> list[dict[str, Any]]:
+    """Return the schemas of tools, which may be JSON text, in the form of OpenAI.
+
+    Raise ValueError for values that describe no tools.
+    """
+    value = parsed(value, "tools") if isinstance(value, str) and value.strip() else value
+    if not value:
+        return []
+    if not isinstance(value, list | tuple):
+        value = [value]
+    return [
+        _tool(parsed(tool, "a tool") if isinstance(tool, str) and "{" in tool else tool)
+        for tool in value
+    ]
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    tool = without_nulls(tool)
+    if isinstance(tool, dict) and "function" not in tool:
+        tool = {"type": "function", "function": tool}
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(
+            "tools are schemas that the chat template describes, each an object with a name, not "
+            f"{shortened(tool)}; give the column 'tools' another name if it is something else"
+        )
+    return tool
+
+
+def as_object(value: Any, name: str) -> dict[str, Any]:
+    """Return a column that is an object or JSON text of one, empty if null. Raise ValueError otherwise."""
+    value = parsed(value, name) if isinstance(value, str) and value.strip() else value
+    if value and not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be an object, not {shortened(value)}")
+    return without_nulls(dict(value or {}))
+
+
+def parsed(text: str, name: str) -> Any:
+    """Return the JSON value of a text. Raise ValueError that says what is not valid."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: not valid JSON ({error}): {shortened(text)}") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without null keys, with which Arrow fills what a row lacks."""
+    if isinstance(value, dict):
+        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def is_answer(message: Message) -> bool:
+    """Return True if the message is from the assistant."""
+    return message.get("role") == "assistant"
+
+
+def weight_of(message: Message) -> bool | None:
+    """Return whether a turn says that it is learned; None if it does not say."""
+    weights = [bool(message[name]) for name in WEIGHTS if name in message]
+    return all(weights) if weights else None
+
+
+def shortened(value: Any) -> str:
+    """Return the beginning of a value's repr, for messages."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

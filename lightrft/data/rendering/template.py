@@ -1,0 +1,458 @@
+"""The chat template of a tokenizer: rendering, with a check that nothing of the messages is lost.
+
+A template is a program. It may skip a role that it does not know, print a list as Python does, or
+ignore tools, all without a word. So what it does is found out by rendering a few messages, once,
+and what it has rendered is searched for the text of each message.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+from loguru import logger
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.errors import DataError
+from lightrft.config.sections import DataSection
+from lightrft.data.readers import is_first_rank
+from lightrft.data.rendering.messages import THINKING, THOUGHTS, WEIGHTS, Message, is_answer
+
+WORD = "\u2402word\u2403"
+"""Text that no template contains."""
+QUESTION = {"role": "user", "content": WORD + "?"}
+CALL = {
+    "id": "call12345",
+    "type": "function",
+    "function": {"name": "word_tool", "arguments": {"word": "of_call"}},
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "word_tool",
+        "description": "Return it.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "description": "A word."}},
+            "required": ["word"],
+        },
+    },
+}
+MOST_SHAPES = 4096
+"""Largest number of kinds of conversations that are remembered as complete."""
+
+
+def template_variables(section: DataSection) -> dict[str, Any]:
+    """Return the variables of --chat_template_kwargs. Raise DataError unless they are a JSON object."""
+    try:
+        variables = json.loads(section.chat_template_kwargs or "{}")
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"--chat_template_kwargs {section.chat_template_kwargs!r} is not valid JSON: {error}"
+        ) from error
+    if not isinstance(variables, dict):
+        raise DataError(
+            f"--chat_template_kwargs {section.chat_template_kwargs!r} is not a JSON object: "
+            + '{"name": value}'
+        )
+    return variables
+
+
+def chat_template(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> "ChatTemplate":
+    """Return the tokenizer's chat template with the run's variables."""
+    return _chat_template(tokenizer, str(tokenizer.chat_template), section.chat_template_kwargs)
+
+
+def turn_end_ids(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens that end a response, as the tokenizer and the chat template say."""
+    if section.apply_chat_template and tokenizer.chat_template:
+        return chat_template(section, tokenizer).end_token_ids
+    return frozenset({tokenizer.eos_token_id} - {None})
+
+
+@lru_cache(maxsize=8)
+def _chat_template(
+    tokenizer: PreTrainedTokenizerBase, source: str, variables: str | None
+) -> "ChatTemplate":
+    return ChatTemplate(tokenizer, template_variables(DataSection(chat_template_kwargs=variables)))
+
+
+@dataclass(frozen=True)
+class Closing:
+    """How a template ends a turn of the assistant."""
+
+    last: str
+    """Text from the answer to the end token of the last turn; empty if the template has none."""
+    inner: str
+    """The same of a turn that others follow."""
+    token: str
+    """The end token of the last turn."""
+
+
+@dataclass
+class ChatTemplate:
+    tokenizer: PreTrainedTokenizerBase
+    variables: dict[str, Any]
+    """Variables of the run, with its tools."""
+    _complete: set[Any] = field(default_factory=set, repr=False)
+    """Kinds of conversations of which the template leaves nothing out."""
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        answer_follows: bool,
+        tools: Sequence[dict[str, Any]] = (),
+        variables: dict[str, Any] | None = None,
+    ) -> str:
+        """Render cleaned messages, with a generation prompt if an answer follows.
+
+        `tools` are described in addition to the run's, and `variables` replace the run's. Raise
+        ValueError if the template fails, or does not render everything.
+        """
+        variables = self.variables | (variables or {})
+        tools = [*(self.variables.get("tools") or []), *tools]
+        options = {
+            "answer_follows": answer_follows,
+            "variables": variables | {"tools": tools or None},
+        }
+        text = self._render(messages, **options)
+        self._check(messages, tools, text)
+        shape = _shape(messages), answer_follows, bool(tools), repr(variables)
+        if shape not in self._complete:
+            self._check_words(messages, options)
+            if len(self._complete) >= MOST_SHAPES:
+                self._complete.clear()
+            self._complete.add(shape)
+        return text
+
+    def formed(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        variables: dict[str, Any],
+    ) -> tuple[list[Message], dict[str, Any]]:
+        """Return messages and variables in the form in which this template takes them."""
+        all_tools = [*(self.variables.get("tools") or []), *tools]
+        return self._formed(messages), self.variables | variables | {"tools": all_tools or None}
+
+    def warn(self, problem: str) -> None:
+        """Log what the template does, once and on the first rank."""
+        if problem not in self._complete and is_first_rank():
+            logger.warning(problem)
+        self._complete.add(problem)
+
+    @cached_property
+    def closing(self) -> Closing:
+        """Return how the template ends a turn: with the first special token after the answer.
+
+        Of several in a row it is the last one that also ends a turn that others follow.
+        """
+        answer = {"role": "assistant", "content": WORD}
+        after_last = self._probe([QUESTION, answer]).rpartition(WORD)[2]
+        after_inner = (
+            self._probe([QUESTION, answer, QUESTION]).partition(WORD + "?")[2].partition(WORD)[2]
+        )
+        last, inner = self._special_tokens_in(after_last), self._special_tokens_in(after_inner)
+        if not last:
+            return Closing("", "", "")
+        both = [pair for pair in zip(last, inner, strict=False) if pair[0][0] == pair[1][0]]
+        (token, end), (_, inner_end) = (
+            both[-1] if both else (last[0], inner[0] if inner else ("", 0))
+        )
+        return Closing(after_last[:end], after_inner[:inner_end], token)
+
+    @cached_property
+    def end_token_ids(self) -> frozenset[int]:
+        """Return the tokens that end a turn: the tokenizer's end token, and the template's."""
+        ends = {self.tokenizer.eos_token_id}
+        if self.closing.token:
+            ends.add(self.tokenizer.convert_tokens_to_ids(self.closing.token))
+        return frozenset(ends - {None})
+
+    @property
+    def ends(self) -> list[str]:
+        """Return the texts of the tokens that end a turn."""
+        return [text for text in (self.closing.token, self.tokenizer.eos_token) if text]
+
+    def describes(self, tools: Iterable[dict[str, Any]]) -> bool:
+        """Return whether the template describes tools to the model."""
+        text = self._probe([QUESTION], tools=list(tools))
+        return all(tool["function"]["name"] in text for tool in tools)
+
+    # -- what the template does, found out by rendering
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        """Return False if contents must be lists of parts."""
+        parts = [{"role": "user", "content": [{"type": "text", "text": WORD}]}]
+        return WORD in self._probe(
+            [{"role": "user", "content": WORD}], formed=True
+        ) or WORD not in self._probe(parts, formed=True)
+
+    @cached_property
+    def _form_of_calls(self) -> tuple[bool, str | None]:
+        """Return whether arguments are JSON text, and the content of a turn of calls alone."""
+        function = CALL["function"]
+        for is_json in (False, True):
+            arguments = json.dumps(function["arguments"]) if is_json else function["arguments"]
+            call = CALL | {"function": function | {"arguments": arguments}}
+            for content in (None, ""):
+                turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+                text = self._probe(
+                    [QUESTION if self._takes_text else _as_parts(QUESTION), turn],
+                    formed=True,
+                    tools=[TOOL],
+                )
+                _, _, rest = text.partition(WORD)
+                printed = (
+                    "None" in rest or repr(function["arguments"]) in rest or '\\"of_call' in rest
+                )
+                if "word_tool" in rest and "of_call" in rest and not printed:
+                    return is_json, content
+        return False, ""
+
+    @cached_property
+    def _header(self) -> str:
+        """Return the beginning of an answer if the template writes it only before one; else nothing."""
+        before, asked = self._probe([QUESTION]), self._probe([QUESTION], answer_follows=True)
+        text = self._probe([QUESTION, {"role": "assistant", "content": WORD}])
+        if before != asked or not text.startswith(before):
+            return ""
+        header = text[len(before) :].partition(WORD)[0]
+        return header if header.strip() else ""
+
+    def _special_tokens_in(self, text: str) -> list[tuple[str, int]]:
+        """Return the first special token of a text and those right behind it, with their ends."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        names = {str(token) for token in added if token.special} | set(
+            self.tokenizer.all_special_tokens
+        )
+        pattern = re.compile(
+            "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)"
+        )
+        found: list[tuple[str, int]] = []
+        match = pattern.search(text)
+        while match:
+            found.append((match[0], match.end()))
+            match = pattern.match(text, match.end())
+        return found
+
+    # -- rendering
+
+    def _probe(
+        self,
+        messages: Sequence[Message],
+        *,
+        answer_follows: bool = False,
+        formed: bool = False,
+        tools: Any = None,
+    ) -> str:
+        """Render messages of our own; empty if the template rejects them."""
+        variables = self.variables | {"tools": tools or self.variables.get("tools")}
+        try:
+            messages = messages if formed else self._formed(messages)
+            return self._apply(messages, answer_follows=answer_follows, variables=variables)
+        except ValueError:
+            return ""
+
+    def _render(
+        self, messages: Sequence[Message], *, answer_follows: bool, variables: dict[str, Any]
+    ) -> str:
+        text = self._apply(
+            self._formed(messages), answer_follows=answer_follows, variables=variables
+        )
+        return text + self._header if answer_follows else text
+
+    def _apply(
+        self, messages: Sequence[Message], *, answer_follows: bool, variables: dict[str, Any]
+    ) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=answer_follows, **variables
+            )
+        except Exception as error:  # a template is a program and raises its own errors
+            raise ValueError(
+                f"the chat template rejects it ({type(error).__name__}: {error})"
+            ) from error
+
+    def _formed(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages in the form that the template takes, without keys that are not for it."""
+        own = [
+            {name: value for name, value in message.items() if name not in WEIGHTS}
+            for message in messages
+        ]
+        if any(message.get("tool_calls") for message in own):
+            own = [self._with_formed_calls(message) for message in own]
+        return own if self._takes_text else [_as_parts(message) for message in own]
+
+    def _with_formed_calls(self, message: Message) -> Message:
+        if not message.get("tool_calls"):
+            return message
+        as_json, empty = self._form_of_calls
+        calls = message["tool_calls"]
+        if as_json:
+            calls = [_with_json_arguments(call) for call in calls]
+        return message | {"tool_calls": calls, "content": message["content"] or empty}
+
+    # -- checks
+
+    def _check(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str
+    ) -> None:
+        """Raise ValueError if a message or a tool is not in the text, or is there as Python prints it."""
+        if missing := [
+            tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text
+        ]:
+            raise ValueError(
+                f"the chat template does not describe the tool {missing[0]} to the model"
+            )
+        read = [
+            message | {"content": ""} if is_answer(message) else message for message in messages
+        ]
+        if place := _first_lost(
+            read, text
+        ):  # templates cut the thinking from earlier turns on purpose
+            raise ValueError(_left_out(messages, place))
+        for place, message in enumerate(messages, 1):
+            if isinstance(message["content"], list) and _is_printed(message["content"], text):
+                raise ValueError(
+                    f"the chat template takes text, and prints the parts of message {place} of {len(messages)}"
+                )
+
+    def _check_words(self, messages: Sequence[Message], options: dict[str, Any]) -> None:
+        """Raise ValueError if the template leaves out a message of this kind, whatever its text."""
+        words = _in_words(messages)
+        try:
+            text = self._render(words, **options)
+        except ValueError:  # the template reads the text
+            return
+        if place := _first_lost(words, text):
+            raise ValueError(_left_out(messages, place))
+        for place, message in enumerate(words, 1):
+            for call in message.get("tool_calls") or ():
+                if call["function"]["name"] not in text:
+                    raise ValueError(
+                        f"the chat template leaves out the tool calls of message {place} of {len(messages)}"
+                    )
+
+
+def texts_of(message: Message) -> list[str]:
+    """Return the texts of a message, between which media may stand."""
+    content = message["content"] or ""
+    return (
+        [content]
+        if isinstance(content, str)
+        else [part["text"] for part in content if part["type"] == "text"]
+    )
+
+
+def contains(text: str, pieces: Iterable[str]) -> bool:
+    """Return whether all pieces occur in a text, which may have other white space."""
+    squeezed = _squeezed(text)
+    return all(_squeezed(piece) in squeezed for piece in pieces)
+
+
+def answer_pieces(message: Message) -> list[str]:
+    """Return the texts that a learned turn must contain: its thinking without tags, and its answer."""
+    tags = "|".join(map(re.escape, (*THINKING, *THINKING.values())))
+    pieces = [piece for text in texts_of(message) for piece in re.split(tags, text)]
+    return [*pieces, *(str(message[name]) for name in THOUGHTS if message.get(name))]
+
+
+def _first_lost(messages: Sequence[Message], text: str) -> int:
+    """Return the number of the first message that is not in a rendered text, from 1; 0 if all are.
+
+    Messages of the user and the assistant stand in their order; templates move other ones.
+    """
+    squeezed, begin = _squeezed(text), 0
+    for number, message in enumerate(messages, 1):
+        in_order = message["role"] in ("user", "assistant")
+        place = begin if in_order else 0
+        for text in texts_of(message):
+            place = _end_in(squeezed, text, place)
+            if place < 0:
+                return number
+        begin = place if in_order else begin
+    return 0
+
+
+def _end_in(squeezed: str, text: str, start: int) -> int:
+    """Return the place after a text, also inside of a JSON string; -1 if it is not there."""
+    forms = (text, *(json.dumps(text, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
+    found = ((squeezed.find(form, start), form) for form in map(_squeezed, forms))
+    return next((place + len(form) for place, form in found if place >= 0), -1)
+
+
+def _left_out(messages: Sequence[Message], place: int) -> str:
+    role = messages[place - 1]["role"]
+    known = "" if role in ("user", "assistant") else "; it may not know this role"
+    return f"the chat template leaves out the text of message {place} of {len(messages)}, of role {role!r}{known}"
+
+
+def _is_printed(parts: list[Message], text: str) -> bool:
+    return any(repr(part) in text or json.dumps(part, ensure_ascii=False) in text for part in parts)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _shape(messages: Sequence[Message]) -> tuple[Any, ...]:
+    """Return what a template's decisions about messages usually depend on."""
+    return tuple(
+        (
+            message["role"],
+            _kind(message["content"]),
+            len(message.get("tool_calls") or ()),
+            *sorted(message),
+        )
+        for message in messages
+    )
+
+
+def _kind(content: Any) -> Any:
+    return tuple(part["type"] for part in content) if isinstance(content, list) else bool(content)
+
+
+def _in_words(messages: Sequence[Message]) -> list[Message]:
+    """Return messages of the same kind whose texts and names of calls are words of our own."""
+    return [message | _words(message, number) for number, message in enumerate(messages)]
+
+
+def _words(message: Message, number: int) -> Message:
+    word = f"{WORD}{number}{WORD}"
+    content = message["content"]
+    if isinstance(content, list):
+        content = [
+            part | {"text": f"{word}{place}{word}"} if part["type"] == "text" else part
+            for place, part in enumerate(content)
+        ]
+    elif content:
+        content = word
+    calls = [
+        call
+        | {
+            "function": {
+                "name": f"word{number}_{place}_word",
+                "arguments": call["function"]["arguments"],
+            }
+        }
+        for place, call in enumerate(message.get("tool_calls") or ())
+    ]
+    return {"content": content} | ({"tool_calls": calls} if calls else {})
+
+
+def _as_parts(message: Message) -> Message:
+    if not isinstance(message.get("content"), str):
+        return message | {"content": message.get("content") or []}
+    return message | {"content": [{"type": "text", "text": message["content"]}]}
+
+
+def _with_json_arguments(call: Message) -> Message:
+    function = call["function"]
+    return call | {
+        "function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    }

@@ -1,0 +1,65 @@
+"""Tokens of texts that follow one another, with the special tokens of a tokenizer once."""
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+
+from transformers import PreTrainedTokenizerBase
+
+ANCHOR = "\n"
+"""Text before an answer that is tokenized alone, so that no space is written before it."""
+
+
+def text_tokens(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool = True
+) -> list[int]:
+    """Return the tokens of a text that begins a sequence.
+
+    The tokens that the tokenizer adds at a beginning are added unless the text has them, and those
+    that it adds at an end are not, because an answer follows. A chat template writes its own: for
+    its texts `special_tokens` is False.
+    """
+    plain: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not special_tokens:
+        return plain
+    complete: list[int] = tokenizer(text)["input_ids"]
+    places = range(len(complete) - len(plain) + 1)
+    added = next(
+        (complete[:place] for place in places if complete[place : place + len(plain)] == plain), []
+    )
+    return plain if plain[: len(added)] == added else added + plain
+
+
+def consecutive_tokens(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special_tokens: bool = False
+) -> list[list[int]]:
+    """Return the tokens of consecutive texts as in the whole text.
+
+    Where a token would cross a border, which no engine can generate, each text has its own tokens.
+    """
+    first, *others = texts
+    begin = partial(text_tokens, tokenizer, special_tokens=special_tokens)
+    parts = [begin(first), *(text_tokens(tokenizer, text, special_tokens=False) for text in others)]
+    whole = begin("".join(texts))
+    if [token for part in parts for token in part] == whole:
+        return parts
+
+    beginnings = [begin(beginning) for beginning in accumulate(texts)]
+    if all(whole[: len(beginning)] == beginning for beginning in beginnings):
+        return [whole[start:end] for start, end in pairwise([0, *map(len, beginnings)])]
+    return [parts[0], *(_inner_tokens(tokenizer, text) for text in others)]
+
+
+def _inner_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of a text inside of another one, without a space that is written before it."""
+
+    tokens = partial(text_tokens, tokenizer, special_tokens=False)
+    anchor, anchored = tokens(ANCHOR), tokens(ANCHOR + text)
+    return anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else tokens(text)
+
+
+def without_ends(text: str, ends: Collection[str]) -> str:
+    """Return an answer without the end tokens that data rendered beforehand have after it."""
+    while end := next((end for end in ends if end and text.rstrip().endswith(end)), ""):
+        text = text.rstrip().removesuffix(end)
+    return text

@@ -1,0 +1,179 @@
+"""Rows in all forms with the chat templates that TRL's wheel ships, from row to prompt, learned answer and agent's turn."""
+
+import json
+import re
+from functools import cache
+from importlib.metadata import files
+from pathlib import Path
+
+import pytest
+
+from lightrft.agents.messages import BEGINNING, TurnRequest
+from lightrft.agents.turn_format import TurnFormat
+from lightrft.config import DataSection, PreferenceSection
+from lightrft.data.conversations import answer_of, make_example
+from lightrft.data.preferences import pair_maker
+from lightrft.data.prompts import make_prompt
+from lightrft.data.rendering.template import turn_end_ids
+from lightrft.types import Prompt
+from tiny import byte_tokenizer
+
+SHIPPED = {
+    Path(file).stem: file
+    for file in files("trl") or ()
+    if file.parent.name == "chat_templates" and file.suffix == ".jinja"
+}
+SPECIAL = re.compile(r"<[|｜][^<>\s]*[|｜]>|<\|\w+>|<\w+\|>|<(?:start|end)_of_\w+>|</?s>")
+"""Special tokens in the source of a template."""
+QUESTION, THIRD, ANSWER, OTHER = "What is 6+1?", "And 7+1?", "It is 7.", "It is 8."
+THOUGHT = "<think>\nSix and one.\n</think>\n\n"
+
+
+def turn(role: str, content, **others) -> dict:
+    return {"role": role, "content": content} | others
+
+
+def parts(text: str) -> list[dict]:
+    return [
+        {"type": "text", "text": text[:5], "image": None},
+        {"type": "text", "text": text[5:], "image": None},
+    ]
+
+
+PROMPTS = {
+    "text": QUESTION,
+    "messages": [turn("user", QUESTION)],
+    "ShareGPT": [{"from": "human", "value": QUESTION}],
+    "another name of the role": [turn("human", QUESTION)],
+    "parts": [turn("user", parts(QUESTION))],
+    "nulls": [turn("user", QUESTION, tool_calls=None, name=None, **{"from": None})],
+    "JSON text": json.dumps([turn("user", QUESTION)]),
+}
+
+
+@cache
+def tokenizer(name: str):
+    """A byte tokenizer with the special tokens that the template writes."""
+    made = byte_tokenizer()
+    made.chat_template = SHIPPED[name].read_text(encoding="utf-8")
+    made.add_special_tokens(
+        {"additional_special_tokens": sorted(set(SPECIAL.findall(made.chat_template)))}
+    )
+    return made
+
+
+SECTION = DataSection(apply_chat_template=True, prompt_max_len=100_000)
+NEEDS_PARTS = ("idefics3", "llava_next", "smolvlm")
+"""Templates that take lists of parts alone."""
+
+
+def asked(name: str, value, section: DataSection = SECTION, **columns) -> Prompt:
+    """The prompt of a row."""
+    return make_prompt(section, tokenizer(name), {"input": value} | columns, index=0)
+
+
+def learned(name: str, row: dict, section: DataSection = SECTION) -> str:
+    """What is learned of a row."""
+    reader = tokenizer(name)
+    token_ids, flags = answer_of(make_example(section, reader, row, index=0), reader)
+    return reader.decode([token for token, on in zip(token_ids, flags, strict=True) if on])
+
+
+def reference(name: str, *messages: dict, answer_follows: bool = True) -> str:
+    """The text that transformers itself renders of messages in their plainest form."""
+    plain = [
+        each | {"content": parts(each["content"])} if name.startswith(NEEDS_PARTS) else each
+        for each in messages
+    ]
+    return tokenizer(name).apply_chat_template(
+        plain, tokenize=False, add_generation_prompt=answer_follows
+    )
+
+
+def end_of_turn(name: str) -> str:
+    """The special token with which the template ends an answer; the tokenizer's where it writes none."""
+    messages = [turn("user", QUESTION), turn("assistant", ANSWER)]
+    _, _, after = reference(name, *messages, answer_follows=False).rpartition(ANSWER)
+    found = SPECIAL.findall(after)
+    return (found[-1] if name.startswith("cohere2") else found[0]) if found else "<eos>"
+
+
+def one_bos(name: str, token_ids) -> bool:
+    """Whether the sequence begins as the template says, with one token or none."""
+    reader = tokenizer(name)
+    writes = reference(name, turn("user", QUESTION)).startswith("<bos>")
+    return list(token_ids).count(reader.bos_token_id) == int(writes)
+
+
+def test_the_wheel_has_templates():
+    assert (
+        len(SHIPPED) > 60
+        and {"qwen3", "llama3_1", "gemma3", "deepseekv3", "gptoss"} <= SHIPPED.keys()
+    )
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED))
+def test_rows_in_all_forms(name):
+    """All forms of one row give what transformers renders of it, learn the answer up to the end of the turn, and stop there."""
+    reader, section = tokenizer(name), SECTION
+    text = reference(name, turn("user", QUESTION))
+    for form, value in PROMPTS.items():
+        prompt = asked(name, value)
+        assert prompt.text == text and one_bos(name, prompt.token_ids), form
+
+    end = end_of_turn(name)
+    expected = learned(name, {"messages": [turn("user", QUESTION), turn("assistant", ANSWER)]})
+    assert expected.endswith(
+        ANSWER + ("<|END_RESPONSE|>" if name.startswith("cohere2") else "") + end
+    )
+    assert reader.convert_tokens_to_ids(end) in turn_end_ids(section, reader)
+    for value in PROMPTS.values():
+        assert learned(name, {"input": value, "label": ANSWER}) == expected
+        assert (
+            learned(name, {"prompt": value, "completion": [turn("gpt", parts(ANSWER))]}) == expected
+        )
+    assert learned(name, {"input": QUESTION, "label": ANSWER + end}) == expected, (
+        "with its end token, rendered beforehand"
+    )
+
+    row = {"prompt": QUESTION, "chosen": ANSWER, "rejected": [turn("assistant", OTHER)]}
+    pair = pair_maker(PreferenceSection())(section, reader, row, index=0).columns
+    chosen, rejected = (reader.decode(pair[column].token_ids) for column in ("chosen", "rejected"))
+    assert chosen.endswith(
+        ANSWER[-2:] + expected.rpartition(ANSWER)[2]
+    ) and rejected == chosen.replace("7", "8")
+
+    format = TurnFormat(section, reader, turn_end_ids(section, reader))
+    request = TurnRequest([turn("user", parts(QUESTION))], BEGINNING)
+    sent = format.prompt(Prompt(0, "", []), request)
+    assert sent.token_ids == asked(name, QUESTION).token_ids
+    between = reader.decode(format.tokens(TurnRequest(THIRD), reader.convert_tokens_to_ids(end)))
+    assert THIRD in between and between.endswith(text.rpartition(QUESTION)[2][-5:])
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED))
+def test_two_turns(name):
+    """Each answer is learned up to the end that the template writes there, and none of the user's words."""
+    messages = [
+        turn("user", QUESTION),
+        turn("assistant", ANSWER),
+        turn("user", THIRD),
+        turn("assistant", OTHER),
+    ]
+    both, end = learned(name, {"messages": messages}), end_of_turn(name)
+    inner = {"gptoss": "<|end|>", "gptoss_training": "<|end|>", "glm4moe": ""}.get(name, end)
+    response = "<|END_RESPONSE|>" if name.startswith("cohere2") else ""
+    assert (
+        f"{ANSWER}{response}{inner}" in both
+        and both.endswith(OTHER + response + end)
+        and THIRD not in both
+    )
+    first = learned(name, {"messages": [*messages[:3], messages[3] | {"weight": 0}]})
+    second = learned(
+        name, {"messages": [messages[0], messages[1] | {"train": False}, *messages[2:]]}
+    )
+    assert (
+        OTHER not in first
+        and ANSWER not in second
+        and len(first) + len(second) <= len(both) + len("<eos>")
+    )

@@ -1,0 +1,501 @@
+"""What rows say about their prompts and answers: roles, tools, weights, nulls; and the templates that would lose some of it."""
+
+import base64
+import json
+from dataclasses import replace
+
+import datasets
+import pytest
+from PIL import Image
+from tokenizers import normalizers
+from tokenizers.processors import TemplateProcessing
+
+from lightrft.agents.messages import BEGINNING, ToolCall, TurnRequest
+from lightrft.agents.tool_calls import hermes
+from lightrft.agents.turn_format import TurnFormat
+from lightrft.config import Config, DataSection, PreferenceSection
+from lightrft.config.errors import ConfigError
+from lightrft.data.conversations import answer_of, load_examples, make_example
+from lightrft.data.preferences import load_answers, load_pairs, pair_maker
+from lightrft.data.prompts import load_prompts, make_prompt
+from lightrft.data.readers import DataError
+from lightrft.data.rendering.tokens import text_tokens
+from lightrft.data.steps import load_steps
+from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
+from lightrft.trainer.build_episodes import check_tools, with_turn_ends
+from lightrft.types import Answer, Prompt
+from tiny import BOS, EOS, byte_tokenizer
+
+TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
+CALLS = "{% for call in m.tool_calls or [] %}({{ call.function.name }} {{ call.function.arguments | tojson }}){% endfor %}"
+CHAT = (
+    TOOLS
+    + "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant', 'tool'] %}<|{{ m.role }}|>"
+    "{{ m.content or '' }}" + CALLS + "<|end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{{ prefill or '' }}{% endif %}"
+)
+"""It knows four roles, and ends a turn with another token than the tokenizer's."""
+OTHERS = {
+    "no generation prompt": CHAT.replace(
+        "{% if add_generation_prompt %}<|assistant|>{{ prefill or '' }}{% endif %}", ""
+    ),
+    "no tools": CHAT.replace(TOOLS, ""),
+    "no calls": CHAT.replace(CALLS, ""),
+    "text of arguments": CHAT.replace("arguments | tojson", "arguments"),
+    "begins with BOS": "{{ bos_token }}" + CHAT,
+    "strips": CHAT.replace("m.content or ''", "(m.content or '') | trim"),
+    "counts calls": CHAT.replace(
+        CALLS, "{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% endif %}"
+    ),
+    "takes the first word": CHAT.replace("m.content or ''", "m.content.split(' ')[0]"),
+    "prints parts": CHAT.replace("m.content or ''", "m.content | string"),
+    "cuts thinking": CHAT.replace("m.content or ''", "m.content.split('</think>')[-1]").replace(
+        "{{ prefill or '' }}", "<think>\n"
+    ),
+}
+
+
+def tokenizer(template: str = CHAT):
+    made = byte_tokenizer()
+    tokens = [f"<|{name}|>" for name in ("system", "user", "assistant", "tool", "end")]
+    made.add_special_tokens({"additional_special_tokens": tokens})
+    made.chat_template = OTHERS.get(template, template)
+    return made
+
+
+def turn(role: str, content=None, **others) -> dict:
+    return {"role": role, "content": content} | others
+
+
+def call(arguments) -> dict:
+    return turn(
+        "assistant",
+        None,
+        tool_calls=[{"type": "function", "function": {"name": "add", "arguments": arguments}}],
+    )
+
+
+SECTION = DataSection(apply_chat_template=True)
+ADD = {
+    "name": "add",
+    "description": "Add.",
+    "parameters": {"type": "object", "properties": {"a": None}},
+}
+ASK = turn("user", "What is 6+1?")
+TOOL_CHAT = [ASK, call('{"a": 6, "b": [1]}'), turn("tool", "7"), turn("assistant", "It is 7.")]
+
+
+def text(value, template: str = CHAT, section: DataSection = SECTION, **columns) -> str:
+    return make_prompt(section, tokenizer(template), {"input": value} | columns, index=0).text
+
+
+def shown(row: dict, template: str = CHAT, section: DataSection = SECTION) -> str:
+    """What is learned in brackets."""
+    reader = tokenizer(template)
+    prompt = make_example(section, reader, row, index=0)
+    answer = answer_of(prompt, reader)
+    flags = [False] * len(prompt.token_ids) + answer.learned
+    ids = [*prompt.token_ids, *answer.token_ids]
+    pieces = [
+        f"[{reader.decode([token])}]" if on else reader.decode([token])
+        for token, on in zip(ids, flags, strict=True)
+    ]
+    return "".join(pieces).replace("][", "")
+
+
+GOOD = {
+    "roles in other words": (
+        [turn("System", "s"), turn("Human", "q")],
+        {},
+        "<|system|>s<|end|>\n<|user|>q<|end|>\n<|assistant|>",
+    ),
+    "a system message of its own": (
+        [turn("system", "own"), ASK],
+        {},
+        "<|system|>own<|end|>\n<|user|>What is 6+1?<|end|>\n",
+    ),
+    "no system message": (
+        [ASK],
+        {},
+        "<|system|>run<|end|>\n<|user|>What is 6+1?<|end|>\n<|assistant|>",
+    ),
+    "variables of the row": (
+        [ASK],
+        {"chat_template_kwargs": {"prefill": "<b>", "other": None}},
+        "<|assistant|><b>",
+    ),
+    "variables as JSON": (
+        [ASK],
+        {"chat_template_kwargs": '{"prefill": "<b>"}'},
+        "<|assistant|><b>",
+    ),
+    "tools": ([ASK], {"tools": [ADD]}, "add;<|system|>"),
+    "tools as JSON": (
+        [ASK],
+        {"tools": json.dumps([{"type": "function", "function": ADD}])},
+        "add;<|system|>",
+    ),
+    "tools, each as JSON": ("q", {"tools": [json.dumps(ADD)]}, "add;<|system|>"),
+    "calls with JSON in them": (
+        TOOL_CHAT[:3],
+        {},
+        '<|assistant|>(add {"a": 6, "b": [1]})<|end|>\n<|tool|>7<|end|>\n',
+    ),
+    "calls with nulls": (
+        [ASK, call({"a": 6, "b": None}), TOOL_CHAT[2]],
+        {},
+        '(add {"a": 6})<|end|>',
+    ),
+    "calls as JSON": (
+        [ASK, turn("assistant", tool_calls=json.dumps(TOOL_CHAT[1]["tool_calls"])), TOOL_CHAT[2]],
+        {},
+        "(add {",
+    ),
+    "an image among parts of text": (
+        [turn("user", [{"type": "text", "text": "a"}, {"text": "b"}])],
+        {},
+        "<|user|>ab<|end|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_what_a_prompt_contains(case):
+    value, columns, expected = GOOD[case]
+    found = text(value, section=replace(SECTION, system_prompt="run"), **columns)
+    assert expected in found and found.count("<|system|>") == 1
+    if not isinstance(value, str):
+        assert (
+            text(json.dumps(value), section=replace(SECTION, system_prompt="run"), **columns)
+            == found
+        )
+
+
+BAD = {
+    "no content": ([turn("user")], {}, CHAT, "message 1 of 1, of role 'user', has no content"),
+    "another key": (
+        [{"role": "user", "text": "q"}],
+        {},
+        CHAT,
+        "has no content .its keys are role, text",
+    ),
+    "no role": ([{"content": "q"}], {}, CHAT, "message 1 of 1 has no role"),
+    "an unknown role": (
+        [turn("critic", "e"), ASK],
+        {},
+        CHAT,
+        "leaves out the text of message 1 of 2, of role 'critic'",
+    ),
+    "printed by Python": (str([ASK]), {}, CHAT, "written as Python prints them"),
+    "an image": (
+        [turn("user", [{"type": "image"}, {"type": "text", "text": "q"}])],
+        {},
+        CHAT,
+        "part of type 'image'.*--images_key",
+    ),
+    "no parts": ([turn("user", ["q"])], {}, CHAT, "must be text, or a list of parts"),
+    "cut text": (
+        [turn("user", "one two")],
+        {},
+        "takes the first word",
+        "leaves out the text of message 1 of 1",
+    ),
+    "no tools": ([ASK], {"tools": [ADD]}, "no tools", "does not describe the tool add"),
+    "other tools": ([ASK], {"tools": ["add"]}, CHAT, "tools are schemas.*not 'add'"),
+    "no calls": (TOOL_CHAT[:3], {}, "no calls", "leaves out the tool calls of message 2 of 3"),
+    "arguments that are no JSON": (
+        [ASK, call("{a}"), ASK],
+        {},
+        CHAT,
+        "arguments of the tool call add in message 2 of 3: not valid JSON",
+    ),
+    "variables": (
+        [ASK],
+        {"chat_template_kwargs": "[1]"},
+        CHAT,
+        "'chat_template_kwargs' must be an object",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_would_be_lost_makes_a_bad_row(case):
+    value, columns, template, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        text(value, template, **columns)
+
+
+def test_arguments_are_text_where_a_template_prints_them():
+    assert '(add {"a": 6, "b": [1]})' in text(TOOL_CHAT[:3], "text of arguments")
+
+
+OPEN = "<|assistant|>"
+ASKED_AGAIN = "<|end|>\n<|user|>What is 6+1?<|end|>\n<|assistant|>"
+SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "A"}]
+
+
+def weighted(first: dict, second: dict) -> dict:
+    """Two answers with what they say about being learned."""
+    return {"messages": [ASK, turn("assistant", "A", **first), ASK, turn("assistant", "B", **second)]}
+
+
+LEARNED = {
+    "calls and answer": (
+        {"messages": TOOL_CHAT, "tools": [ADD]},
+        '[(add {"a": 6, "b": [1]})<|end|>]\n<|tool|>7<|end|>\n<|assistant|>[It is 7.<|end|>]',
+    ),
+    "weight": (weighted({"weight": 0}, {"weight": 1}), f"A{ASKED_AGAIN}[B<|end|>]"),
+    "train": (weighted({"train": True}, {"train": False}), f"{OPEN}[A<|end|>]"),
+    "loss": (weighted({"loss": None}, {"loss": False}), f"{OPEN}[A<|end|>]"),
+    "a first turn": (
+        {"messages": [turn("assistant", "Hi", weight=0), ASK, turn("assistant", "A")]},
+        f"{OPEN}Hi{ASKED_AGAIN}[A<|end|>]",
+    ),
+    "its end token": ({"input": "q", "label": "A<|end|>\n"}, f"{OPEN}[A<|end|>]"),
+    "the tokenizer's": (
+        {"messages": [turn("user", "q"), turn("assistant", "A<eos>")]},
+        f"{OPEN}[A<|end|>]",
+    ),
+    "the other column": ({"messages": None, "conversations": SHARED}, f"{OPEN}[A<|end|>]"),
+}
+
+
+@pytest.mark.parametrize("case", LEARNED)
+def test_what_is_learned(case):
+    row, expected = LEARNED[case]
+    assert shown(row).endswith(expected)
+
+
+NOT_LEARNED = {
+    "nothing": ([ASK, turn("assistant", "A", weight=0)], CHAT, "no turn is learned"),
+    "half": ([ASK, turn("assistant", "A", weight=0.5)], CHAT, "message 2 of 2 has the weight 0.5"),
+    "the user's turn": (
+        [ASK | {"train": True}, turn("assistant", "A")],
+        CHAT,
+        "only turns of the assistant",
+    ),
+    "a first turn": (
+        [turn("assistant", "Hi"), ASK, turn("assistant", "A")],
+        CHAT,
+        "message 1 is a turn of the assistant",
+    ),
+    "thinking": (
+        [ASK, turn("assistant", "A", reasoning_content="Because.")],
+        CHAT,
+        "does not render the answer",
+    ),
+    "cut thinking": (
+        [ASK, turn("assistant", "<think>T</think>A"), ASK, turn("assistant", "B")],
+        "cuts thinking",
+        "without its thinking",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_LEARNED)
+def test_what_cannot_be_learned(case):
+    messages, template, message = NOT_LEARNED[case]
+    with pytest.raises(ValueError, match=message):
+        shown({"messages": messages}, template)
+
+
+def test_thinking_that_a_template_cuts_is_learned_behind_its_generation_prompt():
+    row = {"messages": [ASK, turn("assistant", "<think>\nT\n</think>\nA")]}
+    assert shown(row, "cuts thinking").endswith("<|assistant|><think>\n[T\n</think>\nA<|end|>]")
+    assert shown({"input": "q", "label": "A"}, "cuts thinking").endswith("<|assistant|>[A<|end|>]")
+
+
+def test_a_template_without_a_generation_prompt():
+    """Its prompts end with what begins its answers, and that is not learned."""
+    assert text("q", "no generation prompt") == "<|user|>q<|end|>\n<|assistant|>"
+    assert (
+        shown({"input": "q", "label": "A"}, "no generation prompt")
+        == "<|user|>q<|end|>\n<|assistant|>[A<|end|>]"
+    )
+
+
+def test_nulls_of_arrow(tmp_path):
+    """One row with calls fills all others with nulls, one of each form of conversation the other's column."""
+    plain = [turn("user", "q"), turn("assistant", "A")]
+    file = tmp_path / "rows.parquet"
+    other = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "A"}]
+    rows = [
+        {"messages": plain},
+        {"messages": [*plain[:1], call({"a": 6}), turn("tool", "7"), plain[1]]},
+    ]
+    rows = [*rows, {"conversations": other}]
+    columns = {name: [row.get(name) for row in rows] for name in ("messages", "conversations")}
+    datasets.Dataset.from_dict(columns).to_parquet(file)
+    reader = tokenizer("counts calls")
+    first, second, third = load_examples(
+        replace(SECTION, prompt_data=str(file)), tokenizer(), longest=999
+    )
+    assert first.columns == third.columns and second.text == "<|user|>q<|end|>\n<|assistant|>"
+    asked = [turn("user", "q", tool_calls=None)]
+    assert (
+        make_prompt(SECTION, reader, {"input": asked}, index=0).text
+        == "<|user|>q<|end|>\n<|assistant|>"
+    )
+
+
+# -- special tokens
+
+
+def with_bos():
+    """A tokenizer that writes BOS before each text, and an end token after it."""
+    made, specials = tokenizer("begins with BOS"), [("<bos>", BOS), ("<eos>", EOS)]
+    made.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=specials
+    )
+    return made
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("begin", ["", "<bos>"])
+def test_one_bos(chat, begin):
+    section = replace(
+        SECTION, apply_chat_template=chat, input_template=None if chat else begin + "{}"
+    )
+    prompt = make_prompt(section, with_bos(), {"input": "q"}, index=0)
+    assert list(prompt.token_ids).count(BOS) == 1 and EOS not in prompt.token_ids
+    example = make_example(section, with_bos(), {"input": "q", "label": "A<eos>"}, index=0)
+    answer = answer_of(example, with_bos())
+    assert [*example.token_ids, *answer.token_ids].count(BOS) == 1
+    assert list(answer.token_ids).count(EOS) == (0 if chat else 1), (
+        "one end, the template's or the tokenizer's"
+    )
+
+
+def test_a_completion_request_may_begin_with_bos():
+    format = TurnFormat(SECTION, with_bos(), frozenset({EOS}))
+    for sent in ("q", "<bos>q"):
+        assert format.prompt(
+            Prompt(0, "", []), TurnRequest(sent, BEGINNING, plain=True)
+        ).token_ids == [BOS, ord("q")]
+    assert text_tokens(with_bos(), "<bos>q", special_tokens=False) == [BOS, ord("q")]
+
+
+def test_answers_have_the_tokens_of_the_whole_text(tmp_path):
+    """A tokenizer that writes a space before each text writes none between prompt and answer."""
+    spaced = byte_tokenizer()
+    spaced.backend_tokenizer.normalizer = normalizers.Prepend("_")
+    section, file = DataSection(prompt_data=str(tmp_path / "rows.jsonl")), tmp_path / "rows.jsonl"
+
+    def written(load, *rest, **row):
+        file.write_text(json.dumps(row))
+        return next(iter(load(section, *rest, spaced, longest=99))).columns
+
+    made = make_example(section, spaced, {"input": "1+1=", "label": "2"}, index=0)
+    assert answer_of(made, spaced) == Answer([ord("2"), EOS], [True, True])
+    pair = written(load_pairs, PreferenceSection(), prompt="1+1=", chosen="2", rejected="3")
+    assert pair["chosen"].token_ids == [ord("2"), EOS] and pair["rejected"].token_ids == [
+        ord("3"),
+        EOS,
+    ]
+    assert written(load_answers, PreferenceSection(), prompt="1+1=", completion="2", label=True)[
+        "answer"
+    ].token_ids[0] == ord("2")
+    steps = written(
+        load_steps, PreferenceSection(), prompt="1+1=", completions=["2", "3"], labels=[1, 1]
+    )
+    assert steps["answer"].token_ids == [*b"2\n\n3", EOS]
+
+
+def test_generation_stops_where_data_end():
+    config = with_turn_ends(Config(data=SECTION), tokenizer())
+    ends = {EOS, tokenizer().convert_tokens_to_ids("<|end|>")}
+    assert (
+        ends
+        == set(sampling_of(config.rollout).stop_token_ids)
+        == set(greedy_sampling(config.rollout).stop_token_ids)
+    )
+    plain = with_turn_ends(Config(), tokenizer())
+    assert plain.rollout.stop_token_ids == [EOS], "without the chat template its end has no meaning"
+
+
+# -- agents
+
+
+def test_turns_follow_the_columns_of_their_row():
+    format = TurnFormat(SECTION, tokenizer(), frozenset({EOS}))
+    columns = {"prompt": TOOL_CHAT[:1], "chat_template_kwargs": {"prefill": "<b>"}, "tools": [ADD]}
+    prompt = Prompt(0, "", [1], columns)
+    begun = format.prompt(prompt, TurnRequest(" Now!"))
+    assert begun.text == "add;<|user|>What is 6+1? Now!<|end|>\n<|assistant|><b>"
+    between = format.tokens(TurnRequest([turn("tool", "7")]), None, columns)
+    assert tokenizer().decode(between).endswith("<|tool|>7<|end|>\n<|assistant|><b>")
+    with pytest.raises(ValueError, match="does not describe the tool add"):
+        TurnFormat(SECTION, tokenizer("no tools"), frozenset()).prompt(
+            prompt, TurnRequest([ASK], BEGINNING, tools=[ADD])
+        )
+
+
+def test_tools_that_no_prompt_would_name():
+    tools = [{"type": "function", "function": ADD}]
+    config = Config(data=replace(SECTION, chat_template_kwargs=json.dumps({"tools": tools})))
+    check_tools(config, tokenizer())
+    with pytest.raises(
+        ConfigError,
+        match="--tools: the chat template of --pretrain .* does not describe tools.* name add",
+    ):
+        check_tools(config, tokenizer("no tools"))
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(("said", "content", "calls"), [
+    (f"<think>I may {CALL}</think>\nNo.", f"<think>I may {CALL}</think>\nNo.", []),
+    (f"<think>I may {CALL}</think>\nx{CALL}", f"<think>I may {CALL}</think>x", [ToolCall("f", {})]),
+    (f"<think>I may {CALL}", f"<think>I may {CALL}", []),
+    ('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', "", [ToolCall("f", {"a": 1})]),
+    ('<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>', "", [ToolCall("f", {"a": "x\ny"})]),
+])  # fmt: skip
+def test_calls_come_after_the_thinking(said, content, calls):
+    assert hermes(said) == (content, calls)
+
+
+def test_thinking_that_the_prompt_opens():
+    format = TurnFormat(SECTION, tokenizer("cuts thinking"), frozenset({EOS}))
+    assert format.opens_thinking(tokenizer().encode(text("q", "cuts thinking"))) == "<think>"
+    assert format.opens_thinking(tokenizer().encode(text("q"))) == ""
+
+
+# -- rows of other tools
+
+
+HH = "\n\nHuman: q\n\nAssistant: a\n\nHuman: r\n\nAssistant: "
+
+
+def test_pairs_of_texts_without_a_prompt():
+    row = {"chosen": HH + "good", "rejected": HH + "bad"}
+    plain = pair_maker(PreferenceSection())(DataSection(), tokenizer(), row, index=0)
+    assert (
+        plain.text == HH[:-1]
+        and tokenizer().decode(plain.columns["chosen"].token_ids) == " good<eos>"
+    )
+    chat = pair_maker(PreferenceSection())(SECTION, tokenizer(), row, index=0)
+    assert chat.text.startswith("<|user|>q<|end|>\n<|assistant|>a<|end|>\n<|user|>r<|end|>")
+    assert tokenizer().decode(chat.columns["rejected"].token_ids) == "bad<|end|>"
+
+
+def test_forms_of_images(tmp_path):
+    Image.new("RGB", (4, 3)).save(tmp_path / "a.png")
+    content = base64.b64encode((tmp_path / "a.png").read_bytes() * 4).decode()
+    forms = [f"file://{tmp_path}/a.png", {"image": "a.png"}, {"url": f"file://{tmp_path}/a.png"}, [["a.png"]], '["a.png"]',
+             {"image_url": {"url": f"data:image/png;base64,{content}"}}, content, {"bytes": content}]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"input": "q", "images": form}) + "\n" for form in forms)
+    )
+    template = (
+        "{% for m in messages %}{% for p in m.content %}{{ p.text or '@' }}{% endfor %}{% endfor %}"
+    )
+    section = replace(SECTION, prompt_data=str(tmp_path / "rows.jsonl"), images_key="images")
+    prompts = load_prompts(section, tokenizer(template))
+    assert [[image.size for image in prompt.multi_modal["images"]] for prompt in prompts] == [
+        [(4, 3)]
+    ] * len(forms)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"input": "q", "images": "!" * 9000}))
+    with pytest.raises(DataError) as error:
+        load_prompts(section, tokenizer(template))
+    assert len(str(error.value)) < 600
