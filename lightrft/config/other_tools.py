@@ -13,7 +13,7 @@ from lightrft.config.errors import ConfigError
 
 DOTTED = {
     "actor.model_name_or_path": "pretrain",
-    "actor.adam.lr": "actor_learning_rate",
+    "actor.adam.lr": "learning_rate",
     "actor.adam.betas": "adam_betas",
     "actor.gradient_checkpointing_enable": "gradient_checkpointing",
     "actor.lr_scheduler": "lr_scheduler",
@@ -161,8 +161,7 @@ SUGGESTED = {
     "model_name_or_path": "pretrain",
     "train_data": "prompt_data",
     "dataset": "prompt_data",
-    "learning_rate": "actor_learning_rate",
-    "lr": "actor_learning_rate",
+    "lr": "learning_rate",
     "weight_decay": "l2",
     "output_dir": "save_path",
     "batch_size": "train_batch_size",

@@ -31,6 +31,8 @@ SHARE = Bound("between 0 and 1", lambda value: 0 <= value <= 1)
 
 CommaSeparated = NewType("CommaSeparated", str)
 """Text with parts separated by commas, which may also be given as a list."""
+Verbatim = NewType("Verbatim", str)
+"""Text that may itself contain commas: as an item of a list, it is not split at them."""
 
 
 class Section:
@@ -80,9 +82,16 @@ def _list(kind: Any, value: Any) -> list[Any]:
         value = [value]
     if not isinstance(value, list | tuple):
         raise ValueError(f"expected a list, not {value!r}")
-    if kind in (int, float):
-        value = [part for item in value for part in (item.split(",") if isinstance(item, str) else [item]) if part != ""]
+    if kind is not Verbatim:
+        value = [part for item in value for part in _parts(item)]
     return [typed_value(kind, item) for item in value]
+
+
+def _parts(item: Any) -> list[Any]:
+    """Split a text at its commas. Every list may be written so, on the command line and in files."""
+    if not isinstance(item, str):
+        return [item]
+    return [part for part in map(str.strip, item.split(",")) if part]
 
 
 def _choice(choices: tuple[Any, ...], value: Any) -> Any:
@@ -143,11 +152,13 @@ def _import_path(function: Callable[..., Any]) -> str:
 
 
 def _comma_separated(value: Any) -> str:
-    return ",".join(map(_str, value)) if isinstance(value, list | tuple) else _str(value)
+    if not isinstance(value, list | tuple):
+        return _str(value)
+    return ",".join(part for item in value for part in _parts(_str(item)))
 
 
 _READERS: dict[Any, Callable[[Any], Any]] = {
-    bool: _bool, int: _int, float: _float, str: _str, CommaSeparated: _comma_separated,
+    bool: _bool, int: _int, float: _float, str: _str, CommaSeparated: _comma_separated, Verbatim: _str,
 }  # fmt: skip
 
 

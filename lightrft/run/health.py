@@ -53,7 +53,7 @@ class Health:
         if skipped and not taken:
             raise RuntimeError(
                 f"the model was not trained: all {skipped} optimizer steps were skipped, because the gradient norm was never "
-                f"finite. Check the rewards and --actor_learning_rate, and try without --bf16"
+                f"finite. Check the rewards and --learning_rate, and try without --bf16"
             )
 
     def _check_signal(self, number: int, row: dict[str, float]) -> None:

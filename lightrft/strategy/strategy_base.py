@@ -324,16 +324,16 @@ class StrategyBase(Backend):
         critic (three times None without one), the reward models and the initial model as they were given.
         """
         optim = as_config(args).optim
-        roles = ((actor, optim.actor_learning_rate), (critic, optim.critic_learning_rate))
+        roles = ((actor, optim.learning_rate), (critic, optim.critic_learning_rate))
         trained = [self._with_optimizer(model, rate, optim, max_steps) for model, rate in roles]
         frozen = [*(reward_models if isinstance(reward_models, list | tuple) else [reward_models]), initial_model]
         self.prepare(*trained, *frozen, is_rlhf=True)
         return *trained, reward_models, initial_model
 
     def prepare_reward_model(self, model: nn.Module, args: Arguments, max_steps: int) -> Trained:
-        """Prepare a reward model for training, with optimizer and schedule; its rate is --actor_learning_rate."""
+        """Prepare a reward model for training, with optimizer and schedule; its rate is --learning_rate."""
         optim = as_config(args).optim
-        return self.prepare(self._with_optimizer(model, optim.actor_learning_rate, optim, max_steps))
+        return self.prepare(self._with_optimizer(model, optim.learning_rate, optim, max_steps))
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer | None = None, *, last: bool = True) -> None:
         """Add the gradients of one micro-batch.

@@ -88,7 +88,7 @@ def test_openrlhfs_dotted_names_are_its_old_ones():
     config = parse(DOTTED)
     expected = {
         "pretrain": "some/model", "prompt_data": "prompts.jsonl", "prompt_max_len": 1024, "generate_max_len": 2048, "bf16": True,
-        "train_batch_size": 128, "rollout_batch_size": 64, "zero_stage": 3, "actor_learning_rate": 5e-7, "init_kl_coef": 0.01,
+        "train_batch_size": 128, "rollout_batch_size": 64, "zero_stage": 3, "learning_rate": 5e-7, "init_kl_coef": 0.01,
         "advantage_estimator": "group_norm", "use_kl_loss": True, "gradient_checkpointing": True, "reward_running_norm": True,
     }  # fmt: skip
     assert values(config, *expected) == expected
