@@ -12,7 +12,7 @@ venv=${LIGHTRFT_VENV:-$root/.venv}
 if [[ ${BASH_SOURCE[0]} != "$0" ]]; then
     bash "${BASH_SOURCE[0]}" "$@" || return
     export PATH=$venv/bin:$PATH VIRTUAL_ENV=$venv
-    export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
+    export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
     unset PYTHONDONTWRITEBYTECODE # otherwise each process compiles torch, transformers and vLLM anew, for ten seconds
     cd "$root" || return
     return

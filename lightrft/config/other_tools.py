@@ -338,7 +338,11 @@ def _pair(low: str, high: str) -> Callable[[list[str], Flags], list[str]]:
 
 
 def _reward_clip_range(values: list[str], flags: Flags) -> list[str]:
-    if len(values) != 2 or float(values[0]) != -float(values[1]):
+    try:
+        low, high = map(float, values)
+    except ValueError:
+        raise ConfigError(f"expected two numbers, not {' '.join(values) or 'nothing'}") from None
+    if low != -high:
         raise ConfigError("the two bounds must be -C and C, because --reward_clip C clips to [-C, C]")
     return [f"--reward_clip={values[1]}"]
 
