@@ -13,7 +13,7 @@ import pytest
 
 from lightrft.cli import doctor, export, plan
 from lightrft.config import COMMANDS, ConfigError, parse, renamed, resolve
-from lightrft.config.other_tools import DOTTED, IGNORED
+from lightrft.config.other_tools import DOTTED, IGNORED, TRL_FLAGS
 from lightrft.config.other_tools import RENAMED as other_tools
 from lightrft.config.sections import field_types, section_of_field
 from lightrft.config.validation import range_problems
@@ -163,7 +163,7 @@ def test_printed_flags_and_their_values_are_accepted(page, code):
     elif code.endswith("*"):
         assert any(f"--{name}".startswith(code.rstrip("*")) for name in IGNORED)
     elif not all(flag in OTHER_FLAGS or flag in options_of_tools() for flag, *_ in groups):
-        refused = [flag for flag, *_ in groups if flag in REFUSED]
+        refused = [flag for flag, *_ in groups if flag in REFUSED or flag.removeprefix("--") in TRL_FLAGS]
         words = [word for flag, *values in groups for word in (flag, *values_of(flag, values))]
         try:
             config = parse(words)

@@ -20,7 +20,7 @@ import yaml
 
 from lightrft.config.commands import COMMANDS, fields_read
 from lightrft.config.errors import ConfigError
-from lightrft.config.other_tools import SUGGESTED, translate_flags
+from lightrft.config.other_tools import TRL_FLAGS, translate_flags
 from lightrft.config.presets import DEFAULTS, PRESETS, recipe
 from lightrft.config.renamed import ALIASES, RENAMED
 from lightrft.config.sections import SECTIONS, Config, field_types, section_of_field
@@ -79,8 +79,9 @@ def _values_of_flags(arguments: list[str], problems: list[str]) -> dict[str, Any
     flags = {f"--{name}" for name in sections} | switches
     before = {f"--{name}" for name in RENAMED} | {f"--no_{name}" for name, old in RENAMED.items() if old.kind is bool}
     unknown = [f"unknown flag {name}{_suggestion(name, flags - switches)}" for name in names if name not in flags | before]
-    if unknown or problems:
-        raise ConfigError(f"{'; '.join([*unknown, *problems])}. All flags: --help all; of other tools: docs/migrating.md")
+    if found := [*unknown, *problems]:
+        listed = "; ".join(found) if len(found) < 4 else "".join(f"\n  - {problem}" for problem in found) + "\n"
+        raise ConfigError(f"{listed.rstrip()}. All flags: --help all; of other tools: docs/migrating.md")
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name, kind in (field_types() | {name: old.kind for name, old in RENAMED.items()}).items():
         if kind is bool:
@@ -96,8 +97,10 @@ def _values_of_flags(arguments: list[str], problems: list[str]) -> dict[str, Any
 
 
 def _suggestion(name: str, flags: set[str]) -> str:
-    word = SUGGESTED.get(name.removeprefix("--"))
-    return f"; the flag here is --{word}" if word else nearest(name, flags).rstrip("?")
+    answer = TRL_FLAGS.get(name.removeprefix("--"), "")
+    if " " in answer:
+        return f"; {answer}"
+    return f"; the flag here is --{answer}" if answer else nearest(name, flags).rstrip("?")
 
 
 class _Parser(argparse.ArgumentParser):
