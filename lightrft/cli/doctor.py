@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightrft.cli import set_up_logging
 from lightrft.config.sections import (
     Config,
     DataSection,
@@ -25,6 +24,7 @@ from lightrft.config.sections import (
 )
 from lightrft.engine.probe import MISMATCH
 from lightrft.models.load import load_tokenizer
+from lightrft.run.logs import set_up_logging
 from lightrft.run.prepare import quiet_libraries
 from lightrft.strategy import get_strategy
 from lightrft.tools.checkup import Check, checkup

@@ -11,8 +11,9 @@ from loguru import logger
 
 from lightrft.checkpoint.atomic import CheckpointError
 from lightrft.checkpoint.final_model import export_checkpoint, export_merged
-from lightrft.cli import USER_ERROR, set_up_logging
+from lightrft.cli import USER_ERROR
 from lightrft.models.lora import is_adapter_folder
+from lightrft.run.logs import set_up_logging
 
 MODELS = ("actor", "ema", "critic", "draft", "reward_model", "reward_model_ema")
 

@@ -17,7 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightrft.cli import USER_ERROR, set_up_logging
+from lightrft.cli import USER_ERROR
 from lightrft.config.command_line import parse
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import resolve
@@ -25,6 +25,7 @@ from lightrft.config.sections import Config
 from lightrft.launch.rendezvous import adopt_slurm, check_environment, check_launched, ranks_per_node
 from lightrft.parallel.device import device_name
 from lightrft.parallel.peaks import DEVICES, known_device
+from lightrft.run.logs import set_up_logging
 from lightrft.run.prepare import quiet_libraries
 from lightrft.tools.planning import RunPlan, plan_of
 from lightrft.tools.step_time import DECODING, LINK, MFU

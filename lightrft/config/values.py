@@ -135,7 +135,9 @@ def _float(value: Any) -> float:
 
 def _str(value: Any) -> str:
     if callable(value):
-        return _import_path(value)
+        if path := import_path(value):
+            return path
+        raise ValueError(f"{value!r} cannot be imported by its name: define the function at the top level of a module")
     if isinstance(value, bool | int | float):
         return str(value)
     if not isinstance(value, str) and not isinstance(value, os.PathLike):
@@ -143,12 +145,10 @@ def _str(value: Any) -> str:
     return str(value)
 
 
-def _import_path(function: Callable[..., Any]) -> str:
-    """Return `module:name`, under which the registries find a function again."""
+def import_path(function: Callable[..., Any]) -> str:
+    """Return `module:name`, under which the registries find a function again; empty if it has no such name."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    if getattr(sys.modules.get(module), name, None) is not function:
-        raise ValueError(f"{function!r} cannot be imported by its name: define the function at the top level of a module")
-    return f"{module}:{name}"
+    return f"{module}:{name}" if getattr(sys.modules.get(module), name, None) is function else ""
 
 
 def _comma_separated(value: Any) -> str:
