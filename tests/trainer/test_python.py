@@ -52,7 +52,7 @@ def main(folder, out, small, rows):
         model=model, tokenizer=tokenizer, prompt_data=rows, eval_data=Dataset.from_list(rows[:4]), reward=[counted, Right()],
         save_path=out, **small)
     numbers = run.evaluate()
-    other = run.evaluate(eval_data=rows[:3], reward="exact_match")
+    other = run.evaluate(eval_data=rows[:3], reward="exact_match", engine_type="hf")
     print(json.dumps([run.done, len(run.history), run.history[-1]["rollout/reward"], str(run.model_path), len(calls) > 8,
                       numbers["num_samples"], other["num_samples"], "rollout/reward_of_counted" in run.history[0]]))
     AutoModelForCausalLM.from_pretrained(run.model_path), AutoTokenizer.from_pretrained(run.model_path)
@@ -63,9 +63,13 @@ main(sys.argv[1], sys.argv[2], *map(json.loads, sys.argv[3:]))
 
 @pytest.mark.slow
 def test_a_run_with_objects_in_place_of_names(folder, tmp_path):
-    """The reward is a closure, the data are rows and a Dataset, model and tokenizer are objects; nothing of them stays behind."""
+    """The reward is a closure, the data are rows and a Dataset, model and tokenizer are objects; nothing of them stays behind.
+
+    The evaluation starts a second vLLM in the process.
+    """
     (tmp_path / "door.py").write_text(DOOR)
-    arguments = [str(folder), str(tmp_path / "run"), json.dumps(SMALL), json.dumps(ROWS)]
+    small = SMALL | {"engine_type": "vllm", "engine_kv_cache_gb": 0.05}
+    arguments = [str(folder), str(tmp_path / "run"), json.dumps(small), json.dumps(ROWS)]
     (tmp_path / "tmp").mkdir()
     done = subprocess.run([warm_python(), "door.py", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=200,
                           env=os.environ | {"TMPDIR": str(tmp_path / "tmp")})  # fmt: skip
