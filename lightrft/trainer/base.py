@@ -166,8 +166,8 @@ class Trainer(ABC):
         if self.config.train.load_checkpoint:
             self.strategy.announce("load_checkpoint")
             resumed = self._resume()
-            if resumed is None:
-                self.run_folder.set_aside()
+        if resumed is None and (self.config.train.load_checkpoint or self.config.train.overwrite):
+            self.run_folder.set_aside()
         self.nothing_left = self._has_ended()
         if not self.nothing_left:
             self.described = True
