@@ -313,9 +313,11 @@ class Trainer(ABC):
             return
         num_parameters, num_active = self.parameter_counts
         self.run_folder.describe({
+            "command": self.config.command,
             "status": status,
             "steps": self.done,
             "engine": self.strategy.engine_name,
+            "engine_tp_size": self.config.engine.engine_tp_size,
             "strategy": type(self.strategy).__name__,
             "world_size": self.strategy.mesh.world.size,
             "parameters": num_parameters,
