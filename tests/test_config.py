@@ -12,6 +12,7 @@ from typing import get_origin
 import pytest
 
 import lightrft
+from lightrft.__main__ import main
 from lightrft.config import (
     COMMANDS,
     SECTIONS,
@@ -226,7 +227,7 @@ def test_two_unknown_flags_are_named_at_once():
         ("trian:\n  seed: 1\n", "unknown section 'trian'; did you mean train?"),
         ("train:\n  sed: 1\n", "unknown key 'sed' under `train:`; did you mean seed?"),
         ("model:\n  seed: 1\n", "unknown key 'seed' under `model:`; it belongs under `train:`"),
-        ("seed: 1\n", "unknown section 'seed'; it belongs under `train:`"),
+        ("sed: 1\n", "unknown key 'sed'; did you mean seed?"),
         ("train:\n  seed: many\n", "seed: expected an integer, not 'many'"),
     ],
 )
@@ -235,6 +236,14 @@ def test_errors_of_the_file(file, text, message):
     with pytest.raises(ConfigError) as error:
         parse(["--config", path])
     assert message in str(error.value)
+
+
+def test_a_flat_file_is_read(file):
+    """Keys may stand alone; names that are also those of sections are told apart by what follows them."""
+    text = "pretrain: some/model\nseed: 7\nstrategy: fsdp\nreward: math\nactor_learning_rate: 2.0e-6\ntrain:\n  max_steps: 5\n"
+    config = parse(["--config", file(text + "tools: [calculator, python]\n")])
+    assert config.written == {"pretrain", "seed", "strategy", "reward", "learning_rate", "max_steps", "tools"}
+    assert (config.strategy.strategy, config.reward.reward, config.optim.learning_rate) == ("fsdp", "math", 2e-6)
 
 
 @pytest.mark.parametrize("text", ["- a\n- list\n", "just text\n", "train: 3\n", "train:\n  - seed\n"])
@@ -549,6 +558,32 @@ def test_help_explains_a_group_a_flag_or_everything(capsys):
 
 def test_help_shows_the_recipe_of_an_estimator(capsys):
     assert "--use_kl_loss True --init_kl_coef 0.04 --kl_estimator k3" in shown(capsys, "--help", "grpo")
+
+
+@pytest.mark.parametrize(("topic", "near"), [("nsamples", "n_samples_per_prompt"), ("trian", "train"), ("grpoo", "grpo")])
+def test_help_about_an_unknown_topic_suggests_one(topic, near):
+    assert help_text("train_ppo", topic).startswith(f"no group, flag or recipe is called {topic}; did you mean {near}\n")
+
+
+def test_an_unknown_command_is_answered_with_the_nearest(capsys):
+    main([])
+    assert "train_sft" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["trian_ppo", "--seed", "1"])
+    assert ended.value.code == 2 and "did you mean train_ppo" in capsys.readouterr().err
+
+
+def test_sequences_longer_than_the_model_are_refused_before_the_engine_starts(tmp_path):
+    content = {"max_position_embeddings": 64, "model_type": "qwen3"}
+    flags = ["--pretrain", str(tmp_path), "--prompt_data", "d", "--prompt_max_len=40", "--generate_max_len=30"]
+    for changed, engine, refused in (({}, "vllm", True), ({}, "sglang", True), ({}, "hf", False),
+                                     ({"max_position_embeddings": 70}, "vllm", False),
+                                     ({"rope_scaling": {"factor": 2}}, "vllm", False)):  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(content | changed))
+        if refused:
+            assert "sequences of up to 70 tokens" in problems(*flags, f"--engine_type={engine}")
+        else:
+            check(*flags, f"--engine_type={engine}")
 
 
 def test_the_version(capsys):

@@ -139,7 +139,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def _values_of_file(file: str) -> dict[str, Any]:
-    """Return field name -> value of a YAML file of sections."""
+    """Return field name -> value of a YAML file. Keys may be under their sections, or without sections."""
     try:
         content = yaml.load(Path(file).read_text(encoding="utf-8"), _UniqueKeys) or {}
     except OSError as error:
@@ -149,13 +149,16 @@ def _values_of_file(file: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: Python's limit for digits of a number
         raise ConfigError(f"--config {file}: not valid YAML: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {file}: the file has no sections, such as `train:` with `seed: 1` under it")
+        raise ConfigError(f"--config {file}: the file has no keys, such as `seed: 1`, alone or under `train:`")
     values: dict[str, Any] = {}
     owners = section_of_field() | {name: old.section for name, old in RENAMED.items()}
     for section, keys in content.items():
+        if section in owners and (section not in SECTIONS or not isinstance(keys, dict | None)):  # a key without its section
+            values |= {section: keys} if keys is not None and keys != [] else {}
+            continue
         if section not in SECTIONS:
-            moved = f"; it belongs under `{owners[section]}:`" if section in owners else nearest(str(section), SECTIONS)
-            raise ConfigError(f"--config {file}: unknown section {section!r}{moved}")
+            kind, known = ("section", SECTIONS) if isinstance(keys, dict) else ("key", owners)
+            raise ConfigError(f"--config {file}: unknown {kind} {section!r}{nearest(str(section), known)}")
         if not isinstance(keys, dict | None):
             raise ConfigError(f"--config {file}: `{section}:` contains {keys!r} instead of keys with values")
         for name, value in (keys or {}).items():
@@ -198,7 +201,9 @@ def help_text(command: str, topic: str = "", description: str = "") -> str:
         return _help_of_flags(command, [topic])
     if topic in PRESETS:
         return f"--advantage_estimator {topic} sets these flags, unless you set them:\n" + _recipe(topic)
-    lines = [f"usage: lightrft {command} [--config file.yaml] [--flag value ...]", "", description.strip(), ""]
+    near = nearest(topic, {*groups, *read, *PRESETS}).rstrip("?")
+    unknown = [f"no group, flag or recipe is called {topic}{near}", ""] if topic else []
+    lines = [*unknown, f"usage: lightrft {command} [--config file.yaml] [--flag value ...]", "", description.strip(), ""]
     for group, names in groups.items():
         lines += [_heading(group).rstrip(), textwrap.fill(" ".join(names), 118, initial_indent="  ", subsequent_indent="  ")]
     lines += ["", "--help GROUP explains the flags of a group, --help FLAG a single flag, and --help all every flag."]

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -10,6 +11,8 @@ from types import UnionType
 from typing import Any, Literal, NewType, Self, Union, get_args, get_origin
 
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+SHORTEST_PART = 5
+"""Letters of a part by which a name is found."""
 LARGEST = 2**63 - 1
 """Largest whole number: larger ones fit into no tensor and no file format."""
 
@@ -164,5 +167,12 @@ _READERS: dict[Any, Callable[[Any], Any]] = {
 
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return `; did you mean X?` for the most similar known name, or an empty string."""
-    near = get_close_matches(name, list(choices), n=1, cutoff=0.7)
+    known, letters = sorted(choices, key=len), _letters(name)
+    parts = [each for each in known if letters in _letters(each)] if len(letters) >= SHORTEST_PART else []
+    beginnings = [each for each in parts if _letters(each).startswith(letters)]  # nsamples for n_samples_per_prompt
+    near = beginnings or get_close_matches(name, known, n=1, cutoff=0.7) or parts
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[\W_]", "", name)

@@ -12,7 +12,7 @@ from lightrft.observe.console import Console
 from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard
 from lightrft.observe.text import duration
 from lightrft.observe.trace import Trace
-from lightrft.observe.trackers import Tracker
+from lightrft.observe.trackers import Tracker, check_login
 from lightrft.parallel import device
 from lightrft.strategy.strategy_base import StrategyBase
 
@@ -42,6 +42,12 @@ def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace
         on_phase=on_phase,
     )
     return observer, trace
+
+
+def check_trackers(config: Config, strategy: StrategyBase) -> None:
+    """Raise ConfigError, on rank 0, for a tracker that cannot start: before data and models are loaded."""
+    if strategy.is_rank_0():
+        check_login(report_names(config.observe.report_to))
 
 
 def _sinks(config: Config) -> list[Sink]:

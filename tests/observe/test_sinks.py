@@ -216,7 +216,8 @@ def test_console_without_a_terminal_prints_a_table():
 def test_console_repeats_the_header_and_gives_an_evaluation_a_line_of_its_own():
     """The columns do not move, and the same number is not shown twice."""
     evaluation = {"eval/accuracy": 0.61, "eval/reward": 0.61, "eval/own/reward": 0.2, "eval/own/truncated": 1.0}
-    lines = run_console(False, [{"rollout/reward": 0.5}, {"rollout/reward": 0.5} | evaluation, *[{"rollout/reward": 0.5}] * 20]).splitlines()
+    plain = {"rollout/reward": 0.5}
+    lines = run_console(False, [plain, plain | evaluation, *[plain] * 20]).splitlines()
     assert [number for number, line in enumerate(lines) if line.startswith(" step")] == [0, 22]
     assert lines[3] == "       held-out: accuracy 0.61  own reward 0.2"
     assert lines[2][:13] == " 2/12     0.5"
