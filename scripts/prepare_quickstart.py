@@ -55,7 +55,7 @@ def byte_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def tiny_qwen3(folder: Path | str, seed: int = 0, words: Sequence[str] = ()) -> Path:
-    """Save a random Qwen3 of 0.14 M parameters with its byte tokenizer, in true Hugging Face format.
+    """Save a random Qwen3 of 157,120 parameters with its byte tokenizer, in true Hugging Face format.
 
     At most 5 words are tokens of their own.
     """

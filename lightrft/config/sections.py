@@ -667,6 +667,9 @@ class TrainSection(Section):
     less than twice the copy, training waits."""
     save_adapter_only: bool = False
     """With lora_rank: the final model is only the adapter in peft's format, not the model with the adapter merged into it."""
+    push_to_hub: str = ""
+    """Repository on the Hugging Face hub, owner/name, to which the final model is uploaded with its card. It is made, private, if
+    it does not exist. Empty: no upload."""
     load_checkpoint: bool = False
     """Resume from the newest complete checkpoint; start from the beginning if there is none. A run that torchrun restarts after
     the failure of a rank or the loss of a node resumes without this flag."""

@@ -14,6 +14,7 @@ from lightrft.observe.text import duration
 from lightrft.observe.trace import Trace
 from lightrft.observe.trackers import Tracker, check_login
 from lightrft.parallel import device
+from lightrft.run.model_card import check_hub
 from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -44,10 +45,12 @@ def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace
     return observer, trace
 
 
-def check_trackers(config: Config, strategy: StrategyBase) -> None:
-    """Raise ConfigError, on rank 0, for a tracker that cannot start: before data and models are loaded."""
+def check_logins(config: Config, strategy: StrategyBase) -> None:
+    """Raise ConfigError, on rank 0, for a tracker or a hub without a login: before data and models are loaded."""
     if strategy.is_rank_0():
         check_login(report_names(config.observe.report_to))
+        if config.train.push_to_hub:
+            check_hub(config.train.push_to_hub)
 
 
 def _sinks(config: Config) -> list[Sink]:

@@ -26,13 +26,14 @@ from lightrft.models.weight_files import weights_of
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.pending_metrics import PendingMetrics
 from lightrft.observe.report import write_report
-from lightrft.observe.sinks import Observer
+from lightrft.observe.sinks import Observer, read_rows
 from lightrft.observe.timeline import extend_timeline
 from lightrft.observe.trace import Trace
 from lightrft.parallel.device import device_name
 from lightrft.roles.role import Role
 from lightrft.run.health import Health
 from lightrft.run.interruption import Interrupted, Interruption
+from lightrft.run.model_card import held_out_results, push, write_card
 from lightrft.run.resume_check import changed_settings, identity
 from lightrft.run.run_folder import RunFolder
 from lightrft.run.sample_rows import sample_rows
@@ -138,6 +139,7 @@ class Trainer(ABC):
             if not self.nothing_left:
                 self.strategy.announce("save_model")
                 self.save_models()
+                self._publish()
                 self._check_end()
             status = "finished"
         finally:
@@ -155,6 +157,17 @@ class Trainer(ABC):
         save(self.role.module, self.tokenizer, self.folder / "model")
         if self.role.average is not None:
             save(self.role.average, self.tokenizer, self.folder / "model_ema")
+
+    def _publish(self) -> None:
+        """Write the model's card, and upload the model if the configuration says so."""
+        if not self.strategy.is_rank_0():
+            return
+        folder, repository = self.folder / "model", self.config.train.push_to_hub
+        results = held_out_results(read_rows(self.folder / "metrics.jsonl"))
+        write_card(folder, self.config, steps=self.done, results=results, version=lightrft.__version__)
+        if repository:
+            self.strategy.announce("push_to_hub")
+            push(folder, repository)
 
     def show(self, number: int, samples: list[Sample]) -> None:
         """Write some samples to the sinks, group by group, so that the responses to a prompt can be compared."""
