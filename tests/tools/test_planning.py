@@ -9,6 +9,7 @@ import pytest
 
 from lightrft.cli.plan import amount, main
 from lightrft.config.command_line import parse
+from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import resolve
 from lightrft.parallel.peaks import DEVICES
 from lightrft.tools.planning import Planner
@@ -198,6 +199,9 @@ def test_a_known_shape_does_not_wait_for_the_hub(monkeypatch):
     assert asked == [("Qwen/Qwen2.5-7B", {"local_files_only": True}), ("some/model", {})]
 
 
-@pytest.mark.parametrize(("number", "text"), [(157_120, "157,120"), (34_500_000, "34.5 million"), (7_615_000_000, "7.62 billion")])
+AMOUNTS = {157_120: "157,120", 34_500_000: "34.5 million", 7_615_000_000: "7.62 billion"}
+
+
+@pytest.mark.parametrize(("number", "text"), AMOUNTS.items())
 def test_amounts_are_for_people(number, text):
     assert amount(number) == text
