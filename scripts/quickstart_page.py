@@ -75,10 +75,11 @@ def _panel(title: str, curve: Curve, bounds: tuple[float, float], form: str) -> 
         ticks += f'<path d="M{LEFT} {height}H{right}" stroke="#ddd"/>'
         ticks += f'<text x="{LEFT - 4}" y="{height + 4}" text-anchor="end">{form.format(value) if value else 0}</text>'
     line = " ".join(at(step, value) for step, value in curve)
-    ends = "".join(f'<circle cx="{x}" cy="{y}" r="2.5" fill="#2a6fbb"/>' for x, y in (at(*each).split(",") for each in curve[-1:]))
+    x, y = at(*curve[-1]).split(",")
+    end = f'<circle cx="{x}" cy="{y}" r="2.5" fill="#2a6fbb"/>'
     return (
         f'<text x="{LEFT}" y="18" font-weight="bold">{title}</text>{ticks}'
-        f'<polyline points="{line}" fill="none" stroke="#2a6fbb" stroke-width="1.5"/>{ends}'
+        f'<polyline points="{line}" fill="none" stroke="#2a6fbb" stroke-width="1.5"/>{end}'
         f'<text x="{right}" y="{BOTTOM + 18}" text-anchor="end">step {last}</text>'
     )
 
