@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 SPECIAL_TOKENS = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
 VOCAB_SIZE = 264  # 256 bytes and 3 special tokens, rounded up to a multiple of 8
@@ -194,6 +195,7 @@ def _split(problems: list[Problem], seed: int) -> tuple[list[Problem], list[Prob
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the split")

@@ -759,7 +759,11 @@ def test_the_plan_of_a_run_in_a_few_lines():
         "engine: hf, 4 replicas with 2 processes each",
         "step: 128 prompts x 8 samples = 1024 samples, 4 optimizer steps of 256, "
         "at most 16384 tokens in a micro-batch of one rank",
+        "checkpoints: none unless Ctrl-C or SIGTERM stops the run; --save_steps N writes one after every N-th step",
     ]
+    config = parsed(*RUNNABLE, "--fsdp", "--save_steps=20")
+    resolve(config, "train_sft", 1)
+    assert not any("checkpoints" in line for line in summary(config, "train_sft", 1))
 
 
 @pytest.mark.parametrize(("flags", "ranks", "suggested"), [

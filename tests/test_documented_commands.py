@@ -28,7 +28,8 @@ OTHER_FLAGS = {
     "--help", "--config", "--version",  # answered before the configuration is read
     "--nproc-per-node", "--nproc_per_node", "--max-restarts", "--rdzv-conf", "--rdzv-backend", "--no-python", "--standalone",
     "--local-addr", "--ntasks-per-node", "--gpus-per-node", "--kill-on-bad-exit",  # of torchrun and Slurm
-    "--rdzv-endpoint", "--shutdown-timeout", "--gpus-per-task", "--no-deps", "--only-binary", "--python-version",  # of torchrun, Slurm and pip
+    "--rdzv-endpoint", "--shutdown-timeout", "--gpus-per-task",
+    "--no-deps", "--only-binary", "--python-version",  # of torchrun, Slurm and pip
     "--out", "--source", "--seed",  # of the scripts
 }  # fmt: skip
 """Flags that are printed alone and belong to another program than the commands that read a configuration."""

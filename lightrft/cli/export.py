@@ -5,7 +5,6 @@ lightrft export runs/run/checkpoints/step20 exported
 """
 
 import argparse
-import warnings
 from pathlib import Path
 
 from loguru import logger
@@ -15,6 +14,7 @@ from lightrft.checkpoint.final_model import export_checkpoint, export_merged
 from lightrft.cli import USER_ERROR
 from lightrft.models.lora import is_adapter_folder
 from lightrft.run.logs import set_up_logging
+from lightrft.run.prepare import quiet_libraries
 
 MODELS = ("actor", "ema", "critic", "draft", "reward_model", "reward_model_ema")
 
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = _parser()
     arguments = parser.parse_args(argv)
     set_up_logging()
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # one process is enough
+    quiet_libraries()
     try:
         logger.info("exported: {}", _export(arguments))
     except (ValueError, CheckpointError, OSError) as error:
