@@ -115,7 +115,7 @@ def check_command(command: str, arguments: list[str], *, world_size: int) -> Non
         positional = ["checkpoint", "folder"] if command == "export" and arguments[0].startswith("-") else []
         parsers[command]().parse_args([*arguments, *positional])
     elif command == "report":
-        assert len(arguments) == 1
+        assert set(arguments) & {"--out", "--csv"} or len(arguments) == 1
     else:
         assert command in COMMANDS
         resolve(without_files(parse(arguments, command)), command, world_size)
