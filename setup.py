@@ -21,7 +21,10 @@ setup(
     packages=find_packages(include=["lightrft", "lightrft.*"]),
     install_requires=versions["requirements"](versions["CORE"]),
     extras_require={extra: versions["requirements"](table) for extra, table in versions["EXTRAS"].items()},
-    entry_points={"console_scripts": ["lightrft = lightrft.__main__:main"]},
+    entry_points={
+        "console_scripts": ["lightrft = lightrft.__main__:main"],
+        "torchrun.handlers": ["lightrft = lightrft.launch.torchrun:install"],
+    },
     classifiers=[
         "Programming Language :: Python :: 3",
         "Operating System :: POSIX :: Linux",

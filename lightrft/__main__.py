@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+from difflib import get_close_matches
 
 from lightrft import __version__
 
@@ -31,9 +32,15 @@ def main(argv: list[str] | None = None) -> None:
         epilog="\n".join(f"  {command:<12} {meaning}" for command, meaning in COMMANDS.items()),
     )
     parser.add_argument("--version", action="version", version=f"lightrft {__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+    parser.add_argument("command", nargs="?", metavar="COMMAND")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="lightrft COMMAND --help lists them")
     chosen = parser.parse_args(argv)
+    if chosen.command is None:
+        parser.print_help()
+        return
+    if chosen.command not in COMMANDS:
+        near = "".join(f"; did you mean {name}" for name in get_close_matches(chosen.command, COMMANDS, n=1))
+        parser.error(f"there is no command {chosen.command!r}{near}. All commands: lightrft --help")
     importlib.import_module(f"lightrft.cli.{chosen.command}").main(chosen.arguments)
 
 

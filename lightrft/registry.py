@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -19,6 +20,11 @@ class Deferred:
     """`module:object`"""
     requirement: str
     """Optional package that the module needs, as pip installs it; empty if it needs none."""
+
+
+OBJECTS = ModuleType("lightrft_objects")
+"""Module of the objects that were given to this process without a name; other processes cannot import it."""
+sys.modules[OBJECTS.__name__] = OBJECTS
 
 
 class Registry:

@@ -44,7 +44,7 @@ EXTRAS = {
     "json": {"jsonschema": ">=4.18"},
     "reasoning-gym": {"reasoning-gym": ">=0.1.25,<0.2"},
     "transfer-queue": {"TransferQueue": ">=0.1.11,<0.2"},
-    "docs": {"mkdocs": ">=1.6"},
+    "docs": {"mkdocs": ">=1.6,<2", "mkdocs-material": ">=9.5", "latex2mathml": ">=3.77"},
     "dev": {"pytest": ">=8.0", "pytest-xdist": ">=3.6", "hypothesis": ">=6.100", "ruff": ">=0.12", "pyright": ">=1.1.400"},
 }
 """Name of the extra -> packages that it installs: `pip install '.[vllm]'` in a clone."""

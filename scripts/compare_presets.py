@@ -17,7 +17,7 @@ from lightrft.config.presets import PRESETS
 
 SETTINGS = (
     "--fsdp --engine_type hf --no_enable_engine_sleep --micro_rollout_batch_size 128 --prompt_max_len 8 --generate_max_len 4 "
-    "--rollout_batch_size 128 --n_samples_per_prompt 8 --train_batch_size 1024 --reward exact_match --actor_learning_rate 1e-3 "
+    "--rollout_batch_size 128 --n_samples_per_prompt 8 --train_batch_size 1024 --reward exact_match --learning_rate 1e-3 "
     "--lr_scheduler constant --lr_warmup_ratio 0.125 --num_episodes 3 --report_to jsonl"
 ).split()
 EXTRA_FLAGS = {"ppo": "--critic_learning_rate 1e-3", "distill": "--teacher_pretrain {quickstart}/model"}

@@ -12,7 +12,7 @@ venv=${LIGHTRFT_VENV:-$root/.venv}
 if [[ ${BASH_SOURCE[0]} != "$0" ]]; then
     bash "${BASH_SOURCE[0]}" "$@" || return
     export PATH=$venv/bin:$PATH VIRTUAL_ENV=$venv
-    export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
+    export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
     unset PYTHONDONTWRITEBYTECODE # otherwise each process compiles torch, transformers and vLLM anew, for ten seconds
     cd "$root" || return
     return
@@ -68,6 +68,7 @@ make_environment() {
     echo "environment: installing $(grep -c == "$root/requirements/cpu.txt") other packages, vLLM among them (2 of 2)"
     pip_install --no-deps -r "$root/requirements/cpu.txt"
     pip_install --no-deps --no-build-isolation -e "$root"
+    echo new >"$stamp-package"
     echo "$SECONDS" >"$venv/install_s"
     echo "environment: ready after $SECONDS s"
 }
@@ -85,6 +86,12 @@ fi
 if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     make_environment
     echo "$wanted" >"$stamp"
+fi
+
+installed_from=$(cksum <"$root/setup.py") # entry points are copied when the package is installed
+if [[ $(cat "$stamp-package" 2>/dev/null) != "$installed_from" ]]; then
+    [[ $(cat "$stamp-package" 2>/dev/null) == new ]] || pip_install --no-deps --no-build-isolation -e "$root"
+    echo "$installed_from" >"$stamp-package"
 fi
 
 wanted_by_tests=$(cksum <"$root/requirements/test.txt")

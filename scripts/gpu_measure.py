@@ -429,7 +429,7 @@ def layout(setting: Setting, *flags: str) -> Figures:
     """Losses and gradient norms of supervised training in this layout against one rank's."""
     with temporary_folder() as folder:
         common = [*(flag for flag in inputs(folder) if not flag.startswith("--reward")), "--train_batch_size=16", "--max_steps=3",
-                  "--max_tokens_per_microbatch=128", "--actor_learning_rate=1e-3", "--num_episodes=4"]  # fmt: skip
+                  "--max_tokens_per_microbatch=128", "--learning_rate=1e-3", "--num_episodes=4"]  # fmt: skip
         numeric = [flag for flag in flags if flag == "--bf16"]
         train(1, "train_sft", [*common, *numeric, f"--save_path={folder / 'one'}"])
         train(setting.ranks, "train_sft", [*common, *flags, f"--save_path={folder / 'many'}"])

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 SPECIAL_TOKENS = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
 VOCAB_SIZE = 264  # 256 bytes and 3 special tokens, rounded up to a multiple of 8
@@ -55,7 +56,7 @@ def byte_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def tiny_qwen3(folder: Path | str, seed: int = 0, words: Sequence[str] = ()) -> Path:
-    """Save a random Qwen3 of 0.14 M parameters with its byte tokenizer, in true Hugging Face format.
+    """Save a random Qwen3 of 157,120 parameters with its byte tokenizer, in true Hugging Face format.
 
     At most 5 words are tokens of their own.
     """
@@ -194,6 +195,7 @@ def _split(problems: list[Problem], seed: int) -> tuple[list[Problem], list[Prob
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the split")

@@ -24,6 +24,7 @@ evaluate() {
 }
 
 source "$(dirname "$0")/environment.sh"
+export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 # nothing is downloaded here
 export TORCH_CPP_LOG_LEVEL=ERROR TORCH_LOGS=-torch._library.triton # a CPU without Triton and NUMA is no news here
 
 phase "1 of 7: a tokenizer, a random Qwen3 and 10,000 problems"

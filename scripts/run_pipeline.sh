@@ -56,13 +56,13 @@ run train_rm quickstart_rm.yaml rm 1500 --pretrain "$out/sft/model" --prompt_dat
 phase "4 of 6: PPO (GRPO) with the reward model as the only reward"
 run train_ppo quickstart.yaml ppo 15 --pretrain "$out/sft/model" --prompt_data "$out/data/train.jsonl" \
     --eval_data "$out/data/test.jsonl" --engine_type hf --micro_rollout_batch_size 512 --reward none \
-    --reward_pretrain "$out/rm/model" --actor_learning_rate 3e-4 --init_kl_coef 0.1 \
+    --reward_pretrain "$out/rm/model" --learning_rate 3e-4 --init_kl_coef 0.1 \
     --eval_steps=-1 --save_steps=-1 ${small:+--rollout_batch_size 8 --train_batch_size 64}
 evaluate "$out/ppo/model" eval_after_ppo
 
 phase "5 of 6: DPO, from the model after PPO"
 run train_dpo quickstart_dpo.yaml dpo 200 --pretrain "$out/ppo/model" --prompt_data "$out/data/pairs" \
-    --eval_data "$out/data/pairs" --actor_learning_rate 3e-4 --eval_steps=-1
+    --eval_data "$out/data/pairs" --learning_rate 3e-4 --eval_steps=-1
 evaluate "$out/dpo/model" eval_after_dpo
 
 phase "6 of 6: share of right answers to held-out problems"

@@ -1,9 +1,15 @@
-"""Hooks of mkdocs: README.md and ARCHITECTURE.md, which lie beside docs/, become pages of the site, and links follow them."""
+"""Hooks of mkdocs.
 
+README.md and ARCHITECTURE.md, which lie beside docs/, become pages of the site, and links follow them. Formulas become MathML,
+which browsers show without a script.
+"""
+
+import html
 import re
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,3 +30,17 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     for name, on_site in OUTSIDE.items():
         markdown = re.sub(rf"\]\((?:\.\./)?{re.escape(name)}", f"]({on_site}", markdown)
     return re.sub(r"\[([^\]]*)\]\(\.\./[^)]*\)", r"\1", markdown)
+
+
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Replace the formulas that arithmatex marks by MathML."""
+
+    def mathml(formula: re.Match[str]) -> str:
+        tag, bracket, tex = formula.groups()
+        display = "block" if bracket == "[" else "inline"
+        return f'<{tag} class="formula">{convert(html.unescape(tex), display=display)}</{tag}>'
+
+    return FORMULA.sub(mathml, content)

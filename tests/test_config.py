@@ -7,10 +7,12 @@ import subprocess
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import get_origin
 
 import pytest
 
 import lightrft
+from lightrft.__main__ import main
 from lightrft.config import (
     COMMANDS,
     SECTIONS,
@@ -19,6 +21,7 @@ from lightrft.config import (
     ConfigError,
     DataSection,
     ModelSection,
+    as_config,
     field_docs,
     fields_read,
     needs_reference,
@@ -27,7 +30,11 @@ from lightrft.config import (
     section_of_field,
     summary,
 )
+from lightrft.config.command_line import help_text
+from lightrft.config.presets import DEFAULTS
 from lightrft.config.references import DataSource, data_sources, reward_terms
+from lightrft.config.sections import field_types
+from lightrft.config.values import CommaSeparated
 from lightrft.rewards.functions import rewards
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -68,7 +75,7 @@ def test_defaults_without_a_word():
 
 def test_types_come_from_the_declaration():
     config = parsed("--actor_learning_rate", "1e-3", "--max_steps", "7", "--adam_betas", "0.8", "0.9", "--dual_clip=3")
-    assert config.optim.actor_learning_rate == 1e-3 and config.train.max_steps == 7
+    assert config.optim.learning_rate == 1e-3 and config.train.max_steps == 7
     assert config.optim.adam_betas == [0.8, 0.9] and config.algorithm.dual_clip == 3.0
 
 
@@ -118,11 +125,11 @@ def test_other_spellings_count_as_written():
 
 
 def test_a_file_gives_defaults_and_flags_override_it(file):
-    path = file("train:\n  seed: 7\n  max_steps: 5\noptim:\n  actor_learning_rate: 1.0e-3\n  adam_betas: [0.5, 0.6]\n")
+    path = file("train:\n  seed: 7\n  max_steps: 5\noptim:\n  learning_rate: 1.0e-3\n  adam_betas: [0.5, 0.6]\n")
     for argv in (["--config", path, "--seed", "8"], ["--seed", "8", f"--config={path}"]):
         config = parse(argv)
         assert (config.train.seed, config.train.max_steps, config.optim.adam_betas) == (8, 5, [0.5, 0.6])
-        assert config.written == {"seed", "max_steps", "actor_learning_rate", "adam_betas"}
+        assert config.written == {"seed", "max_steps", "learning_rate", "adam_betas"}
 
 
 def test_a_switch_of_the_file_can_be_switched_off(file):
@@ -175,10 +182,10 @@ def test_the_shipped_files_can_run(path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--actor_learning_rat", "1"], "unknown flag --actor_learning_rat; did you mean --actor_learning_rate"),
+        (["--learning_rat", "1"], "unknown flag --learning_rat; did you mean --learning_rate"),
         (["--max_stps=3"], "unknown flag --max_stps; did you mean --max_steps. All flags"),
         (["--train_data", "x"], "unknown flag --train_data; the flag here is --prompt_data"),
-        (["--learning_rate=1"], "unknown flag --learning_rate; the flag here is --actor_learning_rate"),
+        (["--lr=1"], "unknown flag --lr; the flag here is --learning_rate"),
         (["--scale_for_train", "x"], "unknown flag --scale_for_train. All flags"),
         (["--no_seed"], "unknown flag --no_seed; did you mean --seed"),
         (["--nothing_like_it"], "unknown flag --nothing_like_it. All flags"),
@@ -220,7 +227,7 @@ def test_two_unknown_flags_are_named_at_once():
         ("trian:\n  seed: 1\n", "unknown section 'trian'; did you mean train?"),
         ("train:\n  sed: 1\n", "unknown key 'sed' under `train:`; did you mean seed?"),
         ("model:\n  seed: 1\n", "unknown key 'seed' under `model:`; it belongs under `train:`"),
-        ("seed: 1\n", "unknown section 'seed'; it belongs under `train:`"),
+        ("sed: 1\n", "unknown key 'sed'; did you mean seed?"),
         ("train:\n  seed: many\n", "seed: expected an integer, not 'many'"),
     ],
 )
@@ -229,6 +236,14 @@ def test_errors_of_the_file(file, text, message):
     with pytest.raises(ConfigError) as error:
         parse(["--config", path])
     assert message in str(error.value)
+
+
+def test_a_flat_file_is_read(file):
+    """Keys may stand alone; names that are also those of sections are told apart by what follows them."""
+    text = "pretrain: some/model\nseed: 7\nstrategy: fsdp\nreward: math\nactor_learning_rate: 2.0e-6\ntrain:\n  max_steps: 5\n"
+    config = parse(["--config", file(text + "tools: [calculator, python]\n")])
+    assert config.written == {"pretrain", "seed", "strategy", "reward", "learning_rate", "max_steps", "tools"}
+    assert (config.strategy.strategy, config.reward.reward, config.optim.learning_rate) == ("fsdp", "math", 2e-6)
 
 
 @pytest.mark.parametrize("text", ["- a\n- list\n", "just text\n", "train: 3\n", "train:\n  - seed\n"])
@@ -330,7 +345,7 @@ def test_batches_that_do_not_divide_show_all_numbers():
         (["--max_steps=0", "--max_samples=0", "--max_eval_samples=0", "--micro_train_batch_size=-1", "--zpg=0"], "at least 1"),
         (["--dual_clip=1"], "above 1"),
         (["--sapo_tau_positive=0", "--timeout_minutes=0", "--arrival_minutes=0", "--rollout_correction_high=-1"], "above 0"),
-        (["--actor_learning_rate=-1", "--max_norm=-1", "--eval_n_samples=-1", "--eps_clip_low=-0.2"], "at least 0"),
+        (["--learning_rate=-1", "--max_norm=-1", "--eval_n_samples=-1", "--eps_clip_low=-0.2"], "at least 0"),
         (["--ema_beta=2", "--lr_warmup_ratio=3", "--engine_mem_util=60"], "between 0 and 1"),
     ],
 )
@@ -509,7 +524,7 @@ def test_field_names_are_unique_over_all_sections():
 
 
 def test_the_number_of_knobs_stays_in_hand():
-    assert len(section_of_field()) <= 254
+    assert len(section_of_field()) <= 255
 
 
 def test_commands_read_sections_that_exist():
@@ -543,6 +558,32 @@ def test_help_explains_a_group_a_flag_or_everything(capsys):
 
 def test_help_shows_the_recipe_of_an_estimator(capsys):
     assert "--use_kl_loss True --init_kl_coef 0.04 --kl_estimator k3" in shown(capsys, "--help", "grpo")
+
+
+@pytest.mark.parametrize(("topic", "near"), [("nsamples", "n_samples_per_prompt"), ("trian", "train"), ("grpoo", "grpo")])
+def test_help_about_an_unknown_topic_suggests_one(topic, near):
+    assert help_text("train_ppo", topic).startswith(f"no group, flag or recipe is called {topic}; did you mean {near}\n")
+
+
+def test_an_unknown_command_is_answered_with_the_nearest(capsys):
+    main([])
+    assert "train_sft" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["trian_ppo", "--seed", "1"])
+    assert ended.value.code == 2 and "did you mean train_ppo" in capsys.readouterr().err
+
+
+def test_sequences_longer_than_the_model_are_refused_before_the_engine_starts(tmp_path):
+    content = {"max_position_embeddings": 64, "model_type": "qwen3"}
+    flags = ["--pretrain", str(tmp_path), "--prompt_data", "d", "--prompt_max_len=40", "--generate_max_len=30"]
+    for changed, engine, refused in (({}, "vllm", True), ({}, "sglang", True), ({}, "hf", False),
+                                     ({"max_position_embeddings": 70}, "vllm", False),
+                                     ({"rope_scaling": {"factor": 2}}, "vllm", False)):  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(content | changed))
+        if refused:
+            assert "sequences of up to 70 tokens" in problems(*flags, f"--engine_type={engine}")
+        else:
+            check(*flags, f"--engine_type={engine}")
 
 
 def test_the_version(capsys):
@@ -718,7 +759,11 @@ def test_the_plan_of_a_run_in_a_few_lines():
         "engine: hf, 4 replicas with 2 processes each",
         "step: 128 prompts x 8 samples = 1024 samples, 4 optimizer steps of 256, "
         "at most 16384 tokens in a micro-batch of one rank",
+        "checkpoints: none unless Ctrl-C or SIGTERM stops the run; --save_steps N writes one after every N-th step",
     ]
+    config = parsed(*RUNNABLE, "--fsdp", "--save_steps=20")
+    resolve(config, "train_sft", 1)
+    assert not any("checkpoints" in line for line in summary(config, "train_sft", 1))
 
 
 @pytest.mark.parametrize(("flags", "ranks", "suggested"), [
@@ -757,3 +802,55 @@ def test_data_sets_may_be_a_list(tmp_path):
     assert data_sources(config.data.prompt_data) == [DataSource("a.jsonl", 0.7), DataSource("b:rows", 0.3)]
     message = "--prompt_data: b has no probability, and others have: write b:NUMBER"
     assert message in problems("--pretrain", str(tmp_path), "--prompt_data", "a:0.7,b")
+
+
+@pytest.mark.parametrize("argv", [
+    ["--tools=calculator,my_tools.py"], ["--tools", "calculator", "my_tools.py"], ["--tools", "calculator,", "my_tools.py"],
+])  # fmt: skip
+def test_a_list_is_separated_by_commas_or_spaces(argv, file):
+    expected = ["calculator", "my_tools.py"]
+    assert parse(argv).environment.tools == expected
+    for text in ("calculator,my_tools.py", "calculator, my_tools.py", "[calculator, my_tools.py]"):
+        assert parse(["--config", str(file(f"environment:\n  tools: {text}\n"))]).environment.tools == expected
+        assert Config.of(tools=text.strip("[]")).environment.tools == expected
+
+
+LISTS = {name: kind for name, kind in field_types().items() if get_origin(kind) is list or kind is CommaSeparated}
+
+
+@pytest.mark.parametrize("name", sorted(LISTS))
+def test_every_list_takes_both_forms(name):
+    """Only the texts of --stop may contain commas."""
+    one, other = {list[int]: ("1", "2"), list[float]: ("0.5", "2.5")}.get(LISTS[name], ("a", "b"))
+    joined = getattr(parse([f"--{name}={one},{other}"]), name)
+    spaced = getattr(parse([f"--{name}", one, other]), name)
+    assert spaced == joined if name != "stop" else (joined, spaced) == (["a,b"], ["a", "b"])
+
+
+@pytest.mark.parametrize("command", sorted(DEFAULTS))
+def test_a_command_has_defaults_of_its_own(command, capsys):
+    """What is written wins, and the help of the command shows its own value."""
+    data = "rows.jsonl"
+    config = Config.of(pretrain="model", prompt_data=data)
+    resolve(config, command, world_size=1)
+    assert {name: getattr(config, name) for name in DEFAULTS[command]} == DEFAULTS[command]
+
+    config = Config.of(pretrain="model", prompt_data=data, learning_rate=1e-3)
+    resolve(config, command, world_size=1)
+    assert (config.optim.learning_rate, config.train.train_batch_size) == (1e-3, DEFAULTS[command]["train_batch_size"])
+    assert f"Default: {DEFAULTS[command]['learning_rate']}." in help_text(command, "learning_rate")
+
+
+def test_the_learning_rate_has_another_name(file):
+    path = file("optim:\n  actor_learning_rate: 1.0e-3\n")
+    configs = [
+        parse(["--actor_learning_rate", "1e-3"]), parse(["--config", str(path)]), Config.of(actor_learning_rate=1e-3),
+        as_config({"actor_learning_rate": 1e-3}),
+    ]  # fmt: skip
+    for config in configs:
+        assert config.optim.learning_rate == config.optim.actor_learning_rate == config.actor_learning_rate == 1e-3
+        assert config.written == {"learning_rate"} and not config.notices
+    config.optim.actor_learning_rate = 2e-3
+    assert config.optim.learning_rate == 2e-3
+    with pytest.raises(ConfigError, match="two values of one field"):
+        parse(["--actor_learning_rate", "1e-3", "--learning_rate", "1e-4"])

@@ -1,12 +1,20 @@
 """Why: a link that leads nowhere, or a page that no other page names, is a page that nobody reads."""
 
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 
 import pytest
 import yaml
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -51,8 +59,100 @@ def test_the_site_has_every_page():
     assert pages == {"index.md", *(page.name for page in PAGES if page.name != "README.md")}
 
 
-def test_the_site_is_built(tmp_path):
-    """A link without a target fails, too."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True)
-    assert "StrategyBase" in (tmp_path / "ARCHITECTURE" / "index.html").read_text()
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Build the site. A link without a target fails, too."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
+    return folder
+
+
+def test_the_site_is_built(site):
+    assert "StrategyBase" in (site / "ARCHITECTURE" / "index.html").read_text()
+
+
+def test_every_formula_of_the_site_is_mathml(site):
+    """A formula that stays as TeX is not readable."""
+    for page in PAGES:
+        text = CODE.sub("", page.read_text())
+        formulas = re.findall(r"\$\$.+?\$\$|(?<![\\$])\$[^$\n]+\$", text, flags=re.DOTALL)
+        built = (site / ("" if page.name == "README.md" else page.stem) / "index.html").read_text()
+        assert built.count("<math ") == len(formulas), page.name
+        assert "arithmatex" not in built and "\\(" not in re.sub(r"<script.*?</script>", "", built, flags=re.DOTALL)
+
+
+def test_a_page_loads_nothing_from_another_host(site):
+    loads = re.compile(r'<(?:script|img|iframe|link)\b[^>]*(?:src|href)="?(https?:)?//')
+    for page in site.rglob("*.html"):
+        assert loads.findall(re.sub(r'<link rel="?canonical[^>]*>', "", page.read_text())) == [], page
+    for style in site.rglob("*.css"):
+        assert not re.search(r"@import|url\(.?https?:", style.read_text()), style
+
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+MEASURE = """
+const found = {};
+const look = async (page, width) => {
+    const frame = document.createElement("iframe");
+    frame.style.cssText = `width: ${width}px; height: 900px; border: 0`;
+    frame.src = page;
+    document.body.append(frame);
+    await new Promise(loaded => frame.onload = loaded);
+    const inside = frame.contentDocument, root = inside.documentElement;
+    const cut = [...inside.querySelectorAll("article pre > code, article table, article div.formula")].filter(each => {
+        const scrolls = [each, each.parentElement].some(
+            box => ["auto", "scroll"].includes(frame.contentWindow.getComputedStyle(box).overflowX));
+        return each.scrollWidth > each.clientWidth + 1 && !scrolls;
+    });
+    const flat = [...inside.querySelectorAll("math")].filter(each => each.getBoundingClientRect().height < 5);
+    found[`${page} at ${width}`] = [root.scrollWidth - root.clientWidth, cut.length, flat.length];
+    frame.remove();
+};
+const all = async () => {
+    for (const page of PAGES) for (const width of [1300, 420]) await look(page, width);
+    await fetch("/found", {method: "POST", body: JSON.stringify(found)});
+};
+all();
+"""
+"""Load each page at the width of a screen and of a telephone: pixels beyond the page, cut parts, and invisible formulas."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no browser on this machine")
+def test_a_browser_shows_the_whole_site(site, tmp_path):
+    """No page is wider than the window, what is wider scrolls by itself, and formulas have a height; with a screenshot."""
+    pages = [f"/{path.parent.relative_to(site)}/".replace("/./", "/") for path in sorted(site.rglob("index.html"))]
+    (site / "measure.html").write_text(f"<body><script>const PAGES = {json.dumps(pages)};{MEASURE}</script>")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Site, directory=str(site))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        common = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/browser"]
+        picture = [*common, "--window-size=1300,1600", f"--screenshot={tmp_path}/page.png", f"{address}/algorithms/"]
+        subprocess.run(picture, capture_output=True, timeout=60, check=True)
+        port = [*common, "--remote-debugging-port=0", f"{address}/measure.html"]
+        with subprocess.Popen(port, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
+            try:
+                found = Site.found.get(timeout=90)
+            finally:
+                browser.terminate()
+        server.shutdown()
+    assert len(found) == 2 * len(pages)
+    assert {page: numbers for page, numbers in found.items() if numbers != [0, 0, 0]} == {}
+    with Image.open(tmp_path / "page.png") as image:
+        assert image.width == 1300 and len(image.convert("RGB").getcolors(1 << 20)) > 100
+
+
+class Site(SimpleHTTPRequestHandler):
+    """The pages, and the place where the browser puts what it has measured."""
+
+    found: Queue = Queue()
+
+    def do_POST(self):
+        self.found.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass

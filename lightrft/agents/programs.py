@@ -71,7 +71,7 @@ class ProgramSetup:
         try:
             return importlib.import_module(ADAPTERS[prefix]).program(name, self.served)
         except ModuleNotFoundError as error:
-            raise ValueError(f"--environment {prefix}: needs {error.name}: pip install 'lightrft[{prefix}]'") from error
+            raise ValueError(f"--environment {prefix}: needs {error.name}: pip install '.[{prefix}]'") from error
 
     def _client_of(self, agent: Any) -> Callable[[Session, dict[str, Any]], Awaitable[None]]:
         if not inspect.iscoroutinefunction(agent):
@@ -79,7 +79,7 @@ class ProgramSetup:
         try:
             from lightrft.agents.endpoint.client import converse
         except ModuleNotFoundError as error:
-            raise ValueError(f"--agent needs {error.name}: pip install 'lightrft[agents]'") from error
+            raise ValueError(f"--agent needs {error.name}: pip install '.[agents]'") from error
 
         async def program(session: Session, row: dict[str, Any]) -> None:
             await converse(agent, session, row, self.served)

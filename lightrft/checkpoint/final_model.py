@@ -27,6 +27,8 @@ from lightrft.models.weight_files import weights_of
 from lightrft.parallel.collectives import Axis
 
 ALONE = Axis("export", 1, 0, None)
+CHECKPOINTS = "checkpoints"
+"""Folder of a run that contains its checkpoints, unless --ckpt_path is another one."""
 MERGED, SOURCE = "merged_pretrain", "merged_from.json"
 """Folder of a run that contains its base model merged with an adapter, and the file in it that identifies both."""
 EXPORTED, CHECKPOINT_SOURCE = "exported_pretrain", "exported_from.json"
@@ -43,9 +45,10 @@ def export_checkpoint(
     parameters come from the run's --pretrain, or from `pretrain`. This process loads the whole model, in float32.
     Raises ConfigError (a ValueError) or CheckpointError (a RuntimeError) if something is missing or does not match.
     """
-    newest = _checkpoint(path)
+    newest = _checkpoint(path) or _checkpoint(path / CHECKPOINTS)
     if newest is None:
-        raise ConfigError(f"{path} is not a checkpoint of a run, and contains none")
+        model = f"; the trained model of this run is {path / 'model'}" if (path / "model").is_dir() else ""
+        raise ConfigError(f"{path} is not a checkpoint of a run, and contains none{model}")
     manifest, path, state = newest
     identity = state["client"].get("identity") or {}
     if "settings" not in identity:

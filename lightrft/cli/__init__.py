@@ -20,6 +20,7 @@ from loguru import logger  # noqa: E402
 from lightrft.config.command_line import parse  # noqa: E402
 from lightrft.config.errors import ConfigError  # noqa: E402
 from lightrft.config.sections import Config  # noqa: E402
+from lightrft.run.logs import set_up_logging  # noqa: E402
 
 USER_ERROR = 2
 """Exit code for errors that the user can correct: configuration and data."""
@@ -89,16 +90,3 @@ def _log_once(message: str) -> None:
     """Log an error that occurs on every rank on one rank of each machine."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         logger.error(message)
-
-
-def set_up_logging() -> None:
-    """Set one log format for all ranks; messages appear above the live display."""
-    rank = os.environ.get("RANK")
-    place = f"rank {rank} " if rank else ""
-    logger.remove()
-    logger.add(
-        lambda line: sys.stderr.write(line),  # looked up at every message: the live display redirects it
-        format="{time:HH:mm:ss} " + place + "<level>{level: <7}</level> {message}",
-        level="INFO",
-        colorize=sys.stderr.isatty(),
-    )

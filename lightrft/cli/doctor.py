@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightrft.cli import set_up_logging
 from lightrft.config.sections import (
     Config,
     DataSection,
@@ -25,6 +24,7 @@ from lightrft.config.sections import (
 )
 from lightrft.engine.probe import MISMATCH
 from lightrft.models.load import load_tokenizer
+from lightrft.run.logs import set_up_logging
 from lightrft.run.prepare import quiet_libraries
 from lightrft.strategy import get_strategy
 from lightrft.tools.checkup import Check, checkup
@@ -61,7 +61,7 @@ def _examine(arguments: argparse.Namespace, console: Console) -> bool:
         return False
     finally:
         strategy.close()
-    console.print(_gaps(diagnosis))
+    console.print(_gaps(diagnosis, type(strategy).__name__))
     if diagnosis.parts:
         console.print(_parts(diagnosis))
     if diagnosis.advice:
@@ -70,11 +70,12 @@ def _examine(arguments: argparse.Namespace, console: Console) -> bool:
 
 
 def _config(arguments: argparse.Namespace) -> Config:
-    """Return a configuration of one rank of FSDP2, as in a run, and an engine in eager mode."""
+    """Return a configuration of one rank with the strategy that a run with these flags has, and an engine in eager mode."""
+    strategy = StrategySection(fsdp=True) if arguments.fsdp else StrategySection()
     return Config(
         model=ModelSection(pretrain=arguments.model, bf16=arguments.bf16, trust_remote_code=arguments.trust_remote_code),
         data=DataSection(prompt_max_len=128),
-        strategy=StrategySection(fsdp=True),
+        strategy=strategy,
         engine=EngineSection(
             engine_type=arguments.engine_type, engine_enforce_eager=True, engine_mem_util=arguments.engine_mem_util,
             engine_kv_cache_gb=arguments.engine_kv_cache_gb,
@@ -89,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="", help="Hugging Face folder or hub name; without it, only the machine is checked")
     parser.add_argument("--engine_model", default="", help="another folder for the engine, such as an export of the model")
     parser.add_argument("--engine_type", default="auto", help="auto, vllm, sglang or hf")
+    parser.add_argument("--fsdp", action="store_true", help="train with FSDP2, as with --fsdp in a run; without it "
+                        "DeepSpeed where it is installed")  # fmt: skip
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, as with --bf16 in a run")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     parser.add_argument("--engine_mem_util", type=float, default=EngineSection.engine_mem_util,
@@ -106,8 +109,8 @@ def _checks(checks: list[Check]) -> Table:
     return table
 
 
-def _gaps(diagnosis: Diagnosis) -> Table:
-    title = f"Log-probs of {diagnosis.engine} and trainer, {str(diagnosis.dtype).removeprefix('torch.')}"
+def _gaps(diagnosis: Diagnosis, strategy: str) -> Table:
+    title = f"Log-probs of {diagnosis.engine} and trainer ({strategy}), {str(diagnosis.dtype).removeprefix('torch.')}"
     table = Table("Responses", "Tokens", "Mean gap", "Largest", "Mean of exp", "At", title=title, box=box.SIMPLE,
                   title_justify="left")  # fmt: skip
     for name, gap in diagnosis.gaps.items():

@@ -1,18 +1,20 @@
 """Write a checkpoint, or an adapter's folder, as a Hugging Face folder that from_pretrained, --pretrain and engines load.
 
+lightrft export runs/run exported
 lightrft export runs/run/checkpoints/step20 exported
 """
 
 import argparse
-import warnings
 from pathlib import Path
 
 from loguru import logger
 
 from lightrft.checkpoint.atomic import CheckpointError
 from lightrft.checkpoint.final_model import export_checkpoint, export_merged
-from lightrft.cli import USER_ERROR, set_up_logging
+from lightrft.cli import USER_ERROR
 from lightrft.models.lora import is_adapter_folder
+from lightrft.run.logs import set_up_logging
+from lightrft.run.prepare import quiet_libraries
 
 MODELS = ("actor", "ema", "critic", "draft", "reward_model", "reward_model_ema")
 
@@ -21,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = _parser()
     arguments = parser.parse_args(argv)
     set_up_logging()
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # one process is enough
+    quiet_libraries()
     try:
         logger.info("exported: {}", _export(arguments))
     except (ValueError, CheckpointError, OSError) as error:
@@ -43,8 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lightrft export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", type=Path,
-                        help="a checkpoint, a folder of checkpoints (the newest is used), or an adapter's folder")  # fmt: skip
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, a run's folder or one of checkpoints, of which the newest "
+                        "is used, or an adapter's folder")  # fmt: skip
     parser.add_argument("folder", type=Path, help="folder to write the model to")
     parser.add_argument("--name", default="actor", choices=MODELS, help="model of the checkpoint to export")
     parser.add_argument("--pretrain", default="", help="folder of the run's --pretrain, or of the adapter's base model")

@@ -17,7 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightrft.cli import USER_ERROR, set_up_logging
+from lightrft.cli import USER_ERROR
 from lightrft.config.command_line import parse
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import resolve
@@ -25,6 +25,7 @@ from lightrft.config.sections import Config
 from lightrft.launch.rendezvous import adopt_slurm, check_environment, check_launched, ranks_per_node
 from lightrft.parallel.device import device_name
 from lightrft.parallel.peaks import DEVICES, known_device
+from lightrft.run.logs import set_up_logging
 from lightrft.run.prepare import quiet_libraries
 from lightrft.tools.planning import RunPlan, plan_of
 from lightrft.tools.step_time import DECODING, LINK, MFU
@@ -102,8 +103,9 @@ def _memory(run_plan: RunPlan, device: str) -> Table:
 
 
 def _conclude(console: Console, config: Config, run_plan: RunPlan, device: str) -> None:
-    active = "" if run_plan.active_parameters == run_plan.parameters else f", {run_plan.active_parameters / 1e9:.2f} for a token"
-    console.print(f"{run_plan.parameters / 1e9:.2f} billion parameters{active}; largest --max_tokens_per_microbatch that fits: "
+    same = run_plan.active_parameters == run_plan.parameters
+    active = "" if same else f", {amount(run_plan.active_parameters)} for a token"
+    console.print(f"{amount(run_plan.parameters)} parameters{active}; largest --max_tokens_per_microbatch that fits: "
                   f"{run_plan.max_tokens or 'none'}", highlight=False)  # fmt: skip
     if run_plan.cache_tokens:
         longest = config.data.prompt_max_len + config.rollout.generate_max_len
@@ -120,6 +122,13 @@ def _conclude(console: Console, config: Config, run_plan: RunPlan, device: str) 
     console.print("[green]it fits[/]" if run_plan.fits else "[red]it does not fit[/]")
     for line in run_plan.advice:
         console.print(f"  - {line}", highlight=False)
+
+
+def amount(number: int) -> str:
+    """Return a number of parameters for people: 157,120, 34.5 million or 7.62 billion."""
+    if number < 1e6:
+        return f"{number:,}"
+    return f"{number / 1e6:.3g} million" if number < 1e9 else f"{number / 1e9:.2f} billion"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,24 +1,50 @@
-"""Write report.html to the folder of a run: curves, samples, configuration.
+"""Write report.html to the folder of a run: curves, samples, configuration. Several folders: compare their runs on one page.
 
-python -m lightrft.cli.report runs/quickstart
+lightrft report runs/quickstart
+lightrft report runs/one runs/other --out comparison.html
+lightrft report runs/quickstart --csv
 """
 
 import argparse
+import csv
 from pathlib import Path
 
 from loguru import logger
 
 from lightrft.observe.report import write_report
+from lightrft.observe.sinks import read_rows
+from lightrft.run.logs import set_up_logging
+from lightrft.tools.comparison import write_comparison
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the run's save_path")
-    folder = parser.parse_args(argv).folder
+    parser = argparse.ArgumentParser(
+        "lightrft report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", type=Path, nargs="+", metavar="folder", help="the save_path of a run")
+    parser.add_argument("--out", type=Path, default=Path("comparison.html"), help="page of a comparison")
+    parser.add_argument("--csv", action="store_true", help="write metrics.csv, the metrics as a table, into each folder")
+    arguments = parser.parse_args(argv)
+    set_up_logging()
     try:
-        logger.info(f"report: {write_report(folder)}")
-    except FileNotFoundError as error:
+        if len(arguments.folders) > 1:
+            logger.info(f"comparison: {write_comparison(arguments.folders, arguments.out)}")
+        else:
+            logger.info(f"report: {write_report(arguments.folders[0])}")
+        for folder in arguments.folders if arguments.csv else ():
+            logger.info(f"table: {_write_csv(folder)}")
+    except (FileNotFoundError, ValueError) as error:
         parser.error(str(error))
+
+
+def _write_csv(folder: Path) -> Path:
+    rows = read_rows(folder / "metrics.jsonl")
+    columns = dict.fromkeys(name for row in rows for name in row)
+    with (folder / "metrics.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(columns))
+        writer.writeheader()
+        writer.writerows(rows)
+    return folder / "metrics.csv"
 
 
 if __name__ == "__main__":

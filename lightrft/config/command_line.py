@@ -1,6 +1,6 @@
 """Read the configuration from the command line and the YAML file.
 
-    torchrun -m lightrft.cli.train_ppo --config configs/quickstart.yaml --actor_learning_rate 1e-3
+    torchrun -m lightrft.cli.train_ppo --config configs/quickstart.yaml --learning_rate 1e-3
 
 The file gives defaults, flags override it. Nothing heavy is imported here, so that a mistake is reported at once.
 """
@@ -10,8 +10,8 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -20,11 +20,11 @@ import yaml
 
 from lightrft.config.commands import COMMANDS, fields_read
 from lightrft.config.errors import ConfigError
-from lightrft.config.other_tools import SUGGESTED, translate_flags
-from lightrft.config.presets import PRESETS, recipe
-from lightrft.config.renamed import RENAMED
+from lightrft.config.other_tools import TRL_FLAGS, translate_flags
+from lightrft.config.presets import DEFAULTS, PRESETS, recipe
+from lightrft.config.renamed import ALIASES, RENAMED
 from lightrft.config.sections import SECTIONS, Config, field_types, section_of_field
-from lightrft.config.values import nearest
+from lightrft.config.values import CommaSeparated, Verbatim, nearest
 
 GROUPS = {
     "model": "models, their trained parameters, adapters",
@@ -79,15 +79,17 @@ def _values_of_flags(arguments: list[str], problems: list[str]) -> dict[str, Any
     flags = {f"--{name}" for name in sections} | switches
     before = {f"--{name}" for name in RENAMED} | {f"--no_{name}" for name, old in RENAMED.items() if old.kind is bool}
     unknown = [f"unknown flag {name}{_suggestion(name, flags - switches)}" for name in names if name not in flags | before]
-    if unknown or problems:
-        raise ConfigError(f"{'; '.join([*unknown, *problems])}. All flags: --help all; of other tools: docs/migrating.md")
+    if found := [*unknown, *problems]:
+        listed = "; ".join(found) if len(found) < 4 else "".join(f"\n  - {problem}" for problem in found) + "\n"
+        raise ConfigError(f"{listed.rstrip()}. All flags: --help all; of other tools: docs/migrating.md")
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name, kind in (field_types() | {name: old.kind for name, old in RENAMED.items()}).items():
         if kind is bool:
             parser.add_argument(f"--{name}", nargs="?", const=True)
             parser.add_argument(f"--no_{name}", action="store_const", const=False, dest=name)
         else:
-            parser.add_argument(f"--{name}", nargs="*" if get_origin(kind) is list else None)
+            several = {list: "*", CommaSeparated: "+"}
+            parser.add_argument(f"--{name}", nargs=several.get(get_origin(kind) or kind))
     values, stray = parser.parse_known_args(arguments)
     if stray:
         raise ConfigError(f"unexpected {' '.join(stray)}: a value must follow its --flag. All flags: --help all")
@@ -95,8 +97,10 @@ def _values_of_flags(arguments: list[str], problems: list[str]) -> dict[str, Any
 
 
 def _suggestion(name: str, flags: set[str]) -> str:
-    word = SUGGESTED.get(name.removeprefix("--"))
-    return f"; the flag here is --{word}" if word else nearest(name, flags).rstrip("?")
+    answer = TRL_FLAGS.get(name.removeprefix("--"), "")
+    if " " in answer:
+        return f"; {answer}"
+    return f"; the flag here is --{answer}" if answer else nearest(name, flags).rstrip("?")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -135,7 +139,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def _values_of_file(file: str) -> dict[str, Any]:
-    """Return field name -> value of a YAML file of sections."""
+    """Return field name -> value of a YAML file. Keys may be under their sections, or without sections."""
     try:
         content = yaml.load(Path(file).read_text(encoding="utf-8"), _UniqueKeys) or {}
     except OSError as error:
@@ -145,13 +149,16 @@ def _values_of_file(file: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: Python's limit for digits of a number
         raise ConfigError(f"--config {file}: not valid YAML: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {file}: the file has no sections, such as `train:` with `seed: 1` under it")
+        raise ConfigError(f"--config {file}: the file has no keys, such as `seed: 1`, alone or under `train:`")
     values: dict[str, Any] = {}
     owners = section_of_field() | {name: old.section for name, old in RENAMED.items()}
     for section, keys in content.items():
+        if section in owners and (section not in SECTIONS or not isinstance(keys, dict | None)):  # a key without its section
+            values |= {section: keys} if keys is not None and keys != [] else {}
+            continue
         if section not in SECTIONS:
-            moved = f"; it belongs under `{owners[section]}:`" if section in owners else nearest(str(section), SECTIONS)
-            raise ConfigError(f"--config {file}: unknown section {section!r}{moved}")
+            kind, known = ("section", SECTIONS) if isinstance(keys, dict) else ("key", owners)
+            raise ConfigError(f"--config {file}: unknown {kind} {section!r}{nearest(str(section), known)}")
         if not isinstance(keys, dict | None):
             raise ConfigError(f"--config {file}: `{section}:` contains {keys!r} instead of keys with values")
         for name, value in (keys or {}).items():
@@ -183,17 +190,20 @@ def _answer(argv: list[str], command: str, description: str) -> None:
 def help_text(command: str, topic: str = "", description: str = "") -> str:
     """Return the help of a command: all of its groups by name, or one group, one flag, or `all` with their descriptions."""
     topic = topic.strip("-").replace("-", "_")
+    topic = ALIASES.get(topic, topic)
     read = fields_read(command)
     groups = {name: [each for each in _names(name) if each in read] for name in SECTIONS if name in COMMANDS[command]}
     if topic == "all":
-        return "\n".join(_heading(group) + "".join(map(_help_of_flag, names)) for group, names in groups.items())
+        return "\n".join(_heading(group) + _help_of_flags(command, names) for group, names in groups.items())
     if topic in groups:
-        return _heading(topic) + "".join(map(_help_of_flag, groups[topic]))
+        return _heading(topic) + _help_of_flags(command, groups[topic])
     if topic in read:
-        return _help_of_flag(topic)
+        return _help_of_flags(command, [topic])
     if topic in PRESETS:
         return f"--advantage_estimator {topic} sets these flags, unless you set them:\n" + _recipe(topic)
-    lines = [f"usage: lightrft {command} [--config file.yaml] [--flag value ...]", "", description.strip(), ""]
+    near = nearest(topic, {*groups, *read, *PRESETS}).rstrip("?")
+    unknown = [f"no group, flag or recipe is called {topic}{near}", ""] if topic else []
+    lines = [*unknown, f"usage: lightrft {command} [--config file.yaml] [--flag value ...]", "", description.strip(), ""]
     for group, names in groups.items():
         lines += [_heading(group).rstrip(), textwrap.fill(" ".join(names), 118, initial_indent="  ", subsequent_indent="  ")]
     lines += ["", "--help GROUP explains the flags of a group, --help FLAG a single flag, and --help all every flag."]
@@ -213,11 +223,15 @@ def _heading(group: str) -> str:
     return f"{group}: {GROUPS[group]}\n"
 
 
-def _help_of_flag(name: str) -> str:
+def _help_of_flags(command: str, names: Iterable[str]) -> str:
+    defaults = Config()
+    defaults.expand(DEFAULTS.get(command, {}))
+    return "".join(_help_of_flag(name, getattr(defaults, name)) for name in names)
+
+
+def _help_of_flag(name: str, value: Any) -> str:
     kind, section = field_types()[name], SECTIONS[section_of_field()[name]]
-    default = next(field for field in fields(section) if field.name == name)
-    value = default.default if default.default is not MISSING else default.default_factory()  # type: ignore[misc]
-    text = " ".join(map(str, value)) if isinstance(value, list) else value
+    text = ",".join(map(str, value)) if isinstance(value, list) else value
     presets = f" Choices: {', '.join(PRESETS)}." if name == "advantage_estimator" else ""
     end = presets + ("" if value in (None, "", [], False) else f" Default: {text}.")
     meaning = textwrap.fill(field_docs(section)[name] + end, 118, initial_indent="      ", subsequent_indent="      ")
@@ -228,7 +242,10 @@ def _form(kind: Any) -> str:
     """Return the form of the value after the flag, as --help shows it."""
     arms = [arm for arm in get_args(kind) if arm is not type(None)] if type(None) in get_args(kind) else [kind]
     if get_origin(arms[0]) is list:
-        return f" {get_args(arms[0])[0].__name__} ..."
+        item = get_args(arms[0])[0]
+        return " text ..." if item is Verbatim else f" {item.__name__},..."
+    if arms[0] is CommaSeparated:
+        return " str,..."
     if get_origin(arms[0]) is Literal:
         return " {" + ",".join(map(str, get_args(arms[0]))) + "}"
     return "" if arms[0] is bool else f" {arms[0].__name__}"

@@ -39,6 +39,9 @@ OF_EPISODES = ("tool_parser", "max_turns", "turn_max_len", "episode_minutes", "t
 OF_FAST_ENGINES = ("engine_mem_util", "engine_kv_cache_gb", "engine_enforce_eager")
 """Fields of vLLM and SGLang that the hf engine does not read."""
 
+MEANT = {("train_ppo", "beta"): "; the coefficient of the divergence is --init_kl_coef"}
+"""Command and a flag of another one -> the flag that has the meaning here which other tools give to it."""
+
 Condition = tuple[bool, str, Sequence[str]]
 """(True if the fields have an effect, the flag that they need for one, the fields)."""
 
@@ -48,7 +51,7 @@ def flags_without_effect(config: Config, command: str) -> list[str]:
     written, read = _changed(config), fields_read(command)
     if command == "evaluate" and not config.rollout.eval_n_samples:
         read -= set(RANDOM)
-    unused = [f"--{name} has no effect in {command}" for name in sorted(written - read)]
+    unused = [f"--{name} has no effect in {command}{MEANT.get((command, name), '')}" for name in sorted(written - read)]
     conditions = *_of_models(config, command), *_of_algorithm(config), *_of_rollout(config), *_of_data(config, command)
     unused += [f"--{name} has no effect without {flag}" for has_effect, flag, names in conditions if not has_effect
                for name in names if name in written & read]  # fmt: skip

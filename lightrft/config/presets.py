@@ -54,6 +54,20 @@ PRESETS: dict[str, Recipe] = {
 PRESETS["group_norm"] = PRESETS["grpo"]
 PRESETS["reinforce_baseline"] = PRESETS["reinforce++_baseline"]
 
+DEFAULTS: dict[str, Recipe] = {
+    # LIMA, arXiv 2305.11206: 1e-5, batches of 32 for the largest model and of 64 for smaller ones
+    "train_sft": {"learning_rate": 1e-5, "train_batch_size": 64},
+    # InstructGPT, arXiv 2203.02155
+    "train_rm": {"learning_rate": 9e-6, "train_batch_size": 64},
+    # the rate of TRL's PRMConfig
+    "train_prm": {"learning_rate": 1e-5, "train_batch_size": 64},
+    # Zephyr, arXiv 2310.16944
+    "train_dpo": {"learning_rate": 5e-7, "train_batch_size": 32},
+    # the rate of TRL's example
+    "train_kto": {"learning_rate": 5e-7, "train_batch_size": 32},
+}
+"""Command -> the defaults of its own, where they differ from those of train_ppo, which the sections have."""
+
 CORRECTIONS: dict[str, Recipe] = {
     "icepop": {"rollout_correction_level": "token", "rollout_correction_low": 0.5, "rollout_correction_high": 5.0},
 }

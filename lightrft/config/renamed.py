@@ -13,8 +13,8 @@ class Renamed:
     kind: type
     now: Callable[[Any, dict[str, Any]], dict[str, Any]]
     """Function from its value, and the fields that the same source sets, to the fields with the same meaning."""
-    flag: str
-    """Flag to write instead."""
+    flag: str = ""
+    """Flag to write instead; empty: both names are equally good."""
     reads: str = ""
     """Field whose value `now` finds among the others, also if another source set it."""
 
@@ -31,7 +31,21 @@ def _destination(name: str) -> Renamed:
     return Renamed("observe", bool, now, f"--report_to with or without {name}", reads="report_to")
 
 
+ALIASES = {"actor_learning_rate": "learning_rate"}
+"""Other name of a field -> its name."""
+
+
+def _alias(name: str, field: str) -> Renamed:
+    def now(value: float, others: dict[str, Any]) -> dict[str, Any]:
+        if others.get(field, value) not in (value, str(value)):
+            raise ValueError(f"{value:g}, and {field}: {others[field]}, are two values of one field: set only one")
+        return {field: value}
+
+    return Renamed("optim", float, now)
+
+
 RENAMED = {
+    **{name: _alias(name, field) for name, field in ALIASES.items()},
     "model": Renamed("model", str, lambda folder, _: {"pretrain": folder}, "--pretrain"),
     "reward_background": Renamed(
         "reward", bool, lambda background, _: {} if background else {"reward_workers": 0}, "--reward_workers 0"
@@ -61,7 +75,7 @@ def current_names(values: Mapping[str, Any], typed: Callable[[Any, Any], Any], c
             current |= renamed.now(typed(renamed.kind, values[name]), before | current)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        notices.append(f"--{name} stands for {renamed.flag}")
+        notices += [f"--{name} stands for {renamed.flag}"] if renamed.flag else []
     for name, former in RENAMED_VALUES:
         if current.get(name) == former:
             current[name] = RENAMED_VALUES[name, former]

@@ -9,7 +9,8 @@ from typing import Any
 
 from lightrft.config.effects import flags_without_effect
 from lightrft.config.errors import ConfigError
-from lightrft.config.presets import correction_bounds, recipe
+from lightrft.config.presets import DEFAULTS, correction_bounds, recipe
+from lightrft.config.renamed import ALIASES
 from lightrft.config.sections import SECTIONS, Config, StrategySection, field_types, section_of_field
 from lightrft.config.validation import range_problems, strategy_problems, validate
 from lightrft.config.values import typed_value
@@ -39,7 +40,7 @@ def as_config(args: Arguments) -> Config:
     if not isinstance(args, Namespace | Mapping | None):
         raise TypeError(f"a strategy's args are a Config, an argparse Namespace, a mapping or None, not {type(args).__name__}")
     values = vars(args) if isinstance(args, Namespace) else dict(args or {})
-    read_fields = {field.name for section in READ_BY_STRATEGIES for field in fields(SECTIONS[section])}
+    read_fields = {field.name for section in READ_BY_STRATEGIES for field in fields(SECTIONS[section])} | ALIASES.keys()
     config = Config.of(**{name: value for name, value in values.items() if name in read_fields and value is not None})
     config.extra_args = {name: value for name, value in values.items() if name not in read_fields}
     return config
@@ -55,6 +56,7 @@ def resolve(config: Config, command: str = "train_ppo", world_size: int | None =
     if config.command == command:
         return []
     _convert(config)
+    config.expand(DEFAULTS.get(command, {}))
     algorithm = config.algorithm
     bounds = {} if algorithm.eps_clip is None else dict.fromkeys(BOTH_BOUNDS["eps_clip"], algorithm.eps_clip)
     config.expand(recipe(algorithm.advantage_estimator) | correction_bounds(algorithm.rollout_correction) | bounds)

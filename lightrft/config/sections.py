@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self, get_origin, get_type_hints
 import yaml
 
 from lightrft.config.errors import ConfigError
-from lightrft.config.renamed import current_names
+from lightrft.config.renamed import ALIASES, current_names
 from lightrft.config.values import (
     ABOVE_1,
     COUNT,
@@ -22,6 +22,7 @@ from lightrft.config.values import (
     Bound,
     CommaSeparated,
     Section,
+    Verbatim,
     nearest,
     typed_value,
 )
@@ -284,8 +285,9 @@ class RolloutSection(Section):
     tokens."""
     top_k: int = 0
     """Sample only from the k most likely tokens; all log-probs are computed over these tokens. 0: all tokens."""
-    stop: list[str] = field(default_factory=list)
-    """Texts that end a response, including special tokens; the token that completes one is the last of the response."""
+    stop: list[Verbatim] = field(default_factory=list)
+    """Texts that end a response, including special tokens; the token that completes one is the last of the response. As texts may
+    contain commas, several are separated by spaces, or are a list in YAML."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a response, in addition to the model's end tokens."""
     first_token_temperature: float | None = None
@@ -590,8 +592,10 @@ class ServerSection(Section):
 
 @dataclass
 class OptimSection(Section):
-    actor_learning_rate: Annotated[float, NOT_NEGATIVE] = 1e-6
-    """Peak learning rate."""
+    learning_rate: Annotated[float, NOT_NEGATIVE] = 1e-6
+    """Peak learning rate; --actor_learning_rate is another name of it. Unset: 1e-6 in train_ppo, 1e-5 in train_sft (LIMA, arXiv
+    2305.11206), 5e-7 in train_dpo (Zephyr, arXiv 2310.16944) and train_kto (as in TRL's example), 9e-6 in train_rm (InstructGPT,
+    arXiv 2203.02155), 1e-5 in train_prm (as in TRL)."""
     critic_learning_rate: Annotated[float, NOT_NEGATIVE] = 9e-6
     """Peak learning rate of the critic, if there is one."""
     draft_learning_rate: Annotated[float, NOT_NEGATIVE] = 0.0
@@ -608,6 +612,14 @@ class OptimSection(Section):
     max_norm: Annotated[float, NOT_NEGATIVE] = 1.0
     """Clip the global gradient norm to this value; 0: no clipping."""
 
+    @property
+    def actor_learning_rate(self) -> float:
+        return self.learning_rate
+
+    @actor_learning_rate.setter
+    def actor_learning_rate(self, value: float) -> None:
+        self.learning_rate = value
+
 
 @dataclass
 class TrainSection(Section):
@@ -622,7 +634,8 @@ class TrainSection(Section):
     freezing_actor_steps: int = 0
     """Number of steps at the beginning in which only the critic is trained; the actor's schedule begins after them."""
     train_batch_size: Annotated[int, COUNT] = 1024
-    """Number of samples in one optimizer step, over all ranks."""
+    """Number of samples in one optimizer step, over all ranks. Unset: 1024 in train_ppo, 64 in train_sft, train_rm and train_prm,
+    32 in train_dpo and train_kto, from the sources of --learning_rate."""
     micro_train_batch_size: Annotated[int | None, COUNT] = None
     """Maximum number of sequences in one forward and backward pass on one rank; unset: max_tokens_per_microbatch is the only
     limit."""
@@ -656,6 +669,9 @@ class TrainSection(Section):
     less than twice the copy, training waits."""
     save_adapter_only: bool = False
     """With lora_rank: the final model is only the adapter in peft's format, not the model with the adapter merged into it."""
+    push_to_hub: str = ""
+    """Repository on the Hugging Face hub, owner/name, to which the final model is uploaded with its card. It is made, private, if
+    it does not exist. Empty: no upload."""
     load_checkpoint: bool = False
     """Resume from the newest complete checkpoint; start from the beginning if there is none. A run that torchrun restarts after
     the failure of a rank or the loss of a node resumes without this flag."""
@@ -728,6 +744,7 @@ class Config:
         if not name.startswith("_"):  # private and special names would recurse while a copy is made
             if name in self.__dict__.get("extra_args", {}):
                 return self.extra_args[name]
+            name = ALIASES.get(name, name)
             if name in (owners := section_of_field()):
                 return getattr(getattr(self, owners[name]), name)
         raise AttributeError(f"the configuration has no {name!r}, neither as a field nor in extra_args")

@@ -19,6 +19,7 @@ def summary(config: Config, command: str, world_size: int, ranks_per_node: int |
         lines.append(_engine(config, world_size))
     if "optim" in COMMANDS[command]:
         lines.append(_batches(config, command))
+        lines += _checkpoints(config)
     return lines
 
 
@@ -63,6 +64,13 @@ def _engine(config: Config, world_size: int) -> str:
     ranks = config.rollout.rollout_ranks
     where = f", on the last {ranks} processes, which only generate" if ranks else ""
     return f"engine: {engine_name(config.engine)}, {(ranks or world_size) // size} replicas with {size} processes each{where}"
+
+
+def _checkpoints(config: Config) -> list[str]:
+    """Return a line about a run that writes none: the default costs no disk, and a crash costs all steps."""
+    if config.train.save_steps > 0 or config.train.load_checkpoint:
+        return []
+    return ["checkpoints: none unless Ctrl-C or SIGTERM stops the run; --save_steps N writes one after every N-th step"]
 
 
 def _batches(config: Config, command: str) -> str:

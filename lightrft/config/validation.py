@@ -33,6 +33,7 @@ from lightrft.config.sections import (
     StrategySection,
     field_bounds,
     has_episodes,
+    longest_sequence,
     media_columns,
     section_of_field,
 )
@@ -47,6 +48,7 @@ def validate(config: Config, *, command: str, world_size: int) -> None:
         problems += _speculation_problems(config)
         problems += _engine_media_problems(config)
         problems += _environment_problems(config)
+        problems += _window_problems(config)
     if len(config.optim.adam_betas) != 2 or not all(0 <= beta < 1 for beta in config.optim.adam_betas):
         problems.append("--adam_betas takes two numbers, at least 0 and below 1")
     if command == "train_ppo":
@@ -392,6 +394,24 @@ def _text_config(name: str) -> dict[str, Any]:
 
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Fields of a model's configuration with the number of its layers that predict several tokens."""
+
+
+def _window_problems(config: Config) -> list[str]:
+    """Return a problem if the engine would be asked for longer sequences than the model has positions for.
+
+    A model in a local folder whose positions are scaled is left to the engine.
+    """
+    content = _text_config(config.model.pretrain)
+    window, longest = content.get("max_position_embeddings"), longest_sequence(config)
+    scaled = content.get("rope_scaling") or len(content.get("rope_parameters") or {}) > len(UNSCALED)
+    if engine_name(config.engine) == "hf" or not isinstance(window, int) or scaled or longest <= window:
+        return []
+    lengths = f"--prompt_max_len {config.data.prompt_max_len} + --generate_max_len {config.rollout.generate_max_len}"
+    return [f"{lengths} make sequences of up to {longest} tokens, and --pretrain {config.model.pretrain} has {window} positions"]
+
+
+UNSCALED = ("rope_type", "rope_theta")
+"""Rope parameters of a model that does not scale its positions."""
 
 
 def _num_mtp_layers(pretrain: str) -> int | None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -10,6 +11,8 @@ from types import UnionType
 from typing import Any, Literal, NewType, Self, Union, get_args, get_origin
 
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+SHORTEST_PART = 5
+"""Letters of a part by which a name is found."""
 LARGEST = 2**63 - 1
 """Largest whole number: larger ones fit into no tensor and no file format."""
 
@@ -31,6 +34,8 @@ SHARE = Bound("between 0 and 1", lambda value: 0 <= value <= 1)
 
 CommaSeparated = NewType("CommaSeparated", str)
 """Text with parts separated by commas, which may also be given as a list."""
+Verbatim = NewType("Verbatim", str)
+"""Text that may itself contain commas: as an item of a list, it is not split at them."""
 
 
 class Section:
@@ -80,9 +85,16 @@ def _list(kind: Any, value: Any) -> list[Any]:
         value = [value]
     if not isinstance(value, list | tuple):
         raise ValueError(f"expected a list, not {value!r}")
-    if kind in (int, float):
-        value = [part for item in value for part in (item.split(",") if isinstance(item, str) else [item]) if part != ""]
+    if kind is not Verbatim:
+        value = [part for item in value for part in _parts(item)]
     return [typed_value(kind, item) for item in value]
+
+
+def _parts(item: Any) -> list[Any]:
+    """Split a text at its commas. Every list may be written so, on the command line and in files."""
+    if not isinstance(item, str):
+        return [item]
+    return [part for part in map(str.strip, item.split(",")) if part]
 
 
 def _choice(choices: tuple[Any, ...], value: Any) -> Any:
@@ -126,7 +138,9 @@ def _float(value: Any) -> float:
 
 def _str(value: Any) -> str:
     if callable(value):
-        return _import_path(value)
+        if path := import_path(value):
+            return path
+        raise ValueError(f"{value!r} cannot be imported by its name: define the function at the top level of a module")
     if isinstance(value, bool | int | float):
         return str(value)
     if not isinstance(value, str) and not isinstance(value, os.PathLike):
@@ -134,24 +148,31 @@ def _str(value: Any) -> str:
     return str(value)
 
 
-def _import_path(function: Callable[..., Any]) -> str:
-    """Return `module:name`, under which the registries find a function again."""
+def import_path(function: Callable[..., Any]) -> str:
+    """Return `module:name`, under which the registries find a function again; empty if it has no such name."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    if getattr(sys.modules.get(module), name, None) is not function:
-        raise ValueError(f"{function!r} cannot be imported by its name: define the function at the top level of a module")
-    return f"{module}:{name}"
+    return f"{module}:{name}" if getattr(sys.modules.get(module), name, None) is function else ""
 
 
 def _comma_separated(value: Any) -> str:
-    return ",".join(map(_str, value)) if isinstance(value, list | tuple) else _str(value)
+    if not isinstance(value, list | tuple):
+        return _str(value)
+    return ",".join(part for item in value for part in _parts(_str(item)))
 
 
 _READERS: dict[Any, Callable[[Any], Any]] = {
-    bool: _bool, int: _int, float: _float, str: _str, CommaSeparated: _comma_separated,
+    bool: _bool, int: _int, float: _float, str: _str, CommaSeparated: _comma_separated, Verbatim: _str,
 }  # fmt: skip
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return `; did you mean X?` for the most similar known name, or an empty string."""
-    near = get_close_matches(name, list(choices), n=1, cutoff=0.7)
+    known, letters = sorted(choices, key=len), _letters(name)
+    parts = [each for each in known if letters in _letters(each)] if len(letters) >= SHORTEST_PART else []
+    beginnings = [each for each in parts if _letters(each).startswith(letters)]  # nsamples for n_samples_per_prompt
+    near = beginnings or get_close_matches(name, known, n=1, cutoff=0.7) or parts
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[\W_]", "", name)

@@ -536,6 +536,6 @@ def _av() -> Any:
         import av
     except ModuleNotFoundError as error:
         raise ValueError(
-            "without FFmpeg only .gif, .webp, .png and .wav are read, and no clip is resampled: pip install 'lightrft[media]'"
+            "without FFmpeg only .gif, .webp, .png and .wav are read, and no clip is resampled: pip install '.[media]'"
         ) from error
     return av

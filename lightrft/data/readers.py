@@ -87,7 +87,7 @@ def _verifiers_rows(source: str, flag: str) -> Iterator[DataRow]:
     try:
         from lightrft.data.verifiers.tasksets import task_rows
     except ModuleNotFoundError as error:
-        raise DataError(f"{flag} {source} needs {error.name}: pip install 'lightrft[verifiers]'") from error
+        raise DataError(f"{flag} {source} needs {error.name}: pip install '.[verifiers]'") from error
     yield from task_rows(source, flag)
 
 

@@ -135,7 +135,7 @@ def _padded(low: float, high: float) -> tuple[float, float]:
     if high - low > 1e-9 * max(abs(low), abs(high)):
         return low, high
     margin = abs(low) * 0.1 or 1.0
-    return low - margin, high + margin
+    return (low - margin if low else 0.0), high + margin
 
 
 def _draw(line: Line, color: int, x: Scale, y: Scale) -> str:

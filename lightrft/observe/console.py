@@ -1,7 +1,6 @@
 """Terminal output: a live view on a terminal, one line per step elsewhere."""
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -25,11 +24,17 @@ from lightrft.observe.text import duration, short, visible
 HEADLINES = {
     "rollout/reward": "reward",
     "rollout/groups_without_signal": "no signal",
-    "eval/reward": "held-out",
-    "eval/accuracy": "accuracy",
     "rollout/response_length": "length",
     "rollout/truncated": "truncated",
     "train/loss": "loss",
+    "train/accuracy": "accuracy",
+    "train/margin": "margin",
+    "train/reward_chosen": "chosen",
+    "train/reward_rejected": "rejected",
+    "train/reward_desirable": "good",
+    "train/reward_undesirable": "bad",
+    "train/probability_right": "p right",
+    "train/probability_wrong": "p wrong",
     "train/kl": "kl",
     "train/entropy": "entropy",
     "critic/loss": "value loss",
@@ -39,23 +44,51 @@ HEADLINES = {
     "perf/tokens_per_second": "tokens/s",
     "time/step": "seconds",
 }
-"""Metrics shown in the terminal, in this order, if a run has them."""
+"""Metrics of a step that the terminal shows, in this order, if a run has them."""
 
+HELD_OUT = {
+    "eval/accuracy": "accuracy",
+    "eval/reward": "reward",
+    "eval/loss": "loss",
+    "eval/margin": "margin",
+}
+"""Metrics of an evaluation that the terminal shows; those of the sets of --eval_data follow by name."""
+
+NARROWEST, LINES_PER_HEADER = 6, 20
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def headlines(names: Iterable[str]) -> dict[str, str]:
-    """Return the names of metrics that the terminal shows, each with its label: HEADLINES, then the sets of --eval_data."""
-    names = list(names)
-    sets = {name: name.split("/")[1] for name in names if re.fullmatch("eval/[^/]+/reward", name)}
-    return {name: label for name, label in HEADLINES.items() if name in names} | sets
+def headlines(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the metrics of a step that the terminal shows, each with its label.
+
+    The loss of a policy gradient is left out: it says nothing about progress, and its lines are long.
+    """
+    hidden = {"train/loss"} if "rollout/reward" in metrics else set()
+    return {name: label for name, label in HEADLINES.items() if name in metrics and name not in hidden}
+
+
+def held_out(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the metrics of an evaluation that the terminal shows, each with its label.
+
+    A reward that is the accuracy is left out.
+    """
+    shown = {}
+    for name in metrics:
+        kind, _, rest = name.partition("/")
+        where, _, last = rest.rpartition("/")
+        if kind != "eval" or f"eval/{last}" not in HELD_OUT or (where and last == "loss"):
+            continue
+        accuracy = f"{name.removesuffix('reward')}accuracy"
+        if last != "reward" or metrics.get(accuracy) != metrics[name]:
+            shown[name] = f"{where} {HELD_OUT[f'eval/{last}']}".strip()
+    return shown
 
 
 class Console(Sink):
     """Terminal sink: phase, progress, time left, every headline metric with its course, and the latest sample.
 
-    Without a terminal (a file, a job's log) it prints one aligned line per call of `log`. Log messages written to `sys.stderr`,
-    looked up at the time of writing, appear above the live view.
+    Without a terminal (a file, a job's log) it prints a table: one line per call of `log`, and one for each evaluation. Log
+    messages written to `sys.stderr`, looked up at the time of writing, appear above the live view.
     """
 
     def __init__(self, console: RichConsole | None = None):
@@ -63,6 +96,8 @@ class Console(Sink):
         self._history: dict[str, list[float]] = {}
         self._sample: dict[str, Any] = {}
         self._live: Live | None = None
+        self._columns: dict[str, str] = {}
+        self._since_header = 0
 
     def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
         self._progress = _progress(self._console)
@@ -77,12 +112,13 @@ class Console(Sink):
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._progress.update(self._task, completed=step)
-        for name in headlines(metrics):
+        for name in (*headlines(metrics), *held_out(metrics)):
             self._history.setdefault(name, []).append(metrics[name])
         if self._live:
             self._live.update(self._view(), refresh=True)
-        else:
-            self._console.print(self._line(step, metrics), soft_wrap=True, highlight=False, markup=False)
+            return
+        for line in self._lines(step, metrics):
+            self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         if rows and self._live:
@@ -98,15 +134,29 @@ class Console(Sink):
             elapsed = self._progress.tasks[0].elapsed or 0
             self._console.print(f"{status} after {duration(elapsed)}", highlight=False, markup=False)
 
-    def _line(self, step: int, metrics: dict[str, float]) -> str:
-        """Return a line like `step  12/300  reward 0.412     length 18.3 ...  left 3 min 05 s`, with aligned metrics."""
-        width = len(str(self._total))
-        cells = [f"step {step:>{width}}/{self._total}"]
-        cells += [f"{label} {short(metrics[name]):<8}" for name, label in headlines(metrics).items()]
+    def _lines(self, step: int, metrics: dict[str, float]) -> Iterator[str]:
+        """Yield the header where it is due, the metrics of the step in its columns, and those of an evaluation."""
+        if headlines(metrics).keys() - self._columns.keys() or self._since_header % LINES_PER_HEADER == 0:
+            self._columns |= headlines(metrics)
+            self._columns = {name: label for name, label in HEADLINES.items() if name in self._columns}
+            self._since_header = 0
+            yield self._row("step", dict(self._columns), "left")
+        self._since_header += 1
         left = self._progress.tasks[0].time_remaining
-        if left:
-            cells.append(f"left {duration(left)}")
-        return "  ".join(cells).rstrip()
+        values = {name: short(metrics[name]) for name in self._columns if name in metrics}
+        yield self._row(f"{step}/{self._total}", values, duration(left) if left else "")
+        if shown := held_out(metrics):
+            numbers = "  ".join(f"{label} {short(metrics[name])}" for name, label in shown.items())
+            yield f"{'':{self._width}}  held-out: {numbers}"
+
+    @property
+    def _width(self) -> int:
+        return 2 * len(str(self._total)) + 1
+
+    def _row(self, step: str, cells: dict[str, str], left: str) -> str:
+        """Return a line with a cell for each column, aligned on the right."""
+        aligned = [f"{cells.get(name, ''):>{max(len(label), NARROWEST)}}" for name, label in self._columns.items()]
+        return "  ".join([f"{step:>{self._width}}", *aligned, left]).rstrip()
 
     def _view(self) -> RenderableType:
         """Build the content of the terminal; it is complete before it is handed over, because another thread draws it."""
@@ -115,7 +165,9 @@ class Console(Sink):
         table.add_column(justify="right", style="bold")
         table.add_column(style="cyan", no_wrap=True)
         table.add_column(style="dim", no_wrap=True)
-        for name, label in headlines(self._history).items():
+        latest = {name: values[-1] for name, values in self._history.items()}
+        evaluated = {name: f"held-out {label}" for name, label in held_out(latest).items()}
+        for name, label in (headlines(self._history) | evaluated).items():
             values = self._history[name]
             table.add_row(label, short(values[-1]), sparkline(values), f"from {short(values[0])}" if len(values) > 1 else "")
         return Group(self._progress, table, *([self._sample_line()] if self._sample else []))

@@ -24,8 +24,21 @@ from lightrft.observe.text import duration, is_number, percent, short
 
 FILES = ("metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "summary.json")
 
-FACTS = {"world_size": "processes", "seed": "seed"}
+FACTS = {"world_size": "processes", "engine_tp_size": "processes of an engine", "seed": "seed"}
 """Names of those numbers of the summary that describe the setup of the run instead of its results."""
+
+RESULTS = ("eval", "reward", "accuracy")
+"""Beginnings of the names of numbers that say how good the model is: they come first."""
+
+KINDS = {
+    "train_ppo": "Reinforcement fine-tuning",
+    "train_sft": "Supervised fine-tuning",
+    "train_dpo": "Direct preference optimisation",
+    "train_kto": "Learning from good and bad answers (KTO)",
+    "train_rm": "Reward model",
+    "train_prm": "Process reward model",
+}
+"""Command -> what its run is called."""
 
 History = dict[str, Points]
 
@@ -47,7 +60,17 @@ CHARTS = (
     Chart("Held-out accuracy", "", {"eval/accuracy": "accuracy"}, look="marked", form=percent),
     Chart("Held-out reward", "mean of greedy responses", {"eval/reward": "reward"}, look="marked"),
     Chart("Response length", "tokens", {"rollout/response_length": "length"}),
-    Chart("Loss", "", {"train/loss": "loss"}),
+    Chart("Loss", "", {"train/loss": "loss", "eval/loss": "held-out"}),
+    Chart("Accuracy", "share of the judgements", {"train/accuracy": "training", "eval/accuracy": "held-out"}, form=percent),
+    Chart("Margin", "reward of the chosen answer minus the other", {"train/margin": "training", "eval/margin": "held-out"}),
+    Chart("Rewards of answers", "", {"train/reward_chosen": "chosen", "train/reward_rejected": "rejected"}),
+    Chart("Rewards of answers", "", {"train/reward_desirable": "good", "train/reward_undesirable": "bad"}),
+    Chart(
+        "Probability of a right step",
+        "",
+        {"train/probability_right": "right", "train/probability_wrong": "wrong"},
+        form=percent,
+    ),
     Chart("Entropy", "nats per token", {"train/entropy": "entropy"}),
     Chart("Gradient norm", "before clipping", {"train/grad_norm": "norm"}),
     Chart(
@@ -81,13 +104,14 @@ def write_report(folder: Path) -> Path:
     summary = _summary(folder)
     name = folder.resolve().name
     body = [
-        _header(name, history, config, summary),
+        _header(name, history, summary),
         _tiles(history, summary),
         _curves(history),
         _time(history),
         _speed(folder),
-        sample_table(read_ends(folder / "samples.jsonl", ENDS)),
+        sample_table(read_ends(folder / "samples.jsonl", ENDS), config.get("rollout", {}).get("n_samples_per_prompt", 0)),
         _others(history),
+        _setup(history, config, summary),
         _configuration(written),
         "<footer>Bold lines: centred moving average. Faint lines: every step. All metrics are over all ranks.</footer>",
     ]
@@ -100,7 +124,10 @@ def _summary(folder: Path) -> dict[str, Any]:
     """Return the content of run.json and summary.json; the latter takes precedence."""
     paths = (folder / "run.json", folder / "summary.json")
     run, summary = (json.loads(path.read_text()) if path.exists() else {} for path in paths)
-    run.pop("run", None)  # its id
+    for name in ("run", "process", "launchers"):  # by which the program knows the run again
+        run.pop(name, None)
+    if run.get("active_parameters") == run.get("parameters"):
+        run.pop("active_parameters", None)
     if "seconds" in run:
         run["wall_s"] = run.pop("seconds")
     return run | summary
@@ -116,18 +143,26 @@ def read_history(path: Path) -> History:
     return {name: sorted(values.items()) for name, values in history.items()}
 
 
-def _header(name: str, history: History, config: dict[str, Any], summary: dict[str, Any]) -> str:
-    learns_from_rewards = "rollout/reward" in history or not history
-    facts = _facts(config, rollout=learns_from_rewards)
-    facts |= {key.replace("_", " "): str(value) for key, value in summary.items() if isinstance(value, str)}
-    facts |= {label: str(summary[key]) for key, label in FACTS.items() if key in summary}
-    facts |= summary.get("versions", {})
-    kind = "Reinforcement" if learns_from_rewards else "Supervised"
-    items = "".join(f"<li><span>{safe(key)}</span> {safe(value)}</li>" for key, value in facts.items())
+def _header(name: str, history: History, summary: dict[str, Any]) -> str:
+    kind = KINDS.get(summary.get("command", "")) or ("Reinforcement" if _from_rewards(history) else "Supervised") + " fine-tuning"
     steps = max((points[-1][0] for points in history.values()), default=0)
     warnings = "".join(f'<p class="warn">{safe(warning)}</p>' for warning in summary.get("warnings", ()))
-    lead = f'<p class="lead">{kind} fine-tuning, {steps:,} steps</p>'
-    return f'<h1>{safe(name)}</h1>{lead}{warnings}<ul class="facts">{items}</ul>'
+    ended = f", {summary['status']}" if summary.get("status") else ""
+    return f'<h1>{safe(name)}</h1><p class="lead">{kind}, {steps:,} steps{safe(ended)}</p>{warnings}'
+
+
+def _from_rewards(history: History) -> bool:
+    return "rollout/reward" in history or not history
+
+
+def _setup(history: History, config: dict[str, Any], summary: dict[str, Any]) -> str:
+    """Return what ran, and where."""
+    facts = _facts(config, rollout=_from_rewards(history))
+    facts |= {key.replace("_", " "): value for key, value in summary.items() if isinstance(value, str) and value}
+    facts |= {label: str(summary[key]) for key, label in FACTS.items() if key in summary}
+    facts |= summary.get("versions", {})
+    items = "".join(f"<li><span>{safe(key)}</span> {safe(value)}</li>" for key, value in facts.items())
+    return f'<h2>Setup</h2><ul class="facts">{items}</ul>' if items else ""
 
 
 def _facts(config: dict[str, Any], *, rollout: bool) -> dict[str, str]:
@@ -145,9 +180,11 @@ def _facts(config: dict[str, Any], *, rollout: bool) -> dict[str, str]:
 def _tiles(history: History, summary: dict[str, Any]) -> str:
     """Return the headline numbers: those of the run's summary, and others from the metrics that the summary does not have."""
     numbers = {key: value for key, value in summary.items() if is_number(value) and key not in (*FACTS, "steps")}
-    tiles = [(_label(key), _summary_value(key, value), "") for key, value in numbers.items()]
+    of_summary = {key: (_label(key), _summary_value(key, value), "") for key, value in numbers.items()}
     text = " ".join(summary)
+    tiles = [tile for key, tile in of_summary.items() if key.startswith(RESULTS)]
     tiles += [tile[1:] for tile in _headline_numbers(history) if tile[0] not in text]
+    tiles += [tile for key, tile in of_summary.items() if not key.startswith(RESULTS)]
     cards = "".join(
         f'<div class="card tile"><div class="label">{safe(label)}</div><div class="value">{safe(value)}</div>'
         f'<div class="note">{safe(note)}</div></div>'
@@ -165,6 +202,9 @@ def _headline_numbers(history: History) -> list[tuple[str, str, str, str]]:
         ("eval", "eval/accuracy", "Held-out accuracy", percent),
         ("eval", "eval/reward", "Held-out reward", short),
         ("length", "rollout/response_length", "Response length", short),
+        ("accuracy", "train/accuracy", "Accuracy", percent),
+        ("margin", "train/margin", "Margin", short),
+        ("eval", "eval/loss", "Held-out loss", short),
         ("loss", "train/loss", "Loss", short),
     ):
         if values := finite.get(name):
@@ -185,7 +225,9 @@ def _headline_numbers(history: History) -> list[tuple[str, str, str, str]]:
 def _curves(history: History) -> str:
     sets = {name: name.split("/")[1] for name in history if re.fullmatch("eval/[^/]+/reward", name)}
     held_out = Chart("Held-out sets", "mean reward of greedy responses", sets, look="marked")
-    cards = "".join(_card(chart, history) for chart in (*CHARTS, held_out))
+    judged = "train/accuracy" in history  # then the chart of the accuracy has the held-out one, too
+    shown = [chart for chart in (*CHARTS, held_out) if chart.title != ("Held-out accuracy" if judged else "Accuracy")]
+    cards = "".join(_card(chart, history) for chart in shown)
     if not cards:
         return "<p>No step has been finished yet.</p>"
     return f'<h2>Metrics by step</h2><div class="charts">{cards}</div>'

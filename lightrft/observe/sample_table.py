@@ -19,8 +19,11 @@ Group = list[dict[str, Any]]
 """Rows of one prompt in one step."""
 
 
-def sample_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Show the first and the last responses of the model, and how its responses to one prompt differ."""
+def sample_table(rows: Sequence[dict[str, Any]], group_size: int = 0) -> str:
+    """Show the first and the last responses of the model, and how its responses to one prompt differ.
+
+    `group_size` is the number of responses to a prompt, of which fewer may be written to the file.
+    """
     if not rows:
         return ""
     rewards = [row["reward"] for row in rows if is_number(row.get("reward"))]
@@ -30,8 +33,11 @@ def sample_table(rows: Sequence[dict[str, Any]]) -> str:
     last = [group for group in _choose(groups[::-1]) if group[0]["step"] > first[-1][0]["step"]]
     ends = [("At the beginning", first), ("At the end", last)]
     body = "".join(_end(title, chosen, low, high) for title, chosen in ends if chosen)
+    written = max(map(len, groups))
+    note = (f'<p class="small">Of the {group_size} responses to a prompt, {written} are written to samples.jsonl '
+            "(--num_trajectories_to_save).</p>" if written < group_size else "")  # fmt: skip
     head = "".join(f"<th>{name}</th>" for name in ("Step", "Prompt", "Response", "Label", "Reward"))
-    return f'<h2>Samples</h2><div class="card samples"><table><thead><tr>{head}</tr></thead>{body}</table></div>'
+    return f'<h2>Samples</h2>{note}<div class="card samples"><table><thead><tr>{head}</tr></thead>{body}</table></div>'
 
 
 def _groups(rows: Sequence[dict[str, Any]]) -> list[Group]:

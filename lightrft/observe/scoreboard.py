@@ -77,11 +77,14 @@ def scoreboard(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> Scoreboar
     for name, part in NESTED.items():
         if bottleneck == "generate" and typical(name) > typical("time/generate") / 2:
             bottleneck = part
+    advice = ADVICE.get(bottleneck, "")
+    if run.get("engine_tp_size") == 1:
+        advice = advice.replace(" a smaller --engine_tp_size,", "")
     board = Scoreboard(
         len(steps), seconds, tokens / seconds / world, shares, typical("time/generate/weight_sync"),
         run.get("weight_bytes", 0), max(row.get("memory/peak_gb") or 0.0 for row in steps),
         max(row.get("engine/logprob_mismatch") or 0.0 for row in steps), typical("time/idle_share"), mfu, bottleneck,
-        ADVICE.get(bottleneck, ""),
+        advice,
     )  # fmt: skip
     board.lines = _lines(board)
     return board

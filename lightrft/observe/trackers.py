@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from loguru import logger
+from requests.utils import get_netrc_auth
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ObserveSection
@@ -44,6 +45,8 @@ class Package:
     run_id: Callable[[Any], str]
     samples: Callable[[Any, list[dict[str, str]], int], None]
     finish: Callable[[Any, str], None]
+    login_problem: Callable[[], str] = lambda: ""
+    """Function that returns what is missing for a login; empty if there is one."""
     takes_changes: bool = True
     """False if the configuration of a run cannot be changed when it is resumed."""
 
@@ -135,6 +138,13 @@ class Tracker(Sink):
             self._failed = True
             logger.warning("--report_to {}: {}; the run continues, and metrics.jsonl has every metric",
                            self._name, describe(problem))  # fmt: skip
+
+
+def check_login(names: Sequence[str]) -> None:
+    """Raise ConfigError for a tracker that has no login, before a run loads anything."""
+    for name in names:
+        if name in PACKAGES and (problem := PACKAGES[name].login_problem()):
+            raise ConfigError(f"--report_to {name} cannot start: {problem}")
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -244,6 +254,18 @@ def _json_lines(rows: list[dict[str, str]]) -> list[str]:
     return [json.dumps(row, ensure_ascii=False) for row in rows]
 
 
+def _wandb_login() -> str:
+    """Look where the package looks for a key, without the network."""
+    settings = [Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser() / "settings", Path("wandb/settings")]
+    known = (
+        os.environ.get("WANDB_MODE", "online") not in ("online", "run", "shared"),
+        any(name in os.environ for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")),
+        get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")) is not None,
+        any("api_key" in file.read_text() for file in settings if file.is_file()),
+    )
+    return "" if any(known) else "there is no login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
+
+
 def _finish_mlflow(tracker: Any, status: str) -> None:
     import mlflow
 
@@ -252,7 +274,8 @@ def _finish_mlflow(tracker: Any, status: str) -> None:
 
 PACKAGES = {
     "wandb": Package(
-        _wandb, lambda run: run.id, _wandb_samples, lambda tracker, status: tracker.tracker.finish(int(status != "finished"))
+        _wandb, lambda run: run.id, _wandb_samples, lambda tracker, status: tracker.tracker.finish(int(status != "finished")),
+        _wandb_login,
     ),
     "mlflow": Package(_mlflow, lambda run: run.info.run_id, _mlflow_samples, _finish_mlflow, takes_changes=False),
     "swanlab": Package(

@@ -17,6 +17,7 @@ from lightrft.launch.heartbeat import code_position, exit_process
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.trace import Untraced
 from lightrft.parallel.collectives import Axis
+from lightrft.registry import OBJECTS
 from lightrft.rewards.conventions import as_number, num_rewards
 from lightrft.rewards.functions import FAST_REWARDS, rewards
 from lightrft.rewards.judge_settings import JudgeSettings
@@ -109,7 +110,7 @@ class RewardRunner:
             workers = 0 if all(term.name in FAST_REWARDS for term in terms) else WORKERS
         importable = importable_terms(terms)
         if workers and importable is None:
-            logger.info("--reward {}: the function belongs to the main script, so it is called in this process, when all "
+            logger.info("--reward {}: no other process can import the function, so it is called in this process, when all "
                         "responses are complete; move it to its own file to call it in worker processes", self.name)  # fmt: skip
         if not workers or importable is None:
             return InProcess(self.function, limit=limit, too_late=self._end)
@@ -302,7 +303,8 @@ def importable_terms(terms: list[RewardTerm]) -> str | None:
     """Return the terms with names that another process can import, else None."""
     references = []
     for term in terms:
-        by_path = _is_on_server(term) or (":" in term.name and not term.name.startswith("__main__:"))
+        here = term.name.startswith(("__main__:", f"{OBJECTS.__name__}:"))
+        by_path = _is_on_server(term) or (":" in term.name and not here)
         name = term.name if by_path else importable_name(rewards[term.name])
         if name is None:
             return None

@@ -16,6 +16,8 @@ HISTORY, ENOUGH = 16, 4
 FAR = 10.0
 """A mismatch is far above its history if it exceeds the median by this many times the larger of median and spread."""
 NO_ADVANTAGE = 1e-8
+SAID = (1, 2, 10, 100, 1000, 10_000)
+"""Steps without a training signal of which a warning speaks, by their number."""
 
 
 class Health:
@@ -53,7 +55,7 @@ class Health:
         if skipped and not taken:
             raise RuntimeError(
                 f"the model was not trained: all {skipped} optimizer steps were skipped, because the gradient norm was never "
-                f"finite. Check the rewards and --actor_learning_rate, and try without --bf16"
+                f"finite. Check the rewards and --learning_rate, and try without --bf16"
             )
 
     def _check_signal(self, number: int, row: dict[str, float]) -> None:
@@ -62,9 +64,10 @@ class Health:
             self.steps_with_signal += 1
             return
         self.steps_without_signal += 1
-        if self.logs:
+        if self.logs and self.steps_without_signal in SAID:
             finding = f"all rewards are {row['rollout/reward']:.4g}" if equal else "all rewards of each group are equal"
-            logger.warning("step {}: {}, so it has no training signal", number, finding)
+            so_far = "" if self.steps_without_signal == 1 else f"; {self.steps_without_signal} steps had none so far"
+            logger.warning("step {}: {}, so it has no training signal{}", number, finding, so_far)
 
     def _check_mismatch(self, number: int, mismatch: float, largest: float) -> bool:
         limit = self.config.train.mismatch_limit

@@ -12,8 +12,9 @@ from lightrft.observe.console import Console
 from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard
 from lightrft.observe.text import duration
 from lightrft.observe.trace import Trace
-from lightrft.observe.trackers import Tracker
+from lightrft.observe.trackers import Tracker, check_login
 from lightrft.parallel import device
+from lightrft.run.model_card import check_hub
 from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -42,6 +43,14 @@ def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace
         on_phase=on_phase,
     )
     return observer, trace
+
+
+def check_logins(config: Config, strategy: StrategyBase) -> None:
+    """Raise ConfigError, on rank 0, for a tracker or a hub without a login: before data and models are loaded."""
+    if strategy.is_rank_0():
+        check_login(report_names(config.observe.report_to))
+        if config.train.push_to_hub:
+            check_hub(config.train.push_to_hub)
 
 
 def _sinks(config: Config) -> list[Sink]:

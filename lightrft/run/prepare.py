@@ -42,3 +42,4 @@ def quiet_libraries() -> None:
     """Silence log messages of libraries that users cannot act on."""
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*_tensor` is deprecated", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # one process is enough

@@ -23,7 +23,8 @@ FIXED_BESIDE_FROZEN = ("pretrain", "critic_pretrain", "lora_rank", "lora_alpha",
 TOWERS = ("vision_config", "audio_config")
 """Parts of a model's configuration that describe modules which are not trained."""
 NO_NUMBER_DEPENDS_ON = {
-    *("save_path", "ckpt_path", "load_checkpoint", "save_steps", "max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt", "async_save"),
+    *("save_path", "ckpt_path", "load_checkpoint", "save_steps", "max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt", "async_save",
+       "push_to_hub"),
     *("save_adapter_only", "overwrite", "mismatch_limit", "dry_run", "dump_rollouts", "replay_rollouts",
        "media_root", "media_max_mb", "media_urls", "precompute_reference", "data_cache"),
     *("eval_steps", "timeout_minutes", "arrival_minutes", "phase_minutes", "server_minutes", "reward_minutes",

@@ -137,13 +137,12 @@ class RunFolder:
             self.id = run_id or next(iter(saved), "") or uuid.uuid4().hex
             return
         self.id = uuid.uuid4().hex
-        if results := self._results():
-            if not self.overwrites:
-                raise ConfigError(
-                    f"--save_path {self.path} has the results of an earlier run ({', '.join(results)}): --load_checkpoint "
-                    f"resumes that run, another --save_path starts a separate one, --overwrite moves it to {_previous(self.path)}"
-                )
-            self._move_results()
+        results = self._results()
+        if results and not self.overwrites:  # with --overwrite they stay until the run begins: it may fail before
+            raise ConfigError(
+                f"--save_path {self.path} has the results of an earlier run ({', '.join(results)}): --load_checkpoint "
+                f"resumes that run, another --save_path starts a separate one, --overwrite moves it to {_previous(self.path)}"
+            )
 
     def _folders(self) -> list[tuple[Path, str]]:
         """Return the folders to lock and to test, each with the flag that names it."""

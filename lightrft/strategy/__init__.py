@@ -10,11 +10,22 @@ from lightrft.strategy.engine_host import EngineStatus
 from lightrft.strategy.fsdp import FSDPStrategy
 from lightrft.strategy.strategy_base import StrategyBase, is_actor
 
-__all__ = ["DeepSpeedStrategy", "EngineStatus", "FSDPStrategy", "StrategyBase", "get_strategy", "is_actor"]
+__all__ = [
+    "DeepSpeedStrategy", "EngineStatus", "FSDPStrategy", "StrategyBase", "StrategyConfig", "get_strategy", "is_actor",
+]  # fmt: skip
 
 
 _strategies = Registry("strategy", flag="--strategy")
 _strategies.register("fsdp")(FSDPStrategy)
+
+
+class StrategyConfig:
+    """Name under which LightRFT's strategies have their configuration: it makes a Config, with `extra_args` for other names."""
+
+    from_args = staticmethod(as_config)
+
+    def __new__(cls, **values: Any) -> Config:
+        return as_config(values)
 
 
 def get_strategy(args: Arguments = None) -> StrategyBase:

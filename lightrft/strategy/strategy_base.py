@@ -68,6 +68,13 @@ Models = nn.Module | Mapping[str, Any]
 _ACTORS: WeakSet[nn.Module] = WeakSet()
 
 
+NOT_NEEDED = {
+    "sp_data_processor": "roles divide the rows of all ranks themselves, so each rank passes its own",
+    "genlen_analyser": "rollout/response_length and samples.jsonl have the lengths of responses",
+}
+"""Objects of LightRFT's strategies -> what does their work here."""
+
+
 class StrategyBase(Backend):
     """Verbs of distribution. All ranks call every verb together, in the same order, unless its docstring states otherwise.
 
@@ -160,6 +167,12 @@ class StrategyBase(Backend):
             dist.destroy_process_group()
         self._processes = None
 
+    def __getattr__(self, name: str) -> Any:
+        """Say what to use in place of an object that LightRFT's strategies have and these need not."""
+        if name in NOT_NEEDED:
+            raise AttributeError(f"a strategy has no {name}: {NOT_NEEDED[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def announce(self, phase: str) -> None:
         """Set the activity of this rank, which is reported if a rank fails, dies or is late; empty for none in particular."""
         if self._watchdog is not None:
@@ -239,14 +252,16 @@ class StrategyBase(Backend):
 
     def setup_dataloader(
         self,
-        dataset: Dataset,
-        batch_size: int,
+        dataset: Dataset | None = None,
+        batch_size: int = 1,
         pin_memory: bool = False,
         shuffle: bool = True,
         collate_fn: Callable[[list], Any] | None = None,
         drop_last: bool = True,
         sampler: Collection[int] | None = None,
         consumed_samples: int = 0,
+        *,
+        replay_buffer: Dataset | None = None,
     ) -> DataLoader:
         """Build a data loader with batches of `batch_size` rows **per data rank**, reshuffled every epoch.
 
@@ -254,7 +269,11 @@ class StrategyBase(Backend):
         a list of rows, or the result of `collate_fn` on it. Without drop_last the last list may be shorter, or empty, on some
         ranks, but all ranks have the same number of batches. A custom `sampler`, identical on all ranks, replaces `shuffle`: each
         time it is iterated it yields the row indices of an epoch in order, which are then divided among the ranks.
+        `replay_buffer` is another name of `dataset`.
         """
+        if (dataset is None) == (replay_buffer is None):
+            raise TypeError("setup_dataloader() takes a dataset, also called replay_buffer")
+        dataset = replay_buffer if dataset is None else dataset
         batches = ResumableBatchSampler(
             dataset, batch_size, self.mesh.data, shuffle=shuffle, drop_last=drop_last, seed=self.seed,
             consumed_samples=consumed_samples, rows=sampler,
@@ -324,16 +343,16 @@ class StrategyBase(Backend):
         critic (three times None without one), the reward models and the initial model as they were given.
         """
         optim = as_config(args).optim
-        roles = ((actor, optim.actor_learning_rate), (critic, optim.critic_learning_rate))
+        roles = ((actor, optim.learning_rate), (critic, optim.critic_learning_rate))
         trained = [self._with_optimizer(model, rate, optim, max_steps) for model, rate in roles]
         frozen = [*(reward_models if isinstance(reward_models, list | tuple) else [reward_models]), initial_model]
         self.prepare(*trained, *frozen, is_rlhf=True)
         return *trained, reward_models, initial_model
 
     def prepare_reward_model(self, model: nn.Module, args: Arguments, max_steps: int) -> Trained:
-        """Prepare a reward model for training, with optimizer and schedule; its rate is --actor_learning_rate."""
+        """Prepare a reward model for training, with optimizer and schedule; its rate is --learning_rate."""
         optim = as_config(args).optim
-        return self.prepare(self._with_optimizer(model, optim.actor_learning_rate, optim, max_steps))
+        return self.prepare(self._with_optimizer(model, optim.learning_rate, optim, max_steps))
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer | None = None, *, last: bool = True) -> None:
         """Add the gradients of one micro-batch.
@@ -438,8 +457,11 @@ class StrategyBase(Backend):
         """Move the optimizer's state to host memory, unless it is there already."""
         self._memory.offload_optimizer(optimizer)
 
-    def maybe_load_optimizer(self, optimizer: Optimizer) -> None:
-        """Move an offloaded optimizer back to the device, bit-identical; do nothing for one that is not offloaded."""
+    def maybe_load_optimizer(self, optimizer: Optimizer, device: torch.device | int | str | None = None) -> None:
+        """Move an offloaded optimizer back to the device, bit-identical; do nothing for one that is not offloaded.
+
+        `device` is accepted for code of LightRFT: an optimizer returns to the device of this rank.
+        """
         self._memory.reload(optimizer)
 
     @classmethod

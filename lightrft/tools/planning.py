@@ -247,12 +247,17 @@ class Planner:
         return hints
 
     def picture(self) -> list[str]:
-        """Return the ranks of the first replica of data, and how often it is there."""
+        """Return the ranks that share data, if several do, and how often the model is there."""
         size = self.sp * self.tp
-        rows = [" ".join(f"{rank:>4}" for rank in range(row * self.tp, (row + 1) * self.tp)) for row in range(min(self.sp, 4))]
         groups = self.config.strategy.dp_replicate
-        lines = [f"a replica of data: {self.sp} x {self.tp} ranks (sp down, tp across); {self.training // size} replicas",
-                 f"the model is there {groups} times, each time divided over {self.shards * self.tp} ranks", *rows]  # fmt: skip
+        copies = "the model is there once" if groups == 1 else f"the model is there {groups} times"
+        divided = self.shards * self.tp
+        where = f"{copies}, on one rank" if divided == 1 else f"{copies}, divided over {divided} ranks"
+        if size == 1:
+            return [where]
+        rows = [" ".join(f"{rank:>4}" for rank in range(row * self.tp, (row + 1) * self.tp)) for row in range(min(self.sp, 4))]
+        lines = [where, f"{size} ranks share the same data, {self.training // size} times; the first of them, "
+                 f"{self.sp} sequence parts (down) x {self.tp} tensor parts (across):", *rows]  # fmt: skip
         if self.sp > len(rows):
             lines.append("   ...")
         return lines

@@ -28,21 +28,21 @@ TIED = ("0.5B", "1.5B", "3B", "0.6B", "1.7B", "4B")
 
 
 def model_config(name: str, file: str = "") -> PretrainedConfig:
-    """Return the configuration of a model: of `file`, of its folder, of the hub's cache, or of a well-known name.
+    """Return the configuration of a model: of `file`, of its folder, of the hub's cache, of a well-known name, or of the hub.
 
-    Raise ConfigError if there is none.
+    Raise ConfigError if there is none. A machine without network does not wait for the hub where the shape is known.
     """
+    known = None if file or Path(name).expanduser().is_dir() else known_config(name)
     try:
         if file:
             values = json.loads(Path(file).read_text())
             return trained_part(AutoConfig.for_model(values.pop("model_type"), **values))
-        return load_config(name)
+        return load_config(name, **({"local_files_only": True} if known else {}))
     except (OSError, ValueError, KeyError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        shape = None if file else known_config(name)
-        if shape is None:
+        if known is None:
             raise ConfigError(f"--pretrain {name}: its config.json cannot be read ({type(error).__name__}); download it and "
                               "set --model_config FILE") from error  # fmt: skip
-        return shape
+        return known
 
 
 def known_config(name: str) -> PretrainedConfig | None:

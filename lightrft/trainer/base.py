@@ -26,13 +26,14 @@ from lightrft.models.weight_files import weights_of
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.pending_metrics import PendingMetrics
 from lightrft.observe.report import write_report
-from lightrft.observe.sinks import Observer
+from lightrft.observe.sinks import Observer, read_rows
 from lightrft.observe.timeline import extend_timeline
 from lightrft.observe.trace import Trace
 from lightrft.parallel.device import device_name
 from lightrft.roles.role import Role
 from lightrft.run.health import Health
 from lightrft.run.interruption import Interrupted, Interruption
+from lightrft.run.model_card import held_out_results, push, write_card
 from lightrft.run.resume_check import changed_settings, identity
 from lightrft.run.run_folder import RunFolder
 from lightrft.run.sample_rows import sample_rows
@@ -138,6 +139,7 @@ class Trainer(ABC):
             if not self.nothing_left:
                 self.strategy.announce("save_model")
                 self.save_models()
+                self._publish()
                 self._check_end()
             status = "finished"
         finally:
@@ -163,6 +165,17 @@ class Trainer(ABC):
             save = self.strategy.save_adapter if alone else self.strategy.save_model
             save(model, self.tokenizer, self.folder / name)
 
+    def _publish(self) -> None:
+        """Write the model's card, and upload the model if the configuration says so."""
+        if not self.strategy.is_rank_0():
+            return
+        folder, repository = self.folder / "model", self.config.train.push_to_hub
+        results = held_out_results(read_rows(self.folder / "metrics.jsonl"))
+        write_card(folder, self.config, steps=self.done, results=results, version=lightrft.__version__)
+        if repository:
+            self.strategy.announce("push_to_hub")
+            push(folder, repository)
+
     def show(self, number: int, samples: list[Sample]) -> None:
         """Write some samples to the sinks, group by group, so that the responses to a prompt can be compared."""
         if self.strategy.is_rank_0():
@@ -176,8 +189,8 @@ class Trainer(ABC):
         if self.config.train.load_checkpoint:
             self.strategy.announce("load_checkpoint")
             resumed = self._resume()
-            if resumed is None:
-                self.run_folder.set_aside()
+        if resumed is None and (self.config.train.load_checkpoint or self.config.train.overwrite):
+            self.run_folder.set_aside()
         self.nothing_left = self._has_ended()
         if not self.nothing_left:
             self.described = True
@@ -323,9 +336,11 @@ class Trainer(ABC):
             return
         num_parameters, num_active = self.parameter_counts
         self.run_folder.describe({
+            "command": self.config.command,
             "status": status,
             "steps": self.done,
             "engine": self.strategy.engine_name,
+            "engine_tp_size": self.config.engine.engine_tp_size,
             "strategy": type(self.strategy).__name__,
             "world_size": self.strategy.mesh.world.size,
             "parameters": num_parameters,

@@ -30,7 +30,7 @@ from lightrft.rollout.collector import Collector
 from lightrft.rollout.experience import ExperienceMaker
 from lightrft.rollout.media import Expander
 from lightrft.rollout.sampler import Sampler
-from lightrft.run.observation import log_duration, observation
+from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config
 from lightrft.run.run_folder import RunFolder
 from lightrft.samples import REASONING_GYM
@@ -55,6 +55,7 @@ from lightrft.trainer.tasks.sft import PtxLoss
 def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     prepare_config("train_ppo", config)
     run_folder = RunFolder.claim(config, strategy.mesh.world)
+    check_logins(config, strategy)
     original, config = config, with_tools(with_merged_pretrain(config, strategy.mesh.world))
     rewards = build_rewards(config, strategy)
     training_data = load_training_data(config, config.rollout.rollout_batch_size, rewards=rewards)

@@ -42,7 +42,7 @@ def build_policy(
         actor = Actor(freeze_parameters(load_model(config.model), config.model))
     if sampling is not ANY_TOKEN:  # an engine chooses rotary frequencies for the longest possible sequence
         check_window(actor.language_model, longest_sequence(config))
-    optimizer = strategy.create_optimizer(actor, optim.actor_learning_rate, optim.adam_betas, optim.l2)
+    optimizer = strategy.create_optimizer(actor, optim.learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
     resolved = sampling.resolved(placeholder_token_ids(actor.language_model.config)) if sampling is not ANY_TOKEN else sampling
     actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
@@ -188,7 +188,7 @@ def build_reward_model(
     optim = config.optim
     strategy.announce("load_models")
     scorer = _empty_reward_model(config, strategy, tokenizer, heads)
-    optimizer = strategy.create_optimizer(scorer, optim.actor_learning_rate, optim.adam_betas, optim.l2)
+    optimizer = strategy.create_optimizer(scorer, optim.learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
     trained, average = strategy.prepare((scorer, optimizer, scheduler)), None
     if config.train.enable_ema:

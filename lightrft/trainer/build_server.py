@@ -22,7 +22,7 @@ def model_server(config: Config, strategy: StrategyBase) -> "ModelServer":
     try:
         from lightrft.run.model_server import ModelServer
     except ModuleNotFoundError as error:
-        raise ConfigError(f"lightrft serve needs {error.name}: pip install 'lightrft[agents]'") from error
+        raise ConfigError(f"lightrft serve needs {error.name}: pip install '.[agents]'") from error
     world = strategy.mesh.world
     config = with_merged_pretrain(with_model_of_run(config, world), world)
     tokenizer = load_tokenizer(config.model)

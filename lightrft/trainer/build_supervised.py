@@ -11,7 +11,7 @@ from lightrft.data.prompt_set import PromptSet
 from lightrft.data.steps import load_steps
 from lightrft.models.load import head_names, load_tokenizer
 from lightrft.roles.role import Role
-from lightrft.run.observation import log_duration, observation
+from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config
 from lightrft.run.run_folder import RunFolder
 from lightrft.strategy.strategy_base import StrategyBase
@@ -107,6 +107,7 @@ def _trainer(
     """Claim the run's folder, build what learns, and connect both. `build` gets the configuration with a merged --pretrain."""
     prepare_config(command, config)
     run_folder = RunFolder.claim(config, strategy.mesh.world)
+    check_logins(config, strategy)
     role, task, training_data = build(with_merged_pretrain(config, strategy.mesh.world))
     observer, trace = observation(config, strategy)
     return SupervisedTrainer(

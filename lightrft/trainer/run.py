@@ -1,19 +1,12 @@
-"""A whole run from one call, the same for the command line and for Python.
-
-    import lightrft
-
-    trainer = lightrft.train_ppo(config="configs/quickstart.yaml", reward=my_reward, max_steps=20)
-"""
+"""A whole run from one call, the same for the command line and for Python (python.py)."""
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from loguru import logger
 
 from lightrft.checkpoint.atomic import CheckpointError
-from lightrft.config.command_line import load
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
 from lightrft.run.interruption import Interrupted, Interruption
@@ -26,59 +19,10 @@ from lightrft.trainer.build import evaluation, ppo_trainer
 from lightrft.trainer.build_roles import build_served_models
 from lightrft.trainer.build_server import model_server
 from lightrft.trainer.build_supervised import dpo_trainer, kto_trainer, prm_trainer, rm_trainer, sft_trainer
-from lightrft.trainer.ppo import PPOTrainer
-from lightrft.trainer.supervised import SupervisedTrainer
 
 T = TypeVar("T")
 USER_ERROR = 2
 """Exit code of the other ranks when the run ended because of an error that the user can correct."""
-
-
-def train_ppo(config: Config | str | Path | None = None, **values: Any) -> PPOTrainer:
-    """Train a policy by PPO, GRPO and their family; return the trainer at the end.
-
-    `config` is a YAML file or a Config; `values` are flags by name, which take precedence. A function can be passed where a flag
-    names one. Under torchrun all processes make the same call; without a launcher the run has one process.
-    Raises ConfigError for a configuration that cannot run.
-    """
-    return run("train_ppo", configuration(config, values))
-
-
-def train_sft(config: Config | str | Path | None = None, **values: Any) -> SupervisedTrainer:
-    """Fine-tune on the answers of a data set; see train_ppo()."""
-    return run("train_sft", configuration(config, values))
-
-
-def train_rm(config: Config | str | Path | None = None, **values: Any) -> SupervisedTrainer:
-    """Train a reward model on pairs of answers; see train_ppo()."""
-    return run("train_rm", configuration(config, values))
-
-
-def train_dpo(config: Config | str | Path | None = None, **values: Any) -> SupervisedTrainer:
-    """Train a policy on pairs of answers by direct preference optimisation; see train_ppo()."""
-    return run("train_dpo", configuration(config, values))
-
-
-def train_kto(config: Config | str | Path | None = None, **values: Any) -> SupervisedTrainer:
-    """Train a policy on single answers that are good or bad (KTO); see train_ppo()."""
-    return run("train_kto", configuration(config, values))
-
-
-def train_prm(config: Config | str | Path | None = None, **values: Any) -> SupervisedTrainer:
-    """Train a process reward model on answers whose steps are judged; see train_ppo()."""
-    return run("train_prm", configuration(config, values))
-
-
-def evaluate(config: Config | str | Path | None = None, **values: Any) -> dict[str, float]:
-    """Score a model's responses to held-out prompts; return the numbers of evaluation.json; see train_ppo()."""
-    return run("evaluate", configuration(config, values))
-
-
-def configuration(config: Config | str | Path | None, values: dict[str, Any]) -> Config:
-    """Return a Config, or one read from a YAML file, with `values` set in it."""
-    config = config if isinstance(config, Config) else Config() if config is None else load(config)
-    config.update(values)
-    return config
 
 
 def run(command: str, config: Config) -> Any:

@@ -50,4 +50,7 @@ class SupervisedTrainer(Trainer):
 
     def enough(self) -> bool:
         stop = self.config.train.stop_loss
-        return stop is not None and self.loss < stop
+        if stop is None or not self.loss < stop:
+            return False
+        self.strategy.print(f"the loss of step {self.done}, {self.loss:.4g}, is below --stop_loss {stop:g}: the run ends here")
+        return True

@@ -93,7 +93,7 @@ def chain(train: Train, folder: Path, seed: int) -> Figures:
 
 def game(train: Train, folder: Path, seed: int) -> Figures:
     """Guess a digit, which only the answers of earlier turns tell. 120 steps reach 0.69 of at most 0.72."""
-    flags = [*guessing(folder, seed), "--rollout_batch_size=16", "--train_batch_size=256", "--actor_learning_rate=3e-3",
+    flags = [*guessing(folder, seed), "--rollout_batch_size=16", "--train_batch_size=256", "--learning_rate=3e-3",
              "--max_steps=14"]  # fmt: skip
     rows = train("train_ppo", 2, flags, folder / "run")
     return _reward(rows, first_below=0.12, last_above=0.25) | {
@@ -117,7 +117,7 @@ def tool(train: Train, folder: Path, seed: int) -> Figures:
              f"--seed={seed}"]  # fmt: skip
     train("train_sft", 1, flags, folder / "sft")
     flags = ["--config=configs/calculator.yaml", f"--pretrain={folder}/sft/model", f"--prompt_data={folder}/train.jsonl",
-             "--eval_data=", "--eval_steps=-1", "--engine_type=hf", "--actor_learning_rate=2e-3", "--max_steps=8",
+             "--eval_data=", "--eval_steps=-1", "--engine_type=hf", "--learning_rate=2e-3", "--max_steps=8",
              f"--seed={seed}"]  # fmt: skip
     rows = train("train_ppo", 2, flags, folder / "run")
     return _reward(rows, first_below=0.3, last_above=0.6) | {

@@ -190,7 +190,7 @@ def flags(args: argparse.Namespace, folder: Path) -> list[str]:
         f"--engine_type={args.engine}", "--engine_kv_cache_gb=1", f"--rollout_batch_size={args.prompts}",
         f"--n_samples_per_prompt={args.samples}", f"--generate_max_len={args.max_new}", f"--train_batch_size={samples}",
         f"--micro_train_batch_size={max(args.micro // args.ranks, 1)}", "--advantage_estimator=grpo", "--use_kl_loss=false",
-        "--init_kl_coef=0", "--actor_learning_rate=1e-5", "--lr_scheduler=constant", "--lr_warmup_ratio=0", "--num_episodes=1000",
+        "--init_kl_coef=0", "--learning_rate=1e-5", "--lr_scheduler=constant", "--lr_warmup_ratio=0", "--num_episodes=1000",
         f"--max_steps={args.steps}", f"--save_path={folder / 'run'}", "--report_to=jsonl",
     ]  # fmt: skip
 

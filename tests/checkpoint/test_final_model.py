@@ -57,10 +57,11 @@ def test_what_is_exported_is_what_the_run_writes(inputs, tmp_path, flags):
     train("train_ppo", 2, flags, tmp_path / "run")
     models = {"actor": "model", "ema": "model_ema"} | ({"critic": "critic"} if "--advantage_estimator=ppo" in flags else {})
     for name, folder in models.items():
-        export([str(tmp_path / "run" / "checkpoints" / "step2"), str(tmp_path / name), f"--name={name}"])
+        checkpoint = tmp_path / "run" / "checkpoints" / "step2" if name == "actor" else tmp_path / "run"
+        export([str(checkpoint), str(tmp_path / name), f"--name={name}"])
         found, expected = tmp_path / name, tmp_path / "run" / folder
         assert_equal(found, expected)
-        assert {path.name for path in found.iterdir()} == {path.name for path in expected.iterdir()}
+        assert {path.name for path in found.iterdir()} == {path.name for path in expected.iterdir()} - {"README.md"}
 
 
 @pytest.mark.slow
@@ -130,6 +131,12 @@ def test_the_base_of_adapters_may_not_change_under_them(inputs, adapted, tmp_pat
         kept.write_bytes(original)
     assert exit_code(run / "checkpoints", tmp_path / "out", f"--pretrain={model}") == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_without_checkpoints_says_where_its_model_is(tmp_path, capfd):
+    (tmp_path / "model").mkdir()
+    assert exit_code(tmp_path, tmp_path / "out") == 2
+    assert f"the trained model of this run is {tmp_path}/model" in capfd.readouterr().err
 
 
 def test_what_cannot_be_exported_is_one_message(tmp_path):

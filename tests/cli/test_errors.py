@@ -104,3 +104,13 @@ def test_deepspeed_that_is_not_installed(inputs, capfd, monkeypatch):
 def test_what_zero_cannot_do(inputs, capfd):
     said = fails(capfd, train_ppo.main, [*inputs[1:], *PPO, "--tp_size=1", "--zero_stage=0", "--bf16", "--param_offload"])
     assert "--zero_stage 0 does not support --bf16" in said and "--param_offload needs --zero_stage 3" in said
+
+
+def test_a_run_that_cannot_begin_leaves_the_results_of_before_in_place(inputs, tmp_path, capfd):
+    """With --overwrite nothing is moved before data, rewards and models are loaded."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    flags = [*inputs, *PPO, "--prompt_data=no.jsonl", f"--save_path={run}", "--overwrite"]
+    assert "no.jsonl" in fails(capfd, train_ppo.main, flags)
+    assert (run / "metrics.jsonl").read_text() == '{"step": 1}\n' and not run.with_name("run.previous").exists()

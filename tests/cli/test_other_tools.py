@@ -1,11 +1,14 @@
 """Why: people arrive with launch scripts. LightRFT's and OpenRLHF's start here, or say in one message what to change."""
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 
 from lightrft.cli import train_ppo
-from lightrft.config import Config, ConfigError, parse, resolve
+from lightrft.config import Config, ConfigError, parse, resolve, section_of_field
+from lightrft.config.other_tools import DEFAULTS, TRL_FLAGS, VERL_KEYS
 from runs import prepare, rows_of
 from teacher_server import teacher_server
 
@@ -88,7 +91,7 @@ def test_openrlhfs_dotted_names_are_its_old_ones():
     config = parse(DOTTED)
     expected = {
         "pretrain": "some/model", "prompt_data": "prompts.jsonl", "prompt_max_len": 1024, "generate_max_len": 2048, "bf16": True,
-        "train_batch_size": 128, "rollout_batch_size": 64, "zero_stage": 3, "actor_learning_rate": 5e-7, "init_kl_coef": 0.01,
+        "train_batch_size": 128, "rollout_batch_size": 64, "zero_stage": 3, "learning_rate": 5e-7, "init_kl_coef": 0.01,
         "advantage_estimator": "group_norm", "use_kl_loss": True, "gradient_checkpointing": True, "reward_running_norm": True,
     }  # fmt: skip
     assert values(config, *expected) == expected
@@ -139,7 +142,8 @@ def test_all_refusals_come_in_one_message():
 
 
 def test_every_translation_leads_to_a_flag_that_exists():
-    from lightrft.config import other_tools, section_of_field
+    from lightrft.config import section_of_field
+    from lightrft.config.other_tools import openrlhf as other_tools
 
     known = set(section_of_field())
     words = {*other_tools.RENAMED, *other_tools.SWITCHES, *other_tools.IGNORED, *other_tools.REFUSED, *other_tools.SPECIAL}
@@ -148,6 +152,77 @@ def test_every_translation_leads_to_a_flag_that_exists():
     assert not (words - set(other_tools.SPECIAL)) & known, "a flag of here is never taken for one of theirs"
     for flags in other_tools.SWITCHES.values():
         parse(flags)
+
+
+VERL = """
+data.train_files=train.parquet data.train_batch_size=1024 data.max_prompt_length=512 data.filter_overlong_prompts=True
+actor_rollout_ref.model.path=some/model actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.rollout.n=5
+actor_rollout_ref.actor.ppo_mini_batch_size=256 algorithm.adv_estimator=grpo trainer.n_gpus_per_node=8
++trainer.total_epochs=15 trainer.nonsense=1
+""".split()
+
+
+def test_keys_of_verl_are_answered_with_our_flags_all_at_once():
+    with pytest.raises(ConfigError) as error:
+        parse([*VERL, "--num_generations", "8"])
+    for said in (
+        "data.train_batch_size: write --rollout_batch_size 1024",
+        "actor_rollout_ref.actor.optim.lr: write --learning_rate 1e-6",
+        "algorithm.adv_estimator: write --advantage_estimator grpo",
+        "data.filter_overlong_prompts: write --bad_rows skip",
+        "trainer.n_gpus_per_node: torchrun",
+        "trainer.total_epochs: write --num_episodes 15",
+        "trainer.nonsense: no flag has this meaning",
+        "--num_generations; the flag here is --n_samples_per_prompt",
+    ):
+        assert said in str(error.value)
+    assert str(error.value).count("\n  - ") == len(VERL) + 1
+
+
+TRL = """--model_name_or_path --dataset_name --per_device_train_batch_size --gradient_accumulation_steps --num_train_epochs
+--output_dir --num_generations --max_completion_length --warmup_ratio --lr_scheduler_type --use_vllm --epsilon --epsilon_high
+--scale_rewards --use_peft --lora_r --max_length --packing --num_iterations""".split()
+
+
+def test_flags_of_trl_are_answered_with_our_flags_all_at_once():
+    with pytest.raises(ConfigError) as error:
+        parse([f"{flag}=1" for flag in TRL])
+    lines = str(error.value).splitlines()[1:]
+    assert len(lines) == len(TRL)
+    assert all("; the flag here is --" in line or "; write --" in line or "packed" in line for line in lines)
+
+
+@pytest.mark.parametrize("answers", [TRL_FLAGS, VERL_KEYS], ids=["trl", "verl"])
+def test_every_answer_names_a_flag_that_exists(answers):
+    known = {*section_of_field(), "push_to_hub", "help"}
+    for key, answer in answers.items():
+        named = re.findall(r"--([a-z_0-9]+)", answer) if " " in answer else [answer]
+        assert set(named) <= known, f"{key}: {answer}"
+        assert key not in known, f"{key} is a flag here"
+
+
+def test_the_tables_of_the_page_say_what_the_program_says():
+    page = (Path(__file__).parents[2] / "docs/migrating.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+)(?:=\S+)?` \| `--(\w+)", page, flags=re.MULTILINE)
+    assert len(rows) > 20
+    for key, flag in rows:
+        answer = VERL_KEYS[key]
+        assert answer == flag or f"--{flag}" in answer, key
+    section = page.partition("## Flags of TRL")[2].partition("## ")[0]
+    for names, ours in re.findall(r"^\| (`--.*?) \| (.*) \|$", section, flags=re.MULTILINE):
+        for name in re.findall(r"`--(\w+)`", names):
+            answer = TRL_FLAGS[name]
+            assert f"--{answer}" in ours or set(re.findall(r"--\w+", ours)) & set(re.findall(r"--\w+", answer)), name
+    for name, value in DEFAULTS.items():
+        assert re.search(rf"^\| `--{name}` \| .* \| {re.escape(value)} \|$", page, flags=re.MULTILINE), name
+
+
+def test_a_script_of_openrlhf_is_told_which_defaults_differ():
+    notice = next(each for each in parse(OPENRLHF).notices if "another default" in each)
+    assert "--kl_estimator (k1)" in notice and "--advantage_estimator (gae)" in notice and "--eval_n_samples" not in notice
+    assert not any("another default" in each for each in parse(["--seed=1"]).notices)
+    config = parse(["--fsdp.param_dtype=bf16", "--fsdp.enable_sleep", "--actor.freeze_visual_encoder"])
+    assert config.bf16 and config.offload_idle and config.freeze_vision_tower
 
 
 TINY = """--engine_type=hf --engine_tp_size=1 --rollout_batch_size=8 --n_samples_per_prompt=4 --train_batch_size=32

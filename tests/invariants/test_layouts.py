@@ -70,7 +70,7 @@ def configuration(folder: str, mode: str) -> Config:
         mode = "token-mean"
     config.algorithm.loss_agg_mode, config.algorithm.use_kl_loss, config.algorithm.init_kl_coef = mode, True, 0.1
     config.algorithm.eps_clip_high, config.algorithm.dual_clip = 0.3, 3.0
-    config.optim.actor_learning_rate, config.optim.lr_scheduler, config.optim.lr_warmup_ratio = LEARNING_RATE, "constant", 0.0
+    config.optim.learning_rate, config.optim.lr_scheduler, config.optim.lr_warmup_ratio = LEARNING_RATE, "constant", 0.0
     config.optim.max_norm = MAX_NORM
     return config
 

@@ -1,21 +1,25 @@
 """Why: the report is opened in a browser and shows what a model wrote; it must be true, complete and unable to act."""
 
 import base64
+import csv
 import hashlib
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from io import BytesIO
 
 import pytest
 from PIL import Image
 
+from lightrft.cli import report
 from lightrft.config import Config
 from lightrft.data.media import ImageFile
 from lightrft.observe.charts import Line, line_chart, nice_ticks, smooth
 from lightrft.observe.report import write_report
 from lightrft.observe.scoreboard import scoreboard
 from lightrft.observe.sinks import JsonLines, read_rows, readable
+from lightrft.observe.text import percent
 from lightrft.run.sample_rows import sample_rows
 from lightrft.types import Prompt, Sample
 
@@ -228,6 +232,71 @@ def test_a_supervised_run(tmp_path):
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "Supervised fine-tuning, 3 steps" in page.text and "Loss" in page.text
     assert "Samples" not in page.text and "Reward" not in page.text and page.tags.count("svg") == 1
+
+
+JUDGED = {
+    "train_dpo": ["accuracy", "margin", "reward_chosen", "reward_rejected"],
+    "train_kto": ["accuracy", "reward_desirable", "reward_undesirable"],
+    "train_rm": ["accuracy", "margin", "reward_chosen", "reward_rejected"],
+    "train_prm": ["accuracy", "probability_right", "probability_wrong"],
+}
+
+
+@pytest.mark.parametrize("command", JUDGED)
+def test_a_run_on_judged_answers_shows_what_it_is_about(tmp_path, command):
+    sink = JsonLines(tmp_path)
+    sink.start({}, 3)
+    for step in range(1, 4):
+        values = {f"{when}/{name}": step / 4 for name in JUDGED[command] for when in ("train", "eval")}
+        sink.log(step, values | {"train/loss": 1.0, "eval/loss": 2.0})
+    sink.close("finished")
+    (tmp_path / "run.json").write_text(json.dumps({"command": command, "status": "finished"}))
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "Accuracy75%at first 25%" in text and "Held-out loss2" in text and "Reinforcement" not in text
+    others = text.partition("Other metrics")[2].partition("Setup")[0]
+    assert not any(f"train/{name}" in others for name in JUDGED[command])
+
+
+def test_results_come_before_sizes_and_the_setup_comes_last(run):
+    """Nothing is shown that says nothing: an empty device, ids of processes, a count that is another one again."""
+    (run / "run.json").write_text(json.dumps({
+        "run": "c0ffee", "process": "process 5096 on vm", "launchers": ["x"], "device": "", "status": "finished",
+        "parameters": 157120, "active_parameters": 157120, "weight_bytes": 628480, "engine": "hf", "seconds": 3.0,
+    }))  # fmt: skip
+    text = Page(write_report(run).read_text(encoding="utf-8")).text
+    assert text.index("Held-out accuracy") < text.index("Parameters") < text.index("Setup") < text.index("engine hf")
+    assert "5096" not in text and "c0ffee" not in text and "Active parameters" not in text
+    assert "device" not in text[text.index("Setup") :]
+
+
+def test_samples_that_were_not_written_are_said(groups):
+    folder, _ = groups
+    assert "are written to samples.jsonl" not in write_report(folder).read_text(encoding="utf-8")
+    config = Config()
+    config.rollout.n_samples_per_prompt = 16
+    config.write(folder / "config.yaml")
+    assert "Of the 16 responses to a prompt, 8 are written to samples.jsonl" in write_report(folder).read_text(encoding="utf-8")
+
+
+def test_shares_that_are_zero_have_an_axis_from_zero():
+    assert "-100%" not in line_chart([Line("below", [(1, 0.0), (2, 0.0)])], form=percent)
+
+
+def test_runs_are_compared(run, tmp_path, capsys):
+    """Their curves share charts; numbers and different settings are tables; hostile names do nothing."""
+    other = run.with_name("other")
+    shutil.copytree(run, other)
+    (other / "config.yaml").write_text((other / "config.yaml").read_text().replace("seed: 42", "seed: 7"))
+    report.main([str(run), str(other), "--out", str(tmp_path / "both.html"), "--csv"])
+    page = Page((tmp_path / "both.html").read_text(encoding="utf-8"))
+    settings = page.text[page.text.index("Settings that differ") :]
+    assert "--seed427" in settings and "pretrain" not in settings
+    assert page.text.count("my <run>other") > 4 and "script" not in page.tags[:3]
+    table = list(csv.DictReader((run / "metrics.csv").open()))
+    assert len(table) == len(read_rows(run / "metrics.jsonl")) and table[1]["rollout/reward"] == "0.025"
+    with pytest.raises(SystemExit):
+        report.main([str(run), str(tmp_path)])
+    assert "is not the folder of a run with metrics" in capsys.readouterr().err
 
 
 def test_a_run_that_was_killed_before_its_first_step_and_a_folder_that_is_no_run(tmp_path):

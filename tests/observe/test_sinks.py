@@ -10,7 +10,7 @@ import pytest
 from loguru import logger
 from rich.console import Console as RichConsole
 
-from lightrft.observe.console import Console, sparkline
+from lightrft.observe.console import HEADLINES, Console, sparkline
 from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard, encode_row, read_ends, read_rows
 
 
@@ -190,6 +190,10 @@ def test_a_slow_disk_is_waited_for(monkeypatch):
     assert slow.rows == [1, 2, 4]
 
 
+JUDGED = [f"train/{name}" for name in ("accuracy", "margin", "reward_chosen", "reward_rejected", "reward_desirable",
+                                     "reward_undesirable", "probability_right", "probability_wrong")]  # fmt: skip
+
+
 def run_console(terminal, rows):
     out = io.StringIO()
     sink = Console(RichConsole(file=out, force_terminal=terminal, width=120, height=40))
@@ -202,22 +206,44 @@ def run_console(terminal, rows):
     return out.getvalue()
 
 
-def test_console_without_a_terminal_prints_one_aligned_line_per_step():
+def test_console_without_a_terminal_prints_a_table():
     rows = [{"rollout/reward": 0.25, "engine/logprob_mismatch": 3.1e-6}, {"rollout/reward": 0.5, "engine/logprob_mismatch": 0.0}]
-    first, second, last = run_console(False, rows).splitlines()
-    assert first.startswith("step  1/12  reward 0.25      mismatch 3.1e-6")
-    assert second.index("mismatch") == first.index("mismatch")
-    assert "left" in second and last.startswith("finished after")
+    header, first, second, last = run_console(False, rows).splitlines()
+    assert header == " step  reward  mismatch  left" and first == " 1/12    0.25    3.1e-6"
+    assert second.startswith(" 2/12     0.5         0  ") and last.startswith("finished after")
 
 
-def test_console_shows_the_sets_of_an_evaluation_by_name():
-    line = run_console(False, [{"eval/gsm8k/reward": 0.5, "eval/gsm8k/truncated": 1.0, "train/loss": 2.5}]).splitlines()[0]
-    assert line == "step  1/12  loss 2.5       gsm8k 0.5"
+def test_console_repeats_the_header_and_gives_an_evaluation_a_line_of_its_own():
+    """The columns do not move, and the same number is not shown twice."""
+    evaluation = {"eval/accuracy": 0.61, "eval/reward": 0.61, "eval/own/reward": 0.2, "eval/own/truncated": 1.0}
+    plain = {"rollout/reward": 0.5}
+    lines = run_console(False, [plain, plain | evaluation, *[plain] * 20]).splitlines()
+    assert [number for number, line in enumerate(lines) if line.startswith(" step")] == [0, 22]
+    assert lines[3] == "       held-out: accuracy 0.61  own reward 0.2"
+    assert lines[2][:13] == " 2/12     0.5"
 
 
 def test_console_shows_what_a_supervised_run_has():
-    line = run_console(False, [{"train/loss": 2.5, "some/other": 1.0}]).splitlines()[0]
-    assert line == "step  1/12  loss 2.5"
+    header, line, held_out, _ = run_console(False, [{"train/loss": 2.5, "some/other": 1.0, "eval/loss": 2.0}]).splitlines()
+    assert (header, line, held_out) == (" step    loss  left", " 1/12     2.5", "       held-out: loss 2")
+
+
+@pytest.mark.parametrize("names", [
+    ["accuracy", "margin", "reward_chosen", "reward_rejected"], ["accuracy", "reward_desirable", "reward_undesirable"],
+    ["accuracy", "probability_right", "probability_wrong"],
+])  # fmt: skip
+def test_console_shows_what_a_run_on_judged_answers_has(names):
+    row = {f"train/{name}": (number + 1) / 8 for number, name in enumerate(names)}
+    header, line, _ = run_console(False, [row]).splitlines()
+    assert len(header.replace("p right", "x").replace("p wrong", "x").split()) == len(names) + 2
+    assert all(f"{(number + 1) / 8:g}" in line for number in range(len(names)))
+
+
+def test_a_line_of_a_whole_run_fits_into_a_window():
+    row = dict.fromkeys(HEADLINES, -1.25e-5) | {"rollout/reward": 0.5}
+    of_ppo = {name: value for name, value in row.items() if name not in JUDGED and not name.startswith("critic/")}
+    header, line, _ = run_console(False, [of_ppo]).splitlines()
+    assert max(len(header), len(line)) <= 120
 
 
 def test_console_on_a_terminal_shows_progress_metrics_and_a_harmless_sample():

@@ -19,7 +19,7 @@ from loguru import logger
 from lightrft.cli import train_sft
 from lightrft.config import ConfigError, ObserveSection
 from lightrft.observe import trackers
-from lightrft.observe.trackers import PACKAGES, Tracker, flat, hide_secrets
+from lightrft.observe.trackers import PACKAGES, Tracker, check_login, flat, hide_secrets
 from ranks import exit_codes, run_apart
 from runs import prepare, rows_of
 
@@ -192,3 +192,23 @@ def test_two_ranks_report_once_and_end_together_if_the_tracker_cannot_start(tmp_
     assert exit_codes(2, train_to_trackio, flags, str(tmp_path / "trackio"), set()) == [0, 0]
     assert losses("trackio", tmp_path) == [(row["step"], row["train/loss"]) for row in rows_of(tmp_path / "run")]
     assert exit_codes(2, train_to_trackio, [*flags, "--overwrite"], str(tmp_path / "trackio"), {"start"}) == [2, 2]
+
+
+@pytest.mark.parametrize(("variables", "netrc", "problem"), [
+    ({}, "", True), ({"WANDB_API_KEY": "key"}, "", False), ({"WANDB_MODE": "offline"}, "", False),
+    ({}, "machine api.wandb.ai login user password key", False), ({}, "machine other.host login user password key", True),
+])  # fmt: skip
+def test_a_missing_login_is_found_before_anything_is_loaded(tmp_path, monkeypatch, variables, netrc, problem):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC", "WANDB_CONFIG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / ".netrc").write_text(netrc)
+    (tmp_path / ".netrc").chmod(0o600)
+    if problem:
+        with pytest.raises(ConfigError, match="--report_to wandb cannot start: there is no login"):
+            check_login(["tensorboard", "wandb"])
+    else:
+        check_login(["tensorboard", "wandb", "mlflow"])

@@ -101,6 +101,15 @@ def test_makes_it_once_and_adds_the_tests_later(machine):
     assert machine.make("test").stdout == "" and machine.installed() == []
 
 
+def test_a_shell_that_enters_it_reaches_the_hub(machine):
+    """Tests work offline; a user's shell keeps its own settings."""
+    machine.make()
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(machine.python), "LIGHTRFT_VENV": str(machine.venv)}
+    enter = f"source {ROOT}/scripts/environment.sh && env"
+    entered = subprocess.run(["bash", "-c", enter], env=environment, capture_output=True, text=True, check=True).stdout
+    assert f"VIRTUAL_ENV={machine.venv}" in entered and "OFFLINE" not in entered
+
+
 def test_an_interrupted_installation_is_made_again(machine):
     machine.fail.touch()
     assert machine.make().returncode == 1

@@ -1,6 +1,7 @@
 """Why: code written for opendilab/LightRFT's StrategyBase calls it in these forms; each must do what it means there."""
 
 
+from argparse import Namespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 
 from lightrft.engine.base import Sampling
 from lightrft.engine.sampling_parameters import sampling_from_dict
-from lightrft.strategy import EngineStatus, StrategyBase
+from lightrft.strategy import EngineStatus, StrategyBase, StrategyConfig
 from lightrft.strategy.fsdp import FSDPStrategy
 from ranks import run_ranks
 from strategy.test_engine import PROMPTS
@@ -49,6 +50,9 @@ def seed_calls(folder: str, out: str) -> dict:
     greedy = made.gather_and_generate(Sampling(temperature=0.0, max_tokens=4), PROMPTS)
     drawn = [made.gather_and_generate({"max_new_tokens": 6}, all_prompt_token_ids=PROMPTS[:1])[0] for _ in range(2)]
     loader = made.setup_dataloader(list(range(8)), 2, False, False, None, True)
+    named = made.setup_dataloader(replay_buffer=list(range(8)), batch_size=2, shuffle=False)
+    made.maybe_offload_optimizer(optimizer)
+    made.maybe_load_optimizer(optimizer, torch.device("cpu"))
     paths = [made.save_ckpt(model, out) for _ in range(2)]
     StrategyBase.print("seen", StrategyBase.is_rank_0())
     FSDPStrategy.sync_and_clear_cache()
@@ -61,6 +65,7 @@ def seed_calls(folder: str, out: str) -> dict:
         "engine": made.inference_engine is made.engine,
         "drawn": [one.output_token_ids for one in drawn],
         "loader": [batch for batch in loader],
+        "named": [batch for batch in named],
         "paths": [path.name for path in paths],
         "rank 0": (StrategyBase.is_rank_0(), StrategyBase.get_rank()),
         "memory": sorted(StrategyBase.report_memory("after")),
@@ -85,10 +90,26 @@ def test_generation_in_the_seeds_forms(found):
 
 def test_positions_and_defaults_of_the_seed(found):
     for rank, one in enumerate(found):
-        assert one["loader"] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]][rank]
+        assert one["loader"] == one["named"] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]][rank]
         assert one["paths"] == ["save1", "save2"]
         assert one["rank 0"] == (rank == 0, rank) and one["memory"] == ["memory/in_use_gb", "memory/peak_gb"]
         assert one["groups"] == [None, [0, 1], None]
+
+
+def test_the_configuration_under_its_name_in_lightrft():
+    made = StrategyConfig(bf16=True, actor_learning_rate=2e-6, mine=3)
+    assert (made.bf16, made.actor_learning_rate, made.learning_rate, made.mine) == (True, 2e-6, 2e-6, 3)
+    assert StrategyConfig.from_args(Namespace(bf16=True, mine=3)).extra_args == {"mine": 3}
+
+
+@pytest.mark.parametrize("name", ["sp_data_processor", "genlen_analyser"])
+def test_objects_that_are_not_needed_say_what_does_their_work(name):
+    made = FSDPStrategy(seed=1)
+    with pytest.raises(AttributeError, match=f"a strategy has no {name}: "):
+        getattr(made, name)
+    assert not hasattr(made, "no_such_thing")
+    with pytest.raises(TypeError, match="takes a dataset"):
+        made.setup_dataloader(batch_size=2)
 
 
 def groups_of_a_shared_engine(folder: str) -> list:

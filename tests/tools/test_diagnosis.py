@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -157,5 +158,8 @@ def test_the_command(folder: Path) -> None:
 
     well = doctor("--model", str(folder / "plain"), "--engine_type", "vllm")
     assert (well.returncode, well.stdout.strip().splitlines()[-1]) == (0, "all checks passed"), well.stdout + well.stderr
-    ill = doctor("--model", str(folder / "plain"), "--engine_type", "hf", "--engine_model", str(folder / "eps"))
+    strategy = "DeepSpeedStrategy" if find_spec("deepspeed") else "FSDPStrategy"
+    assert f"and trainer ({strategy})" in well.stdout, "the strategy that a run without --fsdp has"
+    ill = doctor("--model", str(folder / "plain"), "--engine_type", "hf", "--engine_model", str(folder / "eps"), "--fsdp")
+    assert "and trainer (FSDPStrategy)" in ill.stdout
     assert ill.returncode == 1 and "first difference" in ill.stdout and "rms_norm_eps: trainer" in ill.stdout

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.cli.plan import main
+from lightrft.cli.plan import amount, main
 from lightrft.config.command_line import parse
+from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import resolve
 from lightrft.parallel.peaks import DEVICES
 from lightrft.tools.planning import Planner
@@ -181,3 +182,26 @@ def test_a_dry_run_trains_nothing(tmp_path):
     ran = subprocess.run([*command, "lightrft.cli.train_sft", *flags], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0 and ran.stdout.count("it fits") == 1, ran.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_known_shape_does_not_wait_for_the_hub(monkeypatch):
+    """Only what is on this machine is asked for; a model of unknown shape is looked up."""
+    asked = []
+
+    def load_config(name, **options):
+        asked.append((name, options))
+        raise OSError("no network")
+
+    monkeypatch.setattr("lightrft.tools.shapes.load_config", load_config)
+    assert model_config("Qwen/Qwen2.5-7B").hidden_size == 3584
+    with pytest.raises(ConfigError, match="--pretrain some/model: its config.json cannot be read"):
+        model_config("some/model")
+    assert asked == [("Qwen/Qwen2.5-7B", {"local_files_only": True}), ("some/model", {})]
+
+
+AMOUNTS = {157_120: "157,120", 34_500_000: "34.5 million", 7_615_000_000: "7.62 billion"}
+
+
+@pytest.mark.parametrize(("number", "text"), AMOUNTS.items())
+def test_amounts_are_for_people(number, text):
+    assert amount(number) == text

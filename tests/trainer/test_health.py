@@ -70,6 +70,14 @@ def row(low: float, high: float, advantage: float | None) -> dict[str, float]:
     return made if advantage is None else made | {"rollout/advantage_abs": advantage}
 
 
+def test_a_run_without_a_signal_does_not_say_so_in_every_step(log):
+    checks = health()
+    for step in range(1, 51):
+        checks.check_step(step, row(0.0, 0.0, 0.0))
+    said = [line for line in log.read_text().splitlines() if "no training signal" in line]
+    assert len(said) == 3 and "step 10: all rewards are 0, so it has no training signal; 10 steps had none so far" in said[-1]
+
+
 def test_what_counts_as_a_signal(log):
     found = health()
     found.check_step(1, row(0.0, 1.0, 0.0))  # groups differ, but none in itself

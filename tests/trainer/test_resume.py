@@ -256,7 +256,7 @@ def test_what_may_change_takes_effect_and_is_said(inputs, again, log):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
     assert rows[-1]["train/learning_rate"] == 1e-4
     said = log.read_text()
-    for change in ("--actor_learning_rate was 0.003, is 0.0001", "--lr_scheduler was 'cosine', is 'constant'"):
+    for change in ("--learning_rate was 0.003, is 0.0001", "--lr_scheduler was 'cosine', is 'constant'"):
         assert change in said
 
 

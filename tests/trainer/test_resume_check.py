@@ -83,8 +83,8 @@ def test_all_reasons_are_named_at_once():
 
 
 def test_what_may_change_is_said_and_what_no_number_depends_on_is_not():
-    now = of(actor_learning_rate=1e-5, adam_betas=[0.9, 0.99], save_steps=5, logging_steps=3, ckpt_path="elsewhere")
-    rate, betas = "--actor_learning_rate was 1e-06, is 1e-05", "--adam_betas was [0.9, 0.95], is [0.9, 0.99]"
+    now = of(learning_rate=1e-5, adam_betas=[0.9, 0.99], save_steps=5, logging_steps=3, ckpt_path="elsewhere")
+    rate, betas = "--learning_rate was 1e-06, is 1e-05", "--adam_betas was [0.9, 0.95], is [0.9, 0.99]"
     assert changed_settings(of(), now) == [rate, betas]
     assert changed_settings(of(), of(prompt_data="moved.jsonl")) == ["--prompt_data was '', is 'moved.jsonl'"]
     assert changed_settings(of(), of()) == []

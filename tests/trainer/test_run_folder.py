@@ -67,7 +67,9 @@ def test_a_fresh_run_in_a_used_folder_is_refused_with_the_ways_out(tmp_path):
 def test_overwrite_moves_and_deletes_nothing(tmp_path):
     for run, previous in (("a", "run.previous"), ("b", "run.previous-2")):
         use(tmp_path / "run", run, steps=(2, 4))
-        claim(tmp_path / "run", overwrite=True)
+        folder = claim(tmp_path / "run", overwrite=True)
+        assert not (tmp_path / previous).exists(), "nothing is moved by a run that has not begun"
+        folder.set_aside()
         moved = tmp_path / previous
         assert sorted(path.name for path in moved.iterdir()) == ["checkpoints", "metrics.jsonl", "model", "run.json"]
         assert json.loads((moved / "metrics.jsonl").read_text())["of"] == run
@@ -81,7 +83,7 @@ def test_checkpoints_elsewhere_count_and_are_moved_too(tmp_path):
     (tmp_path / "ckpt" / "notes").write_text("mine")
     elsewhere = {"ckpt_path": str(tmp_path / "ckpt")}
     assert "an earlier run (" in refusal(tmp_path / "new", **elsewhere)
-    claim(tmp_path / "new", overwrite=True, **elsewhere)
+    claim(tmp_path / "new", overwrite=True, **elsewhere).set_aside()
     assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == [".lock", "notes"]
     assert [path.name for path in (tmp_path / "ckpt.previous").iterdir()] == ["step2"]
 

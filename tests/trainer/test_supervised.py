@@ -1,5 +1,7 @@
 """Answers that are learned beside samples: in each optimizer step one more loss, with a denominator of its own."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from lightrft.algorithms.objectives import sft
 from lightrft.config import TrainSection
 from lightrft.data.loader import Order
 from lightrft.observe.metrics import Metrics
+from lightrft.trainer.supervised import SupervisedTrainer
 from lightrft.trainer.tasks.sft import PtxLoss
 from lightrft.types import Prompt
 from ranks import run_cases, run_ranks
@@ -140,3 +143,14 @@ def test_every_task_resumes_with_the_same_numbers(tmp_path):
         (whole, expected), (resumed, weights) = found[command, "whole"], found[command, "resumed"]
         assert len(found[command, "begun"][0]) == 2 and repeatable(resumed) == repeatable(whole)
         assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
+
+
+@pytest.mark.parametrize(("loss", "stop", "ends"), [
+    (0.4, 0.5, True), (0.5, 0.5, False), (0.1, None, False), (float("nan"), 0.5, False),
+])  # fmt: skip
+def test_a_run_that_ends_early_says_why(loss, stop, ends):
+    said = []
+    run = SimpleNamespace(loss=loss, done=7, config=SimpleNamespace(train=TrainSection(stop_loss=stop)))
+    run.strategy = SimpleNamespace(print=said.append)
+    assert SupervisedTrainer.enough(run) is ends
+    assert said == (["the loss of step 7, 0.4, is below --stop_loss 0.5: the run ends here"] if ends else [])

@@ -15,6 +15,7 @@ from PIL.Image import Image
 from transformers import PreTrainedTokenizerBase
 from vllm import LLM, SamplingParams
 from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -166,6 +167,7 @@ class VLLMShim:
         del self.model, self.draft_model, self.weights
         self.llm.collective_rpc("shutdown")
         destroy_model_parallel()
+        _forget_world()
 
     @staticmethod
     @contextmanager
@@ -261,6 +263,14 @@ def _renew_tied_layers(model: torch.nn.Module) -> None:
         weight = layer._parameters.get("weight")
         if weight is not None and _packs(layer) and first.setdefault(id(weight), layer) is not layer:
             layer.cpu_linear = first[id(weight)].cpu_linear
+
+
+def _forget_world() -> None:
+    """Destroy vLLM's groups of all ranks, but not the trainer's: the next engine of this process needs those of its own run."""
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+    parallel_state._WORLD = None
+    parallel_state._NODE_COUNT = None
 
 
 def _forget_reloads(model: torch.nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Translate flags of the launch scripts of opendilab/LightRFT and OpenRLHF to the flags with the same meaning here.
 
-docs/migrating.md has the tables for readers.
+docs/migrating.md has the tables for readers. Keys of verl among them are refused with the flag to write instead.
 """
 
 import json
@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightrft.config.errors import ConfigError
+from lightrft.config.other_tools.verl import is_verl_key, verl_problems
 
 DOTTED = {
     "actor.model_name_or_path": "pretrain",
-    "actor.adam.lr": "actor_learning_rate",
+    "actor.adam.lr": "learning_rate",
     "actor.adam.betas": "adam_betas",
     "actor.gradient_checkpointing_enable": "gradient_checkpointing",
     "actor.lr_scheduler": "lr_scheduler",
@@ -121,7 +122,9 @@ DOTTED = {
     "logger.tensorboard_dir": "use_tensorboard",
     **{f"{role}.{count}": f"{role}_{count}"
        for role in ("actor", "critic", "ref", "reward") for count in ("num_nodes", "num_gpus_per_node")},
+    "actor.freeze_visual_encoder": "freeze_vision_tower",
 }  # fmt: skip
+DOTTED |= {f"fsdp.{name.removeprefix('ds.')}": flag for name, flag in DOTTED.items() if name.startswith("ds.")}
 """OpenRLHF's flags of 2026 -> its earlier names, or those of this program."""
 
 RENAMED = {
@@ -155,28 +158,6 @@ SWITCHES: dict[str, list[str]] = {
     "enable_vllm_is_correction": ["--rollout_correction=tis"],
 }
 """Switches of other tools -> the equivalent flags."""
-
-SUGGESTED = {
-    "model": "pretrain",
-    "model_name_or_path": "pretrain",
-    "train_data": "prompt_data",
-    "dataset": "prompt_data",
-    "learning_rate": "actor_learning_rate",
-    "lr": "actor_learning_rate",
-    "weight_decay": "l2",
-    "output_dir": "save_path",
-    "batch_size": "train_batch_size",
-    "epochs": "num_episodes",
-    "num_train_epochs": "num_episodes",
-    "num_generations": "n_samples_per_prompt",
-    "max_prompt_length": "prompt_max_len",
-    "max_completion_length": "generate_max_len",
-    "max_response_length": "generate_max_len",
-    "beta": "init_kl_coef",
-    "reward_funcs": "reward",
-    "reward_func": "reward",
-}
-"""Common names that are not flags -> the flag to suggest."""
 
 ALWAYS = "always enabled"
 PLACEMENT = "torchrun or srun sets the number of processes, and models and engine share their devices"
@@ -224,6 +205,25 @@ VALUES = {"lr_scheduler": {"cosine_with_min_lr": "cosine"}}
 BOOLEAN = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
+DEFAULTS = {
+    "advantage_estimator": "gae",
+    "init_kl_coef": "0.01",
+    "kl_estimator": "k1",
+    "value_clip": "0.5",
+    "reward_clip": "10",
+    "rollout_batch_size": "1024",
+    "n_samples_per_prompt": "1",
+    "train_batch_size": "128",
+    "eval_temperature": "0.6",
+    "eval_n_samples": "4",
+    "critic_pretrain": "the reward model",
+}
+"""Flag -> OpenRLHF's default, where it is another one than here."""
+
+OPENRLHF = ("vllm_", "colocate_", "actor_num_", "ref_num_", "critic_num_", "reward_num_")
+"""Beginnings of the flags that only OpenRLHF's scripts have."""
+
+
 @dataclass
 class Translation:
     """Translation of a command line to the flags of this program."""
@@ -238,7 +238,10 @@ def translate_flags(tokens: list[str]) -> Translation:
 
     The translations of switches come first, so that a flag of this program takes precedence over them.
     """
-    result, first, groups = Translation(), [], _groups(tokens)
+    result, first = Translation(), []
+    result.refused += verl_problems([token for token in tokens if is_verl_key(token)])
+    tokens = [token for token in tokens if not is_verl_key(token)]
+    groups = _groups(tokens)
     values_of = {name: values for name, values in groups}
     for name, values in groups:
         _translate(name, values, values_of, result, first)
@@ -248,7 +251,17 @@ def translate_flags(tokens: list[str]) -> Translation:
     left_out = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items() if names]
     result.notices = [f"translated flags of other tools: {'; '.join(result.notices)}"] if result.notices else []
     result.notices += [f"ignored flags: {'; '.join(left_out)}"] if left_out else []
+    result.notices += _other_defaults(tokens, {flag.partition("=")[0].removeprefix("--") for flag in result.flags})
     return result
+
+
+def _other_defaults(tokens: list[str], written: set[str]) -> list[str]:
+    """Return a sentence about the flags that an OpenRLHF script leaves out and that have another default there."""
+    names = {token.removeprefix("--").partition("=")[0] for token in tokens if token.startswith("--")}
+    if not any(name in DOTTED or name.startswith(OPENRLHF) for name in names):
+        return []
+    left_out = [f"--{name} ({value})" for name, value in DEFAULTS.items() if name not in written]
+    return [f"flags that are not set and have another default in OpenRLHF (theirs): {', '.join(left_out)}"] if left_out else []
 
 
 def _translate(name: str, values: list[str], flags: dict[str, list[str]], result: Translation, first: list[str]) -> None:
@@ -339,7 +352,11 @@ def _pair(low: str, high: str) -> Callable[[list[str], Flags], list[str]]:
 
 
 def _reward_clip_range(values: list[str], flags: Flags) -> list[str]:
-    if len(values) != 2 or float(values[0]) != -float(values[1]):
+    try:
+        low, high = map(float, values)
+    except ValueError:
+        raise ConfigError(f"expected two numbers, not {' '.join(values) or 'nothing'}") from None
+    if low != -high:
         raise ConfigError("the two bounds must be -C and C, because --reward_clip C clips to [-C, C]")
     return [f"--reward_clip={values[1]}"]
 

@@ -1,0 +1,142 @@
+"""Runs from Python: one call for a whole run, as the command line makes it, with objects in place of names.
+
+    import lightrft
+
+    run = lightrft.train_ppo(model="some/model", prompt_data=rows, reward=my_reward, max_steps=20)
+    run.history[-1]["rollout/reward"], run.model_path, run.evaluate()["accuracy"]
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lightrft.config.command_line import load
+from lightrft.config.commands import fields_read
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import Config, section_of_field
+from lightrft.observe.sinks import read_rows
+from lightrft.run.logs import log_unless_set_up
+from lightrft.trainer.objects import model_folder, with_names
+
+ConfigOrFile = Config | str | Path | None
+Model = str | Path | PreTrainedModel
+Rows = str | Path | Iterable[Any]
+Reward = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
+
+
+class TrainedRun:
+    """A run that has ended: its metrics, its model, and the evaluation of that model."""
+
+    def __init__(self, command: str, config: Config, done: int):
+        self.command, self.config = command, config
+        self.done = done
+        """Number of steps whose updates are in the model."""
+        self.folder = Path(config.train.save_path)
+        """Folder of the run: metrics, samples, report, model."""
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Return the metrics of each reported step, those before a resumption included."""
+        return read_rows(self.folder / "metrics.jsonl")
+
+    @property
+    def model_path(self) -> Path:
+        """Return the folder of the trained model, for from_pretrained() and engines."""
+        return self.folder / "model"
+
+    def evaluate(self, config: ConfigOrFile = None, **values: Any) -> dict[str, float]:
+        """Score the trained model's responses to held-out prompts, with the data, engine and rewards of the run.
+
+        `values`, and a configuration, replace those of the run: `run.evaluate(eval_data=rows, eval_n_samples=8)`. Return the
+        numbers of evaluation.json. Raise ConfigError for a reward model, which generates no responses.
+        """
+        if self.command in ("train_rm", "train_prm"):
+            raise ConfigError(f"a model of {self.command} generates no responses: its evaluation is in history, as eval/*")
+        owners, read = section_of_field(), fields_read("evaluate")
+        of_run = {name: getattr(getattr(self.config, owners[name]), name) for name in self.config.written & read}
+        where = {"pretrain": str(self.model_path), "save_path": str(self.folder / "evaluation")}
+        base = _configuration(config, of_run | where)
+        return evaluate(base, **values)
+
+    def __repr__(self) -> str:
+        return f"<{self.command}: {self.done} steps, model in {self.model_path}>"
+
+
+def train_ppo(
+    config: ConfigOrFile = None, *, model: Model | None = None, tokenizer: PreTrainedTokenizerBase | None = None,
+    prompt_data: Rows | None = None, reward: Reward | None = None, **values: Any,
+) -> TrainedRun:  # fmt: skip
+    """Train a policy by PPO, GRPO and their family.
+
+    `model` is a folder, a hub name, or a model of transformers, of which the run trains a copy; `tokenizer` replaces the one of
+    the model. `prompt_data` is a file, a hub name, a Dataset, or a list of rows, and so are the other data. `reward` is a name or
+    a function, or a list of them; one that is defined inside another function is called in this process.
+
+    `config` is a YAML file or a Config. `values` are flags by name and take precedence: `max_steps=20`. Under torchrun all
+    processes make the same call; without a launcher the run has one process. Raise ConfigError for what cannot run.
+    """
+    given = {"model": model, "tokenizer": tokenizer, "prompt_data": prompt_data, "reward": reward}
+    return _train("train_ppo", config, _set(given) | values)
+
+
+def train_sft(config: ConfigOrFile = None, **values: Any) -> TrainedRun:
+    """Fine-tune a model on the answers of a data set; see train_ppo()."""
+    return _train("train_sft", config, values)
+
+
+def train_rm(config: ConfigOrFile = None, **values: Any) -> TrainedRun:
+    """Train a reward model on pairs of answers; see train_ppo()."""
+    return _train("train_rm", config, values)
+
+
+def train_prm(config: ConfigOrFile = None, **values: Any) -> TrainedRun:
+    """Train a process reward model on answers whose steps are judged; see train_ppo()."""
+    return _train("train_prm", config, values)
+
+
+def train_dpo(config: ConfigOrFile = None, **values: Any) -> TrainedRun:
+    """Train a policy on pairs of answers by direct preference optimisation; see train_ppo()."""
+    return _train("train_dpo", config, values)
+
+
+def train_kto(config: ConfigOrFile = None, **values: Any) -> TrainedRun:
+    """Train a policy on single answers that are good or bad (KTO); see train_ppo()."""
+    return _train("train_kto", config, values)
+
+
+def evaluate(
+    config: ConfigOrFile = None, *, model: Model | None = None, tokenizer: PreTrainedTokenizerBase | None = None,
+    eval_data: Rows | None = None, reward: Reward | None = None, **values: Any,
+) -> dict[str, float]:  # fmt: skip
+    """Score a model's responses to held-out prompts; return the numbers of evaluation.json; see train_ppo()."""
+    given = {"model": model, "tokenizer": tokenizer, "eval_data": eval_data, "reward": reward}
+    with model_folder(_set(given) | values) as named:
+        return _run("evaluate", _configuration(config, named))
+
+
+def _train(command: str, config: ConfigOrFile, values: dict[str, Any]) -> TrainedRun:
+    with model_folder(values) as named:
+        resolved = _configuration(config, named)
+        trainer = _run(command, resolved)
+    return TrainedRun(command, resolved, trainer.done if trainer else 0)
+
+
+def _run(command: str, config: Config) -> Any:
+    """Import what runs need only now: a mistake in the values is reported at once."""
+    from lightrft.trainer.run import run
+
+    log_unless_set_up()
+    return run(command, config)
+
+
+def _set(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _configuration(config: ConfigOrFile, values: dict[str, Any]) -> Config:
+    """Return a Config, or one read from a YAML file, with `values` set in it."""
+    config = config if isinstance(config, Config) else Config() if config is None else load(config)
+    config.update(with_names(values))
+    return config

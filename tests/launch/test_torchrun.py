@@ -1,0 +1,68 @@
+"""Why: Ctrl-C after a complete checkpoint is no failure, and a traceback of torchrun hides the line that says how to go on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runs import prepare
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def plug_in(folder: Path) -> str:
+    """Write what pip writes when it installs the package, and return the path that torchrun needs to find it."""
+    about = folder / "lightrft_plug_in-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: lightrft-plug-in\nVersion: 0\n")
+    setup = (ROOT / "setup.py").read_text()
+    entry = next(line.split('"')[3] for line in setup.splitlines() if "torchrun.handlers" in line)
+    (about / "entry_points.txt").write_text(f"[torchrun.handlers]\n{entry}\n")
+    return f"{folder}:{ROOT}"
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_with_a_checkpoint_one_line_and_its_code(tmp_path):
+    flags = [flag for flag in prepare(tmp_path) if not flag.startswith("--reward")]
+    flags += ["--train_batch_size=8", "--num_episodes=100000", f"--save_path={tmp_path}/run"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "lightrft.cli.train_sft"]
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        run = subprocess.Popen([*command, *flags], stdout=out, stderr=out, env=os.environ | {"PYTHONPATH": plug_in(tmp_path)})
+    try:
+        deadline = time.monotonic() + 120
+        while " 3/" not in log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(60) == 130, log.read_text()[-3000:]
+    finally:
+        run.kill()
+    said = log.read_text()
+    assert "Traceback" not in said and "resume with the same command and --load_checkpoint" in said
+    assert said.rstrip().splitlines()[-1] == "torchrun: stopped by SIGINT"
+    assert list((tmp_path / "run/checkpoints").glob("step*/manifest.json"))
+
+
+OTHER = """
+import signal, sys
+sys.argv = ["torchrun", *sys.argv[1:]]
+from lightrft.launch.torchrun import install
+install()
+from torch.distributed.elastic.multiprocessing.api import SignalException
+raise SignalException("stopped", signal.SIGINT) if sys.argv[-1] != "fails" else RuntimeError("broken")
+"""
+
+
+@pytest.mark.parametrize(("arguments", "code", "last"), [
+    (["-m", "lightrft.cli.train_ppo"], 130, "torchrun: stopped by SIGINT"),
+    (["-m", "lightrft.cli.train_ppo", "fails"], 1, "RuntimeError: broken"),
+    (["-m", "another.program"], 1, "torch.distributed.elastic.multiprocessing.api.SignalException: stopped"),
+])  # fmt: skip
+def test_only_signals_of_our_own_programs_are_shortened(arguments, code, last):
+    done = subprocess.run([sys.executable, "-c", OTHER, *arguments], capture_output=True, text=True, env=os.environ, timeout=60)
+    assert (done.returncode, done.stderr.rstrip().splitlines()[-1]) == (code, last)
