@@ -38,10 +38,11 @@ def tiny_experts(folder: Path | str) -> str:
     return str(folder)
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Token 0..255 is the byte itself."""
+def byte_tokenizer(size: int = VOCABULARY) -> PreTrainedTokenizerFast:
+    """Token 0..255 is the byte itself; by default, every row of the models above has a token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
     vocabulary = {letter: byte for byte, letter in enumerate(alphabet)} | {"<pad>": PAD, "<bos>": BOS, "<eos>": EOS}
+    vocabulary |= {f"<unused{token}>": token for token in range(len(vocabulary), size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -3,7 +3,8 @@
 Shapes: t tokens, V vocabulary, v of it on this rank, K kept tokens at each position.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -44,12 +45,21 @@ class Truncation:
         `logits` [t, v] are those of the tokens from `first` on.
         """
         outside = logits < threshold
-        for token in self.banned:
-            if 0 <= token - first < logits.shape[-1]:
-                outside[:, token - first] = True
+        for start, end in runs(self.banned):
+            outside[:, max(start - first, 0) : max(end - first, 0)] = True
         if keep is not None:  # positions that are no token go to an extra column
             outside = torch.nn.functional.pad(outside, (0, 1)).scatter_(-1, keep, False)[:, :-1]
         return outside
+
+    def cut(self, vocabulary: int) -> tuple[int, "Truncation"]:
+        """Return the number of ids without the banned ones at the end of the vocabulary, and the truncation of the rest.
+
+        Logits from that number on need not be computed: rows of padding in an output layer, which no token of the tokenizer has.
+        """
+        for start, end in runs(self.banned):
+            if start < vocabulary <= end:
+                return start, replace(self, banned=tuple(token for token in self.banned if token < start))
+        return vocabulary, self
 
     def threshold(self, logits: Tensor) -> Tensor:
         """Return the smallest of the logits [t, V] that belongs to the part, in float32: [t, 1]."""
@@ -65,6 +75,18 @@ class Truncation:
 
 
 ALL = Truncation()
+
+
+@lru_cache(maxsize=64)
+def runs(token_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return the first id and the end of each run of consecutive ids, in order."""
+    found: list[tuple[int, int]] = []
+    for token in sorted(set(token_ids)):
+        if found and found[-1][1] == token:
+            found[-1] = (found[-1][0], token + 1)
+        else:
+            found.append((token, token + 1))
+    return tuple(found)
 
 
 def nucleus_threshold(logits: Tensor, top_p: float) -> Tensor:

@@ -64,10 +64,17 @@ def flat_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention: query [1, H, t, D], key and value [1, H_kv, t, D] of this rank's tokens -> ([1, t, H, D], None).
 
-    A token attends to `sliding_window` tokens, itself included. Raise ValueError for soft-capped and sink attention.
+    A token attends to `sliding_window` tokens, itself included. Raise ValueError for soft-capped and sink attention, and for a
+    sequence that is longer than a window which the layer applies in the mask alone.
     """
     if softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__} uses soft-capped or sink attention, which flat batches do not support")
+    only_in_mask = configured_window(module) if sliding_window is None else None
+    if only_in_mask and only_in_mask < layout.longest:
+        raise ValueError(
+            f"{type(module).__name__} applies its window of {only_in_mask} tokens in the attention mask alone, and flat batches "
+            f"have none: a sequence of {layout.longest} tokens would attend to too many; use at most {only_in_mask}"
+        )
     query, key, value = layout.sequence.before_attention(*(x[0].transpose(0, 1) for x in (query, key, value)))
     window = sliding_window if sliding_window and sliding_window < layout.longest else None
     if layout.needs_several_calls:
@@ -82,6 +89,18 @@ def flat_attention(
         kernel = attention_kernel(query.device, query.dtype)
         output = kernel(query, key, value, layout, scaling=scaling, window=window, dropout=dropout)
     return layout.sequence.after_attention(output).unsqueeze(0), None
+
+
+def configured_window(module: nn.Module) -> int | None:
+    """Return the number of tokens that a layer of transformers attends to by its configuration; None: all."""
+    config = getattr(module, "config", None)
+    window = getattr(config, "sliding_window", None)
+    if not isinstance(window, int) or getattr(config, "use_sliding_window", True) is False:
+        return None
+
+    kinds = getattr(config, "layer_types", None)
+    layer = getattr(module, "layer_idx", None)
+    return window if kinds is None or layer is None or kinds[layer] == "sliding_attention" else None
 
 
 def _copies(query: Tensor, layout: Layout) -> bool:

@@ -143,7 +143,7 @@ def _of_data(config: Config, command: str) -> Iterator[Condition]:
     yield bool(data.videos_key), "--videos_key", ("limit_mm_video_per_prompt", "video_fps", "video_max_frames")
     yield bool(data.audios_key), "--audios_key", ("limit_mm_audio_per_prompt", "audio_sampling_rate")
     yield bool(media_columns(data)), "--images_key, --videos_key or --audios_key", OF_MEDIA
-    yield data.apply_chat_template, "--apply_chat_template", ("system_prompt", "chat_template_kwargs")
+    yield data.apply_chat_template, "--apply_chat_template", ("system_prompt", "chat_template_kwargs", "chat_template_date")
     yield bool(data.pretrain_data), "--pretrain_data", ("ptx_coef", "pretrain_split")
     yield command != "train_ppo" or bool(data.pretrain_data), "--pretrain_data", ("learned_turns",)
     destinations = set(report_names(config.observe.report_to))

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Collection
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,10 @@ def _missing_inputs(config: Config, command: str) -> list[str]:
     if command == "serve":
         return problems
     problems += _address_problems(config, command)
+    try:
+        date.fromisoformat(config.data.chat_template_date or "2000-01-01")
+    except ValueError:
+        problems.append(f"--chat_template_date {config.data.chat_template_date} is not a date such as 2026-01-31")
     try:
         sources = eval_sources(config.data.eval_data)
     except ValueError as error:

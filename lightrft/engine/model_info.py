@@ -1,7 +1,7 @@
 """Information that an engine needs from a model's folder before it has weights."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
@@ -47,13 +47,25 @@ class Vocabulary:
     """Placeholder tokens by medium: image, video, audio."""
     frame: tuple[int, int] | None = None
     """Tokens before and after a placeholder, if the model has them."""
+    unknown_token_ids: tuple[int, ...] = ()
+    """Rows of the output embedding without a token of the tokenizer, mostly its padding: no text would contain them."""
 
     @classmethod
     def of(cls, model_path: str, config: PretrainedConfig, *, trust_remote_code: bool = False) -> Self:
         ends = end_token_ids(model_path, config)
         frame = tuple(token for name in FRAME if (token := getattr(config, name, None)) is not None)
-        return cls(config.get_text_config().vocab_size, ends, placeholder_token_ids(config), model_path, trust_remote_code,
-                   placeholders(config), frame if len(frame) == len(FRAME) else None)
+        size = config.get_text_config().vocab_size
+        vocabulary = cls(size, ends, placeholder_token_ids(config), model_path, trust_remote_code, placeholders(config),
+                         frame if len(frame) == len(FRAME) else None)
+        try:
+            return replace(vocabulary, unknown_token_ids=unknown_token_ids(vocabulary.tokenizer, size))
+        except ValueError:  # a folder without a tokenizer serves prompts of tokens
+            return vocabulary
+
+    @cached_property
+    def never_sampled(self) -> tuple[int, ...]:
+        """Return the tokens that no response contains: placeholders of media, and ids that the tokenizer does not have."""
+        return tuple(sorted({*self.placeholder_token_ids, *self.unknown_token_ids}))
 
     def num_placeholders(self, token_ids: list[int], medium: str) -> int:
         return sum(token in self.placeholders.get(medium, ()) for token in token_ids)
@@ -125,6 +137,18 @@ def end_token_ids(model_path: str, config: PretrainedConfig) -> frozenset[int]:
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def unknown_token_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[int, ...]:
+    """Return the ids below `size` that the tokenizer does not have, in order."""
+    known = set(tokenizer.get_vocab().values())
+    return tuple(token for token in range(size) if token not in known)
+
+
+def never_sampled(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens that no engine samples, as Vocabulary.never_sampled does."""
+    unknown = unknown_token_ids(tokenizer, config.get_text_config().vocab_size)
+    return tuple(sorted({*placeholder_token_ids(config), *unknown}))
 
 
 def placeholder_token_ids(config: PretrainedConfig) -> tuple[int, ...]:

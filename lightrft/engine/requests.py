@@ -39,7 +39,8 @@ class Sampling:
     first_token_temperature: float | None = None
     """Temperature of the first token only, for diversity: FIRE (Chen et al., arXiv 2410.21236). None: `temperature`."""
     banned_token_ids: tuple[int, ...] = ()
-    """Tokens that are never sampled. Placeholders of images, videos and audio are always banned in addition."""
+    """Tokens that are never sampled. Always banned in addition are placeholders of images, videos and audio, and ids that the
+    tokenizer does not have."""
 
     @property
     def num_draws(self) -> int:
@@ -51,9 +52,9 @@ class Sampling:
         """Return the restriction of the vocabulary that is sampled from."""
         return Truncation(top_k=self.top_k, top_p=self.top_p, banned=self.banned_token_ids)
 
-    def resolved(self, placeholders: tuple[int, ...]) -> Self:
+    def resolved(self, never_sampled: tuple[int, ...]) -> Self:
         """Return the parameters for adapters: all banned tokens listed, and defaults for those that greedy sampling ignores."""
-        banned = tuple(sorted({*self.banned_token_ids, *placeholders}))
+        banned = tuple(sorted({*self.banned_token_ids, *never_sampled}))
         greedy = {"top_p": 1.0, "top_k": 0} if self.temperature == 0 else {}
         return replace(self, banned_token_ids=banned, **greedy)
 

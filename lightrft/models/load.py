@@ -312,7 +312,24 @@ def load_tokenizer(section: ModelSection, flag: str = "pretrain", *, name: str =
             f"{source} has no tokenizer: the folder has no vocabulary (tokenizer.json, tokenizer.model, or vocab.json and "
             "merges.txt); copy the files of the model's tokenizer"
         )
+    _check_rows(source, name, tokenizer, trust_remote_code=section.trust_remote_code)
     return tokenizer
+
+
+def _check_rows(source: str, name: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool) -> None:
+    """Raise ValueError for tokens that have no row in the model's embedding; a model may have more rows than tokens."""
+    try:
+        config = load_config(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):  # loading the model says what is wrong
+        return
+    rows = config.get_text_config().vocab_size
+    without = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items() if token_id >= rows)
+    if without:
+        raise ValueError(
+            f"{source}: {len(without)} tokens of its tokenizer have no row in the embedding, which has {rows}; the first is "
+            f"{without[0][1]!r}, {without[0][0]}: add rows with resize_token_embeddings() and save the model, or use the "
+            "tokenizer that belongs to it"
+        )
 
 
 def _not_flat(model: PreTrainedModel) -> list[str]:

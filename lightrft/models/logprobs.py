@@ -64,10 +64,13 @@ def token_logprobs(
     """
     shard = vocabulary_shard(weight)
     if shard is None:
-        part, rows = VocabularyPart.full(len(weight)), chunk_rows(weight, len(weight))
+        size, truncation = truncation.cut(len(weight))
+        part, rows = VocabularyPart.full(size), chunk_rows(weight, size)
         options = _Options(part, temperature, truncation, _rows(hidden, chunk, rows), entropy)
         return _logprobs(hidden, weight, targets, options, upstream)
-    part = VocabularyPart(shard.first, len(shard.weight), shard.axis)
+    size, truncation = truncation.cut(shard.size)
+    num = max(0, min(len(shard.weight), size - shard.first))
+    part = VocabularyPart(shard.first, num, shard.axis)
     rows = chunk_rows(shard.weight, -(-shard.size // shard.axis.size))  # equal on all ranks
     options = _Options(part, temperature, truncation, _rows(hidden, chunk, rows), entropy)
     return _logprobs(copy_to_parallel_region(hidden, shard.axis), shard.weight, targets, options, upstream)
@@ -361,18 +364,22 @@ def _of_logits(logits: Tensor, gradients: Iterator[tuple[slice, Tensor]]) -> tup
 
 
 def _of_product(hidden: Tensor, weight: Tensor, gradients: Iterator[tuple[slice, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return the gradients of hidden states and weight from those of the logits; the gradient of the weight is float32."""
+    """Return the gradients of hidden states and weight from those of the logits; the gradient of the weight is float32.
+
+    It is 0 in rows of padding, for which there are no logits.
+    """
     grad_hidden = torch.empty_like(hidden)
     grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
     for rows, grad in gradients:
         grad = grad.to(hidden.dtype)
-        torch.mm(grad, weight, out=grad_hidden[rows])
+        of_tokens = grad_weight[: grad.shape[1]]
+        torch.mm(grad, weight[: grad.shape[1]], out=grad_hidden[rows])
         if grad.dtype == torch.float32:
-            grad_weight.addmm_(grad.T, hidden[rows])
+            of_tokens.addmm_(grad.T, hidden[rows])
         elif grad.device.type == "cpu":
-            grad_weight += grad.T @ hidden[rows]
+            of_tokens += grad.T @ hidden[rows]
         else:
-            torch.addmm(grad_weight, grad.T, hidden[rows], out_dtype=torch.float32, out=grad_weight)
+            torch.addmm(of_tokens, grad.T, hidden[rows], out_dtype=torch.float32, out=of_tokens)
         del grad  # the next one takes its memory
     return grad_hidden, grad_weight
 
@@ -391,8 +398,11 @@ def row_chunks(like: Tensor, num: int, size: int) -> Iterator[tuple[slice, Tenso
 def scaled_logits(inputs: Tensor, weight: Tensor | None, temperature: float, out: Tensor) -> Tensor:
     """Write float32 logits / temperature [t, v] to `out`, from hidden states [t, H] and weight [v, H] or from logits [t, v].
 
+    Rows of the weight beyond v are padding, which no token has.
     An accelerator writes its float32 sums, whereas a CPU first rounds logits to bfloat16 if the model has this dtype.
     """
+    if weight is not None:
+        weight = weight[: out.shape[1]]
     if weight is None:
         out.copy_(inputs)
     elif inputs.dtype == torch.float32:

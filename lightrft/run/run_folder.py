@@ -1,5 +1,6 @@
 """The folder of a run: its lock, the run that its files belong to, and the folder to which earlier results are moved."""
 
+import datetime
 import fcntl
 import json
 import os
@@ -36,6 +37,10 @@ TAKEOVER = LOST_AFTER + 15
 has ended: it had noticed that the connection to the others was lost."""
 
 
+def today() -> str:
+    return datetime.date.today().isoformat()
+
+
 class RunFolder:
     """Folder --save_path with its checkpoints, locked by this run. The process's end or release() frees the lock."""
 
@@ -55,6 +60,8 @@ class RunFolder:
         """True if the folder belongs to an earlier attempt of this run: a torchrun of it has started these ranks too."""
         self.id = ""
         """Unique id of the run, which its checkpoints contain."""
+        self.date = ""
+        """Day on which the run began, as YYYY-MM-DD. Prompts may contain it, so it stays the same when the run is resumed."""
         self._locks: list[IO[str]] = []
 
     @classmethod
@@ -62,6 +69,8 @@ class RunFolder:
         """Lock the folder and check that all ranks can write to it. All ranks call this, before anything expensive.
 
         A run that its torchruns have started again resumes: --load_checkpoint is set, and --overwrite has had its effect.
+        The date that chat templates write becomes that of the run.
+
         Raises ConfigError, on all ranks, if another run is using the folder, if it holds an earlier run's results and the
         configuration does not say what to do with them, or if it cannot be written.
         """
@@ -78,6 +87,9 @@ class RunFolder:
             folder.release()
             raise
         folder.id = world.broadcast(folder.id)
+        folder.date = world.broadcast(folder._date(config.data.chat_template_date))
+        if config.data.apply_chat_template:
+            config.data.chat_template_date = folder.date
         return folder
 
     def set_aside(self) -> None:
@@ -96,7 +108,7 @@ class RunFolder:
     def describe(self, description: dict[str, Any]) -> None:
         """Write `run.json` in place, over the earlier one: this needs no free space on a full disk."""
         with open(os.open(self.path / DESCRIPTION, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
-            owner = {"run": self.id, "process": self.process, "launchers": self.launchers}
+            owner = {"run": self.id, "date": self.date, "process": self.process, "launchers": self.launchers}
             file.write((json.dumps(owner | description, indent=2) + "\n").encode())
             file.truncate()
 
@@ -106,6 +118,10 @@ class RunFolder:
             fcntl.flock(file, fcntl.LOCK_UN)
             file.close()
         self._locks.clear()
+
+    def _date(self, chosen: str) -> str:
+        before = self.description().get("date") if self.resumes else None
+        return chosen or before or today()
 
     def _is_restarted(self) -> bool:
         before = self.description()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import Config
-from lightrft.engine.model_info import placeholder_token_ids
+from lightrft.engine.model_info import never_sampled
 from lightrft.engine.probe import LOGITS, MISMATCH, Probe
 from lightrft.engine.requests import Request, Sampling
 from lightrft.models.heads import Actor, logit_scale
@@ -110,7 +110,7 @@ def diagnose(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokeni
     pretrain = config.model.pretrain
     with strategy.init_model_context():
         actor = Actor(load_model(config.model))
-    part = Sampling().resolved(placeholder_token_ids(actor.language_model.config)).truncation
+    part = Sampling().resolved(never_sampled(actor.language_model.config, tokenizer)).truncation
     policy = Policy(strategy, strategy.prepare(actor), truncation=part)
     engine_config = replace(config, model=replace(config.model, pretrain=engine_model or pretrain))
     strategy.setup_inference_engine(engine_config, config.engine.engine_type, actor=policy.actor)

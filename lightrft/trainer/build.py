@@ -124,7 +124,9 @@ def build_ppo_roles(
         raise ConfigError(f"--freezing_actor_steps {frozen} leaves no step to train the actor: this run has {steps} steps")
     sampling, reference = sampling_of(config.rollout), needs_reference(algorithm)
     with log_duration(strategy, f"loading {config.model.pretrain}"):
-        policy = build_policy(config, strategy, updates=(steps - frozen) * updates, reference=reference, sampling=sampling)
+        policy = build_policy(
+            config, strategy, tokenizer, updates=(steps - frozen) * updates, reference=reference, sampling=sampling
+        )
     critic = build_critic(config, strategy, tokenizer, updates=steps * updates) if needs_critic(algorithm) else None
     set_blank_media(expand, policy.actor, policy.reference, critic and critic.module)
     teacher = build_teacher(config, strategy, tokenizer, expand) if algorithm.distill_coef > 0 else None

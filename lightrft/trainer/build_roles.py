@@ -9,7 +9,7 @@ from lightrft.algorithms.truncation import Truncation
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_model_terms
 from lightrft.config.sections import Config, longest_sequence
-from lightrft.engine.model_info import placeholder_token_ids
+from lightrft.engine.model_info import never_sampled
 from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Scorer, check_window
 from lightrft.models.load import check_vocabulary, load_model, load_reward_model, load_scorer, load_tokenizer, stored_heads
@@ -30,8 +30,9 @@ ANY_TOKEN = Sampling()
 
 
 def build_policy(
-    config: Config, strategy: StrategyBase, *, updates: int, reference: bool, sampling: Sampling = ANY_TOKEN
-) -> Policy:
+    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int, reference: bool,
+    sampling: Sampling = ANY_TOKEN,
+) -> Policy:  # fmt: skip
     """Build the sharded actor with its optimizer and schedule over `updates` optimizer steps, and the frozen reference.
 
     Log-probs are those of the distribution that `sampling` draws from.
@@ -44,7 +45,8 @@ def build_policy(
         check_window(actor.language_model, longest_sequence(config))
     optimizer = strategy.create_optimizer(actor, optim.learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
-    resolved = sampling.resolved(placeholder_token_ids(actor.language_model.config)) if sampling is not ANY_TOKEN else sampling
+    if sampling is not ANY_TOKEN:
+        sampling = sampling.resolved(never_sampled(actor.language_model.config, tokenizer))
     actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
     frozen = actor if reference and config.model.lora_rank else None
     if reference and frozen is None:
@@ -65,8 +67,8 @@ def build_policy(
         scheduler,
         reference=frozen,
         average=average,
-        temperature=resolved.temperature,
-        truncation=resolved.truncation,
+        temperature=sampling.temperature,
+        truncation=sampling.truncation,
         **limits(config),
     )
 
@@ -112,12 +114,12 @@ def build_draft(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTok
     optimizer = strategy.create_optimizer(model, optim.draft_learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
     return Draft(strategy, *strategy.prepare((model, optimizer, scheduler)), temperature=config.rollout.temperature,
-                 truncation=_never_sampled(model), **limits(config))  # fmt: skip
+                 truncation=_all_tokens(model, tokenizer), **limits(config))  # fmt: skip
 
 
-def _never_sampled(model: Actor) -> Truncation:
-    """Return the truncation to the whole vocabulary except for placeholders of media."""
-    return Truncation(banned=tuple(placeholder_token_ids(model.language_model.config)))
+def _all_tokens(model: Actor, tokenizer: PreTrainedTokenizerBase) -> Truncation:
+    """Return the truncation to all tokens that an engine may sample."""
+    return Truncation(banned=never_sampled(model.language_model.config, tokenizer))
 
 
 def build_teacher(
@@ -138,8 +140,13 @@ def build_teacher(
     with strategy.init_model_context():
         model = Actor(load_model(config.model, "teacher_pretrain")).requires_grad_(False)
     set_blank_media(expand, model)
-    return Policy(strategy, strategy.prepare(model), temperature=config.rollout.temperature, truncation=_never_sampled(model),
-                  **limits(config))  # fmt: skip
+    return Policy(
+        strategy,
+        strategy.prepare(model),
+        temperature=config.rollout.temperature,
+        truncation=_all_tokens(model, tokenizer),
+        **limits(config),
+    )
 
 
 def build_model_rewards(

@@ -269,3 +269,13 @@ def test_attention_that_blocks_cannot_hold_is_refused_by_name():
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
     with pytest.raises(ValueError, match="Gemma2Attention uses soft-capped or sink attention"):
         model.base_model(input_ids=torch.ones(1, 3, dtype=torch.int64), layout=Layout(torch.tensor([3]), torch.device("cpu")))
+
+
+def test_a_window_that_only_the_mask_applies_is_refused():
+    """Phi-3.5-MoE: log-probs of longer sequences would be off by up to 5."""
+    config = AutoConfig.for_model("phimoe", **SIZES, sliding_window=6, num_local_experts=2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    Actor(model)(make_batch([6, 5]), 1.0)
+    with pytest.raises(ValueError, match="applies its window of 6 tokens in the attention mask alone"):
+        Actor(model)(make_batch([5, 7]), 1.0)

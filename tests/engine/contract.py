@@ -11,14 +11,14 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 
 from lightrft.config import EngineSection
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
@@ -29,6 +29,7 @@ from lightrft.parallel.device import current_device, select_device
 from lightrft.parallel.mesh import Mesh
 from lightrft.types import Completion
 from lightrft.weight_sync.verify import PRODUCT_ROUNDS, ROUNDS
+from tiny import VOCABULARY
 
 PROMPTS = [[50, 55, 43, 53, 56, 61], [1, 2, 3, 4, 5, 6, 7, 8, 9], [200], [50, 55, 43, 53, 56, 61], [61, 60]]
 LENGTH = 8
@@ -96,11 +97,19 @@ def outcome(case: Case, bench: Bench) -> str:
     return ""
 
 
+@cache
+def unknown_ids(folder: str) -> list[int]:
+    """Ids of a model that its tokenizer does not have."""
+    known = AutoTokenizer.from_pretrained(folder).get_vocab().values()
+    return sorted(set(range(VOCABULARY)) - set(known))
+
+
 def reference_greedy(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, max_tokens: int = LENGTH) -> list[list[int]]:
     outputs = []
+    never = {"suppress_tokens": unknown} if (unknown := unknown_ids(model.name_or_path)) else {}
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)
-        full = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
+        full = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, **never)
         outputs.append(full[0, len(prompt) :].tolist())
     return outputs
 
@@ -113,8 +122,10 @@ def reference_logprobs(model: PreTrainedModel, prompt: list[int], tokens: list[i
 
 
 def _logits(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """[len(tokens), vocabulary] float32 on the host."""
-    return model(torch.tensor([prompt + tokens], device=model.device)).logits[0, len(prompt) - 1 : -1].float().cpu()
+    """[len(tokens), vocabulary] float32 on the host; ids without a token are impossible."""
+    logits = model(torch.tensor([prompt + tokens], device=model.device)).logits[0, len(prompt) - 1 : -1].float().cpu()
+    logits[:, unknown_ids(model.name_or_path)] = -torch.inf
+    return logits
 
 
 @torch.no_grad()
@@ -682,6 +693,15 @@ def banned_tokens_never_come(bench: Bench) -> None:
                 assert not set(banned) & set(sample.token_ids)
                 expected = distribution(bench.model, prompt, sample.token_ids, sampling)
                 torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5)
+
+
+def ids_without_a_token_never_come(bench: Bench) -> None:
+    """Nearly uniform samples have all others; the cases of log-probs hold that both sides normalise without them."""
+    unknown = set(unknown_ids(bench.model.name_or_path))
+    hot = Sampling(n=8, max_tokens=60, seed=8, temperature=50.0)
+    sampled = {token for samples in bench.generate(PROMPTS, hot) for sample in samples for token in sample.token_ids}
+    assert len(unknown) > 50 and not unknown & sampled
+    assert len(sampled) > VOCABULARY - len(unknown) - 20
 
 
 def the_first_token_has_a_temperature_of_its_own(bench: Bench) -> None:

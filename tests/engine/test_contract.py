@@ -19,7 +19,7 @@ from engine.contract import (
 )
 from ranks import run_ranks
 from sglang_environment import in_sglang_environment
-from tiny import tiny_model
+from tiny import byte_tokenizer, tiny_model
 from with_vllm import load_vllm
 
 
@@ -46,8 +46,12 @@ LAYOUTS = {
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Models with padding: more rows in the embedding than tokens."""
     folder: Path = tmp_path_factory.mktemp("models")
-    return tiny_model(folder / "plain", seed=1), tiny_model(folder / "tied", seed=2, tie=True)
+    models = tiny_model(folder / "plain", seed=1), tiny_model(folder / "tied", seed=2, tie=True)
+    for model in models:
+        byte_tokenizer(300).save_pretrained(model)
+    return models
 
 
 @pytest.fixture(scope="session")

@@ -83,8 +83,8 @@ def split(vocabulary: int, dtype: torch.dtype, use: tuple[bool, bool], num_targe
 
 
 USES = [(True, False), (False, True), (True, True)]
-TRUNCATIONS = [Truncation(top_k=5), Truncation(top_p=0.8), Truncation(30, 0.9), Truncation(30, 0.9, (3, 50, 96)),
-               Truncation(banned=(0, 96))]  # fmt: skip
+TRUNCATIONS = [Truncation(top_k=5), Truncation(top_p=0.8), Truncation(30, 0.9), Truncation(30, 0.9, (3, 50, 95)),
+               Truncation(banned=(0, 95))]  # fmt: skip
 VOCABULARIES = {2: (96, 97), 4: (96, 97)}
 SEVERAL_TARGETS = {"temperature": 0.7, "chunk": 10}
 

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -62,7 +63,10 @@ def template_variables(section: DataSection) -> dict[str, Any]:
 
 def chat_template(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> "ChatTemplate":
     """Return the tokenizer's chat template with the run's variables."""
-    return _chat_template(tokenizer, str(tokenizer.chat_template), section.chat_template_kwargs)
+    source = str(tokenizer.chat_template)
+    return _chat_template(
+        tokenizer, source, section.chat_template_kwargs, section.chat_template_date
+    )
 
 
 def turn_end_ids(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -74,9 +78,22 @@ def turn_end_ids(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> fr
 
 @lru_cache(maxsize=8)
 def _chat_template(
-    tokenizer: PreTrainedTokenizerBase, source: str, variables: str | None
+    tokenizer: PreTrainedTokenizerBase, source: str, variables: str | None, date: str
 ) -> "ChatTemplate":
-    return ChatTemplate(tokenizer, template_variables(DataSection(chat_template_kwargs=variables)))
+    variables = template_variables(DataSection(chat_template_kwargs=variables))
+    if date:
+        variables = {"strftime_now": FixedDate(date)} | variables
+    return ChatTemplate(tokenizer, variables)
+
+
+@dataclass(frozen=True)
+class FixedDate:
+    """The function by which templates write the present date, for one date."""
+
+    date: str
+
+    def __call__(self, format: str) -> str:
+        return datetime.fromisoformat(self.date).strftime(format)
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,7 @@ class Samples:
 
     def _parameters(self, request: Request, seed: int) -> dict[str, Any]:
         sampling = request.sampling
+        size, part = sampling.truncation.cut(self.vocabulary.size)
         return {
             "max_new_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -127,8 +128,13 @@ class Samples:
             "stop_token_ids": sorted(self._ends(sampling)),
             "skip_special_tokens": False,
             "stream_interval": LOOK_EVERY if sampling.stop else RARELY,
-            "custom_params": {"top_k": sampling.top_k, "top_p": sampling.top_p, "banned": list(sampling.banned_token_ids),
-                              "temperature": sampling.temperature},
+            "custom_params": {
+                "top_k": part.top_k,
+                "top_p": part.top_p,
+                "banned": list(part.banned),
+                "size": size,
+                "temperature": sampling.temperature,
+            },
         }
 
 

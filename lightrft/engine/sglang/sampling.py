@@ -44,9 +44,13 @@ class Truncate(CustomLogitProcessor):
 
     def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
         rows_of = defaultdict(list)
+        logits[:, min(parameters["size"] for parameters in custom_param_list) :] = -torch.inf  # all are of one model
         for row, parameters in enumerate(custom_param_list):
             rows_of[parameters["top_k"], parameters["top_p"], tuple(parameters["banned"]), parameters["temperature"]].append(row)
         for (top_k, top_p, banned, temperature), rows in rows_of.items():
-            part, scaled = Truncation(top_k, top_p, banned), logits[rows].float() / (temperature or 1.0)
+            part = Truncation(top_k, top_p, banned)
+            if not part.active:
+                continue
+            scaled = logits[rows].float() / (temperature or 1.0)
             logits[rows] = logits[rows].masked_fill(part.outside(scaled, part.threshold(scaled)), -torch.inf)
         return logits

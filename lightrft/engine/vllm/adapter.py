@@ -18,6 +18,7 @@ from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from lightrft.algorithms.truncation import Truncation
 from lightrft.engine.base import EngineSetup, Part
 from lightrft.engine.media import MediaReader
 from lightrft.engine.probe import Probe, logits_processor
@@ -65,6 +66,10 @@ class VLLMEngine(LibraryEngine):
             if self.on_cpu and config.model_type in CAUSAL_ON_CPU:
                 self.limits.pop("images", None)
             self._shim = VLLMShim(self._llm, self.names, self.draft_names)
+            # Of hundreds of banned ids, vLLM would build a list for each request in each step.
+            self._num_ids, _ = Truncation(banned=self.vocabulary.unknown_token_ids).cut(self.vocabulary.size)
+            if self._num_ids < self.vocabulary.size:
+                self._shim.limit_vocabulary(self._num_ids)
             if self.on_cpu and not self._llm.llm_engine.vllm_config.use_v2_model_runner:
                 use_fast_sampling(self._shim.sampler)
             self._outputs: dict[int, dict[int, RequestOutput]] = {}
@@ -130,6 +135,7 @@ class VLLMEngine(LibraryEngine):
             self._speculation.end(f"{key}/{sample}", token_ids)
 
     def _parameters(self, sampling: Sampling, seed: int) -> SamplingParams:
+        banned = [token for token in sampling.banned_token_ids if token < self._num_ids]
         parameters = SamplingParams(
             seed=seed,
             max_tokens=sampling.max_tokens, temperature=min(sampling.temperature, 1.0),
@@ -142,9 +148,9 @@ class VLLMEngine(LibraryEngine):
             skip_clone=True,  # a clone would be checked again
         )
         if self._speculation:  # with drafts vLLM supports no biases
-            parameters._bad_words_token_ids = [[token] for token in sampling.banned_token_ids]
+            parameters._bad_words_token_ids = [[token] for token in banned]
         else:
-            parameters.logit_bias = dict.fromkeys(sampling.banned_token_ids, -math.inf) or None
+            parameters.logit_bias = dict.fromkeys(banned, -math.inf) or None
         parameters.temperature = sampling.temperature  # vLLM's check allows at most 2, but any value works
         return parameters
 

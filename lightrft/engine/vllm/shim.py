@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.model_loader.reload.layerwise import (
     LAYERWISE_INFO,
     finalize_layerwise_reload,
@@ -64,6 +66,21 @@ class VLLMShim:
             self.model, own_names, names.shapes, parts=parts, packs=_packs,
             keeps=lambda piece: names.is_alone(piece.name) and _keeps(piece.layer, piece.attribute),
         )  # fmt: skip
+
+    def limit_vocabulary(self, size: int) -> None:
+        """Give all ids from `size` on the logit -inf, so that none of them is sampled.
+
+        The logits keep their width, which vLLM takes for the top k of requests without one.
+        """
+
+        def limit(_: torch.nn.Module, __: Any, logits: torch.Tensor | None) -> None:
+            if logits is not None:
+                logits[..., size:] = -torch.inf
+
+        for model in filter(None, (self.model, self.draft_model)):
+            for layer in model.modules():
+                if isinstance(layer, LogitsProcessor):
+                    layer.register_forward_hook(limit)
 
     def reload_weights(self, named_tensors: Iterator[NamedTensor], *, direct: bool) -> None:
         """Load full tensors under transformers' names; vLLM slices, fuses and repacks them layer by layer.
