@@ -69,7 +69,13 @@ def clean_message(message: Any) -> Message:
         if not isinstance(parts, list) or not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
             raise ValueError("the content of a message is text: agents have no images and no sound")
         parts = "".join(part["text"] for part in parts)
-    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise ValueError(f"tool_calls are a list of tool calls, not {calls!r:.100}")
+    calls = [_call(call) for call in calls]
+    for name in ("name", "tool_call_id"):
+        if not isinstance(message.get(name), str | None):
+            raise ValueError(f"the {name} of a message is a text, not {message[name]!r:.100}")
     others = {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
     return {"role": message["role"], "content": parts} | others | ({"tool_calls": calls} if calls else {})
 
@@ -79,7 +85,9 @@ def _call(call: Any) -> dict[str, Any]:
         function = call["function"]
         name, arguments = function["name"], function.get("arguments") or {}
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (KeyError, TypeError, ValueError) as error:
+        if not isinstance(name, str):
+            raise TypeError("the name is no text")
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"a tool call is not {{'function': {{'name': ..., 'arguments': JSON}}}}: {call!r:.100}") from error
     identity = {"id": call["id"]} if call.get("id") else {}
     return identity | {"type": "function", "function": {"name": name, "arguments": arguments}}
