@@ -274,7 +274,7 @@ HALF_SENT = {
     "nothing": b"",
     "a head": b"POST /v1/completions HTT",
     "a body": b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer KEY\r\nContent-Length: 9\r\n\r\n{",
-    "a second head": b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nGET /hea",
+    "a second head": b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n|GET /hea",
 }
 
 
@@ -290,7 +290,9 @@ def test_a_connection_with_half_a_request_is_closed(case, monkeypatch):
         async with server.serving(Session(program), EndpointModel("tiny", 264, {})) as address:
             host, port = address.url.removeprefix("http://").removesuffix("/v1").split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(HALF_SENT[case].replace(b"KEY", address.key.encode()))
+            for part in HALF_SENT[case].replace(b"KEY", address.key.encode()).split(b"|"):
+                writer.write(part)
+                await asyncio.sleep(0.1)
             answer = await asyncio.wait_for(reader.read(), 4)
             writer.close()
             rank.close()

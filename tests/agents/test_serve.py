@@ -14,8 +14,8 @@ import httpx
 import psutil
 import pytest
 
-from scripts.prepare_quickstart import tiny_qwen3
 from malformed import CHAT, MALFORMED, NO_JSON, OF_A_SERVER
+from scripts.prepare_quickstart import tiny_qwen3
 from warm import warm_python
 
 openai = pytest.importorskip("openai", reason="openai is not installed")
