@@ -11,6 +11,7 @@ from loguru import logger
 from lightrft.parallel.collectives import Axis
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SERVER_STOPS = "the server stops after the requests that run; interrupt again to stop immediately"
 STOPPING = "stopping at the next safe point, with a checkpoint; interrupt again to stop immediately without one"
 
 

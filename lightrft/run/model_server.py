@@ -29,7 +29,7 @@ from lightrft.config.references import MODEL_KEY
 from lightrft.config.sections import ServerSection
 from lightrft.rollout.groups import Group
 from lightrft.rollout.sampler import Sampler
-from lightrft.run.interruption import Interruption
+from lightrft.run.interruption import SERVER_STOPS, Interruption
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.types import Prompt
 
@@ -39,7 +39,6 @@ POLL_SECONDS = 0.5
 """Longest time between two looks of all ranks at signals, while there are no requests."""
 AT_ONCE = 256
 """Number of threads for requests that wait until a rank reads them."""
-STOPPING = "the server stops after the step that runs; interrupt again to stop immediately"
 MOST_FILES = 65536
 SPARE_FILES = 512
 """Number of open files that are left for everything but sessions."""
@@ -150,7 +149,7 @@ class ModelServer:
     def serve(self) -> None:
         """Answer requests; raise Interrupted on all ranks when one of them is asked to stop."""
         self.strategy.announce("")
-        with Interruption(self.strategy.mesh.world, STOPPING) as interruption, self.strategy.engine_awake():
+        with Interruption(self.strategy.mesh.world, SERVER_STOPS) as interruption, self.strategy.engine_awake():
             if self.strategy.is_rank_0():
                 threading.Thread(target=lambda: asyncio.run(self._listen()), name="model-server", daemon=True).start()
                 host, port = self._listener.getsockname()[:2]
