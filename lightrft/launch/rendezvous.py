@@ -135,7 +135,8 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
     store = _prefixed_store(_meeting_point(rank, arrival))
     _meet(store, rank, world_size, arrival)
     choose_interface(dist.PrefixStore("arrivals", store), world_size)
-    processes = RunProcesses(store, rank, world_size, timeout, rollout_ranks)
+    one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+    processes = RunProcesses(store, rank, world_size, timeout, rollout_ranks, one_node)
     first, last = (world_size - rollout_ranks, world_size) if processes.generates else (0, world_size - rollout_ranks)
     own_store = dist.PrefixStore(processes.side, store) if processes.side else store
     if world_size > FEW_RANKS:
