@@ -1,5 +1,6 @@
 """Episodes of one rank: their programs run in worker processes, while the engine generates the turns of others."""
 
+import pickle
 import selectors
 import time
 import weakref
@@ -12,7 +13,6 @@ from loguru import logger
 from lightrft.agents.messages import (
     LENGTH,
     Ended,
-    Mailbox,
     Message,
     Observation,
     Refused,
@@ -27,7 +27,7 @@ from lightrft.agents.tool_calls import Parse
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EnvironmentSection
-from lightrft.launch.forks import Forks, Worker
+from lightrft.launch.forks import Forks, Mailbox, Worker
 from lightrft.samples import Completion, Episode, Sample, TokenIds
 
 FAILURES_IN_A_ROW = 32
@@ -155,7 +155,7 @@ class Episodes:
 
     def _send(self, play: Play, message: Any) -> None:
         try:
-            play.mailbox.send(message)
+            play.mailbox.send(pickle.dumps(message))
         except OSError:
             self._died(play)
 

@@ -4,13 +4,8 @@ A program sends JSON, whose form the rank checks. The rank sends pickled objects
 """
 
 import json
-import os
-import pickle
-import struct
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from multiprocessing.connection import Connection
 from typing import Any
 
 Message = dict[str, Any]
@@ -170,50 +165,3 @@ def from_bytes(content: bytes) -> TurnRequest | Ended:
         return message
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-
-
-class Mailbox:
-    """The rank's end of the socket of a program, for which the rank never waits."""
-
-    def __init__(self, connection: Connection, *, longest: int):
-        """Take over the connection. A message of more than `longest` bytes is an error."""
-        self.connection = connection
-        self.longest = longest
-        os.set_blocking(connection.fileno(), False)
-        self._unread = bytearray()
-        self._unsent = bytearray()
-
-    def send(self, message: Any) -> None:
-        """Send a message, now or when the program reads. Raises OSError if the program has ended."""
-        content = pickle.dumps(message)
-        self._unsent += struct.pack("!i", len(content)) + content
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what the program had no room for."""
-        with suppress(BlockingIOError):
-            while self._unsent:
-                del self._unsent[: os.write(self.connection.fileno(), self._unsent)]
-
-    def receive(self) -> list[bytes]:
-        """Return the messages that have arrived completely, possibly none.
-
-        Raises EOFError or OSError if the program has ended, and ValueError for what is no message.
-        """
-        try:
-            data = os.read(self.connection.fileno(), 1 << 20)
-        except BlockingIOError:
-            return []
-        if not data:
-            raise EOFError
-        self._unread += data
-        messages = []
-        while len(self._unread) >= 4:
-            (size,) = struct.unpack_from("!i", self._unread)
-            if not 0 <= size <= self.longest:
-                raise ValueError(f"it says that it has {size} bytes, and {self.longest} are possible")
-            if len(self._unread) < 4 + size:
-                break
-            messages.append(bytes(self._unread[4 : 4 + size]))
-            del self._unread[: 4 + size]
-        return messages

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from operator import ne
 from typing import NamedTuple
 
-from lightrft.agents.messages import BEGINNING, Ended, Mailbox, Message, TurnRequest
-from lightrft.launch.forks import Worker
+from lightrft.agents.messages import BEGINNING, Ended, Message, TurnRequest
+from lightrft.launch.forks import Mailbox, Worker
 from lightrft.samples import Completion, Episode, Prompt, Sample
 
 

@@ -145,8 +145,8 @@ def range_problems(config: Config, read: Collection[str]) -> list[str]:
     owners, problems = section_of_field(), []
     for name, bound in field_bounds().items():
         value = getattr(getattr(config, owners[name]), name)
-        if name in read and value is not None and not bound.holds(value):
-            problems.append(f"--{name} must be {bound.description}")
+        if name in read and value is not None and (problem := bound.problem(value)):
+            problems.append(f"--{name} {problem}")
     return problems
 
 

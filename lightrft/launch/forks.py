@@ -10,6 +10,7 @@ import os
 import pickle
 import resource
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +25,9 @@ from typing import Protocol
 FORK = 0
 """Request for a worker; any other number is the process id of a worker that has ended."""
 PR_SET_PDEATHSIG = 1
+HEAD = struct.Struct("!i")
+"""Length of a message, as a multiprocessing.Connection writes it."""
+LARGEST_MESSAGE = (1 << 31) - 1
 STACK_SIGNAL = signal.SIGUSR1
 """Signal at which a worker writes its stack to its socket; the socket is of no further use after that."""
 
@@ -52,6 +56,57 @@ class Worker:
         self.socket.close()
         with suppress(ProcessLookupError):
             os.killpg(self.process, signal.SIGKILL)
+
+
+class Mailbox:
+    """The rank's end of a worker's socket, for which the rank never waits, whatever the worker writes to it."""
+
+    def __init__(self, connection: Connection, *, longest: int = LARGEST_MESSAGE):
+        """Take over the connection. A message of more than `longest` bytes is an error."""
+        self.connection = connection
+        self.longest = longest
+        os.set_blocking(connection.fileno(), False)
+        self._unread = bytearray()
+        self._unsent = bytearray()
+
+    @property
+    def is_full(self) -> bool:
+        """Return True if flush() has something left to send."""
+        return bool(self._unsent)
+
+    def send(self, content: bytes) -> None:
+        """Send a message, now or when the worker reads. Raises OSError if the worker has ended."""
+        self._unsent += HEAD.pack(len(content)) + content
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the worker had no room for."""
+        with suppress(BlockingIOError):
+            while self._unsent:
+                del self._unsent[: os.write(self.connection.fileno(), self._unsent)]
+
+    def receive(self) -> list[bytes]:
+        """Return the messages that have arrived completely, possibly none.
+
+        Raises EOFError or OSError if the worker has ended, and ValueError for what is no message.
+        """
+        try:
+            data = os.read(self.connection.fileno(), 1 << 20)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise EOFError
+        self._unread += data
+        messages = []
+        while len(self._unread) >= HEAD.size:
+            (size,) = HEAD.unpack_from(self._unread)
+            if not 0 <= size <= self.longest:
+                raise ValueError(f"it says that it has {size} bytes, and {self.longest} are possible")
+            if len(self._unread) < HEAD.size + size:
+                break
+            messages.append(bytes(self._unread[HEAD.size : HEAD.size + size]))
+            del self._unread[: HEAD.size + size]
+        return messages
 
 
 class Forks:
