@@ -173,7 +173,7 @@ def _work(connection: Connection, program: Program) -> None:
     while True:
         try:
             row = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):  # the rank has ended
             return
         session, problem = Session(connection), ""
         try:

@@ -102,7 +102,9 @@ def _model_problems(config: Config) -> list[str]:
     except ValueError as error:
         problems.append(str(error))
     for name, path in models:
-        if path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
+        if len(path) > LONGEST_NAME:
+            problems.append(f"--{name} {path[:50]}... has {len(path)} letters: no folder and no model of a hub has such a name")
+        elif path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
             problems.append(f"--{name} {path}: no such folder")
     return problems
 
@@ -384,12 +386,23 @@ def _heads(pretrain: str) -> dict[str, int]:
 def _text_config(name: str) -> dict[str, Any]:
     """Return the configuration of a model's text part; empty for a hub model, whose files are not here yet."""
     file = Path(name).expanduser() / "config.json"
-    if not name or not file.is_file():
+    if not name or not os.path.isfile(file):
         return {}
-    content = json.loads(file.read_text())
+    content = _object(file)
     return content.get("text_config", content)
 
 
+def _object(file: Path) -> dict[str, Any]:
+    """Return the content of a model's configuration; an empty one if it has none, which is reported when the model is loaded."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+LONGEST_NAME = 1000
+"""Number of letters of the path or name of a model."""
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Fields of a model's configuration with the number of its layers that predict several tokens."""
 
@@ -397,9 +410,9 @@ MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modu
 def _num_mtp_layers(pretrain: str) -> int | None:
     """Return the number of layers that predict several tokens; None for a hub model, which vLLM checks when it loads it."""
     file = Path(pretrain).expanduser() / "config.json"
-    if not file.is_file():
+    if not os.path.isfile(file):
         return None
-    content = json.loads(file.read_text())
+    content = _object(file)
     parts = content, content.get("text_config", {})
     return max(part.get(name) or 0 for part in parts for name in MTP_LAYERS)
 

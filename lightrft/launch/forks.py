@@ -22,6 +22,8 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Protocol
 
+LONGEST_PROBLEM = 2000
+"""Number of letters of an error at the import that are reported."""
 FORK = 0
 """Request for a worker; any other number is the process id of a worker that has ended."""
 PR_SET_PDEATHSIG = 1
@@ -175,13 +177,13 @@ def main(fd: int) -> None:
     try:
         work = setup.prepare()
     except Exception as error:
-        control.send(f"{type(error).__name__}: {error}")
+        control.send(f"{type(error).__name__}: {error}"[:LONGEST_PROBLEM])
         return
     control.send("")
     while True:
         try:
             request = control.recv()
-        except EOFError:
+        except (EOFError, OSError):  # the rank has ended, perhaps before it had read everything
             return
         if request == FORK:
             _fork(control, work, setup.memory)

@@ -22,6 +22,7 @@ from loguru import logger
 
 from lightrft.launch.forks import STACK_SIGNAL, Forks, Mailbox, Worker
 from lightrft.observe.trace import Untraced
+from lightrft.registry import kept_alive
 from lightrft.rewards.conventions import RewardFunction, common_columns
 from lightrft.rewards.worker import Setup, place, said
 from lightrft.samples import Sample
@@ -104,7 +105,8 @@ class _Deferred:
 
 def _called(function: RewardFunction, samples: list[Sample]) -> Any:
     try:
-        return function.judge(samples)
+        with kept_alive():
+            return function.judge(samples)
     except Exception as error:
         raise _failure_of(f"{said(error)}{place(error)}", samples) from error
 

@@ -73,7 +73,7 @@ def _work(calls: Connection, function: RewardFunction | WeightedRewards) -> None
     while True:
         try:
             samples = calls.recv_bytes()
-        except EOFError:
+        except (EOFError, OSError):  # the rank has ended
             return
         try:
             answer = pickle.dumps((function.judge(pickle.loads(samples)), "", True))

@@ -154,7 +154,7 @@ def listening(host: str, port: int) -> socket.socket:
     return listener
 
 
-class Connection(H11Protocol):
+class ClientConnection(H11Protocol):
     """Connection of a client, which is closed if a request does not begin, or its head is not complete, in time."""
 
     _deadline: asyncio.TimerHandle | None = None
@@ -179,7 +179,7 @@ class Connection(H11Protocol):
 
 
 def server_settings(app: Starlette) -> uvicorn.Config:
-    return uvicorn.Config(app, http=Connection, ws="none", log_level="error", access_log=False, lifespan="off")
+    return uvicorn.Config(app, http=ClientConnection, ws="none", log_level="error", access_log=False, lifespan="off")
 
 
 @asynccontextmanager

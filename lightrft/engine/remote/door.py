@@ -19,6 +19,8 @@ import psutil
 from lightrft.parallel.gloo import INTERFACE
 from lightrft.parallel.processes import RunProcesses
 
+KEY = "lightrft/rollout"
+"""Prefix of the keys in the store of all processes."""
 LOOPBACK = "127.0.0.1"
 GREETING_SECONDS = 10.0
 """Time in which a connection must prove that it belongs to the run."""

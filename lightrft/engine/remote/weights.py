@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrft.engine.remote.wire import KEY
+from lightrft.engine.remote.door import KEY
 from lightrft.parallel.processes import RunProcesses
 from lightrft.weight_sync.names import NamedTensor
 

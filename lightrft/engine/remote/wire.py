@@ -10,13 +10,11 @@ from typing import Any
 
 from lightrft.engine.media import Clip, Video
 from lightrft.engine.remote.codec import Codec
-from lightrft.engine.remote.door import Door, enter, own_address
+from lightrft.engine.remote.door import KEY, Door, enter, own_address
 from lightrft.engine.requests import Request, Sampling
 from lightrft.parallel.processes import RunProcesses
 from lightrft.types import Completion, Drafts
 
-KEY = "lightrft/rollout"
-"""Prefix of the keys in the store of all processes."""
 PRETRAIN = f"{KEY}/pretrain"
 """Key of the folder from which the engines are started."""
 CAPACITY = f"{KEY}/capacity"
