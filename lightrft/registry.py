@@ -89,10 +89,16 @@ class Registry:
             raise ValueError(f"{self.flag} {name or source}: no file {Path(source).resolve()}")
         try:
             with kept_alive():
-                return _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+                return (
+                    _load_file(Path(source))
+                    if source.endswith(".py")
+                    else importlib.import_module(source)
+                )
         except Exception as error:
             flag = f"{self.flag} {name or source}"
-            raise ValueError(f"{flag}: cannot import {source!r}: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"{flag}: cannot import {source!r}: {type(error).__name__}: {error}"
+            ) from error
 
     def _import(self, path: str) -> Any:
         source, _, attribute = path.rpartition(":")
@@ -109,7 +115,8 @@ class ProcessEnd(RuntimeError):
 
 @contextmanager
 def kept_alive() -> Iterator[None]:
-    """Let sys.exit() and os._exit() raise ProcessEnd in this thread. Forked children and other threads end as they like."""
+    """Let sys.exit() and os._exit() raise ProcessEnd in this thread. Forked children and other
+    threads end as they like."""
     end, process, thread = os._exit, os.getpid(), threading.get_ident()
 
     def raise_instead(code: int) -> NoReturn:

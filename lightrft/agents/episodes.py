@@ -35,7 +35,8 @@ FAILURES_IN_A_ROW = 32
 LOGGED = 5
 """Number of failed episodes of a step that are logged; the others are only counted."""
 BYTES_PER_TOKEN = 64
-"""Bytes that a message of a program may have for each token of its limits, which leaves room for JSON."""
+"""Bytes that a message of a program may have for each token of its limits, which leaves room for
+JSON."""
 MESSAGE_BYTES = 1 << 20
 """Bytes that it may have in any case."""
 CHECK_SECONDS = 0.1
@@ -51,7 +52,9 @@ class Episodes:
     def __init__(self, setup: ProgramSetup, section: EnvironmentSection, format: TurnFormat, parse: Parse, *, longest: int):
         """Set up the episodes of a rank. `longest` is the number of tokens of a response, its observations included."""
         self.section, self.format, self.parse, self.longest = section, format, parse, longest
-        self._largest_message = MESSAGE_BYTES + BYTES_PER_TOKEN * (longest + format.section.prompt_max_len)
+        self._largest_message = MESSAGE_BYTES + BYTES_PER_TOKEN * (
+            longest + format.section.prompt_max_len
+        )
         self._forks = Forks(setup)
         weakref.finalize(self, self._forks.close)
         self._selector = selectors.DefaultSelector()
@@ -85,7 +88,9 @@ class Episodes:
         while self._waiting and len(self._plays) < self.section.environment_workers:
             self._start(self._waiting.popleft())
         selected = self._selector.select(seconds if self._plays else 0)
-        ready = [play for key, _ in selected if (play := self._handle_messages(self._plays[key.data]))]
+        ready = [
+            play for key, _ in selected if (play := self._handle_messages(self._plays[key.data]))
+        ]
         now = time.monotonic()
         if now - self._checked > CHECK_SECONDS:
             self._checked = now
@@ -100,7 +105,8 @@ class Episodes:
         self._fail(play, f"the engine cannot sample its turn: {problem}")
 
     def generated(self, play: Play, completion: Completion, text: str) -> None:
-        """Give a turn of the model, which its conversation has, and its decoded text to the program of the episode.
+        """Give a turn of the model, which its conversation has, and its decoded text to the program
+        of the episode.
 
         It is lost if the program has ended since it asked.
         """
@@ -177,7 +183,10 @@ class Episodes:
             self._died(play)
             return None
         except ValueError as error:
-            self._fail(play, f"what it has sent is no message ({error}): does it write to a descriptor that is not its own?")
+            self._fail(
+                play,
+                f"what it has sent is no message ({error}): does it write to a descriptor that is not its own?",
+            )
             return None
         ready = None
         for message in messages:
@@ -196,7 +205,9 @@ class Episodes:
         try:
             check_request(message, len(play.turns))
             return self._observe(play, message)
-        except Exception as error:  # a request that cannot be read is a matter of its program, whatever it raises
+        except (
+            Exception
+        ) as error:  # a request that cannot be read is a matter of its program, whatever it raises
             self._reply(play, Refused(f"the observation cannot be rendered: {error}"))
             return None
 
@@ -223,7 +234,11 @@ class Episodes:
         return play
 
     def _end(self, play: Play, ended: Ended) -> None:
-        reuse = not ended.calls_running and ended.num_replies == play.num_replies and not play.is_sampling
+        reuse = (
+            not ended.calls_running
+            and ended.num_replies == play.num_replies
+            and not play.is_sampling
+        )
         play.end(ended)
         if ended.problem:
             self._fail(play, ended.problem, reuse=reuse)

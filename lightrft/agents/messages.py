@@ -1,6 +1,8 @@
-"""Messages between the program of an episode and the rank that generates its turns, in plain Python.
+"""Messages between the program of an episode and the rank that generates its turns, in plain
+Python.
 
-A program sends JSON, whose form the rank checks. The rank sends pickled objects, which the program believes.
+A program sends JSON, whose form the rank checks. The rank sends pickled objects, which the program
+believes.
 """
 
 import json
@@ -92,7 +94,8 @@ class Ended:
     calls_running: bool = False
     """True if a function of the episode still runs, so that no other episode should share its process."""
     num_replies: int = 0
-    """Number of replies that it has read. An unread one would be read by the next episode in its process."""
+    """Number of replies that it has read. An unread one would be read by the next episode in its
+    process."""
 
 
 # -- on the wire
@@ -116,20 +119,27 @@ def check_sampling(sampling: dict[str, Any]) -> None:
 
 
 def check_request(request: TurnRequest, num_turns: int) -> None:
-    """Raise ValueError for a request that cannot follow so many turns, or whose parts have no meaning."""
+    """Raise ValueError for a request that cannot follow so many turns, or whose parts have no
+    meaning."""
     observation, after, limit = request.observation, request.after, request.max_tokens
     items = observation if isinstance(observation, list) else []
     token_ids = all(type(each) is int for each in items)
     messages = all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in items)
     if not (observation is None or isinstance(observation, str | list) and (token_ids or messages)):
-        raise ValueError(f"an observation is a text, messages or token ids, not {observation!r:.100}")
+        raise ValueError(
+            f"an observation is a text, messages or token ids, not {observation!r:.100}"
+        )
     if isinstance(observation, str):
         check_text(observation)
     if not (after is None or type(after) is int and BEGINNING <= after < num_turns):
         raise ValueError(f"there is no turn {after!r:.100} that it could follow")
     if not (limit is None or type(limit) is int and limit >= 1):
-        raise ValueError(f"the largest number of tokens is a whole number from 1, not {limit!r:.100}")
-    if not (isinstance(request.tools, list) and all(isinstance(each, dict) for each in request.tools)):
+        raise ValueError(
+            f"the largest number of tokens is a whole number from 1, not {limit!r:.100}"
+        )
+    if not (
+        isinstance(request.tools, list) and all(isinstance(each, dict) for each in request.tools)
+    ):
         raise ValueError("tools are a list of schemas")
     check_sampling(request.sampling)
 

@@ -186,15 +186,25 @@ def _work(connection: Connection, program: Program) -> None:
             problem = f"{type(error).__name__}: {error}"[:LONGEST_PROBLEM] + _place(error)
         sys.stdout.flush()
         ended = Ended(
-            session.rewards, session.tool_calls, session.tool_errors, session.tool_seconds, problem, bool(RUNNING),
+            session.rewards,
+            session.tool_calls,
+            session.tool_errors,
+            session.tool_seconds,
+            problem,
+            bool(RUNNING),
             session.num_replies,
-        )  # fmt: skip
+        )
         connection.send_bytes(to_bytes(ended))
 
 
 def _place(error: Exception) -> str:
-    """Return the last line of the user's code in the error's traceback, before what that calls of libraries."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/lightrft/agents/" not in frame.filename]
+    """Return the last line of the user's code in the error's traceback, before what that calls of
+    libraries."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/lightrft/agents/" not in frame.filename
+    ]
     libraries = (sysconfig.get_path("stdlib"), *map(sysconfig.get_path, ("purelib", "platlib")))
     own = [frame for frame in frames if not frame.filename.startswith(libraries)] or frames
     return f", at {own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else ""

@@ -18,7 +18,8 @@ from lightrft.types import Prompt
 TURN = "\u2402turn\u2403"
 """Text of a turn in whose place another one was sampled; no template contains it."""
 LONGEST_KNOWN = 2048
-"""Number of letters of the longest text whose tokens are kept: long observations seldom come again."""
+"""Number of letters of the longest text whose tokens are kept: long observations seldom come again.
+"""
 
 
 class TurnFormat:
@@ -124,7 +125,9 @@ class TurnFormat:
         if text not in self._known:
             if len(self._known) > 4096:
                 self._known.clear()
-            token_ids = self._expand_media(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            token_ids = self._expand_media(
+                self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            )
             if len(text) > LONGEST_KNOWN:
                 return token_ids
             self._known[text] = token_ids

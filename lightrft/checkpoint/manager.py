@@ -16,7 +16,13 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from lightrft.checkpoint.atomic import CheckpointError, naming, run_on_all_ranks, write_file, write_folder
+from lightrft.checkpoint.atomic import (
+    CheckpointError,
+    naming,
+    run_on_all_ranks,
+    write_file,
+    write_folder,
+)
 from lightrft.checkpoint.manifest import Manifest, manifest_steps, newest_intact, next_number, read_intact, rotate, update_latest
 from lightrft.checkpoint.model_state import ModelState
 from lightrft.checkpoint.random_states import random_states, set_random_states

@@ -800,7 +800,9 @@ def field_types() -> dict[str, Any]:
 def field_bounds() -> dict[str, Bound]:
     """Return field name -> range of its values, for each field of a number or of numbers."""
     hints = {name: kind for cls in SECTIONS.values() for name, kind in get_type_hints(cls, include_extras=True).items()}
-    own = {name: kind.__metadata__[0] for name, kind in hints.items() if get_origin(kind) is Annotated}
+    own = {
+        name: kind.__metadata__[0] for name, kind in hints.items() if get_origin(kind) is Annotated
+    }
     return {name: NUMBER for name, kind in field_types().items() if _is_number(kind)} | own
 
 

@@ -103,7 +103,9 @@ def _model_problems(config: Config) -> list[str]:
         problems.append(str(error))
     for name, path in models:
         if len(path) > LONGEST_NAME:
-            problems.append(f"--{name} {path[:50]}... has {len(path)} letters: no folder and no model of a hub has such a name")
+            problems.append(
+                f"--{name} {path[:50]}... has {len(path)} letters: no folder and no model of a hub has such a name"
+            )
         elif path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
             problems.append(f"--{name} {path}: no such folder")
     return problems
@@ -393,7 +395,8 @@ def _text_config(name: str) -> dict[str, Any]:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """Return the content of a model's configuration; an empty one if it has none, which is reported when the model is loaded."""
+    """Return the content of a model's configuration; an empty one if it has none, which is reported
+    when the model is loaded."""
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError):

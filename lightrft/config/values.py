@@ -21,14 +21,19 @@ class Bound:
     description: str
     holds: Callable[[float], bool]
     most: float = 2**31 - 1
-    """Largest size of a value, positive or negative: no meaning needs a larger one, and sums and products of them still fit."""
+    """Largest size of a value, positive or negative: no meaning needs a larger one, and sums and
+    products of them still fit."""
 
     def problem(self, value: Any) -> str:
         """Return how a number, or each number of a list, should be; empty if it is."""
         numbers = value if isinstance(value, list) else [value]
         if not all(map(self.holds, numbers)):
             return f"must be {self.description}"
-        return "" if all(abs(number) <= self.most for number in numbers) else f"must be at most {self.most:,}"
+        return (
+            ""
+            if all(abs(number) <= self.most for number in numbers)
+            else f"must be at most {self.most:,}"
+        )
 
 
 NUMBER = Bound("a number", lambda value: value == value)

@@ -383,8 +383,11 @@ class Engine(ABC):
         return f"{message}; --engine_type hf also supports {' and '.join(more)}" if more else message
 
     def problem(self, request: Request) -> str | None:
-        """Return why add() would refuse a request with sampling and seeds of its own, without a look at its media."""
-        return self._problem_of(request if request.seeds else replace(request, seeds=(0,) * request.sampling.n))
+        """Return why add() would refuse a request with sampling and seeds of its own, without a
+        look at its media."""
+        return self._problem_of(
+            request if request.seeds else replace(request, seeds=(0,) * request.sampling.n)
+        )
 
     def _problem_of(self, request: Request) -> str | None:
         length, new, limit = len(request.prompt), request.sampling.max_tokens, self.max_model_len or math.inf

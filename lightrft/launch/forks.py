@@ -61,7 +61,8 @@ class Worker:
 
 
 class Mailbox:
-    """The rank's end of a worker's socket, for which the rank never waits, whatever the worker writes to it."""
+    """The rank's end of a worker's socket, for which the rank never waits, whatever the worker
+    writes to it."""
 
     def __init__(self, connection: Connection, *, longest: int = LARGEST_MESSAGE):
         """Take over the connection. A message of more than `longest` bytes is an error."""
@@ -103,7 +104,9 @@ class Mailbox:
         while len(self._unread) >= HEAD.size:
             (size,) = HEAD.unpack_from(self._unread)
             if not 0 <= size <= self.longest:
-                raise ValueError(f"it says that it has {size} bytes, and {self.longest} are possible")
+                raise ValueError(
+                    f"it says that it has {size} bytes, and {self.longest} are possible"
+                )
             if len(self._unread) < HEAD.size + size:
                 break
             messages.append(bytes(self._unread[HEAD.size : HEAD.size + size]))

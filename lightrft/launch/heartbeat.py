@@ -39,7 +39,8 @@ STANDARD_LIBRARY = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib
 LIBRARIES = {"site-packages", "dist-packages"}
 """Names of folders with installed packages, which may also belong to another environment."""
 END = os._exit
-"""Kept here, because code of the user that calls it by its name must not end a run (registry.py)."""
+"""Kept here, because code of the user that calls it by its name must not end a run (registry.py).
+"""
 _count = 0
 
 

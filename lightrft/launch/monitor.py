@@ -106,7 +106,8 @@ class Monitor:
             connection.close()
 
     def _accept(self) -> None:
-        """Accept a connection. If this process can open no more files, it tries again after a moment."""
+        """Accept a connection. If this process can open no more files, it tries again after a
+        moment."""
         try:
             connection = Connection(self._listening.accept()[0], longest=FIRST)
         except OSError:
@@ -117,7 +118,9 @@ class Monitor:
 
     def _close_strangers(self, now: float) -> None:
         """Close connections that have not said in time who they are."""
-        for connection in [each for each, since in self._strangers.items() if now - since > ARRIVAL]:
+        for connection in [
+            each for each, since in self._strangers.items() if now - since > ARRIVAL
+        ]:
             self._close(connection)
 
     def _close(self, connection: Connection) -> None:

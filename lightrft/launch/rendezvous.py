@@ -33,7 +33,8 @@ NUMBERS_OF_NODES = ("NNODES", "PET_NNODES", "SKYPILOT_NUM_NODES")
 NUMBERS_IN_A_JOB = ("SLURM_NNODES", "SLURM_NTASKS")
 """The same of a Slurm job, whose steps may be smaller."""
 NUMBERS_OF_PROCESSES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-"""The number of processes that mpirun has started: of Open MPI, of MPICH and Intel MPI, of MVAPICH."""
+"""The number of processes that mpirun has started: of Open MPI, of MPICH and Intel MPI, of MVAPICH.
+"""
 NOTICE = timedelta(seconds=30)
 """Interval between warnings about ranks that have not arrived."""
 FEW_RANKS = 8

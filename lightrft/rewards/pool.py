@@ -69,7 +69,8 @@ class Calls(Protocol):
     """Trace that records the calls of worker processes."""
 
     def begin(self, samples: list[Sample], *, first: bool = False) -> Result:
-        """Call the function with these samples, now or later; `first`: before all calls that wait."""
+        """Call the function with these samples, now or later; `first`: before all calls that wait.
+        """
 
 
 class InProcess:
@@ -188,7 +189,9 @@ class Processes:
         try:
             self._serve()
         except Exception as error:  # a bug here must not let the run wait for ever
-            ended = f"the thread of the worker processes has failed: {type(error).__name__}: {error}"
+            ended = (
+                f"the thread of the worker processes has failed: {type(error).__name__}: {error}"
+            )
             logger.opt(exception=True).error(ended)
         finally:
             with self._lock:
@@ -220,7 +223,11 @@ class Processes:
                     self._take_in(worker)
                 elif worker.mailbox.is_full:
                     self._flush(worker)
-                if worker in self._pool and worker.call and time.perf_counter() >= worker.began + self.limit:
+                if (
+                    worker in self._pool
+                    and worker.call
+                    and time.perf_counter() >= worker.began + self.limit
+                ):
                     self._out_of_time(worker)
 
     def _hand_out(self) -> None:

@@ -224,7 +224,8 @@ class RewardRunner:
         return None
 
     def _in_order(self, pending: list[Pending]) -> Iterable[Pending]:
-        """Return the calls in their order, or, if the first failure ends the run, in the order in which they end."""
+        """Return the calls in their order, or, if the first failure ends the run, in the order in
+        which they end."""
         results = {result: samples for samples, result in pending if isinstance(result, Future)}
         if self.section.reward_failure != "stop" or len(results) < len(pending):
             return pending
@@ -247,7 +248,9 @@ class RewardRunner:
         zero, on_server = self.section.reward_failure == "zero", any(map(_is_on_server, reward_terms(self.name)))
         if len(samples) == 1 or not zero and (error.sample or on_server or isinstance(error, WrongCount)):
             return [error]
-        calls = [(sample, self._calls.begin([sample], first=True)) for sample in reversed(samples)][::-1]
+        calls = [(sample, self._calls.begin([sample], first=True)) for sample in reversed(samples)][
+            ::-1
+        ]
         failures = (failure for sample, result in calls if (failure := self._take_in([sample], result)))
         return list(islice(failures, None if zero else 1))
 

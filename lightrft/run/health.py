@@ -16,7 +16,8 @@ HISTORY, ENOUGH = 16, 4
 FAR = 10.0
 """A mismatch is far above its history if it exceeds the median by this many times the larger of median and spread."""
 NEVER = {torch.float32: 1e-2, torch.bfloat16: 0.5}
-"""A mean mismatch that no rounding explains, not even that of other kernels: the engine has other weights, or another model."""
+"""A mean mismatch that no rounding explains, not even that of other kernels: the engine has other
+weights, or another model."""
 NO_ADVANTAGE = 1e-8
 
 
@@ -84,7 +85,11 @@ class Health:
         if self.logs:
             verification = ("the next weight sync verifies every weight" if self.config.engine.verify_weight_sync
                             else "weights are not verified, because of --no_verify_weight_sync")  # fmt: skip
-            than = f"the {median(self._mismatches):.2g} of the steps before" if mismatch > usual else "rounding explains"
+            than = (
+                f"the {median(self._mismatches):.2g} of the steps before"
+                if mismatch > usual
+                else "rounding explains"
+            )
             logger.warning(
                 "step {}: the log-probs of engine and trainer differ by {:.2g} on average, {:.2g} at most, far more than {}; {}",
                 number, mismatch, largest, than, verification,
@@ -94,7 +99,8 @@ class Health:
     def _most(self) -> float:
         """Return the mismatch above which something is wrong whatever the steps before had.
 
-        There is none where samples are older than the weights that are trained, and where --mismatch_limit is set instead.
+        There is none where samples are older than the weights that are trained, and where
+        --mismatch_limit is set instead.
         """
         rollout = self.config.rollout
         older = rollout.max_staleness or rollout.partial_rollout

@@ -47,7 +47,8 @@ FILES_OF_A_SESSION = 3
 
 
 class ServedSession(Session):
-    """Session whose prompts are tokenized in a thread of their own, so that the loop that all requests share never does."""
+    """Session whose prompts are tokenized in a thread of their own, so that the loop that all
+    requests share never does."""
 
     def __init__(self, connection: Connection, format: TurnFormat, tokenizing: Executor):
         super().__init__(connection)
@@ -103,13 +104,16 @@ class ClientSessions:
 
     def _begin(self) -> ServedSession:
         if len(self._named) >= self._most:
-            raise ValueError(f"the server has {self._most} sessions, as many as it can: use one of them, or none (x-session-id)")
+            raise ValueError(
+                f"the server has {self._most} sessions, as many as it can: use one of them, or none (x-session-id)"
+            )
         client_end, server_end = Pipe()
         self.new.put(server_end)
         return ServedSession(client_end, self._format, self._tokenizing)
 
     def _forget_ended(self, asked: str) -> None:
-        """Forget the sessions whose time is over, except one that is asked for, whose client learns of its end."""
+        """Forget the sessions whose time is over, except one that is asked for, whose client learns
+        of its end."""
         for name, session in list(self._named.items()):
             if name != asked and not self._busy[name] and session.connection.poll():
                 self._forget(name, session)
@@ -121,7 +125,8 @@ class ClientSessions:
 
 
 def _open_files() -> int:
-    """Return the number of files that this process can open, after it has been raised as far as possible."""
+    """Return the number of files that this process can open, after it has been raised as far as
+    possible."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, MOST_FILES), most))
@@ -149,7 +154,10 @@ class ModelServer:
     def serve(self) -> None:
         """Answer requests; raise Interrupted on all ranks when one of them is asked to stop."""
         self.strategy.announce("")
-        with Interruption(self.strategy.mesh.world, SERVER_STOPS) as interruption, self.strategy.engine_awake():
+        with (
+            Interruption(self.strategy.mesh.world, SERVER_STOPS) as interruption,
+            self.strategy.engine_awake(),
+        ):
             if self.strategy.is_rank_0():
                 threading.Thread(target=lambda: asyncio.run(self._listen()), name="model-server", daemon=True).start()
                 host, port = self._listener.getsockname()[:2]

@@ -51,7 +51,14 @@ class RecordedSamples:
             for line in lines:
                 number += 1
                 samples.append(_of_json(json.loads(line), prompts))
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise DataError(
                 f"--replay_rollouts {self._file(step)}:{number} is no line of a dump ({type(error).__name__}: {error})"
             ) from error

@@ -76,16 +76,21 @@ class ServedModel:
         most = self.model.max_tokens
         for prompt, response in texts:
             if len(prompt) + len(response) > LETTERS_PER_TOKEN * most:
-                raise ValueError(f"a text has {len(prompt) + len(response)} letters, more than {LETTERS_PER_TOKEN} for each "
-                                 f"token of --max_tokens_per_microbatch {most} here")  # fmt: skip
+                raise ValueError(
+                    f"a text has {len(prompt) + len(response)} letters, more than {LETTERS_PER_TOKEN} "
+                    f"for each token of --max_tokens_per_microbatch {most} here"
+                )
         tokens = [self._tokens(*text) for text in texts]
         longest = max((len(prompt) + len(response) for prompt, response in tokens), default=0)
         if longest > most:
-            raise ValueError(f"a text has {longest} tokens, more than --max_tokens_per_microbatch {most} here")
+            raise ValueError(
+                f"a text has {longest} tokens, more than --max_tokens_per_microbatch {most} here"
+            )
         return tokens
 
     def scores(self, tokens: Sequence[Tokens]) -> list[float]:
-        """Return the weighted reward of each text. All ranks call it together, with any number of texts."""
+        """Return the weighted reward of each text. All ranks call it together, with any number of
+        texts."""
         ids = [torch.tensor(prompt + response) for prompt, response in tokens]
         padded = pad_sequence(ids, batch_first=True) if ids else torch.zeros(0, 1, dtype=torch.int64)
         rows = self.model.get_scores({IDS: padded, LENGTHS: torch.tensor([len(row) for row in ids], dtype=torch.int64)})
@@ -95,7 +100,8 @@ class ServedModel:
         ]
 
     def _tokens(self, prompt: str, response: str) -> Tokens:
-        """Return the tokens of a text, after those that begin one, unless it has them, and before the end token."""
+        """Return the tokens of a text, after those that begin one, unless it has them, and before
+        the end token."""
         begins = bool(self.tokenizer.bos_token) and prompt.startswith(self.tokenizer.bos_token)
         ids = self.tokenizer(prompt, add_special_tokens=not begins)["input_ids"]
         rest = self.tokenizer(response, add_special_tokens=False)["input_ids"]
@@ -144,7 +150,10 @@ class RewardServer:
     def _answer_waiting(self) -> None:
         """Answer all requests that wait now, in one computation."""
         waiting = self._take() if self._http is not None else []
-        joined = {each.label: [text for job, _ in waiting for text in job[each.label]] for each in self.models}
+        joined = {
+            each.label: [text for job, _ in waiting for text in job[each.label]]
+            for each in self.models
+        }
         job = self.strategy.mesh.world.broadcast(joined)
         if not _size(job):
             return
@@ -167,7 +176,9 @@ class RewardServer:
     def _rewards(self, job: Job) -> list[Reward]:
         data = self.strategy.mesh.data
         own = share_of(data.rank, data.size, _size(job))
-        parts = {each.label: each.scores(job[each.label][own.start : own.stop]) for each in self.models}
+        parts = {
+            each.label: each.scores(job[each.label][own.start : own.stop]) for each in self.models
+        }
         shares = data.gather(parts)
         columns = {label: [score for share in shares for score in share[label]] for label in parts}
         if len(columns) == 1:
@@ -181,7 +192,8 @@ def _size(job: Job) -> int:
 
 
 class _Listener(ThreadingHTTPServer):
-    """HTTP server that puts requests into a queue, and waits for their answers. Each connection has a thread."""
+    """HTTP server that puts requests into a queue, and waits for their answers. Each connection has
+    a thread."""
 
     daemon_threads = True
 
@@ -209,7 +221,8 @@ class _Listener(ThreadingHTTPServer):
 
 
 class _Unreadable(Exception):
-    """Raised for a request that is answered with an error; its arguments are the status and the problem."""
+    """Raised for a request that is answered with an error; its arguments are the status and the
+    problem."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -218,7 +231,8 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = IDLE_SECONDS
 
     def handle_one_request(self) -> None:
-        """Wait for a request, then read it within a time limit, after which the connection is closed."""
+        """Wait for a request, then read it within a time limit, after which the connection is
+        closed."""
         if not self.rfile.peek(1):
             self.close_connection = True
             return
@@ -256,24 +270,36 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(written) if written.isdecimal() and len(written) < 20 else None
         if problem := self._problem(length):
             self.close_connection = True
-            for _ in range(0, length or 0, CHUNK):  # many clients read no answer before they have sent everything
+            for _ in range(
+                0, length or 0, CHUNK
+            ):  # many clients read no answer before they have sent everything
                 if not self.rfile.read(min(CHUNK, length)):
                     break
             raise problem
         content = self.rfile.read(length)
         if len(content) < length:
             self.close_connection = True
-            raise _Unreadable(400, f"the request has {len(content)} bytes, and not {length} as it says (Content-Length)")
+            raise _Unreadable(
+                400,
+                f"the request has {len(content)} bytes, and not {length} as it says (Content-Length)",
+            )
         return content
 
     def _problem(self, length: int | None) -> _Unreadable | None:
         expected, received = self.server.authorization, self.headers.get("Authorization", "")
-        if expected and not hmac.compare_digest(received.encode(errors="replace"), expected.encode()):
+        if expected and not hmac.compare_digest(
+            received.encode(errors="replace"), expected.encode()
+        ):
             return _Unreadable(401, f"the request needs the key of the server's {REWARD_KEY}")
         if length is None:
-            return _Unreadable(411, "the request does not say how many bytes it has (Content-Length)")
+            return _Unreadable(
+                411, "the request does not say how many bytes it has (Content-Length)"
+            )
         if length > LARGEST_REQUEST:
-            return _Unreadable(413, f"the request has {length} bytes, more than {LARGEST_REQUEST}: send fewer texts at once")
+            return _Unreadable(
+                413,
+                f"the request has {length} bytes, more than {LARGEST_REQUEST}: send fewer texts at once",
+            )
         return None
 
     def _give_up(self) -> None:

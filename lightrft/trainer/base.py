@@ -282,7 +282,9 @@ class Trainer(ABC):
             return None
         step = state.get("step")
         if path.name != f"step{step}":
-            raise ConfigError(f"--load_checkpoint: {path} says that it was written after step {step!r:.50}: it is damaged")
+            raise ConfigError(
+                f"--load_checkpoint: {path} says that it was written after step {step!r:.50}: it is damaged"
+            )
         self.done = self.saved = self.resumed = step
         self.strategy.print(f"resuming after step {self.done} from {path}")
         return self.done

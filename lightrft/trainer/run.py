@@ -97,7 +97,9 @@ def run(command: str, config: Config) -> Any:
     try:
         with kept_alive():
             _start(strategy.setup_distributed)
-            return _generate(strategy) if strategy.generates_only else WORK[command](config, strategy)
+            return (
+                _generate(strategy) if strategy.generates_only else WORK[command](config, strategy)
+            )
     except Exception as error:
         _end_all(strategy, error)
         raise
@@ -160,15 +162,21 @@ def _as_config_error(step: Callable[..., T], *arguments: object) -> T:
 
 
 def _start(step: Callable[..., T], *arguments: object) -> T:
-    """Do a step before the first phase, which has no time limit of its own; say where it is while it takes long."""
-    limit = next((60 * each.strategy.phase_minutes for each in arguments if isinstance(each, Config)), math.inf)
+    """Do a step before the first phase, which has no time limit of its own; say where it is while
+    it takes long."""
+    limit = next(
+        (60 * each.strategy.phase_minutes for each in arguments if isinstance(each, Config)),
+        math.inf,
+    )
     ended, began = threading.Event(), time.monotonic()
 
     def watch() -> None:
         while not ended.wait(NOTICE_SECONDS):
             seconds = time.monotonic() - began
             if seconds > limit:
-                cause = f"the start has taken more than {limit:.0f} s (--phase_minutes), at {place()}"
+                cause = (
+                    f"the start has taken more than {limit:.0f} s (--phase_minutes), at {place()}"
+                )
                 logger.error(f"this run ends: {cause}")
                 exit_process(cause, 1)
             if local_rank() == 0:

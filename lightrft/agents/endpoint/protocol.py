@@ -1,6 +1,8 @@
-"""Bodies of requests and replies of the OpenAI API (chat completions, completions), and of vLLM's route for token ids.
+"""Bodies of requests and replies of the OpenAI API (chat completions, completions), and of vLLM's
+route for token ids.
 
-A request is checked by its meaning before anything is done with it; a ValueError says what is wrong.
+A request is checked by its meaning before anything is done with it; a ValueError says what is
+wrong.
 """
 
 import json
@@ -21,7 +23,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Parameter of a request -> its values, beside null, with which tokens are sampled as the run samples them."""
 BYTES_PER_TOKEN = 16
-"""Largest size of a request for each token that prompt and response can have: text, token ids and escapes of JSON."""
+"""Largest size of a request for each token that prompt and response can have: text, token ids and
+escapes of JSON."""
 OTHER_BYTES = 1 << 16
 """Further bytes of a request, such as schemas of tools."""
 
@@ -51,7 +54,8 @@ class Options(TypedDict):
 
 
 def read_body(content: bytes) -> Body:
-    """Return the object of a request. Raises ValueError if it is none, or has text that no tokenizer reads."""
+    """Return the object of a request. Raises ValueError if it is none, or has text that no
+    tokenizer reads."""
     try:
         body = json.loads(content)
     except RecursionError as error:
@@ -66,19 +70,36 @@ def read_options(body: Body, served: EndpointModel) -> Options:
     """Return what a request chooses. Raises ValueError for a parameter that it cannot choose, or not so."""
     for name, value in served.fixed.items():
         if body.get(name) not in (None, value):
-            raise ValueError(f"{name} is {value:g} in this run (--{name}), not {body[name]!r:.100}: omit it in the request")
-    reason = "tokens are sampled as the run says" if served.fixed else "this server does not support it"
+            raise ValueError(
+                f"{name} is {value:g} in this run (--{name}), not {body[name]!r:.100}: omit it in the request"
+            )
+    reason = (
+        "tokens are sampled as the run says" if served.fixed else "this server does not support it"
+    )
     for name, values in NEUTRAL.items():
-        if body.get(name) is not None and not any(body[name] is value or body[name] == value for value in values):
+        if body.get(name) is not None and not any(
+            body[name] is value or body[name] == value for value in values
+        ):
             raise ValueError(f"{name} {body[name]!r:.100} is not possible: {reason}; omit it")
     _check_kinds(body)
-    if ends := set(_token_ids(body.get("stop_token_ids") or [], "stop_token_ids")) - served.end_token_ids:
-        where = "in this run: add them to --stop_token_ids" if served.fixed else "of this server, whose flag is --stop_token_ids"
+    if (
+        ends := set(_token_ids(body.get("stop_token_ids") or [], "stop_token_ids"))
+        - served.end_token_ids
+    ):
+        where = (
+            "in this run: add them to --stop_token_ids"
+            if served.fixed
+            else "of this server, whose flag is --stop_token_ids"
+        )
         raise ValueError(f"stop_token_ids {sorted(ends)} do not end a turn {where}")
-    limits = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+    limits = [
+        body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None
+    ]
     for limit in limits:
         if type(limit) is not int or limit < 1:
-            raise ValueError(f"the largest number of tokens is a whole number from 1, not {limit!r:.100}")
+            raise ValueError(
+                f"the largest number of tokens is a whole number from 1, not {limit!r:.100}"
+            )
     chosen = {name: body[name] for name in RANGES if name not in served.fixed and body.get(name) is not None}
     check_sampling(chosen)
     if "top_k" in chosen:
@@ -87,20 +108,29 @@ def read_options(body: Body, served: EndpointModel) -> Options:
 
 
 KINDS: Mapping[str, tuple[type, ...]] = {
-    "stream": (bool,), "stream_options": (dict,), "return_token_ids": (bool,), "logprobs": (bool, int), "tools": (list,),
-    "messages": (list,), "model": (str,),
-}  # fmt: skip
+    "stream": (bool,),
+    "stream_options": (dict,),
+    "return_token_ids": (bool,),
+    "logprobs": (bool, int),
+    "tools": (list,),
+    "messages": (list,),
+    "model": (str,),
+}
 """Parameter of a request -> the types that it may have, beside null."""
 
 
 def _check_kinds(body: Body) -> None:
     for name, kinds in KINDS.items():
         if body.get(name) is not None and not isinstance(body[name], kinds):
-            raise ValueError(f"{name} is of the type {' or '.join(kind.__name__ for kind in kinds)}, not {body[name]!r:.100}")
+            raise ValueError(
+                f"{name} is of the type {' or '.join(kind.__name__ for kind in kinds)}, not {body[name]!r:.100}"
+            )
     for tool in body.get("tools") or ():
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f"a tool is {{'type': 'function', 'function': {{'name': ..., ...}}}}, not {tool!r:.100}")
+            raise ValueError(
+                f"a tool is {{'type': 'function', 'function': {{'name': ..., ...}}}}, not {tool!r:.100}"
+            )
 
 
 def read_prompt(prompt: Any) -> str | list[int]:

@@ -41,8 +41,11 @@ class Address(NamedTuple):
     key: str
 
 
-def application(sessions: Sessions, served: EndpointModel, key: str = "", *, log: Log | None = None) -> Starlette:
-    """Return the application that answers requests with turns of episodes. With a key, requests without it are refused.
+def application(
+    sessions: Sessions, served: EndpointModel, key: str = "", *, log: Log | None = None
+) -> Starlette:
+    """Return the application that answers requests with turns of episodes. With a key, requests
+    without it are refused.
 
     `log` gets each request with the status of its answer, and a text about it.
     """
@@ -58,9 +61,13 @@ def application(sessions: Sessions, served: EndpointModel, key: str = "", *, log
                 with sessions(request.headers.get("x-session-id", "")) as session:
                     turn, reply = await take(session, body)
             except RequestTooSlow as error:
-                return JSONResponse(protocol.problem(str(error), "request_timeout"), 408, {"connection": "close"})
+                return JSONResponse(
+                    protocol.problem(str(error), "request_timeout"), 408, {"connection": "close"}
+                )
             except RequestTooLarge as error:
-                return JSONResponse(protocol.problem(str(error), "request_too_large"), 413, {"connection": "close"})
+                return JSONResponse(
+                    protocol.problem(str(error), "request_too_large"), 413, {"connection": "close"}
+                )
             except ValueError as error:
                 return JSONResponse(protocol.problem(str(error)), 400)
             if not turn.token_ids:
@@ -78,7 +85,9 @@ def application(sessions: Sessions, served: EndpointModel, key: str = "", *, log
                 about, response = ": the client has left", Response(status_code=400)
             except Exception as error:  # a mistake in the server costs one request
                 about = f": {type(error).__name__}: {error}"[:500]
-                response = JSONResponse(protocol.problem("the server failed at this request", "internal_error"), 500)
+                response = JSONResponse(
+                    protocol.problem("the server failed at this request", "internal_error"), 500
+                )
             if log is not None:
                 log(request, response.status_code, f"{time.monotonic() - began:.2f} s{about}")
             return response
@@ -94,8 +103,13 @@ def application(sessions: Sessions, served: EndpointModel, key: str = "", *, log
         return turn, protocol.chat_reply(turn, len(session.turns), served, body)
 
     async def complete(session: Session, body: Body) -> tuple[Turn, Body]:
-        options, prompt = protocol.read_options(body, served), protocol.read_prompt(body.get("prompt"))
-        turn = await (session.complete if isinstance(prompt, str) else session.generate)(prompt, **options)
+        options, prompt = (
+            protocol.read_options(body, served),
+            protocol.read_prompt(body.get("prompt")),
+        )
+        turn = await (session.complete if isinstance(prompt, str) else session.generate)(
+            prompt, **options
+        )
         return turn, protocol.completion_reply(turn, len(session.turns), served, body)
 
     async def generate(session: Session, body: Body) -> tuple[Turn, Body]:
@@ -132,7 +146,8 @@ class RequestTooSlow(Exception):
 async def _content(request: Request, longest: int) -> bytes:
     """Return the body of a request, of which at most `longest` bytes are kept.
 
-    The rest is read all the same, because many clients read no answer before they have sent everything.
+    The rest is read all the same, because many clients read no answer before they have sent
+    everything.
     """
     content = bytearray()
     with suppress(TimeoutError):
@@ -144,7 +159,9 @@ async def _content(request: Request, longest: int) -> bytes:
                 return bytes(content)
     if len(content) <= longest:
         raise RequestTooSlow(f"the request was not complete after {BODY_SECONDS:g} s")
-    raise RequestTooLarge(f"the request has more than {longest} bytes, which are more tokens than the model reads")
+    raise RequestTooLarge(
+        f"the request has more than {longest} bytes, which are more tokens than the model reads"
+    )
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -155,7 +172,8 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 class ClientConnection(H11Protocol):
-    """Connection of a client, which is closed if a request does not begin, or its head is not complete, in time."""
+    """Connection of a client, which is closed if a request does not begin, or its head is not
+    complete, in time."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -179,7 +197,9 @@ class ClientConnection(H11Protocol):
 
 
 def server_settings(app: Starlette) -> uvicorn.Config:
-    return uvicorn.Config(app, http=ClientConnection, ws="none", log_level="error", access_log=False, lifespan="off")
+    return uvicorn.Config(
+        app, http=ClientConnection, ws="none", log_level="error", access_log=False, lifespan="off"
+    )
 
 
 @asynccontextmanager

@@ -41,14 +41,22 @@ class Codec:
             simple = all(type(each) in SIMPLE for each in value)
             return value if simple else [self._encode(each, buffers) for each in value]
         if kind is dict:
-            return {"dict": {str(name): self._encode(each, buffers) for name, each in value.items()}}
+            return {
+                "dict": {str(name): self._encode(each, buffers) for name, each in value.items()}
+            }
         if kind.__name__ in self.kinds:
-            values = [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else value
+            values = (
+                [getattr(value, field.name) for field in fields(value)]
+                if is_dataclass(value)
+                else value
+            )
             return {kind.__name__: [self._encode(each, buffers) for each in values]}
         if kind is tuple:
             return {"tuple": [self._encode(each, buffers) for each in value]}
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            return {"array": [value.dtype.str, list(value.shape), self._add(value.tobytes(), buffers)]}
+            return {
+                "array": [value.dtype.str, list(value.shape), self._add(value.tobytes(), buffers)]
+            }
         if isinstance(value, Image.Image):
             return {"image": [value.mode, list(value.size), self._add(value.tobytes(), buffers)]}
         raise TypeError(f"a {kind.__name__} cannot be sent to another rank")
@@ -60,7 +68,11 @@ class Codec:
 
     def _decode(self, content: Any, buffers: list[bytes]) -> Any:
         if isinstance(content, list):
-            return content if all(type(each) in SIMPLE for each in content) else [self._decode(each, buffers) for each in content]
+            return (
+                content
+                if all(type(each) in SIMPLE for each in content)
+                else [self._decode(each, buffers) for each in content]
+            )
         if not isinstance(content, dict):
             return content
         ((name, inner),) = content.items()

@@ -1,7 +1,9 @@
-"""Connections of the ranks that train to a rank that generates, where nobody else gets in or holds anybody up.
+"""Connections of the ranks that train to a rank that generates, where nobody else gets in or holds
+anybody up.
 
-A rank proves that it knows the run's secret, and so does the one that it connects to. Strangers are heard in threads of their
-own, for a few seconds, and of what they send only its length and its digest are looked at.
+A rank proves that it knows the run's secret, and so does the one that it connects to. Strangers are
+heard in threads of their own, for a few seconds, and of what they send only its length and its
+digest are looked at.
 """
 
 import hmac
@@ -27,10 +29,12 @@ GREETING_SECONDS = 10.0
 CONNECT_SECONDS = 120.0
 """Time for which a rank tries to connect to another one, which has said that it listens."""
 MOST_STRANGERS = 64
-"""Number of connections that are heard at the same time; others are closed, and a rank of the run tries again."""
+"""Number of connections that are heard at the same time; others are closed, and a rank of the run
+tries again."""
 NONCE = 32
 ANSWER = struct.Struct(f"!I{NONCE}s{NONCE}s")
-"""Rank of the process that connects, its nonce, and the digest that only a process of the run knows."""
+"""Rank of the process that connects, its nonce, and the digest that only a process of the run
+knows."""
 
 
 class Door:
@@ -48,7 +52,8 @@ class Door:
         threading.Thread(target=self._listen, name="door", daemon=True).start()
 
     def admit(self, number: int) -> dict[int, socket.socket]:
-        """Wait for connections of so many ranks, then listen no longer; return rank -> connection."""
+        """Wait for connections of so many ranks, then listen no longer; return rank -> connection.
+        """
         connections: dict[int, socket.socket] = {}
         while len(connections) < number:
             rank, connection = self._admitted.get()
@@ -97,7 +102,8 @@ class Door:
 
 
 def enter(host: str, port: int, secret: str, rank: int) -> socket.socket:
-    """Return a connection of this rank to a door. Raises ConnectionError if it is not reached, or is another program's."""
+    """Return a connection of this rank to a door. Raises ConnectionError if it is not reached, or
+    is another program's."""
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
@@ -145,7 +151,8 @@ def _digest(secret: bytes, *parts: bytes | int) -> bytes:
 
 
 def own_address(processes: RunProcesses) -> str:
-    """Return the address of this machine at which the other ranks reach it; empty if it is not known."""
+    """Return the address of this machine at which the other ranks reach it; empty if it is not
+    known."""
     if processes.one_node:
         return LOOPBACK
     names = [os.environ[INTERFACE]] if INTERFACE in os.environ else []
@@ -165,5 +172,3 @@ def _can_listen(address: str) -> bool:
         probe.bind((address, 0))
         return True
     return False
-
-

@@ -50,7 +50,8 @@ class WeightBroadcast:
             length = self._broadcast(torch.zeros(1, dtype=torch.int64, device=self.device))
             header = self._broadcast(torch.empty(int(length), dtype=torch.uint8, device=self.device))
             contents = [
-                (name, shape, getattr(torch, dtype)) for name, shape, dtype in json.loads(header.cpu().numpy().tobytes())
+                (name, shape, getattr(torch, dtype))
+                for name, shape, dtype in json.loads(header.cpu().numpy().tobytes())
             ]
             if not contents:
                 return
@@ -63,7 +64,10 @@ class WeightBroadcast:
 
     def _send(self, bucket: list[NamedTensor]) -> None:
         bucket = sorted(bucket, key=lambda item: -item[1].itemsize)  # each is aligned in the buffer
-        kinds = [(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in bucket]
+        kinds = [
+            (name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in bucket
+        ]
         contents = json.dumps(kinds).encode()
         header = torch.frombuffer(bytearray(contents), dtype=torch.uint8).to(self.device)
         self._broadcast(torch.tensor([len(header)], device=self.device))

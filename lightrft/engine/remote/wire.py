@@ -64,7 +64,19 @@ class Closed:
     """End of the run, or of the connection."""
 
 
-CODEC = Codec(Generate, Finished, Abort, LoadWeights, Closed, Request, Sampling, Completion, Drafts, Video, Clip)
+CODEC = Codec(
+    Generate,
+    Finished,
+    Abort,
+    LoadWeights,
+    Closed,
+    Request,
+    Sampling,
+    Completion,
+    Drafts,
+    Video,
+    Clip,
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -112,7 +124,9 @@ def accept(processes: RunProcesses, inbox: "SimpleQueue[tuple[Peer, Any]]") -> l
     """Listen on this rank, which generates, and return the connections of all ranks that train, in rank order."""
     secret, address = secrets.token_hex(16), own_address(processes)
     door = Door(address, secret)
-    processes.store.set(f"{KEY}/{processes.rank}", f"{address or socket.gethostname()} {door.port} {secret}")
+    processes.store.set(
+        f"{KEY}/{processes.rank}", f"{address or socket.gethostname()} {door.port} {secret}"
+    )
     connections = door.admit(processes.size - processes.rollout_ranks)
     return [Peer(rank, connections[rank], inbox) for rank in sorted(connections)]
 

@@ -170,11 +170,16 @@ class VLLMShim:
     @staticmethod
     @contextmanager
     def rank_in_environment() -> Iterator[None]:
-        """Set RANK and LOCAL_RANK while an engine starts, which reads them, also in a process without a launcher.
+        """Set RANK and LOCAL_RANK while an engine starts, which reads them, also in a process
+        without a launcher.
 
-        Afterwards the launcher's variables are as before: vLLM overwrites LOCAL_WORLD_SIZE on a CPU.
+        Afterwards the launcher's variables are as before: vLLM overwrites LOCAL_WORLD_SIZE on a
+        CPU.
         """
-        before = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+        before = {
+            name: os.environ.get(name)
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        }
         os.environ.setdefault("RANK", str(dist.get_rank()))
         os.environ.setdefault("LOCAL_RANK", str(local_rank()))
         try:
