@@ -3,8 +3,8 @@
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol
@@ -223,13 +223,16 @@ class RewardRunner:
                 return ConfigError(f"{messages[0]}. {self._in_a_row} calls in a row have failed: the function itself is broken")
         return None
 
-    def _in_order(self, pending: list[Pending]) -> Iterable[Pending]:
-        """Return the calls in their order, or, if the first failure ends the run, in the order in
-        which they end."""
-        results = {result: samples for samples, result in pending if isinstance(result, Future)}
-        if self.section.reward_failure != "stop" or len(results) < len(pending):
-            return pending
-        return ((results[result], result) for result in as_completed(results))
+    def _in_order(self, pending: list[Pending]) -> Iterator[Pending]:
+        """Yield the calls in their order, or, if the first failure ends the run, as they end."""
+        waiting = {result: samples for samples, result in pending if isinstance(result, Future)}
+        if self.section.reward_failure != "stop" or len(waiting) < len(pending):
+            yield from pending
+            return
+        while waiting:
+            wait(waiting, return_when=FIRST_COMPLETED)
+            for result in [result for result in waiting if result.done()]:
+                yield waiting.pop(result), result
 
     def _take_in(self, samples: list[Sample], result: Result) -> CallFailed | None:
         """Set the rewards that a call returned; return its failure if there is one, with the sample if it is known."""

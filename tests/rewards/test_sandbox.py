@@ -56,6 +56,16 @@ def test_nothing_of_the_kernel_opens_for_writing():
     assert (code, json.loads(output)) == (0, [])
 
 
+def test_a_sandbox_that_its_user_makes_hides_as_much(kind):
+    if kind == "bwrap" or not (command := sandbox._unshare(by_root=False)) or not sandbox._works(command):
+        pytest.skip("it is that of every user")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "find_sandbox", lambda: command)
+        assert output_of(WRITABLE, errors=subprocess.STDOUT) == (0, "[]\n")
+        assert passes("def f(x): return x", ["assert f(2) == 2"])
+        assert output_of("import os; os.mkdir('/new')")[0] != 0
+
+
 def test_a_program_is_not_root_and_has_no_capabilities():
     status = (
         "print([l.split()[1:] for l in open('/proc/self/status') if "

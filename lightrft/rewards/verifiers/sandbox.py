@@ -94,7 +94,7 @@ def find_sandbox() -> tuple[str, ...]:
     known ones works."""
     if os.environ.get(WITHOUT_SANDBOX) == "none":
         return ()
-    for sandbox in (_bubblewrap(), _unshare()):
+    for sandbox in (_bubblewrap(), _unshare(by_root=True), _unshare(by_root=False)):
         if sandbox and _works(sandbox):
             return sandbox
     raise ValueError(
@@ -198,14 +198,18 @@ def _bubblewrap() -> tuple[str, ...]:
     )
 
 
-def _unshare() -> tuple[str, ...]:
-    if not (path := shutil.which("unshare")):
+def _unshare(*, by_root: bool) -> tuple[str, ...]:
+    """Return the command that makes namespaces: `by_root`, as whom it mounts, or as a user who is
+    root only inside."""
+    path, nobody = shutil.which("unshare"), _as_nobody()
+    if not path or by_root and not nobody:
         return ()
-    nobody = _as_nobody()
-    to_mount = () if nobody else ("--user", "--map-root-user")
-    spaces = (*to_mount, "--mount", "--net", "--ipc", "--pid", "--fork", "--kill-child")
-    drop = nobody or (path, "--user", "--map-user=65534", "--map-group=65534", "--")
-    return (path, *spaces, "sh", "-c", NEW_ROOT, str(DISK_SIZE), *_folders(), "--", *drop)
+    spaces = ("--mount", "--net", "--ipc", "--pid", "--fork", "--kill-child")
+    root = ("sh", "-c", NEW_ROOT, str(DISK_SIZE), *_folders(), "--")
+    if by_root:
+        return (path, *spaces, *root, *nobody)
+    powerless = (path, "--user", "--map-user=65534", "--map-group=65534", "--")
+    return (*nobody, path, "--user", "--map-root-user", *spaces, *root, *powerless)
 
 
 def _as_nobody() -> tuple[str, ...]:
