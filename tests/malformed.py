@@ -63,6 +63,7 @@ OF_A_SERVER = [
     ("/v1/completions", {"prompt": "a", "top_k": "5"}, "top_k is a whole number"),
     ("/v1/completions", {"prompt": "a", "top_p": 0}, "top_p is a number"),
     ("/v1/completions", {"prompt": "a", "top_p": float("nan")}, "top_p is a number"),
+    ("/v1/completions", {"prompt": "a", "temperature": 1e-45}, "temperature is 0, or at least 1e-06"),
     ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature is a number from 0"),
     ("/v1/completions", {"prompt": "a", "temperature": "hot"}, "temperature is a number from 0"),
     ("/v1/completions", {"prompt": "a", "temperature": 1e400}, "temperature is a number from 0"),

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from lightrft.config.values import COLDEST
+
 Message = dict[str, Any]
 """Message of a chat, such as {"role": "tool", "content": "56"}."""
 Observation = str | list[Message] | list[int] | None
@@ -116,6 +118,10 @@ def check_sampling(sampling: dict[str, Any]) -> None:
         kind, word = (int, "whole number") if name in WHOLE else (int | float, "number")
         if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
             raise ValueError(f"{name} is a {word} from {least:g} to {most:g}, not {value!r:.100}")
+    if 0 < sampling.get("temperature", 0) < COLDEST:
+        raise ValueError(
+            f"temperature is 0, or at least {COLDEST:g}, not {sampling['temperature']!r}"
+        )
 
 
 def check_request(request: TurnRequest, num_turns: int) -> None:

@@ -36,6 +36,7 @@ from lightrft.config.sections import (
     media_columns,
     section_of_field,
 )
+from lightrft.config.values import COLDEST
 
 
 def validate(config: Config, *, command: str, world_size: int) -> None:
@@ -158,14 +159,23 @@ def _sampling_problems(rollout: RolloutSection) -> list[str]:
     first = rollout.first_token_temperature
     impossible = {
         "--temperature must be above 0; evaluation is always greedy": rollout.temperature <= 0,
+        f"--temperature, --eval_temperature and --first_token_temperature must be at least {COLDEST:g}": any(
+            value is not None and 0 < value < COLDEST
+            for value in (rollout.temperature, rollout.eval_temperature, first)
+        ),
         "--eval_temperature must be above 0; evaluation always includes a greedy response": (
             rollout.eval_temperature is not None and rollout.eval_temperature <= 0
         ),
-        "--top_p must be above 0 and at most 1; 1 samples from all tokens": not 0 < rollout.top_p <= 1,
+        "--top_p must be above 0 and at most 1; 1 samples from all tokens": not 0
+        < rollout.top_p
+        <= 1,
         "--top_k must not be negative; 0 samples from all tokens": rollout.top_k < 0,
         "--stop must not contain an empty text": "" in rollout.stop,
-        "--stop_token_ids must not contain a negative number": any(token < 0 for token in rollout.stop_token_ids),
-        "--first_token_temperature must be above 0; omit it to use --temperature": first is not None and first <= 0,
+        "--stop_token_ids must not contain a negative number": any(
+            token < 0 for token in rollout.stop_token_ids
+        ),
+        "--first_token_temperature must be above 0; omit it to use --temperature": first is not None
+        and first <= 0,
     }
     return [problem for problem, holds in impossible.items() if holds]
 

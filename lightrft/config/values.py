@@ -12,6 +12,10 @@ from typing import Any, Literal, NewType, Self, Union, get_args, get_origin
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 LARGEST = 2**63 - 1
 """Largest whole number: larger ones fit into no tensor and no file format."""
+COLDEST = 1e-6
+HOTTEST = 1e6
+"""Temperatures by which logits can be divided, beside 0; with smaller ones they would be infinite.
+"""
 
 
 @dataclass(frozen=True, slots=True)

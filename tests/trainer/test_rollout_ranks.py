@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -26,6 +28,7 @@ from lightrft.engine.media import Clip, Video, digest
 from lightrft.engine.remote import door
 from lightrft.engine.remote.server import EngineServer
 from lightrft.engine.remote.wire import CODEC, Abort, Closed, Finished, Generate, LoadWeights, Peer
+from lightrft.parallel.processes import RunProcesses
 from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from lightrft.trainer.run import run
@@ -203,6 +206,16 @@ def test_a_rank_does_not_believe_a_stranger():
         with pytest.raises(ConnectionError, match="another program answers"):
             door._enter("127.0.0.1", stranger.getsockname()[1], b"secret", 0)
         thread.join()
+
+
+def test_a_rank_listens_where_the_others_are(monkeypatch):
+    alone = RunProcesses(None, 1, 2, timedelta(), 1, one_node=True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as vLLM leaves it on a CPU
+    assert door.own_address(alone) == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    address = door.own_address(replace(alone, one_node=False))
+    assert not address.startswith("127.")
+    door.Door(address, "secret").close()
 
 
 MESSAGES = [
