@@ -13,6 +13,8 @@ from lightrft.launch.connection import FIRST, PENDING, Connection, ConnectionLos
 
 PATIENCE = 5.0
 """Seconds that the report of a failed collective waits for its cause, a rank that failed by itself or died."""
+BACKLOG = 128
+"""Fewest connections that may wait to be accepted, so that a few strangers keep no rank out."""
 RETRY = 0.1
 """Seconds between two attempts to accept a connection, if that fails."""
 ARRIVAL = 60.0
@@ -69,7 +71,7 @@ class Monitor:
         self._senders: dict[Connection, RankStatus] = {}
         self._strangers: dict[Connection, float] = {}
         """Connections that have not said who they are -> when they were accepted."""
-        self._listening = listening_socket(address, world_size)
+        self._listening = listening_socket(address, max(world_size, BACKLOG))
         keep_from_children(self._listening)
         self.port: int = self._listening.getsockname()[1]
         self._began = time.monotonic()
