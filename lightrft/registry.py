@@ -3,13 +3,16 @@
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +94,17 @@ class Registry:
         if source.endswith(".py") and not Path(source).is_file():
             raise ValueError(f"{self.flag} {name or source}: no file {Path(source).resolve()}")
         try:
-            return _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+            with kept_alive():
+                return (
+                    _load_file(Path(source))
+                    if source.endswith(".py")
+                    else importlib.import_module(source)
+                )
         except Exception as error:
             flag = f"{self.flag} {name or source}"
-            raise ValueError(f"{flag}: cannot import {source!r}: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"{flag}: cannot import {source!r}: {type(error).__name__}: {error}"
+            ) from error
 
     def _import(self, path: str) -> Any:
         source, _, attribute = path.rpartition(":")
@@ -103,6 +113,30 @@ class Registry:
             return getattr(module, attribute)
         except AttributeError as error:
             raise ValueError(f"{self.flag} {path}: {source!r} has no object {attribute!r}") from error
+
+
+class ProcessEnd(RuntimeError):
+    """Raised where code of the user would end the process, as if the run had succeeded."""
+
+
+@contextmanager
+def kept_alive() -> Iterator[None]:
+    """Let sys.exit() and os._exit() raise ProcessEnd in this thread. Forked children and other
+    threads end as they like."""
+    end, process, thread = os._exit, os.getpid(), threading.get_ident()
+
+    def raise_instead(code: int) -> NoReturn:
+        if os.getpid() != process or threading.get_ident() != thread:
+            end(code)
+        raise ProcessEnd(f"it calls os._exit({code!r})")
+
+    os._exit = raise_instead
+    try:
+        yield
+    except SystemExit as error:
+        raise ProcessEnd(f"it calls sys.exit({error.code!r})") from error
+    finally:
+        os._exit = end
 
 
 def _load_file(path: Path) -> Any:

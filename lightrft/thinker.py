@@ -20,6 +20,17 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniThinkerForConditionalGeneration,
 )
 
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+)
+"""Numbers of a configuration that are above 0; some families have a list, with a number for each
+layer."""
+LARGEST_SIZE = 1 << 31
 OTHER_PARTS = ("talker.", "token2wav.")
 """Beginnings of the names of weights that are not the thinker's."""
 
@@ -79,11 +90,32 @@ register_checkpoint_conversion_mapping(
 
 
 def load_config(name: str, **options: Any) -> PretrainedConfig:
-    """Return the configuration of the model that is trained: that of the folder or hub name, or of the thinker in it.
+    """Return the configuration of the model that is trained: that of the folder or hub name, or of
+    the thinker in it.
 
-    `options` are those of AutoConfig.from_pretrained(), whose errors are raised.
+    `options` are those of AutoConfig.from_pretrained(), whose OSError is raised. Raises ValueError
+    for a config.json that describes no model.
     """
-    return trained_part(AutoConfig.from_pretrained(name, **options))
+    try:
+        config = trained_part(AutoConfig.from_pretrained(name, **options))
+        sizes = {size: getattr(config.get_text_config(), size, None) for size in SIZES}
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # transformers takes the content for what it should be
+        raise ValueError(
+            f"{name}: its config.json describes no model ({type(error).__name__}: {error})"
+        ) from error
+    if wrong := [
+        f"{size} is {value!r:.50}"
+        for size, value in sizes.items()
+        if value is not None and not _is_size(value)
+    ]:
+        raise ValueError(f"{name}: its config.json describes no model: {', '.join(wrong)}")
+    return config
+
+
+def _is_size(value: Any) -> bool:
+    return 0 < value <= LARGEST_SIZE if isinstance(value, int) else isinstance(value, list | tuple)
 
 
 def trained_part(config: PretrainedConfig) -> PretrainedConfig:

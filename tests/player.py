@@ -41,8 +41,11 @@ class Player:
         options = {"longest": longest, "other_rewards": other_rewards}
         self.episodes = Episodes(setup, section, format, hermes, **options)
 
-    def play(self, turns, *, rows=None, seconds=120.0):
-        """Play an episode for each list of turns, texts or token ids, at the same time; return their samples."""
+    def play(self, turns, *, rows=None, seconds=120.0, delay=0.0):
+        """Play an episode for each list of turns, texts or token ids, at the same time; return their samples.
+
+        A turn comes after `delay` seconds.
+        """
         rows = rows or [{"label": str(place), "prompt": "p", "end": EOS} for place in range(len(turns))]
         samples = [Sample(Prompt(place, "p", ids("p"), row), 0, [], [], "", "") for place, row in enumerate(rows)]
         for place, sample in enumerate(samples):
@@ -50,7 +53,9 @@ class Player:
         ended, until = [], time.monotonic() + seconds
         while len(ended) < len(samples):
             assert time.monotonic() < until
-            for play in self.episodes.poll(0.05):
+            asked = self.episodes.poll(0.05)
+            time.sleep(delay if asked else 0.0)
+            for play in asked:
                 turn = turns[play.sample.prompt.index][len(play.turns)]
                 new = (ids(turn) if isinstance(turn, str) else list(turn))[: play.max_tokens]
                 play.conversation.token_ids += new

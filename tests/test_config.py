@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -33,7 +34,8 @@ from lightrft.config import (
 from lightrft.config.command_line import help_text
 from lightrft.config.presets import DEFAULTS
 from lightrft.config.references import DataSource, data_sources, reward_terms
-from lightrft.config.sections import field_types
+from lightrft.config.sections import field_bounds, field_types
+from lightrft.config.validation import range_problems
 from lightrft.config.values import CommaSeparated
 from lightrft.rewards.functions import rewards
 
@@ -337,6 +339,18 @@ def test_cp_size_is_short_for_zigzag(tmp_path):
 def test_batches_that_do_not_divide_show_all_numbers():
     message = problems(*RUNNABLE, "--rollout_batch_size", "10", "--n_samples_per_prompt", "3", "--train_batch_size", "7")
     assert "rollout_batch_size 10 x n_samples_per_prompt 3 = 30 samples are not a multiple of train_batch_size 7" in message
+
+
+@pytest.mark.parametrize("value", [1e18, -1e18, math.inf, math.nan])
+def test_every_number_has_bounds(value):
+    """Also one that is set in Python, where no text is parsed."""
+    config = Config()
+    for name, section in section_of_field().items():
+        if name in field_bounds() and name != "seed":
+            kind = field_types()[name]
+            setattr(getattr(config, section), name, [value] if get_origin(kind) is list else value)
+    found = {problem.split()[0] for problem in range_problems(config, section_of_field())}
+    assert found == {f"--{name}" for name in field_bounds() if name != "seed"}
 
 
 @pytest.mark.parametrize(

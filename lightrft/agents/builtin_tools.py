@@ -2,9 +2,10 @@
 
 import ast
 import operator
+import subprocess
 from fractions import Fraction
 
-from lightrft.rewards.verifiers.code import output_of
+from lightrft.rewards.verifiers.sandbox import output_of
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
              ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
@@ -48,4 +49,7 @@ def python(code: str) -> str:
     Args:
         code: The program. Each call is a new process, so variables of earlier calls are gone.
     """
-    return output_of(code)
+    exit_code, output = output_of(code, errors=subprocess.STDOUT)
+    if exit_code == 0 or output:
+        return output
+    return f"the program has ended with exit code {exit_code}: is it out of time or memory?"

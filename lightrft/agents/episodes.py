@@ -1,5 +1,6 @@
 """Episodes of one rank: their programs run in worker processes, while the engine generates the turns of others."""
 
+import pickle
 import selectors
 import time
 import weakref
@@ -9,20 +10,35 @@ from typing import Any
 
 from loguru import logger
 
-from lightrft.agents.messages import LENGTH, Ended, Message, Observation, Refused, Turn, TurnRequest
+from lightrft.agents.messages import (
+    LENGTH,
+    Ended,
+    Message,
+    Observation,
+    Refused,
+    Turn,
+    TurnRequest,
+    check_request,
+    from_bytes,
+)
 from lightrft.agents.play import Play
 from lightrft.agents.programs import ProgramSetup
 from lightrft.agents.tool_calls import Parse
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EnvironmentSection
-from lightrft.launch.forks import Forks, Worker
+from lightrft.launch.forks import Forks, Mailbox, Worker
 from lightrft.samples import Completion, Episode, Sample, TokenIds
 
 FAILURES_IN_A_ROW = 32
 """Number of failed episodes in a row that end a run, because the environment itself must be broken."""
 LOGGED = 5
 """Number of failed episodes of a step that are logged; the others are only counted."""
+BYTES_PER_TOKEN = 64
+"""Bytes that a message of a program may have for each token of its limits, which leaves room for
+JSON."""
+MESSAGE_BYTES = 1 << 20
+"""Bytes that it may have in any case."""
 CHECK_SECONDS = 0.1
 """Time between two looks at the limits of time."""
 
@@ -49,6 +65,9 @@ class Episodes:
         """
         self.other_rewards = other_rewards
         self.section, self.format, self.parse, self.longest = section, format, parse, longest
+        self._largest_message = MESSAGE_BYTES + BYTES_PER_TOKEN * (
+            longest + format.section.prompt_max_len
+        )
         self._forks = Forks(setup)
         weakref.finalize(self, self._forks.close)
         self._selector = selectors.DefaultSelector()
@@ -81,16 +100,31 @@ class Episodes:
         """
         while self._waiting and len(self._plays) < self.section.environment_workers:
             self._start(self._waiting.popleft())
-        ready = [self._handle_message(self._plays[key.data]) for key, _ in self._selector.select(seconds if self._plays else 0)]
+        selected = self._selector.select(seconds if self._plays else 0)
+        ready = [
+            play for key, _ in selected if (play := self._handle_messages(self._plays[key.data]))
+        ]
         now = time.monotonic()
         if now - self._checked > CHECK_SECONDS:
             self._checked = now
+            for play in list(self._plays.values()):
+                self._flush(play)
             for play in [play for play in self._plays.values() if play.until < now]:
                 self._fail(play, f"it asked for no turn for {60 * self.section.environment_minutes:g} s (--environment_minutes)")
-        return [play for play in ready if play is not None]
+        return ready
+
+    def refuse(self, play: Play, problem: str) -> None:
+        """End an episode whose turn the engine cannot sample."""
+        self._fail(play, f"the engine cannot sample its turn: {problem}")
 
     def generated(self, play: Play, completion: Completion, text: str) -> None:
-        """Give a turn of the model, which its conversation has, and its decoded text to the program of the episode."""
+        """Give a turn of the model, which its conversation has, and its decoded text to the program
+        of the episode.
+
+        It is lost if the program has ended since it asked.
+        """
+        if self._plays.get(play.worker) is not play:
+            return
         play.add(completion, text)
         sample, end = play.conversation, -len(completion.token_ids)
         last = len(sample.token_ids) >= self.longest or not self._has_turns_left(play)
@@ -100,7 +134,7 @@ class Episodes:
         opened = self.format.opens_thinking(context)
         content, calls = self.parse(opened + self.format.decode(completion.token_ids))
         content = content.removeprefix(opened)
-        self._send(play, Turn(text, completion.token_ids, completion.finish_reason, last, calls, content if calls else text,
+        self._reply(play, Turn(text, completion.token_ids, completion.finish_reason, last, calls, content if calls else text,
                               completion.logprobs, context))  # fmt: skip
 
     def take_ended(self) -> list[Sample]:
@@ -130,6 +164,7 @@ class Episodes:
 
     def _register(self, play: Play) -> None:
         self._plays[play.worker] = play
+        play.mailbox = Mailbox(play.worker.socket, longest=self._largest_message)
         now = time.monotonic()
         play.until = now + 60 * self.section.environment_minutes
         if self.section.episode_minutes is not None:
@@ -141,24 +176,54 @@ class Episodes:
 
     def _send(self, play: Play, message: Any) -> None:
         try:
-            play.worker.socket.send(message)
+            play.mailbox.send(pickle.dumps(message))
         except OSError:
             self._died(play)
 
-    def _handle_message(self, play: Play) -> Play | None:
-        """Handle a message of a program; return its episode if the model is to sample a turn."""
+    def _reply(self, play: Play, reply: Turn | Refused) -> None:
+        play.num_replies += 1
+        self._send(play, reply)
+
+    def _flush(self, play: Play) -> None:
         try:
-            message: TurnRequest | Ended = play.worker.socket.recv()
+            play.mailbox.flush()
+        except OSError:
+            self._died(play)
+
+    def _handle_messages(self, play: Play) -> Play | None:
+        """Handle what a program has sent; return its episode if the model is to sample a turn."""
+        try:
+            messages = [from_bytes(content) for content in play.mailbox.receive()]
         except (EOFError, OSError):
             self._died(play)
             return None
+        except ValueError as error:
+            self._fail(
+                play,
+                f"what it has sent is no message ({error}): does it write to a descriptor that is not its own?",
+            )
+            return None
+        ready = None
+        for message in messages:
+            if self._plays.get(play.worker) is not play:
+                break
+            ready = self._handle_message(play, message) or ready
+        return ready if self._plays.get(play.worker) is play else None
+
+    def _handle_message(self, play: Play, message: TurnRequest | Ended) -> Play | None:
         if isinstance(message, Ended):
             self._end(play, message)
             return None
+        if play.is_sampling:
+            self._fail(play, "it has asked for a turn before it had the one that it asked for")
+            return None
         try:
+            check_request(message, len(play.turns))
             return self._observe(play, message)
-        except (ValueError, TypeError, KeyError) as error:
-            self._send(play, Refused(f"the observation cannot be rendered: {error}"))
+        except (
+            Exception
+        ) as error:  # a request that cannot be read is a matter of its program, whatever it raises
+            self._reply(play, Refused(f"the observation cannot be rendered: {error}"))
             return None
 
     def _observe(self, play: Play, request: TurnRequest) -> Play | None:
@@ -172,8 +237,10 @@ class Episodes:
             used = before.num_tokens
         if not self._has_turns_left(play) or used + len(token_ids) >= self.longest:
             play.episode.finish_reason = LENGTH
-            self._send(play, Turn("", [], LENGTH, is_last=True))
+            self._reply(play, Turn("", [], LENGTH, is_last=True))
             return None
+        if not used and not (token_ids or prompt.token_ids):
+            raise ValueError("the prompt has no tokens: the model has nothing to answer")
         if before is None:
             play.begin(prompt)
             play.conversation.episode.messages += _messages(request.observation)
@@ -188,12 +255,17 @@ class Episodes:
                 f"the environment or agent gives rewards, which --reward {self.other_rewards} ignores: add environment to "
                 "--reward, with the weight 0 to ignore them (environment:0)"
             )
+        reuse = (
+            not ended.calls_running
+            and ended.num_replies == play.num_replies
+            and not play.is_sampling
+        )
         play.end(ended)
         if ended.problem:
-            self._fail(play, ended.problem, reuse=not ended.calls_running)
+            self._fail(play, ended.problem, reuse=reuse)
             return
         self._in_a_row = 0
-        self._leave(play, reuse=not ended.calls_running)
+        self._leave(play, reuse=reuse)
         play.sample.finish_reason = play.episode.finish_reason or "stop"
         self._ended.append(play.sample)
 

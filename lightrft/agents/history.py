@@ -67,6 +67,9 @@ def clean_message(message: Any, place: str = "the message") -> Message:
     content = message["content"] or ""
     if not isinstance(content, str):
         raise ValueError("the content of a message is text: agents have no images and no sound")
+    for name in ("name", "tool_call_id", *rendering.THOUGHTS):
+        if not isinstance(message.get(name), str | None):
+            raise ValueError(f"the {name} of a message is a text, not {message[name]!r:.100}")
     kept = ("role", "name", "tool_call_id", "tool_calls", *rendering.THOUGHTS)
     return {name: message[name] for name in kept if message.get(name)} | {"content": content}
 

@@ -1,8 +1,16 @@
-"""Messages between the program of an episode and the rank that generates its turns, in plain Python."""
+"""Messages between the program of an episode and the rank that generates its turns, in plain
+Python.
 
+A program sends JSON, whose form the rank checks. The rank sends pickled objects, which the program
+believes.
+"""
+
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from lightrft.config.values import COLDEST
 
 Message = dict[str, Any]
 """Message of a chat, such as {"role": "tool", "content": "56"}."""
@@ -87,3 +95,89 @@ class Ended:
     """Reason why the episode failed; empty if it ended well."""
     calls_running: bool = False
     """True if a function of the episode still runs, so that no other episode should share its process."""
+    num_replies: int = 0
+    """Number of replies that it has read. An unread one would be read by the next episode in its
+    process."""
+
+
+# -- on the wire
+
+
+RANGES = {"temperature": (0, 100), "top_p": (1e-6, 1), "top_k": (-1, 1_000_000)}
+"""Sampling parameters that a request can choose, and their least and largest values."""
+WHOLE = ("top_k",)
+"""Those that are whole numbers."""
+
+
+def check_sampling(sampling: dict[str, Any]) -> None:
+    """Raise ValueError for sampling parameters of a request that are no numbers in their ranges."""
+    for name, value in sampling.items():
+        if name not in RANGES:
+            raise ValueError(f"{name} is no parameter that a request can choose")
+        least, most = RANGES[name]
+        kind, word = (int, "whole number") if name in WHOLE else (int | float, "number")
+        if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
+            raise ValueError(f"{name} is a {word} from {least:g} to {most:g}, not {value!r:.100}")
+    if 0 < sampling.get("temperature", 0) < COLDEST:
+        raise ValueError(
+            f"temperature is 0, or at least {COLDEST:g}, not {sampling['temperature']!r}"
+        )
+
+
+def check_request(request: TurnRequest, num_turns: int) -> None:
+    """Raise ValueError for a request that cannot follow so many turns, or whose parts have no
+    meaning."""
+    observation, after, limit = request.observation, request.after, request.max_tokens
+    items = observation if isinstance(observation, list) else []
+    token_ids = all(type(each) is int for each in items)
+    messages = all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in items)
+    if not (observation is None or isinstance(observation, str | list) and (token_ids or messages)):
+        raise ValueError(
+            f"an observation is a text, messages or token ids, not {observation!r:.100}"
+        )
+    if isinstance(observation, str):
+        check_text(observation)
+    if not (after is None or type(after) is int and BEGINNING <= after < num_turns):
+        raise ValueError(f"there is no turn {after!r:.100} that it could follow")
+    if not (limit is None or type(limit) is int and limit >= 1):
+        raise ValueError(
+            f"the largest number of tokens is a whole number from 1, not {limit!r:.100}"
+        )
+    if not (
+        isinstance(request.tools, list) and all(isinstance(each, dict) for each in request.tools)
+    ):
+        raise ValueError("tools are a list of schemas")
+    check_sampling(request.sampling)
+
+
+def check_text(text: str) -> None:
+    """Raise ValueError for half of a surrogate pair, which is no character and has no bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ValueError(f"the text contains {half!a}, half of a character") from error
+
+
+def to_bytes(message: TurnRequest | Ended) -> bytes:
+    """Return a message of a program. Raises ValueError for values that JSON does not know."""
+    values = {each.name: getattr(message, each.name) for each in fields(message)}
+    try:
+        return json.dumps([type(message).__name__, values]).encode()
+    except TypeError as error:
+        raise ValueError(f"an observation is text, in plain Python: {error}") from error
+
+
+def from_bytes(content: bytes) -> TurnRequest | Ended:
+    """Return a message of a program. Raises ValueError for anything else."""
+    try:
+        name, values = json.loads(content)
+        message = {"TurnRequest": TurnRequest, "Ended": Ended}[name](**values)
+        if isinstance(message, Ended):
+            rewards = [(int(turn), float(reward)) for turn, reward in message.rewards]
+            numbers = int(message.tool_calls), int(message.tool_errors), float(message.tool_seconds)
+            problem, running = str(message.problem), bool(message.calls_running)
+            return Ended(rewards, *numbers, problem, running, int(message.num_replies))
+        return message
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error

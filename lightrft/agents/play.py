@@ -5,7 +5,7 @@ from operator import ne
 from typing import NamedTuple
 
 from lightrft.agents.messages import BEGINNING, Ended, Message, TurnRequest
-from lightrft.launch.forks import Worker
+from lightrft.launch.forks import Mailbox, Worker
 from lightrft.samples import Completion, Episode, Prompt, Sample
 
 
@@ -32,6 +32,8 @@ class Play:
     seed_parts: tuple[int, ...]
     """Numbers from which the seeds of its turns are derived."""
     worker: Worker | None = None
+    mailbox: Mailbox | None = None
+    """The socket of the worker."""
     turns: list[PlayedTurn] = field(default_factory=list)
     conversation: Sample = field(init=False)
     """Sample to which the next turn, or the latest one, belongs."""
@@ -39,6 +41,8 @@ class Play:
     """Largest number of tokens of the next turn, if its program has set one."""
     sampling: dict[str, float] = field(default_factory=dict)
     """Sampling parameters of the next turn that replace those of the run."""
+    num_replies: int = 0
+    """Number of replies that were sent to its program."""
     until: float = 0.0
     """Time by which its program must ask for its next turn, in seconds of time.monotonic(); infinite while the model samples."""
     last_turn_after: float = float("inf")
@@ -46,6 +50,11 @@ class Play:
 
     def __post_init__(self) -> None:
         self.conversation = self.sample
+
+    @property
+    def is_sampling(self) -> bool:
+        """Return True while the model samples a turn that the program has asked for."""
+        return self.until == float("inf")
 
     @property
     def episode(self) -> Episode:

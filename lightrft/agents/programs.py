@@ -13,6 +13,7 @@ import asyncio
 import importlib
 import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lightrft.agents.endpoint.protocol import EndpointModel
-from lightrft.agents.messages import Ended, Observation
+from lightrft.agents.messages import Ended, Observation, to_bytes
 from lightrft.agents.session import EpisodeOver, Session
 from lightrft.agents.tools import RUNNING, answers, call_function, tools_of
 from lightrft.registry import Registry
@@ -31,6 +32,9 @@ environments.register_deferred("guess_number", "lightrft.agents.games:GuessNumbe
 environments.register_deferred("reasoning_gym", "lightrft.agents.reasoning_gym:SeveralAttempts", "reasoning-gym")
 ADAPTERS = {"openenv": "lightrft.agents.openenv", "verifiers": "lightrft.agents.verifiers"}
 """Prefix of --environment, and of an extra -> module for the environments of another framework."""
+LONGEST_PROBLEM = 2000
+"""Number of characters of an error that are reported."""
+PYTHON = sysconfig.get_path("stdlib")
 agents = Registry("agent", flag="--agent")
 tools = Registry("tool", flag="--tools")
 tools.register_deferred("calculator", "lightrft.agents.builtin_tools:calculator")
@@ -170,7 +174,7 @@ def _work(connection: Connection, program: Program) -> None:
     while True:
         try:
             row = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):  # the rank has ended
             return
         session, problem = Session(connection), ""
         try:
@@ -180,10 +184,30 @@ def _work(connection: Connection, program: Program) -> None:
         except (EOFError, BrokenPipeError):
             return
         except Exception as error:
-            frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-                      if not any(folder in frame.filename for folder in ("/lightrft/agents/", "/asyncio/"))]  # fmt: skip
-            place = f", at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
-            problem = f"{type(error).__name__}: {error}{place}"
+            problem = f"{type(error).__name__}: {error}"[:LONGEST_PROBLEM] + _place(error)
         sys.stdout.flush()
-        connection.send(Ended(session.rewards, session.tool_calls, session.tool_errors, session.tool_seconds, problem,
-                              bool(RUNNING)))  # fmt: skip
+        ended = Ended(
+            session.rewards,
+            session.tool_calls,
+            session.tool_errors,
+            session.tool_seconds,
+            problem,
+            bool(RUNNING),
+            session.num_replies,
+        )
+        connection.send_bytes(to_bytes(ended))
+
+
+def _place(error: Exception) -> str:
+    """Return the last line of the user's code in the error's traceback, before what that calls of
+    libraries."""
+    packages = tuple(map(sysconfig.get_path, ("purelib", "platlib")))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/lightrft/agents/" not in frame.filename
+        and (frame.filename.startswith(packages) or not frame.filename.startswith(PYTHON))
+    ]
+    # The user's code may be an installed package, too.
+    own = [frame for frame in frames if not frame.filename.startswith(packages)] or frames
+    return f", at {own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else ""

@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lightrft.agents.history import TurnHistory, clean_message
-from lightrft.agents.messages import Message, Observation, Refused, Turn, TurnRequest
+from lightrft.agents.messages import Message, Observation, Refused, Turn, TurnRequest, to_bytes
 
 
 class EpisodeOver(Exception):
@@ -19,11 +19,15 @@ class Session:
     def __init__(self, connection: Connection):
         self.connection, self._one_at_a_time = connection, asyncio.Lock()
         self._over = False
+        self._unwanted = 0
+        """Number of replies that will arrive for requests which were cancelled."""
         self.turns: list[Turn] = []
         """Turns so far."""
         self.history = TurnHistory()
         self.limited = False
         """True if a limit of the episode left no room for the latest turn."""
+        self.num_replies = 0
+        """Number of replies that were read."""
         self.rewards: list[tuple[int, float]] = []
         self.tool_calls = self.tool_errors = 0
         self.tool_seconds = 0.0
@@ -72,8 +76,19 @@ class Session:
         Requests at the same time wait for each other.
         """
         async with self._one_at_a_time:
-            self.connection.send(request)
-            reply: Turn | Refused = await self._poll()
+            content = to_bytes(request)
+            while self._unwanted:
+                unwanted = await self._poll()
+                self._unwanted -= 1
+                if isinstance(unwanted, Turn) and unwanted.token_ids:
+                    self.turns.append(unwanted)
+                    self.history.add(unwanted)
+            await self._send(content)
+            try:
+                reply = await self._poll()
+            except asyncio.CancelledError:
+                self._unwanted += 1
+                raise
             if isinstance(reply, Refused):
                 raise ValueError(reply.problem)
             if reply.token_ids:
@@ -81,6 +96,9 @@ class Session:
                 self.history.add(reply, **sent)
             self.limited = not reply.token_ids
         return reply
+
+    async def _send(self, content: bytes) -> None:
+        self.connection.send_bytes(content)
 
     async def _poll(self) -> Turn | Refused:
         """Return the next message, without a thread that waits for it."""
@@ -90,6 +108,7 @@ class Session:
             await ready.wait()
         finally:
             loop.remove_reader(self.connection.fileno())
+        self.num_replies += 1
         return self.connection.recv()
 
     def reward(self, value: float) -> None:

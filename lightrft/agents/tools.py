@@ -99,7 +99,7 @@ async def _answer(tools: Tools, call: ToolCall, session: Session, seconds: float
     except TimeoutError:
         content = f"Error: {call.name} took more than {seconds:g} s"
     except Exception as error:
-        content = f"Error: {type(error).__name__}: {error}"
+        content = f"Error: {type(error).__name__}: {error}"[:LONGEST]
     session.count_call(began, failed=failed)
     return {"role": "tool", "name": call.name, "content": content}
 

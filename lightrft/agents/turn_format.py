@@ -23,6 +23,9 @@ TURN = "\u2402turn\u2403"
 NO_COLUMNS: Mapping[str, Any] = {}
 LONGEST_OPENING = 16
 """Number of tokens at the end of a prompt that are searched for the beginning of the thinking."""
+LONGEST_KNOWN = 2048
+"""Number of letters of the longest text whose tokens are kept: long observations seldom come again.
+"""
 
 
 class TurnFormat:
@@ -136,7 +139,12 @@ class TurnFormat:
         if text not in self._known:
             if len(self._known) > 4096:
                 self._known.clear()
-            self._known[text] = self._expand_media(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            token_ids = self._expand_media(
+                self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            )
+            if len(text) > LONGEST_KNOWN:
+                return token_ids
+            self._known[text] = token_ids
         return self._known[text]
 
     def _expand_media(self, token_ids: list[int]) -> list[int]:

@@ -16,7 +16,13 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from lightrft.checkpoint.atomic import naming, run_on_all_ranks, write_file, write_folder
+from lightrft.checkpoint.atomic import (
+    CheckpointError,
+    naming,
+    run_on_all_ranks,
+    write_file,
+    write_folder,
+)
 from lightrft.checkpoint.manifest import Manifest, manifest_steps, newest_intact, next_number, read_intact, rotate, update_latest
 from lightrft.checkpoint.model_state import ModelState
 from lightrft.checkpoint.random_states import random_states, set_random_states
@@ -121,7 +127,15 @@ def find(root: Path, tag: str | None, world: Axis) -> tuple[Manifest, Path, dict
     Raises CheckpointError if the requested tag is missing or damaged.
     """
     intact = newest_intact(root, world) if tag is None else read_intact(root / tag, world)
-    return intact and (*intact, json.loads((intact[1] / STATE).read_text()))
+    if intact is None:
+        return None
+    try:
+        state = json.loads((intact[1] / STATE).read_text())
+        if not isinstance(state, dict):
+            raise ValueError("it has no object")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{intact[1] / STATE} cannot be read: {error}") from error
+    return (*intact, state)
 
 
 def load(contents: CheckpointState, path: Path, world_size: int, *, strict: bool, module_only: bool) -> None:

@@ -24,6 +24,8 @@ from lightrft.run.logs import set_up_logging  # noqa: E402
 
 USER_ERROR = 2
 """Exit code for errors that the user can correct: configuration and data."""
+LONGEST_MESSAGE = 20_000
+"""Number of letters of an error that are logged."""
 SWITCH_INTERVAL = 5e-4
 """Seconds after which a thread that computes in Python gives the interpreter to another that waits for it.
 
@@ -89,4 +91,5 @@ def _run(command: str, config: Config) -> int:
 def _log_once(message: str) -> None:
     """Log an error that occurs on every rank on one rank of each machine."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        logger.error(message)
+        cut = f" ... ({len(message)} letters)" if len(message) > LONGEST_MESSAGE else ""
+        logger.error(message[:LONGEST_MESSAGE] + cut)

@@ -146,7 +146,14 @@ def _values_of_file(file: str) -> dict[str, Any]:
         raise ConfigError(f"--config {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--config {file}: not a UTF-8 text file: {error}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: Python's limit for digits of a number
+    except RecursionError as error:
+        raise ConfigError(
+            f"--config {file}: not valid YAML: its brackets are nested too deep"
+        ) from error
+    except (
+        yaml.YAMLError,
+        ValueError,
+    ) as error:  # ValueError: Python's limit for digits of a number
         raise ConfigError(f"--config {file}: not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {file}: the file has no keys, such as `seed: 1`, alone or under `train:`")

@@ -224,6 +224,11 @@ def address_problem(flag: str, url: str, key: str) -> str:
             f"{flag} {parts.scheme}://...@{host}: a user or password in an address would be written to config.yaml, checkpoints "
             f"and logs. Leave it out, and set {key}=user:password in the environment"
         )
+    if parts.query or parts.fragment:
+        return (
+            f"{flag} {parts.scheme}://{host}?...: what follows a question mark, such as a token, would be written to "
+            f"config.yaml, checkpoints and logs. Leave it out, and set {key} in the environment"
+        )
     if parts.scheme not in ("http", "https") or not host or any(character.isspace() for character in url):
         return f"{flag} {url!r} is not an address such as http://host:8000/path"
     value = os.environ.get(key, "")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -16,8 +16,13 @@ from lightrft.config.renamed import ALIASES, current_names
 from lightrft.config.values import (
     ABOVE_1,
     COUNT,
+    MINUTES,
     NOT_NEGATIVE,
+    NUMBER,
+    PORT,
     POSITIVE,
+    SECONDS,
+    SEED,
     SHARE,
     Bound,
     CommaSeparated,
@@ -219,12 +224,12 @@ class StrategySection(Section):
     """On an accelerator, train only with kernels that give bitwise equal results in every run, as those of a CPU always do:
     attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The
     engine's samples are not covered."""
-    timeout_minutes: Annotated[float, POSITIVE] = 60.0
+    timeout_minutes: Annotated[float, MINUTES] = 60.0
     """End the run when a collective waits longer than this; every rank then logs which ranks are late and the position of each
     rank."""
-    arrival_minutes: Annotated[float, POSITIVE] = 10.0
+    arrival_minutes: Annotated[float, MINUTES] = 10.0
     """End the run when a rank waits longer than this for the others at the start; the message names the missing ranks."""
-    phase_minutes: Annotated[float, POSITIVE] = 600.0
+    phase_minutes: Annotated[float, MINUTES] = 600.0
     """End the run when a phase, such as generate or train, takes longer than this on all ranks; every rank then logs the position
     of each rank."""
 
@@ -362,11 +367,11 @@ class EnvironmentSection(Section):
     """Maximum number of turns of an episode. All tokens of its turns and observations count for generate_max_len."""
     turn_max_len: Annotated[int | None, COUNT] = None
     """Maximum length of a turn in tokens; unset: all tokens that are left in the episode."""
-    episode_minutes: Annotated[float | None, POSITIVE] = None
+    episode_minutes: Annotated[float | None, MINUTES] = None
     """Time limit in minutes for an episode: the turn in which it is reached is the last one. Unset: no limit."""
-    tool_seconds: Annotated[float, POSITIVE] = 60.0
+    tool_seconds: Annotated[float, SECONDS] = 60.0
     """Time limit in seconds for a call of a tool. If a call takes longer, the model reads an error instead of its result."""
-    environment_minutes: Annotated[float, POSITIVE] = 10.0
+    environment_minutes: Annotated[float, MINUTES] = 10.0
     """Time limit in minutes for an environment to ask for its next turn. If an environment takes longer, its process is killed,
     and nothing is learned from its episode."""
     environment_workers: Annotated[int, COUNT] = 64
@@ -391,7 +396,7 @@ class RewardSection(Section):
     slow: exact_match, number, choice, f1, format, length and none take microseconds."""
     reward_memory_gb: Annotated[float, NOT_NEGATIVE] = 4.0
     """Memory in GB that a worker process may allocate for calls; 0: no limit."""
-    reward_minutes: Annotated[float, POSITIVE] = 30.0
+    reward_minutes: Annotated[float, MINUTES] = 30.0
     """Time limit in minutes for a call of the reward function, which is for one prompt. A call that takes longer fails, and its
     worker process is killed."""
     reward_failure: Literal["stop", "zero", "drop"] = "stop"
@@ -412,7 +417,7 @@ class RewardSection(Section):
     """Lowest and highest score of the judge; the reward is 0 at the lowest and 1 at the highest one."""
     judge_max_tokens: Annotated[int, COUNT] = 1024
     """Maximum length of the judge's reply in tokens."""
-    server_minutes: Annotated[float, POSITIVE] = 5.0
+    server_minutes: Annotated[float, MINUTES] = 5.0
     """Time in minutes for which requests to a server of --reward, --judge_url or --teacher_url are repeated while it is
     unreachable or busy."""
     reward_model_coef: float = 1.0
@@ -588,7 +593,7 @@ class PreferenceSection(Section):
 class ServerSection(Section):
     host: str = "127.0.0.1"
     """Address at which a server listens; 0.0.0.0: at every address of the machine."""
-    port: Annotated[int, NOT_NEGATIVE] = 8000
+    port: Annotated[int, PORT] = 8000
     """Port at which it listens; 0: any free port, which is logged."""
 
 
@@ -625,7 +630,7 @@ class OptimSection(Section):
 
 @dataclass
 class TrainSection(Section):
-    seed: int = 42
+    seed: Annotated[int, SEED] = 42
     """Seed of all random numbers."""
     num_episodes: Annotated[int, COUNT] = 1
     """Number of passes over the prompt data."""
@@ -814,9 +819,17 @@ def field_types() -> dict[str, Any]:
 
 @cache
 def field_bounds() -> dict[str, Bound]:
-    """Return field name -> range of its values, for the fields that have one."""
+    """Return field name -> range of its values, for each field of a number or of numbers."""
     hints = {name: kind for cls in SECTIONS.values() for name, kind in get_type_hints(cls, include_extras=True).items()}
-    return {name: kind.__metadata__[0] for name, kind in hints.items() if get_origin(kind) is Annotated}
+    own = {
+        name: kind.__metadata__[0] for name, kind in hints.items() if get_origin(kind) is Annotated
+    }
+    return {name: NUMBER for name, kind in field_types().items() if _is_number(kind)} | own
+
+
+def _is_number(kind: Any) -> bool:
+    """Return True for int, float, and lists of them, also if None is possible."""
+    return kind in (int, float) or any(map(_is_number, get_args(kind)))
 
 
 def media_columns(section: DataSection) -> dict[str, str]:

@@ -38,6 +38,7 @@ from lightrft.config.sections import (
     media_columns,
     section_of_field,
 )
+from lightrft.config.values import COLDEST
 
 
 def validate(config: Config, *, command: str, world_size: int) -> None:
@@ -109,7 +110,11 @@ def _model_problems(config: Config) -> list[str]:
     except ValueError as error:
         problems.append(str(error))
     for name, path in models:
-        if path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
+        if len(path) > LONGEST_NAME:
+            problems.append(
+                f"--{name} {path[:50]}... has {len(path)} letters: no folder and no model of a hub has such a name"
+            )
+        elif path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
             problems.append(f"--{name} {path}: no such folder")
     return problems
 
@@ -152,8 +157,8 @@ def range_problems(config: Config, read: Collection[str]) -> list[str]:
     owners, problems = section_of_field(), []
     for name, bound in field_bounds().items():
         value = getattr(getattr(config, owners[name]), name)
-        if name in read and value is not None and not bound.holds(value):
-            problems.append(f"--{name} must be {bound.description}")
+        if name in read and value is not None and (problem := bound.problem(value)):
+            problems.append(f"--{name} {problem}")
     return problems
 
 
@@ -161,14 +166,23 @@ def _sampling_problems(rollout: RolloutSection) -> list[str]:
     first = rollout.first_token_temperature
     impossible = {
         "--temperature must be above 0; evaluation is always greedy": rollout.temperature <= 0,
+        f"--temperature, --eval_temperature and --first_token_temperature must be at least {COLDEST:g}": any(
+            value is not None and 0 < value < COLDEST
+            for value in (rollout.temperature, rollout.eval_temperature, first)
+        ),
         "--eval_temperature must be above 0; evaluation always includes a greedy response": (
             rollout.eval_temperature is not None and rollout.eval_temperature <= 0
         ),
-        "--top_p must be above 0 and at most 1; 1 samples from all tokens": not 0 < rollout.top_p <= 1,
+        "--top_p must be above 0 and at most 1; 1 samples from all tokens": not 0
+        < rollout.top_p
+        <= 1,
         "--top_k must not be negative; 0 samples from all tokens": rollout.top_k < 0,
         "--stop must not contain an empty text": "" in rollout.stop,
-        "--stop_token_ids must not contain a negative number": any(token < 0 for token in rollout.stop_token_ids),
-        "--first_token_temperature must be above 0; omit it to use --temperature": first is not None and first <= 0,
+        "--stop_token_ids must not contain a negative number": any(
+            token < 0 for token in rollout.stop_token_ids
+        ),
+        "--first_token_temperature must be above 0; omit it to use --temperature": first is not None
+        and first <= 0,
     }
     return [problem for problem, holds in impossible.items() if holds]
 
@@ -391,12 +405,24 @@ def _heads(pretrain: str) -> dict[str, int]:
 def _text_config(name: str) -> dict[str, Any]:
     """Return the configuration of a model's text part; empty for a hub model, whose files are not here yet."""
     file = Path(name).expanduser() / "config.json"
-    if not name or not file.is_file():
+    if not name or not os.path.isfile(file):
         return {}
-    content = json.loads(file.read_text())
+    content = _object(file)
     return content.get("text_config", content)
 
 
+def _object(file: Path) -> dict[str, Any]:
+    """Return the content of a model's configuration; an empty one if it has none, which is reported
+    when the model is loaded."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+LONGEST_NAME = 1000
+"""Number of letters of the path or name of a model."""
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Fields of a model's configuration with the number of its layers that predict several tokens."""
 
@@ -422,9 +448,9 @@ UNSCALED = ("rope_type", "rope_theta")
 def _num_mtp_layers(pretrain: str) -> int | None:
     """Return the number of layers that predict several tokens; None for a hub model, which vLLM checks when it loads it."""
     file = Path(pretrain).expanduser() / "config.json"
-    if not file.is_file():
+    if not os.path.isfile(file):
         return None
-    content = json.loads(file.read_text())
+    content = _object(file)
     parts = content, content.get("text_config", {})
     return max(part.get(name) or 0 for part in parts for name in MTP_LAYERS)
 

@@ -15,6 +15,10 @@ SHORTEST_PART = 5
 """Letters of a part by which a name is found."""
 LARGEST = 2**63 - 1
 """Largest whole number: larger ones fit into no tensor and no file format."""
+COLDEST = 1e-6
+HOTTEST = 1e6
+"""Temperatures by which logits can be divided, beside 0; with smaller ones they would be infinite.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +27,29 @@ class Bound:
 
     description: str
     holds: Callable[[float], bool]
+    most: float = 2**31 - 1
+    """Largest size of a value, positive or negative: no meaning needs a larger one, and sums and
+    products of them still fit."""
+
+    def problem(self, value: Any) -> str:
+        """Return how a number, or each number of a list, should be; empty if it is."""
+        numbers = value if isinstance(value, list) else [value]
+        if not all(map(self.holds, numbers)):
+            return f"must be {self.description}"
+        return (
+            ""
+            if all(abs(number) <= self.most for number in numbers)
+            else f"must be at most {self.most:,}"
+        )
 
 
+NUMBER = Bound("a number", lambda value: value == value)
+"""Bound of a field without one of its own."""
+MINUTES = Bound("above 0", lambda value: value > 0, most=525_600)
+"""At most a year."""
+SECONDS = Bound("above 0", lambda value: value > 0, most=31_536_000)
+PORT = Bound("at least 0", lambda value: value >= 0, most=65_535)
+SEED = Bound("a whole number", lambda value: True, most=LARGEST)
 COUNT = Bound("at least 1", lambda value: value >= 1)
 ABOVE_1 = Bound("above 1", lambda value: value > 1)
 POSITIVE = Bound("above 0", lambda value: value > 0)

@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import re
+import stat
 import struct
 import tempfile
 import wave
@@ -356,6 +357,11 @@ def fetch(address: str, most_bytes: int) -> Path:
     """
     folder = Path(tempfile.gettempdir()) / f"lightrft-media-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    owner = folder.lstat()
+    if not stat.S_ISDIR(owner.st_mode) or owner.st_uid != os.getuid() or owner.st_mode & 0o022:
+        raise ValueError(
+            f"{folder} is a folder that others can write, or a link: remove it, or set TMPDIR to a folder of your own"
+        )
     file = folder / sha256(address.encode()).hexdigest()
     if not file.exists():
         try:

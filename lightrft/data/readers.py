@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 from pyarrow import ArrowInvalid
+from pyarrow.parquet import read_schema
 
 from lightrft.config.errors import DataError
-from lightrft.registry import Registry
+from lightrft.registry import Registry, kept_alive
 from lightrft.samples import REASONING_GYM, VERIFIERS, DataRow
 
 if TYPE_CHECKING:  # importing datasets takes longer than reading most files, and JSON does not need it
@@ -126,16 +127,28 @@ def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[DataRow]:
         raise DataError(str(error)) from error
     number = 0
     try:
-        if callable(data):
-            data = data(**({"split": split} if "split" in signature(data).parameters else {}))
+        with kept_alive():
+            if callable(data):
+                data = data(**({"split": split} if "split" in signature(data).parameters else {}))
         rows = _stored(data) if isinstance(data, Dataset) else data
-        for number, row in enumerate(rows, 1):
+        for number, row in enumerate(_kept_alive(rows), 1):
             yield from _object(f"{reference} row {number}", row, bad)
     except DataError:
         raise
     except Exception as error:  # of the user's own code
         place = f"after row {number}" if number else "before the first row"
         raise DataError(f"{bad.flag} {reference}: {place}: {type(error).__name__}: {error}") from error
+
+
+def _kept_alive(rows: Iterable[Any]) -> Iterator[Any]:
+    """Yield rows that code of the user makes, which cannot end the process meanwhile."""
+    rows, end = iter(rows), object()
+    while True:
+        with kept_alive():
+            row = next(rows, end)
+        if row is end:
+            return
+        yield row
 
 
 def _files_of_split(folder: Path, split: str, flag: str) -> list[Path]:
@@ -167,8 +180,9 @@ def _parquet_rows(file: Path, flag: str) -> Iterator[DataRow]:
     from datasets.exceptions import DatasetGenerationError
 
     try:
+        read_schema(file)  # datasets would log the traceback of an error here
         rows = _stored(load_dataset("parquet", data_files=str(file), split="train"))
-    except (DatasetGenerationError, ValueError) as error:
+    except (DatasetGenerationError, ValueError, OSError) as error:
         raise DataError(f"{flag} {file}: not a valid parquet file ({error.__cause__ or error})") from error
     yield from ((f"{file} row {index + 1}", row) for index, row in enumerate(rows))
 

@@ -382,6 +382,13 @@ class Engine(ABC):
         message = f"this engine supports only {' and '.join(['text', *self.limits])}"
         return f"{message}; --engine_type hf also supports {' and '.join(more)}" if more else message
 
+    def problem(self, request: Request) -> str | None:
+        """Return why add() would refuse a request with sampling and seeds of its own, without a
+        look at its media."""
+        return self._problem_of(
+            request if request.seeds else replace(request, seeds=(0,) * request.sampling.n)
+        )
+
     def _problem_of(self, request: Request) -> str | None:
         length, new, limit = len(request.prompt), request.sampling.max_tokens, self.max_model_len or math.inf
         size = self.vocabulary.size if self.vocabulary else None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from lightrft.algorithms.truncation import Truncation
+from lightrft.config.values import COLDEST, HOTTEST
 from lightrft.samples import Expanded
 
 MEDIA = {"images": "image", "videos": "video", "audios": "audio"}
@@ -62,11 +63,15 @@ class Sampling:
         """Return why the parameters are invalid; None if they are valid."""
         rules = {
             "n and max_tokens must be at least 1": self.n >= 1 and self.max_tokens >= 1,
-            "the temperature must not be negative": self.temperature >= 0,
+            f"the temperature must be 0 or from {COLDEST:g} to {HOTTEST:g}": _is_temperature(
+                self.temperature
+            ),
             "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
             "top_k must not be negative": self.top_k >= 0,
             "stop strings must not be empty": "" not in self.stop,
-            "first_token_temperature must be above 0": self.first_token_temperature is None or self.first_token_temperature > 0,
+            "first_token_temperature must be above 0": self.first_token_temperature is None
+            or self.first_token_temperature != 0
+            and _is_temperature(self.first_token_temperature),
         }
         broken = [rule for rule, holds in rules.items() if not holds]
         outside = out_of_vocabulary((*self.stop_token_ids, *self.banned_token_ids), vocabulary_size)
@@ -104,6 +109,10 @@ class Request:
         """Return the request with tokens appended to its prompt."""
         expanded = self.expanded and replace(self.expanded, token_ids=self.expanded.token_ids + token_ids)
         return replace(self, token_ids=self.token_ids + token_ids, expanded=expanded)
+
+
+def _is_temperature(value: float) -> bool:
+    return value == 0 or COLDEST <= value <= HOTTEST
 
 
 def derived_seed(*parts: int | str) -> int:

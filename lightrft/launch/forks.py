@@ -10,6 +10,7 @@ import os
 import pickle
 import resource
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,9 +22,14 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Protocol
 
+LONGEST_PROBLEM = 2000
+"""Number of letters of an error at the import that are reported."""
 FORK = 0
 """Request for a worker; any other number is the process id of a worker that has ended."""
 PR_SET_PDEATHSIG = 1
+HEAD = struct.Struct("!i")
+"""Length of a message, as a multiprocessing.Connection writes it."""
+LARGEST_MESSAGE = (1 << 31) - 1
 STACK_SIGNAL = signal.SIGUSR1
 """Signal at which a worker writes its stack to its socket; the socket is of no further use after that."""
 
@@ -52,6 +58,60 @@ class Worker:
         self.socket.close()
         with suppress(ProcessLookupError):
             os.killpg(self.process, signal.SIGKILL)
+
+
+class Mailbox:
+    """The rank's end of a worker's socket, for which the rank never waits, whatever the worker
+    writes to it."""
+
+    def __init__(self, connection: Connection, *, longest: int = LARGEST_MESSAGE):
+        """Take over the connection. A message of more than `longest` bytes is an error."""
+        self.connection = connection
+        self.longest = longest
+        os.set_blocking(connection.fileno(), False)
+        self._unread = bytearray()
+        self._unsent = bytearray()
+
+    @property
+    def is_full(self) -> bool:
+        """Return True if flush() has something left to send."""
+        return bool(self._unsent)
+
+    def send(self, content: bytes) -> None:
+        """Send a message, now or when the worker reads. Raises OSError if the worker has ended."""
+        self._unsent += HEAD.pack(len(content)) + content
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the worker had no room for."""
+        with suppress(BlockingIOError):
+            while self._unsent:
+                del self._unsent[: os.write(self.connection.fileno(), self._unsent)]
+
+    def receive(self) -> list[bytes]:
+        """Return the messages that have arrived completely, possibly none.
+
+        Raises EOFError or OSError if the worker has ended, and ValueError for what is no message.
+        """
+        try:
+            data = os.read(self.connection.fileno(), 1 << 20)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise EOFError
+        self._unread += data
+        messages = []
+        while len(self._unread) >= HEAD.size:
+            (size,) = HEAD.unpack_from(self._unread)
+            if not 0 <= size <= self.longest:
+                raise ValueError(
+                    f"it says that it has {size} bytes, and {self.longest} are possible"
+                )
+            if len(self._unread) < HEAD.size + size:
+                break
+            messages.append(bytes(self._unread[HEAD.size : HEAD.size + size]))
+            del self._unread[: HEAD.size + size]
+        return messages
 
 
 class Forks:
@@ -120,13 +180,13 @@ def main(fd: int) -> None:
     try:
         work = setup.prepare()
     except Exception as error:
-        control.send(f"{type(error).__name__}: {error}")
+        control.send(f"{type(error).__name__}: {error}"[:LONGEST_PROBLEM])
         return
     control.send("")
     while True:
         try:
             request = control.recv()
-        except EOFError:
+        except (EOFError, OSError):  # the rank has ended, perhaps before it had read everything
             return
         if request == FORK:
             _fork(control, work, setup.memory)

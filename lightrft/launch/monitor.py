@@ -13,6 +13,10 @@ from lightrft.launch.connection import FIRST, PENDING, Connection, ConnectionLos
 
 PATIENCE = 5.0
 """Seconds that the report of a failed collective waits for its cause, a rank that failed by itself or died."""
+BACKLOG = 128
+"""Fewest connections that may wait to be accepted, so that a few strangers keep no rank out."""
+RETRY = 0.1
+"""Seconds between two attempts to accept a connection, if that fails."""
 ARRIVAL = 60.0
 """Seconds in which every rank must connect, after all have joined the process group."""
 OUTSIDE = ("", "start-up")
@@ -65,7 +69,9 @@ class Monitor:
         self.world_size, self.limit, self.phase_limit, self.beat, self.token = world_size, limit, phase_limit, beat, token
         self.statuses: dict[int, RankStatus] = {}
         self._senders: dict[Connection, RankStatus] = {}
-        self._listening = listening_socket(address, world_size)
+        self._strangers: dict[Connection, float] = {}
+        """Connections that have not said who they are -> when they were accepted."""
+        self._listening = listening_socket(address, max(world_size, BACKLOG))
         keep_from_children(self._listening)
         self.port: int = self._listening.getsockname()[1]
         self._began = time.monotonic()
@@ -86,20 +92,43 @@ class Monitor:
         while not self.closing.is_set():
             for key, _ in self._selector.select(look):
                 if key.fileobj is self._listening:
-                    connection = Connection(self._listening.accept()[0], longest=FIRST)
-                    self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+                    self._accept()
                 else:
                     self._receive(key.data)
             now = time.monotonic()
             if self._failure is None and now >= next_look:
                 self._check(now)
                 next_look = now + look
+                self._close_strangers(now)
             if now >= next_beat:
                 self._tell_all({"beat": True})
                 next_beat = now + self.beat
         self._tell_all({"bye": True})
         for connection in [self._listening, *(status.connection for status in self.statuses.values())]:
             connection.close()
+
+    def _accept(self) -> None:
+        """Accept a connection. If this process can open no more files, it tries again after a
+        moment."""
+        try:
+            connection = Connection(self._listening.accept()[0], longest=FIRST)
+        except OSError:
+            time.sleep(RETRY)
+            return
+        self._strangers[connection] = time.monotonic()
+        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+
+    def _close_strangers(self, now: float) -> None:
+        """Close connections that have not said in time who they are."""
+        for connection in [
+            each for each, since in self._strangers.items() if now - since > ARRIVAL
+        ]:
+            self._close(connection)
+
+    def _close(self, connection: Connection) -> None:
+        self._strangers.pop(connection, None)
+        self._selector.unregister(connection.socket)
+        connection.close()
 
     # -- messages
 
@@ -112,8 +141,7 @@ class Monitor:
                 else:
                     self._note(status, message)
         except (ConnectionLost, ValueError, KeyError, TypeError) as reason:  # invalid messages come from strangers
-            self._selector.unregister(connection.socket)
-            connection.close()
+            self._close(connection)
             if status is not None and not status.left:
                 self._end(death(status.name, status.host, status.phase, reason), root=status.rank)
 
@@ -121,6 +149,7 @@ class Monitor:
         if not secrets.compare_digest(hello["token"], self.token):
             raise ValueError("a stranger")
         connection.longest = PENDING
+        self._strangers.pop(connection, None)
         status = RankStatus(hello["rank"], hello["host"], hello["pid"], hello["node"], connection)
         self.statuses[status.rank] = self._senders[connection] = status
         if len(self.statuses) == self.world_size:

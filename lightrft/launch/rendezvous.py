@@ -32,6 +32,9 @@ NUMBERS_OF_NODES = ("NNODES", "PET_NNODES", "SKYPILOT_NUM_NODES")
 """Variables of launchers, Kubeflow and SkyPilot with the number of nodes, as a number or as MIN:MAX."""
 NUMBERS_IN_A_JOB = ("SLURM_NNODES", "SLURM_NTASKS")
 """The same of a Slurm job, whose steps may be smaller."""
+NUMBERS_OF_PROCESSES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+"""The number of processes that mpirun has started: of Open MPI, of MPICH and Intel MPI, of MVAPICH.
+"""
 NOTICE = timedelta(seconds=30)
 """Interval between warnings about ranks that have not arrived."""
 FEW_RANKS = 8
@@ -75,7 +78,8 @@ def check_launched(environment: Mapping[str, str]) -> None:
             raise ConfigError(f"{name}={environment[name]!r} is not a number: {ADVICE}")
     if "RANK" in environment:
         return
-    counts = NUMBERS_OF_NODES if "SLURM_STEP_NUM_TASKS" in environment else NUMBERS_OF_NODES + NUMBERS_IN_A_JOB
+    counts = NUMBERS_OF_NODES + NUMBERS_OF_PROCESSES
+    counts += () if "SLURM_STEP_NUM_TASKS" in environment else NUMBERS_IN_A_JOB
     settings = {name: environment[name].rpartition(":")[2] for name in counts if name in environment}
     several = [name for name, count in settings.items() if count.isdecimal() and int(count) > 1]
     if environment.get("JOB_COMPLETION_INDEX", "0") != "0":
@@ -135,7 +139,8 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
     store = _prefixed_store(_meeting_point(rank, arrival))
     _meet(store, rank, world_size, arrival)
     choose_interface(dist.PrefixStore("arrivals", store), world_size)
-    processes = RunProcesses(store, rank, world_size, timeout, rollout_ranks)
+    one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+    processes = RunProcesses(store, rank, world_size, timeout, rollout_ranks, one_node)
     first, last = (world_size - rollout_ranks, world_size) if processes.generates else (0, world_size - rollout_ranks)
     own_store = dist.PrefixStore(processes.side, store) if processes.side else store
     if world_size > FEW_RANKS:

@@ -303,7 +303,7 @@ def load_tokenizer(section: ModelSection, flag: str = "pretrain", *, name: str =
     name = _check_name(name, source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # those of the tokenizers package have no class of their own
         raise ValueError(f"{source} has no tokenizer that transformers can load: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{source}: its tokenizer has no end token, so responses would never stop")

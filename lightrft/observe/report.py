@@ -123,7 +123,7 @@ def write_report(folder: Path) -> Path:
 def _summary(folder: Path) -> dict[str, Any]:
     """Return the content of run.json and summary.json; the latter takes precedence."""
     paths = (folder / "run.json", folder / "summary.json")
-    run, summary = (json.loads(path.read_text()) if path.exists() else {} for path in paths)
+    run, summary = map(_content, paths)
     for name in ("run", "process", "launchers"):  # by which the program knows the run again
         run.pop(name, None)
     if run.get("active_parameters") == run.get("parameters"):
@@ -133,12 +133,21 @@ def _summary(folder: Path) -> dict[str, Any]:
     return run | summary
 
 
+def _content(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; an empty one if it is missing or broken."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def read_history(path: Path) -> History:
     """Return metric -> its values by step. Rows of one step may hold different metrics."""
     history: dict[str, dict[int, float | None]] = {}
     for row in read_rows(path):
         for name, value in row.items():
-            if name != "step":
+            if name != "step" and (value is None or is_number(value)):
                 history.setdefault(name, {})[row["step"]] = value
     return {name: sorted(values.items()) for name, values in history.items()}
 
@@ -276,7 +285,7 @@ def _time(history: History) -> str:
 
 def _speed(folder: Path) -> str:
     """Return the lines of the scoreboard."""
-    run = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else {}
+    run = _content(folder / "run.json")
     board = scoreboard(read_rows(folder / "metrics.jsonl"), run)
     if board is None:
         return ""

@@ -250,7 +250,7 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
     """Return the row of a line, or None if the line is broken."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if line.endswith(b"\n") and isinstance(row, dict) and is_number(row.get("step")) else None
 

@@ -21,6 +21,9 @@ class RunProcesses:
     timeout: timedelta
     """Limit of a collective."""
     rollout_ranks: int = 0
+    one_node: bool = False
+    """True if the launcher has started all processes on one machine. An engine may change the
+    launcher's variables later."""
     created: bool = True
     """True if the process group was created here."""
 

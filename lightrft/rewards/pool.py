@@ -18,14 +18,19 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
-from lightrft.launch.forks import STACK_SIGNAL, Forks, Worker
+from loguru import logger
+
+from lightrft.launch.forks import STACK_SIGNAL, Forks, Mailbox, Worker
 from lightrft.observe.trace import Untraced
+from lightrft.registry import kept_alive
 from lightrft.rewards.conventions import RewardFunction, common_columns
-from lightrft.rewards.worker import Setup, place
+from lightrft.rewards.worker import Setup, place, said
 from lightrft.samples import Sample
 
 LARGEST_STACK = 65536
 """Number of bytes of a worker's stack that are read."""
+FLUSH_SECONDS = 0.02
+"""Time between two looks whether a worker has read what was sent before."""
 PATIENCE = 3.0
 """Seconds for a worker that is out of time to write its stack, and for the thread to end."""
 STARTING = ("rewards/worker.py", "launch/forks.py", "<string>")
@@ -63,8 +68,9 @@ class Calls(Protocol):
     trace: Untraced
     """Trace that records the calls of worker processes."""
 
-    def begin(self, samples: list[Sample]) -> Result:
-        """Call the function with these samples, now or later."""
+    def begin(self, samples: list[Sample], *, first: bool = False) -> Result:
+        """Call the function with these samples, now or later; `first`: before all calls that wait.
+        """
 
 
 class InProcess:
@@ -77,7 +83,7 @@ class InProcess:
         """
         self.function, self.limit, self.too_late, self.trace = function, limit, too_late, Untraced()
 
-    def begin(self, samples: list[Sample]) -> Result:
+    def begin(self, samples: list[Sample], *, first: bool = False) -> Result:
         return _Deferred(lambda: self._call(samples))
 
     def _call(self, samples: list[Sample]) -> Any:
@@ -100,9 +106,10 @@ class _Deferred:
 
 def _called(function: RewardFunction, samples: list[Sample]) -> Any:
     try:
-        return function.judge(samples)
+        with kept_alive():
+            return function.judge(samples)
     except Exception as error:
-        raise _failure_of(f"{type(error).__name__}: {error}{place(error)}", samples) from error
+        raise _failure_of(f"{said(error)}{place(error)}", samples) from error
 
 
 def _failure_of(problem: str, samples: list[Sample]) -> CallFailed:
@@ -123,6 +130,10 @@ class _Call:
 class _Worker(Worker):
     call: _Call | None = None
     began: float = 0.0
+    mailbox: Mailbox = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mailbox = Mailbox(self.socket)
 
 
 class Processes:
@@ -139,13 +150,20 @@ class Processes:
         self._pool: list[_Worker] = []
         self._forks = Forks(setup)
         self._closed = False
+        self._lock = threading.Lock()
+        self._ended = ""
+        """Why no call is made any longer."""
         self._wake_receive, self._wake_send = os.pipe()
         os.set_blocking(self._wake_send, False)
         self._thread: threading.Thread | None = None
 
-    def begin(self, samples: list[Sample]) -> Result:
+    def begin(self, samples: list[Sample], *, first: bool = False) -> Result:
         call = _Call(samples)
-        self._waiting.append(call)
+        with self._lock:
+            if self._ended:
+                call.future.set_exception(CallFailed(self._ended))
+                return call.future
+            self._waiting.appendleft(call) if first else self._waiting.append(call)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="reward", daemon=True)
             self._thread.start()
@@ -167,12 +185,20 @@ class Processes:
     # -- the methods below run in the thread
 
     def _run(self) -> None:
+        ended = "the worker processes have been closed"
         try:
             self._serve()
+        except Exception as error:  # a bug here must not let the run wait for ever
+            ended = (
+                f"the thread of the worker processes has failed: {type(error).__name__}: {error}"
+            )
+            logger.opt(exception=True).error(ended)
         finally:
+            with self._lock:
+                self._ended = ended
             unfinished = [*self._waiting, *(worker.call for worker in self._pool if worker.call)]
             for call in unfinished:
-                call.future.set_exception(CallFailed("the worker processes have been closed"))
+                call.future.set_exception(CallFailed(ended))
             self._waiting.clear()
             self._pool, workers = [], self._pool
             for worker in workers:
@@ -184,6 +210,8 @@ class Processes:
             self._hand_out()
             busy = [worker for worker in self._pool if worker.call]
             left = min((worker.began + self.limit - time.perf_counter() for worker in busy), default=math.inf)
+            if any(worker.mailbox.is_full for worker in busy):
+                left = min(left, FLUSH_SECONDS)
             sockets = [worker.socket for worker in self._pool]
             ready = wait([self._wake_receive, *sockets], None if left == math.inf else max(left, 0.0))
             if self._wake_receive in ready:
@@ -193,7 +221,13 @@ class Processes:
                     continue
                 if worker.socket.poll():  # also if it has answered while another one was ended
                     self._take_in(worker)
-                elif worker.call and time.perf_counter() >= worker.began + self.limit:
+                elif worker.mailbox.is_full:
+                    self._flush(worker)
+                if (
+                    worker in self._pool
+                    and worker.call
+                    and time.perf_counter() >= worker.began + self.limit
+                ):
                     self._out_of_time(worker)
 
     def _hand_out(self) -> None:
@@ -205,7 +239,7 @@ class Processes:
             try:
                 worker = idle or self._fork()
                 worker.call, worker.began = call, time.perf_counter()
-                worker.socket.send_bytes(pickle.dumps(call.samples, protocol=pickle.HIGHEST_PROTOCOL))
+                worker.mailbox.send(pickle.dumps(call.samples, protocol=pickle.HIGHEST_PROTOCOL))
             except (OSError, EOFError):
                 if idle is None:
                     self._end_parent()
@@ -219,20 +253,36 @@ class Processes:
 
     def _take_in(self, worker: _Worker) -> None:
         try:
-            values, problem, usable = pickle.loads(worker.socket.recv_bytes())
+            messages = worker.mailbox.receive()
+            if not messages:
+                return
+            values, problem, usable = pickle.loads(messages[0])
+            usable = usable and len(messages) == 1
         except (OSError, EOFError):
-            call, how = worker.call, self._end(worker)
-            if call is not None:
-                self._repeat(call, how)
+            self._has_ended(worker)
             return
-        except Exception as error:  # raised by pickle: values of a class that only the worker has
-            values, problem, usable = None, f"{type(error).__name__}: {error}", True
+        except Exception as error:  # raised by pickle: values of a class that only the worker has, or what the function wrote
+            values, problem, usable = None, f"{type(error).__name__}: {error}", False
         call, worker.call = worker.call, None
-        assert call is not None, "a worker answers only calls"
+        if call is None:  # the function, or what it left running, writes to the socket
+            self._end(worker)
+            return
         self.trace.record("rewards", f"reward of {len(call.samples)} responses", worker.began)
         call.future.set_exception(_failure_of(problem, call.samples)) if problem else call.future.set_result(values)
         if not usable:
             self._end(worker)
+
+    def _flush(self, worker: _Worker) -> None:
+        """Send the rest of a call."""
+        try:
+            worker.mailbox.flush()
+        except OSError:
+            self._has_ended(worker)
+
+    def _has_ended(self, worker: _Worker) -> None:
+        call, how = worker.call, self._end(worker)
+        if call is not None:
+            self._repeat(call, how)
 
     def _repeat(self, call: _Call, how: str) -> None:
         if call.died:

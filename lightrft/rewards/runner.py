@@ -3,7 +3,8 @@
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol
@@ -37,6 +38,10 @@ USER_ERROR = 2
 """Exit code, the same as for other mistakes in a user's code."""
 WORKERS = 2
 """Number of worker processes of a rank if --reward_workers is unset."""
+
+
+Pending = tuple[list[Sample], Result]
+"""The samples of a call, and its result."""
 
 
 class LaterJudge(Protocol):
@@ -85,7 +90,7 @@ class RewardRunner:
         self.judge: LaterJudge | None = None
         """The judge of --judge_url engine, which scores in addition to the function."""
         self._failures = self._in_a_row = 0
-        self._pending: list[tuple[list[Sample], Result]] = []
+        self._pending: list[Pending] = []
         self._calls = self._way_to_call(setup)
 
     @property
@@ -200,7 +205,7 @@ class RewardRunner:
         """Process the results of all calls, and return the error that ends the run, if there is one."""
         pending, self._pending = self._pending, []
         logged = 0
-        for samples, result in pending:
+        for samples, result in self._in_order(pending):
             error = self._take_in(samples, result)
             if error is None:
                 self._in_a_row = 0
@@ -219,6 +224,17 @@ class RewardRunner:
                 return ConfigError(f"{messages[0]}. {self._in_a_row} calls in a row have failed: the function itself is broken")
         return None
 
+    def _in_order(self, pending: list[Pending]) -> Iterator[Pending]:
+        """Yield the calls in their order, or, if the first failure ends the run, as they end."""
+        waiting = {result: samples for samples, result in pending if isinstance(result, Future)}
+        if self.section.reward_failure != "stop" or len(waiting) < len(pending):
+            yield from pending
+            return
+        while waiting:
+            wait(waiting, return_when=FIRST_COMPLETED)
+            for result in [result for result in waiting if result.done()]:
+                yield waiting.pop(result), result
+
     def _take_in(self, samples: list[Sample], result: Result) -> CallFailed | None:
         """Set the rewards that a call returned; return its failure if there is one, with the sample if it is known."""
         try:
@@ -236,7 +252,9 @@ class RewardRunner:
         zero, on_server = self.section.reward_failure == "zero", any(map(_is_on_server, reward_terms(self.name)))
         if len(samples) == 1 or not zero and (error.sample or on_server or isinstance(error, WrongCount)):
             return [error]
-        calls = [(sample, self._calls.begin([sample])) for sample in samples]
+        calls = [(sample, self._calls.begin([sample], first=True)) for sample in reversed(samples)][
+            ::-1
+        ]
         failures = (failure for sample, result in calls if (failure := self._take_in([sample], result)))
         return list(islice(failures, None if zero else 1))
 

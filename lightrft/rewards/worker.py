@@ -21,6 +21,10 @@ NOT_THE_USERS = Path(__file__).parent, Path(__file__).parents[1] / "roles", Path
 """Folders whose lines are no place of a mistake: of the calls, of requests to servers, and of the event loop."""
 
 
+LONGEST_MESSAGE = 2000
+"""Number of letters of an error that are reported."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """Settings for the process that forks workers."""
@@ -69,15 +73,22 @@ def _work(calls: Connection, function: RewardFunction | WeightedRewards) -> None
     while True:
         try:
             samples = calls.recv_bytes()
-        except EOFError:
+        except (EOFError, OSError):  # the rank has ended
             return
         try:
             answer = pickle.dumps((function.judge(pickle.loads(samples)), "", True))
         except BaseException as error:
-            problem = f"{type(error).__name__}: {error}{place(error)}"
+            problem = f"{said(error)}{place(error)}"
             answer = pickle.dumps((None, problem, not isinstance(error, MemoryError)))
         sys.stdout.flush()
         calls.send_bytes(answer)
+
+
+def said(error: BaseException) -> str:
+    """Return the class and the message of an error, of which a long one is cut."""
+    message = str(error)
+    cut = f" ... ({len(message)} letters)" if len(message) > LONGEST_MESSAGE else ""
+    return f"{type(error).__name__}: {message[:LONGEST_MESSAGE]}{cut}"
 
 
 def place(error: BaseException) -> str:

@@ -89,7 +89,18 @@ class Growth:
         else:
             with self.sampler.strategy.trace.phase("tools", idle=True):
                 ready = episodes.poll(TOOLS)
-        requests = [self.sampler.next_turn(play, self._groups[play.sample.group], self.seed) for play in ready]
+        turns = [
+            (play, self.sampler.next_turn(play, self._groups[play.sample.group], self.seed))
+            for play in ready
+        ]
+        problems = [self.sampler.strategy.engine.problem(request) for _, request in turns]
+        for (play, _), problem in zip(turns, problems, strict=True):
+            if problem:
+                episodes.refuse(play, problem)
+        ready = [play for (play, _), problem in zip(turns, problems, strict=True) if not problem]
+        requests = [
+            request for (_, request), problem in zip(turns, problems, strict=True) if not problem
+        ]
         for index, request, play in zip(self.generation.add(requests, own=True), requests, ready, strict=True):
             self._plays[index] = play
             self._pending[index] = request, self._groups[play.sample.group], [play.seed_parts[1]]

@@ -15,6 +15,9 @@ HISTORY, ENOUGH = 16, 4
 """Number of newest steps that determine a run's usual mismatch, and the fewest steps from which it is determined."""
 FAR = 10.0
 """A mismatch is far above its history if it exceeds the median by this many times the larger of median and spread."""
+NEVER = {torch.float32: 1e-2, torch.bfloat16: 0.5}
+"""A mean mismatch that no rounding explains, not even that of other kernels: the engine has other
+weights, or another model."""
 NO_ADVANTAGE = 1e-8
 SAID = (1, 2, 10, 100, 1000, 10_000)
 """Steps without a training signal of which a warning speaks, by their number."""
@@ -76,7 +79,8 @@ class Health:
                 f"step {number}: the log-probs of engine and trainer differ by {mismatch:.2g} on average, {largest:.2g} at most, "
                 f"more than --mismatch_limit {limit:g} allows: the engine does not sample from the weights that are trained"
             )
-        bound = max(MISMATCH.get(self.dtype, 0.0), self._usual())
+        usual = self._usual()
+        bound = min(max(MISMATCH.get(self.dtype, 0.0), usual), self._most())
         if math.isfinite(mismatch):
             self._mismatches.append(mismatch)
         if mismatch <= bound:
@@ -84,11 +88,27 @@ class Health:
         if self.logs:
             verification = ("the next weight sync verifies every weight" if self.config.engine.verify_weight_sync
                             else "weights are not verified, because of --no_verify_weight_sync")  # fmt: skip
+            than = (
+                f"the {median(self._mismatches):.2g} of the steps before"
+                if mismatch > usual
+                else "rounding explains"
+            )
             logger.warning(
-                "step {}: the log-probs of engine and trainer differ by {:.2g} on average, {:.2g} at most, far more than the "
-                "{:.2g} of the steps before; {}", number, mismatch, largest, median(self._mismatches), verification,
+                "step {}: the log-probs of engine and trainer differ by {:.2g} on average, {:.2g} at most, far more than {}; {}",
+                number, mismatch, largest, than, verification,
             )  # fmt: skip
         return True
+
+    def _most(self) -> float:
+        """Return the mismatch above which something is wrong whatever the steps before had.
+
+        There is none where samples are older than the weights that are trained, and where
+        --mismatch_limit is set instead.
+        """
+        rollout = self.config.rollout
+        older = rollout.max_staleness or rollout.partial_rollout
+        set_by_user = self.config.train.mismatch_limit is not None
+        return math.inf if older or set_by_user else NEVER.get(self.dtype, math.inf)
 
     def _usual(self) -> float:
         """Return the largest mismatch that the steps before explain; infinity while there are too few."""

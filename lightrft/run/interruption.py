@@ -11,6 +11,8 @@ from loguru import logger
 from lightrft.parallel.collectives import Axis
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SERVER_STOPS = "the server stops after the requests that run; interrupt again to stop immediately"
+STOPPING = "stopping at the next safe point, with a checkpoint; interrupt again to stop immediately without one"
 
 
 class Interrupted(Exception):
@@ -24,8 +26,10 @@ class Interrupted(Exception):
 class Interruption:
     """Signal handling of a run: the first signal stops it at its next safe point, the second one at once."""
 
-    def __init__(self, world: Axis):
+    def __init__(self, world: Axis, stopping: str = STOPPING):
+        """Handle signals of a run. `stopping` is what the log says at the first Ctrl-C."""
         self.world = world
+        self.stopping = stopping
         self._signal = 0
 
     def __enter__(self) -> "Interruption":
@@ -62,7 +66,7 @@ class Interruption:
             raise KeyboardInterrupt
         self._signal = number
         if number == signal.SIGINT:  # when a rank has ended, a launcher sends SIGTERM to the others: nobody reads this message
-            logger.warning("stopping at the next safe point, with a checkpoint; interrupt again to stop immediately without one")
+            logger.warning(self.stopping)
 
 
 _active: Interruption | None = None

@@ -3,26 +3,33 @@
 import asyncio
 import os
 import queue
+import resource
 import threading
+from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from copy import copy, deepcopy
+from dataclasses import replace
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import Any
 
 import uvicorn
 from loguru import logger
+from starlette.requests import Request
 
 from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.endpoint.server import application, listening, server_settings
-from lightrft.agents.messages import Ended
+from lightrft.agents.messages import BEGINNING, Ended, Turn, TurnRequest, to_bytes
 from lightrft.agents.session import Session
+from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.references import MODEL_KEY
 from lightrft.config.sections import ServerSection
 from lightrft.rollout.groups import Group
 from lightrft.rollout.sampler import Sampler
-from lightrft.run.interruption import Interruption
+from lightrft.run.interruption import SERVER_STOPS, Interruption
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.types import Prompt
 
@@ -31,37 +38,99 @@ STEPS = 4
 POLL_SECONDS = 0.5
 """Longest time between two looks of all ranks at signals, while there are no requests."""
 AT_ONCE = 256
-"""Number of requests that are answered at the same time."""
+"""Number of threads for requests that wait until a rank reads them."""
+MOST_FILES = 65536
+SPARE_FILES = 512
+"""Number of open files that are left for everything but sessions."""
+FILES_OF_A_SESSION = 3
+"""Both ends of its socket, and the connection of its client."""
+
+
+class ServedSession(Session):
+    """Session whose prompts are tokenized in a thread of their own, so that the loop that all
+    requests share never does."""
+
+    def __init__(self, connection: Connection, format: TurnFormat, tokenizing: Executor):
+        super().__init__(connection)
+        self._format = format
+        self._tokenizing = tokenizing
+
+    async def request(self, request: TurnRequest, **sent: Any) -> Turn:
+        loop = asyncio.get_running_loop()
+        token_ids = await loop.run_in_executor(self._tokenizing, self._token_ids, request)
+        return await super().request(replace(request, observation=token_ids), **sent)
+
+    async def _send(self, content: bytes) -> None:
+        await asyncio.to_thread(self.connection.send_bytes, content)
+
+    def _token_ids(self, request: TurnRequest) -> list[int]:
+        if request.after is None or request.after == BEGINNING:
+            return list(self._format.prompt(Prompt(0, "", []), request).token_ids)
+        return self._format.tokens(request, self.turns[request.after].token_ids[-1])
 
 
 class ClientSessions:
     """Sessions of clients by their `x-session-id`. A request without one has a session of its own, which ends with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, format: TurnFormat) -> None:
         self.new: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         """The other ends of sessions that have begun."""
-        self._named: dict[str, Session] = {}
+        self._format = format
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+        self._named: dict[str, ServedSession] = {}
+        self._busy: Counter[str] = Counter()
+        """Number of requests of a session that are answered now."""
+        self._most = (_open_files() - SPARE_FILES) // FILES_OF_A_SESSION
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[Session]:
         """Yield the session. Raises ValueError if its time is over; the next request begins another one."""
+        self._forget_ended(name)
         session = self._named.get(name) or self._begin()
         if name:
             self._named[name] = session
+            self._busy[name] += 1
         try:
             yield session
         except (EOFError, OSError) as error:
-            self._named.pop(name, None)
+            self._forget(name, session)
             raise ValueError(f"the session {name!r} has ended after --environment_minutes without a request") from error
         finally:
+            self._busy -= Counter([name])
             if not name:
                 with suppress(OSError):
-                    session.connection.send(Ended())
+                    session.connection.send_bytes(to_bytes(Ended()))
+                session.connection.close()
 
-    def _begin(self) -> Session:
+    def _begin(self) -> ServedSession:
+        if len(self._named) >= self._most:
+            raise ValueError(
+                f"the server has {self._most} sessions, as many as it can: use one of them, or none (x-session-id)"
+            )
         client_end, server_end = Pipe()
         self.new.put(server_end)
-        return Session(client_end)
+        return ServedSession(client_end, self._format, self._tokenizing)
+
+    def _forget_ended(self, asked: str) -> None:
+        """Forget the sessions whose time is over, except one that is asked for, whose client learns
+        of its end."""
+        for name, session in list(self._named.items()):
+            if name != asked and not self._busy[name] and session.connection.poll():
+                self._forget(name, session)
+
+    def _forget(self, name: str, session: ServedSession) -> None:
+        if self._named.get(name) is session:
+            del self._named[name]
+        session.connection.close()
+
+
+def _open_files() -> int:
+    """Return the number of files that this process can open, after it has been raised as far as
+    possible."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, MOST_FILES), most))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 class ModelServer:
@@ -70,7 +139,10 @@ class ModelServer:
     def __init__(self, strategy: StrategyBase, sampler: Sampler, served: EndpointModel, section: ServerSection, *, seed: int):
         """Listen at the address on rank 0. Raises ValueError on all ranks if it is in use."""
         self.strategy, self.sampler, self.served, self.seed = strategy, sampler, served, seed
-        self.sessions, problem = ClientSessions(), ""
+        problem = ""
+        format = copy(sampler.episodes.format)
+        format.tokenizer = deepcopy(format.tokenizer)  # another thread uses this one
+        self.sessions = ClientSessions(format)
         if strategy.is_rank_0():
             try:
                 self._listener = listening(section.host, section.port)
@@ -82,7 +154,10 @@ class ModelServer:
     def serve(self) -> None:
         """Answer requests; raise Interrupted on all ranks when one of them is asked to stop."""
         self.strategy.announce("")
-        with Interruption(self.strategy.mesh.world) as interruption, self.strategy.engine_awake():
+        with (
+            Interruption(self.strategy.mesh.world, SERVER_STOPS) as interruption,
+            self.strategy.engine_awake(),
+        ):
             if self.strategy.is_rank_0():
                 threading.Thread(target=lambda: asyncio.run(self._listen()), name="model-server", daemon=True).start()
                 host, port = self._listener.getsockname()[:2]
@@ -107,6 +182,11 @@ class ModelServer:
     async def _listen(self) -> None:
         """Answer requests in a thread with its own event loop."""
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(AT_ONCE))
-        app = application(self.sessions, self.served, os.environ.get(MODEL_KEY, ""))
+        app = application(self.sessions, self.served, os.environ.get(MODEL_KEY, ""), log=_log)
         with suppress(asyncio.CancelledError):
             await uvicorn.Server(server_settings(app)).serve(sockets=[self._listener])
+
+
+def _log(request: Request, status: int, about: str) -> None:
+    client = request.client.host if request.client else "?"
+    logger.info("{} {} {}: {} in {}", client, request.method, request.url.path, status, about)

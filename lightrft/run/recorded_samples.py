@@ -39,12 +39,30 @@ class RecordedSamples:
     def read(self, step: int, prompts: Sequence[Prompt]) -> tuple[list[Sample], int]:
         """Return the samples of this rank's replica and the version of the weights. Raise DataError if they are not there."""
         try:
-            first, *lines = self._file(step).read_text().splitlines()
-        except OSError as error:
+            first, *lines = self._file(step).read_text().splitlines() or [""]
+        except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"--replay_rollouts {self.folder} has no samples of step {step} for {self.mesh.data.size} "
                             f"replicas of data ({error}); replay at most the steps that were dumped, on the same number of "
                             "replicas") from error  # fmt: skip
-        return [_of_json(json.loads(line), prompts) for line in lines], json.loads(first)["version"]
+        samples: list[Sample] = []
+        number = 1
+        try:
+            version = int(json.loads(first)["version"])
+            for line in lines:
+                number += 1
+                samples.append(_of_json(json.loads(line), prompts))
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise DataError(
+                f"--replay_rollouts {self._file(step)}:{number} is no line of a dump ({type(error).__name__}: {error})"
+            ) from error
+        return samples, version
 
     def _file(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}" / f"replica_{self.mesh.data.rank}_of_{self.mesh.data.size}.jsonl"

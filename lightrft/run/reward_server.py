@@ -9,9 +9,12 @@ import json
 import math
 import os
 import queue
+import socket
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -21,6 +24,7 @@ from loguru import logger
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.agents.messages import check_text
 from lightrft.config.references import REWARD_KEY
 from lightrft.config.sections import DataSection, ServerSection
 from lightrft.data.loader import share_of
@@ -29,15 +33,33 @@ from lightrft.data.rendering.tokens import consecutive_tokens, without_ends
 from lightrft.rewards.steps import StepRewards
 from lightrft.roles.padded import IDS, LENGTHS
 from lightrft.roles.reward_model import RewardModel
-from lightrft.run.interruption import Interruption
+from lightrft.run.interruption import SERVER_STOPS, Interruption
 from lightrft.strategy.strategy_base import StrategyBase
 
 POLL_SECONDS = 0.5
 """Longest time between two looks of all ranks at signals, while there are no requests."""
 
+IDLE_SECONDS = 600.0
+"""Time after which a connection without a request is closed."""
+RECEIVE_SECONDS = 60.0
+"""Time in which a client sends a request, once it has begun."""
+MOST_CONNECTIONS = 256
+CHUNK = 1 << 16
+LARGEST_REQUEST = 64 << 20
+"""Number of bytes."""
+LETTERS_PER_TOKEN = 64
+"""A text with more letters for each token that fits is not even tokenized."""
+
 Text = tuple[str, str]
 """Prompt and response."""
+Tokens = tuple[list[int], list[int]]
+"""The tokens of both."""
+Job = dict[str, list[Tokens]]
+"""Label of a model -> the texts of a request, as it reads them."""
 Reward = float | dict[str, float]
+
+
+Waiting = queue.Queue[tuple[Job, Future[list[Reward]]]]
 
 
 @dataclass(frozen=True)
@@ -51,15 +73,26 @@ class ServedModel:
     steps: StepRewards | None = None
     """Rewards of the steps of a response, whose sum is the reward, for a process reward model."""
 
-    def problem(self, texts: Sequence[Text]) -> str:
-        """Return the reason why a text cannot be scored; empty if all can."""
-        longest = max((sum(map(len, self._tokens(*text))) for text in texts), default=0)
+    def tokens(self, texts: Sequence[Text]) -> list[Tokens]:
+        """Tokenize as training does. Raises ValueError for a text that has more tokens than fit."""
         most = self.model.max_tokens
-        return f"a text has {longest} tokens, more than --max_tokens_per_microbatch {most} here" if longest > most else ""
-
-    def scores(self, texts: Sequence[Text]) -> list[float]:
-        """Return the weighted reward of each text. All ranks call it together, with any number of texts."""
+        for prompt, response in texts:
+            if len(prompt) + len(response) > LETTERS_PER_TOKEN * most:
+                raise ValueError(
+                    f"a text has {len(prompt) + len(response)} letters, more than {LETTERS_PER_TOKEN} "
+                    f"for each token of --max_tokens_per_microbatch {most} here"
+                )
         tokens = [self._tokens(*text) for text in texts]
+        longest = max((len(prompt) + len(response) for prompt, response in tokens), default=0)
+        if longest > most:
+            raise ValueError(
+                f"a text has {longest} tokens, more than --max_tokens_per_microbatch {most} here"
+            )
+        return tokens
+
+    def scores(self, tokens: Sequence[Tokens]) -> list[float]:
+        """Return the weighted reward of each text. All ranks call it together, with any number of
+        texts."""
         ids = [torch.tensor(prompt + response) for prompt, response in tokens]
         padded = pad_sequence(ids, batch_first=True) if ids else torch.zeros(0, 1, dtype=torch.int64)
         rows = self.model.get_scores({IDS: padded, LENGTHS: torch.tensor([len(row) for row in ids], dtype=torch.int64)})
@@ -68,7 +101,7 @@ class ServedModel:
             for row, both, (_, response) in zip(rows, ids, tokens, strict=True)
         ]
 
-    def _tokens(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
+    def _tokens(self, prompt: str, response: str) -> Tokens:
         """Tokenize as training does, with the tokens that begin a text, unless it has them, and the end token after it.
 
         In a prompt that the chat template has rendered, that is the template's.
@@ -94,7 +127,7 @@ class RewardServer:
     def __init__(self, strategy: StrategyBase, models: Sequence[ServedModel], section: ServerSection):
         """Listen at the address on rank 0. Raises ValueError on all ranks if it is in use."""
         self.strategy, self.models = strategy, models
-        self._waiting: queue.Queue[tuple[list[Text], Future[list[Reward]]]] = queue.Queue()
+        self._waiting: Waiting = queue.Queue()
         self._http, problem = None, ""
         if strategy.is_rank_0():
             try:
@@ -106,7 +139,7 @@ class RewardServer:
 
     def serve(self) -> None:
         """Answer requests; raise Interrupted on all ranks when one of them is asked to stop."""
-        interruption = Interruption(self.strategy.mesh.world)
+        interruption = Interruption(self.strategy.mesh.world, SERVER_STOPS)
         self.strategy.announce("")
         if self._http is not None:
             threading.Thread(target=self._http.serve_forever, name="reward-server", daemon=True).start()
@@ -125,17 +158,21 @@ class RewardServer:
     def _answer_waiting(self) -> None:
         """Answer all requests that wait now, in one computation."""
         waiting = self._take() if self._http is not None else []
-        texts = self.strategy.mesh.world.broadcast([text for texts, _ in waiting for text in texts])
-        if not texts:
+        joined = {
+            each.label: [text for job, _ in waiting for text in job[each.label]]
+            for each in self.models
+        }
+        job = self.strategy.mesh.world.broadcast(joined)
+        if not _size(job):
             return
         self.strategy.announce("score")
-        rewards = self._rewards(texts)
+        rewards = self._rewards(job)
         for request, answer in waiting:
-            answer.set_result(rewards[: len(request)])
-            rewards = rewards[len(request) :]
+            answer.set_result(rewards[: _size(request)])
+            rewards = rewards[_size(request) :]
         self.strategy.announce("")  # waiting has no time limit
 
-    def _take(self) -> list[tuple[list[Text], "Future[list[Reward]]"]]:
+    def _take(self) -> list[tuple[Job, Future[list[Reward]]]]:
         try:
             jobs = [self._waiting.get(timeout=POLL_SECONDS)]
         except queue.Empty:
@@ -144,10 +181,12 @@ class RewardServer:
             jobs.append(self._waiting.get())
         return jobs
 
-    def _rewards(self, texts: list[Text]) -> list[Reward]:
+    def _rewards(self, job: Job) -> list[Reward]:
         data = self.strategy.mesh.data
-        own = share_of(data.rank, data.size, len(texts))
-        parts = {each.label: each.scores(texts[own.start : own.stop]) for each in self.models}
+        own = share_of(data.rank, data.size, _size(job))
+        parts = {
+            each.label: each.scores(job[each.label][own.start : own.stop]) for each in self.models
+        }
         shares = data.gather(parts)
         columns = {label: [score for share in shares for score in share[label]] for label in parts}
         if len(columns) == 1:
@@ -155,46 +194,133 @@ class RewardServer:
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
+def _size(job: Job) -> int:
+    """Return the number of texts of a request."""
+    return len(next(iter(job.values())))
+
+
 class _Listener(ThreadingHTTPServer):
-    """HTTP server that puts requests into a queue, and waits for their answers."""
+    """HTTP server that puts requests into a queue, and waits for their answers. Each connection has
+    a thread."""
 
     daemon_threads = True
 
-    def __init__(
-        self, address: tuple[str, int], waiting: "queue.Queue[tuple[list[Text], Future[list[Reward]]]]",
-        models: Sequence[ServedModel],
-    ):  # fmt: skip
+    def __init__(self, address: tuple[str, int], waiting: Waiting, models: Sequence[ServedModel]):
         super().__init__(address, _Handler)
-        self.waiting, self.models, self.authorization = waiting, models, authorization(os.environ.get(REWARD_KEY, ""))
+        self.waiting = waiting
+        self.models = models
+        self.authorization = authorization(os.environ.get(REWARD_KEY, ""))
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("the connection to {} has ended: {!r}", client_address, sys.exc_info()[1])
+
+
+class _Unreadable(Exception):
+    """Raised for a request that is answered with an error; its arguments are the status and the
+    problem."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Listener
     protocol_version = "HTTP/1.1"
+    timeout = IDLE_SECONDS
+
+    def handle_one_request(self) -> None:
+        """Wait for a request, then read it within a time limit, after which the connection is
+        closed."""
+        if not self.rfile.peek(1):
+            self.close_connection = True
+            return
+        self._limit = threading.Timer(RECEIVE_SECONDS, self._give_up)
+        self._limit.daemon = True
+        self._limit.start()
+        try:
+            super().handle_one_request()
+        finally:
+            self._limit.cancel()
 
     def do_GET(self) -> None:
         self._send(200, {"status": "ready"})
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        expected, received = self.server.authorization, self.headers.get("Authorization", "")
-        if expected and not hmac.compare_digest(received.encode(), expected.encode()):
-            return self._send(401, {"error": f"the request needs the key of the server's {REWARD_KEY}"})
         try:
-            texts = _texts(json.loads(body))
+            content = self._content()
+            self._limit.cancel()
+            texts = _texts(json.loads(content))
+            job = {each.label: each.tokens(texts) for each in self.server.models}
+        except _Unreadable as error:
+            status, problem = error.args
+            return self._send(status, {"error": problem})
+        except RecursionError:
+            return self._send(400, {"error": "the request is JSON of too many brackets"})
         except ValueError as error:
             return self._send(400, {"error": str(error)})
-        if problem := next(filter(None, (each.problem(texts) for each in self.server.models)), ""):
-            return self._send(400, {"error": problem})
         answer: Future[list[Reward]] = Future()
-        self.server.waiting.put((texts, answer))
+        self.server.waiting.put((job, answer))
         self._send(200, {"rewards": answer.result() if texts else []})
+
+    def _content(self) -> bytes:
+        """Return the body of a request of a client with the key."""
+        written = self.headers.get("Content-Length", "")
+        length = int(written) if written.isdecimal() and len(written) < 20 else None
+        if problem := self._problem(length):
+            self.close_connection = True
+            for _ in range(
+                0, length or 0, CHUNK
+            ):  # many clients read no answer before they have sent everything
+                if not self.rfile.read(min(CHUNK, length)):
+                    break
+            raise problem
+        content = self.rfile.read(length)
+        if len(content) < length:
+            self.close_connection = True
+            raise _Unreadable(
+                400,
+                f"the request has {len(content)} bytes, and not {length} as it says (Content-Length)",
+            )
+        return content
+
+    def _problem(self, length: int | None) -> _Unreadable | None:
+        expected, received = self.server.authorization, self.headers.get("Authorization", "")
+        if expected and not hmac.compare_digest(
+            received.encode(errors="replace"), expected.encode()
+        ):
+            return _Unreadable(401, f"the request needs the key of the server's {REWARD_KEY}")
+        if length is None:
+            return _Unreadable(
+                411, "the request does not say how many bytes it has (Content-Length)"
+            )
+        if length > LARGEST_REQUEST:
+            return _Unreadable(
+                413,
+                f"the request has {length} bytes, more than {LARGEST_REQUEST}: send fewer texts at once",
+            )
+        return None
+
+    def _give_up(self) -> None:
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def _send(self, status: int, content: dict[str, Any]) -> None:
         body = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)
 
@@ -213,6 +339,7 @@ def _texts(request: Any) -> list[Text]:
     """Return prompt and response of each text of a request. Raise ValueError if it has another form."""
     if not isinstance(request, dict):
         raise ValueError("the request is not a JSON object")
+    check_text(json.dumps(request, ensure_ascii=False))
     prompts, responses, queries = (request.get(name) for name in ("prompts", "responses", "query"))
     if prompts is None and responses is None and _is_texts(queries):
         return [(query, "") for query in queries]

@@ -31,6 +31,8 @@ RESULTS = ("metrics.jsonl", "samples.jsonl", "model", "model_ema", "critic", "dr
 BESIDE_RESULTS = (DESCRIPTION, "config.yaml", "report.html", "trace.json", "summary.json", "evaluation.json", "responses.jsonl",
                   "tensorboard", "wandb", "swanlog", "comet", *(f"{name}_run_id" for name in TRACKERS))  # fmt: skip
 """Other files and folders of a run, which are moved together with its results."""
+PROCESS_KEY = uuid.uuid4().hex
+"""Random name of this process: processes of two containers may have one number on one host."""
 PROBE_BYTES = 4096
 TAKEOVER = LOST_AFTER + 15
 """Seconds after which a restarted run takes the lock over. By then a rank of a lost machine, whose lock its file server may keep,
@@ -101,7 +103,7 @@ class RunFolder:
         """Read `run.json`; return an empty mapping if it is missing or invalid."""
         try:
             content = json.loads((self.path / DESCRIPTION).read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
 
@@ -187,14 +189,14 @@ class RunFolder:
             _flock(file, TAKEOVER if self.restarted else 0.0)
         except BlockingIOError:
             file.seek(0)
-            holder = file.read()
+            holder, _, key = file.read().partition("\n")
             file.close()
             if self.restarted:
                 logger.warning("{} is taken over from {}, whose machine is lost", folder / LOCK, holder)
                 (folder / LOCK).unlink()
                 return self._lock(folder, flag)
-            if holder == self.process:  # an earlier attempt of this process, such as a cell of a notebook that failed
-                return
+            if (holder, key) == (self.process, PROCESS_KEY):
+                return  # an earlier attempt of this process, such as a cell of a notebook that failed
             raise ConfigError(
                 f"--{flag} {folder} is in use by another run ({holder or 'unknown process'}): wait until it ends, or set "
                 "another folder"
@@ -205,7 +207,7 @@ class RunFolder:
             return
         self._locks.append(file)
         file.truncate(0)
-        file.write(self.process)
+        file.write(f"{self.process}\n{PROCESS_KEY}")
         file.flush()
 
     def _probe(self) -> None:

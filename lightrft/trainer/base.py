@@ -303,7 +303,12 @@ class Trainer(ABC):
         if path is None:
             self.strategy.print(f"no checkpoint in {self.checkpoints}: starting from the beginning")
             return None
-        self.done = self.saved = self.resumed = state["step"]
+        step = state.get("step")
+        if path.name != f"step{step}":
+            raise ConfigError(
+                f"--load_checkpoint: {path} says that it was written after step {step!r:.50}: it is damaged"
+            )
+        self.done = self.saved = self.resumed = step
         self.strategy.print(f"resuming after step {self.done} from {path}")
         return self.done
 

@@ -1,5 +1,8 @@
 """A whole run from one call, the same for the command line and for Python (python.py)."""
 
+import math
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -9,6 +12,9 @@ from loguru import logger
 from lightrft.checkpoint.atomic import CheckpointError
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
+from lightrft.launch.heartbeat import exit_process, place
+from lightrft.parallel.device import local_rank
+from lightrft.registry import kept_alive
 from lightrft.run.interruption import Interrupted, Interruption
 from lightrft.run.prepare import prepare_config, quiet_libraries
 from lightrft.run.reward_server import RewardServer
@@ -21,6 +27,8 @@ from lightrft.trainer.build_server import model_server
 from lightrft.trainer.build_supervised import dpo_trainer, kto_trainer, prm_trainer, rm_trainer, sft_trainer
 
 T = TypeVar("T")
+NOTICE_SECONDS = 120.0
+"""Time between two messages about a start that takes long."""
 USER_ERROR = 2
 """Exit code of the other ranks when the run ended because of an error that the user can correct."""
 
@@ -28,11 +36,14 @@ USER_ERROR = 2
 def run(command: str, config: Config) -> Any:
     """Resolve the configuration, set up its strategy, do the work of `command`, and close everything."""
     quiet_libraries()
-    prepare_config(command, config)
-    strategy = _as_config_error(get_strategy, config)
+    _start(prepare_config, command, config)
+    strategy = _start(get_strategy, config)
     try:
-        _as_config_error(strategy.setup_distributed)
-        return _generate(strategy) if strategy.generates_only else WORK[command](config, strategy)
+        with kept_alive():
+            _start(strategy.setup_distributed)
+            return (
+                _generate(strategy) if strategy.generates_only else WORK[command](config, strategy)
+            )
     except Exception as error:
         _end_all(strategy, error)
         raise
@@ -41,7 +52,7 @@ def run(command: str, config: Config) -> Any:
 
 
 def _train(build: Callable[[Config, StrategyBase], Trainer], config: Config, strategy: StrategyBase) -> Trainer:
-    trainer = _as_config_error(build, config, strategy)
+    trainer = _start(build, config, strategy)
     trainer.fit()
     return trainer
 
@@ -53,16 +64,16 @@ def _generate(strategy: StrategyBase) -> None:
 
 
 def _evaluate(config: Config, strategy: StrategyBase) -> dict[str, float]:
-    return _as_config_error(evaluation, config, strategy).run()
+    return _start(evaluation, config, strategy).run()
 
 
 def _serve_reward(config: Config, strategy: StrategyBase) -> None:
-    models = _as_config_error(build_served_models, config, strategy)
-    _as_config_error(RewardServer, strategy, models, config.server).serve()
+    models = _start(build_served_models, config, strategy)
+    _start(RewardServer, strategy, models, config.server).serve()
 
 
 def _serve(config: Config, strategy: StrategyBase) -> None:
-    _as_config_error(model_server, config, strategy).serve()
+    _start(model_server, config, strategy).serve()
 
 
 WORK: dict[str, Callable[[Config, StrategyBase], Any]] = {
@@ -92,3 +103,31 @@ def _as_config_error(step: Callable[..., T], *arguments: object) -> T:
     except (ValueError, CheckpointError) as error:
         logger.opt(exception=error).debug("while wiring the run")
         raise ConfigError(str(error)) from error
+
+
+def _start(step: Callable[..., T], *arguments: object) -> T:
+    """Do a step before the first phase, which has no time limit of its own; say where it is while
+    it takes long."""
+    limit = next(
+        (60 * each.strategy.phase_minutes for each in arguments if isinstance(each, Config)),
+        math.inf,
+    )
+    ended, began = threading.Event(), time.monotonic()
+
+    def watch() -> None:
+        while not ended.wait(NOTICE_SECONDS):
+            seconds = time.monotonic() - began
+            if seconds > limit:
+                cause = (
+                    f"the start has taken more than {limit:.0f} s (--phase_minutes), at {place()}"
+                )
+                logger.error(f"this run ends: {cause}")
+                exit_process(cause, 1)
+            if local_rank() == 0:
+                logger.warning("the run is still starting, after {:.0f} s, at {}", seconds, place())
+
+    threading.Thread(target=watch, name="start", daemon=True).start()
+    try:
+        return _as_config_error(step, *arguments)
+    finally:
+        ended.set()

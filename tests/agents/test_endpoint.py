@@ -1,10 +1,15 @@
 """Why: a client sends back text, which others tokenize again. Here what was sampled is learned, whatever a client does."""
 
+import asyncio
 import json
+from multiprocessing import Pipe
 
 import pytest
 
+from lightrft.agents.endpoint.protocol import EndpointModel
+from lightrft.agents.session import Session
 from lightrft.rewards.functions import environment
+from malformed import MALFORMED, NO_JSON
 from player import Player, ids
 from tiny import EOS
 
@@ -118,6 +123,38 @@ async def refused(client, row):
     return 1.0
 
 
+async def malformed(client, row):
+    """Each request is sent as it is, without the checks of the client."""
+    base, key = str(client.base_url), {"Authorization": f"Bearer {client.api_key}"}
+    wrong = []
+    async with httpx.AsyncClient(base_url=base.removesuffix("/v1/"), headers=key) as plain:
+        for route, body, word in MALFORMED:
+            reply = await plain.post(route, content=json.dumps(body))
+            if reply.status_code != 400 or word not in reply.text:
+                wrong.append((route, body, reply.status_code, reply.text))
+        for content in NO_JSON:
+            reply = await plain.post("/v1/completions", content=content)
+            wrong += [] if reply.status_code == 400 else [(content[:20], reply.status_code)]
+        large = await plain.post("/v1/completions", json={"prompt": "a" * 1_000_000})
+        assert wrong == [] and large.status_code == 413, (wrong, large)
+    await ask(client, [{"role": "user", "content": "p"}])
+    return 1.0
+
+
+async def impatient(client, row):
+    """It gives up its first request, whose turn is not the answer to the second one."""
+    try:
+        await asyncio.wait_for(ask(client, [{"role": "user", "content": "p"}]), 0.001)
+    except TimeoutError:
+        pass
+    reply = (await ask(client, [{"role": "user", "content": "q"}])).choices[0]
+    return float(reply.message.content == "b")
+
+
+async def in_a_library(client, row):
+    await client.chat.completions.create(model="any", messages=[{"role": "user"}], n=5)
+
+
 async def endless(client, row):
     messages = [{"role": "user", "content": "p"}]
     while True:
@@ -140,7 +177,7 @@ async def breaks(client, row):
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("agents") / "agents.py"
-    path.write_text(AGENTS)
+    path.write_text(f"MALFORMED = {MALFORMED!r}\nNO_JSON = {NO_JSON!r}\n" + AGENTS)
     return path
 
 
@@ -226,6 +263,49 @@ def test_requests_at_the_same_time_are_branches(play):
     sample = play("several_at_once", ["1$", "2$", "3$"])
     assert sorted(row.prompt.token_ids.tolist() for row in sample.rows) == [ids(f"u:{letter}$\na:") for letter in "abc"]
     assert sorted(bytes(row.token_ids[:1]) for row in sample.rows) == [b"1", b"2", b"3"]
+
+
+def test_a_request_without_meaning_is_refused(play):
+    sample = play("malformed", ["a$"])
+    assert sample.episode.problem == "" and sample.token_ids == ids("a$")
+
+
+HALF_SENT = {
+    "nothing": b"",
+    "a head": b"POST /v1/completions HTT",
+    "a body": b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer KEY\r\nContent-Length: 9\r\n\r\n{",
+    "a second head": b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n|GET /hea",
+}
+
+
+@pytest.mark.parametrize("case", HALF_SENT)
+def test_a_connection_with_half_a_request_is_closed(case, monkeypatch):
+    from lightrft.agents.endpoint import server
+
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(server, "BODY_SECONDS", 0.3)
+
+    async def closed():
+        program, rank = Pipe()
+        async with server.serving(Session(program), EndpointModel("tiny", 264, {})) as address:
+            host, port = address.url.removeprefix("http://").removesuffix("/v1").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            for part in HALF_SENT[case].replace(b"KEY", address.key.encode()).split(b"|"):
+                writer.write(part)
+                await asyncio.sleep(0.1)
+            answer = await asyncio.wait_for(reader.read(), 4)
+            writer.close()
+            rank.close()
+            return answer
+
+    assert (b"408" in asyncio.run(closed())) == (case == "a body")
+
+
+def test_the_error_of_an_agent_is_located_in_its_file(play, file):
+    sample = play("in_a_library", ["a$"])
+    line = next(number for number, text in enumerate(file.read_text().splitlines(), 1) if "n=5" in text)
+    assert sample.episode.problem.startswith("BadRequestError: ")
+    assert sample.episode.problem.endswith(f"agents.py:{line} (in_a_library)")
 
 
 def test_an_agent_that_raises_costs_its_sample(play):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 from dataclasses import replace
 
 import pytest
@@ -95,6 +96,66 @@ class Shop:
 
     def get_reward(self):
         return self.sold
+
+
+class Garbage:
+    """Writes to the socket of its process what is no message of this package."""
+
+    def reset(self, label, **row):
+        self.label = label
+
+    def step(self, action):
+        for file in map(int, os.listdir("/proc/self/fd")):
+            try:
+                if os.readlink(f"/proc/self/fd/{file}").startswith("socket:"):
+                    os.write(file, GARBAGE[action])
+            except OSError:
+                pass
+        time.sleep(60 if action == "half a head" else 0)
+        return "", 0.0, True
+
+
+GARBAGE = {
+    "half a head": b"\\0\\0", "text": b"hello\\n" * 9, "much": b"\\x7f\\xff\\xff\\xff" * 9, "negative": b"\\xff" * 9,
+    "no JSON": b"\\0\\0\\0\\1{", "other JSON": b"\\0\\0\\0\\2[]", "brackets": b"\\0\\1\\0\\0" + b"[" * 65536,
+    "another request": b"\\0\\0\\0\\24" + b'["TurnRequest", [1]]',
+    "no turn": b"\\0\\0\\0\\x36" + b'["TurnRequest", {"observation": "a", "after": 999999}]',
+    "pickle": b"\\0\\0\\0\\5" + b"\\x80\\4K\\1.",
+}
+
+
+async def meaningless(engine, row):
+    from lightrft.agents.messages import TurnRequest
+    requests = [
+        TurnRequest(5), TurnRequest([1.5]), TurnRequest("a", after=7), TurnRequest("a", max_tokens="5"), TurnRequest([{"a": 1}]),
+        TurnRequest("a", sampling={"top_k": 2.5}), TurnRequest("a", sampling={"beam": 2}), TurnRequest("a", tools=5),
+        TurnRequest("\\ud800"), TurnRequest({1}), TurnRequest(object()), TurnRequest([-5]), TurnRequest("", after=-1),
+    ]
+    refused = 0
+    for request in requests:
+        try:
+            await engine.request(request)
+        except ValueError:
+            refused += 1
+    assert refused == len(requests), refused
+    await engine.turn("b")
+
+
+async def impatient(engine, row):
+    """It gives up waiting for a turn, which is then not the answer to its next request."""
+    try:
+        await asyncio.wait_for(engine.turn("p"), 0.3)
+    except TimeoutError:
+        pass
+    return float((await engine.turn("q")).text == "2")
+
+
+async def leaves(engine, row):
+    """It ends while the model samples a turn for it."""
+    try:
+        await asyncio.wait_for(engine.turn("p"), 0.001)
+    except TimeoutError:
+        pass
 
 
 async def stubborn(engine, row):
@@ -209,6 +270,29 @@ def test_a_program_that_dies_or_hangs_costs_its_own_sample(player):
     assert problems[4:] == ["", ""]
     assert [sample.masked for sample in samples] == [True] * 4 + [False] * 2
     assert environment(samples) == [0.0] * 4 + [3.0] * 2 and play.play([["end"]])[0].episode.problem == ""
+
+
+def test_garbage_on_its_socket_costs_an_episode_its_own_sample(player, file):
+    play = player("Garbage", environment_minutes=0.1, environment_workers=4)
+    garbage = [*(name for name in runpy.run_path(str(file))["GARBAGE"]), "none"]
+    samples = play.play([[name] for name in garbage])
+    problems = {name: sample.episode.problem for name, sample in zip(garbage, samples, strict=True)}
+    assert problems.pop("none").startswith("KeyError"), problems
+    assert "asked for no turn" in problems.pop("half a head")
+    assert all("no message" in problem or "another request" in name or "no turn" in name for name, problem in problems.items())
+    assert player("Echo").play([["end"]])[0].episode.problem == ""
+
+
+def test_a_request_without_meaning_is_refused(player):
+    (sample,) = player("meaningless").play([["a"]])
+    assert sample.episode.problem == "" and sample.token_ids == ids("a")
+
+
+def test_a_turn_that_a_program_does_not_wait_for_is_no_answer_to_another_request(player):
+    (sample,) = player("impatient").play([["1", "2"]], delay=1.0)
+    assert environment([sample]) == [1.0] and sample.episode.problem == ""
+    play = player("leaves", environment_workers=1)
+    assert [sample.episode.problem for sample in play.play([["1"]] * 3, delay=0.5)] == [""] * 3
 
 
 def test_limits_end_an_episode(player):

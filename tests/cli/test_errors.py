@@ -1,7 +1,9 @@
 """What a user can get wrong is said in one message that names the place and the way out, with exit code 2."""
 
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -82,12 +84,77 @@ def test_evaluate_needs_held_out_data(inputs, capfd):
     ({"WORLD_SIZE": "2", "MASTER_ADDR": "here"}, "WORLD_SIZE, MASTER_ADDR is set, but RANK, MASTER_PORT is not"),
     ({"RANK": "a", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "RANK='a' is not a number"),
     ({"PET_NNODES": "2"}, "this process is one of several, but it has no rank"),
-], ids=["part", "letters", "pod"])  # fmt: skip
+    ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE=4: this process is one of several"),
+    ({"PMI_SIZE": "4", "PMI_RANK": "0"}, "PMI_SIZE=4: this process is one of several"),
+], ids=["part", "letters", "pod", "mpirun", "mpich"])  # fmt: skip
 def test_a_process_that_no_launcher_made_a_rank(inputs, capfd, monkeypatch, environment, says, dry):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     said = fails(capfd, train_ppo.main, [*inputs, *PPO, *dry])
     assert says in said.splitlines()[-1] and "Traceback" not in said
+
+
+BROKEN_MODELS = {
+    "a list": ("config.json", b"[]"),
+    "brackets": ("config.json", b"[" * 20_000),
+    "no JSON": ("config.json", b"{"),
+    "a number": ("config.json", b"5"),
+    "no family": ("config.json", b"{}"),
+    "a tokenizer of nothing": ("tokenizer.json", b"{}"),
+    "a tokenizer of a list": ("tokenizer.json", b"[]"),
+    "no tokenizer": ("tokenizer.json", b"\xff"),
+    "half of the weights": ("model.safetensors", b"\x08\0\0\0\0\0\0\0{"),
+}
+SIZES = {"hidden_size": -64, "num_hidden_layers": 0, "vocab_size": -1, "num_attention_heads": 10**12, "intermediate_size": "a"}
+
+
+@pytest.mark.parametrize("case", [*BROKEN_MODELS, *SIZES])
+def test_a_broken_model(inputs, tmp_path, capfd, case):
+    source = Path(next(flag for flag in inputs if flag.startswith("--pretrain=")).partition("=")[2])
+    shutil.copytree(source, tmp_path / "model")
+    if case in SIZES:
+        file = tmp_path / "model" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {case: SIZES[case]}))
+    else:
+        (tmp_path / "model" / BROKEN_MODELS[case][0]).write_bytes(BROKEN_MODELS[case][1])
+    said = fails(capfd, train_sft.main, [*inputs, f"--pretrain={tmp_path}/model", "--train_batch_size=8"])
+    assert f"--pretrain {tmp_path}/model" in said and "Traceback" not in said
+
+
+BROKEN_FILES = {
+    "brackets.yaml": (b"[" * 20_000, "--config={}", "nested too deep"),
+    "cut.parquet": (b"PAR1" + b"\0" * 100, "--prompt_data={}", "not a valid parquet file"),
+    "empty.parquet": (b"", "--prompt_data={}", "not a valid parquet file"),
+    "reward.py": (b"import sys\nsys.exit(0)", "--reward={}:f", "it calls sys.exit(0)"),
+    "end.py": (b"import os\nos._exit(0)", "--reward={}:f", "it calls os._exit(0)"),
+    "rows.py": (b"import os\ndef rows(): os._exit(0)", "--prompt_data={}:rows", "it calls os._exit(0)"),
+    "later.py": (
+        b"import sys\ndef rows():\n  yield {'input': '1', 'label': '1'}\n  sys.exit()", "--prompt_data={}:rows", "sys.exit"
+    ),
+    "e" * 3000: (None, "--pretrain={}", "has 3"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_FILES, ids=lambda name: name[:20])
+def test_a_broken_file(inputs, tmp_path, capfd, name):
+    content, flag, says = BROKEN_FILES[name]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    said = fails(capfd, train_ppo.main, [*inputs, *PPO, flag.format(tmp_path / name)])
+    assert says in said and "Traceback" not in said
+
+
+def test_a_function_that_ends_the_process_fails(inputs, tmp_path, capfd):
+    (tmp_path / "mine.py").write_text("import os\ndef f(samples, **columns): os._exit(0)")
+    flags = [*inputs, *PPO, f"--reward={tmp_path}/mine.py:f", f"--save_path={tmp_path}/run"]
+    assert "it calls os._exit(0)" in fails(capfd, train_ppo.main, [*flags, "--reward_workers=0"])
+
+
+def test_a_start_that_takes_long_says_where_it_is(inputs, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("lightrft.trainer.run.NOTICE_SECONDS", 0.3)
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(1)\nraise ValueError('at last')")
+    said = fails(capfd, train_ppo.main, [*inputs, *PPO, f"--reward={tmp_path}/slow.py:f"])
+    assert "still starting, after" in said and "slow.py:2" in said and "at last" in said
 
 
 def test_report_of_a_folder_without_a_run(tmp_path, capfd):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import wave
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from PIL import Image
 from json_server import JsonHandler, listening
 from lightrft.config import DataSection
 from lightrft.config.errors import DataError
-from lightrft.data.media import VIDEOS, AudioFile, ImageFile, Places, VideoFile, items_of, media_of, open_media, with_parts
+from lightrft.data.media import VIDEOS, AudioFile, ImageFile, Places, VideoFile, fetch, items_of, media_of, open_media, with_parts
 from lightrft.data.prompts import load_prompts
 from tiny import byte_tokenizer
 
@@ -199,6 +200,22 @@ def test_addresses_are_fetched_once_and_with_a_flag(folder, monkeypatch):
             load(folder, rows)
         with pytest.raises(DataError, match="nothing.gif cannot be fetched: HTTP Error 404"):
             load(folder, [{"input": "x", "film": f"{address}/nothing.gif"}], media_urls=True)
+
+
+@pytest.mark.parametrize("made", ["a link", "by another user", "for all"])
+def test_a_folder_that_others_can_write_is_not_used(folder, monkeypatch, made):
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    theirs = folder / f"lightrft-media-{os.getuid()}"
+    theirs.symlink_to(folder) if made == "a link" else theirs.mkdir()
+    if made == "for all":
+        theirs.chmod(0o777)
+    if made == "by another user":
+        other = os.getuid() + 1
+        theirs.rename(folder / f"lightrft-media-{other}")
+        monkeypatch.setattr(os, "getuid", lambda: other)
+    with pytest.raises(ValueError, match="is a folder that others can write, or a link"):
+        fetch("http://127.0.0.1:1/v.gif", 100)
 
 
 def test_large_files_are_bad_rows(folder):

@@ -1,6 +1,7 @@
 """A rank that fails, dies or does not come ends all, and every rank's log says which one it was and where it is."""
 
 import os
+import resource
 import signal
 import socket
 import threading
@@ -320,3 +321,36 @@ def test_where_rank_0_listens(monkeypatch):
 
 def test_ranks_are_named_by_spans():
     assert monitor.names({0, 1, 2, 5, 7, 8}) == "ranks 0-2, 5, 7-8" and monitor.names([3]) == "rank 3"
+
+
+def test_strangers_and_too_many_files_do_not_end_the_monitor(monkeypatch):
+    monkeypatch.setattr("lightrft.launch.monitor.ARRIVAL", 1.0)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    made = monitor.Monitor(1, address="127.0.0.1", limit=60.0, phase_limit=60.0, beat=0.2, token="secret")
+    monkeypatch.setattr(made, "_check", lambda now: None)
+    address = "127.0.0.1", made.port
+    strangers = [socket.create_connection(address) for _ in range(4)]
+    strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
+    strangers[1].sendall(b"[" * 900 + b"\n")
+    try:
+        late = [socket.socket() for _ in range(3)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))  # no further file can be opened
+        for each in late:
+            each.connect(address)
+        time.sleep(0.5)
+        assert made._thread.is_alive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    for each in strangers:
+        each.settimeout(10)
+        assert each.recv(1) == b"", "a stranger is closed, also a silent one"
+    rank = Connection(socket.create_connection(address))
+    rank.send({"hello": {"token": "secret", "rank": 0, "host": "a", "pid": 1, "node": "n"}})
+    deadline = time.monotonic() + 10
+    while 0 not in made.statuses and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert 0 in made.statuses
+    made.closing.set()
+    made.join()
+    for each in (*strangers, *late, rank):
+        each.close()

@@ -223,6 +223,14 @@ def test_the_sets_of_an_evaluation_share_a_chart(tmp_path):
     assert chart.index("gsm8kown") < chart.index("truncated")
 
 
+def test_a_report_is_made_of_what_can_be_read(tmp_path):
+    rows = [b'{"step": %d, "rollout/reward": %s}' % (step, value) for step, value in enumerate([b'"text"', b"0.5", b"[1]"])]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*rows, b"[" * 9000, b""]))
+    (tmp_path / "run.json").write_text("[]")
+    (tmp_path / "summary.json").write_text("{")
+    assert "0.5" in write_report(tmp_path).read_text()
+
+
 def test_a_supervised_run(tmp_path):
     sink = JsonLines(tmp_path)
     sink.start({}, 3)

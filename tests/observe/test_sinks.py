@@ -58,13 +58,13 @@ def test_broken_rows_are_left_out_with_a_warning_and_a_run_continues(tmp_path, n
     write_steps(tmp_path, [1, 2])
     content = (tmp_path / name).read_bytes()
     broken = b'{"step": 2, "tra\x00\x00\xff\n17\n{"no": "step"}\n'
-    (tmp_path / name).write_bytes(content + broken + b'{"step": 3, "train/loss": 3.0}\n{"step": 4, "train')
+    (tmp_path / name).write_bytes(content + broken + b"[" * 9000 + b'\n{"step": 3, "train/loss": 3.0}\n{"step": 4, "train')
     lines: list[str] = []
     sink = logger.add(lambda line: lines.append(str(line)), format="{message}")
     write_steps(tmp_path, [4], resume_step=3)
     logger.remove(sink)
     first = content.count(b"\n") + 1
-    assert lines == [f"{tmp_path / name}: 4 invalid lines are skipped, the first is line {first}\n"]
+    assert lines == [f"{tmp_path / name}: 5 invalid lines are skipped, the first is line {first}\n"]
     assert sorted({row["step"] for row in read_rows(tmp_path / name)}) == [1, 2, 3, 4]
 
 

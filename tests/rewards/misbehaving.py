@@ -54,6 +54,16 @@ def _obeyed(sample: Sample, right: str) -> object:
         with open(rest, "w") as file:
             file.write(str(child.pid))
         time.sleep(1000)
+    elif word == "write":
+        for file in range(3, 20):
+            if os.path.exists(f"/proc/self/fd/{file}") and os.readlink(f"/proc/self/fd/{file}").startswith("socket:"):
+                os.write(file, bytes.fromhex(rest))
+    elif word == "drip":
+        while True:
+            _obeyed(Sample(sample.prompt, 0, [], [], "write 00", ""), right)
+            time.sleep(0.001)
+    elif word == "print":
+        raise KeyError("a" * 20_000_000)
     elif word == "process":
         return float(os.getpid())
     elif word == "alarm":  # as math-verify limits its time

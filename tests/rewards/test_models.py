@@ -232,6 +232,8 @@ def test_a_key_of_user_and_password(address, monkeypatch):
 @pytest.mark.parametrize(
     ("url", "key", "says"),
     [
+        ("http://host:80/x?token=secret", "", r"http://host\?\.\.\.: .* set REWARD_API_KEY in the environment"),
+        ("http://host:80/x#secret", "", r"http://host\?\.\.\.: .* set REWARD_API_KEY in the environment"),
         ("http://me:secret@host:80/x", "", r"http://\.\.\.@host: .* set REWARD_API_KEY=user:password"),
         ("http://host:port/x", "", "the address cannot be read"),
         ("http://", "", "is not an address such as"),

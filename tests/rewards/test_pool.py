@@ -121,6 +121,40 @@ def test_calls_that_hang_cost_no_other_one():
         assert re.match(rf"{late}.* '{text}' to .* \(row 2\)\. It is at \S*misbehaving.py:\d+ \(_obeyed\) < ", message)
 
 
+@pytest.mark.parametrize("written", ["00", "0000000568656c6c6f", "ffffffff", "7fffffff", "7ffffffe", "00" * 9])
+def test_what_a_function_writes_to_its_socket_costs_its_own_call(written):
+    made = runner(reward_failure="zero", reward_minutes=SHORT)
+    assert judged(made, group(f"write {written}"), *(group("right", row=row) for row in range(1, 6))) == [0.0] + [1.0] * 5
+
+
+def test_a_function_that_never_ends_writing_is_out_of_time():
+    made = runner(reward_failure="zero", reward_minutes=SHORT)
+    assert judged(made, group("drip"), group("right", row=1)) == [0.0, 1.0]
+
+
+def test_a_failure_that_ends_the_run_waits_for_no_other_call():
+    """Neither for those that hang before it, nor for those that wait for a worker."""
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="KeyError: 'now'"):
+        judged(runner(), group("sleep 60"), group("raise now", row=1))
+    with pytest.raises(ConfigError, match="a call has taken more than 3 s"):
+        judged(runner(reward_minutes=SHORT), *(group("hang", "right", row=row) for row in range(12)))
+    assert time.monotonic() - began < 15
+
+
+def test_a_thread_that_has_failed_lets_no_call_wait():
+    made = runner(reward_minutes=1e18)
+    for row in range(2):
+        with pytest.raises(ConfigError, match="the thread of the worker processes has failed: OverflowError"):
+            judged(made, group("sleep 5", row=row))
+
+
+def test_a_long_error_is_cut():
+    with pytest.raises(ConfigError) as raised:
+        judged(runner(), group("print"))
+    assert len(str(raised.value)) < 10_000 and "misbehaving.py:" in str(raised.value)
+
+
 def test_a_worker_without_memory_gets_no_further_call(forgiving):
     groups = [each for row in range(24) for each in (group("right", "fill", row=row), group("right", row=row))]
     judged(forgiving, *groups)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -21,6 +22,21 @@ from roles import rows
 from tiny import EOS, tiny_model
 from warm import warm_python
 
+MALFORMED = {
+    b"Content-Length: -5\r\n\r\n": 411,
+    b"Content-Length: 1e9\r\n\r\n": 411,
+    b"\r\n": 411,
+    b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n": 411,
+    b"Content-Length: 99999999999\r\n\r\n{": 413,
+    b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n": 411,
+    b"Content-Length: 50\r\n\r\n{": 400,
+    b"Content-Length: 2\r\n\r\n\xff\xff": 400,
+    b"Content-Length: 19\r\n\r\n" + rb'{"query":["\ud800"]}': 400,
+    b"Content-Length: 100000\r\n\r\n" + b"[" * 100_000: 400,
+    b"Content-Length: 100011\r\n\r\n" + b'{"query":["' + b"a" * 99_998 + b'"]': 400,
+    b"Content-Length: 100013\r\n\r\n" + b'{"query":["' + b"a" * 99_999 + b'"]}': 400,
+}
+"""Rest of a request -> the status of its answer."""
 TEXTS = [("2+2=", "4"), ("2+2=", "five\n\n!"), ("Say hello.", ""), ("a", "b" * 70)]
 
 
@@ -96,6 +112,15 @@ def test_bad_requests_are_answered_and_the_server_goes_on(folders):
         for content in ([], {"prompts": ["a"]}, {"prompts": ["a"], "responses": []}, {"query": [1]}):
             status, answer = post(address, content)
             assert status == 400 and "the request" in answer["error"]
+        head = b"POST / HTTP/1.1\r\nHost: a\r\n"
+        for sent, status in MALFORMED.items():
+            answer = b""
+            with socket.create_connection(address.removeprefix("http://").split(":"), timeout=30) as client:
+                client.sendall(head + sent)
+                client.shutdown(socket.SHUT_WR)
+                while part := client.recv(1 << 16):
+                    answer += part
+            assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and b'"error": "' in answer, (sent[:50], answer)
         assert post(address, {"query": []}) == (200, {"rewards": []})
         with torch.no_grad():
             score = float(rows.plain_scores(rows.plain_scorer(folders[0]), whole("ab", ""))[-1])

@@ -16,7 +16,7 @@ import pytest
 from lightrft.config import ConfigError, RewardSection
 from lightrft.rewards.functions import FAST_REWARDS, rewards
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rewards.verifiers import code
+from lightrft.rewards.verifiers import sandbox as code_sandbox
 from lightrft.samples import Prompt, Sample
 
 
@@ -400,26 +400,26 @@ ASSERTS = ["assert f(2) == 4", "assert f(3) == 9"]
 @pytest.fixture(params=["", "none"], ids=["sandbox", "none"])
 def way(request, monkeypatch):
     """Run in the sandbox of this machine, and without one."""
-    monkeypatch.setenv(code.WITHOUT_SANDBOX, request.param)
-    code.find_sandbox.cache_clear()
+    monkeypatch.setenv(code_sandbox.WITHOUT_SANDBOX, request.param)
+    code_sandbox.find_sandbox.cache_clear()
     yield request.param
-    code.find_sandbox.cache_clear()
+    code_sandbox.find_sandbox.cache_clear()
 
 
 @pytest.fixture(params=["bwrap", "unshare"])
 def sandbox(request, monkeypatch):
     """Run in each kind of sandbox, in which programs have three seconds."""
     found, (other,) = shutil.which, {"bwrap", "unshare"} - {request.param}
-    monkeypatch.delenv(code.WITHOUT_SANDBOX, raising=False)
-    monkeypatch.setattr(code.shutil, "which", lambda name: None if name == other else found(name))
-    monkeypatch.setattr(code, "SECONDS", 3)
-    code.find_sandbox.cache_clear()
+    monkeypatch.delenv(code_sandbox.WITHOUT_SANDBOX, raising=False)
+    monkeypatch.setattr(code_sandbox.shutil, "which", lambda name: None if name == other else found(name))
+    monkeypatch.setattr(code_sandbox, "SECONDS", 3)
+    code_sandbox.find_sandbox.cache_clear()
     try:
-        code.find_sandbox()
+        code_sandbox.find_sandbox()
     except ValueError:
         pytest.skip(f"{request.param} does not work here")
     yield
-    code.find_sandbox.cache_clear()
+    code_sandbox.find_sandbox.cache_clear()
 
 
 DATACLASS = "import dataclasses\n@dataclasses.dataclass\nclass A:\n    a: int\n"
@@ -541,9 +541,9 @@ def _named(name: str) -> list[str]:
 
 
 def test_code_refuses_to_run_without_a_sandbox(monkeypatch, tmp_path):
-    monkeypatch.delenv(code.WITHOUT_SANDBOX, raising=False)
-    monkeypatch.setattr(code.shutil, "which", lambda name: None)
-    code.find_sandbox.cache_clear()
+    monkeypatch.delenv(code_sandbox.WITHOUT_SANDBOX, raising=False)
+    monkeypatch.setattr(code_sandbox.shutil, "which", lambda name: None)
+    code_sandbox.find_sandbox.cache_clear()
     with pytest.raises(ConfigError, match="code needs a sandbox.* install bubblewrap .*LIGHTRFT_CODE_SANDBOX=none"):
         judged("code", sample(f"open({str(tmp_path / 'ran')!r}, 'w')", tests=ASSERTS))
     assert not list(tmp_path.iterdir())

@@ -118,9 +118,17 @@ def test_a_mismatch_far_above_its_history_is_an_alarm():
     assert alarms([*usual, 1e-2, 2e-6]) == [6], "one stale weight"
     assert alarms([*usual, math.nan]) == [6]
     assert alarms([*usual, 9e-5]) == [], "as much as rounding explains"
-    assert alarms([1e-2] * 8) == [], "its own history, however bad"
-    assert alarms([1e-3 * 1.2**step for step in range(40)]) == [], "a slow rise, as of a policy that sharpens"
-    assert alarms([1e-6] * (ENOUGH - 1) + [1.0]) == [], "too few steps to know"
+    assert alarms([5e-3] * 8) == [], "its own history, as of other kernels"
+    assert alarms([1e-6 * 1.2**step for step in range(40)]) == [], "a slow rise, as of a policy that sharpens"
+    assert alarms([1e-6] * (ENOUGH - 1) + [5e-3]) == [], "too few steps to know"
+
+
+def test_a_mismatch_that_nothing_explains_is_an_alarm_from_the_first_step(log):
+    assert alarms([0.028] * 6) == [1, 2, 3, 4, 5, 6]
+    assert "step 1: the log-probs of engine and trainer differ by 0.028 on average" in log.read_text()
+    found = health()
+    found.config.rollout.max_staleness = 1
+    assert not found.check_step(1, gap(0.028)), "the samples are older than the weights"
 
 
 def test_mismatch_limit_ends_the_run():

@@ -1,11 +1,14 @@
 """Samples of a run that are learned from again: training alone, without an engine and without rewards."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from lightrft.config.errors import DataError
+from lightrft.run.recorded_samples import RecordedSamples
 from runs import PPO, prepare, train
 
 SETTINGS = ["--reward_running_norm", "--use_kl_loss=false", "--init_kl_coef=0.1", "--train_batch_size=16", "--max_steps=3"]
@@ -39,3 +42,16 @@ def test_samples_that_cannot_be_written_end_the_run(tmp_path):
         train("train_ppo", 1, flags, tmp_path / "run")
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", "step1"]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize(("content", "place"), [
+    ("", 1), ("{", 1), ("[]", 1), ('{"version": 1}\n{"prompt', 2), ('{"version": 1}\n{}', 2), ('{"version": 1}\n[]', 2),
+    ('{"version": 1}\n{"prompt": {"index": 99, "token_ids": []}}', 2), ('{"version": 1}\n' + "[" * 9000, 2),
+])  # fmt: skip
+def test_a_broken_line_is_named(tmp_path, content, place):
+    alone = SimpleNamespace(size=1, rank=0)
+    (tmp_path / "step_000001").mkdir()
+    (tmp_path / "step_000001" / "replica_0_of_1.jsonl").write_text(content)
+    samples = RecordedSamples(str(tmp_path), SimpleNamespace(data=alone, model_parallel=alone))
+    with pytest.raises(DataError, match=f"--replay_rollouts .*replica_0_of_1.jsonl:{place} is no line of a dump"):
+        samples.read(1, [])

@@ -1,28 +1,38 @@
 """Ranks that only generate: what is learned from their samples is what ranks that do both would learn, to the last bit."""
 
+import math
 import os
+import pickle
 import re
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
-from multiprocessing import Pipe
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.contract import reference_logprobs
 from lightrft.config import parse
 from lightrft.engine.base import Engine, Request, RequestLoop, Sampling
+from lightrft.engine.media import Clip, Video, digest
+from lightrft.engine.remote import door
 from lightrft.engine.remote.server import EngineServer
-from lightrft.engine.remote.wire import Abort, Closed, Peer
+from lightrft.engine.remote.wire import CODEC, Abort, Closed, Finished, Generate, LoadWeights, Peer
+from lightrft.parallel.processes import RunProcesses
 from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from lightrft.trainer.run import run
-from lightrft.types import Completion
+from lightrft.types import Completion, Drafts
 from ranks import exit_codes, run_ranks
 from runs import PPO, prepare, repeatable, rows_of, train
 from trainer import sabotage
@@ -61,6 +71,13 @@ def launch() -> dist.TCPStore | None:
 def as_launched(cases: dict[str, list[str]], save_path: str) -> None:
     """The runs of all cases, one after another, each with process groups of its own."""
     _store = launch()
+    strangers, open_door = [], door.Door.__init__
+
+    def open_to_strangers(self, *address):
+        open_door(self, *address)
+        strangers.extend(visit(self.port))
+
+    door.Door.__init__ = open_to_strangers
     for case, flags in cases.items():
         run("train_ppo", parse([*flags, f"--save_path={save_path}/{case}"], "train_ppo"))
 
@@ -134,15 +151,113 @@ def test_generation_goes_ahead_of_learning(tmp_path, monkeypatch):
         assert all(row["rollout/staleness_max"] <= most and row["engine/logprob_mismatch_max"] < 1e-5 for row in rows[case])
 
 
+STRANGERS = {
+    "silent": b"", "a byte": b"\0", "HTTP": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", "TLS": bytes.fromhex("160301020001"),
+    "another rank's answer": b"\0" * 68, "much": b"a" * 100_000, "a pickle": pickle.dumps(os.getpid) * 9,
+    "multiprocessing": b"\0\0\0\x1e#CHALLENGE#" + b"a" * 20,
+}  # fmt: skip
+
+
+def visit(port: int) -> list[socket.socket]:
+    """Connections of strangers, which stay open."""
+    visitors = []
+    for content in (*STRANGERS.values(), *[b""] * 5):
+        visitors.append(socket.create_connection(("127.0.0.1", port)))
+        visitors[-1].sendall(content)
+    return visitors
+
+
+def test_strangers_keep_no_rank_waiting(monkeypatch):
+    monkeypatch.setattr(door, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(door, "GREETING_SECONDS", 1.0)
+    opened = door.Door("127.0.0.1", "secret")
+    strangers = visit(opened.port)
+    with pytest.raises(ConnectionError):
+        door._enter("127.0.0.1", opened.port, b"another secret", 5)
+    found, began = [], time.monotonic()
+    ranks = [threading.Thread(target=lambda rank=rank: found.append(door.enter("127.0.0.1", opened.port, "secret", rank)))
+             for rank in range(3)]  # fmt: skip
+    for each in ranks:
+        each.start()
+    connections = opened.admit(3)
+    for each in ranks:
+        each.join()
+    assert sorted(connections) == [0, 1, 2] and time.monotonic() - began < 20
+    inbox: SimpleQueue = SimpleQueue()
+    Peer(1, connections[1], inbox)
+    by_port = {each.getsockname()[1]: each for each in found}
+    Peer(0, by_port[connections[1].getpeername()[1]], SimpleQueue()).send(Abort(7))
+    assert inbox.get(timeout=10)[1] == Abort(7)
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", opened.port))
+    for each in (*found, *connections.values(), *strangers):
+        each.close()
+
+
+def test_a_rank_does_not_believe_a_stranger():
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        def answer():
+            connection, _ = stranger.accept()
+            connection.sendall(b"a" * 32)
+            connection.sendall(connection.recv(68)[-32:])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ConnectionError, match="another program answers"):
+            door._enter("127.0.0.1", stranger.getsockname()[1], b"secret", 0)
+        thread.join()
+
+
+def test_a_rank_listens_where_the_others_are(monkeypatch):
+    alone = RunProcesses(None, 1, 2, timedelta(), 1, one_node=True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as vLLM leaves it on a CPU
+    assert door.own_address(alone) == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    address = door.own_address(replace(alone, one_node=False))
+    assert not address.startswith("127.")
+    door.Door(address, "secret").close()
+
+
+MESSAGES = [
+    Generate(-3, [], 5), Abort(4), LoadWeights(2, 3), Closed(),
+    Generate(1, [(0, Request([1, 2], {}, Sampling(stop=("a", "\ud800"), banned_token_ids=(5,)), (2**62, 7), 3))], 0),
+    Finished(2, 1, [Completion([1, 2], [-0.1, -math.inf], "stop", 3, Drafts(1, 2, 3), [4, 4]), Completion([], [], "abort")]),
+]  # fmt: skip
+
+
+def sent(*messages):
+    """The messages after they have gone over a socket."""
+    near, far = socket.socketpair()
+    inbox: SimpleQueue = SimpleQueue()
+    peers = Peer(0, near, SimpleQueue()), Peer(1, far, inbox)
+    for message in messages:
+        peers[0].send(message)
+    found = [inbox.get(timeout=10)[1] for _ in messages]
+    near.close()
+    far.close()
+    return found
+
+
+def test_messages_arrive_as_they_were_sent():
+    assert sent(*MESSAGES[:3], *MESSAGES[4:], MESSAGES[3]) == [*MESSAGES[:3], *MESSAGES[4:], MESSAGES[3]]
+    frames, waveform = np.arange(24, dtype=np.uint8).reshape(1, 2, 4, 3), np.linspace(-1, 1, 7, dtype=np.float32)
+    image = Image.fromarray(frames[0])
+    media = {"images": [image], "videos": [Video(frames, 3.0)], "audios": [Clip(waveform, 8000)]}
+    (found,) = sent(Generate(1, [(0, Request([1], media))], 0))
+    ((_, request),) = found.requests
+    assert digest(request) == digest(Request([1], media))
+    with pytest.raises(TypeError, match="a function cannot be sent"):
+        sent(Abort(visit))
+
+
 def test_the_end_of_a_connection_is_reported_once():
     """The end that a rank announces and that of its process are one; an engine counts them."""
     for announced in (True, False):
-        near, far = Pipe()
+        near, far = socket.socketpair()
         inbox: SimpleQueue = SimpleQueue()
         peer = Peer(3, near, inbox)
-        far.send(Abort(1))
-        if announced:
-            far.send(Closed())
+        for message in [Abort(1)] + [Closed()] * announced:
+            far.sendall(b"".join(CODEC.dump(message)))
         far.close()
         peer._thread.join(timeout=30)
         assert [inbox.get_nowait() for _ in range(inbox.qsize())] == [(peer, Abort(1)), (peer, Closed())]

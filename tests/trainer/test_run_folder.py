@@ -257,6 +257,14 @@ def test_another_torchrun_s_run_and_another_run_of_this_process_are_still_refuse
     assert "has the results of an earlier run" in refusal(tmp_path / "run")
 
 
+def test_a_process_of_another_container_with_the_same_number_is_another_run(tmp_path, monkeypatch):
+    held = claim(tmp_path / "run")
+    claim(tmp_path / "run")  # by this process
+    monkeypatch.setattr("lightrft.run.run_folder.PROCESS_KEY", "that of another one")
+    assert f"(process {os.getpid()} on {socket.gethostname()})" in refusal(tmp_path / "run")
+    held.release()
+
+
 def test_without_torchrun_nothing_resumes_by_itself(tmp_path, under_torchrun):
     earlier_attempt(tmp_path / "run")
     under_torchrun.delenv("TORCHELASTIC_RUN_ID")

@@ -1,4 +1,9 @@
-"""Bodies of requests and replies of the OpenAI API (chat completions, completions), and of vLLM's route for token ids."""
+"""Bodies of requests and replies of the OpenAI API (chat completions, completions), and of vLLM's
+route for token ids.
+
+A request is checked by its meaning before anything is done with it; a ValueError says what is
+wrong.
+"""
 
 import json
 import time
@@ -7,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from lightrft.agents.history import good_calls
-from lightrft.agents.messages import Turn
+from lightrft.agents.messages import RANGES, Turn, check_sampling, check_text
 
 Body = dict[str, Any]
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -17,8 +22,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs": ({},), "bad_words": ([],), "prompt_logprobs": (0,), "skip_special_tokens": (True, False),
 }  # fmt: skip
 """Parameter of a request -> its values, beside null, with which tokens are sampled as the run samples them."""
-RANGES = {"temperature": (0, 100), "top_p": (1e-6, 1), "top_k": (0, 1_000_000)}
-"""Sampling parameters that a request chooses if the model does not learn, and their least and largest values."""
+BYTES_PER_TOKEN = 16
+"""Largest size of a request for each token that prompt and response can have: text, token ids and
+escapes of JSON."""
+OTHER_BYTES = 1 << 16
+"""Further bytes of a request, such as schemas of tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,11 @@ class EndpointModel:
     """The run's temperature, top_p and top_k if the model learns: a request with others is refused. Empty: requests choose."""
     end_token_ids: frozenset[int] = frozenset()
 
+    @property
+    def longest_request(self) -> int:
+        """Return the largest number of bytes of a request."""
+        return BYTES_PER_TOKEN * self.max_length + OTHER_BYTES
+
 
 class Options(TypedDict):
     """Parameters of a request, as the methods of a session take them."""
@@ -40,25 +53,108 @@ class Options(TypedDict):
     sampling: dict[str, float]
 
 
+def read_body(content: bytes) -> Body:
+    """Return the object of a request. Raises ValueError if it is none, or has text that no
+    tokenizer reads."""
+    try:
+        body = json.loads(content)
+    except RecursionError as error:
+        raise ValueError("the request is JSON of too many brackets") from error
+    if not isinstance(body, dict):
+        raise ValueError("the request is not a JSON object")
+    check_text(json.dumps(body, ensure_ascii=False))
+    return body
+
+
 def read_options(body: Body, served: EndpointModel) -> Options:
     """Return what a request chooses. Raises ValueError for a parameter that it cannot choose, or not so."""
     for name, value in served.fixed.items():
         if body.get(name) not in (None, value):
-            raise ValueError(f"{name} is {value:g} in this run (--{name}), not {body[name]!r}: omit it in the request")
+            raise ValueError(
+                f"{name} is {value:g} in this run (--{name}), not {body[name]!r:.100}: omit it in the request"
+            )
+    reason = (
+        "tokens are sampled as the run says" if served.fixed else "this server does not support it"
+    )
     for name, values in NEUTRAL.items():
-        if body.get(name) is not None and body[name] not in values:
-            raise ValueError(f"{name} {body[name]!r} is not possible: tokens are sampled as the run says; omit it")
-    if ends := set(body.get("stop_token_ids") or ()) - served.end_token_ids:
-        raise ValueError(f"stop_token_ids {sorted(ends)} do not end a turn in this run: add them to --stop_token_ids")
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"the largest number of tokens is at least 1, not {limit!r}")
+        if body.get(name) is not None and not any(
+            body[name] is value or body[name] == value for value in values
+        ):
+            raise ValueError(f"{name} {body[name]!r:.100} is not possible: {reason}; omit it")
+    _check_kinds(body)
+    if (
+        ends := set(_token_ids(body.get("stop_token_ids") or [], "stop_token_ids"))
+        - served.end_token_ids
+    ):
+        where = (
+            "in this run: add them to --stop_token_ids"
+            if served.fixed
+            else "of this server, whose flag is --stop_token_ids"
+        )
+        raise ValueError(f"stop_token_ids {sorted(ends)} do not end a turn {where}")
+    limits = [
+        body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None
+    ]
+    for limit in limits:
+        if type(limit) is not int or limit < 1:
+            raise ValueError(
+                f"the largest number of tokens is a whole number from 1, not {limit!r:.100}"
+            )
     chosen = {name: body[name] for name in RANGES if name not in served.fixed and body.get(name) is not None}
-    for name, value in chosen.items():
-        least, most = RANGES[name]
-        if not isinstance(value, int | float) or not least <= value <= most:
-            raise ValueError(f"{name} is a number from {least:g} to {most:g}, not {value!r}")
-    return Options(max_tokens=limit, sampling=chosen)
+    check_sampling(chosen)
+    if "top_k" in chosen:
+        chosen["top_k"] = max(chosen["top_k"], 0)  # others write -1 for all tokens
+    return Options(max_tokens=min(limits, default=None), sampling=chosen)
+
+
+KINDS: Mapping[str, tuple[type, ...]] = {
+    "stream": (bool,),
+    "stream_options": (dict,),
+    "return_token_ids": (bool,),
+    "logprobs": (bool, int),
+    "tools": (list,),
+    "messages": (list,),
+    "model": (str,),
+}
+"""Parameter of a request -> the types that it may have, beside null."""
+
+
+def _check_kinds(body: Body) -> None:
+    for name, kinds in KINDS.items():
+        if body.get(name) is not None and not isinstance(body[name], kinds):
+            raise ValueError(
+                f"{name} is of the type {' or '.join(kind.__name__ for kind in kinds)}, not {body[name]!r:.100}"
+            )
+    for tool in body.get("tools") or ():
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                f"a tool is {{'type': 'function', 'function': {{'name': ..., ...}}}}, not {tool!r:.100}"
+            )
+
+
+def read_prompt(prompt: Any) -> str | list[int]:
+    """Return the prompt of a completion, which is one text or one list of token ids."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        (prompt,) = prompt
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and any(isinstance(each, str | list) for each in prompt):
+        raise ValueError("a request has one prompt: send several requests at the same time")
+    return read_token_ids(prompt)
+
+
+def read_token_ids(value: Any) -> list[int]:
+    """Return the tokens of a prompt. Raises ValueError if it has none."""
+    if not value:
+        raise ValueError("the prompt is empty: it is a text or a list of token ids")
+    return _token_ids(value, "the prompt, which is a text or a list of token ids,")
+
+
+def _token_ids(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise ValueError(f"{name} is not a list of whole numbers: {value!r:.100}")
+    return value
 
 
 def models(served: EndpointModel) -> Body:

@@ -2,18 +2,19 @@
 
 import asyncio
 import hmac
-import json
 import secrets
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from typing import NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lightrft.agents.endpoint import protocol
 from lightrft.agents.endpoint.protocol import Body, EndpointModel
@@ -24,6 +25,13 @@ Sessions = Callable[[str], AbstractContextManager[Session]]
 """Function from the `x-session-id` of a request, which may be empty, to the context of its episode."""
 
 Handler = Callable[[Request], Awaitable[Response]]
+Take = Callable[[Session, Body], Awaitable[tuple[Turn, Body]]]
+"""Function that asks for the turn of a request, and returns it with the reply."""
+Log = Callable[[Request, int, str], None]
+HEAD_SECONDS = 30.0
+"""Time in which a client sends the head of a request, after it has connected or begun it."""
+BODY_SECONDS = 60.0
+"""Time in which it sends the rest."""
 
 
 class Address(NamedTuple):
@@ -33,21 +41,33 @@ class Address(NamedTuple):
     key: str
 
 
-def application(sessions: Sessions, served: EndpointModel, key: str = "") -> Starlette:
-    """Return the application that answers requests with turns of episodes. With a key, requests without it are refused."""
+def application(
+    sessions: Sessions, served: EndpointModel, key: str = "", *, log: Log | None = None
+) -> Starlette:
+    """Return the application that answers requests with turns of episodes. With a key, requests
+    without it are refused.
 
-    def answers(take: Callable[[Session, Body], Awaitable[tuple[Turn, Body]]], *, streams: bool = True) -> Handler:
+    `log` gets each request with the status of its answer, and a text about it.
+    """
+
+    def answers(take: Take, *, streams: bool = True) -> Handler:
         async def route(request: Request) -> Response:
             presented = request.headers.get("authorization", "").removeprefix("Bearer ")
             if key and not hmac.compare_digest(presented.encode(), key.encode()):
                 message = "the key is not that of this server, or that of an earlier episode"
                 return JSONResponse(protocol.problem(message, "invalid_api_key"), 401)
             try:
-                body = json.loads(await request.body())
-                if not isinstance(body, dict):
-                    raise ValueError("the request is not a JSON object")
+                body = protocol.read_body(await _content(request, served.longest_request))
                 with sessions(request.headers.get("x-session-id", "")) as session:
                     turn, reply = await take(session, body)
+            except RequestTooSlow as error:
+                return JSONResponse(
+                    protocol.problem(str(error), "request_timeout"), 408, {"connection": "close"}
+                )
+            except RequestTooLarge as error:
+                return JSONResponse(
+                    protocol.problem(str(error), "request_too_large"), 413, {"connection": "close"}
+                )
             except ValueError as error:
                 return JSONResponse(protocol.problem(str(error)), 400)
             if not turn.token_ids:
@@ -57,7 +77,22 @@ def application(sessions: Sessions, served: EndpointModel, key: str = "") -> Sta
                 return StreamingResponse(protocol.events(reply, body), media_type="text/event-stream")
             return JSONResponse(reply)
 
-        return route
+        async def logged(request: Request) -> Response:
+            began, about = time.monotonic(), ""
+            try:
+                response = await route(request)
+            except ClientDisconnect:
+                about, response = ": the client has left", Response(status_code=400)
+            except Exception as error:  # a mistake in the server costs one request
+                about = f": {type(error).__name__}: {error}"[:500]
+                response = JSONResponse(
+                    protocol.problem("the server failed at this request", "internal_error"), 500
+                )
+            if log is not None:
+                log(request, response.status_code, f"{time.monotonic() - began:.2f} s{about}")
+            return response
+
+        return logged
 
     async def chat(session: Session, body: Body) -> tuple[Turn, Body]:
         options, messages = protocol.read_options(body, served), body.get("messages")
@@ -68,29 +103,65 @@ def application(sessions: Sessions, served: EndpointModel, key: str = "") -> Sta
         return turn, protocol.chat_reply(turn, len(session.turns), served, body)
 
     async def complete(session: Session, body: Body) -> tuple[Turn, Body]:
-        options, prompt = protocol.read_options(body, served), body.get("prompt")
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            (prompt,) = prompt
-        if isinstance(prompt, str):
-            turn = await session.complete(prompt, **options)
-        else:
-            turn = await session.generate(_token_ids(prompt), **options)
+        options, prompt = (
+            protocol.read_options(body, served),
+            protocol.read_prompt(body.get("prompt")),
+        )
+        turn = await (session.complete if isinstance(prompt, str) else session.generate)(
+            prompt, **options
+        )
         return turn, protocol.completion_reply(turn, len(session.turns), served, body)
 
     async def generate(session: Session, body: Body) -> tuple[Turn, Body]:
-        options = protocol.read_options(body.get("sampling_params") or {}, served)
-        turn = await session.generate(_token_ids(body.get("token_ids")), **options)
+        parameters = body.get("sampling_params") or {}
+        if not isinstance(parameters, dict):
+            raise ValueError("sampling_params is an object")
+        options = protocol.read_options(parameters, served)
+        turn = await session.generate(protocol.read_token_ids(body.get("token_ids")), **options)
         return turn, protocol.generate_reply(turn, len(session.turns))
 
     async def models(request: Request) -> Response:
         return JSONResponse(protocol.models(served))
 
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ready"})
+
     return Starlette(routes=[
+        Route("/health", health),
         Route("/v1/models", models),
         Route("/v1/chat/completions", answers(chat), methods=["POST"]),
         Route("/v1/completions", answers(complete), methods=["POST"]),
         Route("/inference/v1/generate", answers(generate, streams=False), methods=["POST"]),
     ])  # fmt: skip
+
+
+class RequestTooLarge(Exception):
+    """Raised for a request with more bytes than a prompt of the model can have."""
+
+
+class RequestTooSlow(Exception):
+    """Raised for a request that does not arrive in time."""
+
+
+async def _content(request: Request, longest: int) -> bytes:
+    """Return the body of a request, of which at most `longest` bytes are kept.
+
+    The rest is read all the same, because many clients read no answer before they have sent
+    everything.
+    """
+    content = bytearray()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                if len(content) <= longest:
+                    content += part
+            if len(content) <= longest:
+                return bytes(content)
+    if len(content) <= longest:
+        raise RequestTooSlow(f"the request was not complete after {BODY_SECONDS:g} s")
+    raise RequestTooLarge(
+        f"the request has more than {longest} bytes, which are more tokens than the model reads"
+    )
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -100,14 +171,35 @@ def listening(host: str, port: int) -> socket.socket:
     return listener
 
 
+class ClientConnection(H11Protocol):
+    """Connection of a client, which is closed if a request does not begin, or its head is not
+    complete, in time."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(HEAD_SECONDS, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        waits = self.cycle is None or self.cycle.response_complete
+        if self._deadline is not None and not waits:
+            self._deadline.cancel()
+            self._deadline = None
+        elif self._deadline is None and waits:
+            self._deadline = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+
 def server_settings(app: Starlette) -> uvicorn.Config:
-    return uvicorn.Config(app, log_level="error", access_log=False, lifespan="off")
-
-
-def _token_ids(value: object) -> list[int]:
-    if not isinstance(value, list) or not value or not all(isinstance(token, int) for token in value):
-        raise ValueError("the prompt is a text or a list of token ids")
-    return value
+    return uvicorn.Config(
+        app, http=ClientConnection, ws="none", log_level="error", access_log=False, lifespan="off"
+    )
 
 
 @asynccontextmanager

@@ -158,7 +158,8 @@ class RemoteEngine(Engine):
 
     def _close(self) -> None:
         for engine in self._engines:
-            engine.send(Closed())
+            with suppress(OSError):  # it may have ended before
+                engine.send(Closed())
             engine.close()
 
 

@@ -1,13 +1,14 @@
 """Weights from the ranks that train to those that generate, broadcast bucket by bucket."""
 
-import pickle
+import json
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrft.engine.remote.wire import KEY
+from lightrft.engine.remote.door import KEY
 from lightrft.parallel.processes import RunProcesses
 from lightrft.weight_sync.names import NamedTensor
 
@@ -48,18 +49,26 @@ class WeightBroadcast:
         while True:
             length = self._broadcast(torch.zeros(1, dtype=torch.int64, device=self.device))
             header = self._broadcast(torch.empty(int(length), dtype=torch.uint8, device=self.device))
-            contents = pickle.loads(header.cpu().numpy().tobytes())
+            contents = [
+                (name, shape, getattr(torch, dtype))
+                for name, shape, dtype in json.loads(header.cpu().numpy().tobytes())
+            ]
             if not contents:
                 return
-            size = sum(shape.numel() * dtype.itemsize for _, shape, dtype in contents)
+            size = sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in contents)
             flat = self._broadcast(torch.empty(size, dtype=torch.uint8, device=self.device))
             for name, shape, dtype in contents:
-                part, flat = flat[: shape.numel() * dtype.itemsize], flat[shape.numel() * dtype.itemsize :]
+                nbytes = math.prod(shape) * dtype.itemsize
+                part, flat = flat[:nbytes], flat[nbytes:]
                 yield name, part.view(dtype).view(shape)
 
     def _send(self, bucket: list[NamedTensor]) -> None:
         bucket = sorted(bucket, key=lambda item: -item[1].itemsize)  # each is aligned in the buffer
-        contents = pickle.dumps([(name, tensor.shape, tensor.dtype) for name, tensor in bucket])
+        kinds = [
+            (name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in bucket
+        ]
+        contents = json.dumps(kinds).encode()
         header = torch.frombuffer(bytearray(contents), dtype=torch.uint8).to(self.device)
         self._broadcast(torch.tensor([len(header)], device=self.device))
         self._broadcast(header)

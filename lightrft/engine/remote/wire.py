@@ -1,21 +1,20 @@
 """Messages between the ranks that train and those that generate."""
 
-import os
 import secrets
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Client, Connection, Listener
 from queue import SimpleQueue
 from typing import Any
 
-from lightrft.engine.requests import Request
+from lightrft.engine.media import Clip, Video
+from lightrft.engine.remote.codec import Codec
+from lightrft.engine.remote.door import KEY, Door, enter, own_address
+from lightrft.engine.requests import Request, Sampling
 from lightrft.parallel.processes import RunProcesses
-from lightrft.types import Completion
+from lightrft.types import Completion, Drafts
 
-LOOPBACK = "127.0.0.1"
-KEY = "lightrft/rollout"
-"""Prefix of the keys in the store of all processes."""
 PRETRAIN = f"{KEY}/pretrain"
 """Key of the folder from which the engines are started."""
 CAPACITY = f"{KEY}/capacity"
@@ -65,12 +64,27 @@ class Closed:
     """End of the run, or of the connection."""
 
 
+CODEC = Codec(
+    Generate,
+    Finished,
+    Abort,
+    LoadWeights,
+    Closed,
+    Request,
+    Sampling,
+    Completion,
+    Drafts,
+    Video,
+    Clip,
+)
+
+
 @dataclass(eq=False, slots=True)
 class Peer:
     """Connection to a process of the other side. A thread receives its messages at once, so that the other side never waits."""
 
     rank: int
-    connection: Connection
+    connection: socket.socket
     inbox: "SimpleQueue[tuple[Peer, Any]]"
     _thread: threading.Thread = field(init=False)
 
@@ -79,46 +93,45 @@ class Peer:
         self._thread.start()
 
     def send(self, message: Any) -> None:
-        self.connection.send(message)
+        for part in CODEC.dump(message):
+            self.connection.sendall(part)
 
     def close(self) -> None:
-        self.connection.close()
+        """Close the connection; what was sent still arrives."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
 
     def _receive(self) -> None:
         """Pass the messages on until the other side closes; the last one is `Closed`, and comes once."""
         message: Any = None
-        while not isinstance(message, Closed):
-            try:
-                message = self.connection.recv()
-            except (OSError, EOFError):  # the watchdog names a rank that has died
-                message = Closed()
-            self.inbox.put((self, message))
+        with self.connection.makefile("rb") as file:
+            while not isinstance(message, Closed):
+                try:
+                    message = CODEC.load(lambda size: _read(file, size))
+                except (OSError, EOFError):  # the watchdog names a rank that has died
+                    message = Closed()
+                self.inbox.put((self, message))
+
+
+def _read(file: Any, size: int) -> bytes:
+    content = file.read(size)
+    if len(content) < size:
+        raise EOFError
+    return content
 
 
 def accept(processes: RunProcesses, inbox: "SimpleQueue[tuple[Peer, Any]]") -> list[Peer]:
     """Listen on this rank, which generates, and return the connections of all ranks that train, in rank order."""
-    secret = secrets.token_hex(16)
-    with Listener((_address(processes), 0), backlog=processes.size, authkey=secret.encode()) as listener:
-        host = LOOPBACK if _one_node(processes) else socket.gethostname()
-        processes.store.set(f"{KEY}/{processes.rank}", f"{host} {listener.address[1]} {secret}")
-        peers = []
-        for _ in range(processes.size - processes.rollout_ranks):
-            connection = listener.accept()
-            peers.append(Peer(connection.recv(), connection, inbox))
-    return sorted(peers, key=lambda peer: peer.rank)
+    secret, address = secrets.token_hex(16), own_address(processes)
+    door = Door(address, secret)
+    processes.store.set(
+        f"{KEY}/{processes.rank}", f"{address or socket.gethostname()} {door.port} {secret}"
+    )
+    connections = door.admit(processes.size - processes.rollout_ranks)
+    return [Peer(rank, connections[rank], inbox) for rank in sorted(connections)]
 
 
 def connect(processes: RunProcesses, rank: int, inbox: "SimpleQueue[tuple[Peer, Any]]") -> Peer:
     """Connect this rank, which trains, to `rank`, which generates and may not listen yet."""
     host, port, secret = processes.store.get(f"{KEY}/{rank}").decode().split()
-    connection = Client((host, int(port)), authkey=secret.encode())
-    connection.send(processes.rank)
-    return Peer(rank, connection, inbox)
-
-
-def _one_node(processes: RunProcesses) -> bool:
-    return os.environ.get("LOCAL_WORLD_SIZE") == str(processes.size)
-
-
-def _address(processes: RunProcesses) -> str:
-    return LOOPBACK if _one_node(processes) else ""
+    return Peer(rank, enter(host, int(port), secret, processes.rank), inbox)

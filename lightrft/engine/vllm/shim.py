@@ -189,15 +189,23 @@ class VLLMShim:
     @staticmethod
     @contextmanager
     def rank_in_environment() -> Iterator[None]:
-        """Set RANK and LOCAL_RANK while an engine starts, which reads them, also in a process without a launcher."""
-        variables = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(local_rank())}
-        missing = {name: value for name, value in variables.items() if name not in os.environ}
-        os.environ.update(missing)
+        """Set RANK and LOCAL_RANK while an engine starts, which reads them, also in a process
+        without a launcher.
+
+        Afterwards the launcher's variables are as before: vLLM overwrites LOCAL_WORLD_SIZE on a
+        CPU.
+        """
+        before = {
+            name: os.environ.get(name)
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        }
+        os.environ.setdefault("RANK", str(dist.get_rank()))
+        os.environ.setdefault("LOCAL_RANK", str(local_rank()))
         try:
             yield
         finally:
-            for name in missing:
-                del os.environ[name]
+            for name, value in before.items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
     @staticmethod
     @contextmanager

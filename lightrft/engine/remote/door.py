@@ -1,0 +1,174 @@
+"""Connections of the ranks that train to a rank that generates, where nobody else gets in or holds
+anybody up.
+
+A rank proves that it knows the run's secret, and so does the one that it connects to. Strangers are
+heard in threads of their own, for a few seconds, and of what they send only its length and its
+digest are looked at.
+"""
+
+import hmac
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from queue import SimpleQueue
+
+import psutil
+
+from lightrft.parallel.gloo import INTERFACE
+from lightrft.parallel.processes import RunProcesses
+
+KEY = "lightrft/rollout"
+"""Prefix of the keys in the store of all processes."""
+LOOPBACK = "127.0.0.1"
+GREETING_SECONDS = 10.0
+"""Time in which a connection must prove that it belongs to the run."""
+CONNECT_SECONDS = 120.0
+"""Time for which a rank tries to connect to another one, which has said that it listens."""
+MOST_STRANGERS = 64
+"""Number of connections that are heard at the same time; others are closed, and a rank of the run
+tries again."""
+NONCE = 32
+ANSWER = struct.Struct(f"!I{NONCE}s{NONCE}s")
+"""Rank of the process that connects, its nonce, and the digest that only a process of the run
+knows."""
+
+
+class Door:
+    """A listening socket whose connections come from ranks of this run."""
+
+    def __init__(self, address: str, secret: str):
+        """Listen at a free port of an address; empty: of all addresses."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=128)
+        self.port: int = self._listener.getsockname()[1]
+        self._secret = secret.encode()
+        self._closed = False
+        self._free = threading.BoundedSemaphore(MOST_STRANGERS)
+        self._admitted: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
+        threading.Thread(target=self._listen, name="door", daemon=True).start()
+
+    def admit(self, number: int) -> dict[int, socket.socket]:
+        """Wait for connections of so many ranks, then listen no longer; return rank -> connection.
+        """
+        connections: dict[int, socket.socket] = {}
+        while len(connections) < number:
+            rank, connection = self._admitted.get()
+            if rank in connections:  # it has tried again
+                connections[rank].close()
+            connections[rank] = connection
+        self.close()
+        return connections
+
+    def close(self) -> None:
+        self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread
+        self._listener.close()
+
+    def _listen(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed, or there are too many open files
+                time.sleep(0.1)
+                continue
+            if not self._free.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._hear, args=(connection,), daemon=True).start()
+
+    def _hear(self, connection: socket.socket) -> None:
+        try:
+            deadline, nonce = time.monotonic() + GREETING_SECONDS, secrets.token_bytes(NONCE)
+            connection.settimeout(GREETING_SECONDS)
+            connection.sendall(nonce)
+            rank, other, digest = ANSWER.unpack(_receive(connection, ANSWER.size, deadline))
+            if not hmac.compare_digest(digest, self._digest(b"comes", rank, nonce, other)):
+                raise ConnectionError("a stranger")
+            connection.sendall(self._digest(b"is met", rank, nonce, other))
+            connection.settimeout(None)
+            self._admitted.put((rank, connection))
+        except OSError:
+            connection.close()
+        finally:
+            self._free.release()
+
+    def _digest(self, *parts: bytes | int) -> bytes:
+        return _digest(self._secret, *parts)
+
+
+def enter(host: str, port: int, secret: str, rank: int) -> socket.socket:
+    """Return a connection of this rank to a door. Raises ConnectionError if it is not reached, or
+    is another program's."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            return _enter(host, port, secret.encode(), rank)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConnectionError(
+                    f"rank {rank} on {socket.gethostname()} cannot connect to {host}:{port}, where a rank that generates "
+                    f"(--rollout_ranks) listens: {error}. A firewall between the nodes must allow these connections"
+                ) from error
+            time.sleep(0.5)
+
+
+def _enter(host: str, port: int, secret: bytes, rank: int) -> socket.socket:
+    connection = socket.create_connection((host, port), timeout=GREETING_SECONDS)
+    try:
+        deadline, nonce = time.monotonic() + GREETING_SECONDS, secrets.token_bytes(NONCE)
+        other = _receive(connection, NONCE, deadline)
+        connection.sendall(ANSWER.pack(rank, nonce, _digest(secret, b"comes", rank, other, nonce)))
+        expected = _digest(secret, b"is met", rank, other, nonce)
+        if not hmac.compare_digest(_receive(connection, NONCE, deadline), expected):
+            raise ConnectionError("another program answers")
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
+    content = b""
+    while len(content) < size:
+        connection.settimeout(max(deadline - time.monotonic(), 0.01))
+        part = connection.recv(size - len(content))
+        if not part or time.monotonic() > deadline:
+            raise ConnectionError("it has ended, or takes too long")
+        content += part
+    return content
+
+
+def _digest(secret: bytes, *parts: bytes | int) -> bytes:
+    content = b"|".join(part if isinstance(part, bytes) else b"%d" % part for part in parts)
+    return hmac.digest(secret, content, "sha256")
+
+
+def own_address(processes: RunProcesses) -> str:
+    """Return the address of this machine at which the other ranks reach it; empty if it is not
+    known."""
+    if processes.one_node:
+        return LOOPBACK
+    names = [os.environ[INTERFACE]] if INTERFACE in os.environ else []
+    candidates = [place.address for name in names for place in psutil.net_if_addrs().get(name, ())]
+    with suppress(OSError):
+        found = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)
+        candidates += [str(place[0]) for *_, place in found]
+    return next(filter(_can_listen, candidates), "")
+
+
+def _can_listen(address: str) -> bool:
+    """Return True for an address of this machine that is no loopback or link-local one."""
+    if address.startswith(("127.", "::1", "fe80:", "169.254.")) or "%" in address:
+        return False
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return True
+    return False

@@ -1,0 +1,292 @@
+"""Sandbox for programs that responses contain. Each program is a process of its own.
+
+It has no network, an empty environment, an empty folder, and limits of time, memory, processes and
+file size, which inside.py sets and watches. Of the machine it sees no processes, no settings of the
+kernel, and no files but those of the system and of Python, which it can only read. bubblewrap does
+this, or, without it, namespaces of the kernel (unshare, mount). A program of a run of root has
+another user's rights.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+SECONDS = 10
+"""Time limit of each run."""
+MEMORY = 1 << 30
+"""Number of bytes of all processes together, and of the address space of each."""
+PROCESSES = 64
+FILE_SIZE = 16 << 20
+"""Largest size of a file in bytes, also of the output."""
+DISK_SIZE = 4 * FILE_SIZE
+"""Size of each of the two folders in memory that a program can write."""
+WITHOUT_SANDBOX = "LIGHTRFT_CODE_SANDBOX"
+"""Environment variable that permits runs without a sandbox, by the value `none`."""
+FIRST_USER_ID = 1 << 30
+"""User ids above it belong to nobody. A program of root's run has one of them, also because limits
+of processes count by user."""
+INSIDE = Path(__file__).with_name("inside.py")
+NEW_ROOT = """
+set -e
+PATH=/usr/sbin:/usr/bin:/sbin:/bin
+root=$(pwd -P)
+mount -t tmpfs -o "size=$0,mode=755" tmpfs "$root"
+cd "$root"
+while [ "$1" != -- ]; do
+    if [ -L "$1" ]; then
+        cp -P "$1" ".$1"
+    elif [ -d "$1" ]; then
+        mkdir -p ".$1"
+        mount --rbind "$1" ".$1"
+    fi
+    shift
+done
+shift
+while read -r _ _ _ _ place options _; do
+    place=$(printf %b "$place")
+    case $place in
+        "$root"/*) mount -o "remount,bind,ro,nosuid,nodev${options#r[ow]}" "$place" ;;
+    esac
+done </proc/self/mountinfo
+mkdir old proc dev dev/shm tmp
+mount -t proc -o subset=pid proc proc 2>/dev/null || :
+for device in null zero random urandom; do
+    : >"dev/$device"
+    mount --bind "/dev/$device" "dev/$device"
+done
+ln -s /proc/self/fd dev/fd
+for place in 0:stdin 1:stdout 2:stderr; do
+    ln -s "/proc/self/fd/${place%:*}" "dev/${place#*:}"
+done
+for folder in tmp dev/shm; do
+    mount -t tmpfs -o "size=$0,mode=1777,nosuid,nodev" tmpfs "$folder"
+done
+pivot_root . old
+umount -l /old
+rmdir /old
+mount -o remount,bind,ro /
+cd /tmp
+unset OLDPWD
+exec "$@"
+"""
+"""Script of an unshared shell in an empty folder: run the command of its arguments where only the
+folders before it can be read.
+
+Its further arguments are the size of /tmp in bytes, the folders and `--`. /proc shows processes
+only, or, where the kernel cannot do that, nothing. The command that follows ends the right to
+mount.
+"""
+
+
+@cache
+def find_sandbox() -> tuple[str, ...]:
+    """Return the command that begins a run, after it has run once. Raises ValueError if none of the
+    known ones works."""
+    if os.environ.get(WITHOUT_SANDBOX) == "none":
+        return ()
+    for sandbox in (_bubblewrap(), _unshare(by_root=True), _unshare(by_root=False)):
+        if sandbox and _works(sandbox):
+            return sandbox
+    raise ValueError(
+        "code needs a sandbox, and neither bubblewrap nor unshare works on this machine: install "
+        "bubblewrap (apt install bubblewrap) where user namespaces are permitted, or set "
+        f"{WITHOUT_SANDBOX}=none to run the programs of responses with your rights and network"
+    )
+
+
+@contextmanager
+def running(
+    what: str, job: Any, *, connection: socket.socket | None = None, **streams: Any
+) -> Iterator[subprocess.Popen]:
+    """Run a `program`, a `module` that is asked over the connection, or the `tests` that ask; kill
+    it at the end of the context.
+
+    Further options are the streams of subprocess.Popen. Raises ValueError if the machine has no
+    sandbox.
+    """
+    sandbox = find_sandbox()
+    with (
+        _file(json.dumps(job)) as source,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+    ):
+        settings = {
+            "what": what,
+            "job": source.fileno(),
+            "socket": connection.fileno() if connection else -1,
+            "seconds": SECONDS,
+            "memory": MEMORY,
+            "processes": PROCESSES,
+            "file_size": FILE_SIZE,
+        }
+        passed = [number for number in (settings["job"], settings["socket"]) if number >= 0]
+        unbuffered = ["-u"] if streams.get("stderr") == subprocess.STDOUT else []
+        command = [*sandbox, *_python(*unbuffered, "-c", INSIDE.read_text(), json.dumps(settings))]
+        process = subprocess.Popen(command, env={}, cwd=folder, pass_fds=passed, **streams)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def output_of(
+    program: str, stdin: str = "", *, errors: int = subprocess.DEVNULL
+) -> tuple[int, str]:
+    """Run a program; return its exit code, which is not 0 if it fails or takes too long, and its
+    standard output."""
+    with _file(stdin) as standard_input, tempfile.TemporaryFile() as output:
+        os.fchmod(output.fileno(), 0o222)
+        with running(
+            "program", program, stdin=standard_input, stdout=output, stderr=errors
+        ) as process:
+            code = process.wait()
+        output.seek(0)
+        return code, output.read(FILE_SIZE).decode(errors="replace")
+
+
+def passes(program: str, asserts: list[str]) -> bool:
+    """Return True if a program passes all asserts, which run in another sandbox."""
+    of_program, of_tests = socket.socketpair()
+    silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    with of_program, of_tests, running("module", program, connection=of_program, **silent):
+        of_program.close()
+        with running("tests", asserts, connection=of_tests, **silent) as tests:
+            of_tests.close()
+            return tests.wait() == 0
+
+
+def _bubblewrap() -> tuple[str, ...]:
+    if not (path := shutil.which("bwrap")):
+        return ()
+    binds = [part for folder in _folders() for part in ("--ro-bind-try", folder, folder)]
+    alone = (
+        "--unshare-all",
+        "--as-pid-1",
+        "--die-with-parent",
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+        "--clearenv",
+    )
+    disk = ("--size", str(DISK_SIZE), "--tmpfs")
+    devices = ("--dev", "/dev", *disk, "/dev/shm", "--remount-ro", "/dev")
+    return (
+        *_as_nobody(),
+        path,
+        *alone,
+        "--proc",
+        "/proc",
+        *_hidden_settings(),
+        *devices,
+        *disk,
+        "/tmp",
+        *binds,
+        "--remount-ro",
+        "/",
+        "--chdir",
+        "/tmp",
+    )
+
+
+def _unshare(*, by_root: bool) -> tuple[str, ...]:
+    """Return the command that makes namespaces: `by_root`, as whom it mounts, or as a user who is
+    root only inside."""
+    path, nobody = shutil.which("unshare"), _as_nobody()
+    if not path or by_root and not nobody:
+        return ()
+    spaces = ("--mount", "--net", "--ipc", "--pid", "--fork", "--kill-child")
+    root = ("sh", "-c", NEW_ROOT, str(DISK_SIZE), *_folders(), "--")
+    if by_root:
+        return (path, *spaces, *root, *nobody)
+    powerless = (path, "--user", "--map-user=65534", "--map-group=65534", "--")
+    return (*nobody, path, "--user", "--map-root-user", *spaces, *root, *powerless)
+
+
+def _as_nobody() -> tuple[str, ...]:
+    """Return the start of a command that runs with the rights of nobody, if this process is root on
+    the machine itself."""
+    if os.geteuid() != 0 or Path("/proc/self/uid_map").read_text().split()[:2] != ["0", "0"]:
+        return ()
+    user = FIRST_USER_ID + os.getpid()
+    rights = (
+        "--clear-groups",
+        "--inh-caps=-all",
+        "--bounding-set=-all",
+        "--no-new-privs",
+        "--pdeathsig=KILL",
+    )
+    return (
+        shutil.which("setpriv") or "setpriv",
+        f"--reuid={user}",
+        f"--regid={user}",
+        *rights,
+        "--",
+    )
+
+
+def _hidden_settings() -> list[str]:
+    """Return what hides the folders of /proc that are not about processes, and what else there can
+    be written."""
+    hidden: list[str] = []
+    for entry in sorted(Path("/proc").iterdir()):
+        if entry.name.isdigit() or entry.is_symlink():
+            continue
+        if entry.is_dir():
+            hidden += ["--tmpfs", str(entry), "--remount-ro", str(entry)]
+        elif entry.stat().st_mode & 0o222:
+            hidden += ["--ro-bind", "/dev/null", str(entry)]
+    return hidden
+
+
+def _folders() -> list[str]:
+    """Return the folders that a program may read: those of the system and of Python."""
+    names = (
+        "/usr",
+        "/bin",
+        "/lib",
+        "/lib64",
+        sysconfig.get_config_var("prefix"),
+        str(_interpreter().parent.parent),
+    )
+    return [
+        name
+        for name in dict.fromkeys(names)
+        if not any(Path(other) in Path(name).parents for other in names)
+    ]
+
+
+def _works(sandbox: tuple[str, ...]) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        return (
+            subprocess.run(
+                [*sandbox, *_python("-c", "")], env={}, cwd=folder, capture_output=True
+            ).returncode
+            == 0
+        )
+
+
+def _python(*arguments: str) -> list[str]:
+    return [str(_interpreter()), "-I", "-S", *arguments]
+
+
+def _interpreter() -> Path:
+    """Return the interpreter outside of a virtual environment."""
+    return Path(sys.executable).resolve()
+
+
+def _file(content: str) -> IO[bytes]:
+    file = tempfile.TemporaryFile()
+    os.fchmod(file.fileno(), 0o444)  # another user may open it again, as /dev/stdin
+    file.write(content.encode(errors="surrogatepass"))
+    file.seek(0)
+    return file
