@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+from lightrft.rewards.labels import reads
 from lightrft.samples import Sample
 
 SECONDS = 10
@@ -92,6 +93,24 @@ Its further arguments are the size of /tmp in bytes, the folders and `--`. The s
 """
 
 
+def _parse_tests(tests: Any) -> Any:
+    """Return the tests as a list of asserts, or as a dictionary with inputs and outputs."""
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except ValueError:
+            tests = [tests]
+    if isinstance(tests, list) and tests and all(isinstance(one, str) for one in tests):
+        return tests
+    if isinstance(tests, dict):
+        inputs, expected = tests.get("inputs"), tests.get("outputs")
+        if isinstance(inputs, list) and isinstance(expected, list) and 0 < len(inputs) == len(expected):
+            return tests
+    forms = 'a list of asserts nor {"inputs": [...], "outputs": [...]} of equal length'
+    raise ValueError(f"the column tests has {tests!r:.200}, which is neither {forms}")
+
+
+@reads(tests=_parse_tests)
 def passes_tests(samples: list[Sample], tests: list[Any], **_: Any) -> list[float]:
     """Return 1 if the last ```python block of the response, or the whole response, passes all tests, else 0.
 
@@ -165,23 +184,6 @@ def _python() -> Path:
 def _program(text: str) -> str:
     blocks = BLOCK.findall(text)
     return blocks[-1] if blocks else text
-
-
-def _parse_tests(tests: Any) -> Any:
-    """Return the tests as a list of asserts, or as a dictionary with inputs and outputs."""
-    if isinstance(tests, str):
-        try:
-            tests = json.loads(tests)
-        except ValueError:
-            tests = [tests]
-    if isinstance(tests, list) and tests and all(isinstance(one, str) for one in tests):
-        return tests
-    if isinstance(tests, dict):
-        inputs, expected = tests.get("inputs"), tests.get("outputs")
-        if isinstance(inputs, list) and isinstance(expected, list) and 0 < len(inputs) == len(expected):
-            return tests
-    forms = 'a list of asserts nor {"inputs": [...], "outputs": [...]} of equal length'
-    raise ValueError(f"the column tests has {tests!r:.200}, which is neither {forms}")
 
 
 def _passes(program: str, tests: Any, sandbox: tuple[str, ...]) -> bool:
