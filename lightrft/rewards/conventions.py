@@ -7,7 +7,7 @@
 | OpenRLHF | `queries`, `prompts`, `labels` | these; a dictionary's `rewards` count |
 | verl | `solution_str`, `ground_truth` | these, `data_source`, `extra_info`, for each response; a dictionary's `score` counts |
 | verl | `solution_strs`, `ground_truths` | the same in lists, `data_sources`, `extra_infos` |
-| EasyR1 | `reward_inputs`, or `reward_input` for each response | `response`, `response_length`, `ground_truth`; `overall` counts |
+| EasyR1 | `reward_inputs`, or `reward_input` for each | `response`, `response_length`, `ground_truth`; `overall` counts |
 """
 
 import asyncio

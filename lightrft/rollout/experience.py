@@ -100,13 +100,11 @@ class ExperienceMaker:
         rows = with_branches(samples)
         before = self.data.gather((len(samples), len(rows)))[: self.data.rank]
         first_sample, first_row = (sum(counts) for counts in zip((0, 0), *before, strict=True))
-        experience = flatten(rows, first_row=first_row, expand=self.expand)
+        experience = self._flatten(rows, first_row)
         if self._early is not None:
             self._early.set_columns(experience, rows)
             self._early = None
         filters.mask_sequences(experience, filters.by_length(rows, self.section))
-        if self.first_token_apart:
-            filters.mask_first_tokens(experience)
         gathered = GatheredRewards.share(self.data, samples, first_row=first_sample)
         rewards, groups = gathered.totals()
         informative = filters.by_difficulty(rewards, groups, self.section)
@@ -145,7 +143,7 @@ class ExperienceMaker:
         counts = self.data.gather(len(rows))
         ends = list(accumulate(counts))
         owners = [list(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
-        flattened = flatten(rows, first_row=ends[self.data.rank] - len(rows), expand=self.expand)
+        flattened = self._flatten(rows, ends[self.data.rank] - len(rows))
         store = self.policy.strategy.sample_store()
         part, steps = self.policy.redistribute_flat(flattened, None, self.train.micro_train_batch_size, store=store)
         self._compute_outputs(part, steps[0] if steps else [], num_updates=self.num_updates)
@@ -157,6 +155,12 @@ class ExperienceMaker:
         parts = [columns[name].split(flattened.lengths.tolist()) for name in outputs]
         self._early = self._early or Early(tuple(outputs), {})
         self._early.parts.update({id(sample): (sample, values) for sample, *values in zip(rows, *parts, strict=True)})
+
+    def _flatten(self, samples: list[Sample], first_row: int) -> Experience:
+        first_token_apart = self.first_token_apart
+        return flatten(
+            samples, first_row=first_row, expand=self.expand, first_token_apart=first_token_apart
+        )
 
     def _compare(self, gathered: GatheredRewards) -> Tensor:
         """Return the advantages of all ranks' rewards, which are shaped first, so that no statistic is that of one rank: [M]."""
@@ -281,23 +285,30 @@ def with_branches(samples: list[Sample]) -> list[Sample]:
     return [row for sample in samples for row in sample.rows]
 
 
-def flatten(samples: list[Sample], *, first_row: int, expand: Expand | None = None) -> Experience:
+def flatten(
+    samples: list[Sample],
+    *,
+    first_row: int,
+    expand: Expand | None = None,
+    first_token_apart: bool = False,
+) -> Experience:
     """Concatenate samples, prompt and response each; what the model sampled is learned. Rows count on from `first_row`.
 
-    `expand` is for prompts with images; without it all are text.
+    `expand` is for prompts with images; without it all are text. With `first_token_apart` the first token after a prompt is not
+    learned, because it was sampled from another distribution. Those of later turns are learned.
     """
     expanded = _expand_prompts(samples, expand) if expand else None
     prompt_ids = [each.token_ids for each in expanded or (sample.prompt for sample in samples)]
     prompts = [len(ids) for ids in prompt_ids]
     lengths = [length + len(sample.token_ids) for length, sample in zip(prompts, samples, strict=True)]
-    learned = torch.tensor([token for sample, length in zip(samples, prompts, strict=True)
-                            for token in (*[False] * length, *_sampled_mask(sample))], dtype=torch.bool)  # fmt: skip
+    masks = [_learned_mask(sample, first_token_apart) for sample in samples]
+    learned = [one for length, mask in zip(prompts, masks, strict=True) for one in (*[False] * length, *mask)]
     tokens = [token for ids, sample in zip(prompt_ids, samples, strict=True) for token in (*ids, *sample.token_ids)]
     logprobs = [value for length, sample in zip(prompts, samples, strict=True) for value in (*[0.0] * length, *sample.logprobs)]
     return Experience(
         lengths=torch.tensor(lengths, dtype=torch.int64),
         input_ids=torch.tensor(tokens, dtype=torch.int64),
-        loss_mask=learned,
+        loss_mask=torch.tensor(learned, dtype=torch.bool),
         rows=torch.arange(first_row, first_row + len(samples)),
         groups=torch.tensor([sample.group for sample in samples], dtype=torch.int64),
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
@@ -307,9 +318,10 @@ def flatten(samples: list[Sample], *, first_row: int, expand: Expand | None = No
     )
 
 
-def _sampled_mask(sample: Sample) -> list[bool]:
-    """Return for each token of the response whether the model sampled it."""
-    return sample.episode.sampled if sample.episode else [True] * len(sample.token_ids)
+def _learned_mask(sample: Sample, first_token_apart: bool) -> list[bool]:
+    """Return for each token of the response whether it is learned: the model sampled it, as the policy would."""
+    sampled = sample.episode.sampled if sample.episode else [True] * len(sample.token_ids)
+    return [not first_token_apart, *sampled[1:]] if sampled and sampled[0] else sampled
 
 
 def _expand_prompts(samples: list[Sample], expand: Expand) -> list[Expanded]:
