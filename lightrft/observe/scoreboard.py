@@ -82,11 +82,19 @@ def scoreboard(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> Scoreboar
         if bottleneck == "generate" and typical(name) > typical("time/generate") / 2:
             bottleneck = part
     board = Scoreboard(
-        round(sum(row.get("perf/steps", 1) for row in steps)), seconds, tokens / seconds / world, shares, typical("time/generate/weight_sync"),
-        run.get("weight_bytes", 0), max(row.get("memory/peak_gb") or 0.0 for row in steps),
-        max(row.get("engine/logprob_mismatch") or 0.0 for row in steps), typical("time/idle_share"), mfu, bottleneck,
-        ADVICE.get(bottleneck, ""),
-    )  # fmt: skip
+        steps=round(sum(row.get("perf/steps", 1) for row in steps)),
+        seconds=seconds,
+        tokens_per_second=tokens / seconds / world,
+        shares=shares,
+        sync_seconds=typical("time/generate/weight_sync"),
+        sync_bytes=run.get("weight_bytes", 0),
+        peak_gb=max(row.get("memory/peak_gb") or 0.0 for row in steps),
+        mismatch=max(row.get("engine/logprob_mismatch") or 0.0 for row in steps),
+        idle_share=typical("time/idle_share"),
+        mfu=mfu,
+        bottleneck=bottleneck,
+        advice=ADVICE.get(bottleneck, ""),
+    )
     board.lines = _lines(board)
     return board
 
