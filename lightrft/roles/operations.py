@@ -1,14 +1,13 @@
-"""Floating-point operations of training, which the share of a device's peak (MFU) is computed from."""
+"""Parameters of a model, and floating-point operations of training, from which MFU is computed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from lightrft.models.routers import count_parameters
 from lightrft.types import Batch
 
 
@@ -60,3 +59,16 @@ class TrainingOperations:
 def _active(name: str, shape: torch.Size, model: PreTrainedModel) -> int:
     """Return the number of elements that compute one token: of experts, only those that it has."""
     return count_parameters([(f".{name}", shape)], model.config)[1]
+
+
+def count_parameters(shapes: Iterable[tuple[str, torch.Size]], config: PretrainedConfig) -> tuple[int, int]:
+    """Return the number of parameters with these names and shapes, and of those that compute one token.
+
+    The latter has of the experts of each layer, which transformers keeps in tensors [experts, ...], only as many as a token has.
+    """
+    total, active = 0, 0.0
+    for name, shape in shapes:
+        of_experts = ".experts." in name and len(shape) == 3
+        total += shape.numel()
+        active += shape.numel() * (config.get_text_config().num_experts_per_tok / shape[0] if of_experts else 1)
+    return total, round(active)

@@ -71,14 +71,15 @@ class ExperienceMaker:
         critic: Critic | None = None,
         teacher: Teacher | None = None,
         first_token_apart: bool = False,
+        min_tokens: int = 0,
         expand: Expand | None = None,
         num_updates: int = 1,
         branches: bool = False,
     ):
         """Set up the experience maker. `first_token_apart`: first tokens were sampled from another distribution than the policy's
-        and are not learned. `expand`: expands prompts with images for the policy; without it all are text. `num_updates`: number
-        of optimizer steps on the samples of a step, for compute_early(). `branches`: samples may have branches, which are learned
-        in the same optimizer step.
+        and are not learned. `min_tokens`: smallest length of a response. `expand`: expands prompts with images for the policy;
+        without it all are text. `num_updates`: number of optimizer steps on the samples of a step, for compute_early().
+        `branches`: samples may have branches, which are learned in the same optimizer step.
 
         Raises ValueError for an estimator that needs what this run does not compute.
         """
@@ -89,7 +90,7 @@ class ExperienceMaker:
         self.compare_penalties = penalties[algorithm.advantage_estimator] if algorithm.advantage_estimator in penalties else None
         self.mark = marks[algorithm.policy_loss] if algorithm.policy_loss in marks else None
         self.first_token_apart, self.expand, self.num_updates = first_token_apart, expand, num_updates
-        self.branches = branches
+        self.branches, self.min_tokens = branches, min_tokens
         self.data = policy.strategy.mesh.data
         self._early: Early | None = None
         """Outputs of samples of the current step, if compute_early() was called."""
@@ -157,9 +158,12 @@ class ExperienceMaker:
         self._early.parts.update({id(sample): (sample, values) for sample, *values in zip(rows, *parts, strict=True)})
 
     def _flatten(self, samples: list[Sample], first_row: int) -> Experience:
-        first_token_apart = self.first_token_apart
         return flatten(
-            samples, first_row=first_row, expand=self.expand, first_token_apart=first_token_apart
+            samples,
+            first_row=first_row,
+            expand=self.expand,
+            first_token_apart=self.first_token_apart,
+            min_tokens=self.min_tokens,
         )
 
     def _compare(self, gathered: GatheredRewards) -> Tensor:
@@ -291,11 +295,13 @@ def flatten(
     first_row: int,
     expand: Expand | None = None,
     first_token_apart: bool = False,
+    min_tokens: int = 0,
 ) -> Experience:
     """Concatenate samples, prompt and response each; what the model sampled is learned. Rows count on from `first_row`.
 
     `expand` is for prompts with images; without it all are text. With `first_token_apart` the first token after a prompt is not
-    learned, because it was sampled from another distribution. Those of later turns are learned.
+    learned, because it was sampled from another distribution. Those of later turns are learned. The first `min_tokens` of a
+    response were sampled without tokens that would end it.
     """
     expanded = _expand_prompts(samples, expand) if expand else None
     prompt_ids = [each.token_ids for each in expanded or (sample.prompt for sample in samples)]
@@ -313,6 +319,7 @@ def flatten(
         groups=torch.tensor([sample.group for sample in samples], dtype=torch.int64),
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
         engine_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        early=_early_tokens(prompts, samples, min_tokens) if min_tokens else None,
         media=[each.features for each in expanded] if expand else None,
         tower_tokens=torch.tensor([each.tower_tokens for each in expanded]) if expand else None,
     )
@@ -322,6 +329,16 @@ def _learned_mask(sample: Sample, first_token_apart: bool) -> list[bool]:
     """Return for each token of the response whether it is learned: the model sampled it, as the policy would."""
     sampled = sample.episode.sampled if sample.episode else [True] * len(sample.token_ids)
     return [not first_token_apart, *sampled[1:]] if sampled and sampled[0] else sampled
+
+
+def _early_tokens(prompts: list[int], samples: list[Sample], min_tokens: int) -> Tensor:
+    """Return the first tokens of each response, after a prompt of so many tokens: [T] bool."""
+    early = [
+        token < min_tokens
+        for length, sample in zip(prompts, samples, strict=True)
+        for token in (*[min_tokens] * length, *range(len(sample.token_ids)))
+    ]
+    return torch.tensor(early, dtype=torch.bool)
 
 
 def _expand_prompts(samples: list[Sample], expand: Expand) -> list[Expanded]:

@@ -22,7 +22,6 @@ from lightrft.backends.optim import own_settings
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
 from lightrft.data.prompt_set import PromptSet
-from lightrft.models.routers import count_parameters
 from lightrft.models.weight_files import weights_of
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.pending_metrics import PendingMetrics
@@ -31,6 +30,7 @@ from lightrft.observe.sinks import Observer
 from lightrft.observe.timeline import extend_timeline
 from lightrft.observe.trace import Trace
 from lightrft.parallel.device import device_name
+from lightrft.roles.operations import count_parameters
 from lightrft.roles.role import Role
 from lightrft.run.health import Health
 from lightrft.run.interruption import Interrupted, Interruption

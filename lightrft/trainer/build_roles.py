@@ -9,7 +9,7 @@ from lightrft.algorithms.truncation import Truncation
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_model_terms
 from lightrft.config.sections import Config, longest_sequence
-from lightrft.engine.model_info import placeholder_token_ids
+from lightrft.engine.model_info import end_token_ids, placeholder_token_ids
 from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Scorer, check_window
 from lightrft.models.load import check_vocabulary, load_model, load_reward_model, load_scorer, load_tokenizer, stored_heads
@@ -44,7 +44,11 @@ def build_policy(
         check_window(actor.language_model, longest_sequence(config))
     optimizer = strategy.create_optimizer(actor, optim.actor_learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
-    resolved = sampling.resolved(placeholder_token_ids(actor.language_model.config)) if sampling is not ANY_TOKEN else sampling
+    resolved = sampling
+    if sampling is not ANY_TOKEN:
+        shape = actor.language_model.config
+        ends = end_token_ids(config.model.pretrain, shape)
+        resolved = sampling.resolved(placeholder_token_ids(shape), ends)
     actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
     frozen = actor if reference and config.model.lora_rank else None
     if reference and frozen is None:
