@@ -76,6 +76,7 @@ class Batch:
     loss_mask: Tensor = per_token()  # [T] bool, tokens in the loss; never the first of a sequence
     rows: Tensor = per_sequence()  # [N] int64, index of each sequence in the whole batch of all ranks
     entropy: Tensor | None = per_token()  # [T] float32, of the trained model: set by Policy.forward, with gradient
+    early: Tensor | None = per_token()  # [T] bool, sampled before a response may end; None: it may end anywhere
     learned: Tensor | None = field(default=None, metadata={"per": "batch"})  # [M] int64, see learned_tokens; set by `to`
     shared: SharedPrefix | None = field(default=None, metadata={"per": "batch"})  # of a micro-batch; None: nothing is shared
     routing: Routing | None = field(default=None, metadata={"per": "batch"})  # of the trained model, set like entropy

@@ -644,6 +644,8 @@ def test_samplings_that_nobody_can_draw_from_are_named():
     said = problems(*RUNNABLE, *wrong)
     names = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "first_token_temperature")
     assert all(f"--{name} " in said for name in names)
+    said = problems(*RUNNABLE, "--min_tokens=9", "--generate_max_len=8", "--stop", "a")
+    assert "--min_tokens 9 exceeds --generate_max_len 8" in said and "--min_tokens excludes tokens" in said
     unused = check(*RUNNABLE, "--eval_data=x", "--top_p=0.5", "--first_token_temperature=3", command="evaluate")
     assert [line.split()[0] for line in unused if "prompt_data" not in line] == ["--first_token_temperature", "--top_p"]
 

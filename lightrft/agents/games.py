@@ -1,5 +1,7 @@
 """Games that are shipped as examples of environments, and that a tiny model learns on a laptop."""
 
+from lightrft.rewards.labels import right_answers
+
 
 class GuessNumber:
     """Guess the digit in the column `label`: after each guess the answer is < if the digit is smaller, > if it is larger.
@@ -8,8 +10,9 @@ class GuessNumber:
     that was a digit.
     """
 
-    def reset(self, label: str, **columns: object) -> None:
-        self.digit, self.digits, self.reward = str(label), 0, 0.0
+    def reset(self, label: object, **columns: object) -> None:
+        (self.digit,) = right_answers(label)
+        self.digits, self.reward = 0, 0.0
 
     def step(self, action: str) -> tuple[str, float, bool]:
         if action == self.digit:

@@ -5,6 +5,7 @@ Shapes: t tokens, V vocabulary, v of it on this rank, K kept tokens at each posi
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -28,10 +29,17 @@ class Truncation:
     """Probability that the most likely tokens must reach together."""
     banned: tuple[int, ...] = ()
     """Tokens that are excluded before anything else."""
+    banned_early: tuple[int, ...] = ()
+    """Tokens that are excluded too where a response must not end yet; see while_early."""
 
     @property
     def active(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0 or bool(self.banned)
+
+    @property
+    def while_early(self) -> Self:
+        """Return the restriction at the tokens of a response before its smallest length."""
+        return replace(self, banned=tuple(sorted({*self.banned, *self.banned_early})), banned_early=())
 
     def __call__(self, logits: Tensor, keep: Tensor | None = None) -> Tensor:
         """Return `logits` [t, V] with -inf outside of the part; `keep` [t, K] tokens stay, if they are not negative."""

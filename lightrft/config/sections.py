@@ -297,6 +297,9 @@ class RolloutSection(Section):
     contain commas, several are separated by spaces, or are a list in YAML."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a response, in addition to the model's end tokens."""
+    min_tokens: Annotated[int, NOT_NEGATIVE] = 0
+    """Minimum length of a response in tokens: before it, no token is sampled that would end the response; all log-probs are
+    computed accordingly."""
     first_token_temperature: float | None = None
     """Sample the first token of a response at this temperature, for diversity (FIRE; 30 in the paper). This token is not trained
     on."""

@@ -181,6 +181,12 @@ def _sampling_problems(rollout: RolloutSection) -> list[str]:
         "--stop_token_ids must not contain a negative number": any(
             token < 0 for token in rollout.stop_token_ids
         ),
+        f"--min_tokens {rollout.min_tokens} exceeds --generate_max_len {rollout.generate_max_len}": (
+            rollout.min_tokens > rollout.generate_max_len
+        ),
+        "--min_tokens excludes tokens that end a response, and not texts: use --stop_token_ids instead of --stop": (
+            rollout.min_tokens > 0 and bool(rollout.stop)
+        ),
         "--first_token_temperature must be above 0; omit it to use --temperature": first is not None
         and first <= 0,
     }

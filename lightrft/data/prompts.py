@@ -14,6 +14,7 @@ from lightrft.config.errors import DataError
 from lightrft.config.references import data_problems, data_sources
 from lightrft.config.sections import DataSection, media_columns
 from lightrft.data.chats import Conversation
+from lightrft.data.columns.values import label_value, plain_row
 from lightrft.data.digests import cache_key
 from lightrft.data.duplicates import Duplicates
 from lightrft.data.media import AUDIOS, IMAGES, KINDS, VIDEOS, MediaFile, Places, items_of, media_checked, with_parts
@@ -121,6 +122,7 @@ def _usable(
         nonlocal num_chats
         for location, row in read_rows(name, getattr(section, split), bad):
             try:
+                row = plain_row(row, leave=media_columns(section).values())
                 prompt = make(row, index=0, folder=folder)
             except ValueError as error:
                 bad.add(location, str(error))
@@ -209,7 +211,7 @@ def _columns(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
     others = {section.input_key, *media_columns(section).values()}
     columns = {name: value for name, value in row.items() if name not in others}
     if section.label_key in row:
-        columns["label"] = row[section.label_key]
+        columns["label"] = label_value(row[section.label_key], section.label_key)
     elif section.label_key != DataSection.label_key:
         raise ValueError(f"no column {section.label_key!r} (--label_key); it has {', '.join(row)}")
     if section.reference_key is not None:

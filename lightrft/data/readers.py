@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
-from pyarrow import ArrowInvalid
-from pyarrow.parquet import read_schema
+from pyarrow import ArrowException, ArrowInvalid, Table
 
 from lightrft.config.errors import DataError
+from lightrft.data.columns.values import table_rows
 from lightrft.registry import Registry, kept_alive
 from lightrft.samples import REASONING_GYM, VERIFIERS, DataRow
 
@@ -176,21 +176,24 @@ def _file_rows(file: Path, bad: BadRows) -> Iterator[DataRow]:
 
 
 def _parquet_rows(file: Path, flag: str) -> Iterator[DataRow]:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
+    from pyarrow.parquet import ParquetFile
 
+    number = 0
     try:
-        read_schema(file)  # datasets would log the traceback of an error here
-        rows = _stored(load_dataset("parquet", data_files=str(file), split="train"))
-    except (DatasetGenerationError, ValueError, OSError) as error:
-        raise DataError(f"{flag} {file}: not a valid parquet file ({error.__cause__ or error})") from error
-    yield from ((f"{file} row {index + 1}", row) for index, row in enumerate(rows))
+        with ParquetFile(file) as parquet:
+            for batch in parquet.iter_batches(ROWS_AT_ONCE):
+                for row in table_rows(Table.from_batches([batch])):
+                    number += 1
+                    yield f"{file} row {number}", row
+    except (ArrowException, OSError) as error:
+        place = f" after row {number}" if number else ""
+        raise DataError(f"{flag} {file}: not a valid parquet file{place} ({error})") from error
 
 
 def _stored(rows: "Dataset") -> Iterator[dict[str, Any]]:
     """Yield rows as they are stored: images stay encoded files, which are much smaller than their pixels."""
     for table in rows.with_format("arrow").iter(ROWS_AT_ONCE):
-        yield from table.to_pylist()
+        yield from table_rows(table)
 
 
 def _json_lines(file: Path, bad: BadRows) -> Iterator[DataRow]:

@@ -119,7 +119,11 @@ class Engine(ABC):
         """Return the next requests of a loop with sampling, seeds and expanded media, checked on all ranks of the engine."""
         self._check_loop(loop)
         banned = self.vocabulary.never_sampled if self.vocabulary else ()
-        own = [replace(each, sampling=(each.sampling or loop.sampling).resolved(banned)) for each in requests]
+        ends = self.vocabulary.end_token_ids if self.vocabulary else ()
+        own = [
+            replace(each, sampling=(each.sampling or loop.sampling).resolved(banned, ends))
+            for each in requests
+        ]
         own = [each if each.seeds else replace(each, seeds=_seeds(loop.sampling.seed, place, each))
                for place, each in enumerate(own, loop.num_requests)]  # fmt: skip
         return self._validated(own, loop.sampling)

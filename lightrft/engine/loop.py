@@ -1,7 +1,8 @@
 """Open loop of an engine: requests are added while others decode, and an abort keeps what was sampled.
 
-A request with a temperature of its own for the first token (FIRE: Chen et al., arXiv 2410.21236) becomes one for the first
-tokens, and then one for each continuation, for which the prompt is in the cache.
+A request whose first tokens are sampled in another way becomes one for these, and then one for each continuation, for which the
+prompt is in the cache: a temperature for the first token (FIRE: Chen et al., arXiv 2410.21236), or tokens that must not end the
+response. So an adapter samples all tokens of a request from one distribution.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -73,8 +74,7 @@ class RequestLoop:
         with self.engine.generating(self):
             for index, request in zip(indices, readable, strict=True):
                 self.running[index] = _Running(request)
-                hot = request.sampling.first_token_temperature is not None
-                self._submit(index, 0, _first_token(request) if hot else request)
+                self._submit(index, 0, _part(request, 0))
         return indices
 
     def add_alone(self, requests: list[Request]) -> range:
@@ -166,29 +166,38 @@ class _Running:
         return self.samples
 
     def unfinished(self, places: Iterable[int]) -> list[int]:
-        """Return the samples among these that were aborted, or have only their first token."""
+        """Return the samples among these that were aborted, or have only their first tokens."""
         limit = self.request.sampling.max_tokens
         return [place for place in places
                 if self.samples[place].finish_reason != "stop" and len(self.samples[place].token_ids) < limit]  # fmt: skip
 
 
-def _first_token(request: Request) -> Request:
-    """Build the request for the first tokens."""
+def _part(request: Request, length: int) -> Request:
+    """Build the request for the tokens after the first `length` that are sampled from one distribution."""
     sampling = request.sampling
-    first = replace(sampling, max_tokens=1, temperature=sampling.first_token_temperature, first_token_temperature=None)
-    return replace(request, sampling=first)
+    hot = None if length else sampling.first_token_temperature
+    must_not_end = length < sampling.min_tokens
+    most = sampling.max_tokens - length
+    if must_not_end:
+        most = min(most, sampling.min_tokens - length)
+    own = {"max_tokens": 1 if hot is not None else most, "first_token_temperature": None}
+    if hot is not None:
+        own["temperature"] = hot
+    if sampling.min_tokens:
+        early = sampling.truncation.while_early.banned if must_not_end else sampling.banned_token_ids
+        own |= {"min_tokens": 0, "end_token_ids": (), "banned_token_ids": early}
+    return replace(request, sampling=replace(sampling, **own))
 
 
 def _rest_of(request: Request, seed: int, completion: Completion) -> Request:
     """Build the request that continues a sample. A derived seed makes its noise independent of that of the tokens before, also in
     an engine that counts positions from the end of the prompt.
     """
-    rest = replace(request, sampling=replace(request.sampling, n=1), seeds=(seed,))
     length = len(completion.token_ids)
-    if not length:
-        return rest if rest.sampling.first_token_temperature is None else _first_token(rest)
-    sampling = replace(rest.sampling, max_tokens=rest.sampling.max_tokens - length, first_token_temperature=None)
-    return replace(rest.followed_by(completion.token_ids), sampling=sampling, seeds=(derived_seed(seed, length),))
+    seeds = (derived_seed(seed, length) if length else seed,)
+    rest = replace(request, sampling=replace(request.sampling, n=1), seeds=seeds)
+    part = _part(rest, length)
+    return part.followed_by(completion.token_ids) if length else part
 
 
 def _concatenate(first: Completion, rest: Completion) -> Completion:

@@ -39,6 +39,10 @@ class Sampling:
     """Strings, which may include special tokens, that end a response. Its last token is the one that completes a string."""
     first_token_temperature: float | None = None
     """Temperature of the first token only, for diversity: FIRE (Chen et al., arXiv 2410.21236). None: `temperature`."""
+    min_tokens: int = 0
+    """Number of tokens before which a response does not end: tokens that would end it are banned there."""
+    end_token_ids: tuple[int, ...] = ()
+    """All tokens that end a response, which resolved() sets if there is a smallest length."""
     banned_token_ids: tuple[int, ...] = ()
     """Tokens that are never sampled. Always banned in addition are placeholders of images, videos and audio, and ids that the
     tokenizer does not have."""
@@ -51,13 +55,22 @@ class Sampling:
     @property
     def truncation(self) -> Truncation:
         """Return the restriction of the vocabulary that is sampled from."""
-        return Truncation(top_k=self.top_k, top_p=self.top_p, banned=self.banned_token_ids)
+        return Truncation(
+            top_k=self.top_k,
+            top_p=self.top_p,
+            banned=self.banned_token_ids,
+            banned_early=self.end_token_ids,
+        )
 
-    def resolved(self, never_sampled: tuple[int, ...]) -> Self:
-        """Return the parameters for adapters: all banned tokens listed, and defaults for those that greedy sampling ignores."""
+    def resolved(self, never_sampled: tuple[int, ...], ends: Iterable[int] = ()) -> Self:
+        """Return the parameters for adapters: all banned tokens listed, and defaults for those that greedy sampling ignores.
+
+        `ends` are the tokens with which the model ends a response.
+        """
+        early = sorted({*ends, *self.stop_token_ids}) if self.min_tokens else ()
         banned = tuple(sorted({*self.banned_token_ids, *never_sampled}))
         greedy = {"top_p": 1.0, "top_k": 0} if self.temperature == 0 else {}
-        return replace(self, banned_token_ids=banned, **greedy)
+        return replace(self, banned_token_ids=banned, end_token_ids=tuple(early), **greedy)
 
     def problem(self, vocabulary_size: int | None = None) -> str | None:
         """Return why the parameters are invalid; None if they are valid."""
@@ -68,6 +81,8 @@ class Sampling:
             ),
             "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
             "top_k must not be negative": self.top_k >= 0,
+            "min_tokens must not be negative": self.min_tokens >= 0,
+            "min_tokens bans tokens, and no stop strings": not (self.min_tokens and self.stop),
             "stop strings must not be empty": "" not in self.stop,
             "first_token_temperature must be above 0": self.first_token_temperature is None
             or self.first_token_temperature != 0

@@ -7,11 +7,11 @@ from typing import Any
 from lightrft.config.sections import RolloutSection
 from lightrft.engine.requests import Sampling
 
-RENAMED = {"max_new_tokens": "max_tokens"}
+RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 IGNORED = ("detokenize", "skip_special_tokens", "include_stop_str_in_output", "logprobs", "spaces_between_special_tokens")
 """Parameters about the presentation of a response, which are ignored: responses here are token ids with their log-probs."""
 NEUTRAL = {"min_p": (0, None), "repetition_penalty": (1, None), "presence_penalty": (0, None), "frequency_penalty": (0, None),
-           "min_tokens": (0, None), "min_new_tokens": (0, None), "ignore_eos": (False, None), "best_of": (1, None)}  # fmt: skip
+           "ignore_eos": (False, None), "best_of": (1, None)}  # fmt: skip
 """Parameters that no engine here supports, with the values that have no effect and are therefore accepted."""
 
 
@@ -21,6 +21,7 @@ def sampling_of(section: RolloutSection, **own: Any) -> Sampling:
         "n": section.n_samples_per_prompt, "max_tokens": section.generate_max_len, "temperature": section.temperature,
         "top_p": section.top_p, "top_k": section.top_k, "stop": tuple(section.stop),
         "stop_token_ids": tuple(section.stop_token_ids), "first_token_temperature": section.first_token_temperature,
+        "min_tokens": section.min_tokens,
     }  # fmt: skip
     return Sampling(**from_flags | own)
 

@@ -65,14 +65,25 @@ class Actor(SequenceParallelModule):
         before = padded.learned_tokens - 1  # each position predicts the next token; the first token is never in the loss
         indices, local = self.sequence.own(padded.shared.places[before] if padded.shared else before, padded.num_computed)
         next_, local = (to_device(rows, hidden.device) for rows in (before[indices] + 1, local))
-        weight, targets = self.language_model.get_output_embeddings().weight, padded.input_ids[next_]
-        values = token_logprobs(
-            hidden[local], weight, targets, temperature=temperature / self.logit_scale, truncation=truncation, entropy=entropy,
-            upstream=gradients and of_rows(gradients, next_, batch.num_tokens),
-        )  # fmt: skip
-        zeros = torch.zeros(batch.num_tokens, device=hidden.device)
+        weight = self.language_model.get_output_embeddings().weight
         # Separate tensors: in a joint one, an output that the loss does not use would get a full backward pass of zeros.
-        logprobs, *entropies = self.sequence.sums(*(zeros.index_put((next_,), value) for value in values if value is not None))
+        outputs = [torch.zeros(batch.num_tokens, device=hidden.device)] * (1 + entropy)
+        for rows, part in parts_of_truncation(truncation, batch, next_):
+            tokens = next_[rows]
+            values = token_logprobs(
+                hidden[local[rows]],
+                weight,
+                padded.input_ids[tokens],
+                temperature=temperature / self.logit_scale,
+                truncation=part,
+                entropy=entropy,
+                upstream=gradients and of_rows(gradients, tokens, batch.num_tokens),
+            )
+            outputs = [
+                output.index_put((tokens,), value)
+                for output, value in zip(outputs, values, strict=False)
+            ]
+        logprobs, *entropies = self.sequence.sums(*outputs)
         return logprobs, entropies[0] if entropy else None
 
     def _top(self, hidden: Tensor, batch: Batch, top: int, temperature: float, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -132,6 +143,19 @@ class Scorer(SequenceParallelModule):
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters under their Hugging Face names, tied ones once."""
         yield from self.scored_model.named_parameters()
+
+
+def parts_of_truncation(
+    truncation: Truncation, batch: Batch, tokens: Tensor
+) -> list[tuple[slice | Tensor, Truncation]]:
+    """Return which of the `tokens` [t] were sampled from which part of the vocabulary."""
+    if batch.early is None or not truncation.banned_early:
+        return [(slice(None), truncation)]
+    early = batch.early[tokens]
+    return [
+        ((~early).nonzero()[:, 0], truncation),
+        (early.nonzero()[:, 0], truncation.while_early),
+    ]
 
 
 def of_rows(gradients: TokenGradients, tokens: Tensor, num_tokens: int) -> Upstream:

@@ -217,8 +217,11 @@ class _Logprobs(torch.autograd.Function):
             gradients = computed_again()
         else:
             gradients = [(slice(None), _gradient(memory, distribution, local_targets, upstream, options, inputs.dtype))]
-        grads = _of_logits(inputs, gradients) if weight is None else _of_product(inputs, weight, gradients)
-        return *(grads if weight is None else (grads[0], grads[1].to(weight.dtype))), None, None, None
+        if weight is None:
+            return *_of_logits(inputs, gradients), None, None, None
+        learned = ctx.needs_input_grad[1]
+        grad_inputs, grad_weight = _of_product(inputs, weight, gradients, learned=learned)
+        return grad_inputs, grad_weight.to(weight.dtype) if learned else None, None, None, None
 
 
 class _KnownUpstream(torch.autograd.Function):
@@ -243,7 +246,7 @@ class _KnownUpstream(torch.autograd.Function):
                 some = _of_logits_scaled(local_targets.ids, *gradients_of_chunks[-1], options)
                 yield rows, _gradient(memory, distribution, local_targets, some, options, hidden.dtype)
 
-        ctx.gradients = _of_product(hidden, weight, gradients())
+        ctx.gradients = _of_product(hidden, weight, gradients(), learned=ctx.needs_input_grad[1])
         of_logprobs, of_entropy = zip(*gradients_of_chunks, strict=True)
         ctx.upstream_gradients = torch.cat(of_logprobs), None if of_entropy[0] is None else torch.cat(of_entropy)
         ctx.dtype = weight.dtype
@@ -257,7 +260,9 @@ class _KnownUpstream(torch.autograd.Function):
             raise RuntimeError("gradients computed in the forward pass can be used for only one backward pass")
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
         factor = _proportion(ctx.upstream_gradients, upstream)
-        return grad_hidden.mul_(factor), grad_weight.mul_(factor).to(ctx.dtype), None, None, None
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(factor).to(ctx.dtype)
+        return grad_hidden.mul_(factor), grad_weight, None, None, None
 
 
 def _proportion(assumed: tuple[Tensor | None, ...], exact: tuple[Tensor | None, ...]) -> Tensor:
@@ -363,25 +368,34 @@ def _of_logits(logits: Tensor, gradients: Iterator[tuple[slice, Tensor]]) -> tup
     return grad_logits, None
 
 
-def _of_product(hidden: Tensor, weight: Tensor, gradients: Iterator[tuple[slice, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return the gradients of hidden states and weight from those of the logits; the gradient of the weight is float32.
+def _of_product(
+    hidden: Tensor, weight: Tensor, gradients: Iterator[tuple[slice, Tensor]], *, learned: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of hidden states and weight from those of the logits.
 
-    It is 0 in rows of padding, for which there are no logits.
+    The gradient of the weight is float32, 0 in rows of padding, for which there are no logits, and
+    None unless the weight is `learned`.
     """
-    grad_hidden = torch.empty_like(hidden)
-    grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    grad_hidden, grad_weight = torch.empty_like(hidden), None
+    if learned:
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
     for rows, grad in gradients:
         grad = grad.to(hidden.dtype)
-        of_tokens = grad_weight[: grad.shape[1]]
         torch.mm(grad, weight[: grad.shape[1]], out=grad_hidden[rows])
-        if grad.dtype == torch.float32:
-            of_tokens.addmm_(grad.T, hidden[rows])
-        elif grad.device.type == "cpu":
-            of_tokens += grad.T @ hidden[rows]
-        else:
-            torch.addmm(of_tokens, grad.T, hidden[rows], out_dtype=torch.float32, out=of_tokens)
+        if grad_weight is not None:
+            _add_product(grad_weight[: grad.shape[1]], grad, hidden[rows])
         del grad  # the next one takes its memory
     return grad_hidden, grad_weight
+
+
+def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """Add grad.T @ hidden to a float32 total [v, H]."""
+    if grad.dtype == torch.float32:
+        total.addmm_(grad.T, hidden)
+    elif grad.device.type == "cpu":
+        total += grad.T @ hidden
+    else:
+        torch.addmm(total, grad.T, hidden, out_dtype=torch.float32, out=total)
 
 
 def row_chunks(like: Tensor, num: int, size: int) -> Iterator[tuple[slice, Tensor]]:

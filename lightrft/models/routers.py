@@ -1,11 +1,10 @@
 """Routers of a mixture of experts and their decisions during a forward pass."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lightrft.algorithms.balance import routing
 from lightrft.algorithms.reduce import sequence_sums
@@ -48,16 +47,3 @@ class Routers:
             counts = counts.new_zeros(padded.num_computed).index_add(0, places, counts)
         local = routing(logits, counts[sequence.positions(padded.num_computed, counts.device)], self.top_k)
         return Routing(sequence.sum(local.chosen), sequence.sum(local.probabilities), sequence.sum(local.count))
-
-
-def count_parameters(shapes: Iterable[tuple[str, torch.Size]], config: PretrainedConfig) -> tuple[int, int]:
-    """Return the number of parameters with these names and shapes, and of those that compute one token.
-
-    The latter has of the experts of each layer, which transformers keeps in tensors [experts, ...], only as many as a token has.
-    """
-    total, active = 0, 0.0
-    for name, shape in shapes:
-        of_experts = ".experts." in name and len(shape) == 3
-        total += shape.numel()
-        active += shape.numel() * (config.get_text_config().num_experts_per_tok / shape[0] if of_experts else 1)
-    return total, round(active)

@@ -45,8 +45,8 @@ class Scoreboard:
     """Mean difference of log-probs between engine and trainer."""
     idle_share: float
     mfu: float | None
-    """Share of the device's peak that training reaches, 6 operations for a token and each parameter that computes it; None for an
-    unknown device."""
+    """Share of the peak of the devices that train which their products of tokens and matrices reach while they train
+    (roles/operations.py); None for an unknown device."""
     bottleneck: str
     advice: str
     lines: list[str] = field(default_factory=list)
@@ -63,16 +63,20 @@ def scoreboard(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> Scoreboar
     def typical(name: str) -> float:
         return median(row.get(name) or 0.0 for row in steps)
 
-    seconds, world = typical("time/step"), run.get("world_size", 1)
+    def typical_sum(name: str) -> float:
+        """Return the median for a step: with --logging_steps a row has the sum of several."""
+        return median((row.get(name) or 0.0) / row.get("perf/steps", 1) for row in steps)
+
+    seconds, training_ranks = typical("time/step"), run.get("world_size", 1)
+    world = training_ranks + run.get("rollout_ranks", 0)
     phases = sorted({name for row in steps for name in row if name.startswith("time/") and name.count("/") == 1})
     shares = {name.removeprefix("time/"): sum(row.get(name) or 0.0 for row in steps) / sum(row["time/step"] for row in steps)
               for name in phases if name not in ("time/step", "time/idle_share")}  # fmt: skip
-    tokens = typical("rollout/tokens") or typical("train/tokens")
-    parameters, device = run.get("active_parameters", 0), known_device(run.get("device", ""))
-    training = typical("time/train")
-    mfu = None
-    if device and parameters and training:
-        mfu = 6 * parameters * tokens / (training * world * DEVICES[device].flops)
+    tokens = typical_sum("rollout/tokens") or typical_sum("train/tokens")
+    operations, training = typical_sum("perf/train_flops"), typical("time/train")
+    device, mfu = known_device(run.get("device", "")), None
+    if device and operations and training:
+        mfu = operations / (training * training_ranks * DEVICES[device].flops)
     bottleneck = max(shares, key=shares.__getitem__, default="")
     for name, part in NESTED.items():
         if bottleneck == "generate" and typical(name) > typical("time/generate") / 2:
@@ -81,11 +85,19 @@ def scoreboard(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> Scoreboar
     if run.get("engine_tp_size") == 1:
         advice = advice.replace(" a smaller --engine_tp_size,", "")
     board = Scoreboard(
-        len(steps), seconds, tokens / seconds / world, shares, typical("time/generate/weight_sync"),
-        run.get("weight_bytes", 0), max(row.get("memory/peak_gb") or 0.0 for row in steps),
-        max(row.get("engine/logprob_mismatch") or 0.0 for row in steps), typical("time/idle_share"), mfu, bottleneck,
-        advice,
-    )  # fmt: skip
+        steps=round(sum(row.get("perf/steps", 1) for row in steps)),
+        seconds=seconds,
+        tokens_per_second=tokens / seconds / world,
+        shares=shares,
+        sync_seconds=typical("time/generate/weight_sync"),
+        sync_bytes=run.get("weight_bytes", 0),
+        peak_gb=max(row.get("memory/peak_gb") or 0.0 for row in steps),
+        mismatch=max(row.get("engine/logprob_mismatch") or 0.0 for row in steps),
+        idle_share=typical("time/idle_share"),
+        mfu=mfu,
+        bottleneck=bottleneck,
+        advice=advice,
+    )
     board.lines = _lines(board)
     return board
 

@@ -80,7 +80,17 @@ def model_problems(config: PretrainedConfig, tp: int) -> list[str]:
     config = config.get_text_config()
     if config.model_type not in FAMILIES:
         return [f"its family {config.model_type!r} has no plan; supported are {', '.join(FAMILIES)}"]
-    return head_problems(config.num_attention_heads, config.num_key_value_heads, tp)
+    return [
+        *head_problems(config.num_attention_heads, config.num_key_value_heads, tp),
+        *part_problems(config.vocab_size, "rows of the vocabulary", tp),
+        *part_problems(config.intermediate_size, "columns of the feed-forward layers", tp),
+    ]
+
+
+def part_problems(size: int, name: str, tp: int) -> list[str]:
+    """Return why so many rows leave a rank without any: each has as many as the first, and the last ones have the rest."""
+    with_rows = -(-size // -(-size // tp))
+    return [f"its {size} {name} are too few: only {with_rows} ranks have some"] if with_rows < tp else []
 
 
 def head_problems(num_heads: int, num_kv_heads: int, tp: int) -> list[str]:

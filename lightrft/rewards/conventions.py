@@ -1,4 +1,4 @@
-"""Calling conventions of reward functions, recognised by their signatures: ours, or that of TRL, OpenRLHF or verl.
+"""Calling conventions of reward functions, recognised by their signatures: ours, or that of TRL, OpenRLHF, verl or EasyR1.
 
 | | recognised by | called with |
 |---|---|---|
@@ -6,21 +6,25 @@
 | TRL | `completions` | `prompts`, `completions`, `completion_ids`, and the columns by name |
 | OpenRLHF | `queries`, `prompts`, `labels` | these; a dictionary's `rewards` count |
 | verl | `solution_str`, `ground_truth` | these, `data_source`, `extra_info`, for each response; a dictionary's `score` counts |
+| verl | `solution_strs`, `ground_truths` | the same in lists, `data_sources`, `extra_infos` |
+| EasyR1 | `reward_inputs`, or `reward_input` for each | `response`, `response_length`, `ground_truth`; `overall` counts |
 """
 
 import asyncio
 import inspect
+import json
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config.errors import ConfigError
+from lightrft.rewards.labels import readers
 from lightrft.samples import Prompt, Sample
 
 Columns = dict[str, list]
 """A list for each column of the data, with an entry for each sample."""
-RIGHT_ANSWERS = ("label", "labels", "ground_truth")
+RIGHT_ANSWERS = ("label", "labels", "ground_truth", "ground_truths")
 """Arguments for which null counts as missing if a function requires them."""
 
 
@@ -57,22 +61,68 @@ def _openrlhf(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, 
 
 def _verl(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, Any]:
     missing = [None] * len(samples)
-    if "reward_model" in columns:  # a column of verl's own data
-        answers = [(entry or {})["ground_truth"] for entry in columns["reward_model"]]
-    else:
-        answers = columns["ground_truth"] if "ground_truth" in columns else columns["label"]
     return {
         "data_source": columns.get("data_source", missing),
         "solution_str": [sample.text for sample in samples],
-        "ground_truth": answers,
-        "extra_info": columns.get("extra_info", missing),
+        "ground_truth": _ground_truths(columns),
+        "extra_info": [_object(value) for value in columns.get("extra_info", missing)],
     }
+
+
+def _verl_batch(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, Any]:
+    return {f"{name}s": values for name, values in _verl(samples, columns, chat).items()}
+
+
+def _easy_r1(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, Any]:
+    answers = _ground_truths(columns)
+    if not samples and any(map(_is_null, answers)):
+        raise ValueError("the ground truth (--label_key) is null, and the function needs it")
+    return {
+        "reward_input": [
+            {
+                "response": sample.text,
+                "response_length": len(sample.token_ids),
+                "ground_truth": answer,
+            }
+            for sample, answer in zip(samples, answers, strict=False)  # no samples: a row is checked
+        ]
+    }
+
+
+def _easy_r1_batch(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, Any]:
+    return {"reward_inputs": _easy_r1(samples, columns, chat)["reward_input"]}
+
+
+def _ground_truths(columns: Columns) -> list[Any]:
+    """Return the right answers where verl's data have them, or else the labels."""
+    if "reward_model" in columns:
+        return [_ground_truth(_object(entry)) for entry in columns["reward_model"]]
+    return columns["ground_truth"] if "ground_truth" in columns else columns["label"]
+
+
+def _ground_truth(entry: Any) -> Any:
+    if entry is not None and not isinstance(entry, Mapping):
+        raise ValueError(f"the column reward_model is not an object with a ground_truth: {entry!r:.80}")
+    return (entry or {})["ground_truth"]
+
+
+def _object(value: Any) -> Any:
+    """Return the object of a JSON text, which some files have for a struct; any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 CONVENTIONS = {
     "TRL": Convention(frozenset({"completions"}), _trl),
     "OpenRLHF": Convention(frozenset({"queries", "prompts", "labels"}), _openrlhf, result="rewards"),
     "verl": Convention(frozenset({"solution_str", "ground_truth"}), _verl, each=True, result="score"),
+    "verl, in batches": Convention(frozenset({"solution_strs", "ground_truths"}), _verl_batch, result="score"),
+    "EasyR1": Convention(frozenset({"reward_input"}), _easy_r1, each=True, result="overall"),
+    "EasyR1, in batches": Convention(frozenset({"reward_inputs"}), _easy_r1_batch, result="overall"),
 }
 
 
@@ -112,7 +162,9 @@ class RewardFunction:
         """Raise ConfigError if the function cannot be called with the columns of these prompts."""
         for names in {frozenset(prompt.columns) for prompt in prompts}:
             if problem := self._problem(set(names)):
-                raise ConfigError(f"{problem}. The data has the columns {', '.join(sorted(names)) or 'none'}")
+                hint = "" if "label" in names else "; --label_key names the column of the label"
+                columns = ", ".join(sorted(names)) or "none"
+                raise ConfigError(f"{problem}. The data has the columns {columns}{hint}")
 
     def row_problem(self, columns: Mapping[str, Any]) -> str:
         """Return the reason why the function cannot score responses to a row with these columns; empty if none can be seen.
@@ -124,6 +176,8 @@ class RewardFunction:
         arguments, needed = {name: [value] for name, value in columns.items()}, _required(self.signature)
         try:
             arguments = self.convention.arguments([], arguments, self.chat) if self.convention else arguments
+        except ValueError as error:
+            return str(error)
         except KeyError as missing:
             return f"the function needs the column {missing}: {_shown(self.signature)}. {_present(columns)}"
         if self.convention is None:
@@ -136,6 +190,16 @@ class RewardFunction:
                     f"{name} (--label_key) is {arguments[name][0]}, and the function needs it: {_shown(self.signature)}. A "
                     f"function with a default for it, such as {name}=None, accepts such rows"
                 )
+        return self._unread(columns)
+
+    def _unread(self, columns: Mapping[str, Any]) -> str:
+        """Return the reason why a column of the row has a value that the function cannot use."""
+        needed = readers.get(self.function, {}) if inspect.isfunction(self.function) else {}
+        try:
+            for name in needed.keys() & columns.keys():
+                needed[name](columns[name])
+        except ValueError as error:
+            return str(error)
         return ""
 
     def _problem(self, columns: set[str]) -> str:
@@ -177,6 +241,8 @@ class RewardFunction:
 
     def _reward(self, returned: Any) -> Any:
         entry = self.convention.result
+        if entry and isinstance(returned, list):  # of a function that is called for several responses
+            return [self._reward(value) for value in returned]
         return returned[entry] if entry and isinstance(returned, Mapping) and entry in returned else returned
 
 
@@ -235,7 +301,8 @@ def _is_null(value: Any) -> bool:
 
 
 def _present(columns: Mapping[str, Any]) -> str:
-    return f"The row has the columns {', '.join(sorted(columns)) or 'none'}"
+    hint = "" if "label" in columns else "; --label_key names the column of the label"
+    return f"The row has the columns {', '.join(sorted(columns)) or 'none'}{hint}"
 
 
 def _shown(signature: inspect.Signature) -> str:

@@ -5,9 +5,10 @@
 
 A function is called once for each prompt, as soon as the last of its samples is complete, while others are still generated; it
 may be `async`. Each column of the data set is passed as a list, aligned with the samples; `label` is the column of --label_key.
+The built-in functions take a label as one right answer, or as a list of alternatives (labels.py).
 For a response that is rewarded step by step it returns a list instead of a number: a number for each of its tokens, or None for
 a token without a reward. A reward with parts is a dictionary of numbers: the reward is their sum, and each part is a metric.
-Functions with the signature of TRL, OpenRLHF or verl are called as those libraries call them (conventions.py).
+Functions with the signature of TRL, OpenRLHF, verl or EasyR1 are called as those libraries call them (conventions.py).
 
 Functions run in worker processes (worker.py), so this module imports neither torch nor an engine.
 """
@@ -21,6 +22,7 @@ from fractions import Fraction
 from typing import Any
 
 from lightrft.registry import Registry
+from lightrft.rewards.labels import reads, right_answers
 from lightrft.samples import Sample
 
 Reward = Callable[..., list[float | list[float | None] | dict[str, float]]]
@@ -73,26 +75,41 @@ def _of_episode(sample: Sample) -> float | list[float | None]:
 
 
 @rewards.register("exact_match")
-def exact_match(samples: list[Sample], label: list[str], **_: Any) -> list[float]:
+@reads(label=right_answers)
+def exact_match(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
     """Return 1 if the response ended by itself and equals the label, else 0."""
-    return [float(not sample.truncated and sample.text == str(right)) for sample, right in zip(samples, label, strict=True)]
+    return [
+        float(not sample.truncated and sample.text in right_answers(right))
+        for sample, right in zip(samples, label, strict=True)
+    ]
 
 
 @rewards.register("number", "gsm8k")
-def number(samples: list[Sample], label: list[str], **_: Any) -> list[float]:
+@reads(label=right_answers)
+def number(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
     """Return 1 if the last number of the response equals that of the label, else 0, also if there is no number."""
-    pairs = [(_last_number(sample.text), _last_number(str(right))) for sample, right in zip(samples, label, strict=True)]
-    return [float(answer is not None and answer == right) for answer, right in pairs]
+    return [
+        float(_last_number(sample.text) in {*map(_last_number, right_answers(right))} - {None})
+        for sample, right in zip(samples, label, strict=True)
+    ]
+
+
+def _right_letters(label: Any) -> set[str]:
+    return {_letter(answer) for answer in right_answers(label)}
 
 
 @rewards.register("choice")
-def choice(samples: list[Sample], label: list[str], **_: Any) -> list[float]:
+@reads(label=_right_letters)
+def choice(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
     r"""Return 1 if the last letter from A to J that the response chooses is the label, such as B, (B) or b, else 0.
 
     A letter is chosen as `\boxed{B}`, `(B)`, `answer is B`, `Answer: B`, or on a line of its own. `(A) or (B)` chooses none.
     Raises ValueError for a label that is no letter.
     """
-    return [float(_chosen_letter(sample.text) == _letter(right)) for sample, right in zip(samples, label, strict=True)]
+    return [
+        float(_chosen_letter(sample.text) in _right_letters(right))
+        for sample, right in zip(samples, label, strict=True)
+    ]
 
 
 @rewards.register("format")
@@ -112,13 +129,16 @@ def length(samples: list[Sample], **_: Any) -> list[float]:
 
 
 @rewards.register("f1")
-def f1(samples: list[Sample], label: list[str | list[str]], **_: Any) -> list[float]:
+@reads(label=right_answers)
+def f1(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
     """Return the F1 score of the response's words as in SQuAD: without case, punctuation and articles.
 
-    The label is a text or a list of texts, of which the best counts. If the response has an <answer> tag, only the text of the
-    last one counts.
+    Of several right answers the best counts. If the response has an <answer> tag, only the text of the last one counts.
     """
-    return [_best_f1(tagged_answer(sample.text), right) for sample, right in zip(samples, label, strict=True)]
+    return [
+        max(_f1(_words(tagged_answer(sample.text)), _words(answer)) for answer in right_answers(right))
+        for sample, right in zip(samples, label, strict=True)
+    ]
 
 
 rewards.register_deferred("math", "lightrft.rewards.verifiers.math_verify:equal_in_mathematics", "math-verify")
@@ -165,10 +185,10 @@ def _chosen_letter(text: str) -> str | None:
     return letters.pop() if len(letters) == 1 else None
 
 
-def _letter(label: Any) -> str:
-    match = re.fullmatch(r"\s*\(?([A-Ja-j])\)?\s*", str(label))
+def _letter(answer: str) -> str:
+    match = re.fullmatch(r"\s*\(?([A-Ja-j])\)?\s*", answer)
     if not match:
-        raise ValueError(f"the label {label!r:.80} is not a letter from A to J")
+        raise ValueError(f"the label {answer!r:.80} is not a letter from A to J")
     return match[1].upper()
 
 
@@ -181,11 +201,6 @@ def _is_think_and_answer(sample: Sample) -> bool:
 def tagged_answer(text: str) -> str:
     """Return the text of the last <answer> tag, which may be unclosed; the whole text if there is none."""
     return text.rpartition("<answer>")[2].partition("</answer>")[0] if "<answer>" in text else text
-
-
-def _best_f1(text: str, label: Any) -> float:
-    answers = label if isinstance(label, list | tuple) else [label]
-    return max((_f1(_words(text), _words(str(answer))) for answer in answers), default=0.0)
 
 
 def _f1(answers: list[str], labels: list[str]) -> float:

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from lightrft.config.references import ENGINE
 from lightrft.config.sections import RewardSection
+from lightrft.rewards.labels import as_text
 from lightrft.samples import Sample
 
 TEMPLATE = """Judge a response to a prompt. Rate how correct, helpful and complete it is, from {low} (worst) to {high} (best).
@@ -81,7 +82,7 @@ class JudgeSettings:
 def fill_template(template: str, values: Mapping[str, Any]) -> str:
     """Replace each {name} of `values` once; other braces, and those of inserted texts, stay as they are."""
     names = "|".join(map(re.escape, values))
-    return re.sub(rf"\{{({names})\}}", lambda match: str(values[match[1]]), template)
+    return re.sub(rf"\{{({names})\}}", lambda match: as_text(values[match[1]]), template)
 
 
 @lru_cache

@@ -161,10 +161,16 @@ class Policy(Role, PolicyNames):
         prompts = [ids.tolist() for ids in flat.input_ids.split(flat.lengths.tolist())]
         self._generations += 1
         sampling = sampling_of(
-            self.strategy.config, n=1, temperature=0.0 if greedy else self.temperature, first_token_temperature=None,
-            top_p=self.truncation.top_p, top_k=self.truncation.top_k, banned_token_ids=self.truncation.banned,
+            self.strategy.config,
+            n=1,
+            temperature=0.0 if greedy else self.temperature,
+            first_token_temperature=None,
+            min_tokens=0,
+            top_p=self.truncation.top_p,
+            top_k=self.truncation.top_k,
+            banned_token_ids=self.truncation.banned,
             seed=self.strategy.seed * 1_000_003 + self._generations,
-        )  # fmt: skip
+        )
         completions = self.strategy.gather_and_generate(sampling, prompts, sleep_engine=False)
         return self._generated(prompts, [samples[0] for samples in completions])
 

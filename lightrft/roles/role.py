@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from lightrft.batching.sample_store import SampleStore
 from lightrft.config.sections import TrainSection
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.microbatch import B, MicroBatchIndices, empty_microbatch, infer, micro_batches
+from lightrft.roles.operations import TrainingOperations
 from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten
 from lightrft.roles.reports import MicroBatchReports
 from lightrft.strategy.phases import Phase
@@ -96,6 +98,8 @@ class Role(ABC):
         """Method of grouping rows into micro-batches; see planner.plan."""
         self.width_multiple = width_multiple
         """Number of which the width S of results is a multiple."""
+        self.operations = 0.0
+        """Floating-point operations of training so far, on all ranks that share this rank's rows."""
         self._step: TrainStep | None = None
 
     @abstractmethod
@@ -108,6 +112,10 @@ class Role(ABC):
     def weight(self, batch: Batch) -> Tensor:
         """Return the weight in a mean of each element of forward()'s values and of reports: [T], the learned tokens."""
         return batch.loss_mask
+
+    @cached_property
+    def _training_operations(self) -> TrainingOperations:
+        return TrainingOperations.of(self.module.hf_model, self.strategy.full_shape)
 
     # -- training on padded batches
 
@@ -247,6 +255,7 @@ class Role(ABC):
             loss, more = term.objective(values, batch, term.denominator)
         if step.learn:
             self.strategy.backward(loss, self.module, self.optimizer, last=step.num_started == step.num_microbatches)
+            self.operations += self._training_operations(batch)
         step.loss += loss.detach()
         step.done += 1
         return more | report

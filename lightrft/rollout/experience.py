@@ -71,14 +71,15 @@ class ExperienceMaker:
         critic: Critic | None = None,
         teacher: Teacher | None = None,
         first_token_apart: bool = False,
+        min_tokens: int = 0,
         expand: Expand | None = None,
         num_updates: int = 1,
         branches: bool = False,
     ):
         """Set up the experience maker. `first_token_apart`: first tokens were sampled from another distribution than the policy's
-        and are not learned. `expand`: expands prompts with images for the policy; without it all are text. `num_updates`: number
-        of optimizer steps on the samples of a step, for compute_early(). `branches`: samples may have branches, which are learned
-        in the same optimizer step.
+        and are not learned. `min_tokens`: smallest length of a response. `expand`: expands prompts with images for the policy;
+        without it all are text. `num_updates`: number of optimizer steps on the samples of a step, for compute_early().
+        `branches`: samples may have branches, which are learned in the same optimizer step.
 
         Raises ValueError for an estimator that needs what this run does not compute.
         """
@@ -89,7 +90,7 @@ class ExperienceMaker:
         self.compare_penalties = penalties[algorithm.advantage_estimator] if algorithm.advantage_estimator in penalties else None
         self.mark = marks[algorithm.policy_loss] if algorithm.policy_loss in marks else None
         self.first_token_apart, self.expand, self.num_updates = first_token_apart, expand, num_updates
-        self.branches = branches
+        self.branches, self.min_tokens = branches, min_tokens
         self.data = policy.strategy.mesh.data
         self._early: Early | None = None
         """Outputs of samples of the current step, if compute_early() was called."""
@@ -100,13 +101,11 @@ class ExperienceMaker:
         rows = with_branches(samples)
         before = self.data.gather((len(samples), len(rows)))[: self.data.rank]
         first_sample, first_row = (sum(counts) for counts in zip((0, 0), *before, strict=True))
-        experience = flatten(rows, first_row=first_row, expand=self.expand)
+        experience = self._flatten(rows, first_row)
         if self._early is not None:
             self._early.set_columns(experience, rows)
             self._early = None
         filters.mask_sequences(experience, filters.by_length(rows, self.section))
-        if self.first_token_apart:
-            filters.mask_first_tokens(experience)
         gathered = GatheredRewards.share(self.data, samples, first_row=first_sample)
         rewards, groups = gathered.totals()
         informative = filters.by_difficulty(rewards, groups, self.section)
@@ -145,7 +144,7 @@ class ExperienceMaker:
         counts = self.data.gather(len(rows))
         ends = list(accumulate(counts))
         owners = [list(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
-        flattened = flatten(rows, first_row=ends[self.data.rank] - len(rows), expand=self.expand)
+        flattened = self._flatten(rows, ends[self.data.rank] - len(rows))
         store = self.policy.strategy.sample_store()
         part, steps = self.policy.redistribute_flat(flattened, None, self.train.micro_train_batch_size, store=store)
         self._compute_outputs(part, steps[0] if steps else [], num_updates=self.num_updates)
@@ -157,6 +156,15 @@ class ExperienceMaker:
         parts = [columns[name].split(flattened.lengths.tolist()) for name in outputs]
         self._early = self._early or Early(tuple(outputs), {})
         self._early.parts.update({id(sample): (sample, values) for sample, *values in zip(rows, *parts, strict=True)})
+
+    def _flatten(self, samples: list[Sample], first_row: int) -> Experience:
+        return flatten(
+            samples,
+            first_row=first_row,
+            expand=self.expand,
+            first_token_apart=self.first_token_apart,
+            min_tokens=self.min_tokens,
+        )
 
     def _compare(self, gathered: GatheredRewards) -> Tensor:
         """Return the advantages of all ranks' rewards, which are shaped first, so that no statistic is that of one rank: [M]."""
@@ -281,35 +289,56 @@ def with_branches(samples: list[Sample]) -> list[Sample]:
     return [row for sample in samples for row in sample.rows]
 
 
-def flatten(samples: list[Sample], *, first_row: int, expand: Expand | None = None) -> Experience:
+def flatten(
+    samples: list[Sample],
+    *,
+    first_row: int,
+    expand: Expand | None = None,
+    first_token_apart: bool = False,
+    min_tokens: int = 0,
+) -> Experience:
     """Concatenate samples, prompt and response each; what the model sampled is learned. Rows count on from `first_row`.
 
-    `expand` is for prompts with images; without it all are text.
+    `expand` is for prompts with images; without it all are text. With `first_token_apart` the first token after a prompt is not
+    learned, because it was sampled from another distribution. Those of later turns are learned. The first `min_tokens` of a
+    response were sampled without tokens that would end it.
     """
     expanded = _expand_prompts(samples, expand) if expand else None
     prompt_ids = [each.token_ids for each in expanded or (sample.prompt for sample in samples)]
     prompts = [len(ids) for ids in prompt_ids]
     lengths = [length + len(sample.token_ids) for length, sample in zip(prompts, samples, strict=True)]
-    learned = torch.tensor([token for sample, length in zip(samples, prompts, strict=True)
-                            for token in (*[False] * length, *_sampled_mask(sample))], dtype=torch.bool)  # fmt: skip
+    masks = [_learned_mask(sample, first_token_apart) for sample in samples]
+    learned = [one for length, mask in zip(prompts, masks, strict=True) for one in (*[False] * length, *mask)]
     tokens = [token for ids, sample in zip(prompt_ids, samples, strict=True) for token in (*ids, *sample.token_ids)]
     logprobs = [value for length, sample in zip(prompts, samples, strict=True) for value in (*[0.0] * length, *sample.logprobs)]
     return Experience(
         lengths=torch.tensor(lengths, dtype=torch.int64),
         input_ids=torch.tensor(tokens, dtype=torch.int64),
-        loss_mask=learned,
+        loss_mask=torch.tensor(learned, dtype=torch.bool),
         rows=torch.arange(first_row, first_row + len(samples)),
         groups=torch.tensor([sample.group for sample in samples], dtype=torch.int64),
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
         engine_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        early=_early_tokens(prompts, samples, min_tokens) if min_tokens else None,
         media=[each.features for each in expanded] if expand else None,
         tower_tokens=torch.tensor([each.tower_tokens for each in expanded]) if expand else None,
     )
 
 
-def _sampled_mask(sample: Sample) -> list[bool]:
-    """Return for each token of the response whether the model sampled it."""
-    return sample.episode.sampled if sample.episode else [True] * len(sample.token_ids)
+def _learned_mask(sample: Sample, first_token_apart: bool) -> list[bool]:
+    """Return for each token of the response whether it is learned: the model sampled it, as the policy would."""
+    sampled = sample.episode.sampled if sample.episode else [True] * len(sample.token_ids)
+    return [not first_token_apart, *sampled[1:]] if sampled and sampled[0] else sampled
+
+
+def _early_tokens(prompts: list[int], samples: list[Sample], min_tokens: int) -> Tensor:
+    """Return the first tokens of each response, after a prompt of so many tokens: [T] bool."""
+    early = [
+        token < min_tokens
+        for length, sample in zip(prompts, samples, strict=True)
+        for token in (*[min_tokens] * length, *range(len(sample.token_ids)))
+    ]
+    return torch.tensor(early, dtype=torch.bool)
 
 
 def _expand_prompts(samples: list[Sample], expand: Expand) -> list[Expanded]:

@@ -34,9 +34,3 @@ def by_entropy(experience: Experience, section: AlgorithmSection) -> Tensor:
 def mask_sequences(experience: Experience, mask: Tensor) -> None:
     """Mask the sequences where `mask` [N] is False."""
     experience.loss_mask = experience.loss_mask & mask[experience.sequence_ids]
-
-
-def mask_first_tokens(experience: Experience) -> None:
-    """Mask the first token of each response like the tokens of its prompt; the others stay learned."""
-    learned = experience.loss_mask
-    experience.loss_mask = learned & learned.roll(1)  # the token before the first one belongs to the prompt

@@ -70,7 +70,8 @@ def place_at_tokens(values: Tensor, samples: list[Sample], experience: Experienc
     """Return the values of this rank's rewards at the tokens that earned them, 0 elsewhere: [M of this rank] -> [T] float32.
 
     The rows of the experience are those of the samples and of their branches. Each branch has the sum of its sample's values at
-    its last token.
+    its last token. The value of a token that is not learned, such as one of an observation, is at the last learned token before
+    it: returns are sums over learned tokens, and those before have led to it. There is none if no token before it is learned.
     """
     result = torch.zeros(experience.num_tokens)
     ends, row, line = experience.offsets.tolist(), 0, 0
@@ -85,5 +86,14 @@ def place_at_tokens(values: Tensor, samples: list[Sample], experience: Experienc
         lines += [list(lines_of_sample)] * (len(sample.rows) - 1)
     sums = torch.tensor([sum(numbers[each] for each in one) for one in lines]) if (numbers := values.tolist()) else values
     places = torch.tensor(places, dtype=torch.int64)
-    result[places[places >= 0]] = sums.float()[places >= 0]
-    return result
+    sums, places = sums.float()[places >= 0], _latest_learned(experience)[places[places >= 0]]
+    return result.index_add(0, places[places >= 0], sums[places >= 0])
+
+
+def _latest_learned(experience: Experience) -> Tensor:
+    """Return the latest learned token of the same sequence up to each token, -1 if there is none: [T] int64."""
+    tokens = torch.arange(experience.num_tokens)
+    if not len(tokens):
+        return tokens
+    latest = torch.where(experience.loss_mask, tokens, -1).cummax(0).values
+    return torch.where(latest >= experience.offsets[experience.sequence_ids], latest, -1)

@@ -243,7 +243,8 @@ class Sampler:
         longest_rest = self.section.generate_max_len - len(sample.token_ids)
         sampling = replace(sampling, max_tokens=min(longest_rest, longest or longest_rest))
         if sample.token_ids:
-            sampling = replace(sampling, first_token_temperature=None)
+            left = max(sampling.min_tokens - len(sample.token_ids), 0)
+            sampling = replace(sampling, first_token_temperature=None, min_tokens=left)
         return Request([*sample.prompt.token_ids, *sample.token_ids], media_of(sample.prompt), sampling, seeds)
 
     def extend(self, sample: Sample, completion: Completion) -> None:

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from lightrft.config.sections import ModelSection
 from lightrft.models.logprobs import DEVICE_CHUNK
 from lightrft.models.lora import add_adapters
-from lightrft.models.routers import count_parameters
 from lightrft.parallel.mesh import Mesh
+from lightrft.roles.operations import count_parameters
 from lightrft.strategy import FSDPStrategy
 
 FEW = (3, 4)

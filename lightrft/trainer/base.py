@@ -2,6 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -21,7 +22,6 @@ from lightrft.backends.optim import own_settings
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
 from lightrft.data.prompt_set import PromptSet
-from lightrft.models.routers import count_parameters
 from lightrft.models.weight_files import weights_of
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.pending_metrics import PendingMetrics
@@ -30,6 +30,7 @@ from lightrft.observe.sinks import Observer, read_rows
 from lightrft.observe.timeline import extend_timeline
 from lightrft.observe.trace import Trace
 from lightrft.parallel.device import device_name
+from lightrft.roles.operations import count_parameters
 from lightrft.roles.role import Role
 from lightrft.run.health import Health
 from lightrft.run.interruption import Interrupted, Interruption
@@ -83,6 +84,10 @@ class Trainer(ABC):
         self.prompts, self.eval_prompts, self.expand = training_data.prompts, training_data.eval_prompts, training_data.expand
         self.observer, self.trace = observer, trace
         self.metrics = Metrics()
+        self._measured: Counter[str] = Counter()
+        """Number of steps since the last row, and of those among them that have each phase."""
+        self._operations = 0.0
+        """Operations of the role that metrics have."""
         self.interruption = Interruption(strategy.mesh.world)
         self.run_folder, self.folder = run_folder, run_folder.path
         self.health = Health(config, strategy.dtype, logs=strategy.is_rank_0())
@@ -233,16 +238,28 @@ class Trainer(ABC):
     def _report(self, number: int, last: bool) -> None:
         """Reduce the metrics once over all ranks and send them to the sinks."""
         self._write_timeline(number)
+        data = self.strategy.mesh.data
         for name, value in (self.trace.step() | self.strategy.engine_memory).items():
             add = self.metrics.max if name.startswith("memory/") else self.metrics.mean
             add(name, value)
+            self._measured[name] += 1
+        self._measured["perf/steps"] += 1
+        self.metrics.sum("perf/steps", float(data.rank == 0))
+        self.metrics.sum("perf/train_flops", self.role.operations - self._operations)
+        self._operations = self.role.operations
         if self.strategy.skipped_steps:
             self.metrics.max("train/skipped_steps", self.strategy.skipped_steps)
         if not _due(number, self.config.observe.logging_steps, last):
             return
-        row = self.metrics.reduce(self.strategy.mesh.data)
+        # Seconds are means over the steps of the row, also of phases that only some of them have.
+        steps = self._measured.pop("perf/steps")
+        for name, count in self._measured.items():
+            if name.startswith("time/") and count < steps:
+                self.metrics.mean(name, 0.0, float(steps - count))
+        self._measured.clear()
+        row = self.metrics.reduce(data)
         if "rollout/tokens" in row:
-            row["perf/tokens_per_second"] = row["rollout/tokens"] / row["time/step"]
+            row["perf/tokens_per_second"] = row["rollout/tokens"] / row["perf/steps"] / row["time/step"]
         self.observer.log(number, row)
         if self.health.check_step(number, row):
             self.strategy.engine.verify_round = None
@@ -348,6 +365,7 @@ class Trainer(ABC):
             "engine_tp_size": self.config.engine.engine_tp_size,
             "strategy": type(self.strategy).__name__,
             "world_size": self.strategy.mesh.world.size,
+            "rollout_ranks": self.config.rollout.rollout_ranks,
             "parameters": num_parameters,
             "active_parameters": num_active,
             "weight_bytes": num_parameters * (2 if self.config.model.bf16 else 4),

@@ -101,6 +101,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
             critic=critic,
             teacher=teacher,
             first_token_apart=config.rollout.first_token_temperature is not None,
+            min_tokens=config.rollout.min_tokens,
             expand=training_data.expand,
             num_updates=updates,
             branches=has_episodes(config.environment),

@@ -9,7 +9,7 @@ from lightrft.algorithms.truncation import Truncation
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_model_terms
 from lightrft.config.sections import Config, longest_sequence
-from lightrft.engine.model_info import never_sampled
+from lightrft.engine.model_info import end_token_ids, never_sampled
 from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Scorer, check_window
 from lightrft.models.load import check_vocabulary, load_model, load_reward_model, load_scorer, load_tokenizer, stored_heads
@@ -46,7 +46,9 @@ def build_policy(
     optimizer = strategy.create_optimizer(actor, optim.learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
     if sampling is not ANY_TOKEN:
-        sampling = sampling.resolved(never_sampled(actor.language_model.config, tokenizer))
+        shape = actor.language_model.config
+        ends = end_token_ids(config.model.pretrain, shape)
+        sampling = sampling.resolved(never_sampled(shape, tokenizer), ends)
     actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
     frozen = actor if reference and config.model.lora_rank else None
     if reference and frozen is None:

@@ -124,8 +124,8 @@ def test_bad_rows_leave_no_file(tmp_path):
 
 
 def test_columns_that_are_no_json(tmp_path):
-    (tmp_path / "rows.py").write_text("import datetime\nROWS = [{'input': 'a', 'day': datetime.date(2020, 1, 1)}]")
-    with pytest.raises(DataError, match="rows.py:ROWS row 1: the column 'day' cannot be stored as JSON with --data_cache: "):
+    (tmp_path / "rows.py").write_text("ROWS = [{'input': 'a', 'scan': b'1'}]")
+    with pytest.raises(DataError, match="rows.py:ROWS row 1: the column 'scan' cannot be stored as JSON with --data_cache: "):
         load(f"{tmp_path}/rows.py:ROWS", tmp_path / "cache")
     assert len(load(f"{tmp_path}/rows.py:ROWS")) == 1
 

@@ -729,6 +729,38 @@ def the_first_token_has_a_temperature_of_its_own(bench: Bench) -> None:
     assert likelihood[0] > likelihood[1] + 0.2, "without it the first token is as likely as the others"
 
 
+def a_response_has_its_smallest_length(bench: Bench) -> None:
+    """Nothing that ends it is sampled before, and log-probs are those of what is left; afterwards it may end at once."""
+    ends = tuple(range(0, 384, 2))  # half of all tokens
+    sampling = Sampling(n=8, max_tokens=9, min_tokens=5, temperature=0.9, seed=3, stop_token_ids=ends)
+    own = [
+        sampling,
+        replace(sampling, top_p=0.8, top_k=20),
+        replace(sampling, temperature=0.0),
+        replace(sampling, first_token_temperature=20.0),
+        replace(sampling, max_tokens=3),
+        replace(sampling, min_tokens=0),
+    ]
+    requests = [Request(PROMPTS[0], sampling=each) for each in own]
+    outputs = bench.engine.generate(requests, sampling)
+    ends = {*ends, *bench.engine.vocabulary.end_token_ids}
+    for each, samples in zip(own, outputs, strict=True):
+        for sample in samples:
+            least = min(each.min_tokens, each.max_tokens)
+            assert len(sample.token_ids) == len(sample.logprobs) >= least
+            ended = [place for place, token in enumerate(sample.token_ids, 1) if token in ends]
+            assert ended == ([len(sample.token_ids)] if sample.finish_reason == "stop" else [])
+            early = replace(each, banned_token_ids=tuple(ends))
+            expected = distribution(bench.model, PROMPTS[0], sample.token_ids, each)
+            expected[:least] = distribution(bench.model, PROMPTS[0], sample.token_ids, early)[:least]
+            if each.first_token_temperature:
+                first = replace(early, temperature=each.first_token_temperature)
+                expected[:1] = distribution(bench.model, PROMPTS[0], sample.token_ids, first)[:1]
+            torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-4)
+    assert {len(sample.token_ids) for sample in outputs[0]} > {6} and all(len(sample.token_ids) == 3 for sample in outputs[4])
+    assert min(len(sample.token_ids) for sample in outputs[5]) < 5, "without it responses end earlier"
+
+
 def no_requests_no_answers(bench: Bench) -> None:
     assert bench.generate([], GREEDY) == []
 

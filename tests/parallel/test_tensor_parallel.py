@@ -264,6 +264,22 @@ def test_all_problems_of_a_model_at_once():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("size", [4, 7, 8, 10])
+def test_parts_of_different_sizes_are_not_refused(size):
+    config = FAMILIES["llama"][0](hidden_size=64, num_attention_heads=4, num_key_value_heads=4, vocab_size=size)
+    assert model_problems(config, 4) == []
+
+
+@pytest.mark.parametrize("sizes", [{"vocab_size": 5}, {"vocab_size": 9}, {"vocab_size": 1}, {"intermediate_size": 2}])
+def test_a_rank_without_rows_is_refused(sizes):
+    """It could not look up a token, while the other ranks would wait for its part of the sum."""
+    config = FAMILIES["llama"][0](hidden_size=64, num_attention_heads=4, num_key_value_heads=4, **sizes)
+    (size,) = sizes.values()
+    ranks = len(torch.zeros(size).chunk(4))
+    (problem,) = model_problems(config, 4)
+    assert problem.startswith(f"its {size} ") and problem.endswith(f" are too few: only {ranks} ranks have some")
+
+
 def mistral(folder: str) -> None:
     config = MistralConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=16, vocab_size=32

@@ -94,6 +94,7 @@ def test_a_failed_judgement_costs_its_own_response_alone(server):
 
 def test_texts_are_inserted_once():
     assert fill_template("{a} {b} {c}", {"a": "{b}", "b": "{a}"}) == "{b} {a} {c}"
+    assert fill_template("{a} {b}", {"a": 7.0, "b": ["x", {"y": None}]}) == '7 ["x", {"y": null}]'
 
 
 def test_mistakes_are_named_before_the_run():

@@ -405,6 +405,52 @@ def test_a_row_without_the_right_answer_is_named_where_the_function_requires_it(
         assert runner(name).row_problem(prompt) is None
 
 
+def of_verl_in_batches(data_sources, solution_strs, ground_truths, extra_infos):
+    return [{"score": float(text == right), "acc": 9} for text, right in zip(solution_strs, ground_truths, strict=True)]
+
+
+def of_easy_r1(reward_inputs, format_weight=0.5):
+    return [{"overall": _overall(one), "format": 9} for one in reward_inputs]
+
+
+def of_easy_r1_alone(reward_input):
+    return {"overall": _overall(reward_input), "format": 9}
+
+
+def _overall(reward_input):
+    assert reward_input["response_length"] == 1
+    return float(reward_input["response"] == reward_input["ground_truth"])
+
+
+@pytest.mark.parametrize("name", ["of_verl_in_batches", "of_easy_r1", "of_easy_r1_alone"])
+@pytest.mark.parametrize("column", ["label", "ground_truth", "reward_model", "reward_model in JSON"])
+def test_functions_for_verl_and_easy_r1_are_called_as_there(name, column):
+    rows = {
+        "reward_model": {"reward_model": {"ground_truth": "7", "style": "rule"}},
+        "reward_model in JSON": {"reward_model": '{"ground_truth": "7", "style": "rule"}', "extra_info": '{"index": 1}'},
+    }
+    columns = rows.get(column, {column: "7"})
+    samples = [sample(text, **columns) for text in ("7", "8")]
+    judge = runner(f"{__file__}:{name}")
+    judge.check([one.prompt for one in samples])
+    assert judge.row_problem(samples[0].prompt) is None
+    judge(samples)
+    assert [one.reward for one in samples] == [1.0, 0.0] and not samples[0].reward_parts
+    for null in ({"label": None}, {"reward_model": '{"ground_truth": null}'}, {"reward_model": "rule"}, {"input": "7"}):
+        assert judge.row_problem(sample("", **null).prompt), null
+
+
+def test_the_extra_information_of_verl_may_be_json(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def score(solution_str, ground_truth, extra_info):\n    return float(extra_info['index'])\n")
+    assert judged(f"{file}:score", sample("", label="7", extra_info='{"index": 3}')) == [3.0]
+
+
+def test_a_row_without_a_label_says_how_to_name_its_column():
+    prompt = sample("", answer="7").prompt
+    assert runner("exact_match").row_problem(prompt).endswith("--label_key names the column of the label")
+
+
 def test_a_row_of_verls_data_without_the_right_answer():
     judge = runner(f"{__file__}:of_verl")
     assert judge.row_problem(sample("", reward_model={"ground_truth": 0}).prompt) is None

@@ -40,7 +40,9 @@ EXACT = [
     ("580", "580", 1),
     ("580", 580, 1),
     ("0.5", 0.5, 1),
-    ("True", True, 1),
+    ("7", 7.0, 1),
+    ("7", ["8", None, 7.0], 1),
+    ("0.0000001", 1e-7, 1),
     ("", "", 1),
     ("\u00e9", "\u00e9", 1),
     ("e\u0301", "\u00e9", 0),  # another form of the same letter
@@ -51,7 +53,9 @@ EXACT = [
     ("Yes", "yes", 0),
     ("580 580", "580", 0),
     ("", "580", 0),
-    ("['a']", ["a"], 1),
+    ("['a']", ["a"], 0),
+    ("a", ["a"], 1),
+    ("b", ["a", "b"], 1),
     ("\ud800", "?", 0),
 ]
 
@@ -61,6 +65,64 @@ def test_exact_match(text, label, reward):
     cut = sample(text, label=label)
     cut.finish_reason = "length"
     assert judged("exact_match", sample(text, label=label), cut) == [reward, 0]
+
+
+RIGHT = {
+    "exact_match": ("7", "8"),
+    "number": ("so 7", "so 8"),
+    "math": ("\\boxed{7}", "\\boxed{8}"),
+    "f1": ("7", "8"),
+    "choice": ("Answer: B", "Answer: C"),
+}
+"""Reward -> a right response to the labels below, and a wrong one."""
+LABELS = ["7", 7, 7.0, ["9", "7"], ["7", "9"], [9.0, 7.0], [None, "7"]]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_label_is_an_answer_or_a_list_of_alternatives(name):
+    letters = {"7": "B", "9": "(D)", 7: "b", 9: "d"}
+    for label in LABELS:
+        if name == "choice":
+            parts = label if isinstance(label, list) else [label]
+            label = [part and letters[part] for part in parts]
+        right, wrong = (sample(text, label=label) for text in RIGHT[name])
+        assert judged(name, right, wrong) == [1.0, 0.0], label
+        assert RewardRunner(name).row_problem(right.prompt) is None
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        (True, "is a boolean"),
+        ({"ground_truth": "7"}, "is an object with the keys ground_truth"),
+        ([True], "is a boolean"),
+        ([["7"]], "is a list inside of a list"),
+        ([], "has no right answer"),
+        ([None], "has no right answer"),
+        (float("inf"), "is of type float"),
+    ],
+)
+def test_a_label_that_a_reward_cannot_use_is_a_bad_row(name, label, message):
+    problem = RewardRunner(name).row_problem(sample("", label=label).prompt)
+    assert problem.startswith(f"--reward {name}: the label ") and message in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "message"),
+    [
+        ("choice", {"label": "K"}, "the label 'K' is not a letter from A to J"),
+        ("json_schema", {"schema": {"type": "nothing"}}, "the column schema is no JSON schema"),
+        ("json_schema", {"schema": "{"}, "the column schema is no JSON schema"),
+        ("code", {"tests": {"inputs": ["1"]}}, "the column tests has"),
+        ("code", {"tests": None}, "the column tests has"),
+        ("reasoning_gym", {"answer": "7", "metadata": "{}"}, "the column metadata names no task"),
+        ("reasoning_gym", {"answer": "7", "metadata": "["}, "Expecting value"),
+    ],
+)
+def test_other_columns_that_a_reward_cannot_use_are_bad_rows(name, columns, message):
+    problem = RewardRunner(name).row_problem(sample("", **columns).prompt)
+    assert problem.startswith(f"--reward {name}: ") and message in problem
 
 
 def test_number_is_another_name_of_gsm8k():
@@ -211,7 +273,7 @@ F1 = [
     ("<answer>cat", "cat", 1.0),
     ("<answer></answer> cat", "cat", 0.0),
     ("cat", ["dog", "cat sat", "bird"], 2 / 3),
-    ("cat", [], 0.0),
+    ("7", 7.0, 1.0),
     ("", "", 1.0),
     ("the", "a", 1.0),
     ("", "cat", 0.0),
@@ -380,8 +442,8 @@ def test_json_schema_without_a_column_accepts_any_json():
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"type": "nothing"}, "SchemaError"),
-        ("{", "JSONDecodeError"),
+        ({"type": "nothing"}, "the column schema is no JSON schema: 'nothing' is not valid"),
+        ("{", "the column schema is no JSON schema: Expecting property name"),
         ({"$ref": "http://127.0.0.1:1/other"}, "Unresolvable"),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
+from lightrft.algorithms.returns import reward_to_go
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.batching.prefix_sharing import prompts
 from lightrft.config import AlgorithmSection, ModelSection, RewardSection, TrainSection
@@ -18,6 +19,7 @@ from lightrft.models.load import load_model
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
 from lightrft.rollout.experience import ExperienceMaker, flatten, with_branches
+from lightrft.rollout.gathered_rewards import place_at_tokens
 from lightrft.strategy import get_strategy
 from lightrft.types import Episode, Prompt, Sample
 from ranks import run_ranks
@@ -312,6 +314,58 @@ def test_options(made, name):
             assert not learned.any()
         else:
             assert columns["advantages"].tolist() == pytest.approx([0.0] * prompt + expected, abs=1e-6)
+
+
+# -- rewards at tokens that are not learned
+
+
+TURNS = [
+    # sampled, rewards of tokens or of the response, learned with a first token of its own temperature
+    ([1, 1, 1, 0, 1], 2.0, [0, 1, 1, 0, 1]),
+    ([1, 1, 1, 0, 1], [None, None, 3.0, None, 2.0], [0, 1, 1, 0, 1]),
+    ([1, 1, 0, 0, 1], [None, None, 3.0, 4.0, 2.0], [0, 1, 0, 0, 1]),
+    ([1, 0, 1, 1, 0], [5.0, 1.0, None, 2.0, 3.0], [0, 0, 1, 1, 0]),
+    ([1, 1, 0, 1, 0], 7.0, [0, 1, 0, 1, 0]),
+    ([1], 2.0, [0]),
+    ([0, 0, 1, 1], [1.0, 2.0, 4.0, 8.0], [0, 0, 1, 1]),
+    (None, [1.0, 2.0, None], [0, 1, 1]),
+    (None, 3.0, [0, 1]),
+]
+
+
+@pytest.mark.parametrize("first_token_apart", [True, False])
+def test_rewards_at_tokens_that_are_not_learned_stay_in_the_returns(first_token_apart):
+    """Only the first token of a conversation has its own temperature; a return is the sum of all rewards from its token on."""
+    samples, values = [], []
+    for sampled, reward, learned in TURNS:
+        sample = make_sample([1, 2], list(range(3, 3 + len(learned))), len(samples), 0.0)
+        sample.episode = sampled and Episode(sampled=[bool(one) for one in sampled])
+        if isinstance(reward, list):
+            sample.token_rewards = reward
+        else:
+            sample.reward = reward
+        samples.append(sample)
+        values += [value for _, value in sample.steps]
+    experience = flatten(samples, first_row=0, first_token_apart=first_token_apart)
+    returns = reward_to_go(place_at_tokens(torch.tensor(values), samples, experience), experience, gamma=1.0)
+    for sample, (sampled, _, learned), start in zip(samples, TURNS, experience.offsets.tolist(), strict=False):
+        learned = learned if first_token_apart else sampled or [1] * len(learned)
+        own = slice(start + 2, start + 2 + len(learned))
+        steps = dict(sample.steps)
+        expected = [
+            sum(steps.get(later, 0.0) for later in range(token, len(learned))) if one else 0.0
+            for token, one in enumerate(learned)
+        ]
+        assert experience.loss_mask[own].tolist() == [bool(one) for one in learned]
+        assert returns[own].tolist() == expected
+
+
+def test_only_the_first_turn_of_a_branch_without_a_history_has_a_first_token_of_its_own():
+    episode = with_a_branch(make_sample([1], [2, 3], 0, 1.0), 1, [4, 5])
+    episode.episode.branches.append(make_sample([6], [7, 8], 0, 0.0))
+    episode.episode.branches[1].episode = Episode(sampled=[True, True])
+    experience = flatten(with_branches([episode]), first_row=0, first_token_apart=True)
+    assert experience.input_ids[experience.loss_mask].tolist() == [3, 4, 5, 8]
 
 
 # -- episodes whose history was rewritten

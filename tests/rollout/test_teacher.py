@@ -84,7 +84,7 @@ def test_another_vocabulary_is_refused(folders, tmp_path):
     )  # fmt: skip
     check_vocabulary(ModelSection(teacher_pretrain=folders[1]), "teacher_pretrain", tokenizer)
     with pytest.raises(
-        ValueError, match="has another vocabulary: 2 of the 259 tokens .* the first is 'a', 97 in --pretrain and 98 there"
+        ValueError, match="has another vocabulary: 2 of the 384 tokens .* the first is 'a', 97 in --pretrain and 98 there"
     ):
         check_vocabulary(ModelSection(teacher_pretrain=str(other)), "teacher_pretrain", tokenizer)
 

@@ -97,6 +97,7 @@ def test_two_ranks_report_what_one_reports(inputs, tmp_path, monkeypatch):
     two = run_cases(2, course, {"known": ("train_dpo", known, f"{tmp_path}/two")})["known"][0]
     for first, second in zip(repeatable(one[0]), repeatable(two[0]), strict=True):
         assert first == pytest.approx(second, rel=1e-4, abs=1e-6)
+    assert [row[name] for (row, *_) in (one[0], two[0]) for name in ("train/accuracy", "train/margin")] == [0, 0, 0, 0]
     last = one[0][-1]
     assert last["eval/margin"] == pytest.approx(last["eval/reward_chosen"] - last["eval/reward_rejected"], abs=1e-6)
     assert last["eval/loss"] < one[0][0]["train/loss"] and last["eval/accuracy"] > 0.5

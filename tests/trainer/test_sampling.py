@@ -61,3 +61,26 @@ def test_a_vocabulary_that_two_ranks_divide(inputs, tmp_path):
 def test_a_hot_first_token_is_not_learned(inputs, tmp_path):
     """Its log-prob is of another temperature: the difference would be nats."""
     assert run_on_all_ranks(inputs, tmp_path, "--first_token_temperature=30", "--stop", "q", "--stop_token_ids", "120") < 1e-4
+
+
+EARLY = ["--min_tokens=5", "--top_p=0.9", "--top_k=60", "--entropy_coef=0.01", "--stop_token_ids", *map(str, range(0, 256, 2))]
+"""Half of all tokens end a response, so the distribution before its smallest length is quite another one."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        ([], 1),
+        pytest.param(["--tp_size=2"], 2, marks=pytest.mark.slow),
+        pytest.param(["--sp_size=2", "--engine_type=vllm"], 2, marks=pytest.mark.slow),
+        pytest.param(["--lora_rank=4", "--first_token_temperature=9"], 1, marks=pytest.mark.slow),
+    ],
+    ids=["alone", "tp", "sp-vllm", "adapters-hot"],
+)
+def test_a_smallest_length(tmp_path, layout, world_size):
+    """Before it both sides exclude what ends a response; entropy and divergence are those of the same distribution."""
+    flags = [*prepare(tmp_path), *PPO, "--max_steps=3", "--train_batch_size=16", "--init_kl_coef=0.1", "--seed=2"]
+    rows = train("train_ppo", world_size, [*flags, *EARLY, *layout, "--generate_max_len=12"], tmp_path / "run")
+    assert max(row["engine/logprob_mismatch_max"] for row in rows) < 1e-4
+    assert all(row["rollout/response_length_min"] >= 5 and row["train/grad_norm"] > 0 for row in rows)
+    assert any(row["rollout/response_length_min"] == 6 for row in rows), "it may end right after"

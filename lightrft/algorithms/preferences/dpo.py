@@ -38,12 +38,14 @@ class DPOObjective:
     def __call__(self, logprobs: Tensor, batch: JudgedBatch, denominator: Denominator) -> tuple[Tensor, Report]:
         """Compute the loss [] from log-probs [T]; `batch.reference` [N] are the sums of the reference's. Reports are [P].
 
+        Without them the policy is the reference: all differences are exactly 0, whatever is rounded.
         `denominator.tokens` counts the learned tokens of chosen answers. SFT term: Pang et al., arXiv 2404.19733, equation 3,
         with the mean over the tokens of the step.
         """
         section, learned = self.section, batch.loss_mask
         logprobs = torch.where(learned, logprobs, 0.0)
-        ratios = sequence_sums(logprobs, batch) - batch.reference
+        sums = sequence_sums(logprobs, batch)
+        ratios = sums - (sums.detach() if batch.reference is None else batch.reference)
         if section.length_normalized:
             ratios = ratios / sequence_sums(learned.float(), batch).clamp(min=1)
         chosen, rejected = split_pairs(ratios)

@@ -4,6 +4,7 @@ import json
 import re
 from typing import Any
 
+from lightrft.rewards.labels import reads
 from lightrft.rewards.verifiers.sandbox import find_sandbox, output_of, passes
 from lightrft.samples import Sample
 
@@ -13,6 +14,24 @@ BLOCK = re.compile(
 )
 
 
+def _parse_tests(tests: Any) -> Any:
+    """Return the tests as a list of asserts, or as a dictionary with inputs and outputs."""
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except ValueError:
+            tests = [tests]
+    if isinstance(tests, list) and tests and all(isinstance(one, str) for one in tests):
+        return tests
+    if isinstance(tests, dict):
+        inputs, expected = tests.get("inputs"), tests.get("outputs")
+        if isinstance(inputs, list) and isinstance(expected, list) and 0 < len(inputs) == len(expected):
+            return tests
+    forms = 'a list of asserts nor {"inputs": [...], "outputs": [...]} of equal length'
+    raise ValueError(f"the column tests has {tests!r:.200}, which is neither {forms}")
+
+
+@reads(tests=_parse_tests)
 def passes_tests(samples: list[Sample], tests: list[Any], **_: Any) -> list[float]:
     """Return 1 if the last ```python block of the response, or the whole response, passes all
     tests, else 0.
@@ -32,27 +51,6 @@ def passes_tests(samples: list[Sample], tests: list[Any], **_: Any) -> list[floa
 def _program(text: str) -> str:
     blocks = BLOCK.findall(text)
     return blocks[-1] if blocks else text
-
-
-def _parse_tests(tests: Any) -> Any:
-    """Return the tests as a list of asserts, or as a dictionary with inputs and outputs."""
-    if isinstance(tests, str):
-        try:
-            tests = json.loads(tests)
-        except ValueError:
-            tests = [tests]
-    if isinstance(tests, list) and tests and all(isinstance(one, str) for one in tests):
-        return tests
-    if isinstance(tests, dict):
-        inputs, expected = tests.get("inputs"), tests.get("outputs")
-        if (
-            isinstance(inputs, list)
-            and isinstance(expected, list)
-            and 0 < len(inputs) == len(expected)
-        ):
-            return tests
-    forms = 'a list of asserts nor {"inputs": [...], "outputs": [...]} of equal length'
-    raise ValueError(f"the column tests has {tests!r:.200}, which is neither {forms}")
 
 
 def _passes(program: str, tests: Any) -> bool:

@@ -4,9 +4,11 @@ import json
 import re
 from typing import Any
 
+from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 from referencing import Registry
 
+from lightrft.rewards.labels import reads
 from lightrft.samples import Sample
 
 BLOCK = "```json"
@@ -14,11 +16,21 @@ NO_REFERENCES: Registry = Registry()
 """Registry that fetches no schema from elsewhere."""
 
 
+def _schema(value: Any) -> Any:
+    """Return a schema that has been checked. Raise ValueError for one that is none."""
+    try:
+        schema = json.loads(value) if isinstance(value, str) else {} if value is None else value
+        validator_for(schema).check_schema(schema)
+    except (ValueError, RecursionError, SchemaError) as error:
+        raise ValueError(f"the column schema is no JSON schema: {error!s:.200}: {value!r:.200}") from error
+    return schema
+
+
+@reads(schema=_schema)
 def satisfies_schema(samples: list[Sample], schema: list[Any] | None = None, **_: Any) -> list[float]:
     """Return 1 if the response, or its last ```json block, is JSON that satisfies the schema, else 0.
 
-    The column `schema` has a dictionary, a boolean, or JSON text; null accepts any JSON. Raises SchemaError or ValueError if it
-    is not a schema.
+    The column `schema` has a dictionary, a boolean, or JSON text; null accepts any JSON. Raises ValueError if it is not a schema.
     """
     schemas = schema or [None] * len(samples)
     return [float(_satisfies(_candidate(sample.text), required)) for sample, required in zip(samples, schemas, strict=True)]
@@ -31,12 +43,10 @@ def _candidate(text: str) -> str:
 
 
 def _satisfies(text: str, schema: Any) -> bool:
-    schema = json.loads(schema) if isinstance(schema, str) else {} if schema is None else schema
-    validator = validator_for(schema)
-    validator.check_schema(schema)
+    schema = _schema(schema)
     try:
         value = json.loads(text, parse_constant=_refuse)
-        return validator(schema, registry=NO_REFERENCES).is_valid(value)
+        return validator_for(schema)(schema, registry=NO_REFERENCES).is_valid(value)
     except (ValueError, RecursionError):
         return False
 

@@ -9,6 +9,7 @@ from math_verify import parse, verify
 from math_verify.errors import TimeoutException
 
 from lightrft.rewards.functions import boxes
+from lightrft.rewards.labels import reads, right_answers
 from lightrft.samples import Sample
 
 SECONDS = 3
@@ -26,14 +27,18 @@ def load_parser() -> None:
     verify(*(parse(text, parsing_timeout=None) for text in texts), timeout_seconds=None)
 
 
+@reads(label=right_answers)
 def equal_in_mathematics(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
     r"""Return 1 if the answer of the response equals the label as mathematics, else 0, also if that takes too long.
 
     The answer is the last `\boxed{...}`; without one, what math-verify extracts, such as the text after "the answer is". The
-    label is a number or a text, such as 1/2, \frac{1}{2} and \boxed{0.5}.
+    label is a number or a text, such as 1/2, \frac{1}{2} and \boxed{0.5}, or a list of alternatives.
     """
     load_parser()
-    return [float(_is_equal(sample.text, str(right))) for sample, right in zip(samples, label, strict=True)]
+    return [
+        float(any(_is_equal(sample.text, answer) for answer in right_answers(right)))
+        for sample, right in zip(samples, label, strict=True)
+    ]
 
 
 def _is_equal(text: str, label: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import reasoning_gym
 
 from lightrft.rewards.functions import tagged_answer
+from lightrft.rewards.labels import reads
 from lightrft.samples import Sample
 
 SECONDS = 10
@@ -23,6 +24,24 @@ class OutOfTime(Exception):
     """Raised in a scorer after SECONDS."""
 
 
+def _dictionary(value: Any) -> dict[str, Any]:
+    """Return a column that is an object, or JSON text of one; empty if null. Raise ValueError otherwise."""
+    value = json.loads(value) if isinstance(value, str) else value or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"not an object of reasoning-gym: {value!r:.80}")
+    return value
+
+
+def _metadata(value: Any) -> dict[str, Any]:
+    """Return the metadata of a row with a task. Raise ValueError for others."""
+    metadata = _dictionary(value)
+    if metadata.get("source_dataset") not in reasoning_gym.factory.DATASETS:
+        task = metadata.get("source_dataset")
+        raise ValueError(f"the column metadata names no task of reasoning-gym as source_dataset: {task!r}")
+    return metadata
+
+
+@reads(metadata=_metadata, options=_dictionary)
 def score_of_task(
     samples: list[Sample], answer: list[Any], metadata: list[Any], options: list[Any] | None = None, **_: Any
 ) -> list[float]:
@@ -49,10 +68,8 @@ def given_answer(text: str) -> str:
 
 def score_of_answer(text: str, right: str | None, metadata: Any, options: Any = None) -> float:
     """Return the score of one response; the arguments are those of score_of_task()."""
-    answer, metadata = given_answer(text), _dictionary(metadata)
-    task = metadata.get("source_dataset")
-    if task not in reasoning_gym.factory.DATASETS:
-        raise ValueError(f"the column metadata names no task of reasoning-gym as source_dataset: {task!r}")
+    answer, metadata = given_answer(text), _metadata(metadata)
+    task = metadata["source_dataset"]
     if task in WITH_TUPLES:
         metadata = metadata | {"output": tuple(map(tuple, metadata["output"]))}
     row = {"answer": right, "metadata": metadata}
@@ -69,10 +86,6 @@ def score_of_answer(text: str, right: str | None, metadata: Any, options: Any = 
 def _scorer(task: str, options: str) -> Callable[[str | None, dict[str, Any]], Any]:
     """Return the scorer of a task; that of some tasks depends on the task's options."""
     return reasoning_gym.create_dataset(task, **json.loads(options)).score_answer
-
-
-def _dictionary(value: Any) -> dict[str, Any]:
-    return json.loads(value) if isinstance(value, str) else value or {}
 
 
 @contextmanager

@@ -30,10 +30,17 @@ class DPOTask:
         """Digest of a pair -> the reference's log-probs of both answers, [2] float32 on the host."""
 
     def term(self, pairs: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
-        """Return this rank's share of the loss on all ranks' pairs, with the reference's log-probs of its answers."""
+        """Return this rank's share of the loss on all ranks' pairs, with the reference's log-probs of its answers.
+
+        They are left out before the first optimizer step, while the policy is the reference. Computed in other micro-batches
+        they are rounded differently, and it would be chance which answer of a pair seems to be preferred.
+        """
         strategy = self.policy.strategy
         batch, rows, local = local_pairs(pairs, strategy.mesh.data, self.train, max_tokens=max_tokens, expand=self.expand)
-        if self.policy.reference is None:
+        has_learned = self.policy.scheduler.last_epoch > 0
+        if not has_learned:
+            batch.reference = None
+        elif self.policy.reference is None:
             sums = [self._known[_digest(pairs[place])] for place in local]
             batch.reference = torch.cat([*sums, torch.zeros(0)])
         else:

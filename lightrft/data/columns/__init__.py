@@ -1,0 +1,1 @@
+"""Values of rows: how those of Arrow and of Python objects become plain ones."""

@@ -1,0 +1,74 @@
+"""Parameters of a model, and floating-point operations of training, from which MFU is computed."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from lightrft.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOperations:
+    """Operations of the products of tokens and matrices, forward and backward.
+
+    A product with a matrix of P elements takes 2 P operations for each token, as do its two
+    gradients. Those of a frozen matrix are not computed, nor are gradients below the first
+    parameter that is trained. Attention, towers for media, and forward passes that are repeated to
+    save memory do not count.
+    """
+
+    per_token: float
+    """Operations of the decoder for a token that it computes."""
+    per_learned_token: float
+    """Operations of the head that predicts tokens, which computes learned tokens only."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, full_shape: Callable[[nn.Parameter], torch.Size]) -> Self:
+        """Count the operations of a model; `full_shape` returns the shape of a parameter over all ranks."""
+        head = model.get_output_embeddings()
+        decoder, trained = model.get_decoder(), False
+        tables = {
+            id(parameter)
+            for module in decoder.modules()
+            if isinstance(module, nn.Embedding) or module is decoder.get_input_embeddings()
+            for parameter in module.parameters(recurse=False)
+        }
+        per_token = 0.0
+        for name, parameter in decoder.named_parameters():
+            shape = full_shape(parameter)
+            if len(shape) > 1 and id(parameter) not in tables:
+                size = _active(name, shape, model)
+                per_token += 2 * size * (1 + trained + parameter.requires_grad)
+            trained = trained or parameter.requires_grad
+        if head is None:
+            return cls(per_token, 0.0)
+        size = full_shape(head.weight).numel()
+        return cls(per_token, 2.0 * size * (1 + trained + head.weight.requires_grad))
+
+    def __call__(self, batch: Batch) -> float:
+        """Return the operations of a micro-batch, of which shared prefixes are computed once."""
+        return (
+            self.per_token * batch.num_computed + self.per_learned_token * len(batch.learned_tokens)
+        )
+
+
+def _active(name: str, shape: torch.Size, model: PreTrainedModel) -> int:
+    """Return the number of elements that compute one token: of experts, only those that it has."""
+    return count_parameters([(f".{name}", shape)], model.config)[1]
+
+
+def count_parameters(shapes: Iterable[tuple[str, torch.Size]], config: PretrainedConfig) -> tuple[int, int]:
+    """Return the number of parameters with these names and shapes, and of those that compute one token.
+
+    The latter has of the experts of each layer, which transformers keeps in tensors [experts, ...], only as many as a token has.
+    """
+    total, active = 0, 0.0
+    for name, shape in shapes:
+        of_experts = ".experts." in name and len(shape) == 3
+        total += shape.numel()
+        active += shape.numel() * (config.get_text_config().num_experts_per_tok / shape[0] if of_experts else 1)
+    return total, round(active)
