@@ -8,16 +8,17 @@ from pathlib import Path
 
 import torch
 from loguru import logger
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from lightrft.checkpoint import manager
 from lightrft.checkpoint.atomic import CheckpointError, run_on_all_ranks
-from lightrft.checkpoint.hf_export import export_adapter, export_whole
+from lightrft.checkpoint.hf_export import GENERATION, end_generation_at, export_adapter, export_whole
 from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.checkpoint.manifest import MANIFEST, Manifest
 from lightrft.checkpoint.model_state import ModelState, frozen_names
 from lightrft.config.errors import ConfigError
-from lightrft.config.sections import Config, ModelSection
+from lightrft.config.sections import Config, DataSection, ModelSection
+from lightrft.data.rendering.template import turn_end_ids
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import head_names, load_model, load_reward_model, load_scorer, load_tokenizer
 from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
@@ -61,6 +62,7 @@ def export_checkpoint(
     model_state = ModelState(role, None, None, ALONE, torch.device("cpu"))
     contents = manager.CheckpointState({name: model_state}, {}, ALONE, model_state.device)
     manager.load(contents, path, manifest.world_size, strict=True, module_only=True)
+    end_generation_at(model, _learned_ends(identity["settings"], tokenizer))
     if adapter_only:
         return export_adapter(model, model.named_parameters(), tokenizer, folder, ALONE)
     return export_whole(model, tokenizer, folder, torch.bfloat16 if bf16 else torch.float32)
@@ -76,7 +78,10 @@ def export_merged(adapter: str, folder: Path, *, base: str = "", trust_remote_co
         model = load_model(section)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{adapter} contains an adapter whose base model cannot be loaded: {error}") from error
-    return export_whole(merge_adapter(model, adapter), _tokenizer(adapter, section), folder, torch.float32)
+    merged = merge_adapter(model, adapter)
+    if (Path(adapter) / GENERATION).is_file():
+        merged.generation_config = GenerationConfig.from_pretrained(adapter)
+    return export_whole(merged, _tokenizer(adapter, section), folder, torch.float32)
 
 
 def with_merged_pretrain(config: Config, world: Axis) -> Config:
@@ -179,6 +184,12 @@ def _section(settings: dict, pretrain: str, trust_remote_code: bool) -> tuple[Mo
     if not Path(section.pretrain).expanduser().is_dir() and section.pretrain.startswith((".", "/", "~")):
         raise ConfigError(f"the run's --pretrain {section.pretrain} does not exist: set --pretrain to its present location")
     return section, bool(section.bf16)
+
+
+def _learned_ends(settings: dict, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens with which the run's responses ended."""
+    section = DataSection(**{field.name: settings[field.name] for field in fields(DataSection) if field.name in settings})
+    return turn_end_ids(section, tokenizer).union(settings.get("stop_token_ids", ()))
 
 
 def _check_base(folder: str, identity: dict, name: str, *, frozen: bool) -> None:

@@ -58,7 +58,8 @@ REWARD_FIELDS = (
 SERVED = (*REWARD_MODELS, "bf16", "trust_remote_code", "step_separator", "step_rewards", "max_tokens_per_microbatch")
 """Fields of the model, data, reward and train sections that serve_reward reads."""
 GENERATING = (
-    *("pretrain", "bf16", "trust_remote_code", "chat_template_kwargs", "chat_template_date", "prompt_max_len", "generate_max_len", "seed"),
+    *("pretrain", "bf16", "trust_remote_code", "chat_template_kwargs", "chat_template_date"),
+    *("prompt_max_len", "generate_max_len", "seed"),
     *("temperature", "top_p", "top_k", "stop", "stop_token_ids", "tool_parser", "turn_max_len", "environment_minutes"),
     *("engine_type", "engine_tp_size", "engine_mem_util", "engine_kv_cache_gb", "engine_enforce_eager"),
     *("micro_rollout_batch_size", "speculative", "num_draft_tokens", "draft_pretrain"),
