@@ -18,8 +18,10 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-STEPS = ["--train_batch_size=8", "--apply_chat_template", "--actor_learning_rate=1e-3", "--save_steps=2",
-         "--lr_scheduler=constant", "--lr_warmup_ratio=0"]  # fmt: skip
+STEPS = [
+    "--train_batch_size=8", "--apply_chat_template", "--learning_rate=1e-3", "--save_steps=2",
+    "--lr_scheduler=constant", "--lr_warmup_ratio=0",
+]  # fmt: skip
 
 
 def test_a_template_writes_the_date_that_it_is_given():
