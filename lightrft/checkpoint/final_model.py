@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 from loguru import logger
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightrft.checkpoint import manager
 from lightrft.checkpoint.atomic import CheckpointError, run_on_all_ranks
-from lightrft.checkpoint.hf_export import GENERATION, end_generation_at, export_adapter, export_whole
+from lightrft.checkpoint.hf_export import end_generation_at, export_adapter, export_whole
 from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.checkpoint.manifest import MANIFEST, Manifest
 from lightrft.checkpoint.model_state import ModelState, frozen_names
@@ -26,6 +26,7 @@ from lightrft.models.lora import WEIGHTS as ADAPTER_WEIGHTS
 from lightrft.models.lora import base_model_of_adapter, freeze_parameters, is_adapter_folder, merge_adapter
 from lightrft.models.weight_files import weights_of
 from lightrft.parallel.collectives import Axis
+from lightrft.thinker import load_generation_config
 
 ALONE = Axis("export", 1, 0, None)
 CHECKPOINTS = "checkpoints"
@@ -79,8 +80,7 @@ def export_merged(adapter: str, folder: Path, *, base: str = "", trust_remote_co
     except (OSError, ValueError) as error:
         raise ConfigError(f"{adapter} contains an adapter whose base model cannot be loaded: {error}") from error
     merged = merge_adapter(model, adapter)
-    if (Path(adapter) / GENERATION).is_file():
-        merged.generation_config = GenerationConfig.from_pretrained(adapter)
+    merged.generation_config = load_generation_config(adapter) or merged.generation_config
     return export_whole(merged, _tokenizer(adapter, section), folder, torch.float32)
 
 
