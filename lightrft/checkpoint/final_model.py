@@ -47,7 +47,7 @@ def export_checkpoint(
     parameters come from the run's --pretrain, or from `pretrain`. This process loads the whole model, in float32.
     Raises ConfigError (a ValueError) or CheckpointError (a RuntimeError) if something is missing or does not match.
     """
-    newest = _checkpoint(path) or _checkpoint(path / CHECKPOINTS)
+    newest = _newest_checkpoint(path)
     if newest is None:
         model = f"; the trained model of this run is {path / 'model'}" if (path / "model").is_dir() else ""
         raise ConfigError(f"{path} is not a checkpoint of a run, and contains none{model}")
@@ -117,7 +117,7 @@ def with_model_of_run(config: Config, world: Axis) -> Config:
         return replace(config, model=replace(config.model, pretrain=str(path / "model")))
 
     def newest() -> Path:
-        checkpoint_of_run = _checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+        checkpoint_of_run = _newest_checkpoint(path)
         if checkpoint_of_run is None:
             raise ConfigError(f"{path} is neither a model's folder, nor that of a run, nor a checkpoint: no config.json in it")
         return checkpoint_of_run[1]
@@ -173,6 +173,11 @@ def _checkpoint(path: Path) -> tuple[Manifest, Path, dict] | None:
     """Return the manifest, the path and the state of a checkpoint, or of the newest complete one in a folder; None without."""
     tag = path.name if (path / MANIFEST).is_file() else None
     return manager.find(path.parent if tag else path, tag, ALONE)
+
+
+def _newest_checkpoint(path: Path) -> tuple[Manifest, Path, dict] | None:
+    """Return what _checkpoint() does, also of a run's folder."""
+    return _checkpoint(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
 
 
 def _section(settings: dict, pretrain: str, trust_remote_code: bool) -> tuple[ModelSection, bool]:

@@ -48,7 +48,7 @@ RIFF = b"RIFF"
 """First bytes of a .wav file."""
 WAVE_TYPES = {1: np.uint8, 2: np.int16, 4: np.int32}
 """Bytes of a sample -> its type."""
-SOURCES = ("path", "url", "image", "video", "audio", "image_url", "video_url", "audio_url")
+SOURCES = ("path", "url", "image", "video", "audio", "image_url", "video_url", "audio_url", "input_audio", "data")
 """Keys of an object that names a file."""
 SHORTEST_BASE64 = 256
 """Number of characters from which a text without a head can be the content of a file in base64."""
@@ -246,6 +246,13 @@ def items_of(medium: str, value: Any) -> list[Any]:
     return [value] if frames else list(value)
 
 
+def items_in(medium: str, messages: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return the items that parts of messages have themselves, such as {"type": "image", "image": path}."""
+    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+    parts = [part for content in contents for part in content if part["type"] == KINDS[medium]]
+    return [item for part in parts if (item := named(part)) is not part]
+
+
 def _is_image(item: Any) -> bool:
     if isinstance(item, Image.Image | np.ndarray):
         return isinstance(item, Image.Image) or item.ndim < 4
@@ -439,7 +446,7 @@ def with_parts(messages: list[dict[str, Any]], counts: Mapping[str, int]) -> lis
 
 def _parts(content: Any, kinds: list[str]) -> list[dict[str, Any]]:
     if content is None or (isinstance(content, list) and all(isinstance(part, dict) for part in content)):
-        return list(content or ())
+        return [{"type": part["type"]} if part.get("type") in kinds else part for part in content or ()]
     if not isinstance(content, str):
         raise ValueError(f"the content of a chat message must be text, or a list of parts with a type, not {content!r:.80}")
     parts = re.split(f"<({'|'.join(kinds)})>", content)  # texts and, between them, kinds

@@ -29,6 +29,17 @@ THINKING = {"<think>": "</think>", "[THINK]": "[/THINK]", "<|channel>": "<channe
 """Beginning of the thinking in a turn -> its end."""
 TEXT_TYPES = ("text", "input_text", "output_text")
 """Types of parts that are text."""
+MEDIA_TYPES = {
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+    "video": "video",
+    "video_url": "video",
+    "audio": "audio",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
+"""Types of parts that are media, or keys of parts without a type -> types in chat templates."""
 PYTHON_LIST = re.compile(r"\[\s*\{\s*'(role|from|content|value)'")
 """Beginning of messages that were written with Python's str()."""
 
@@ -124,9 +135,10 @@ def _part(part: Any) -> Message | None:
     if not isinstance(part, dict):
         return None
     part = {name: value for name, value in part.items() if value is not None}
-    if part.get("type", "text") in TEXT_TYPES:
+    kind = str(part.get("type") or next((name for name in MEDIA_TYPES if name in part), "text"))
+    if kind in TEXT_TYPES:
         return {"type": "text", "text": part["text"]} if isinstance(part.get("text"), str) else None
-    return part
+    return part | {"type": MEDIA_TYPES.get(kind, kind)}
 
 
 def _calls(message: Message, place: str) -> list[Message]:
