@@ -37,8 +37,8 @@ NO_MEDIA: Mapping[str, list[MediaFile]] = {}
 INPUT = "prompt"
 """Column with the input of a row, as environments receive it."""
 
-TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
-"""Columns that a chat template reads: schemas of tools, and variables that replace those of the run."""
+TEMPLATE_COLUMNS = ("system", "tools", "chat_template_kwargs")
+"""Columns for the chat template: a system message, schemas of tools, and variables that replace the run's."""
 SYSTEM_ROLES = ("system", "developer")
 """Roles of a row's own system message, which takes the place of --system_prompt."""
 
@@ -272,10 +272,12 @@ def complete_chat(
 ) -> Conversation:
     """Return the conversation of a row: its messages, the system prompt if it has none, media at their places, and tools.
 
-    The columns `tools` and `chat_template_kwargs` belong to it. Raise ValueError if one of them cannot be read.
+    The columns `system`, `tools` and `chat_template_kwargs` belong to it. Raise ValueError if one of them cannot be read.
     """
-    if section.system_prompt is not None and not any(message["role"] in SYSTEM_ROLES for message in messages):
-        messages = [{"role": "system", "content": section.system_prompt}, *messages]
+    column = row.get("system")
+    system = column if column and isinstance(column, str) else section.system_prompt
+    if system is not None and not any(message["role"] in SYSTEM_ROLES for message in messages):
+        messages = [{"role": "system", "content": system}, *messages]
     counts = {medium: len(media.get(medium, ())) for medium in media_columns(section)}
     for number, message in enumerate(messages, 1):
         parts = message["content"] if isinstance(message["content"], list) else ()
@@ -288,4 +290,5 @@ def complete_chat(
     if counts:
         messages = with_parts(messages, counts)
     variables = as_object(row.get("chat_template_kwargs"), "the column 'chat_template_kwargs'")
-    return Conversation(messages, as_tools(row.get("tools")), variables)
+    tools = as_tools(row.get("tools")) or as_tools(variables.pop("tools", None))
+    return Conversation(messages, tools, variables)

@@ -149,6 +149,18 @@ GOOD = {
         {},
         '<|assistant|>(add {"a": 6, "b": [1]})<|end|>\n<|tool|>7<|end|>\n',
     ),
+    "calls of ShareGPT": (
+        [
+            {"from": "human", "value": "q"},
+            {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 6}}'},
+            {"from": "observation", "value": "7"},
+        ],
+        {"tools": [ADD]},
+        '<|assistant|>(add {"a": 6})<|end|>\n<|tool|>7<|end|>\n',
+    ),
+    "tools among the variables": ([ASK], {"chat_template_kwargs": {"tools": [ADD]}}, "add;<|system|>"),
+    "a system message in a column": ([ASK], {"system": "own"}, "<|system|>own<|end|>\n<|user|>"),
+    "an empty column": ([ASK], {"system": ""}, "<|system|>run<|end|>\n<|user|>"),
     "calls with nulls": (
         [ASK, call({"a": 6, "b": None}), TOOL_CHAT[2]],
         {},
