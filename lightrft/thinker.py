@@ -6,10 +6,19 @@ side, and computes logits of all tokens in any forward pass. Here the head is ou
 that log-probs, critics and every way of dividing a model work as for these. Code and parameters of the parts are transformers'.
 """
 
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForMultimodalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMultimodalLM,
+    GenerationConfig,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -19,6 +28,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniPreTrainedModel,
     Qwen2_5OmniThinkerForConditionalGeneration,
 )
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 SIZES = (
     "hidden_size",
@@ -33,6 +43,12 @@ layer."""
 LARGEST_SIZE = 1 << 31
 OTHER_PARTS = ("talker.", "token2wav.")
 """Beginnings of the names of weights that are not the thinker's."""
+IF_PRESENT = {
+    "_raise_exceptions_for_gated_repo": False,
+    "_raise_exceptions_for_missing_entries": False,
+    "_raise_exceptions_for_connection_errors": False,
+}
+"""Options of cached_file() for a file that a model may lack."""
 
 
 class OmniThinkerConfig(Qwen2_5OmniThinkerConfig):
@@ -116,6 +132,24 @@ def load_config(name: str, **options: Any) -> PretrainedConfig:
 
 def _is_size(value: Any) -> bool:
     return 0 < value <= LARGEST_SIZE if isinstance(value, int) else isinstance(value, list | tuple)
+
+
+def load_generation_config(name: str) -> GenerationConfig | None:
+    """Return the generation_config.json of a folder or hub name; None if it has none.
+
+    Raise ValueError if it cannot be read, or has end tokens that are not ids.
+    """
+    file = cached_file(name, GENERATION_CONFIG_NAME, **IF_PRESENT)
+    if file is None:
+        return None
+    try:
+        config = GenerationConfig.from_pretrained(Path(file).parent)
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is not a valid generation configuration ({error})") from error
+    ends = config.eos_token_id
+    if not all(type(token) is int for token in (ends if isinstance(ends, list) else [ends or 0])):
+        raise ValueError(f"{file} has the eos_token_id {ends!r}, not an id or a list of ids")
+    return config
 
 
 def trained_part(config: PretrainedConfig) -> PretrainedConfig:

@@ -40,7 +40,7 @@ from lightrft.weight_sync.names import PublishedNames
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
 
 PreTrainedConfig.__repr__ = object.__repr__  # its checks of types write whole configurations into errors that are dropped
-IMAGE = 259
+IMAGE = EOS + 1
 MARKS = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>",
          "end_of_utterance_token": "<end_of_utterance>"}
 FRAMED = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -63,7 +63,7 @@ def seeing_model(folder: Path | str, seed: int = 0, family: str = "idefics3") ->
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
-    tokenizer, size = byte_tokenizer(), {"longest_edge": 56}
+    tokenizer, size = byte_tokenizer(IMAGE), {"longest_edge": 56}
     tokenizer.add_special_tokens({"extra_special_tokens": list(MARKS.values())})
     for name, mark in MARKS.items():
         setattr(tokenizer, name, mark)
@@ -93,7 +93,7 @@ def seeing_qwen(folder: Path | str, family: str = "qwen2_5_vl") -> str:
             "num_position_embeddings": 16,
         }),
     }[family]  # fmt: skip
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(IMAGE)
     marks = [f"<|{name}|>" for name in ("image_pad", "video_pad", "vision_start", "vision_end")]
     tokenizer.add_special_tokens({"extra_special_tokens": marks})
     config = CONFIG_MAPPING[family](
@@ -143,7 +143,7 @@ def hearing_model(folder: Path | str, seconds: int = 30) -> str:
         model = Qwen2AudioForConditionalGeneration(config)
     PublishedNames(model)  # by which it is saved: transformers' own way back has one name too many of this family
     model.save_pretrained(folder)
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(IMAGE)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]})
     Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=16, chunk_length=seconds), tokenizer).save_pretrained(folder)
     return str(folder)
@@ -196,7 +196,7 @@ def omni(folder: Path | str, seconds: int = 30) -> str:
         torch.manual_seed(0)
         Qwen2_5OmniForConditionalGeneration(config).save_pretrained(folder)
     torch.save({}, Path(folder) / "spk_dict.pt")
-    plain = byte_tokenizer()
+    plain = byte_tokenizer(IMAGE)
     plain.add_special_tokens({"extra_special_tokens": list(marks.values())})
     names = {name: getattr(plain, name) for name in ("pad_token", "bos_token", "eos_token")}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer, extra_special_tokens=marks, **names)
@@ -252,7 +252,7 @@ def seeing_llava(folder: Path | str) -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         LlavaForConditionalGeneration(config).save_pretrained(folder)
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(IMAGE)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
     images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     LlavaProcessor(images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
@@ -285,7 +285,7 @@ def seeing_gemma(folder: Path | str) -> str:
     weights = {re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): weight
                for name, weight in load_file(file).items()}  # fmt: skip
     save_file(weights, file, metadata={"format": "pt"})
-    plain = byte_tokenizer()
+    plain = byte_tokenizer(IMAGE)
     marks = {"boi_token": "<image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
     plain.add_special_tokens({"extra_special_tokens": list(marks.values())})
     plain.add_tokens(["\n" * count for count in range(1, 5)])  # those around images are joined with those of the text
@@ -312,7 +312,7 @@ def seeing_internvl(folder: Path | str) -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
-    plain, size = byte_tokenizer(), {"height": 56, "width": 56}
+    plain, size = byte_tokenizer(IMAGE), {"height": 56, "width": 56}
     marks = {"context_image_token": "<image>", "start_image_token": "<img>", "end_image_token": "</img>",
              "video_token": "<video>"}  # fmt: skip
     plain.add_special_tokens({"extra_special_tokens": list(marks.values())})

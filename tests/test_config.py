@@ -230,6 +230,8 @@ def test_two_unknown_flags_are_named_at_once():
         ("train:\n  sed: 1\n", "unknown key 'sed' under `train:`; did you mean seed?"),
         ("model:\n  seed: 1\n", "unknown key 'seed' under `model:`; it belongs under `train:`"),
         ("sed: 1\n", "unknown key 'sed'; did you mean seed?"),
+        ("sed: 1\nmodel:\n  seed: 1\n", "\n  - unknown key 'sed'; did you mean seed?\n  - unknown key 'seed' under `model:`"),
+        ("seed: 1\ntrain:\n  seed: 2\n", "the key 'seed' occurs twice, alone and under `train:`"),
         ("train:\n  seed: many\n", "seed: expected an integer, not 'many'"),
     ],
 )

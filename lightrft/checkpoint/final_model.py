@@ -12,12 +12,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightrft.checkpoint import manager
 from lightrft.checkpoint.atomic import CheckpointError, run_on_all_ranks
-from lightrft.checkpoint.hf_export import export_adapter, export_whole
+from lightrft.checkpoint.hf_export import end_generation_at, export_adapter, export_whole
 from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.checkpoint.manifest import MANIFEST, Manifest
 from lightrft.checkpoint.model_state import ModelState, frozen_names
 from lightrft.config.errors import ConfigError
-from lightrft.config.sections import Config, ModelSection
+from lightrft.config.sections import Config, DataSection, ModelSection
+from lightrft.data.rendering.template import turn_end_ids
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import head_names, load_model, load_reward_model, load_scorer, load_tokenizer
 from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
@@ -25,6 +26,7 @@ from lightrft.models.lora import WEIGHTS as ADAPTER_WEIGHTS
 from lightrft.models.lora import base_model_of_adapter, freeze_parameters, is_adapter_folder, merge_adapter
 from lightrft.models.weight_files import weights_of
 from lightrft.parallel.collectives import Axis
+from lightrft.thinker import load_generation_config
 
 ALONE = Axis("export", 1, 0, None)
 CHECKPOINTS = "checkpoints"
@@ -45,7 +47,7 @@ def export_checkpoint(
     parameters come from the run's --pretrain, or from `pretrain`. This process loads the whole model, in float32.
     Raises ConfigError (a ValueError) or CheckpointError (a RuntimeError) if something is missing or does not match.
     """
-    newest = _checkpoint(path) or _checkpoint(path / CHECKPOINTS)
+    newest = _newest_checkpoint(path)
     if newest is None:
         model = f"; the trained model of this run is {path / 'model'}" if (path / "model").is_dir() else ""
         raise ConfigError(f"{path} is not a checkpoint of a run, and contains none{model}")
@@ -61,6 +63,7 @@ def export_checkpoint(
     model_state = ModelState(role, None, None, ALONE, torch.device("cpu"))
     contents = manager.CheckpointState({name: model_state}, {}, ALONE, model_state.device)
     manager.load(contents, path, manifest.world_size, strict=True, module_only=True)
+    end_generation_at(model, _learned_ends(identity["settings"], tokenizer))
     if adapter_only:
         return export_adapter(model, model.named_parameters(), tokenizer, folder, ALONE)
     return export_whole(model, tokenizer, folder, torch.bfloat16 if bf16 else torch.float32)
@@ -76,7 +79,9 @@ def export_merged(adapter: str, folder: Path, *, base: str = "", trust_remote_co
         model = load_model(section)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{adapter} contains an adapter whose base model cannot be loaded: {error}") from error
-    return export_whole(merge_adapter(model, adapter), _tokenizer(adapter, section), folder, torch.float32)
+    merged = merge_adapter(model, adapter)
+    merged.generation_config = load_generation_config(adapter) or merged.generation_config
+    return export_whole(merged, _tokenizer(adapter, section), folder, torch.float32)
 
 
 def with_merged_pretrain(config: Config, world: Axis) -> Config:
@@ -112,7 +117,7 @@ def with_model_of_run(config: Config, world: Axis) -> Config:
         return replace(config, model=replace(config.model, pretrain=str(path / "model")))
 
     def newest() -> Path:
-        checkpoint_of_run = _checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+        checkpoint_of_run = _newest_checkpoint(path)
         if checkpoint_of_run is None:
             raise ConfigError(f"{path} is neither a model's folder, nor that of a run, nor a checkpoint: no config.json in it")
         return checkpoint_of_run[1]
@@ -170,6 +175,11 @@ def _checkpoint(path: Path) -> tuple[Manifest, Path, dict] | None:
     return manager.find(path.parent if tag else path, tag, ALONE)
 
 
+def _newest_checkpoint(path: Path) -> tuple[Manifest, Path, dict] | None:
+    """Return what _checkpoint() does, also of a run's folder."""
+    return _checkpoint(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
+
+
 def _section(settings: dict, pretrain: str, trust_remote_code: bool) -> tuple[ModelSection, bool]:
     """Return the run's model section and its bf16; trust_remote_code comes from the caller, not from the checkpoint."""
     model = {field.name: settings[field.name] for field in fields(ModelSection) if field.name in settings}
@@ -179,6 +189,12 @@ def _section(settings: dict, pretrain: str, trust_remote_code: bool) -> tuple[Mo
     if not Path(section.pretrain).expanduser().is_dir() and section.pretrain.startswith((".", "/", "~")):
         raise ConfigError(f"the run's --pretrain {section.pretrain} does not exist: set --pretrain to its present location")
     return section, bool(section.bf16)
+
+
+def _learned_ends(settings: dict, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens with which the run's responses ended."""
+    section = DataSection(**{field.name: settings[field.name] for field in fields(DataSection) if field.name in settings})
+    return turn_end_ids(section, tokenizer).union(settings.get("stop_token_ids", ()))
 
 
 def _check_base(folder: str, identity: dict, name: str, *, frozen: bool) -> None:

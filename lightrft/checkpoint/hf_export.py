@@ -4,7 +4,7 @@ import copy
 import inspect
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -80,6 +80,22 @@ def rehearse(
         raise ConfigError(str(error)) from error
 
 
+def end_generation_at(model: nn.Module, token_ids: Iterable[int]) -> None:
+    """Add the tokens with which a run's responses end to those of a model's generation_config.json.
+
+    Other engines know no others: a base model that has learned the turns of a chat template would
+    write on after them.
+    """
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        return
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        ends = model.config.get_text_config().eos_token_id
+    known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    if new := sorted(set(token_ids) - set(known)):
+        model.generation_config.eos_token_id = [*known, *new]
+
+
 def _read_back(folder: Path, tokenizer: PreTrainedTokenizerBase | None, *, trust_remote_code: bool) -> None:
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     config = AutoConfig.from_pretrained(folder, **options)
@@ -118,6 +134,7 @@ def export_adapter(
         adapters = {name: tensor.cpu() for name, tensor in stream if is_adapter(name) and world.rank == 0}
         if world.rank == 0:
             save_adapter(model, adapters, part)
+            _write_generation(model, part)
             if tokenizer is not None:
                 tokenizer.save_pretrained(part)
             for path in part.rglob("*"):
@@ -167,10 +184,7 @@ def _write_rest(
         # The code comes with the folder, whatever repository it was loaded from.
         config.auto_map = {auto: str(name).rpartition("--")[2] for auto, name in config.auto_map.items()}
     config.save_pretrained(part)
-    if model.can_generate():
-        # Published settings may contradict each other, such as a temperature beside greedy decoding.
-        # save_pretrained() would refuse to write them.
-        model.generation_config.to_json_file(part / GENERATION)
+    _write_generation(model, part)
     if tokenizer is not None:
         tokenizer.save_pretrained(part)
 
@@ -178,6 +192,13 @@ def _write_rest(
         shutil.copy(file, part)
     for path in part.rglob("*"):
         (sync_folder if path.is_dir() else sync_file)(path)
+
+
+def _write_generation(model: PreTrainedModel, part: Path) -> None:
+    if model.can_generate():
+        # Published settings may contradict each other, such as a temperature beside greedy decoding.
+        # save_pretrained() would refuse to write them.
+        model.generation_config.to_json_file(part / GENERATION)
 
 
 def _code_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[Path]:

@@ -158,22 +158,33 @@ def _values_of_file(file: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"--config {file}: the file has no keys, such as `seed: 1`, alone or under `train:`")
     values: dict[str, Any] = {}
+    problems: list[str] = []
     owners = section_of_field() | {name: old.section for name, old in RENAMED.items()}
+
+    def take(name: str, value: Any) -> None:
+        if name in values:
+            problems.append(f"the key {name!r} occurs twice, alone and under `{owners[name]}:`")
+        if value is not None and value != []:
+            values[name] = value
+
     for section, keys in content.items():
         if section in owners and (section not in SECTIONS or not isinstance(keys, dict | None)):  # a key without its section
-            values |= {section: keys} if keys is not None and keys != [] else {}
-            continue
-        if section not in SECTIONS:
+            take(section, keys)
+        elif section not in SECTIONS:
             kind, known = ("section", SECTIONS) if isinstance(keys, dict) else ("key", owners)
-            raise ConfigError(f"--config {file}: unknown {kind} {section!r}{nearest(str(section), known)}")
-        if not isinstance(keys, dict | None):
-            raise ConfigError(f"--config {file}: `{section}:` contains {keys!r} instead of keys with values")
-        for name, value in (keys or {}).items():
-            if owners.get(name) != section:
-                moved = f"; it belongs under `{owners[name]}:`" if name in owners else nearest(str(name), owners)
-                raise ConfigError(f"--config {file}: unknown key {name!r} under `{section}:`{moved}")
-            if value is not None and value != []:
-                values[name] = value
+            problems.append(f"unknown {kind} {section!r}{nearest(str(section), known)}")
+        elif not isinstance(keys, dict | None):
+            problems.append(f"`{section}:` contains {keys!r} instead of keys with values")
+        else:
+            for name, value in (keys or {}).items():
+                if owners.get(name) == section:
+                    take(name, value)
+                else:
+                    moved = f"; it belongs under `{owners[name]}:`" if name in owners else nearest(str(name), owners)
+                    problems.append(f"unknown key {name!r} under `{section}:`{moved}")
+    if problems:
+        listed = problems[0] if len(problems) == 1 else "".join(f"\n  - {problem}" for problem in problems)
+        raise ConfigError(f"--config {file}: {listed}")
     return values
 
 

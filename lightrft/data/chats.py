@@ -132,7 +132,10 @@ def _texts(template: ChatTemplate, conversation: Conversation, turns: list[int])
         before = conversation.render(template, answer_follows=True, end=turn)
         start = _start_of_turn(before, text)
         if turn in marks:
-            start, end = max(start, marks[turn][0]), _end_of_mark(template, text, marks[turn])
+            mark, _ = marks[turn]
+            header = max(_repeated(each, text[mark:]) for each in (before, OPENED.sub("", before)))
+            start = max(start, mark) if start >= 0 else mark + header
+            end = _end_of_mark(template, text, marks[turn])
         else:
             end = _end_of_turn(template, conversation, turn, text)
         if 0 <= start <= end and contains(text[start:end], answer_pieces(messages[turn])):
@@ -161,6 +164,13 @@ def _start_of_turn(before: str, text: str) -> int:
         without,
     )
     return next((len(start) for start in starts if text.startswith(start)), -1)
+
+
+def _repeated(before: str, text: str) -> int:
+    """Return the length of the header with which a text repeats the end of a generation prompt."""
+    lengths = range(min(len(before), len(text)), 0, -1)
+    length = next((length for length in lengths if before.endswith(text[:length])), 0)
+    return length if text[:length].strip() else 0
 
 
 def _marks(template: ChatTemplate, conversation: Conversation) -> dict[int, Span]:
@@ -197,7 +207,7 @@ def _marks(template: ChatTemplate, conversation: Conversation) -> dict[int, Span
 def _end_of_mark(template: ChatTemplate, text: str, mark: Span) -> int:
     """Return the place after the end token of a marked turn, inside of the mark or behind it."""
     start, end = mark
-    closings = {template.closing.last.strip(), template.closing.inner.strip()} - {""}
+    closings = {template.closing.last.strip(), template.closing.inner.strip(), template.call_end} - {""}
     ends = [place + len(each) for each in closings if (place := text.rfind(each, start, end)) >= 0]
     return max(ends) if ends else _with_closing(text, end, template)
 
@@ -227,10 +237,8 @@ def _end_of_turn(template: ChatTemplate, conversation: Conversation, turn: int, 
 
 def _with_closing(text: str, end: int, template: ChatTemplate) -> int:
     """Return the place after the end token that follows an answer, or the end of the answer."""
-    closings = sorted({template.closing.last, template.closing.inner}, key=len, reverse=True)
-    return end + next(
-        (len(closing) for closing in closings if closing and text.startswith(closing, end)), 0
-    )
+    closings = {template.closing.last, template.closing.inner, template.call_end} - {""}
+    return end + max((len(closing) for closing in closings if text.startswith(closing, end)), default=0)
 
 
 def _continued(template: ChatTemplate, messages: list[Message], before: str) -> str:

@@ -69,7 +69,7 @@ def make_example(
     messages = [*chat_of(section, value, messages), *(answer or [])]
     if not is_answer(messages[-1]):
         raise ValueError(f"{section.label_key!r} ends with a message of role {messages[-1]['role']!r}, not of the assistant")
-    media = row_media(section, row, folder)
+    media = row_media(section, row, folder, messages)
     text, token_ids, answer = conversation_tokens(
         chat_template(section, tokenizer),
         complete_chat(section, row, messages, media),

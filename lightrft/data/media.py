@@ -49,7 +49,7 @@ RIFF = b"RIFF"
 """First bytes of a .wav file."""
 WAVE_TYPES = {1: np.uint8, 2: np.int16, 4: np.int32}
 """Bytes of a sample -> its type."""
-SOURCES = ("path", "url", "image", "video", "audio", "image_url", "video_url", "audio_url")
+SOURCES = ("path", "url", "image", "video", "audio", "image_url", "video_url", "audio_url", "input_audio", "data")
 """Keys of an object that names a file."""
 SHORTEST_BASE64 = 256
 """Number of characters from which a text without a head can be the content of a file in base64."""
@@ -245,6 +245,13 @@ def items_of(medium: str, value: Any) -> list[Any]:
         value = [inner for item in value for inner in (item if isinstance(item, list | tuple) else [item])]
     frames = medium == VIDEOS and value and not isinstance(value[0], list | tuple) and _is_image(value[0])
     return [value] if frames else list(value)
+
+
+def items_in(medium: str, messages: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return the items that parts of messages have themselves, such as {"type": "image", "image": path}."""
+    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+    parts = [part for content in contents for part in content if part["type"] == KINDS[medium]]
+    return [item for part in parts if (item := named(part)) is not part]
 
 
 def _is_image(item: Any) -> bool:
@@ -445,7 +452,7 @@ def with_parts(messages: list[dict[str, Any]], counts: Mapping[str, int]) -> lis
 
 def _parts(content: Any, kinds: list[str]) -> list[dict[str, Any]]:
     if content is None or (isinstance(content, list) and all(isinstance(part, dict) for part in content)):
-        return list(content or ())
+        return [{"type": part["type"]} if part.get("type") in kinds else part for part in content or ()]
     if not isinstance(content, str):
         raise ValueError(f"the content of a chat message must be text, or a list of parts with a type, not {content!r:.80}")
     parts = re.split(f"<({'|'.join(kinds)})>", content)  # texts and, between them, kinds

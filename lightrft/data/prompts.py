@@ -1,6 +1,6 @@
 """Prompts built from rows: template, chat template, tokens, and the limit on their length."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -17,7 +17,7 @@ from lightrft.data.chats import Conversation
 from lightrft.data.columns.values import label_value, plain_row
 from lightrft.data.digests import cache_key
 from lightrft.data.duplicates import Duplicates
-from lightrft.data.media import AUDIOS, IMAGES, KINDS, VIDEOS, MediaFile, Places, items_of, media_checked, with_parts
+from lightrft.data.media import AUDIOS, IMAGES, KINDS, VIDEOS, MediaFile, Places, items_in, items_of, media_checked, with_parts
 from lightrft.data.prompt_set import DataPart, PromptSet
 from lightrft.data.readers import BadRows, is_first_rank, read_rows
 from lightrft.data.rendering.messages import Message, as_messages, as_object, as_tools, is_answer, shortened
@@ -38,8 +38,8 @@ NO_MEDIA: Mapping[str, list[MediaFile]] = {}
 INPUT = "prompt"
 """Column with the input of a row, as environments receive it."""
 
-TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
-"""Columns that a chat template reads: schemas of tools, and variables that replace those of the run."""
+TEMPLATE_COLUMNS = ("system", "tools", "chat_template_kwargs")
+"""Columns for the chat template: a system message, schemas of tools, and variables that replace the run's."""
 SYSTEM_ROLES = ("system", "developer")
 """Roles of a row's own system message, which takes the place of --system_prompt."""
 
@@ -178,7 +178,7 @@ def make_prompt(
     """Build a prompt from the columns of a row of a file in `folder`. Raise ValueError for a bad row."""
     if section.input_key not in row:
         raise ValueError(f"no column {section.input_key!r} (--input_key); it has {', '.join(row) or 'none'}")
-    media = row_media(section, row, folder)
+    media = row_media(section, row, folder, as_messages(row[section.input_key]))
     text = prompt_text(section, tokenizer, row, media=media)
     # a chat template writes its own special tokens
     token_ids = text_tokens(tokenizer, text, special_tokens=not section.apply_chat_template)
@@ -187,14 +187,20 @@ def make_prompt(
     return with_media_tokens(Prompt(index, text, token_ids, _columns(section, row), media), section, measure)
 
 
-def row_media(section: DataSection, row: Mapping[str, Any], folder: Path) -> dict[str, list[MediaFile]]:
-    """Return the media of a row of a file in `folder`, those that it has. Raise ValueError for values that are none."""
+def row_media(
+    section: DataSection, row: Mapping[str, Any], folder: Path, messages: Sequence[Message] | None
+) -> dict[str, list[MediaFile]]:
+    """Return the media of a row of a file in `folder`, from its columns or else from the parts of its messages.
+
+    Raise ValueError for values that are none.
+    """
     root = Path(section.media_root).expanduser() if section.media_root else None
     places = Places(folder, root, round(section.media_max_mb * 1e6), section.media_urls)
     of_item = {IMAGES: places.image, AUDIOS: partial(places.audio, rate=section.audio_sampling_rate),
                VIDEOS: partial(places.video, fps=section.video_fps, most=section.video_max_frames)}  # fmt: skip
-    media = {medium: [of_item[medium](item) for item in items_of(medium, row.get(column))]
+    items = {medium: items_of(medium, row.get(column)) or items_in(medium, messages or ())
              for medium, column in media_columns(section).items()}  # fmt: skip
+    media = {medium: [of_item[medium](item) for item in found] for medium, found in items.items()}
     return {medium: items for medium, items in media.items() if items}
 
 
@@ -268,20 +274,23 @@ def complete_chat(
 ) -> Conversation:
     """Return the conversation of a row: its messages, the system prompt if it has none, media at their places, and tools.
 
-    The columns `tools` and `chat_template_kwargs` belong to it. Raise ValueError if one of them cannot be read.
+    The columns `system`, `tools` and `chat_template_kwargs` belong to it. Raise ValueError if one of them cannot be read.
     """
-    if section.system_prompt is not None and not any(message["role"] in SYSTEM_ROLES for message in messages):
-        messages = [{"role": "system", "content": section.system_prompt}, *messages]
+    column = row.get("system")
+    system = column if column and isinstance(column, str) else section.system_prompt
+    if system is not None and not any(message["role"] in SYSTEM_ROLES for message in messages):
+        messages = [{"role": "system", "content": system}, *messages]
     counts = {medium: len(media.get(medium, ())) for medium in media_columns(section)}
     for number, message in enumerate(messages, 1):
         parts = message["content"] if isinstance(message["content"], list) else ()
         kinds = {str(part["type"]) for part in parts} - {"text", *(KINDS[medium] for medium in counts)}
         if kinds:
             raise ValueError(
-                f"message {number} of {len(messages)} has a part of type {kinds.pop()!r}: media are read from columns "
-                "(--images_key, --videos_key, --audios_key)"
+                f"message {number} of {len(messages)} has a part of type {kinds.pop()!r}: media are read with --images_key, "
+                "--videos_key or --audios_key, from the column of this name or from the parts themselves"
             )
     if counts:
         messages = with_parts(messages, counts)
     variables = as_object(row.get("chat_template_kwargs"), "the column 'chat_template_kwargs'")
-    return Conversation(messages, as_tools(row.get("tools")), variables)
+    tools = as_tools(row.get("tools")) or as_tools(variables.pop("tools", None))
+    return Conversation(messages, tools, variables)

@@ -12,14 +12,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
 
 from lightrft.config.sections import EngineSection
 from lightrft.engine.requests import MEDIA
-from lightrft.thinker import load_config
+from lightrft.thinker import load_config, load_generation_config
 from lightrft.weight_sync.names import DRAFT, PublishedNames
 
 PLACEHOLDERS = {medium: (f"{medium}_token_id", f"{medium}_token_index") for medium in MEDIA.values()}
@@ -127,10 +126,8 @@ def with_prefix(names: PublishedNames) -> dict[str, torch.Size]:
 
 def end_token_ids(model_path: str, config: PretrainedConfig) -> frozenset[int]:
     """Return the tokens that end a response, from generation_config.json if it has any, else from the model's configuration."""
-    try:
-        ids = GenerationConfig.from_pretrained(model_path).eos_token_id
-    except OSError:  # no generation_config.json
-        ids = None
+    generation = load_generation_config(model_path)
+    ids = generation.eos_token_id if generation else None
     if ids is None:
         parts = config.get_text_config(), config
         ids = next((part.eos_token_id for part in parts if getattr(part, "eos_token_id", None) is not None), None)

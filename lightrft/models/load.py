@@ -20,7 +20,6 @@ from transformers import (
     AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -35,7 +34,7 @@ from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.empty import makes_empty, real_parameters
 from lightrft.models.lora import is_adapter_folder
 from lightrft.models.weight_files import WeightFiles, check_finite, is_backbone, missing_and_unexpected, stored_tensors
-from lightrft.thinker import load_config
+from lightrft.thinker import load_config, load_generation_config
 
 SCORE = "score"
 """Name of the only head of a reward model."""
@@ -252,8 +251,8 @@ def _empty(kind: type, name: str, new_head: bool, options: dict[str, Any]) -> Pr
             )
     for child_name in {name.split(".")[0] for name in heads}:
         _fill_new_head(model, child_name)
-    if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if model.can_generate():
+        model.generation_config = load_generation_config(str(folder)) or model.generation_config
     return model.eval()
 
 

@@ -109,7 +109,7 @@ class RunFolder:
 
     def describe(self, description: dict[str, Any]) -> None:
         """Write `run.json` in place, over the earlier one: this needs no free space on a full disk."""
-        with open(os.open(self.path / DESCRIPTION, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
+        with open(os.open(self.path / DESCRIPTION, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
             owner = {"run": self.id, "date": self.date, "process": self.process, "launchers": self.launchers}
             file.write((json.dumps(owner | description, indent=2) + "\n").encode())
             file.truncate()

@@ -19,9 +19,11 @@ from transformers import PreTrainedTokenizerBase
 
 import lightrft
 from lightrft.backends.optim import own_settings
+from lightrft.checkpoint.hf_export import end_generation_at
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
 from lightrft.data.prompt_set import PromptSet
+from lightrft.data.rendering.template import turn_end_ids
 from lightrft.models.weight_files import weights_of
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.pending_metrics import PendingMetrics
@@ -187,7 +189,9 @@ class Trainer(ABC):
             self.observer.samples(number, sample_rows(samples[: self.config.observe.num_trajectories_to_save]))
 
     def _start(self) -> None:
+        ends = turn_end_ids(self.config.data, self.tokenizer).union(self.config.rollout.stop_token_ids)
         for model in self.models_to_save().values():
+            end_generation_at(self.strategy.unwrap_model(model), ends)
             if model is not self.role.average:  # of the same class as the model itself
                 self.strategy.rehearse_save(model, self.tokenizer)
         resumed = None

@@ -126,7 +126,7 @@ def build_ppo_roles(
     sampling, reference = sampling_of(config.rollout), needs_reference(algorithm)
     with log_duration(strategy, f"loading {config.model.pretrain}"):
         policy = build_policy(
-            config, strategy, tokenizer, updates=(steps - frozen) * updates, reference=reference, sampling=sampling
+            config, strategy, updates=(steps - frozen) * updates, reference=reference, sampling=sampling, tokenizer=tokenizer
         )
     critic = build_critic(config, strategy, tokenizer, updates=steps * updates) if needs_critic(algorithm) else None
     set_blank_media(expand, policy.actor, policy.reference, critic and critic.module)

@@ -30,12 +30,13 @@ ANY_TOKEN = Sampling()
 
 
 def build_policy(
-    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int, reference: bool,
-    sampling: Sampling = ANY_TOKEN,
+    config: Config, strategy: StrategyBase, *, updates: int, reference: bool, sampling: Sampling = ANY_TOKEN,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Policy:  # fmt: skip
     """Build the sharded actor with its optimizer and schedule over `updates` optimizer steps, and the frozen reference.
 
-    Log-probs are those of the distribution that `sampling` draws from.
+    Log-probs are those of the distribution that `sampling` draws from, which depends on the ids that the `tokenizer` has; None:
+    the tokenizer of --pretrain.
     """
     optim = config.optim
     strategy.announce("load_models")
@@ -48,7 +49,7 @@ def build_policy(
     if sampling is not ANY_TOKEN:
         shape = actor.language_model.config
         ends = end_token_ids(config.model.pretrain, shape)
-        sampling = sampling.resolved(never_sampled(shape, tokenizer), ends)
+        sampling = sampling.resolved(never_sampled(shape, tokenizer or load_tokenizer(config.model)), ends)
     actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
     frozen = actor if reference and config.model.lora_rank else None
     if reference and frozen is None:

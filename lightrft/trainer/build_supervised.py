@@ -33,7 +33,7 @@ def sft_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         training_data = load_training_data(config, config.train.train_batch_size)
         with log_duration(strategy, f"loading {config.model.pretrain}"):
-            policy = build_policy(config, strategy, training_data.tokenizer, updates=training_data.total_steps, reference=False)
+            policy = build_policy(config, strategy, updates=training_data.total_steps, reference=False)
         set_blank_media(training_data.expand, policy.actor)
         return policy, SFTTask(policy, training_data.tokenizer, config.train, expand=training_data.expand), training_data
 
@@ -77,7 +77,7 @@ def dpo_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
         training_data = _load_judged(config, partial(load_pairs, config.data, config.preference))
         live = not config.preference.precompute_reference
         with log_duration(strategy, f"loading {config.model.pretrain}"):
-            policy = build_policy(config, strategy, training_data.tokenizer, updates=training_data.total_steps, reference=live)
+            policy = build_policy(config, strategy, updates=training_data.total_steps, reference=live)
         set_blank_media(training_data.expand, policy.actor, policy.reference)
         task = DPOTask(policy, config.preference, config.train, training_data.expand)
         if not live:
@@ -94,7 +94,7 @@ def kto_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         training_data = _load_judged(config, partial(load_answers, config.data, config.preference))
         with log_duration(strategy, f"loading {config.model.pretrain}"):
-            policy = build_policy(config, strategy, training_data.tokenizer, updates=training_data.total_steps, reference=True)
+            policy = build_policy(config, strategy, updates=training_data.total_steps, reference=True)
         set_blank_media(training_data.expand, policy.actor, policy.reference)
         return policy, KTOTask(policy, config.preference, config.train, training_data.expand), training_data
 

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from lightrft.checkpoint.hf_export import export_whole
 from lightrft.config.errors import ConfigError
 from lightrft.config.values import import_path
 from lightrft.registry import OBJECTS
@@ -31,6 +33,8 @@ def with_names(values: Mapping[str, Any]) -> dict[str, Any]:
         value = named[field]
         if field in DATA and _are_rows(value):
             named[field] = _name(field, value)
+        elif field in DATA and not isinstance(value, str | os.PathLike | list | tuple):
+            raise ConfigError(f"{field} is a list of rows, a Dataset, a file or a hub name, not {type(value).__name__}")
         elif isinstance(value, list | tuple):
             named[field] = [_name_of_function(each) for each in value]
         else:
@@ -39,11 +43,13 @@ def with_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _are_rows(value: Any) -> bool:
-    from datasets import Dataset, DatasetDict
+    from datasets import Dataset, DatasetDict, IterableDataset
 
     if isinstance(value, DatasetDict):
         raise ConfigError(f"a DatasetDict has several splits: pass one of them, such as data[{next(iter(value), 'train')!r}]")
-    return isinstance(value, Dataset) or isinstance(value, list | tuple) and any(isinstance(row, Mapping) for row in value)
+    if isinstance(value, list | tuple):
+        return any(isinstance(row, Mapping) for row in value)
+    return isinstance(value, Dataset | IterableDataset)
 
 
 def _name_of_function(value: Any) -> Any:
@@ -78,7 +84,7 @@ def model_folder(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             raise ConfigError("model and pretrain are two names of one value: set only one")
         named["pretrain"] = named.pop("model")
     model = named.get("pretrain")
-    if tokenizer is None and not isinstance(model, PreTrainedModel):
+    if tokenizer is None and isinstance(model, str | os.PathLike | None):
         yield named
         return
     _check(named, model, tokenizer)
@@ -105,8 +111,9 @@ def _check(values: Mapping[str, Any], model: Any, tokenizer: Any) -> None:
 
 def _write(folder: Path, model: Any, tokenizer: Any) -> None:
     if isinstance(model, PreTrainedModel):
+        dtypes = {parameter.dtype for parameter in model.parameters()}
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.name_or_path)
-        model.save_pretrained(folder)
+        export_whole(model, tokenizer, folder, dtypes.pop() if len(dtypes) == 1 else torch.float32)
     else:
         source = Path(model).expanduser()
         source = source if source.is_dir() else Path(snapshot_download(str(model)))

@@ -137,6 +137,10 @@ def _set(values: dict[str, Any]) -> dict[str, Any]:
 
 def _configuration(config: ConfigOrFile, values: dict[str, Any]) -> Config:
     """Return a Config, or one read from a YAML file, with `values` set in it."""
+    if not isinstance(config, Config | str | Path | None):
+        raise ConfigError(
+            f"config is a YAML file or a Config, not {type(config).__name__}: pass values by name, as model=... or **values"
+        )
     config = config if isinstance(config, Config) else Config() if config is None else load(config)
     config.update(with_names(values))
     return config

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lightrft.checkpoint.final_model import _section
+from lightrft.checkpoint.hf_export import end_generation_at
 from lightrft.cli import evaluate
 from lightrft.cli.export import main as export
 from lightrft.config import ConfigError
 from ranks import run_ranks
 from runs import PPO, prepare, rows_of, train
+from tiny import EOS, VOCABULARY, tiny_model
 
 TWO = [*PPO, "--max_steps=2", "--save_steps=2", "--enable_ema"]
 LORA = ["--lora_rank=4", "--lora_alpha=16", "--actor_learning_rate=1e-2"]
@@ -151,3 +153,39 @@ def test_a_checkpoint_does_not_say_whether_code_may_run():
     assert _section(settings | {"trust_remote_code": False}, "", trust_remote_code=True)[0].trust_remote_code
     with pytest.raises(ConfigError, match="--pretrain ./gone does not exist"):
         _section(settings | {"pretrain": "./gone"}, "", trust_remote_code=False)
+
+
+IM_END = VOCABULARY
+PUBLISHED_ENDS = {
+    "another one": (EOS, [EOS, IM_END]),
+    "several": ([7, EOS], [7, EOS, IM_END]),
+    "these already": ([IM_END, EOS], [IM_END, EOS]),
+    "none": (None, [EOS, IM_END]),
+}
+
+
+@pytest.mark.parametrize("case", PUBLISHED_ENDS)
+def test_ends_are_added_to_the_published_ones(tmp_path, case):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path, layers=1))
+    published, expected = PUBLISHED_ENDS[case]
+    model.generation_config.eos_token_id = published
+    end_generation_at(model, {IM_END, EOS})
+    assert model.generation_config.eos_token_id == expected
+
+
+@pytest.mark.slow
+def test_a_base_model_that_learned_a_chat_template_ends_its_turns(tmp_path):
+    """Engines that read only the exported folder stop at the template's end; the run and an export write the same."""
+    flags = [flag for flag in prepare(tmp_path) if not flag.startswith("--reward")]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    run = tmp_path / "run"
+    flags = [*flags, "--apply_chat_template", "--prompt_max_len=16", "--train_batch_size=8", "--max_steps=1", "--save_steps=1"]
+    train("train_sft", 1, [*flags, "--lora_rank=2", "--save_adapter_only"], run)
+    export([str(run), str(tmp_path / "exported")])
+    export([str(run / "model"), str(tmp_path / "merged")])
+    for folder in (run / "model", tmp_path / "exported", tmp_path / "merged"):
+        ends = GenerationConfig.from_pretrained(folder).eos_token_id
+        assert ends == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]

@@ -77,6 +77,27 @@ def test_rows_and_their_images(folder):
     assert one.multi_modal["images"][0].name == "0.png" and none.multi_modal == empty.multi_modal == {}
 
 
+NAMED = [
+    {"type": "image", "image": "0.png"},
+    {"type": "image", "image": {"bytes": None, "path": "0.png"}, "text": None},
+    {"type": "image_url", "image_url": {"url": "0.png", "detail": "low"}},
+    {"type": "input_image", "image_url": "0.png"},
+    {"type": "image", "path": "0.png"},
+    {"image": "0.png"},
+]
+
+
+@pytest.mark.parametrize("part", NAMED)
+def test_parts_of_messages_name_their_images(folder, part):
+    other = {"type": "image", "image": str(folder / "1.png")}
+    content = [{"type": "text", "text": "a", "image": None}, part, {"type": "text", "text": "b"}, other]
+    chat, text = load(folder, {"input": [{"role": "user", "content": content}], "pictures": None}, {"input": "hi"})
+    assert chat.text == "<user>a@b@<assistant>" and [image.size for image in chat.multi_modal["images"]] == [(4, 3), (5, 3)]
+    assert text.multi_modal == {}
+    (column,) = load(folder, {"input": [{"role": "user", "content": [part]}], "pictures": ["2.png"]})
+    assert [image.name for image in column.multi_modal["images"]] == ["2.png"], "the column wins"
+
+
 def test_what_a_model_reads_counts(folder):
     """As its processor says; the limit is on all of it."""
     rows = [{"input": "what?", "pictures": ["0.png", "1.png"]}, {"input": "text"}]

@@ -49,6 +49,14 @@ OTHERS = {
     ),
     "takes the first word": CHAT.replace("m.content or ''", "m.content.split(' ')[0]"),
     "prints parts": CHAT.replace("m.content or ''", "m.content | string"),
+    "other end of calls": CHAT.replace(
+        "<|end|>", "{% if m.tool_calls %}<|call|>{% else %}<|end|>{% endif %}"
+    ),
+    "moves system messages": "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}{% if m.role == 'assistant' %}"
+    "{% generation %}<|assistant|>{{ m.content }}<|end|>{% endgeneration %}{% else %}"
+    "<|{{ m.role }}|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}",
     "cuts thinking": CHAT.replace("m.content or ''", "m.content.split('</think>')[-1]").replace(
         "{{ prefill or '' }}", "<think>\n"
     ),
@@ -57,7 +65,7 @@ OTHERS = {
 
 def tokenizer(template: str = CHAT):
     made = byte_tokenizer()
-    tokens = [f"<|{name}|>" for name in ("system", "user", "assistant", "tool", "end")]
+    tokens = [f"<|{name}|>" for name in ("system", "user", "assistant", "tool", "end", "call")]
     made.add_special_tokens({"additional_special_tokens": tokens})
     made.chat_template = OTHERS.get(template, template)
     return made
@@ -141,6 +149,18 @@ GOOD = {
         {},
         '<|assistant|>(add {"a": 6, "b": [1]})<|end|>\n<|tool|>7<|end|>\n',
     ),
+    "calls of ShareGPT": (
+        [
+            {"from": "human", "value": "q"},
+            {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 6}}'},
+            {"from": "observation", "value": "7"},
+        ],
+        {"tools": [ADD]},
+        '<|assistant|>(add {"a": 6})<|end|>\n<|tool|>7<|end|>\n',
+    ),
+    "tools among the variables": ([ASK], {"chat_template_kwargs": {"tools": [ADD]}}, "add;<|system|>"),
+    "a system message in a column": ([ASK], {"system": "own"}, "<|system|>own<|end|>\n<|user|>"),
+    "an empty column": ([ASK], {"system": ""}, "<|system|>run<|end|>\n<|user|>"),
     "calls with nulls": (
         [ASK, call({"a": 6, "b": None}), TOOL_CHAT[2]],
         {},
@@ -257,13 +277,28 @@ LEARNED = {
         f"{OPEN}[A<|end|>]",
     ),
     "the other column": ({"messages": None, "conversations": SHARED}, f"{OPEN}[A<|end|>]"),
+    "calls at the end": (
+        {"messages": TOOL_CHAT[:2], "tools": [ADD]},
+        '[(add {"a": 6, "b": [1]})<|call|>]',
+        "other end of calls",
+    ),
+    "calls that end otherwise": (
+        {"messages": TOOL_CHAT, "tools": [ADD]},
+        "<|call|>]<|tool|>7<|end|><|assistant|>[It is 7.<|end|>]",
+        "other end of calls",
+    ),
+    "a system message that is moved to the front": (
+        {"messages": [turn("user", "q"), turn("assistant", "A"), turn("system", "s"), *SHARED]},
+        "s<|user|>q<|end|><|assistant|>[A<|end|>]<|user|>q<|end|><|assistant|>[A<|end|>]",
+        "moves system messages",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", LEARNED)
 def test_what_is_learned(case):
-    row, expected = LEARNED[case]
-    assert shown(row).endswith(expected)
+    row, expected, *template = LEARNED[case]
+    assert shown(row, *template).endswith(expected)
 
 
 NOT_LEARNED = {

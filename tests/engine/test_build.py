@@ -89,6 +89,14 @@ def test_end_tokens_come_from_the_generation_config_first(
     assert end_token_ids(str(tmp_path), AutoConfig.from_pretrained(tmp_path)) == expected
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": [258, null]}'])
+def test_a_generation_config_that_cannot_be_read_is_named(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "generation_config.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=f"^{file} (is not a valid generation configuration|has the eos_token_id)"):
+        end_token_ids(str(tmp_path), AutoConfig.for_model("qwen3"))
+
+
 def test_an_engine_of_one_node_is_not_spread_over_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightrft.engine.build._installed", lambda name: True)
     axis = Axis("engine", 4, 1, None)

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset, DatasetDict
 from loguru import logger
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -101,6 +102,7 @@ def test_objects_get_names_and_names_stay():
     named = with_names({"prompt_data": ROWS, "eval_data": data, "reward": inner, "pretrain": "x", "seed": 3})
     assert named["prompt_data"].startswith("lightrft_objects:prompt_data") and named["reward"] == "lightrft_objects:inner"
     assert named == with_names({"prompt_data": ROWS, "eval_data": data, "reward": inner, "pretrain": "x", "seed": 3})
+    assert with_names({"prompt_data": data.to_iterable_dataset()})["prompt_data"].startswith("lightrft_objects:")
     unchanged = {"prompt_data": ["a.jsonl", "b.jsonl"], "reward": "math,format", "policy_loss": "gspo"}
     assert with_names(unchanged) == unchanged and with_names({"reward": exact}) == {"reward": exact}
     assert with_names({"reward": [exact, "math", lambda samples, **columns: []]})["reward"][2] == "lightrft_objects:lambda"
@@ -123,11 +125,26 @@ def test_a_folder_with_another_tokenizer(folder):
 @pytest.mark.parametrize(("values", "message"), [
     ({"model": "a", "pretrain": "b"}, "two names of one value"),
     ({"model": "a", "tokenizer": "b"}, "tokenizer is a tokenizer or processor of transformers, not str"),
-    ({"model": 3}, "pretrain"),
+    ({"model": 3}, "model is a model of transformers, a folder or a hub name, not int"),
+    ({"model": torch.nn.Linear(1, 1)}, "a folder or a hub name, not Linear"),
+    ({"prompt_data": {"input": ["a"]}}, "prompt_data is a list of rows, a Dataset, a file or a hub name, not dict"),
+    ({"eval_data": (row for row in ROWS)}, "eval_data is a list of rows, a Dataset, .*, not generator"),
+    ({"config": ROWS}, "config is a YAML file or a Config, not list: pass values by name"),
 ])  # fmt: skip
 def test_objects_of_the_wrong_kind(values, message):
     with pytest.raises(ConfigError, match=message):
-        lightrft.train_ppo(prompt_data=ROWS, **values)
+        lightrft.train_ppo(**{"prompt_data": ROWS} | values)
+
+
+def test_a_model_object_is_written_as_it_was_published(folder):
+    """Settings of generation that contradict each other, which transformers would refuse to write."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.generation_config.update(do_sample=False, temperature=0.6)
+    with model_folder({"model": model}) as named:
+        written = AutoModelForCausalLM.from_pretrained(named["pretrain"])
+        assert written.generation_config.temperature == 0.6 and written.dtype == torch.bfloat16
+        for name, parameter in written.named_parameters():
+            assert torch.equal(parameter, model.get_parameter(name))
 
 
 def test_a_model_object_is_for_one_process(folder, monkeypatch):

@@ -50,7 +50,8 @@ VERBS = [
     "all_reduce", "announce", "backward", "create_optimizer", "create_scheduler", "data_order", "engine_awake", "enter",
     "finish_ckpt", "full_params", "init_model_context", "load_ckpt", "maybe_load_optimizer", "maybe_offload_optimizer",
     "maybe_sleep_inference_engine", "moving_average", "offload_model", "open_generation", "optimizer_step", "prepare",
-    "rehearse_save", "reload_model", "sample_store", "save_ckpt", "save_model", "set_seed", "setup_distributed", "setup_inference_engine",
+    "rehearse_save", "reload_model", "sample_store", "save_ckpt", "save_model", "set_seed",
+    "setup_distributed", "setup_inference_engine",
     "unwrap_model", "update_engine_weights", "wakeup_inference_engine",
 ]  # fmt: skip
 FOR_OTHER_LOOPS = {

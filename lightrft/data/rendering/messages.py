@@ -21,6 +21,8 @@ ROLES = {
     "assistant": "assistant",
 }
 """Names of roles in data -> roles of chat templates. Other roles are left to the template."""
+CALLS = ("function_call", "tool_call", "tool_calls")
+"""Roles in ShareGPT of a turn of the assistant that is JSON of calls."""
 WEIGHTS = ("weight", "train", "loss")
 """Keys of a turn that say whether it is learned."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -29,6 +31,17 @@ THINKING = {"<think>": "</think>", "[THINK]": "[/THINK]", "<|channel>": "<channe
 """Beginning of the thinking in a turn -> its end."""
 TEXT_TYPES = ("text", "input_text", "output_text")
 """Types of parts that are text."""
+MEDIA_TYPES = {
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+    "video": "video",
+    "video_url": "video",
+    "audio": "audio",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
+"""Types of parts that are media, or keys of parts without a type -> types in chat templates."""
 PYTHON_LIST = re.compile(r"\[\s*\{\s*'(role|from|content|value)'")
 """Beginning of messages that were written with Python's str()."""
 
@@ -78,6 +91,10 @@ def clean_message(message: Any, place: str = "the message") -> Message:
     message = {name: value for name, value in message.items() if value is not None}
     role = _role(message, place)
     content = message.pop("value", None) if "content" not in message else message["content"]
+    if role in CALLS:
+        calls = parsed(content, f"the {role} of {place}") if isinstance(content, str) else content
+        message["tool_calls"] = calls if isinstance(calls, list) else [calls]
+        role, content = "assistant", None
     calls = _calls(message, place)
     thinks = any(message.get(name) for name in THOUGHTS)
     if content is None and not calls and not thinks:
@@ -99,7 +116,7 @@ def _role(message: Message, place: str) -> str:
     name = sender if role is None else role
     if not isinstance(name, str):
         raise ValueError(f"{place} has no role: it is an object with a role and a content")
-    known = ROLES.get(name.lower())
+    known = ROLES.get(name.lower()) or (name.lower() if name.lower() in CALLS else None)
     if role is None and known is None:
         raise ValueError(f"the turn has the role {name!r}; known roles are {', '.join(ROLES)}")
     return known or name
@@ -124,9 +141,10 @@ def _part(part: Any) -> Message | None:
     if not isinstance(part, dict):
         return None
     part = {name: value for name, value in part.items() if value is not None}
-    if part.get("type", "text") in TEXT_TYPES:
+    kind = str(part.get("type") or next((name for name in MEDIA_TYPES if name in part), "text"))
+    if kind in TEXT_TYPES:
         return {"type": "text", "text": part["text"]} if isinstance(part.get("text"), str) else None
-    return part
+    return part | {"type": MEDIA_TYPES.get(kind, kind)}
 
 
 def _calls(message: Message, place: str) -> list[Message]:

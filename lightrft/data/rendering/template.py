@@ -24,10 +24,11 @@ from lightrft.data.rendering.messages import THINKING, THOUGHTS, WEIGHTS, Messag
 WORD = "\u2402word\u2403"
 """Text that no template contains."""
 QUESTION = {"role": "user", "content": WORD + "?"}
+OF_CALL = "of_call"
 CALL = {
     "id": "call12345",
     "type": "function",
-    "function": {"name": "word_tool", "arguments": {"word": "of_call"}},
+    "function": {"name": "word_tool", "arguments": {"word": OF_CALL}},
 }
 TOOL = {
     "type": "function",
@@ -182,11 +183,22 @@ class ChatTemplate:
         return Closing(after_last[:end], after_inner[:inner_end], token)
 
     @cached_property
+    def call_end(self) -> str:
+        """Return the special token that ends a turn of calls, such as <|call|>; empty without one.
+
+        It is the last token that the template writes, unless it also stands between two calls.
+        """
+        one, two = (self._probe([QUESTION, _turn_of_calls(count)], tools=[TOOL]) for count in (1, 2))
+        written = one.rpartition(OF_CALL)[2].rstrip() if OF_CALL in one else ""
+        end = next((token for token in self._special_tokens if written.endswith(token)), "")
+        first, _, second = two.rpartition(OF_CALL)[0].rpartition(OF_CALL)
+        return end if not first or end not in second else ""
+
+    @cached_property
     def end_token_ids(self) -> frozenset[int]:
         """Return the tokens that end a turn: the tokenizer's end token, and the template's."""
-        ends = {self.tokenizer.eos_token_id}
-        if self.closing.token:
-            ends.add(self.tokenizer.convert_tokens_to_ids(self.closing.token))
+        written = [token for token in (self.closing.token, self.call_end) if token]
+        ends = {self.tokenizer.eos_token_id, *self.tokenizer.convert_tokens_to_ids(written)}
         return frozenset(ends - {None})
 
     @property
@@ -227,7 +239,7 @@ class ChatTemplate:
                 printed = (
                     "None" in rest or repr(function["arguments"]) in rest or '\\"of_call' in rest
                 )
-                if "word_tool" in rest and "of_call" in rest and not printed:
+                if "word_tool" in rest and OF_CALL in rest and not printed:
                     return is_json, content
         return False, ""
 
@@ -241,15 +253,16 @@ class ChatTemplate:
         header = text[len(before) :].partition(WORD)[0]
         return header if header.strip() else ""
 
+    @cached_property
+    def _special_tokens(self) -> list[str]:
+        """Return the special tokens of the tokenizer, the longest first."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        names = {str(token) for token in added if token.special}
+        return sorted(names.union(self.tokenizer.all_special_tokens), key=len, reverse=True)
+
     def _special_tokens_in(self, text: str) -> list[tuple[str, int]]:
         """Return the first special token of a text and those right behind it, with their ends."""
-        added = self.tokenizer.added_tokens_decoder.values()
-        names = {str(token) for token in added if token.special} | set(
-            self.tokenizer.all_special_tokens
-        )
-        pattern = re.compile(
-            "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)"
-        )
+        pattern = re.compile("|".join(map(re.escape, self._special_tokens)) or r"(?!)")
         found: list[tuple[str, int]] = []
         match = pattern.search(text)
         while match:
@@ -466,6 +479,10 @@ def _as_parts(message: Message) -> Message:
     if not isinstance(message.get("content"), str):
         return message | {"content": message.get("content") or []}
     return message | {"content": [{"type": "text", "text": message["content"]}]}
+
+
+def _turn_of_calls(count: int) -> Message:
+    return {"role": "assistant", "content": None, "tool_calls": [CALL] * count}
 
 
 def _with_json_arguments(call: Message) -> Message:
