@@ -55,7 +55,8 @@ class Handler(JsonHandler):
     def _score(self, ids: list[int]) -> dict[str, Any]:
         tokens = torch.tensor(ids)
         with torch.no_grad():
-            logprobs = self.model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0].tolist()
+            logits = self.model(tokens[None]).logits[0, :-1, : len(self.tokenizer)]
+        logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].tolist()
         found = [None, *logprobs][: len(ids) - self.short]
         return {"choices": [{"logprobs": {"token_logprobs": found, "tokens": [self.tokenizer.decode([token]) for token in ids]}}]}
 

@@ -137,13 +137,23 @@ def end_token_ids(model_path: str, config: PretrainedConfig) -> frozenset[int]:
 
 
 def unknown_token_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[int, ...]:
-    """Return the ids below `size` that the tokenizer does not have, in order."""
-    known = set(tokenizer.get_vocab().values())
+    """Return the ids below `size` that the tokenizer does not have, in order; none if it has no vocabulary at all."""
+    vocabulary = tokenizer.get_vocab()
+    if set(vocabulary) <= set(tokenizer.all_special_tokens):
+        return ()  # of a folder without the files of a tokenizer
+    known = set(vocabulary.values())
     return tuple(token for token in range(size) if token not in known)
 
 
-def never_sampled(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens that no engine samples, as Vocabulary.never_sampled does."""
+def never_sampled(
+    model_path: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[int, ...]:
+    """Return the tokens that no engine samples, as Vocabulary.never_sampled does.
+
+    Without a tokenizer, the one of the folder counts.
+    """
+    if tokenizer is None:
+        return Vocabulary.of(model_path, config).never_sampled
     unknown = unknown_token_ids(tokenizer, config.get_text_config().vocab_size)
     return tuple(sorted({*placeholder_token_ids(config), *unknown}))
 

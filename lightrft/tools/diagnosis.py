@@ -110,7 +110,7 @@ def diagnose(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokeni
     pretrain = config.model.pretrain
     with strategy.init_model_context():
         actor = Actor(load_model(config.model))
-    part = Sampling().resolved(never_sampled(actor.language_model.config, tokenizer)).truncation
+    part = Sampling().resolved(never_sampled(pretrain, actor.language_model.config, tokenizer)).truncation
     policy = Policy(strategy, strategy.prepare(actor), truncation=part)
     engine_config = replace(config, model=replace(config.model, pretrain=engine_model or pretrain))
     strategy.setup_inference_engine(engine_config, config.engine.engine_type, actor=policy.actor)

@@ -36,7 +36,7 @@ def build_policy(
     """Build the sharded actor with its optimizer and schedule over `updates` optimizer steps, and the frozen reference.
 
     Log-probs are those of the distribution that `sampling` draws from, which depends on the ids that the `tokenizer` has; None:
-    the tokenizer of --pretrain.
+    the tokenizer of --pretrain, if it has one.
     """
     optim = config.optim
     strategy.announce("load_models")
@@ -49,7 +49,7 @@ def build_policy(
     if sampling is not ANY_TOKEN:
         shape = actor.language_model.config
         ends = end_token_ids(config.model.pretrain, shape)
-        sampling = sampling.resolved(never_sampled(shape, tokenizer or load_tokenizer(config.model)), ends)
+        sampling = sampling.resolved(never_sampled(config.model.pretrain, shape, tokenizer), ends)
     actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
     frozen = actor if reference and config.model.lora_rank else None
     if reference and frozen is None:
@@ -116,13 +116,9 @@ def build_draft(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTok
         model = Actor(load_model(config.model, "draft_pretrain", name=name))
     optimizer = strategy.create_optimizer(model, optim.draft_learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
+    truncation = Truncation(banned=never_sampled(name, model.language_model.config, tokenizer))
     return Draft(strategy, *strategy.prepare((model, optimizer, scheduler)), temperature=config.rollout.temperature,
-                 truncation=_all_tokens(model, tokenizer), **limits(config))  # fmt: skip
-
-
-def _all_tokens(model: Actor, tokenizer: PreTrainedTokenizerBase) -> Truncation:
-    """Return the truncation to all tokens that an engine may sample."""
-    return Truncation(banned=never_sampled(model.language_model.config, tokenizer))
+                 truncation=truncation, **limits(config))  # fmt: skip
 
 
 def build_teacher(
@@ -143,11 +139,14 @@ def build_teacher(
     with strategy.init_model_context():
         model = Actor(load_model(config.model, "teacher_pretrain")).requires_grad_(False)
     set_blank_media(expand, model)
+    # Over the tokens of the policy, so that a teacher with its weights has its log-probs.
+    name, shape = config.model.teacher_pretrain, model.language_model.config
+    truncation = Truncation(banned=never_sampled(name, shape, tokenizer))
     return Policy(
         strategy,
         strategy.prepare(model),
         temperature=config.rollout.temperature,
-        truncation=_all_tokens(model, tokenizer),
+        truncation=truncation,
         **limits(config),
     )
 

@@ -118,7 +118,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
     for repetition in range(args.repeat + 1):
         for name, episodes in ways.items():
             trace = Trace(peak_memory=int, memory_in_use=int)
-            strategy = SimpleNamespace(trace=trace, open_generation=host.open)
+            strategy = SimpleNamespace(trace=trace, engine=engine, open_generation=host.open)
             growth = Sampler(strategy, tokenizer, rollout, episodes=episodes).open(repetition)
             groups = [Group.begin(number, number, Prompt(number, "go", [71, 79], {}), count=1, greedy=False)
                       for number in range(args.episodes)]  # fmt: skip

@@ -119,7 +119,7 @@ def test_a_busy_server_is_asked_again_and_a_wrong_one_is_not(folders, monkeypatc
             RemoteTeacher(url, byte_tokenizer(), alone())
         monkeypatch.setenv("TEACHER_API_KEY", "secret")
         assert RemoteTeacher(url, byte_tokenizer(), alone())._model == "teacher"
-    with teacher_server(folders[1], short=True) as url, pytest.raises(ValueError, match="64 tokens were sent, but 63 log-probs"):
+    with teacher_server(folders[1], short=True) as url, pytest.raises(ValueError, match="63 tokens were sent, but 62 log-probs"):
         RemoteTeacher(url, byte_tokenizer(), alone())
     with teacher_server(folders[1]) as url, pytest.raises(ValueError, match="GET models ended with 400"):
         RemoteTeacher(f"{url}/deep", byte_tokenizer(), alone())

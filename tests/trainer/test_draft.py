@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.cli.export import main as export
 from runs import PPO, prepare, train
@@ -18,12 +18,13 @@ TEMPERATURE = 0.3
 
 @torch.no_grad()
 def loss_of(folder: Path, dump: Path) -> float:
-    """Return the mean negative log-prob of all dumped response tokens, computed by transformers."""
+    """Return the mean negative log-prob of all dumped response tokens, among the tokenizer's, by transformers."""
+    num_tokens = len(AutoTokenizer.from_pretrained(folder))
     model, losses = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), []
     for file in dump.iterdir():
         for row in map(json.loads, file.read_text().splitlines()[1:]):
             prompt, response = row["prompt"]["token_ids"], row["token_ids"]
-            logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+            logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1, :num_tokens] / TEMPERATURE
             losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(response), reduction="none"))
     return float(torch.cat(losses).mean())
 
