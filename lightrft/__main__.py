@@ -41,7 +41,10 @@ def main(argv: list[str] | None = None) -> None:
     if chosen.command not in COMMANDS:
         near = "".join(f"; did you mean {name}" for name in get_close_matches(chosen.command, COMMANDS, n=1))
         parser.error(f"there is no command {chosen.command!r}{near}. All commands: lightrft --help")
-    importlib.import_module(f"lightrft.cli.{chosen.command}").main(chosen.arguments)
+    try:
+        importlib.import_module(f"lightrft.cli.{chosen.command}").main(chosen.arguments)
+    except KeyboardInterrupt:
+        parser.exit(130, "interrupted by SIGINT\n")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ USER_ERROR = 2
 """Exit code for errors that the user can correct: configuration and data."""
 LONGEST_MESSAGE = 20_000
 """Number of letters of an error that are logged."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, 128 + SIGINT."""
 SWITCH_INTERVAL = 5e-4
 """Seconds after which a thread that computes in Python gives the interpreter to another that waits for it.
 
@@ -39,7 +41,10 @@ def run_command(command: str, description: str | None, argv: Sequence[str] | Non
         faulthandler.enable()
     set_up_logging()
     try:
-        config = parse(argv, command, description or "")
+        sys.exit(_run(command, parse(argv, command, description or "")))
+    except KeyboardInterrupt:  # before a run listens for signals, or the second one
+        _log_once("interrupted by SIGINT")
+        sys.exit(INTERRUPTED)
     except ConfigError as error:
         _log_once(str(error))
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -47,7 +52,6 @@ def run_command(command: str, description: str | None, argv: Sequence[str] | Non
 
             tell_launcher(str(error))
         sys.exit(USER_ERROR)
-    sys.exit(_run(command, config))
 
 
 def _run(command: str, config: Config) -> int:
@@ -80,8 +84,6 @@ def _run(command: str, config: Config) -> int:
         _log_once(str(interrupted))
         tell_launcher(str(interrupted))
         return interrupted.exit_code
-    except KeyboardInterrupt:
-        return 130
     except Exception:
         tell_launcher(traceback.format_exc())
         raise

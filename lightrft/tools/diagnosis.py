@@ -4,7 +4,7 @@ The engine gets its weights from the weight stream, as in training, so the compa
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -110,7 +110,8 @@ def diagnose(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokeni
     pretrain = config.model.pretrain
     with strategy.init_model_context():
         actor = Actor(load_model(config.model))
-    part = Sampling().resolved(never_sampled(pretrain, actor.language_model.config, tokenizer)).truncation
+    banned = never_sampled(pretrain, actor.language_model.config, tokenizer)
+    part = Sampling().resolved(banned).truncation
     policy = Policy(strategy, strategy.prepare(actor), truncation=part)
     engine_config = replace(config, model=replace(config.model, pretrain=engine_model or pretrain))
     strategy.setup_inference_engine(engine_config, config.engine.engine_type, actor=policy.actor)
@@ -123,7 +124,17 @@ def diagnose(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokeni
     gaps = {name: _gap(policy, prompts, completions, tokenizer.decode) for name, completions in responses.items()}
     trainer_values = trainer_parts(policy, sequence)
     settings = _settings(pretrain, engine_model, trust_remote_code=config.model.trust_remote_code) if engine_model else []
-    return Diagnosis(strategy.engine_name, strategy.dtype, gaps, compare(trainer_values, engine_values, strategy.dtype), settings)
+    parts = (_without(banned, values) for values in (trainer_values, engine_values))
+    return Diagnosis(strategy.engine_name, strategy.dtype, gaps, compare(*parts, strategy.dtype), settings)
+
+
+def _without(banned: Sequence[int], values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parts without the logits of tokens that are never sampled, which an engine may have masked already."""
+    if LOGITS not in values:
+        return values
+    kept = torch.ones(values[LOGITS].shape[-1], dtype=torch.bool)
+    kept[[token for token in banned if token < len(kept)]] = False
+    return values | {LOGITS: values[LOGITS][:, kept]}
 
 
 def compare(trainer_values: dict[str, Tensor], engine_values: dict[str, Tensor], dtype: torch.dtype) -> list[PartGap]:

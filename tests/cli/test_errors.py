@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.__main__ import main as lightrft
 from lightrft.cli import SWITCH_INTERVAL, evaluate, report, train_ppo, train_sft
 from runs import PPO, prepare
 
@@ -181,3 +182,20 @@ def test_a_run_that_cannot_begin_leaves_the_results_of_before_in_place(inputs, t
     flags = [*inputs, *PPO, "--prompt_data=no.jsonl", f"--save_path={run}", "--overwrite"]
     assert "no.jsonl" in fails(capfd, train_ppo.main, flags)
     assert (run / "metrics.jsonl").read_text() == '{"step": 1}\n' and not run.with_name("run.previous").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "place"),
+    [("train_sft", "cli.parse"), ("train_sft", "cli._run"), ("report folder", "cli.report.write_report")],
+)
+def test_ctrl_c_before_a_run_listens_for_signals(monkeypatch, capfd, command, place):
+    """While modules are imported, models loaded, or a command works that is no run."""
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"lightrft.{place}", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        lightrft(command.split())
+    said = capfd.readouterr().err
+    assert ended.value.code == 130 and said.strip().endswith("interrupted by SIGINT") and "Traceback" not in said

@@ -20,7 +20,7 @@ from lightrft.strategy import get_strategy
 from lightrft.tools.diagnosis import Diagnosis, compare, diagnose
 from ranks import run_ranks
 from sglang_environment import in_sglang_environment
-from tiny import tiny_model
+from tiny import byte_tokenizer, tiny_model
 from warm import warm_python
 from with_vllm import load_vllm
 
@@ -156,7 +156,9 @@ def test_the_command(folder: Path) -> None:
         command = [warm_python(vllm=True), "-m", "lightrft.cli.doctor", "--engine_kv_cache_gb", "0.125", *flags]
         return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
-    well = doctor("--model", str(folder / "plain"), "--engine_type", "vllm")
+    shutil.copytree(folder / "plain", folder / "padded")
+    byte_tokenizer(300).save_pretrained(folder / "padded")  # as published models have rows without tokens
+    well = doctor("--model", str(folder / "padded"), "--engine_type", "vllm")
     assert (well.returncode, well.stdout.strip().splitlines()[-1]) == (0, "all checks passed"), well.stdout + well.stderr
     strategy = "DeepSpeedStrategy" if find_spec("deepspeed") else "FSDPStrategy"
     assert f"and trainer ({strategy})" in well.stdout, "the strategy that a run without --fsdp has"
