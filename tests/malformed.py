@@ -11,6 +11,13 @@ def _message(**message):
     return {"messages": [message]}
 
 
+def _nested(levels):
+    return {"properties": {"a": _nested(levels - 1)}} if levels else {}
+
+
+DEEP = [{"type": "function", "function": {"name": "f", "parameters": _nested(400)}}]
+
+
 MALFORMED = [
     ("/v1/completions", {"prompt": ""}, "the prompt is empty"),
     ("/v1/completions", {"prompt": []}, "the prompt is empty"),
@@ -40,6 +47,7 @@ MALFORMED = [
     ("/v1/chat/completions", _chat(messages=None), "messages"),
     ("/v1/chat/completions", _chat(messages=[5]), "is not an object with a role"),
     ("/v1/chat/completions", _message(role=5, content="p"), "has no role"),
+    ("/v1/chat/completions", _message(role="", content="p"), "has no role"),
     ("/v1/chat/completions", _message(role="user", content=5), "content"),
     ("/v1/chat/completions", _message(role="user", content={"text": "p"}), "content"),
     ("/v1/chat/completions", _message(role="user", content=[{"text": None}]), "content"),
@@ -58,6 +66,7 @@ MALFORMED = [
     ("/inference/v1/generate", {"token_ids": [65], "sampling_params": [1]}, "sampling_params"),
 ]
 OF_A_SERVER = [
+    ("/v1/chat/completions", _chat(tools=DEEP), "too many brackets"),
     ("/v1/completions", {"prompt": "a", "top_k": 2.5}, "top_k is a whole number"),
     ("/v1/completions", {"prompt": "a", "top_k": True}, "top_k is a whole number"),
     ("/v1/completions", {"prompt": "a", "top_k": "5"}, "top_k is a whole number"),

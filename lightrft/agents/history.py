@@ -64,6 +64,8 @@ def good_calls(turn: Turn) -> list[ToolCall]:
 def clean_message(message: Any, place: str = "the message") -> Message:
     """Return a message as chat templates read it. Raises ValueError for one that has no role, or content other than text."""
     message = rendering.clean_message(message, place)
+    if not message["role"]:
+        raise ValueError(f"{place} has no role: it is an object with a role and a content")
     content = message["content"] or ""
     if not isinstance(content, str):
         raise ValueError("the content of a message is text: agents have no images and no sound")

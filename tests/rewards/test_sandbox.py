@@ -243,6 +243,39 @@ def test_asserts_are_not_passed_without_solving_them(case):
     assert not passes(PRETENDS[case], ASSERTS)
 
 
+DECEIVES = {
+    "an object that the test has made": (
+        "class S:\n  def f(s, x): return s\n  __sub__ = lambda s, o: s\n  __abs__ = lambda s: 0",
+        ["s = S()", "assert abs(s.f(3) - 9) < 1e-6"],
+    ),
+    "an object of one that the test has made": (
+        "class Z:\n  __sub__ = lambda s, o: 0\nclass S:\n  area = property(lambda s: Z())\n"
+        "  def f(s, x): return Z()",
+        ["assert abs(S().f(3) - 9) < 1e-6"],
+    ),
+    "an attribute": (
+        "class S:\n  area = property(lambda s: s)\n  __sub__ = lambda s, o: 0",
+        ["assert abs(S().area - 9) < 1e-6"],
+    ),
+    "in place": (
+        "class S:\n  __isub__ = __sub__ = lambda s, o: 0\ndef f(x): return S()",
+        ["x = f(3)\nx -= 9\nassert abs(x) < 1e-6"],
+    ),
+    "reads a test": (
+        "def f(g):\n"
+        "  for name in ('__globals__', '__code__', '__closure__', '__defaults__', '__self__'):\n"
+        "    try: getattr(g, name)\n    except AttributeError: pass\n    else: return 9\n"
+        "  return 0",
+        ["assert f(lambda: 9) == 9"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DECEIVES)
+def test_objects_of_a_program_do_not_deceive_asserts_about_numbers(case):
+    assert not passes(*DECEIVES[case])
+
+
 SOLVES = {
     "plain": ("def f(x): return x * x", ASSERTS),
     "an argument in place": (
@@ -368,6 +401,112 @@ SOLVES = {
     "imports of the program": (
         "import math\ndef f(): return math.pi",
         ["from program import f as g\nassert math.floor(g()) == 3"],
+    ),
+    "an argument that is returned": (
+        "def f(x): x.append(1); return x\ndef g(m): m[0].append(2); m.append(m)",
+        [
+            "a = []; b = f(a)\nassert b is a and a == [1]",
+            "row = [1]; m = [row]; g(m)\nassert m[0] is row and row == [1, 2] and m[1] is m",
+        ],
+    ),
+    "containers of an object": (
+        "state = []\nclass C:\n  def __init__(s): s.log, s.seen, s.grid = [], {}, [[0], [0]]\n"
+        "  def go(s, x): s.log.append(x); s.seen[x] = 1; s.grid[1][0] = x; state.append(x)",
+        [
+            "c = C(); log = c.log; grid = c.grid\nc.log.append(1); c.seen['a'] = 2; c.log += [2]",
+            "c.go(3)\nassert log is c.log == [1, 2, 3] and c.seen == {'a': 2, 3: 1}",
+            "grid[0].clear()\nassert c.grid == [[], [3]] and state == [3]\nstate.clear()",
+            "c.go(4)\nassert state == [4]",
+        ],
+    ),
+    "objects that are the same": (
+        "import enum\nclass N:\n  def __init__(s, next=None): s.next = next\n"
+        "class E(enum.Enum): A = 1; B = 2\n"
+        "def f(x): return E.A if x else E.B\ndef last(n): return last(n.next) if n.next else n",
+        [
+            "a = N(); b = N(a)\nassert b.next is a and last(b) is a and a == a and a != b",
+            "assert f(1) is E.A and {E.A: 5}[f(1)] == 5 and [e.name for e in E] == ['A', 'B']",
+        ],
+    ),
+    "items and slices of an object": (
+        "class M:\n  def __init__(s, d): s.d = d\n  def __getitem__(s, i): return s.d[i]\n"
+        "  def __iadd__(s, x): s.d.append(x); return s\n  def __invert__(s): return s.d[::-1]\n"
+        "  def __format__(s, how): return how\ndef f(d): return M(d)",
+        [
+            "m = f([1, 2, 3])\nassert m[0] == 1 and m[1:] == [2, 3] and ~m == [3, 2, 1]",
+            "m = M([1]); m += 2\nassert m.d == [1, 2] and f'{m:>3}' == '>3'",
+            "import copy\nn = copy.deepcopy(m); n.d.append(3)",
+            "assert m.d == [1, 2] and n.d == [1, 2, 3]",
+        ],
+    ),
+    "views, counters and times": (
+        "import collections, datetime\ndef f(s): return collections.Counter(s)\n"
+        "def g(d): return d.keys(), d.items(), d.values()\n"
+        "def h(): return datetime.timedelta(days=1), collections.deque([1, 2], maxlen=2)\n"
+        "def d():\n  found = collections.defaultdict(int); found['a'] += 1; return found",
+        [
+            "assert f('aab').most_common(1) == [('a', 2)] and f('a')['b'] == 0 and d()['b'] == 0",
+            "k, i, v = g({1: 2})\nassert k == {1} and list(i) == [(1, 2)] and sum(v) == 2",
+            "time, last = h(); last.append(3)\nassert time.days == 1 and list(last) == [2, 3]",
+        ],
+    ),
+    "a list of a class of its own": (
+        "class S(list):\n  def push(s, x): s.append(x)",
+        ["s = S(); s.push(1); s.append(2)\nassert s == [1, 2] and s != [1] and len(s) == 2"],
+    ),
+    "threads of the tests": (
+        "import threading\nclass C:\n  def __init__(s): s.n = 0\n  def add(s): s.n += 1",
+        [
+            "import threading\nc = C()\ndef adds():\n  for _ in range(50): c.add()",
+            "ts = [threading.Thread(target=adds) for _ in range(3)]\n"
+            "for t in ts: t.start()\nfor t in ts: t.join()\nassert c.n == 150"
+        ],
+    ),
+    "exceptions of other forms": (
+        "import json, sys\nclass E(Exception):\n"
+        "  def __init__(s, code, text): super().__init__(text); s.code = code\n"
+        "def f(): raise E(5, 'x')\ndef g(h): return h()\n"
+        "def h(n): return [json.loads, lambda b: b.decode('ascii'), sys.exit][n]",
+        [
+            "try: f()\nexcept E as e: assert e.code == 5 and str(e) == 'x'\nelse: assert 0",
+            "import json\ntry: h(0)('{')\nexcept json.JSONDecodeError as e: assert e.pos == 1\n"
+            "else: assert 0",
+            "try: h(1)(b'\\xff')\nexcept UnicodeDecodeError: pass\nelse: assert 0",
+            "try: h(2)(3)\nexcept SystemExit as e: assert e.code == 3\nelse: assert 0",
+            "class Mine(Exception): pass\ndef bad(): raise Mine(1)\n"
+            "try: g(bad)\nexcept Mine as e: assert e.args == (1,)\nelse: assert 0",
+        ],
+    ),
+    "objects of the standard library as arguments": (
+        "def f(file, call, chance): file.write(call(chance.choice('a')))",
+        [
+            "import io, random\nfrom unittest.mock import Mock\nfile = io.StringIO()",
+            "call = Mock(return_value='b')\nf(file, call, random.Random(0))",
+            "call.assert_called_once_with('a')\nassert file.getvalue() == 'b'",
+        ],
+    ),
+    "asynchronous generators and contexts": (
+        "import asyncio\nasync def f(n):\n  for i in range(n): yield i\nclass A:\n"
+        "  async def __aenter__(s): return 7\n  async def __aexit__(s, *about): return True",
+        [
+            "import asyncio\nasync def all_of():\n  async with A() as x:\n"
+            "    assert [i async for i in f(3)] == [0, 1, 2] and x == 7\n    raise ValueError\n"
+            "  return 1",
+            "assert asyncio.run(all_of()) == 1",
+        ],
+    ),
+    "what functions say of themselves": (
+        "import functools\ndef f(x: int, y=2):\n  'A sum.'\n  return x + y\n"
+        "def wrap(g):\n  @functools.wraps(g)\n  def h(*x): return g(*x)\n  return h\n"
+        "async def c(): pass\ndef many(): yield 1",
+        [
+            "import asyncio, inspect, types",
+            "assert f.__doc__ == 'A sum.' and f.__name__ == 'f' and asyncio.iscoroutinefunction(c)",
+            "assert list(inspect.signature(f).parameters) == ['x', 'y']",
+            "assert isinstance(many(), types.GeneratorType)",
+            "@wrap\ndef mine(x):\n  'Mine.'\n  return x",
+            "assert mine(3) == 3 and mine.__name__ == 'mine' and mine.__doc__ == 'Mine.'",
+        ],
     ),
     "context managers": (
         "from contextlib import contextmanager\n@contextmanager\ndef f(): yield 3",

@@ -56,10 +56,7 @@ class Options(TypedDict):
 def read_body(content: bytes) -> Body:
     """Return the object of a request. Raises ValueError if it is none, or has text that no
     tokenizer reads."""
-    try:
-        body = json.loads(content)
-    except RecursionError as error:
-        raise ValueError("the request is JSON of too many brackets") from error
+    body = json.loads(content)
     if not isinstance(body, dict):
         raise ValueError("the request is not a JSON object")
     check_text(json.dumps(body, ensure_ascii=False))

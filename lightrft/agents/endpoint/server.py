@@ -70,6 +70,9 @@ def application(
                 )
             except ValueError as error:
                 return JSONResponse(protocol.problem(str(error)), 400)
+            except RecursionError:
+                message = "the request is JSON of too many brackets"
+                return JSONResponse(protocol.problem(message), 400)
             if not turn.token_ids:
                 message = "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len, --episode_minutes)"
                 return JSONResponse(protocol.problem(message, "context_length_exceeded"), 400)

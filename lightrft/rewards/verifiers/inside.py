@@ -11,7 +11,9 @@ test or the value that a test expects.
 
 import builtins
 import collections
+import copy
 import ctypes
+import functools
 import importlib
 import json
 import operator
@@ -21,8 +23,11 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import types
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 POLL_SECONDS = 0.05
@@ -143,23 +148,42 @@ def _deny(library: ctypes.CDLL, architecture: int, calls: tuple[int, ...]) -> No
 # -- values that are copied, and objects that stay where they are
 
 
-COPIED = {
-    list: "list",
-    tuple: "tuple",
-    set: "set",
-    frozenset: "frozenset",
-    collections.deque: "deque",
+MAPPINGS = (dict, collections.Counter, collections.OrderedDict, collections.defaultdict)
+MUTABLE = (list, set, bytearray, collections.deque, *MAPPINGS)
+"""Classes of containers that are one object at both ends, while a question is answered."""
+BY_NAME = {kind.__name__: kind for kind in (tuple, frozenset, *MUTABLE)}
+VIEWS = {
+    type({}.keys()): lambda values: dict.fromkeys(values).keys(),
+    type({}.values()): lambda values: dict(enumerate(values)).values(),
+    type({}.items()): lambda values: dict(values).items(),
 }
-BY_NAME = {name: kind for kind, name in COPIED.items()}
+VIEWS_BY_NAME = {kind.__name__: make for kind, make in VIEWS.items()}
+AS_TEXT = (str, lambda kind, text: kind(text))
+AS_ISO = (str, lambda kind, text: kind.fromisoformat(text))
 STANDARD = {
-    ("decimal", "Decimal"): str,
-    ("fractions", "Fraction"): str,
-    ("datetime", "date"): "fromisoformat",
-    ("datetime", "datetime"): "fromisoformat",
-    ("datetime", "time"): "fromisoformat",
+    ("decimal", "Decimal"): AS_TEXT,
+    ("fractions", "Fraction"): AS_TEXT,
+    ("uuid", "UUID"): AS_TEXT,
+    ("pathlib", "PosixPath"): AS_TEXT,
+    ("pathlib", "PurePosixPath"): AS_TEXT,
+    ("datetime", "date"): AS_ISO,
+    ("datetime", "datetime"): AS_ISO,
+    ("datetime", "time"): AS_ISO,
+    ("datetime", "timedelta"): (
+        lambda value: f"{value.days} {value.seconds} {value.microseconds}",
+        lambda kind, text: kind(*map(int, text.split())),
+    ),
 }
-"""Classes of the standard library whose objects are copied as text, and how the text is read."""
-MUTABLE = (list, dict, set, bytearray, collections.deque)
+"""Classes of the standard library whose objects are copied as text, and how it is written and
+read."""
+MOST_KEPT = 64
+"""Number of containers of attributes that stay one object at both ends."""
+MOST_ITEMS = 1000
+"""Number of items of a container, with those inside it, that does so."""
+NAMES_OF_FUNCTIONS = ("__name__", "__qualname__", "__doc__", "__module__")
+LENT = ("_io", "random", "_random", "queue", "unittest.mock")
+"""Modules with classes whose objects a test can give to a program to use their methods."""
+RAISED = (Exception, SystemExit, KeyboardInterrupt)
 FROM_BUILTINS = {
     "__len__": len,
     "__iter__": iter,
@@ -172,6 +196,13 @@ FROM_BUILTINS = {
     "__float__": float,
     "__round__": round,
     "__reversed__": reversed,
+    "__format__": format,
+    "__copy__": copy.copy,
+    "__deepcopy__": lambda one, *_: copy.deepcopy(one),
+    "__aiter__": aiter,
+    "__anext__": anext,
+    "__aenter__": lambda one: type(one).__aenter__(one),
+    "__aexit__": lambda one, *about: type(one).__aexit__(one, *about),
     "__divmod__": divmod,
     "__enter__": lambda one: type(one).__enter__(one),
     "__exit__": lambda one, *about: type(one).__exit__(one, *about),
@@ -192,18 +223,14 @@ BINARY = (
     "rshift",
 )
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+UNARY = ("__neg__", "__pos__", "__abs__", "__invert__", "__index__")
+ITEMS = ("__getitem__", "__setitem__", "__delitem__")
+ARITHMETIC = frozenset(
+    [*UNARY] + [f"__{swap}{name}__" for name in BINARY for swap in ("", "r", "i")]
+)
+SWAPPED = frozenset(f"__r{name}__" for name in BINARY)
 FORWARDED = frozenset(
-    [
-        *FROM_BUILTINS,
-        "__getitem__",
-        "__setitem__",
-        "__delitem__",
-        "__contains__",
-        "__neg__",
-        "__abs__",
-        "__index__",
-    ]
-    + [f"__{name}__" for name in BINARY + COMPARISONS]
+    [*FROM_BUILTINS, *ITEMS, *ARITHMETIC, "__contains__"] + [f"__{name}__" for name in COMPARISONS]
 )
 
 
@@ -218,10 +245,11 @@ class Remote:
     @property
     def __class__(self) -> type:
         about = self._remote_
-        return Remote if about.plain is NOTHING else type(about.plain)
+        kind = CLASSES.get(about.kind, Remote)
+        return kind if about.plain is NOTHING else type(about.plain)
 
     def __call__(self, *values: Any, **named: Any) -> Any:
-        return _ask(self, "call", *values, named=named, constructs=self._remote_.kind == "class")
+        return _ask(self, "call", *values, named=named)
 
     def __getattr__(self, name: str) -> Any:
         return _ask(self, "get", name)
@@ -263,23 +291,21 @@ class About:
         self.plain = plain
         """The value as one of a builtin class, if its class is derived from that."""
         self.made = False
-        """True if the test has made the object, by calling a class."""
+        """True if the test has made the object, by calling a class or by arithmetic with such an
+        object, and no function has returned it since: it could answer arithmetic as it likes."""
 
 
 NOTHING = object()
+CLASSES = {"function": types.FunctionType, "generator": types.GeneratorType}
 
 
-def _ask(
-    one: Remote,
-    verb: str,
-    *values: Any,
-    named: dict[str, Any] | None = None,
-    constructs: bool = False,
-) -> Any:
+def _ask(one: Remote, verb: str, *values: Any, named: dict[str, Any] | None = None) -> Any:
     about = one._remote_
     result = about.channel.ask(verb, about.number, values, named or {})
     if type(result) is Remote:
-        result._remote_.made = constructs or about.made
+        constructs = verb == "call" and about.kind == "class"
+        computes = verb == "special" and about.made and values[0] in ARITHMETIC
+        result._remote_.made = constructs or computes
     return result
 
 
@@ -287,9 +313,9 @@ def _forwarded(name: str) -> Any:
     return lambda self, *values: _ask(self, "special", name, *values)
 
 
-def _binary(name: str, *, swapped: bool = False) -> Any:
-    """Return an operator. An object that the program has returned does not meet values of the test:
-    it could answer as it likes."""
+def _binary(name: str, form: str = "") -> Any:
+    """Return an operator, or one of the form `r` (swapped) or `i` (in place). An object that the
+    program has returned does not meet values of the test: it could answer as it likes."""
     function = getattr(operator, f"__{name}__")
 
     def apply(self: Remote, other: Any) -> Any:
@@ -300,29 +326,101 @@ def _binary(name: str, *, swapped: bool = False) -> Any:
             or (about.made and name not in COMPARISONS)
         )
         if asks:
-            return _ask(self, "special", f"__r{name}__" if swapped else f"__{name}__", other)
+            return _ask(self, "special", f"__{form}{name}__", other)
         if about.plain is NOTHING:
             return NotImplemented
-        return function(other, about.plain) if swapped else function(about.plain, other)
+        if type(about.plain) in MUTABLE:
+            about.plain = _ask(self, "plain")
+        return function(other, about.plain) if form == "r" else function(about.plain, other)
 
     return apply
 
 
-for _name in (
-    *FROM_BUILTINS,
-    "__getitem__",
-    "__setitem__",
-    "__delitem__",
-    "__neg__",
-    "__abs__",
-    "__index__",
-):
+for _name in (*FROM_BUILTINS, *ITEMS, *UNARY):
     if _name != "__hash__":
         setattr(Remote, _name, _forwarded(_name))
 for _name in (*BINARY, *COMPARISONS):
     setattr(Remote, f"__{_name}__", _binary(_name))
 for _name in BINARY:
-    setattr(Remote, f"__r{_name}__", _binary(_name, swapped=True))
+    for _form in ("r", "i"):
+        setattr(Remote, f"__{_form}{_name}__", _binary(_name, _form))
+for _name in ("__doc__", "__module__"):  # else those of Remote
+    setattr(Remote, _name, property(operator.methodcaller("__getattr__", _name)))
+
+
+class Containers:
+    """Containers of a message. Each is written once, however often it occurs, and an answer begins
+    with those of its question, so that they are the same objects afterwards."""
+
+    def __init__(self, channel: "Channel", known: Sequence[tuple[Any, Any]] = ()):
+        self.channel = channel
+        self.all = [container for container, _ in known]
+        self.known = [parts for _, parts in known]
+        """Keys and items of each when both ends knew them."""
+        self._places = {id(container): place for place, container in enumerate(self.all)}
+
+    def place(self, container: Any) -> int:
+        if id(container) not in self._places:
+            self._places[id(container)] = len(self.all)
+            self.all.append(container)
+            self.known.append(None)
+        return self._places[id(container)]
+
+    def table(self) -> list[Any]:
+        """Return the content of each container, null for one that has not changed."""
+        table = []
+        for place, container in enumerate(self.all):  # their number grows meanwhile
+            known, parts = self.known[place], _parts(container)
+            same = known and len(known) == len(parts) and all(map(operator.is_, known, parts))
+            table.append(None if same else self._content(container))
+            self.known[place] = parts
+        return table
+
+    def read(self, table: list[Any]) -> None:
+        """Take over a table of the other end."""
+        for name, _, *more in table[len(self.all) :]:
+            limit = {"maxlen": more[0]} if name == "deque" else {}
+            self.place(BY_NAME[name](**limit))
+        changed = [place for place, content in enumerate(table) if content is not None]
+        for place in changed:
+            self._replace(self.all[place], table[place])
+        for place in changed:
+            self.known[place] = _parts(self.all[place])
+
+    def _content(self, container: Any) -> list[Any]:
+        kind, encode = type(container), partial(self.channel.encode, containers=self)
+        if kind is bytearray:
+            return [kind.__name__, repr(bytes(container))]
+        if kind in MAPPINGS:
+            items = [[encode(key), encode(each)] for key, each in container.items()]
+            more = [encode(container.default_factory)] if kind is collections.defaultdict else []
+            return [kind.__name__, items, *more]
+        more = [container.maxlen] if kind is collections.deque else []
+        return [kind.__name__, [encode(each) for each in container], *more]
+
+    def _replace(self, container: Any, content: list[Any]) -> None:
+        """Give a container the content that the other end has written."""
+        decode = partial(self.channel.decode, containers=self)
+        _, items, *more = content
+        if isinstance(container, bytearray):
+            container[:] = _literal("bytes", items)
+        elif isinstance(container, MAPPINGS):
+            new = {decode(key): decode(each) for key, each in items}
+            container.clear()
+            container.update(new)
+            if isinstance(container, collections.defaultdict):
+                container.default_factory = decode(more[0])
+        else:
+            every = list(map(decode, items))
+            container.clear()
+            (container.update if isinstance(container, set) else container.extend)(every)
+
+
+def _parts(container: Any) -> list[Any]:
+    """Return the keys and items of a container, and its kind, which makes the list true."""
+    if isinstance(container, MAPPINGS):
+        return [type(container), *container, *container.values()]
+    return [type(container), *container]
 
 
 class Channel:
@@ -332,56 +430,77 @@ class Channel:
         self.tests = tests
         """True at the end of the tests, which answers little: it must not be taken over."""
         self._file = socket.socket(fileno=descriptor).makefile("rwb")
+        self._lock = threading.RLock()
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
+        self._remotes: dict[int, Remote] = {}
         self._exceptions: dict[int, type] = {}
+        self._kept: list[tuple[Any, Any]] = []
+        """Containers of attributes of the program that tests have asked for, and their parts when
+        both ends knew them."""
 
     def ask(self, verb: str, number: int, values: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Return what the other end answers; answer its questions meanwhile. Raises the exception
         that it has raised."""
-        self._send([verb, number, self.encode(values), self.encode(named)])
-        while True:
-            verb, *content = self._receive()
-            if verb == "answer":
-                result, changed = content
-                for place, value in changed:
-                    _replace(values[place], self.decode(value))
-                return self.decode(result)
-            if verb == "raise":
-                kind, values = self.decode(content[0]), self.decode(content[1])
-                raise (
-                    kind(*values)
-                    if isinstance(kind, type) and issubclass(kind, Exception)
-                    else RuntimeError(values)
-                )
-            self.answer(verb, *content)
+        with self._lock:
+            containers = Containers(self, self._kept if self.tests else ())
+            asked = [self.encode(each, containers) for each in (values, list(named.items()))]
+            self._send([verb, [number, *asked], containers.table()])
+            while True:
+                answer, content, table = self._receive()
+                if answer in ("answer", "raise"):
+                    break
+                self.answer(answer, content, table)
+            first = len(containers.all)
+            containers.read(table)
+            result = self.decode(content, containers)
+            if self.tests:
+                self._keep(verb if answer == "answer" else "", containers, first)
+        if answer == "raise":
+            raise _raised(*result)
+        return result
 
     def serve(self) -> None:
         """Answer questions for ever."""
         while True:
             self.answer(*self._receive())
 
-    def answer(self, verb: str, number: int, encoded: Any, named: Any) -> None:
-        """Answer a question, with the arguments that were changed in place."""
+    def answer(self, verb: str, content: Any, table: list[Any]) -> None:
+        """Answer a question, with the containers that were changed in place."""
+        containers = Containers(self, () if self.tests else self._kept)
+        first = 0
         try:
-            one, values = self._objects[number], self.decode(encoded)
-            result = self._do(verb, one, values, self.decode(named))
-            changed = [
-                (place, after)
-                for place, (value, before) in enumerate(zip(values, encoded["tuple"], strict=True))
-                if type(value) in MUTABLE and (after := self.encode(value)) != before
-            ]
-            reply = ["answer", self.encode(result), changed]
+            containers.read(table)
+            first = len(containers.all)
+            number, *asked = content
+            values, named = (self.decode(each, containers) for each in asked)
+            result = self._do(verb, self._objects[number], values, dict(named))
+            reply = ["answer", self.encode(result, containers)]
         except BaseException as error:
-            kind = type(error) if isinstance(error, Exception) else RuntimeError
-            reply = ["raise", self.encode(kind), self.encode(tuple(map(_simple, error.args)))]
-        self._send(reply)
+            kind = type(error) if isinstance(error, RAISED) else RuntimeError
+            about = (kind, *map(_simple, (error.args, vars(error))))
+            reply = ["raise", self.encode(about, containers)]
+        self._send([*reply, containers.table()])
+        if not self.tests:
+            self._keep(verb if reply[0] == "answer" else "", containers, first)
+
+    def _keep(self, verb: str, containers: Containers, first: int) -> None:
+        """Keep the containers of an attribute, which are those from the `first` on."""
+        known = list(zip(containers.all, containers.known, strict=True))
+        for place, pair in enumerate(known[: len(self._kept)]):
+            if pair[0] is self._kept[place][0]:
+                self._kept[place] = pair
+        size = sum(len(parts) for _, parts in known[first:])
+        if verb in ("get", "special") and size <= MOST_ITEMS:
+            self._kept = [*self._kept, *known[first:]][-MOST_KEPT:]
 
     def _do(self, verb: str, one: Any, values: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if self.tests and verb != "call":
             public = verb in ("get", "set") and not str(values[0]).startswith("_")
             iterates = verb == "special" and values[0] in ("__next__", "__iter__", "__len__")
-            if not iterates and not (
+            lent = type(one).__module__ in LENT and verb == "get" and public
+            named = type(one) is types.FunctionType and values[:1] in zip(NAMES_OF_FUNCTIONS)
+            if not (iterates or lent or named and verb == "get") and not (
                 type(one).__module__ == "program" and (public or verb == "special")
             ):
                 raise AttributeError(f"this object of the test permits no {verb}")
@@ -398,54 +517,63 @@ class Channel:
                 return isinstance(values[0], one)
             case "has_subclass":
                 return issubclass(values[0], one)
+            case "plain":
+                return _plain(one)[0]
             case "run":
-                import asyncio
-
-                return asyncio.run(one)
+                return _completed(one)
             case "special":
                 return _special(one, *values)
         raise ValueError(verb)
 
-    def encode(self, value: Any) -> Any:
+    def encode(self, value: Any, containers: Containers) -> Any:
         """Return the value in terms of JSON."""
-        kind = type(value)
+        kind, encode = type(value), partial(self.encode, containers=containers)
         if value is None or kind in (bool, str, float):
             return value
         if kind is int:
             return value if value.bit_length() < 4096 else {"int": hex(value)}
-        if kind in COPIED:
-            return {COPIED[kind]: [self.encode(each) for each in value]}
-        if kind in (dict, collections.Counter, collections.OrderedDict, collections.defaultdict):
-            return {"dict": [[self.encode(key), self.encode(each)] for key, each in value.items()]}
-        if kind in (bytes, bytearray, complex, range):
+        if kind in MUTABLE:
+            return {"shared": containers.place(value)}
+        if kind in (tuple, frozenset) or kind in VIEWS:
+            return {kind.__name__: [encode(each) for each in value]}
+        if kind is slice:
+            return {"slice": [encode(each) for each in (value.start, value.stop, value.step)]}
+        if kind in (bytes, complex, range):
             return {kind.__name__: repr(value)}
-        if (kind.__module__, kind.__name__) in STANDARD:
-            return {"standard": [kind.__module__, kind.__name__, str(value)]}
+        if (name := (kind.__module__, kind.__name__)) in STANDARD:
+            return {"standard": [*name, STANDARD[name][0](value)]}
         if kind is Remote and value._remote_.channel is self:
             return {"own": value._remote_.number}
         if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
             return {"builtin": value.__name__}
-        if isinstance(value, type) and issubclass(value, Exception):
-            bases = [each for each in value.__mro__[:-1] if issubclass(each, Exception)]
-            return {"exception": [[self._number(each), each.__name__] for each in bases]}
-        return {"object": [self._number(value), _kind(value), *self._plain(value)]}
+        if isinstance(value, type) and issubclass(value, RAISED):
+            for number, other in self._exceptions.items():
+                if other is value:
+                    return {"own": number}
+            bases = [each for each in value.__mro__ if issubclass(each, RAISED)]
+            named = [[self._number(each), each.__module__, each.__name__] for each in bases]
+            return {"exception": named}
+        return {"object": [self._number(value), _kind(value), *map(encode, _plain(value))]}
 
-    def decode(self, content: Any) -> Any:
+    def decode(self, content: Any, containers: Containers) -> Any:
         """Return the value of an encoded one."""
         if not isinstance(content, dict):
             return content
+        decode = partial(self.decode, containers=containers)
         ((name, inner),) = content.items()
         match name:
+            case "shared":
+                return containers.all[inner]
             case "int":
                 return int(inner, 16)
-            case "dict":
-                return {self.decode(key): self.decode(each) for key, each in inner}
-            case "bytes" | "bytearray" | "complex" | "range":
+            case "slice":
+                return slice(*map(decode, inner))
+            case "bytes" | "complex" | "range":
                 return _literal(name, inner)
             case "standard":
                 module, kind, text = inner
-                read, found = STANDARD[module, kind], getattr(importlib.import_module(module), kind)
-                return found(text) if read is str else getattr(found, read)(text)
+                _, read = STANDARD[module, kind]
+                return read(getattr(importlib.import_module(module), kind), text)
             case "own":
                 return self._objects[inner]
             case "builtin":
@@ -455,12 +583,17 @@ class Channel:
                 return self._exception(inner)
             case "object":
                 number, kind, *plain = inner
-                if kind == "coroutine":
-                    return _awaited(Remote(About(self, number, kind, NOTHING)))
-                return Remote(
-                    About(self, number, kind, self.decode(plain[0]) if plain else NOTHING)
-                )
-        return BY_NAME[name](self.decode(each) for each in inner)
+                one = self._remote(number, kind)
+                one._remote_.plain = decode(plain[0]) if plain else NOTHING
+                return _awaited(one) if kind == "coroutine" else one
+            case "dict_keys" | "dict_values" | "dict_items":
+                return VIEWS_BY_NAME[name](list(map(decode, inner)))
+        return BY_NAME[name](map(decode, inner))
+
+    def _remote(self, number: int, kind: str) -> Remote:
+        if number not in self._remotes:
+            self._remotes[number] = Remote(About(self, number, kind, NOTHING))
+        return self._remotes[number]
 
     def _number(self, value: Any) -> int:
         if id(value) not in self._numbers:
@@ -468,24 +601,17 @@ class Channel:
             self._objects.append(value)
         return self._numbers[id(value)]
 
-    def _plain(self, value: Any) -> list[Any]:
-        """Return the value of an object whose class is derived from that of a value."""
-        for kind in (int, float, str, list, tuple, dict, set, frozenset):
-            if isinstance(value, kind):
-                return [self.encode(kind(value) if kind is not str else str.__str__(value))]
-        return []
-
     def _exception(self, bases: list[list[Any]]) -> type:
-        """Return the class of an exception here: a builtin one, or one that stands for that of the
-        other end."""
-        (number, name), *rest = bases
-        found = getattr(builtins, name, None)
-        if isinstance(found, type) and issubclass(found, Exception):
-            return found
+        """Return the class of an exception here: that of the standard library, or one that stands
+        for that of the other end."""
+        (number, module, name), *rest = bases
+        if module.partition(".")[0] in sys.stdlib_module_names:
+            found = getattr(sys.modules.get(module), name, None)
+            if isinstance(found, type) and issubclass(found, RAISED):
+                return found
         if number not in self._exceptions:
-            self._exceptions[number] = type(
-                name, (self._exception(rest) if rest else Exception,), {}
-            )
+            base = self._exception(rest) if rest else Exception
+            self._exceptions[number] = type(name, (base,), {})
         return self._exceptions[number]
 
     def _send(self, message: Any) -> None:
@@ -500,9 +626,50 @@ class Channel:
 
 
 def _kind(value: Any) -> str:
+    kind = type(value)
     if isinstance(value, type):
         return "class"
-    return "coroutine" if isinstance(value, types.CoroutineType) else ""
+    if hasattr(kind, "__await__") and kind.__module__ == "builtins":
+        return "coroutine"
+    return kind.__name__ if kind in CLASSES.values() else ""
+
+
+def _plain(value: Any) -> list[Any]:
+    """Return the value of an object whose class is derived from that of a value."""
+    for kind in (int, float, str, list, tuple, dict, set, frozenset):
+        if isinstance(value, kind):
+            return [kind(value) if kind is not str else str.__str__(value)]
+    return []
+
+
+def _raised(kind: Any, values: Any, attributes: Any) -> BaseException:
+    """Return an exception of the other end."""
+    if not (isinstance(kind, type) and issubclass(kind, RAISED)):
+        return RuntimeError(values)
+    try:
+        error = kind(*values)
+    except TypeError:  # its class makes the arguments of others
+        error = kind.__new__(kind, *values)
+    for name, value in attributes.items():
+        if not name.startswith("__"):
+            setattr(error, name, value)
+    return error
+
+
+@functools.cache
+def _loop() -> Any:
+    import asyncio
+
+    return asyncio.new_event_loop()
+
+
+def _completed(one: Any) -> Any:
+    """Return what an awaitable object returns. All share one loop, as generators and locks need."""
+
+    async def waits() -> Any:
+        return await one
+
+    return _loop().run_until_complete(waits())
 
 
 async def _awaited(coroutine: Remote) -> Any:
@@ -513,35 +680,28 @@ def _literal(name: str, text: str) -> Any:
     """Return a value of its repr, whose only name is that of its class."""
     import ast
 
-    arguments = text.removeprefix(name).strip("()") if name in ("bytearray", "range") else text
-    found = ast.literal_eval(f"({arguments},)" if name != "complex" else f"({text.strip('()')},)")
-    return found[0] if name in ("bytes", "complex") else getattr(builtins, name)(*found)
+    if name == "range":
+        return range(*ast.literal_eval(text.removeprefix(name)))
+    return complex(text) if name == "complex" else ast.literal_eval(text)
 
 
 def _simple(value: Any) -> Any:
-    return (
-        value
-        if isinstance(value, str | int | float | bool | None | tuple | list | dict)
-        else str(value)
-    )
+    """Return what an exception tells about itself, with text for other objects than values."""
+    if type(value) is tuple:
+        return tuple(map(_simple, value))
+    if type(value) is dict:
+        return {name: _simple(each) for name, each in value.items()}
+    values = str | bytes | int | float | bool | None | list | Remote
+    return value if isinstance(value, values) or type(value) is Remote else str(value)
 
 
 def _special(one: Any, name: str, *values: Any) -> Any:
-    if name.startswith("__r") and f"__{name[3:]}" in {f"__{each}__" for each in BINARY}:
+    if name in SWAPPED:
         return getattr(operator, f"__{name[3:]}")(*values, one)
     if name not in FORWARDED:
         raise AttributeError(name)
     function = FROM_BUILTINS.get(name) or getattr(operator, name)
     return function(one, *values)
-
-
-def _replace(value: Any, new: Any) -> None:
-    """Give a container the content of another one."""
-    if isinstance(value, list | bytearray):
-        value[:] = new
-    elif isinstance(value, MUTABLE):
-        value.clear()
-        value.extend(new) if isinstance(value, collections.deque) else value.update(new)
 
 
 # -- what is run
@@ -560,7 +720,7 @@ def serve(program: str, descriptor: int) -> None:
     """Run a program, then answer what its tests ask about it."""
     module = execute(program, "program")
     channel = Channel(descriptor, tests=False)
-    channel._send([channel._number(module), sorted(module.__dict__)])
+    channel._send([channel._number(module), sorted(module.__dict__), []])
     channel.serve()
 
 
@@ -584,7 +744,7 @@ class Scope(dict):
 def test(tests: list[str], descriptor: int) -> None:
     """Run asserts about the program at the other end of a socket."""
     channel = Channel(descriptor, tests=True)
-    number, names = channel._receive()
+    number, names, _ = channel._receive()
     program = Remote(About(channel, number, "", NOTHING))
     codes = [compile(text, f"test {place}", "exec") for place, text in enumerate(tests)]
 
