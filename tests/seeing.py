@@ -63,7 +63,7 @@ def seeing_model(folder: Path | str, seed: int = 0, family: str = "idefics3") ->
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
-    tokenizer, size = byte_tokenizer(IMAGE), {"longest_edge": 56}
+    tokenizer, size = byte_tokenizer(marks=list(MARKS.values())), {"longest_edge": 56}
     tokenizer.add_special_tokens({"extra_special_tokens": list(MARKS.values())})
     for name, mark in MARKS.items():
         setattr(tokenizer, name, mark)
@@ -93,8 +93,8 @@ def seeing_qwen(folder: Path | str, family: str = "qwen2_5_vl") -> str:
             "num_position_embeddings": 16,
         }),
     }[family]  # fmt: skip
-    tokenizer = byte_tokenizer(IMAGE)
     marks = [f"<|{name}|>" for name in ("image_pad", "video_pad", "vision_start", "vision_end")]
+    tokenizer = byte_tokenizer(marks=marks)
     tokenizer.add_special_tokens({"extra_special_tokens": marks})
     config = CONFIG_MAPPING[family](
         text_config=SIZES | {
@@ -143,8 +143,9 @@ def hearing_model(folder: Path | str, seconds: int = 30) -> str:
         model = Qwen2AudioForConditionalGeneration(config)
     PublishedNames(model)  # by which it is saved: transformers' own way back has one name too many of this family
     model.save_pretrained(folder)
-    tokenizer = byte_tokenizer(IMAGE)
-    tokenizer.add_special_tokens({"extra_special_tokens": ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]})
+    marks = ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]
+    tokenizer = byte_tokenizer(marks=marks)
+    tokenizer.add_special_tokens({"extra_special_tokens": marks})
     Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=16, chunk_length=seconds), tokenizer).save_pretrained(folder)
     return str(folder)
 
@@ -196,7 +197,7 @@ def omni(folder: Path | str, seconds: int = 30) -> str:
         torch.manual_seed(0)
         Qwen2_5OmniForConditionalGeneration(config).save_pretrained(folder)
     torch.save({}, Path(folder) / "spk_dict.pt")
-    plain = byte_tokenizer(IMAGE)
+    plain = byte_tokenizer(marks=list(marks.values()))
     plain.add_special_tokens({"extra_special_tokens": list(marks.values())})
     names = {name: getattr(plain, name) for name in ("pad_token", "bos_token", "eos_token")}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer, extra_special_tokens=marks, **names)
@@ -252,7 +253,7 @@ def seeing_llava(folder: Path | str) -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         LlavaForConditionalGeneration(config).save_pretrained(folder)
-    tokenizer = byte_tokenizer(IMAGE)
+    tokenizer = byte_tokenizer(marks=["<image>"])
     tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
     images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     LlavaProcessor(images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
@@ -285,10 +286,11 @@ def seeing_gemma(folder: Path | str) -> str:
     weights = {re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): weight
                for name, weight in load_file(file).items()}  # fmt: skip
     save_file(weights, file, metadata={"format": "pt"})
-    plain = byte_tokenizer(IMAGE)
     marks = {"boi_token": "<image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
+    breaks = ["\n" * count for count in range(1, 5)]
+    plain = byte_tokenizer(marks=[*marks.values(), *breaks])
     plain.add_special_tokens({"extra_special_tokens": list(marks.values())})
-    plain.add_tokens(["\n" * count for count in range(1, 5)])  # those around images are joined with those of the text
+    plain.add_tokens(breaks)  # those around images are joined with those of the text
     ends = {name: getattr(plain, name) for name in ("pad_token", "bos_token", "eos_token")}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer, extra_special_tokens=marks, **ends)
     images = Gemma3ImageProcessor(size={"height": 56, "width": 56})
@@ -312,9 +314,9 @@ def seeing_internvl(folder: Path | str) -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
-    plain, size = byte_tokenizer(IMAGE), {"height": 56, "width": 56}
     marks = {"context_image_token": "<image>", "start_image_token": "<img>", "end_image_token": "</img>",
              "video_token": "<video>"}  # fmt: skip
+    plain, size = byte_tokenizer(marks=list(marks.values())), {"height": 56, "width": 56}
     plain.add_special_tokens({"extra_special_tokens": list(marks.values())})
     ends = {name: getattr(plain, name) for name in ("pad_token", "bos_token", "eos_token")}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer, extra_special_tokens=marks, **ends)

@@ -1,5 +1,6 @@
 """A random Qwen3 of 0.14 M parameters with a byte tokenizer, in a folder, as a user would have it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -38,10 +39,11 @@ def tiny_experts(folder: Path | str) -> str:
     return str(folder)
 
 
-def byte_tokenizer(size: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """Token 0..255 is the byte itself; by default, every row of the models above has a token."""
+def byte_tokenizer(size: int = VOCABULARY, marks: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Token 0..255 is the byte itself, `marks` follow those of the ends; by default, every row of the models has a token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
     vocabulary = {letter: byte for byte, letter in enumerate(alphabet)} | {"<pad>": PAD, "<bos>": BOS, "<eos>": EOS}
+    vocabulary |= {mark: token for token, mark in enumerate(marks, len(vocabulary))}
     vocabulary |= {f"<unused{token}>": token for token in range(len(vocabulary), size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
