@@ -341,7 +341,7 @@ def _texts(request: Any) -> list[Text]:
         raise ValueError("the request is not a JSON object")
     check_text(json.dumps(request, ensure_ascii=False))
     prompts, responses, queries = (request.get(name) for name in ("prompts", "responses", "query"))
-    if prompts is None and responses is None and _is_texts(queries):
+    if responses is None and _is_texts(queries):  # others send prompts and labels beside it
         return [(query, "") for query in queries]
     if not (_is_texts(prompts) and _is_texts(responses) and len(prompts) == len(responses)):
         raise ValueError("the request needs `prompts` and `responses`, two lists of texts of one length, or `query`, one list")

@@ -122,6 +122,8 @@ def test_bad_requests_are_answered_and_the_server_goes_on(folders):
                     answer += part
             assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and b'"error": "' in answer, (sent[:50], answer)
         assert post(address, {"query": []}) == (200, {"rewards": []})
+        plain = post(address, {"query": ["ab"]})
+        assert post(address, {"query": ["ab"], "prompts": ["a"], "labels": [None]}) == plain
         with torch.no_grad():
             score = float(rows.plain_scores(rows.plain_scorer(folders[0]), whole("ab", ""))[-1])
         assert post(address, {"query": ["ab"]})[1]["rewards"] == [pytest.approx(score, abs=1e-4)]
