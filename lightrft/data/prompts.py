@@ -178,7 +178,9 @@ def make_prompt(
     """Build a prompt from the columns of a row of a file in `folder`. Raise ValueError for a bad row."""
     if section.input_key not in row:
         raise ValueError(f"no column {section.input_key!r} (--input_key); it has {', '.join(row) or 'none'}")
-    media = row_media(section, row, folder, as_messages(row[section.input_key]))
+    has_parts = section.apply_chat_template and media_columns(section)
+    messages = as_messages(row[section.input_key]) if has_parts else None
+    media = row_media(section, row, folder, messages)
     text = prompt_text(section, tokenizer, row, media=media)
     # a chat template writes its own special tokens
     token_ids = text_tokens(tokenizer, text, special_tokens=not section.apply_chat_template)
