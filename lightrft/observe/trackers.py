@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from loguru import logger
-from requests.utils import get_netrc_auth
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ObserveSection
@@ -256,6 +255,8 @@ def _json_lines(rows: list[dict[str, str]]) -> list[str]:
 
 def _wandb_login() -> str:
     """Look where the package looks for a key, without the network."""
+    from requests.utils import get_netrc_auth  # which comes with wandb
+
     settings = [Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser() / "settings", Path("wandb/settings")]
     known = (
         os.environ.get("WANDB_MODE", "online") not in ("online", "run", "shared"),
