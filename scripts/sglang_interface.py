@@ -76,7 +76,7 @@ def used(adapter: str) -> dict[str, Any]:
         "imports": imports,
         "methods": methods,
         "arguments": {word.arg for word in start.keywords if word.arg} | set(_keys(functions, ARGUMENTS)),
-        "sampling": set(_keys(functions, SAMPLING)) - {"top_k", "top_p", "banned"},  # of the adapter's own processor
+        "sampling": set(_keys(functions, SAMPLING)) - {"top_k", "top_p", "banned", "size"},  # of the adapter's own processor
         "tags": {value for name in TAGS for value in _strings_in_sets(functions[name])},
     }
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,9 @@ def outcome(case: Case, bench: Bench) -> str:
 
 @cache
 def unknown_ids(folder: str) -> list[int]:
-    """Ids of a model that its tokenizer does not have."""
+    """Ids of a model that its tokenizer does not have; none without a tokenizer."""
+    if not Path(folder, "tokenizer.json").is_file():
+        return []
     known = AutoTokenizer.from_pretrained(folder).get_vocab().values()
     return sorted(set(range(VOCABULARY)) - set(known))
 
