@@ -94,7 +94,7 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "reward_group_norm": ([], ["--reward_group_norm"]),
 }
 """Field -> (flags of both runs, flags of the second)."""
-EXTREMES = ["--advantage_estimator=dr_grpo", "--loss_agg_mode=token-mean", "--seed=8"]
+EXTREMES = ["--advantage_estimator=dr_grpo", "--loss_agg_mode=token-mean", "--seed=4"]
 """Without the standard deviation of groups, which would hide what only scales rewards; and with responses that end early."""
 OTHER_REWARD = """
 
