@@ -98,18 +98,22 @@ def outcome(case: Case, bench: Bench) -> str:
     return ""
 
 
-@cache
-def unknown_ids(folder: str) -> list[int]:
+def unknown_ids(model: PreTrainedModel) -> list[int]:
     """Ids of a model that its tokenizer does not have; none without a tokenizer."""
+    return _unknown_ids(model.name_or_path, model.config.get_text_config().vocab_size)
+
+
+@cache
+def _unknown_ids(folder: str, size: int) -> list[int]:
     if not Path(folder, "tokenizer.json").is_file():
         return []
     known = AutoTokenizer.from_pretrained(folder).get_vocab().values()
-    return sorted(set(range(VOCABULARY)) - set(known))
+    return sorted(set(range(size)) - set(known))
 
 
 def reference_greedy(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, max_tokens: int = LENGTH) -> list[list[int]]:
     outputs = []
-    never = {"suppress_tokens": unknown} if (unknown := unknown_ids(model.name_or_path)) else {}
+    never = {"suppress_tokens": unknown} if (unknown := unknown_ids(model)) else {}
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)
         full = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, **never)
@@ -127,7 +131,7 @@ def reference_logprobs(model: PreTrainedModel, prompt: list[int], tokens: list[i
 def _logits(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     """[len(tokens), vocabulary] float32 on the host; ids without a token are impossible."""
     logits = model(torch.tensor([prompt + tokens], device=model.device)).logits[0, len(prompt) - 1 : -1].float().cpu()
-    logits[:, unknown_ids(model.name_or_path)] = -torch.inf
+    logits[:, unknown_ids(model)] = -torch.inf
     return logits
 
 
@@ -700,7 +704,7 @@ def banned_tokens_never_come(bench: Bench) -> None:
 
 def ids_without_a_token_never_come(bench: Bench) -> None:
     """Nearly uniform samples have all others; the cases of log-probs hold that both sides normalise without them."""
-    unknown = set(unknown_ids(bench.model.name_or_path))
+    unknown = set(unknown_ids(bench.model))
     hot = Sampling(n=8, max_tokens=60, seed=8, temperature=50.0)
     sampled = {token for samples in bench.generate(PROMPTS, hot) for sample in samples for token in sample.token_ids}
     assert len(unknown) > 50 and not unknown & sampled
