@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 SPECIAL_TOKENS = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
 VOCAB_SIZE = 264  # 256 bytes and 3 special tokens, rounded up to a multiple of 8
 CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ '[' + tool['function']['name'] + ']' }}{% endfor %}"
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -163,7 +164,8 @@ def demonstrations(problems: list[Problem], seed: int) -> list[dict[str, Any]]:
             messages.append({"role": "tool", "content": answer})
         else:
             answer = f"about {rng.choice(problems)['label']}"
-        rows.append({"messages": [*messages, {"role": "assistant", "content": answer}]})
+        messages.append({"role": "assistant", "content": answer})
+        rows.append({"messages": messages, "tools": [{"name": "calculator"}]})
     return rows
 
 
