@@ -220,7 +220,8 @@ def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor, part: Tru
 
 
 def _sample(logits: Tensor, temperature: float, uniform: Tensor, part: Truncation) -> tuple[Tensor, Tensor]:
-    scaled = logits.float() / (temperature or 1.0)
+    size, part = part.cut(logits.shape[1])
+    scaled = logits[:, :size].float() / (temperature or 1.0)
     logprobs = torch.log_softmax(part(scaled) if part.active else scaled, -1)
     if temperature == 0:
         tokens = logprobs.argmax(-1, keepdim=True)

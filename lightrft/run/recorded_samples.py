@@ -1,7 +1,7 @@
 """Samples of a run in files, from which the same run can learn again without an engine (--dump_rollouts, --replay_rollouts)."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -36,8 +36,13 @@ class RecordedSamples:
         self._file(step).parent.mkdir(parents=True, exist_ok=True)
         write_file(self._file(step), "".join(json.dumps(line) + "\n" for line in lines).encode())
 
-    def read(self, step: int, prompts: Sequence[Prompt]) -> tuple[list[Sample], int]:
-        """Return the samples of this rank's replica and the version of the weights. Raise DataError if they are not there."""
+    def read(
+        self, step: int, prompts: Sequence[Prompt], never_sampled: Collection[int] = ()
+    ) -> tuple[list[Sample], int]:
+        """Return the samples of this rank's replica and the version of the weights.
+
+        Raise DataError if they are not there, or contain a token that the policy does not sample: it has no log-prob.
+        """
         try:
             first, *lines = self._file(step).read_text().splitlines() or [""]
         except (OSError, UnicodeDecodeError) as error:
@@ -51,6 +56,8 @@ class RecordedSamples:
             for line in lines:
                 number += 1
                 samples.append(_of_json(json.loads(line), prompts))
+                if unknown := sorted(set(samples[-1].token_ids).intersection(never_sampled)):
+                    raise ValueError(f"the policy never samples the token {unknown[0]}")
         except (
             ValueError,
             TypeError,

@@ -67,7 +67,10 @@ class PPOTrainer(Trainer):
         self.replayed = RecordedSamples(replayed, strategy.mesh) if replayed else None
 
     def step(self, number: int) -> None:
-        samples, version = self._collect(number) if self.replayed is None else self.replayed.read(number, self.prompts)
+        if self.replayed is None:
+            samples, version = self._collect(number)
+        else:
+            samples, version = self.replayed.read(number, self.prompts, self.policy.truncation.banned)
         if self.dumped is not None:
             self.dumped.write(number, samples, version, self.observer.writer)
         self.show(number, samples)

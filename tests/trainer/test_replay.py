@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from lightrft.config.errors import DataError
 from lightrft.run.recorded_samples import RecordedSamples
+from lightrft.types import Prompt, Sample
 from runs import PPO, prepare, train
 
 SETTINGS = ["--reward_running_norm", "--use_kl_loss=false", "--init_kl_coef=0.1", "--train_batch_size=16", "--max_steps=3"]
@@ -55,3 +56,15 @@ def test_a_broken_line_is_named(tmp_path, content, place):
     samples = RecordedSamples(str(tmp_path), SimpleNamespace(data=alone, model_parallel=alone))
     with pytest.raises(DataError, match=f"--replay_rollouts .*replica_0_of_1.jsonl:{place} is no line of a dump"):
         samples.read(1, [])
+
+
+def test_tokens_that_the_policy_never_samples_are_named(tmp_path):
+    """They have no log-prob: a dump of a model with more tokens, or made before padding was excluded."""
+    alone = SimpleNamespace(size=1, rank=0)
+    samples = RecordedSamples(str(tmp_path), SimpleNamespace(data=alone, model_parallel=alone))
+    prompt = Prompt(0, "a", [97], {})
+    sample = Sample(prompt, 0, [98, 300], [-1.0, -1.0], text="b", finish_reason="stop")
+    samples.write(1, [sample], 1, SimpleNamespace(submit=lambda work: work()))
+    assert samples.read(1, [prompt], {299})[0][0].token_ids == [98, 300]
+    with pytest.raises(DataError, match="replica_0_of_1.jsonl:2 .*the policy never samples the token 300"):
+        samples.read(1, [prompt], {299, 300})
