@@ -16,7 +16,6 @@ from lightrft.config.references import ENGINE, JUDGE, eval_sources, reward_model
 from lightrft.config.sections import Config, has_episodes, media_columns, needs_critic, needs_reference
 from lightrft.config.values import CommaSeparated
 from lightrft.data.benchmarks import benchmarks, with_own_columns
-from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import load_prompts
 from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models.load import load_tokenizer
@@ -72,14 +71,25 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     ptx_loss = build_ptx_loss(config, policy, training_data) if config.data.pretrain_data else None
     if not config.rollout.replay_rollouts:
         rewards.models = build_model_rewards(config, strategy, tokenizer, training_data.expand)
-        start_engine(config, strategy, f"(--engine_type {config.engine.engine_type})", actor=policy.actor,
-                     draft=draft and draft.module)  # fmt: skip
-    sampler = Sampler(strategy, tokenizer, config.rollout, episodes=build_episodes(config, tokenizer))
-    collect = collector(config, strategy, training_data.prompts, sampler, rewards)
-    collect.expander = training_data.expand
-    collect.skips_unreadable = config.data.bad_rows == "skip" and training_data.expand is not None
+        name = f"(--engine_type {config.engine.engine_type})"
+        start_engine(config, strategy, name, actor=policy.actor, draft=draft and draft.module)
+    collect = collector(config, strategy, training_data, rewards)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
     kl_coefficient = KLCoefficient(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
+    make_experience = ExperienceMaker(
+        policy,
+        algorithm,
+        config.train,
+        shape=shaper,
+        kl_coefficient=kl_coefficient,
+        critic=critic,
+        teacher=teacher,
+        expand=training_data.expand,
+        num_updates=updates,
+        branches=has_episodes(config.environment),
+        first_token_apart=config.rollout.first_token_temperature is not None,
+        min_tokens=config.rollout.min_tokens,
+    )
     parts = {"collector": collect, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
     strategy.report_memory("models and engine are ready;")
     observer, trace = observation(config, strategy)
@@ -92,20 +102,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         trace=trace,
         run_folder=run_folder,
         collect=collect,
-        make_experience=ExperienceMaker(
-            policy,
-            algorithm,
-            config.train,
-            shape=shaper,
-            kl_coefficient=kl_coefficient,
-            critic=critic,
-            teacher=teacher,
-            first_token_apart=config.rollout.first_token_temperature is not None,
-            min_tokens=config.rollout.min_tokens,
-            expand=training_data.expand,
-            num_updates=updates,
-            branches=has_episodes(config.environment),
-        ),
+        make_experience=make_experience,
         objective=PolicyObjective(algorithm, kl_coefficient),
         critic=critic,
         draft=draft,
@@ -137,12 +134,25 @@ def build_ppo_roles(
 
 
 def collector(
-    config: Config, strategy: StrategyBase, prompts: PromptSet, sampler: Sampler, rewards: RewardRunner
+    config: Config, strategy: StrategyBase, training_data: TrainingData, rewards: RewardRunner
 ) -> Collector:
-    greedy = "greedy_rewards" in keywords(estimators[config.algorithm.advantage_estimator])
-    data, seed = strategy.mesh.data, config.train.seed
-    order = prompts.order(strategy.data_order, seed)
-    return Collector(sampler, rewards, prompts, section=config.rollout, data=data, seed=seed, greedy=greedy, order=order)
+    """Build what samples the groups of a step and has them judged."""
+    tokenizer, prompts = training_data.tokenizer, training_data.prompts
+    episodes = build_episodes(config, tokenizer)
+    sampler = Sampler(strategy, tokenizer, config.rollout, episodes=episodes)
+    collect = Collector(
+        sampler,
+        rewards,
+        prompts,
+        section=config.rollout,
+        data=strategy.mesh.data,
+        seed=config.train.seed,
+        greedy="greedy_rewards" in keywords(estimators[config.algorithm.advantage_estimator]),
+        order=prompts.order(strategy.data_order, config.train.seed),
+    )
+    collect.expander = training_data.expand
+    collect.skips_unreadable = config.data.bad_rows == "skip" and training_data.expand is not None
+    return collect
 
 
 def build_ptx_loss(config: Config, policy: Policy, training_data: TrainingData) -> PtxLoss:

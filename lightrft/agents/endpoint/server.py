@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import uvicorn
@@ -29,9 +30,9 @@ Take = Callable[[Session, Body], Awaitable[tuple[Turn, Body]]]
 """Function that asks for the turn of a request, and returns it with the reply."""
 Log = Callable[[Request, int, str], None]
 HEAD_SECONDS = 30.0
-"""Time in which a client sends the head of a request, after it has connected or begun it."""
+"""Time limit for the head of a request, from the connection or from its first byte."""
 BODY_SECONDS = 60.0
-"""Time in which it sends the rest."""
+"""Time limit for the body of a request."""
 
 
 class Address(NamedTuple):
@@ -39,103 +40,6 @@ class Address(NamedTuple):
 
     url: str
     key: str
-
-
-def application(
-    sessions: Sessions, served: EndpointModel, key: str = "", *, log: Log | None = None
-) -> Starlette:
-    """Return the application that answers requests with turns of episodes. With a key, requests
-    without it are refused.
-
-    `log` gets each request with the status of its answer, and a text about it.
-    """
-
-    def answers(take: Take, *, streams: bool = True) -> Handler:
-        async def route(request: Request) -> Response:
-            presented = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if key and not hmac.compare_digest(presented.encode(), key.encode()):
-                message = "the key is not that of this server, or that of an earlier episode"
-                return JSONResponse(protocol.problem(message, "invalid_api_key"), 401)
-            try:
-                body = protocol.read_body(await _content(request, served.longest_request))
-                with sessions(request.headers.get("x-session-id", "")) as session:
-                    turn, reply = await take(session, body)
-            except RequestTooSlow as error:
-                return JSONResponse(
-                    protocol.problem(str(error), "request_timeout"), 408, {"connection": "close"}
-                )
-            except RequestTooLarge as error:
-                return JSONResponse(
-                    protocol.problem(str(error), "request_too_large"), 413, {"connection": "close"}
-                )
-            except ValueError as error:
-                return JSONResponse(protocol.problem(str(error)), 400)
-            except RecursionError:
-                message = "the request is JSON of too many brackets"
-                return JSONResponse(protocol.problem(message), 400)
-            if not turn.token_ids:
-                message = "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len, --episode_minutes)"
-                return JSONResponse(protocol.problem(message, "context_length_exceeded"), 400)
-            if streams and body.get("stream"):
-                return StreamingResponse(protocol.events(reply, body), media_type="text/event-stream")
-            return JSONResponse(reply)
-
-        async def logged(request: Request) -> Response:
-            began, about = time.monotonic(), ""
-            try:
-                response = await route(request)
-            except ClientDisconnect:
-                about, response = ": the client has left", Response(status_code=400)
-            except Exception as error:  # a mistake in the server costs one request
-                about = f": {type(error).__name__}: {error}"[:500]
-                response = JSONResponse(
-                    protocol.problem("the server failed at this request", "internal_error"), 500
-                )
-            if log is not None:
-                log(request, response.status_code, f"{time.monotonic() - began:.2f} s{about}")
-            return response
-
-        return logged
-
-    async def chat(session: Session, body: Body) -> tuple[Turn, Body]:
-        options, messages = protocol.read_options(body, served), body.get("messages")
-        if not isinstance(messages, list):
-            raise ValueError("the request needs a list of messages")
-        tools = body.get("tools") if body.get("tool_choice") != "none" else None
-        turn = await session.chat(messages, tools=tools or None, **options)
-        return turn, protocol.chat_reply(turn, len(session.turns), served, body)
-
-    async def complete(session: Session, body: Body) -> tuple[Turn, Body]:
-        options, prompt = (
-            protocol.read_options(body, served),
-            protocol.read_prompt(body.get("prompt")),
-        )
-        turn = await (session.complete if isinstance(prompt, str) else session.generate)(
-            prompt, **options
-        )
-        return turn, protocol.completion_reply(turn, len(session.turns), served, body)
-
-    async def generate(session: Session, body: Body) -> tuple[Turn, Body]:
-        parameters = body.get("sampling_params") or {}
-        if not isinstance(parameters, dict):
-            raise ValueError("sampling_params is an object")
-        options = protocol.read_options(parameters, served)
-        turn = await session.generate(protocol.read_token_ids(body.get("token_ids")), **options)
-        return turn, protocol.generate_reply(turn, len(session.turns))
-
-    async def models(request: Request) -> Response:
-        return JSONResponse(protocol.models(served))
-
-    async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ready"})
-
-    return Starlette(routes=[
-        Route("/health", health),
-        Route("/v1/models", models),
-        Route("/v1/chat/completions", answers(chat), methods=["POST"]),
-        Route("/v1/completions", answers(complete), methods=["POST"]),
-        Route("/inference/v1/generate", answers(generate, streams=False), methods=["POST"]),
-    ])  # fmt: skip
 
 
 class RequestTooLarge(Exception):
@@ -146,8 +50,129 @@ class RequestTooSlow(Exception):
     """Raised for a request that does not arrive in time."""
 
 
+def application(
+    sessions: Sessions, served: EndpointModel, key: str = "", *, log: Log | None = None
+) -> Starlette:
+    """Return the application that answers requests with turns of episodes. With a key, requests
+    without it are refused.
+
+    `log` gets each request with the status of its answer, and a text about it.
+    """
+    routes = _Routes(sessions, served, key, log)
+    posts = {
+        "/v1/chat/completions": routes.handler(routes.chat),
+        "/v1/completions": routes.handler(routes.complete),
+        "/inference/v1/generate": routes.handler(routes.generate, streams=False),
+    }
+    return Starlette(
+        routes=[
+            Route("/health", routes.health),
+            Route("/v1/models", routes.models),
+            *(Route(path, handler, methods=["POST"]) for path, handler in posts.items()),
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class _Routes:
+    """Handlers of requests. See application() for the fields."""
+
+    sessions: Sessions
+    served: EndpointModel
+    key: str
+    log: Log | None
+
+    def handler(self, take: Take, *, streams: bool = True) -> Handler:
+        """Return a handler that answers with the turn that `take` asks for, and logs the request."""
+
+        async def handle(request: Request) -> Response:
+            began = time.monotonic()
+            about = ""
+            try:
+                response = await self._answer(request, take, streams)
+            except ClientDisconnect:
+                about = ": the client has left"
+                response = Response(status_code=400)
+            except Exception as error:  # a mistake in the server costs one request
+                about = f": {type(error).__name__}: {error}"[:500]
+                response = _refusal(500, "the server failed at this request", "internal_error")
+            if self.log is not None:
+                seconds = time.monotonic() - began
+                self.log(request, response.status_code, f"{seconds:.2f} s{about}")
+            return response
+
+        return handle
+
+    async def _answer(self, request: Request, take: Take, streams: bool) -> Response:
+        """Return the turn that a request asks for, or the reason why there is none."""
+        presented = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.key and not hmac.compare_digest(presented.encode(), self.key.encode()):
+            message = "the key is not that of this server, or that of an earlier episode"
+            return _refusal(401, message, "invalid_api_key")
+
+        # What is wrong with a request is that request's own: others go on.
+        try:
+            body = protocol.read_body(await _content(request, self.served.longest_request))
+            with self.sessions(request.headers.get("x-session-id", "")) as session:
+                turn, reply = await take(session, body)
+        except RequestTooSlow as error:
+            return _refusal(408, str(error), "request_timeout", {"connection": "close"})
+        except RequestTooLarge as error:
+            return _refusal(413, str(error), "request_too_large", {"connection": "close"})
+        except ValueError as error:
+            return _refusal(400, str(error))
+        except RecursionError:
+            return _refusal(400, "the request is JSON of too many brackets")
+
+        if not turn.token_ids:
+            message = "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len, --episode_minutes)"
+            return _refusal(400, message, "context_length_exceeded")
+        if streams and body.get("stream"):
+            return StreamingResponse(protocol.events(reply, body), media_type="text/event-stream")
+        return JSONResponse(reply)
+
+    async def chat(self, session: Session, body: Body) -> tuple[Turn, Body]:
+        options = protocol.read_options(body, self.served)
+        messages = body.get("messages")
+        if not isinstance(messages, list):
+            raise ValueError("the request needs a list of messages")
+        tools = body.get("tools") if body.get("tool_choice") != "none" else None
+        turn = await session.chat(messages, tools=tools or None, **options)
+        return turn, protocol.chat_reply(turn, len(session.turns), self.served, body)
+
+    async def complete(self, session: Session, body: Body) -> tuple[Turn, Body]:
+        options = protocol.read_options(body, self.served)
+        prompt = protocol.read_prompt(body.get("prompt"))
+        take = session.complete if isinstance(prompt, str) else session.generate
+        turn = await take(prompt, **options)
+        return turn, protocol.completion_reply(turn, len(session.turns), self.served, body)
+
+    async def generate(self, session: Session, body: Body) -> tuple[Turn, Body]:
+        parameters = body.get("sampling_params") or {}
+        if not isinstance(parameters, dict):
+            raise ValueError("sampling_params is an object")
+        options = protocol.read_options(parameters, self.served)
+        turn = await session.generate(protocol.read_token_ids(body.get("token_ids")), **options)
+        return turn, protocol.generate_reply(turn, len(session.turns))
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse(protocol.models(self.served))
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ready"})
+
+
+def _refusal(
+    status: int,
+    message: str,
+    code: str = "invalid_request",
+    headers: dict[str, str] | None = None,
+) -> Response:
+    return JSONResponse(protocol.problem(message, code), status, headers)
+
+
 async def _content(request: Request, longest: int) -> bytes:
-    """Return the body of a request, of which at most `longest` bytes are kept.
+    """Return the body of a request, and keep at most `longest` bytes of it.
 
     The rest is read all the same, because many clients read no answer before they have sent
     everything.
