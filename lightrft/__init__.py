@@ -8,13 +8,19 @@ from typing import Any
 
 __version__ = "0.1.0"
 _HOMES = {
-    **dict.fromkeys(("train_ppo", "train_sft", "train_rm", "train_prm", "train_dpo", "train_kto", "evaluate", "TrainedRun"),
-                    "lightrft.trainer.python"),
+    "train_ppo": "lightrft.trainer.python",
+    "train_sft": "lightrft.trainer.python",
+    "train_rm": "lightrft.trainer.python",
+    "train_prm": "lightrft.trainer.python",
+    "train_dpo": "lightrft.trainer.python",
+    "train_kto": "lightrft.trainer.python",
+    "evaluate": "lightrft.trainer.python",
+    "TrainedRun": "lightrft.trainer.python",
     "Config": "lightrft.config.sections",
     "ConfigError": "lightrft.config.errors",
     "DataError": "lightrft.config.errors",
-}  # fmt: skip
-"""Public name -> the module that has it, which is imported when the name is used."""
+}
+"""Public name -> its module. The module is imported when the name is used."""
 __all__ = [*_HOMES, "__version__"]
 
 

@@ -106,8 +106,8 @@ register_checkpoint_conversion_mapping(
 
 
 def load_config(name: str, **options: Any) -> PretrainedConfig:
-    """Return the configuration of the model that is trained: that of the folder or hub name, or of
-    the thinker in it.
+    """Return the configuration of the model that is trained: of the folder or hub name, or of the
+    thinker in it.
 
     `options` are those of AutoConfig.from_pretrained(), whose OSError is raised. Raises ValueError
     for a config.json that describes no model.

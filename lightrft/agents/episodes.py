@@ -203,6 +203,8 @@ class Episodes:
                 f"what it has sent is no message ({error}): does it write to a descriptor that is not its own?",
             )
             return None
+
+        # The first message may end the episode: those behind it are then nobody's.
         ready = None
         for message in messages:
             if self._plays.get(play.worker) is not play:
@@ -255,6 +257,8 @@ class Episodes:
                 f"the environment or agent gives rewards, which --reward {self.other_rewards} ignores: add environment to "
                 "--reward, with the weight 0 to ignore them (environment:0)"
             )
+
+        # A process serves the next episode only if nothing of this one is left in it or on its way.
         reuse = (
             not ended.calls_running
             and ended.num_replies == play.num_replies

@@ -151,7 +151,7 @@ def check_request(request: TurnRequest, num_turns: int) -> None:
 
 
 def check_text(text: str) -> None:
-    """Raise ValueError for half of a surrogate pair, which is no character and has no bytes."""
+    """Raise ValueError for half of a surrogate pair: it is no character and has no bytes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Read the tool calls in a turn of the model, which stand after its thinking."""
+"""Read the tool calls that a turn of the model has after its thinking."""
 
 import json
 import re

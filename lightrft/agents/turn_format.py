@@ -81,7 +81,7 @@ class TurnFormat:
     def tokens(self, request: TurnRequest, last_token: int | None, row: Mapping[str, Any] = NO_COLUMNS) -> list[int]:
         """Return the tokens of an observation after a turn whose last token is `last_token`.
 
-        `row` has the columns of the row with which the conversation began.
+        `row` has the columns of the conversation's row.
 
         Raises ValueError if the chat template rejects it.
         """

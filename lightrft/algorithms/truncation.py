@@ -62,7 +62,7 @@ class Truncation:
     def cut(self, vocabulary: int) -> tuple[int, "Truncation"]:
         """Return the number of ids without the banned ones at the end of the vocabulary, and the truncation of the rest.
 
-        Logits from that number on need not be computed: rows of padding in an output layer, which no token of the tokenizer has.
+        Logits from that number on need not be computed: they belong to rows of padding, and no token has those.
         """
         for start, end in runs(self.banned):
             if start < vocabulary <= end:

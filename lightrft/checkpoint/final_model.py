@@ -192,7 +192,7 @@ def _section(settings: dict, pretrain: str, trust_remote_code: bool) -> tuple[Mo
 
 
 def _learned_ends(settings: dict, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens with which the run's responses ended."""
+    """Return the tokens that ended the run's responses."""
     section = DataSection(**{field.name: settings[field.name] for field in fields(DataSection) if field.name in settings})
     return turn_end_ids(section, tokenizer).union(settings.get("stop_token_ids", ()))
 

@@ -81,7 +81,7 @@ def rehearse(
 
 
 def end_generation_at(model: nn.Module, token_ids: Iterable[int]) -> None:
-    """Add the tokens with which a run's responses end to those of a model's generation_config.json.
+    """Add the tokens that end a run's responses to a model's generation_config.json.
 
     Other engines know no others: a base model that has learned the turns of a chat template would
     write on after them.
@@ -114,9 +114,9 @@ def _read_back(folder: Path, tokenizer: PreTrainedTokenizerBase | None, *, trust
 
 
 def export_whole(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path, dtype: torch.dtype) -> Path:
-    """Export a model that is whole in this process, which is the only one to write; its adapters are merged.
+    """Export a model that is whole in this process, and merge its adapters; no other process writes.
 
-    Parameters are cast before they are merged, as in a run, so that the merged weights are those of its engine.
+    Parameters are cast before they are merged, as in a run, so that they equal the weights of the engine.
     """
     parameters = ((name, parameter.detach().to(dtype)) for name, parameter in model.named_parameters())
     stream = merge_adapters(model, chain(parameters, persistent_buffers(model)))

@@ -90,8 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="", help="Hugging Face folder or hub name; without it, only the machine is checked")
     parser.add_argument("--engine_model", default="", help="another folder for the engine, such as an export of the model")
     parser.add_argument("--engine_type", default="auto", help="auto, vllm, sglang or hf")
-    parser.add_argument("--fsdp", action="store_true", help="train with FSDP2, as with --fsdp in a run; without it "
-                        "DeepSpeed where it is installed")  # fmt: skip
+    fsdp = "train with FSDP2, as with --fsdp in a run; without it DeepSpeed where it is installed"
+    parser.add_argument("--fsdp", action="store_true", help=fsdp)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, as with --bf16 in a run")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     parser.add_argument("--engine_mem_util", type=float, default=EngineSection.engine_mem_util,

@@ -45,8 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lightrft export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, a run's folder or one of checkpoints, of which the newest "
-                        "is used, or an adapter's folder")  # fmt: skip
+    kinds = "a checkpoint, a run's folder or a folder of checkpoints (the newest is used), or an adapter's folder"
+    parser.add_argument("checkpoint", type=Path, help=kinds)
     parser.add_argument("folder", type=Path, help="folder to write the model to")
     parser.add_argument("--name", default="actor", choices=MODELS, help="model of the checkpoint to export")
     parser.add_argument("--pretrain", default="", help="folder of the run's --pretrain, or of the adapter's base model")

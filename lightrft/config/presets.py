@@ -66,7 +66,7 @@ DEFAULTS: dict[str, Recipe] = {
     # the rate of TRL's example
     "train_kto": {"learning_rate": 5e-7, "train_batch_size": 32},
 }
-"""Command -> the defaults of its own, where they differ from those of train_ppo, which the sections have."""
+"""Command -> its own defaults, where they differ from train_ppo's in the sections."""
 
 CORRECTIONS: dict[str, Recipe] = {
     "icepop": {"rollout_correction_level": "token", "rollout_correction_low": 0.5, "rollout_correction_high": 5.0},

@@ -151,7 +151,7 @@ class DataSection(Section):
     """Additional variables for the chat template as a JSON object: '{"enable_thinking": false}'. Those in the column
     `chat_template_kwargs` of a row replace them."""
     chat_template_date: str = ""
-    """Date as YYYY-MM-DD for chat templates that write it; empty: the day on which the run began, also after it is resumed."""
+    """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also after it is resumed."""
     prompt_max_len: Annotated[int, COUNT] = 1024
     """Maximum length of a prompt in tokens; a row with a longer prompt is a bad row."""
     max_samples: Annotated[int | None, COUNT] = None

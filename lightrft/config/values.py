@@ -17,7 +17,7 @@ LARGEST = 2**63 - 1
 """Largest whole number: larger ones fit into no tensor and no file format."""
 COLDEST = 1e-6
 HOTTEST = 1e6
-"""Temperatures by which logits can be divided, beside 0; with smaller ones they would be infinite.
+"""Smallest and largest temperature beside 0; smaller ones would make logits infinite.
 """
 
 

@@ -1,4 +1,4 @@
-"""Tokenization of conversations, in which turns of the assistant are learned."""
+"""Tokenization of conversations whose assistant turns are learned."""
 
 import re
 from collections.abc import Sequence
@@ -107,6 +107,9 @@ def _learned_turns(messages: Sequence[Message], num_turns: int) -> list[int]:
                 f"message {number} of {len(messages)}, of role {message['role']!r}, shall be learned (weight, train "
                 "or loss), but only turns of the assistant are"
             )
+
+    # The last turns are chosen first: --learned_turns last of a row whose last turn has the weight
+    # 0 must not learn an earlier one.
     turns = [place for place, message in enumerate(messages) if is_answer(message)][-num_turns:]
     turns = [turn for turn in turns if weight_of(messages[turn]) is not False]
     if not turns:
@@ -124,7 +127,10 @@ def _texts(template: ChatTemplate, conversation: Conversation, turns: list[int])
 
     Raise ValueError if an answer is not in its turn.
     """
-    messages, text = conversation.messages, conversation.render(template, answer_follows=False)
+    messages = conversation.messages
+    text = conversation.render(template, answer_follows=False)
+
+    # A template with {% generation %} says itself where answers stand.
     marked = MARKED.search(template.tokenizer.get_chat_template())
     marks = _marks(template, conversation) if marked else {}
     spans = []
@@ -167,7 +173,7 @@ def _start_of_turn(before: str, text: str) -> int:
 
 
 def _repeated(before: str, text: str) -> int:
-    """Return the length of the header with which a text repeats the end of a generation prompt."""
+    """Return the length of the header if a text repeats the end of a generation prompt."""
     lengths = range(min(len(before), len(text)), 0, -1)
     length = next((length for length in lengths if before.endswith(text[:length])), 0)
     return length if text[:length].strip() else 0
@@ -219,6 +225,8 @@ def _end_of_turn(template: ChatTemplate, conversation: Conversation, turn: int, 
     for calls whose results follow, the turn is rendered as the last one.
     """
     messages = conversation.messages
+
+    # Only text: calls and thinking would bring ends of their own.
     other = messages[turn] | {"content": WORD}
     for name in ("tool_calls", *THOUGHTS):
         other.pop(name, None)

@@ -52,7 +52,7 @@ WAVE_TYPES = {1: np.uint8, 2: np.int16, 4: np.int32}
 SOURCES = ("path", "url", "image", "video", "audio", "image_url", "video_url", "audio_url", "input_audio", "data")
 """Keys of an object that names a file."""
 SHORTEST_BASE64 = 256
-"""Number of characters from which a text without a head can be the content of a file in base64."""
+"""Smallest number of characters of a text without a head that may be a file in base64."""
 BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 LONGEST_PATH = 4096
 """Number of characters of the longest path of Linux."""

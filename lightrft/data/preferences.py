@@ -22,7 +22,7 @@ CHOSEN, REJECTED, MARGIN, TIE, HEAD = "chosen", "rejected", "margin", "tie", "he
 ANSWER, DESIRABLE = "answer", "desirable"
 """Columns of a loaded single answer."""
 DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):")
-"""Beginning of a turn in the texts of HH-RLHF, which have no column with their prompts."""
+"""Beginning of a turn in the texts of HH-RLHF; its rows have no column for the prompt."""
 USUAL_PROMPT, USUAL_ANSWER = "prompt", "completion"
 """Columns that are used if --input_key and --completion_key are not set; the first if its column is missing."""
 

@@ -41,7 +41,7 @@ INPUT = "prompt"
 TEMPLATE_COLUMNS = ("system", "tools", "chat_template_kwargs")
 """Columns for the chat template: a system message, schemas of tools, and variables that replace the run's."""
 SYSTEM_ROLES = ("system", "developer")
-"""Roles of a row's own system message, which takes the place of --system_prompt."""
+"""Roles of a row's own system message. Such a message takes the place of --system_prompt."""
 
 SOURCES = {
     "prompt_data": ("prompt_split", "max_samples"),
@@ -233,7 +233,7 @@ def prompt_text(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], *,
     media: Mapping[str, list[MediaFile]] = NO_MEDIA,
 ) -> str:  # fmt: skip
-    """Return the text of a row's prompt, which is a text or chat messages. Raise ValueError for other values."""
+    """Return the text of a row's prompt, given as a text or as chat messages. Raise ValueError for other values."""
     value = row[section.input_key]
     if not section.apply_chat_template:
         if not isinstance(value, str):
@@ -282,6 +282,8 @@ def complete_chat(
     system = column if column and isinstance(column, str) else section.system_prompt
     if system is not None and not any(message["role"] in SYSTEM_ROLES for message in messages):
         messages = [{"role": "system", "content": system}, *messages]
+
+    # A part that nothing reads would vanish from the prompt.
     counts = {medium: len(media.get(medium, ())) for medium in media_columns(section)}
     for number, message in enumerate(messages, 1):
         parts = message["content"] if isinstance(message["content"], list) else ()

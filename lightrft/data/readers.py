@@ -141,7 +141,7 @@ def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[DataRow]:
 
 
 def _kept_alive(rows: Iterable[Any]) -> Iterator[Any]:
-    """Yield rows that code of the user makes, which cannot end the process meanwhile."""
+    """Yield rows from the user's code, and keep that code from ending the process."""
     rows, end = iter(rows), object()
     while True:
         with kept_alive():

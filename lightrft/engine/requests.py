@@ -40,9 +40,9 @@ class Sampling:
     first_token_temperature: float | None = None
     """Temperature of the first token only, for diversity: FIRE (Chen et al., arXiv 2410.21236). None: `temperature`."""
     min_tokens: int = 0
-    """Number of tokens before which a response does not end: tokens that would end it are banned there."""
+    """Smallest number of tokens of a response: before it, tokens that would end it are banned."""
     end_token_ids: tuple[int, ...] = ()
-    """All tokens that end a response, which resolved() sets if there is a smallest length."""
+    """All tokens that end a response. resolved() sets them if there is a smallest length."""
     banned_token_ids: tuple[int, ...] = ()
     """Tokens that are never sampled. Always banned in addition are placeholders of images, videos and audio, and ids that the
     tokenizer does not have."""
@@ -65,7 +65,7 @@ class Sampling:
     def resolved(self, never_sampled: tuple[int, ...], ends: Iterable[int] = ()) -> Self:
         """Return the parameters for adapters: all banned tokens listed, and defaults for those that greedy sampling ignores.
 
-        `ends` are the tokens with which the model ends a response.
+        `ends` are the model's own tokens for the end of a response.
         """
         early = sorted({*ends, *self.stop_token_ids}) if self.min_tokens else ()
         banned = tuple(sorted({*self.banned_token_ids, *never_sampled}))

@@ -100,6 +100,8 @@ class Mailbox:
         if not data:
             raise EOFError
         self._unread += data
+
+        # The size is checked before the content is there: a worker could announce any number.
         messages = []
         while len(self._unread) >= HEAD.size:
             (size,) = HEAD.unpack_from(self._unread)

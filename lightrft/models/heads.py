@@ -148,7 +148,7 @@ class Scorer(SequenceParallelModule):
 def parts_of_truncation(
     truncation: Truncation, batch: Batch, tokens: Tensor
 ) -> list[tuple[slice | Tensor, Truncation]]:
-    """Return which of the `tokens` [t] were sampled from which part of the vocabulary."""
+    """Return the `tokens` [t] in parts, each with the truncation that it was sampled with."""
     if batch.early is None or not truncation.banned_early:
         return [(slice(None), truncation)]
     early = batch.early[tokens]

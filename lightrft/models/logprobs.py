@@ -373,8 +373,8 @@ def _of_product(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of hidden states and weight from those of the logits.
 
-    The gradient of the weight is float32, 0 in rows of padding, for which there are no logits, and
-    None unless the weight is `learned`.
+    The gradient of the weight is float32, 0 in rows of padding, as these have no logits, and None
+    unless the weight is `learned`.
     """
     grad_hidden, grad_weight = torch.empty_like(hidden), None
     if learned:
@@ -412,7 +412,7 @@ def row_chunks(like: Tensor, num: int, size: int) -> Iterator[tuple[slice, Tenso
 def scaled_logits(inputs: Tensor, weight: Tensor | None, temperature: float, out: Tensor) -> Tensor:
     """Write float32 logits / temperature [t, v] to `out`, from hidden states [t, H] and weight [v, H] or from logits [t, v].
 
-    Rows of the weight beyond v are padding, which no token has.
+    Rows of the weight beyond v are padding.
     An accelerator writes its float32 sums, whereas a CPU first rounds logits to bfloat16 if the model has this dtype.
     """
     if weight is not None:

@@ -62,10 +62,8 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     out = torch.empty_like(weight)
     height, width = weight.shape
     grid = (triton.cdiv(height, MERGED_ROWS), triton.cdiv(width, MERGED_COLUMNS))
-    _merge[grid](
-        weight, a, b, out, scaling, height, width, a.shape[0],
-        ROWS=MERGED_ROWS, COLUMNS=MERGED_COLUMNS, RANK=MERGED_RANK, num_warps=4,
-    )  # fmt: skip
+    tile = {"ROWS": MERGED_ROWS, "COLUMNS": MERGED_COLUMNS, "RANK": MERGED_RANK}
+    _merge[grid](weight, a, b, out, scaling, height, width, a.shape[0], **tile, num_warps=4)
     return out
 
 

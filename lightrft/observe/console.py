@@ -135,7 +135,7 @@ class Console(Sink):
             self._console.print(f"{status} after {duration(elapsed)}", highlight=False, markup=False)
 
     def _lines(self, step: int, metrics: dict[str, float]) -> Iterator[str]:
-        """Yield the header where it is due, the metrics of the step in its columns, and those of an evaluation."""
+        """Yield the header where it is due, the metrics of the step in columns, and an evaluation's metrics."""
         if headlines(metrics).keys() - self._columns.keys() or self._since_header % LINES_PER_HEADER == 0:
             self._columns |= headlines(metrics)
             self._columns = {name: label for name, label in HEADLINES.items() if name in self._columns}

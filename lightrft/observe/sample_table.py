@@ -22,7 +22,7 @@ Group = list[dict[str, Any]]
 def sample_table(rows: Sequence[dict[str, Any]], group_size: int = 0) -> str:
     """Show the first and the last responses of the model, and how its responses to one prompt differ.
 
-    `group_size` is the number of responses to a prompt, of which fewer may be written to the file.
+    `group_size` is the number of responses to a prompt; the file may have fewer.
     """
     if not rows:
         return ""

@@ -107,7 +107,7 @@ def _ground_truth(entry: Any) -> Any:
 
 
 def _object(value: Any) -> Any:
-    """Return the object of a JSON text, which some files have for a struct; any other value as it is."""
+    """Return the object of a JSON text, as some files have it for a struct; any other value as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:

@@ -1,4 +1,4 @@
-"""How the built-in rewards read the columns of a row, first of all its label.
+"""Readers of a row's columns for the built-in rewards, first of all of the label.
 
     right_answers("7") == right_answers(7.0) == ["7"]        right_answers(["7", 8.5]) == ["7", "8.5"]
 """

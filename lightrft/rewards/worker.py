@@ -85,7 +85,7 @@ def _work(calls: Connection, function: RewardFunction | WeightedRewards) -> None
 
 
 def said(error: BaseException) -> str:
-    """Return the class and the message of an error, of which a long one is cut."""
+    """Return the class and the message of an error; a long message is cut."""
     message = str(error)
     cut = f" ... ({len(message)} letters)" if len(message) > LONGEST_MESSAGE else ""
     return f"{type(error).__name__}: {message[:LONGEST_MESSAGE]}{cut}"

@@ -1,4 +1,4 @@
-"""Parameters of a model, and floating-point operations of training, from which MFU is computed."""
+"""Parameters of a model, and floating-point operations of training, for MFU."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,13 +24,15 @@ class TrainingOperations:
     per_token: float
     """Operations of the decoder for a token that it computes."""
     per_learned_token: float
-    """Operations of the head that predicts tokens, which computes learned tokens only."""
+    """Operations of the head that predicts tokens; it computes learned tokens only."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, full_shape: Callable[[nn.Parameter], torch.Size]) -> Self:
         """Count the operations of a model; `full_shape` returns the shape of a parameter over all ranks."""
         head = model.get_output_embeddings()
         decoder, trained = model.get_decoder(), False
+
+        # A lookup in an embedding is no product.
         tables = {
             id(parameter)
             for module in decoder.modules()
@@ -41,7 +43,8 @@ class TrainingOperations:
         for name, parameter in decoder.named_parameters():
             shape = full_shape(parameter)
             if len(shape) > 1 and id(parameter) not in tables:
-                size = _active(name, shape, model)
+                # Of experts, only those that a token has compute it.
+                _, size = count_parameters([(f".{name}", shape)], model.config)
                 per_token += 2 * size * (1 + trained + parameter.requires_grad)
             trained = trained or parameter.requires_grad
         if head is None:
@@ -50,15 +53,10 @@ class TrainingOperations:
         return cls(per_token, 2.0 * size * (1 + trained + head.weight.requires_grad))
 
     def __call__(self, batch: Batch) -> float:
-        """Return the operations of a micro-batch, of which shared prefixes are computed once."""
+        """Return the operations of a micro-batch; shared prefixes are computed once."""
         return (
             self.per_token * batch.num_computed + self.per_learned_token * len(batch.learned_tokens)
         )
-
-
-def _active(name: str, shape: torch.Size, model: PreTrainedModel) -> int:
-    """Return the number of elements that compute one token: of experts, only those that it has."""
-    return count_parameters([(f".{name}", shape)], model.config)[1]
 
 
 def count_parameters(shapes: Iterable[tuple[str, torch.Size]], config: PretrainedConfig) -> tuple[int, int]:

@@ -20,7 +20,7 @@ NEVER = {torch.float32: 1e-2, torch.bfloat16: 0.5}
 weights, or another model."""
 NO_ADVANTAGE = 1e-8
 SAID = (1, 2, 10, 100, 1000, 10_000)
-"""Steps without a training signal of which a warning speaks, by their number."""
+"""Numbers of steps without a training signal that are told in a warning."""
 
 
 class Health:

@@ -40,9 +40,9 @@ POLL_SECONDS = 0.5
 """Longest time between two looks of all ranks at signals, while there are no requests."""
 
 IDLE_SECONDS = 600.0
-"""Time after which a connection without a request is closed."""
+"""Time limit of a connection without a request."""
 RECEIVE_SECONDS = 60.0
-"""Time in which a client sends a request, once it has begun."""
+"""Time limit for a request that has begun."""
 MOST_CONNECTIONS = 256
 CHUNK = 1 << 16
 LARGEST_REQUEST = 64 << 20

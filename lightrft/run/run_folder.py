@@ -63,7 +63,7 @@ class RunFolder:
         self.id = ""
         """Unique id of the run, which its checkpoints contain."""
         self.date = ""
-        """Day on which the run began, as YYYY-MM-DD. Prompts may contain it, so it stays the same when the run is resumed."""
+        """First day of the run, as YYYY-MM-DD. Prompts may contain it, so it stays the same when the run is resumed."""
         self._locks: list[IO[str]] = []
 
     @classmethod
@@ -71,7 +71,7 @@ class RunFolder:
         """Lock the folder and check that all ranks can write to it. All ranks call this, before anything expensive.
 
         A run that its torchruns have started again resumes: --load_checkpoint is set, and --overwrite has had its effect.
-        The date that chat templates write becomes that of the run.
+        Chat templates then write the date of the run.
 
         Raises ConfigError, on all ranks, if another run is using the folder, if it holds an earlier run's results and the
         configuration does not say what to do with them, or if it cannot be written.
@@ -89,7 +89,8 @@ class RunFolder:
             folder.release()
             raise
         folder.id = world.broadcast(folder.id)
-        folder.date = world.broadcast(folder._date(config.data.chat_template_date))
+        began = folder.description().get("date") if folder.resumes else None
+        folder.date = world.broadcast(config.data.chat_template_date or began or today())
         if config.data.apply_chat_template:
             config.data.chat_template_date = folder.date
         return folder
@@ -120,10 +121,6 @@ class RunFolder:
             fcntl.flock(file, fcntl.LOCK_UN)
             file.close()
         self._locks.clear()
-
-    def _date(self, chosen: str) -> str:
-        before = self.description().get("date") if self.resumes else None
-        return chosen or before or today()
 
     def _is_restarted(self) -> bool:
         before = self.description()

@@ -11,8 +11,14 @@ from lightrft.strategy.fsdp import FSDPStrategy
 from lightrft.strategy.strategy_base import StrategyBase, is_actor
 
 __all__ = [
-    "DeepSpeedStrategy", "EngineStatus", "FSDPStrategy", "StrategyBase", "StrategyConfig", "get_strategy", "is_actor",
-]  # fmt: skip
+    "DeepSpeedStrategy",
+    "EngineStatus",
+    "FSDPStrategy",
+    "StrategyBase",
+    "StrategyConfig",
+    "get_strategy",
+    "is_actor",
+]
 
 
 _strategies = Registry("strategy", flag="--strategy")
@@ -20,7 +26,7 @@ _strategies.register("fsdp")(FSDPStrategy)
 
 
 class StrategyConfig:
-    """Name under which LightRFT's strategies have their configuration: it makes a Config, with `extra_args` for other names."""
+    """LightRFT's name for a strategy's configuration: it makes a Config, with `extra_args` for other names."""
 
     from_args = staticmethod(as_config)
 

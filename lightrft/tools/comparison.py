@@ -1,4 +1,4 @@
-"""Several runs on one page: their curves over each other, their last numbers, and the settings in which they differ."""
+"""Several runs on one page: curves over each other, last numbers, and settings that differ."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -129,7 +129,7 @@ def diagnose(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokeni
 
 
 def _without(banned: Sequence[int], values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts without the logits of tokens that are never sampled, which an engine may have masked already."""
+    """Return the parts without the logits of tokens that are never sampled: an engine may have masked them already."""
     if LOGITS not in values:
         return values
     kept = torch.ones(values[LOGITS].shape[-1], dtype=torch.bool)

@@ -65,7 +65,7 @@ def with_tools(config: Config) -> Config:
 
 
 def with_turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config:
-    """Return the configuration in which a response also stops at the ends of turns of the tokenizer and the chat template."""
+    """Return a configuration that also stops responses at the ends of turns of the tokenizer and the chat template."""
     ends = turn_end_ids(config.data, tokenizer).union(config.rollout.stop_token_ids)
     return replace(config, rollout=replace(config.rollout, stop_token_ids=sorted(ends)))
 

@@ -35,8 +35,8 @@ def build_policy(
 ) -> Policy:  # fmt: skip
     """Build the sharded actor with its optimizer and schedule over `updates` optimizer steps, and the frozen reference.
 
-    Log-probs are those of the distribution that `sampling` draws from, which depends on the ids that the `tokenizer` has; None:
-    the tokenizer of --pretrain, if it has one.
+    Log-probs are those of the distribution that `sampling` draws from, over the ids of the `tokenizer`; None: the tokenizer of
+    --pretrain, if it has one.
     """
     optim = config.optim
     strategy.announce("load_models")

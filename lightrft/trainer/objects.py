@@ -1,4 +1,4 @@
-"""Objects of Python in place of names: the configuration holds a name under which this process finds the object again."""
+"""Objects of Python in place of names: the configuration holds a name that this process can look up."""
 
 import os
 import re

@@ -50,7 +50,7 @@ class TrainedRun:
         """Score the trained model's responses to held-out prompts, with the data, engine and rewards of the run.
 
         `values`, and a configuration, replace those of the run: `run.evaluate(eval_data=rows, eval_n_samples=8)`. Return the
-        numbers of evaluation.json. Raise ConfigError for a reward model, which generates no responses.
+        numbers of evaluation.json. Raise ConfigError for a reward model: it generates no responses.
         """
         if self.command in ("train_rm", "train_prm"):
             raise ConfigError(f"a model of {self.command} generates no responses: its evaluation is in history, as eval/*")
@@ -70,7 +70,7 @@ def train_ppo(
 ) -> TrainedRun:  # fmt: skip
     """Train a policy by PPO, GRPO and their family.
 
-    `model` is a folder, a hub name, or a model of transformers, of which the run trains a copy; `tokenizer` replaces the one of
+    `model` is a folder, a hub name, or a model of transformers; the run trains a copy of it. `tokenizer` replaces the one of
     the model. `prompt_data` is a file, a hub name, a Dataset, or a list of rows, and so are the other data. `reward` is a name or
     a function, or a list of them; one that is defined inside another function is called in this process.
 

@@ -106,7 +106,7 @@ def _as_config_error(step: Callable[..., T], *arguments: object) -> T:
 
 
 def _start(step: Callable[..., T], *arguments: object) -> T:
-    """Do a step before the first phase, which has no time limit of its own; say where it is while
+    """Do a step before the first phase, with the time limit of a phase; say where it is while
     it takes long."""
     limit = next(
         (60 * each.strategy.phase_minutes for each in arguments if isinstance(each, Config)),

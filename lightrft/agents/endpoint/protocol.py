@@ -131,7 +131,7 @@ def _check_kinds(body: Body) -> None:
 
 
 def read_prompt(prompt: Any) -> str | list[int]:
-    """Return the prompt of a completion, which is one text or one list of token ids."""
+    """Return the prompt of a completion: one text, or one list of token ids."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
     if isinstance(prompt, str) and prompt:

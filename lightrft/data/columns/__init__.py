@@ -1,1 +1,1 @@
-"""Values of rows: how those of Arrow and of Python objects become plain ones."""
+"""Values of rows: Arrow's types and Python objects become plain values."""

@@ -61,7 +61,7 @@ def _parsed(text: Any) -> Any:
 def plain_row(row: Mapping[str, Any], *, leave: Collection[str] = ()) -> dict[str, Any]:
     """Return a row with plain values; the columns `leave` stay as they are.
 
-    Raise ValueError that names the column of a value for which there is no plain one.
+    Raise ValueError for a value without a plain form, and name its column.
     """
     return {
         name: value if name in leave else plain(value, f"the column {name!r}")

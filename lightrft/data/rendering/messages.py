@@ -181,7 +181,7 @@ def _call(call: Any, place: str) -> Message:
 
 
 def as_tools(value: Any) -> list[dict[str, Any]]:
-    """Return the schemas of tools, which may be JSON text, in the form of OpenAI.
+    """Return the schemas of tools in the form of OpenAI; they may be JSON text.
 
     Raise ValueError for values that describe no tools.
     """
@@ -226,7 +226,7 @@ def parsed(text: str, name: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without null keys, with which Arrow fills what a row lacks."""
+    """Return a value without null keys; Arrow adds these for what a row lacks."""
     if isinstance(value, dict):
         return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -89,7 +89,7 @@ def _chat_template(
 
 @dataclass(frozen=True)
 class FixedDate:
-    """The function by which templates write the present date, for one date."""
+    """A replacement for the templates' function that writes the present date."""
 
     date: str
 
@@ -99,7 +99,7 @@ class FixedDate:
 
 @dataclass(frozen=True)
 class Closing:
-    """How a template ends a turn of the assistant."""
+    """The end of an assistant turn in a template."""
 
     last: str
     """Text from the answer to the end token of the last turn; empty if the template has none."""
@@ -115,7 +115,7 @@ class ChatTemplate:
     variables: dict[str, Any]
     """Variables of the run, with its tools."""
     _complete: set[Any] = field(default_factory=set, repr=False)
-    """Kinds of conversations of which the template leaves nothing out."""
+    """Kinds of conversations that the template is known to render completely."""
 
     def render(
         self,
@@ -138,6 +138,9 @@ class ChatTemplate:
         }
         text = self._render(messages, **options)
         self._check(messages, tools, text)
+
+        # A short text, such as "7", may occur by chance where its message was skipped. So each new
+        # kind of conversation is rendered once more, with words that occur nowhere else.
         shape = _shape(messages), answer_follows, bool(tools), repr(variables)
         if shape not in self._complete:
             self._check_words(messages, options)
@@ -152,7 +155,7 @@ class ChatTemplate:
         tools: Sequence[dict[str, Any]],
         variables: dict[str, Any],
     ) -> tuple[list[Message], dict[str, Any]]:
-        """Return messages and variables in the form in which this template takes them."""
+        """Return messages and variables in the form that this template takes."""
         all_tools = [*(self.variables.get("tools") or []), *tools]
         return self._formed(messages), self.variables | variables | {"tools": all_tools or None}
 
@@ -225,6 +228,8 @@ class ChatTemplate:
     def _form_of_calls(self) -> tuple[bool, str | None]:
         """Return whether arguments are JSON text, and the content of a turn of calls alone."""
         function = CALL["function"]
+
+        # The first form that the template prints as neither Python nor quoted JSON is its own.
         for is_json in (False, True):
             arguments = json.dumps(function["arguments"]) if is_json else function["arguments"]
             call = CALL | {"function": function | {"arguments": arguments}}
@@ -380,7 +385,7 @@ def texts_of(message: Message) -> list[str]:
 
 
 def contains(text: str, pieces: Iterable[str]) -> bool:
-    """Return whether all pieces occur in a text, which may have other white space."""
+    """Return whether all pieces occur in a text, apart from white space."""
     squeezed = _squeezed(text)
     return all(_squeezed(piece) in squeezed for piece in pieces)
 
@@ -462,6 +467,8 @@ def _words(message: Message, number: int) -> Message:
         ]
     elif content:
         content = word
+
+    # Arguments stay: templates look into them.
     calls = [
         call
         | {

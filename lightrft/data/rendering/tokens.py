@@ -35,7 +35,7 @@ def consecutive_tokens(
 ) -> list[list[int]]:
     """Return the tokens of consecutive texts as in the whole text.
 
-    Where a token would cross a border, which no engine can generate, each text has its own tokens.
+    No engine can generate a token across a border: there, each text has its own tokens.
     """
     first, *others = texts
     begin = partial(text_tokens, tokenizer, special_tokens=special_tokens)

@@ -1,4 +1,4 @@
-"""Messages between ranks as JSON and the bytes of arrays, from which no code can come."""
+"""Messages between ranks as JSON and the bytes of arrays: neither can carry code."""
 
 import json
 import struct
@@ -45,6 +45,7 @@ class Codec:
                 "dict": {str(name): self._encode(each, buffers) for name, each in value.items()}
             }
         if kind.__name__ in self.kinds:
+            # A record that both ends know by its name.
             values = (
                 [getattr(value, field.name) for field in fields(value)]
                 if is_dataclass(value)
@@ -75,6 +76,8 @@ class Codec:
             )
         if not isinstance(content, dict):
             return content
+
+        # What is no value of JSON itself is an object of one entry: its kind and its content.
         ((name, inner),) = content.items()
         match name:
             case "dict":

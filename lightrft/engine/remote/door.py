@@ -25,9 +25,9 @@ KEY = "lightrft/rollout"
 """Prefix of the keys in the store of all processes."""
 LOOPBACK = "127.0.0.1"
 GREETING_SECONDS = 10.0
-"""Time in which a connection must prove that it belongs to the run."""
+"""Time limit for a connection to prove that it belongs to the run."""
 CONNECT_SECONDS = 120.0
-"""Time for which a rank tries to connect to another one, which has said that it listens."""
+"""Time limit for connecting to a rank that has said that it listens."""
 MOST_STRANGERS = 64
 """Number of connections that are heard at the same time; others are closed, and a rank of the run
 tries again."""

@@ -70,7 +70,7 @@ class VLLMShim:
     def limit_vocabulary(self, size: int) -> None:
         """Give all ids from `size` on the logit -inf, so that none of them is sampled.
 
-        The logits keep their width, which vLLM takes for the top k of requests without one.
+        The logits keep their width: vLLM takes it for the top k of requests without one.
         """
 
         def limit(_: torch.nn.Module, __: Any, logits: torch.Tensor | None) -> None:
@@ -291,7 +291,7 @@ def _renew_tied_layers(model: torch.nn.Module) -> None:
 
 
 def _forget_world() -> None:
-    """Destroy vLLM's groups of all ranks, but not the trainer's: the next engine of this process needs those of its own run."""
+    """Destroy vLLM's groups of all ranks, but not the trainer's: the next engine of this process makes its own."""
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()
     parallel_state._WORLD = None

@@ -1,4 +1,4 @@
-"""Tests of programs that responses contain, which run in a sandbox."""
+"""Tests of the programs in responses, run in a sandbox."""
 
 import json
 import re

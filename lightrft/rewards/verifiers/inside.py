@@ -1,4 +1,4 @@
-"""What runs inside the sandbox: a watcher, and below it a program, or the asserts about one.
+"""Programs inside the sandbox: a watcher, and below it a program, or the asserts about one.
 
 sandbox.py passes this file as text to an interpreter without installed packages, so it imports the
 standard library only.
@@ -117,6 +117,8 @@ def _limit(settings: dict[str, Any]) -> None:
     }
     for name, limit in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+
+    # The program ends with its watcher, and gains no rights from files with the setuid bit.
     library = ctypes.CDLL(None)
     library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     library.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -282,7 +284,7 @@ class Remote:
 
 
 class About:
-    """What is known about an object of the other process."""
+    """A record of an object of the other process."""
 
     def __init__(self, channel: "Channel", number: int, kind: str, plain: Any):
         self.channel = channel
@@ -329,6 +331,8 @@ def _binary(name: str, form: str = "") -> Any:
             return _ask(self, "special", f"__{form}{name}__", other)
         if about.plain is NOTHING:
             return NotImplemented
+
+        # A value of a derived class computes here, as one of the builtin class.
         if type(about.plain) in MUTABLE:
             about.plain = _ask(self, "plain")
         return function(other, about.plain) if form == "r" else function(about.plain, other)
@@ -417,7 +421,7 @@ class Containers:
 
 
 def _parts(container: Any) -> list[Any]:
-    """Return the keys and items of a container, and its kind, which makes the list true."""
+    """Return the keys and items of a container, and its kind, so that the list is never empty."""
     if isinstance(container, MAPPINGS):
         return [type(container), *container, *container.values()]
     return [type(container), *container]
@@ -428,7 +432,7 @@ class Channel:
 
     def __init__(self, descriptor: int, *, tests: bool):
         self.tests = tests
-        """True at the end of the tests, which answers little: it must not be taken over."""
+        """True at the end of the tests. That end answers little, as it must not be taken over."""
         self._file = socket.socket(fileno=descriptor).makefile("rwb")
         self._lock = threading.RLock()
         self._objects: list[Any] = []
@@ -446,6 +450,8 @@ class Channel:
             containers = Containers(self, self._kept if self.tests else ())
             asked = [self.encode(each, containers) for each in (values, list(named.items()))]
             self._send([verb, [number, *asked], containers.table()])
+
+            # The other end may call back before it answers, as sorted(key=...) does.
             while True:
                 answer, content, table = self._receive()
                 if answer in ("answer", "raise"):
@@ -477,6 +483,7 @@ class Channel:
             result = self._do(verb, self._objects[number], values, dict(named))
             reply = ["answer", self.encode(result, containers)]
         except BaseException as error:
+            # Whatever the question raises belongs to the asking end, SystemExit included.
             kind = type(error) if isinstance(error, RAISED) else RuntimeError
             about = (kind, *map(_simple, (error.args, vars(error))))
             reply = ["raise", self.encode(about, containers)]
@@ -485,7 +492,7 @@ class Channel:
             self._keep(verb if reply[0] == "answer" else "", containers, first)
 
     def _keep(self, verb: str, containers: Containers, first: int) -> None:
-        """Keep the containers of an attribute, which are those from the `first` on."""
+        """Keep the containers of an attribute, from the `first` on."""
         known = list(zip(containers.all, containers.known, strict=True))
         for place, pair in enumerate(known[: len(self._kept)]):
             if pair[0] is self._kept[place][0]:
@@ -495,6 +502,7 @@ class Channel:
             self._kept = [*self._kept, *known[first:]][-MOST_KEPT:]
 
     def _do(self, verb: str, one: Any, values: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        # The program may read what a test has lent it, and no more: it would find expected values.
         if self.tests and verb != "call":
             public = verb in ("get", "set") and not str(values[0]).startswith("_")
             iterates = verb == "special" and values[0] in ("__next__", "__iter__", "__len__")
@@ -533,6 +541,7 @@ class Channel:
         if kind is int:
             return value if value.bit_length() < 4096 else {"int": hex(value)}
         if kind in MUTABLE:
+            # By its place, so that both ends change one container.
             return {"shared": containers.place(value)}
         if kind in (tuple, frozenset) or kind in VIEWS:
             return {kind.__name__: [encode(each) for each in value]}
@@ -577,6 +586,7 @@ class Channel:
             case "own":
                 return self._objects[inner]
             case "builtin":
+                # A message names classes only: a function such as exec would be a way out.
                 found = getattr(builtins, inner)
                 return found if isinstance(found, type) else None
             case "exception":
@@ -725,7 +735,7 @@ def serve(program: str, descriptor: int) -> None:
 
 
 class Scope(dict):
-    """Names of the tests, and after them those of the program."""
+    """Names of the tests, and after them the program's."""
 
     def __init__(self, program: Remote, names: dict[str, bool]):
         super().__init__(__name__="program", __builtins__=builtins)

@@ -128,6 +128,7 @@ def running(
             "processes": PROCESSES,
             "file_size": FILE_SIZE,
         }
+        # The job comes over a descriptor: arguments would be in /proc for all to read.
         passed = [number for number in (settings["job"], settings["socket"]) if number >= 0]
         unbuffered = ["-u"] if streams.get("stderr") == subprocess.STDOUT else []
         command = [*sandbox, *_python(*unbuffered, "-c", INSIDE.read_text(), json.dumps(settings))]
@@ -155,7 +156,7 @@ def output_of(
 
 
 def passes(program: str, asserts: list[str]) -> bool:
-    """Return True if a program passes all asserts, which run in another sandbox."""
+    """Return True if a program passes all asserts; these run in another sandbox."""
     of_program, of_tests = socket.socketpair()
     silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     with of_program, of_tests, running("module", program, connection=of_program, **silent):
@@ -179,6 +180,8 @@ def _bubblewrap() -> tuple[str, ...]:
         "--clearenv",
     )
     disk = ("--size", str(DISK_SIZE), "--tmpfs")
+
+    # The root is made read-only last, after everything has its place in it.
     devices = ("--dev", "/dev", *disk, "/dev/shm", "--remount-ro", "/dev")
     return (
         *_as_nobody(),
@@ -217,6 +220,8 @@ def _as_nobody() -> tuple[str, ...]:
     the machine itself."""
     if os.geteuid() != 0 or Path("/proc/self/uid_map").read_text().split()[:2] != ["0", "0"]:
         return ()
+
+    # A number of its own for each process, so that no run can signal another one.
     user = FIRST_USER_ID + os.getpid()
     rights = (
         "--clear-groups",
@@ -249,7 +254,7 @@ def _hidden_settings() -> list[str]:
 
 
 def _folders() -> list[str]:
-    """Return the folders that a program may read: those of the system and of Python."""
+    """Return the folders of the system and of Python, which a program may read."""
     names = (
         "/usr",
         "/bin",
