@@ -1,10 +1,15 @@
 """GGUF files of tiny random models, written as llama.cpp's converter writes them."""
 
+import io
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import numpy as np
+import sentencepiece
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
+from sentencepiece import SentencePieceProcessor
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -16,7 +21,9 @@ SIZES = {
 MODULES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp", "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps", "mlp.experts.down_proj": "ffn_down_exps", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
 OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -49,6 +56,17 @@ def tokenizer_of(pieces: str) -> Tokenizer:
     return tokenizer
 
 
+def trained_sentencepiece() -> SentencePieceProcessor:
+    """Return a tokenizer as Llama 2 has: merges with byte fallback and single digits."""
+    words = ["the", "cat", "hello", "world", "number", "numbers", "12", "345"]
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=map(" ".join, product(words, repeat=3)), model_writer=model, model_type="bpe", vocab_size=320,
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True, minloglevel=2,
+    )  # fmt: skip
+    return SentencePieceProcessor(model_proto=model.getvalue())
+
+
 def random_model(family: str, **extra) -> PreTrainedModel:
     """Return a model whose every parameter is random, norms and biases too."""
     config = AutoConfig.for_model(family, **(SIZES | {"vocab_size": len(vocabulary())} | extra))
@@ -61,15 +79,16 @@ def random_model(family: str, **extra) -> PreTrainedModel:
 
 
 def write_gguf(
-    file: Path, model: PreTrainedModel, kind: GGMLQuantizationType, pieces: str, *, settings: dict | None = None,
-    extra: dict[str, np.ndarray] | None = None, without: str = "",
+    file: Path, model: PreTrainedModel, kind: GGMLQuantizationType, pieces: str | SentencePieceProcessor, *,
+    settings: dict | None = None, extra: dict[str, np.ndarray] | None = None, without: str = "",
 ) -> dict[str, Tensor]:  # fmt: skip
     """Write the file, and return the numbers that it holds, by the names of the model.
 
+    `pieces` is the pre-tokenizer of vocabulary(), or another tokenizer, with the vocabulary of the model.
     `settings` and `extra` are added to its metadata and its tensors, and the tensor `without` is left out.
     """
     config = model.config
-    writer = GGUFWriter(file, config.model_type)
+    writer = GGUFWriter(file, config.model_type.replace("_", ""))
     writer.add_name("A tiny model")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
@@ -81,15 +100,23 @@ def write_gguf(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if config.model_type == "llama":
         writer.add_rope_dimension_count(config.head_dim)
-    if config.model_type == "qwen3":
+    if config.model_type in ("qwen3", "qwen3_moe"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-    _add_tokenizer(writer, pieces)
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if isinstance(pieces, str):
+        _add_tokenizer(writer, pieces)
+    else:
+        _add_sentencepiece(writer, pieces)
     for name, value in (settings or {}).items():
-        (writer.add_string if isinstance(value, str) else writer.add_uint32)(name, value)
+        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32}[type(value)]
+        add(name, value)
 
     held = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in _with_separate_experts(model.state_dict()):
         if name == "lm_head.weight" and config.tie_word_embeddings or name == without:
             continue
         numbers = _as_in_llama_cpp(name, tensor.numpy(), config)
@@ -118,12 +145,36 @@ def _add_tokenizer(writer: GGUFWriter, pieces: str) -> None:
     writer.add_chat_template(TEMPLATE)
 
 
+def _add_sentencepiece(writer: GGUFWriter, processor: SentencePieceProcessor) -> None:
+    tokens = range(processor.vocab_size())
+    kinds = {2: processor.is_unknown, 3: processor.is_control, 6: processor.is_byte}
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([processor.id_to_piece(token) for token in tokens])
+    writer.add_token_scores([processor.get_score(token) for token in tokens])
+    writer.add_token_types([next((kind for kind, holds in kinds.items() if holds(token)), 1) for token in tokens])
+    writer.add_unk_token_id(processor.unk_id())
+    writer.add_bos_token_id(processor.bos_id())
+    writer.add_eos_token_id(processor.eos_id())
+
+
 def _name_of(name: str) -> str:
     module, _, kind = name.rpartition(".")
     if module in OUTSIDE:
         return f"{OUTSIDE[module]}.{kind}"
     _, _, layer, module = module.split(".", 3)
     return f"blk.{layer}.{MODULES[module]}.{kind}"
+
+
+def _with_separate_experts(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors.items():
+        module, fused, _ = name.partition("experts.gate_up_proj")
+        if fused:
+            gate, up = tensor.chunk(2, dim=1)
+            yield f"{module}experts.gate_proj.weight", gate.contiguous()
+            yield f"{module}experts.up_proj.weight", up.contiguous()
+        else:
+            yield name.replace("experts.down_proj", "experts.down_proj.weight"), tensor
 
 
 def _as_in_llama_cpp(name: str, numbers: np.ndarray, config) -> np.ndarray:

@@ -19,6 +19,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     GgufConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -32,11 +33,15 @@ from lightrft.versions import version_problems
 
 NEEDED = {"transformers": ">=5.19"}
 """Versions that read GGUF files with the pre-tokenizers of their models."""
+SIZES = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
+"""Settings that transformers ignores in some families -> fields of its configuration."""
 LLAMA_FREQUENCIES = "rope_freqs.weight"
 """Tensor with the divisors of the rotary frequencies that llama.cpp computes from Llama 3's settings."""
 LLAMA_3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Settings of all Llama 3 models; the factor is the largest divisor."""
 
+SPACE = "\u2581"
+"""Sign for a space in the tokens of SentencePiece."""
 SINGLE_DIGITS = {"smollm", "command-r", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"}
 """Pre-tokenizers that make each digit a piece of its own and split the rest as GPT-2 does."""
 LIKE_GPT_2 = {"gpt-2", "mpt", "olmo", "jais", "trillion", "phi-2"}
@@ -67,14 +72,15 @@ def convert(file: Path, folder: Path) -> Path:
             tokenizer = _tokenizer(Path(alone), file.name, settings)
         except Exception as error:  # transformers has no class of its own for what it cannot read
             family = settings.get("general.architecture")
-            raise ConfigError(f"{file} ({family}) cannot be read: {error or type(error).__name__}") from error
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ConfigError(f"{file} ({family}) cannot be read ({reason})") from error
         return export_whole(model, tokenizer, folder, torch.bfloat16)
 
 
 def _model(folder: Path, name: str, reader: GGUFReader, settings: dict[str, Any]) -> PreTrainedModel:
     family = settings["general.architecture"]
-    heads = {"head_dim": settings[key]} if (key := f"{family}.attention.key_length") in settings else {}
-    config = AutoConfig.from_pretrained(folder, gguf_file=name, **heads)
+    sizes = {field: settings[f"{family}.{key}"] for key, field in SIZES.items() if f"{family}.{key}" in settings}
+    config = AutoConfig.from_pretrained(folder, gguf_file=name, **sizes)
     model, loaded = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=name, config=config, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16,
         output_loading_info=True,
@@ -84,13 +90,11 @@ def _model(folder: Path, name: str, reader: GGUFReader, settings: dict[str, Any]
     _check_complete(model, loaded["missing_keys"], sum(int(tensor.n_elements) for tensor in tensors.values()))
     if frequencies is not None:
         model.config.rope_parameters |= _rope_of_llama_3(model, torch.from_numpy(frequencies.data.copy()))
-    scaling = settings.get(f"{family}.rope.scaling.type", "none")
-    if scaling != "none" and model.config.rope_parameters.get("rope_type", "default") == "default":
-        raise ValueError(f"transformers does not read its rotary embedding, which is scaled ({scaling})")
+    _check_settings(model.config, {key.removeprefix(f"{family}."): value for key, value in settings.items()})
 
     vars(model.config).pop("_model_name_or_path", None)  # the title in the file, which is no name of a folder
     ends = ("bos_token_id", "eos_token_id", "pad_token_id")
-    model.generation_config = GenerationConfig(**{end: getattr(model.config, end) for end in ends})
+    model.generation_config = GenerationConfig(**{end: getattr(model.config, end, None) for end in ends})
     return model
 
 
@@ -108,6 +112,20 @@ def _check_complete(model: PreTrainedModel, missing: set[str], numbers: int) -> 
         if tensor.shape != shapes[name]:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but {tuple(shapes[name])} in the model of its settings")
         check_finite(name, tensor.detach())
+
+
+def _check_settings(config: PretrainedConfig, settings: dict[str, Any]) -> None:
+    """Raise ValueError for settings of the attention that transformers ignores in some families."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # some families have one for each kind of layer
+    found = {
+        "rope.freq_base": {each.get("rope_theta") for each in ropes},
+        "rope.scaling.type": {"none"} | {each.get("rope_type") for each in ropes},
+        "attention.sliding_window": {getattr(config, "sliding_window", None)},
+    }
+    for key, values in found.items():
+        if settings.get(key) and settings[key] not in values:
+            raise ValueError(f"transformers does not read its setting {key} {settings[key]}")
 
 
 def _rope_of_llama_3(model: PreTrainedModel, divisors: Tensor) -> dict[str, Any]:
@@ -132,8 +150,8 @@ def _tokenizer(folder: Path, name: str, settings: dict[str, Any]) -> PreTrainedT
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < len(settings["tokenizer.ggml.tokens"])]
     backend = Tokenizer.from_str(json.dumps(content))
 
-    kind, begins = settings["tokenizer.ggml.model"], True
-    if kind == "gpt2":
+    begins = True
+    if settings["tokenizer.ggml.model"] == "gpt2":
         pieces = settings.get("tokenizer.ggml.pre", "default")
         if pieces in SINGLE_DIGITS:
             digits = pre_tokenizers.Digits(individual_digits=True)
@@ -141,6 +159,8 @@ def _tokenizer(folder: Path, name: str, settings: dict[str, Any]) -> PreTrainedT
         elif pieces not in LIKE_GPT_2 | GGUF_PRE_TOKENIZER_SPLITS.keys():
             raise ValueError(f"its pre-tokenizer {pieces!r} is unknown, so text would become other tokens than in training")
         backend.model.ignore_merges = begins = pieces in WHOLE_WORDS
+    elif settings.get("tokenizer.ggml.add_space_prefix", True) != backend.encode("a").tokens[0].startswith(SPACE):
+        raise ValueError("transformers does not read its setting tokenizer.ggml.add_space_prefix")
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, chat_template=read.chat_template, **read.special_tokens_map,
         add_bos_token=settings.get("tokenizer.ggml.add_bos_token", begins),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from gguf_files import TEMPLATE, random_model, tokenizer_of, write_gguf
+from gguf_files import TEMPLATE, random_model, tokenizer_of, trained_sentencepiece, write_gguf
 from lightrft.checkpoint import model_folders
 from lightrft.checkpoint.gguf import convert
 from lightrft.checkpoint.model_folders import converted_folder, name_folders
@@ -84,6 +84,28 @@ def test_numbers_settings_and_tokenizer_are_those_of_the_model(tmp_path, name, k
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
 
 
+def test_logits_of_a_mixture_of_experts(tmp_path):
+    sizes = {"head_dim": 32, "moe_intermediate_size": 32, "num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    model = random_model("qwen3_moe", rope_parameters=ROPE, **sizes).bfloat16().float()
+    write_gguf(tmp_path / "m.gguf", model, F32, "qwen2")
+    read = AutoModelForCausalLM.from_pretrained(convert(tmp_path / "m.gguf", tmp_path / "folder"), dtype=torch.float32)
+    ids = torch.arange(3, 103)[None]
+    torch.testing.assert_close(read(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_of_sentencepiece(tmp_path):
+    processor = trained_sentencepiece()
+    model = random_model("llama", vocab_size=processor.vocab_size())
+    write_gguf(tmp_path / "m.gguf", model, F32, processor)
+    tokenizer = AutoTokenizer.from_pretrained(convert(tmp_path / "m.gguf", tmp_path / "folder"))
+    for text in ["the cat", "numbers 3412  hello\n\nworld zü 😀", "a"]:
+        assert tokenizer(text)["input_ids"] == [processor.bos_id(), *processor.encode(text)]
+
+    write_gguf(tmp_path / "n.gguf", model, F32, processor, settings={"tokenizer.ggml.add_space_prefix": False})
+    with pytest.raises(ConfigError, match="does not read its setting tokenizer.ggml.add_space_prefix"):
+        convert(tmp_path / "n.gguf", tmp_path / "other")
+
+
 def test_the_folder_is_that_of_an_ordinary_model(tmp_path):
     written(tmp_path / "m.gguf", kind=Q8_0)
     folder = convert(tmp_path / "m.gguf", tmp_path / "folder")
@@ -113,7 +135,8 @@ REFUSED = {
         "1 tensors of the model are not in it, the first is model.norm.weight",
     ),
     "other frequencies": ({"extra": {"rope_freqs.weight": ONES + np.arange(8, dtype=np.float32)}}, "not those of Llama 3"),
-    "scaled positions": ({"settings": {"llama.rope.scaling.type": "yarn"}}, r"rotary embedding, which is scaled \(yarn\)"),
+    "scaled positions": ({"settings": {"llama.rope.scaling.type": "yarn"}}, "does not read its setting rope.scaling.type yarn"),
+    "a window": ({"settings": {"llama.attention.sliding_window": 64}}, "does not read its setting attention.sliding_window 64"),
     "unknown pieces": ({"pieces": "newest"}, "its pre-tokenizer 'newest' is unknown"),
     "a part": ({"settings": {"split.count": 3}}, "is one of 3 parts: join them with llama-gguf-split --merge"),
     "heads of other sizes": (
