@@ -86,7 +86,9 @@ def test_numbers_settings_and_tokenizer_are_those_of_the_model(tmp_path, name, k
 
 def test_logits_of_a_mixture_of_experts(tmp_path):
     sizes = {"head_dim": 32, "moe_intermediate_size": 32, "num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True}
-    model = random_model("qwen3_moe", rope_parameters=ROPE, **sizes).bfloat16().float()
+    model = random_model("qwen3_moe", rope_parameters=ROPE, **sizes)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
     write_gguf(tmp_path / "m.gguf", model, F32, "qwen2")
     read = AutoModelForCausalLM.from_pretrained(convert(tmp_path / "m.gguf", tmp_path / "folder"), dtype=torch.float32)
     ids = torch.arange(3, 103)[None]
