@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from gguf_files import TEMPLATE, random_model, tokenizer_of, trained_sentencepiece, write_gguf
+from gguf_files import TEMPLATE, random_model, tokenizer_of, trained_sentencepiece, vocabulary, write_gguf
 from lightrft.checkpoint import model_folders
 from lightrft.checkpoint.gguf import convert
 from lightrft.checkpoint.model_folders import converted_folder, name_folders
@@ -116,6 +116,7 @@ def test_the_folder_is_that_of_an_ordinary_model(tmp_path):
     assert not {"quantization_config", "_model_name_or_path"} & config.keys()
     generation = json.loads((folder / "generation_config.json").read_text())
     assert generation.keys() - {"transformers_version"} == {"bos_token_id", "eos_token_id", "pad_token_id"}
+    assert len(AutoTokenizer.from_pretrained(folder)) == len(vocabulary()), "no token without a row in the model"
 
 
 def test_files_beside_it_have_no_influence(tmp_path):
@@ -162,6 +163,12 @@ def test_what_would_not_be_read_completely_is_refused(tmp_path, case):
         convert(tmp_path / "m.gguf", tmp_path / "folder")
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "folder").exists()
+
+
+def test_a_base_of_the_frequencies_that_is_not_read_is_refused(tmp_path):
+    write_gguf(tmp_path / "m.gguf", random_model("starcoder2", rope_parameters=ROPE), F32, "smollm")
+    with pytest.raises(ConfigError, match="does not read its setting rope.freq_base 300000.0"):
+        convert(tmp_path / "m.gguf", tmp_path / "folder")
 
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path):
