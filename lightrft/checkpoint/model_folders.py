@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -78,11 +79,12 @@ def gguf_file(name: str) -> Path | None:
     Raise ConfigError for a file that does not exist, and for a folder with several.
     """
     path = Path(name).expanduser()
-    if path.suffix == SUFFIX and not path.is_dir():
-        if not path.is_file():
+    is_folder = os.path.isdir(path)  # also False for a name that no file can have, about which Path raises an error
+    if path.suffix == SUFFIX and not is_folder:
+        if not os.path.isfile(path):
             raise ConfigError(f"{name}: no such file")
         return path
-    if not name or not path.is_dir() or (path / "config.json").is_file():
+    if not name or not is_folder or (path / "config.json").is_file():
         return None
     files = sorted(path.glob(f"*{SUFFIX}"))
     if len(files) > 1:

@@ -206,7 +206,7 @@ def test_a_file_and_a_folder_with_one_name_the_same_model(tmp_path, cache):
         converted_folder(str(tmp_path / "absent.gguf"), "--critic_pretrain")
 
 
-@pytest.mark.parametrize("name", ["", "owner/name", "owner/name-gguf", "."])
+@pytest.mark.parametrize("name", ["", "owner/name", "owner/name-gguf", ".", "x" * 5000])
 def test_other_names_stay_as_they_are(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     assert converted_folder(name, "--pretrain") == name
