@@ -24,15 +24,13 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lightrft.checkpoint.hf_export import export_whole
 from lightrft.config.errors import ConfigError
 from lightrft.models.weight_files import check_finite, stored_tensors
-from lightrft.versions import version_problems
 
-NEEDED = {"transformers": ">=5.19"}
-"""Versions that read GGUF files with the pre-tokenizers of their models."""
 SIZES = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
 """Settings that transformers ignores in some families -> fields of its configuration."""
 LLAMA_FREQUENCIES = "rope_freqs.weight"
@@ -54,8 +52,6 @@ def convert(file: Path, folder: Path) -> Path:
 
     Raise ConfigError, which names the file, if it is damaged or one of several parts, or if not all of it would be read.
     """
-    if problems := version_problems(NEEDED):
-        raise ConfigError(f"{file}: {problems[0]}")
     try:
         reader = GGUFReader(file)
     except Exception as error:  # of numpy, at the position where the file ends or is damaged
@@ -142,8 +138,6 @@ def _rope_of_llama_3(model: PreTrainedModel, divisors: Tensor) -> dict[str, Any]
 
 
 def _tokenizer(folder: Path, name: str, settings: dict[str, Any]) -> PreTrainedTokenizerBase:
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
     read = AutoTokenizer.from_pretrained(folder, gguf_file=name)
     content = json.loads(read.backend_tokenizer.to_str())
     # transformers adds GPT-2's end token to vocabularies without it, where no model has a row for it.

@@ -3,7 +3,6 @@
 import fcntl
 import hashlib
 import os
-from importlib.util import find_spec
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -14,9 +13,12 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_model_terms
 from lightrft.config.resolve import convert_values
 from lightrft.config.sections import REWARD_MODELS, Config
+from lightrft.versions import EXTRAS, requirements, version_problems
 
 FORMAT = 1
 """Version of what convert() writes: a change makes new folders."""
+NEEDED = {"transformers": ">=5.19"} | EXTRAS["gguf"]
+"""Versions that read GGUF files with the pre-tokenizers of their models."""
 SUFFIX = ".gguf"
 MODELS = ("pretrain", "critic_pretrain", "teacher_pretrain")
 
@@ -66,8 +68,9 @@ def _cached(file: Path) -> Path:
 
 def convert_gguf(file: Path, folder: Path) -> Path:
     """Write the model of a GGUF file as a Hugging Face folder; see gguf.convert()."""
-    if find_spec("gguf") is None:
-        raise ConfigError(f"{file} needs the package gguf: pip install gguf")
+    if problems := version_problems(NEEDED):
+        way_out = " ".join(f"'{requirement}'" for requirement in requirements(NEEDED))
+        raise ConfigError(f"{file} cannot be read: {'; '.join(problems)}. To read GGUF files: pip install {way_out}")
     from lightrft.checkpoint.gguf import convert
 
     return convert(file, folder)

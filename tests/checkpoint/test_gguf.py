@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gguf_files import TEMPLATE, random_model, tokenizer_of, trained_sentencepiece, vocabulary, write_gguf
+from lightrft import versions
 from lightrft.checkpoint import model_folders
 from lightrft.checkpoint.gguf import convert
 from lightrft.checkpoint.model_folders import converted_folder, name_folders
@@ -226,10 +227,11 @@ def test_every_flag_that_names_a_model(tmp_path):
     assert model.process_reward_pretrain == [folder]
 
 
-def test_a_missing_package_is_named(tmp_path, monkeypatch):
+def test_packages_that_are_missing_or_too_old_are_named(tmp_path, monkeypatch):
     written(tmp_path / "m.gguf")
-    monkeypatch.setattr(model_folders, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="m.gguf needs the package gguf: pip install gguf"):
+    monkeypatch.setattr(versions, "installed_version", {"transformers": "5.12"}.get)
+    said = r"transformers 5.12 is installed, lightrft works with >=5.19; gguf is not installed.*pip install 'transformers>=5.19' 'gguf"
+    with pytest.raises(ConfigError, match=said):
         converted_folder(str(tmp_path / "m.gguf"), "--pretrain")
 
 
