@@ -33,7 +33,7 @@ LAYERS = {
     "samples": -1,
 }  # fmt: skip
 OPTIONAL = {"deepspeed", "vllm", "sglang", "peft", "flash_attn", "ray", "math_verify", "jsonschema", "liger_kernel", "triton",
-            "reasoning_gym", "transfer_queue", "av", "verifiers",
+            "reasoning_gym", "transfer_queue", "av", "verifiers", "gguf",
             "wandb", "mlflow", "swanlab", "trackio", "comet_ml"}  # fmt: skip
 OPTIONAL_ELSEWHERE = {"av": "data/media.py", "peft": "models/lora.py", "ray": "batching/transfer_queue.py",
                       **dict.fromkeys(("mlflow", "trackio", "comet_ml"), "observe/trackers.py")}  # fmt: skip

@@ -23,6 +23,7 @@ NEEDS_AN_EXTRA = {
     "lightrft.agents.endpoint.server": "uvicorn",
     "lightrft.agents.openenv": "websockets",
     "lightrft.agents.verifiers": "verifiers",
+    "lightrft.checkpoint.gguf": "gguf",
     "lightrft.data.verifiers.tasksets": "verifiers",
     "lightrft.agents.reasoning_gym": "reasoning_gym",
     "lightrft.engine.sglang": "sglang",

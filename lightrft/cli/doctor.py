@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lightrft.checkpoint.model_folders import converted_folder
 from lightrft.config.sections import (
     Config,
     DataSection,
@@ -54,8 +55,10 @@ def _examine(arguments: argparse.Namespace, console: Console) -> bool:
     config = _config(arguments)
     strategy = get_strategy(config)
     try:
+        config.model.pretrain = converted_folder(arguments.model, "--model")
+        engine_model = converted_folder(arguments.engine_model, "--engine_model")
         strategy.setup_distributed()
-        diagnosis = diagnose(config, strategy, load_tokenizer(config.model), arguments.engine_model)
+        diagnosis = diagnose(config, strategy, load_tokenizer(config.model), engine_model)
     except Exception as error:  # any error is a result of the diagnosis
         console.print(f"[red]{escape(arguments.model)} cannot be examined[/]: {type(error).__name__}: {escape(str(error))}")
         return False
@@ -87,7 +90,7 @@ def _config(arguments: argparse.Namespace) -> Config:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="", help="Hugging Face folder or hub name; without it, only the machine is checked")
+    parser.add_argument("--model", default="", help="folder, GGUF file or hub name; without it, only the machine is checked")
     parser.add_argument("--engine_model", default="", help="another folder for the engine, such as an export of the model")
     parser.add_argument("--engine_type", default="auto", help="auto, vllm, sglang or hf")
     fsdp = "train with FSDP2, as with --fsdp in a run; without it DeepSpeed where it is installed"

@@ -1,7 +1,8 @@
-"""Write a checkpoint, or an adapter's folder, as a Hugging Face folder that from_pretrained, --pretrain and engines load.
+"""Write a checkpoint, an adapter's folder or a GGUF file as a Hugging Face folder that from_pretrained and engines load.
 
 lightrft export runs/run exported
 lightrft export runs/run/checkpoints/step20 exported
+lightrft export model.gguf exported
 """
 
 import argparse
@@ -11,6 +12,7 @@ from loguru import logger
 
 from lightrft.checkpoint.atomic import CheckpointError
 from lightrft.checkpoint.final_model import export_checkpoint, export_merged
+from lightrft.checkpoint.model_folders import convert_gguf, converted_folder, gguf_file
 from lightrft.cli import USER_ERROR
 from lightrft.models.lora import is_adapter_folder
 from lightrft.run.logs import set_up_logging
@@ -32,20 +34,20 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> Path:
-    common = {"trust_remote_code": arguments.trust_remote_code}
+    if file := gguf_file(str(arguments.checkpoint)):
+        return convert_gguf(file, arguments.folder)
+    pretrain, trust_remote_code = converted_folder(arguments.pretrain, "--pretrain"), arguments.trust_remote_code
     if is_adapter_folder(arguments.checkpoint):
-        return export_merged(str(arguments.checkpoint), arguments.folder, base=arguments.pretrain, **common)
+        return export_merged(str(arguments.checkpoint), arguments.folder, base=pretrain, trust_remote_code=trust_remote_code)
     return export_checkpoint(
-        arguments.checkpoint, arguments.folder, name=arguments.name, pretrain=arguments.pretrain,
-        adapter_only=arguments.adapter_only, **common,
+        arguments.checkpoint, arguments.folder, name=arguments.name, pretrain=pretrain,
+        adapter_only=arguments.adapter_only, trust_remote_code=trust_remote_code,
     )  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lightrft export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    kinds = "a checkpoint, a run's folder or a folder of checkpoints (the newest is used), or an adapter's folder"
+    parser = argparse.ArgumentParser("lightrft export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = "a checkpoint, a run's folder or a folder of checkpoints (the newest is used), an adapter's folder, or a GGUF file"
     parser.add_argument("checkpoint", type=Path, help=kinds)
     parser.add_argument("folder", type=Path, help="folder to write the model to")
     parser.add_argument("--name", default="actor", choices=MODELS, help="model of the checkpoint to export")

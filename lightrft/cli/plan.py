@@ -17,6 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightrft.checkpoint.model_folders import name_folders
 from lightrft.cli import USER_ERROR
 from lightrft.config.command_line import parse
 from lightrft.config.errors import ConfigError
@@ -58,6 +59,7 @@ def show_plan(
 
     Raise ConfigError with all problems of the flags.
     """
+    name_folders(config)
     notices = resolve(config, command, world_size=ranks)
     run_plan = plan_of(config, command, ranks, device, ranks_per_node=ranks_per_node, model_file=model_file)
     if as_json:

@@ -55,7 +55,7 @@ def resolve(config: Config, command: str = "train_ppo", world_size: int | None =
     """
     if config.command == command:
         return []
-    _convert(config)
+    convert_values(config)
     config.expand(DEFAULTS.get(command, {}))
     algorithm = config.algorithm
     bounds = {} if algorithm.eps_clip is None else dict.fromkeys(BOTH_BOUNDS["eps_clip"], algorithm.eps_clip)
@@ -71,7 +71,7 @@ def resolve(config: Config, command: str = "train_ppo", world_size: int | None =
 
 def check_strategy(config: Config) -> None:
     """Raise ConfigError for values that no strategy can use, in a configuration that resolve() may not have seen."""
-    _convert(config)
+    convert_values(config)
     if problems := range_problems(config, [field.name for field in fields(StrategySection)]) + strategy_problems(config):
         raise ConfigError("; ".join(problems))
 
@@ -87,7 +87,7 @@ def strategy_name(name: str, fsdp: bool | None) -> str:
     return name
 
 
-def _convert(config: Config) -> None:
+def convert_values(config: Config) -> None:
     """Convert each field to its declared type. Raises ConfigError for invalid values, including NaN and infinity."""
     problems = []
     for name, owner in section_of_field().items():

@@ -39,7 +39,7 @@ REWARD_MODELS = ("reward_pretrain", "process_reward_pretrain")
 @dataclass
 class ModelSection(Section):
     pretrain: str = ""
-    """Model to start from: a Hugging Face folder or hub name."""
+    """Model to start from: a Hugging Face folder, a GGUF file or a hub name, as for all models here."""
     critic_pretrain: str = ""
     """Model that initialises the critic, with its value head if it has one (a reward model): a folder or hub name; empty:
     --pretrain."""

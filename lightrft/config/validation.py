@@ -76,7 +76,7 @@ def _missing_inputs(config: Config, command: str) -> list[str]:
         return _model_problems(config) if named else ["--reward_pretrain is empty: name the reward model to serve"]
     problems = _model_problems(config)
     if not config.model.pretrain:
-        problems.insert(0, "--pretrain is empty: set it to a Hugging Face folder or hub name")
+        problems.insert(0, "--pretrain is empty: set it to a Hugging Face folder, a GGUF file or a hub name")
     if command == "serve":
         return problems
     problems += _address_problems(config, command)

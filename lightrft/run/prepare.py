@@ -7,6 +7,7 @@ from loguru import logger
 from transformers.utils import logging as transformers_logging
 
 from lightrft.algorithms.unread import unread_flags
+from lightrft.checkpoint.model_folders import name_folders
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import resolve
 from lightrft.config.sections import Config
@@ -18,6 +19,7 @@ from lightrft.versions import check_versions
 def prepare_config(command: str, config: Config) -> Config:
     """Resolve and check `config` in place, and log its warnings and the plan of the run; once for each configuration.
 
+    Models in GGUF files are converted first, so that everything else only knows folders and hub names.
     Raises ConfigError with everything that cannot run.
     """
     if config.command == command:
@@ -25,7 +27,9 @@ def prepare_config(command: str, config: Config) -> Config:
     adopt_slurm(os.environ)
     check_launched(os.environ)
     try:
-        notices = [*check_versions(), *resolve(config, command)]
+        notices = check_versions()
+        name_folders(config)
+        notices += resolve(config, command)
         notices += unread_flags(config.algorithm) if command == "train_ppo" else []
     except ValueError as error:
         raise ConfigError(str(error)) from error

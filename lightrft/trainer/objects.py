@@ -14,6 +14,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lightrft.checkpoint.hf_export import export_whole
+from lightrft.checkpoint.model_folders import converted_folder
 from lightrft.config.errors import ConfigError
 from lightrft.config.values import import_path
 from lightrft.registry import OBJECTS
@@ -115,7 +116,7 @@ def _write(folder: Path, model: Any, tokenizer: Any) -> None:
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.name_or_path)
         export_whole(model, tokenizer, folder, dtypes.pop() if len(dtypes) == 1 else torch.float32)
     else:
-        source = Path(model).expanduser()
+        source = Path(converted_folder(str(model), "model")).expanduser()
         source = source if source.is_dir() else Path(snapshot_download(str(model)))
         for file in source.iterdir():
             if not file.name.startswith(OF_TOKENIZER):

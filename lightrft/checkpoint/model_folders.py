@@ -1,0 +1,95 @@
+"""Models that are GGUF files: each is converted once, into a folder of a cache, and the program only knows that folder."""
+
+import fcntl
+import hashlib
+import os
+from pathlib import Path
+
+from huggingface_hub import constants
+from loguru import logger
+
+from lightrft.checkpoint.atomic import CheckpointError
+from lightrft.config.errors import ConfigError
+from lightrft.config.references import reward_model_terms
+from lightrft.config.resolve import convert_values
+from lightrft.config.sections import REWARD_MODELS, Config
+from lightrft.versions import EXTRAS, requirements, version_problems
+
+FORMAT = 1
+"""Version of what convert() writes: a change makes new folders."""
+NEEDED = {"transformers": ">=5.19"} | EXTRAS["gguf"]
+"""Versions that read GGUF files with the pre-tokenizers of their models."""
+SUFFIX = ".gguf"
+MODELS = ("pretrain", "critic_pretrain", "teacher_pretrain")
+
+
+def name_folders(config: Config) -> None:
+    """Replace each GGUF file that a configuration names as a model by the folder of that model.
+
+    Raise ConfigError if there is no such file, or if it cannot be converted.
+    """
+    convert_values(config)
+    model, engine = config.model, config.engine
+    for flag in MODELS:
+        model.put(flag, converted_folder(getattr(model, flag), f"--{flag}"))
+    engine.put("draft_pretrain", converted_folder(engine.draft_pretrain, "--draft_pretrain"))
+
+    terms = reward_model_terms(model)
+    for flag in REWARD_MODELS:
+        names = [term.name for own, term in terms if own == flag]
+        pairs = zip(getattr(model, flag), names, strict=True)
+        model.put(flag, [converted_folder(name, f"--{flag}").join(entry.rsplit(name, 1)) for entry, name in pairs])
+
+
+def converted_folder(name: str, flag: str) -> str:
+    """Return the folder of the model in a GGUF file, or `name` itself if it names no such file. `flag` is for error messages.
+
+    The first process that needs the folder writes it into the cache of Hugging Face, HF_HOME, while the others wait.
+    """
+    try:
+        file = gguf_file(name)
+        return str(_cached(file)) if file else name
+    except (ConfigError, CheckpointError, OSError) as error:
+        raise ConfigError(f"{flag}: {error}") from error
+
+
+def _cached(file: Path) -> Path:
+    state = file.stat()
+    key = hashlib.sha256(f"{FORMAT} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:12]
+    folder = Path(constants.HF_HOME, "lightrft", "gguf", key, file.stem)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            logger.info("converting {} to a Hugging Face folder, {}", file, folder)
+            convert_gguf(file, folder)
+    return folder
+
+
+def convert_gguf(file: Path, folder: Path) -> Path:
+    """Write the model of a GGUF file as a Hugging Face folder; see gguf.convert()."""
+    if problems := version_problems(NEEDED):
+        way_out = " ".join(f"'{requirement}'" for requirement in requirements(NEEDED))
+        raise ConfigError(f"{file} cannot be read: {'; '.join(problems)}. To read GGUF files: pip install {way_out}")
+    from lightrft.checkpoint.gguf import convert
+
+    return convert(file, folder)
+
+
+def gguf_file(name: str) -> Path | None:
+    """Return the GGUF file that `name` is, or that is the only one in a folder without config.json; None if there is none.
+
+    Raise ConfigError for a file that does not exist, and for a folder with several.
+    """
+    path = Path(name).expanduser()
+    is_folder = os.path.isdir(path)  # also False for a name that no file can have, about which Path raises an error
+    if path.suffix == SUFFIX and not is_folder:
+        if not os.path.isfile(path):
+            raise ConfigError(f"{name}: no such file")
+        return path
+    if not name or not is_folder or (path / "config.json").is_file():
+        return None
+    files = sorted(path.glob(f"*{SUFFIX}"))
+    if len(files) > 1:
+        raise ConfigError(f"{name} has {len(files)} GGUF files, so name one of them: {', '.join(file.name for file in files)}")
+    return files[0] if files else None
