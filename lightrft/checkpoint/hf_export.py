@@ -30,6 +30,8 @@ from lightrft.weight_sync.names import PublishedNames, transformers_class
 MAX_SHARD_BYTES = 5 * 10**9
 FOLDERS = {"additional_chat_templates"}
 """Folders inside of a model's folder: transformers writes a tokenizer's further templates there."""
+OF_LOADING = ("is_local", "local_files_only")
+"""Settings of a tokenizer that say how it was loaded; transformers would write them into its folder."""
 GENERATION = "generation_config.json"
 BESIDE = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json",
           "spk_dict.pt")  # fmt: skip
@@ -136,7 +138,7 @@ def export_adapter(
             save_adapter(model, adapters, part)
             _write_generation(model, part)
             if tokenizer is not None:
-                tokenizer.save_pretrained(part)
+                _write_tokenizer(tokenizer, part)
             for path in part.rglob("*"):
                 (sync_folder if path.is_dir() else sync_file)(path)
 
@@ -186,12 +188,18 @@ def _write_rest(
     config.save_pretrained(part)
     _write_generation(model, part)
     if tokenizer is not None:
-        tokenizer.save_pretrained(part)
+        _write_tokenizer(tokenizer, part)
 
     for file in (*_files_beside(model), *code):
         shutil.copy(file, part)
     for path in part.rglob("*"):
         (sync_folder if path.is_dir() else sync_file)(path)
+
+
+def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, part: Path) -> None:
+    for name in OF_LOADING:
+        tokenizer.init_kwargs.pop(name, None)
+    tokenizer.save_pretrained(part)
 
 
 def _write_generation(model: PreTrainedModel, part: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi, constants, metadata_load
 from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from loguru import logger
@@ -38,7 +38,7 @@ def write_card(folder: Path, config: Config, *, steps: int, results: dict[str, f
     about: dict[str, Any] = {"library_name": "transformers", "tags": ["lightrft", config.command]}
     if config.command not in ("train_rm", "train_prm"):
         about["pipeline_tag"] = "text-generation"
-    about |= ({"base_model": base} if base else {}) | ({"datasets": data} if data else {})
+    about |= ({"base_model": base} if base else _of_card(model.pretrain)) | ({"datasets": data} if data else {})
     lines = [
         "---", yaml.safe_dump(about, sort_keys=False).strip(), "---", "",
         f"# {folder.resolve().parent.name}", "",
@@ -47,6 +47,15 @@ def write_card(folder: Path, config: Config, *, steps: int, results: dict[str, f
         *(_table(("Held-out", "Value"), {name: short(value) for name, value in results.items()}) if results else []),
     ]  # fmt: skip
     (folder / "README.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+def _of_card(folder: str) -> dict[str, Any]:
+    """Return the base model and the licence that the card in a folder names, if it has a card that can be read."""
+    try:
+        card = metadata_load(Path(folder).expanduser() / "README.md") or {}
+    except (OSError, ValueError, yaml.YAMLError):  # a text of somebody else, which no training depends on
+        return {}
+    return {name: card[name] for name in ("base_model", "license") if card.get(name)}
 
 
 def held_out_results(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -25,7 +25,7 @@ from rewards import brevity
 
 Row = dict[str, Any]
 
-NUM_TRAINED, NUM_HELD_OUT, NUM_OF_FORM = 12_000, 250, 192
+NUM_TRAINED, NUM_HELD_OUT, NUM_OF_FORM = 12_000, 250, 96
 LARGEST = 20
 """Largest number in a word problem."""
 

@@ -143,6 +143,8 @@ def test_a_published_folder_is_written_as_it_was(written, publish):
     assert AutoTokenizer.from_pretrained(target).chat_template == AutoTokenizer.from_pretrained(folder).chat_template
     settings = [GenerationConfig.from_pretrained(place).to_dict() for place in (folder, target)]
     assert settings[0] == settings[1]
+    written_keys, published_keys = (json.loads((place / "tokenizer_config.json").read_text()).keys() for place in (target, folder))
+    assert written_keys <= published_keys
 
 
 @pytest.mark.slow

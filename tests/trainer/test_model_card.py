@@ -136,3 +136,26 @@ def test_the_numbers_of_a_card_are_those_of_the_last_evaluation():
     second = {"step": 2, "eval/loss": 2.0, "eval/accuracy": float("nan")}
     rows = [{"step": 1, "eval/loss": 3.0}, second, {"step": 3, "train/loss": 1.0}]
     assert held_out_results(rows) == {"loss": 2.0} and held_out_results([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("card", "inherited"),
+    [
+        (
+            "---\nlicense: apache-2.0\nbase_model: owner/base\ntags: [old]\n---\n",
+            {"base_model": "owner/base", "license": "apache-2.0"},
+        ),
+        ("---\nlicense: [unclosed\n---\n", {}),
+        ("no metadata", {}),
+    ],
+)
+def test_a_card_keeps_the_origin_and_the_licence_of_the_base(tmp_path, card, inherited):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/README.md").write_text(card)
+    (tmp_path / "run/model").mkdir(parents=True)
+    config = Config.of(pretrain=f"{tmp_path}/base", prompt_data="rows.jsonl", engine_type="hf")
+    resolve(config, "train_ppo", world_size=1)
+    write_card(tmp_path / "run/model", config, steps=1, results={}, version="0.1.0")
+    about = yaml.safe_load((tmp_path / "run/model/README.md").read_text().split("---")[1])
+    assert {name: about[name] for name in about.keys() - {"library_name", "tags", "pipeline_tag"}} == inherited
+    assert about["tags"] == ["lightrft", "train_ppo"]
