@@ -499,10 +499,12 @@ def impossible_requests_are_refused(bench: Bench) -> None:
 
 
 def a_prompt_is_computed_once_for_all_its_samples(bench: Bench) -> None:
-    prompt = [(11 * position) % 250 for position in range(200)]
-    bench.engine.reset_cache()
-    samples = bench.generate([prompt], Sampling(n=4, max_tokens=4, seed=1))[0]
-    assert sum(sample.num_cached_tokens > len(prompt) / 2 for sample in samples) == 3
+    """Also a short one, as in most tasks: vLLM shares whole blocks, which have 128 tokens by its default for CPUs."""
+    for length in (60, 200):
+        prompt = [(11 * position) % 250 for position in range(length)]
+        bench.engine.reset_cache()
+        samples = bench.generate([prompt], Sampling(n=4, max_tokens=4, seed=1))[0]
+        assert sum(sample.num_cached_tokens > len(prompt) / 2 for sample in samples) == 3
 
 
 def requests_have_samplings_of_their_own(bench: Bench) -> None:
@@ -638,7 +640,7 @@ def an_abort_keeps_what_was_sampled(bench: Bench) -> None:
 
 
 def continuing_costs_a_hit_in_the_cache(bench: Bench) -> None:
-    """All keys and values of an aborted request are used again, but for the last block: of 128 tokens in vLLM on a CPU."""
+    """All keys and values of an aborted request are used again, but for the last block: of 32 tokens in vLLM on a CPU."""
     prompt = [(13 * position) % 250 for position in range(300)]
     ends = tuple(bench.engine.vocabulary.end_token_ids)
     whole = Sampling(temperature=0, max_tokens=_interrupted(bench, 32, by_itself=80), banned_token_ids=ends)
@@ -654,7 +656,7 @@ def continuing_costs_a_hit_in_the_cache(bench: Bench) -> None:
     ((continued,),) = bench.generate([prompt + begun.token_ids], rest)
     assert begun.token_ids + continued.token_ids == expected
     if type(bench.engine).__name__ != "HFEngine":
-        assert continued.num_cached_tokens > 200
+        assert continued.num_cached_tokens > 280
 
 
 def a_part_of_the_vocabulary_is_sampled_and_normalised(bench: Bench) -> None:

@@ -37,7 +37,7 @@ EXPECTED = {
 EXPECTED_ON_CPU = {
     "vllm.config.vllm": (*EXPECTED["vllm.config.vllm"], "Enforce eager set", "Inductor compilation was disabled",
                          "Model Runner V2 requires Triton"),
-    "vllm.platforms.cpu": ("Triton is not installed",),
+    "vllm.platforms.cpu": ("Triton is not installed", "CPU MLA backend requires block_size=16"),
     "vllm.v1.worker.cpu_worker": ("libtcmalloc is not found", "libiomp is not found", "Speculative decoding on CPU without",
                                   "CPU backend doesn't allow to use"),
 }
