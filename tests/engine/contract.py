@@ -147,6 +147,16 @@ def distribution(model: PreTrainedModel, prompt: list[int], tokens: list[int], s
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
+def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Of Pearson's test; cells with an expected count below 5 are one cell."""
+    expected = probabilities.double() * counts.sum()
+    rare = expected < 5
+    counts = torch.cat([counts[~rare].double(), counts[rare].sum().double()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]]).clamp_min(1e-9)
+    statistic = ((counts - expected).square() / expected).sum()
+    return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2).item()
+
+
 def perturbed(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     other = copy.deepcopy(model)
