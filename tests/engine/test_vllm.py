@@ -195,7 +195,8 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
 
     def seeds(request: Request, numpy_seed: int) -> list[int]:
         submitted = []
-        stub = SimpleNamespace(vocabulary=SimpleNamespace(end_token_ids=set()), _outputs={}, _samplings={}, _speculation=None,
+        stub = SimpleNamespace(vocabulary=SimpleNamespace(end_token_ids=set()), _outputs={}, _samplings={},
+                               _speculation=None, _shares_last_blocks=False,
                                _shim=SimpleNamespace(submit=lambda name, prompt, parameters: submitted.append(parameters)))
         stub._parameters = partial(VLLMEngine._parameters, stub)
         VLLMEngine._add(stub, 0, request)
