@@ -147,6 +147,16 @@ def distribution(model: PreTrainedModel, prompt: list[int], tokens: list[int], s
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
+def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Of Pearson's test; cells with an expected count below 5 are one cell."""
+    expected = probabilities.double() * counts.sum()
+    rare = expected < 5
+    counts = torch.cat([counts[~rare].double(), counts[rare].sum().double()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]]).clamp_min(1e-9)
+    statistic = ((counts - expected).square() / expected).sum()
+    return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2).item()
+
+
 def perturbed(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     other = copy.deepcopy(model)
@@ -499,10 +509,20 @@ def impossible_requests_are_refused(bench: Bench) -> None:
 
 
 def a_prompt_is_computed_once_for_all_its_samples(bench: Bench) -> None:
-    prompt = [(11 * position) % 250 for position in range(200)]
-    bench.engine.reset_cache()
-    samples = bench.generate([prompt], Sampling(n=4, max_tokens=4, seed=1))[0]
-    assert sum(sample.num_cached_tokens > len(prompt) / 2 for sample in samples) == 3
+    """Also a short one, as in most tasks: vLLM shares whole blocks, which have 128 tokens by its default for CPUs.
+
+    On CPUs, samples share the last block too, and each computes only the last token of the prompt.
+    """
+    shares_all = type(bench.engine).__name__ == "VLLMEngine" and current_device().type == "cpu"
+    for length in (60, 64, 65, 200):
+        prompt = [(11 * position) % 250 for position in range(length)]
+        bench.engine.reset_cache()
+        samples = bench.generate([prompt], Sampling(n=4, max_tokens=4, seed=1))[0]
+        least = length - 1 if shares_all else length / 2
+        assert sum(sample.num_cached_tokens >= least for sample in samples) == 3
+        for sample in samples:
+            expected = reference_logprobs(bench.model, prompt, sample.token_ids, 1.0)
+            torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5)
 
 
 def requests_have_samplings_of_their_own(bench: Bench) -> None:
@@ -638,7 +658,7 @@ def an_abort_keeps_what_was_sampled(bench: Bench) -> None:
 
 
 def continuing_costs_a_hit_in_the_cache(bench: Bench) -> None:
-    """All keys and values of an aborted request are used again, but for the last block: of 128 tokens in vLLM on a CPU."""
+    """All keys and values of an aborted request are used again, but for the last block: of 32 tokens in vLLM on a CPU."""
     prompt = [(13 * position) % 250 for position in range(300)]
     ends = tuple(bench.engine.vocabulary.end_token_ids)
     whole = Sampling(temperature=0, max_tokens=_interrupted(bench, 32, by_itself=80), banned_token_ids=ends)
@@ -654,7 +674,7 @@ def continuing_costs_a_hit_in_the_cache(bench: Bench) -> None:
     ((continued,),) = bench.generate([prompt + begun.token_ids], rest)
     assert begun.token_ids + continued.token_ids == expected
     if type(bench.engine).__name__ != "HFEngine":
-        assert continued.num_cached_tokens > 200
+        assert continued.num_cached_tokens > 280
 
 
 def a_part_of_the_vocabulary_is_sampled_and_normalised(bench: Bench) -> None:

@@ -310,16 +310,6 @@ def _joint(model: PreTrainedModel, prompt: list[int], temperature: float, length
     return joint
 
 
-def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Of Pearson's test; cells with an expected count below 5 are one cell."""
-    expected = probabilities.double() * counts.sum()
-    rare = expected < 5
-    counts = torch.cat([counts[~rare].double(), counts[rare].sum().double()[None]])
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]]).clamp_min(1e-9)
-    statistic = ((counts - expected).square() / expected).sum()
-    return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2).item()
-
-
 def test_the_sampled_distribution_is_the_models(tmp_path: Path) -> None:
     """The first three tokens by Pearson's test, and all of them, of which many were drafted, by their mean log-prob."""
     config = Qwen3Config(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
@@ -334,7 +324,7 @@ def test_the_sampled_distribution_is_the_models(tmp_path: Path) -> None:
     for length in (1, 2, 3):
         cells = (tokens[:, :length] * TOKENS ** torch.arange(length - 1, -1, -1)).sum(1)
         counts = cells.bincount(minlength=TOKENS**length)
-        assert p_value(counts, _joint(model, [1, 2, 3], 0.7, length)) > 1e-3
+        assert contract.p_value(counts, _joint(model, [1, 2, 3], 0.7, length)) > 1e-3
     scores = _log_probs(model, tokens, 0.7)
     assert abs(scores["difference"]) < 4 * scores["error"]
 

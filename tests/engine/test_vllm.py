@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Phi3Config, PretrainedConfig, Qwen2Config
 
-from engine.contract import Bench, flipped_elements_are_named, perturbed, reference_greedy, start
+from engine.contract import Bench, flipped_elements_are_named, p_value, perturbed, reference_greedy, start
 from lightrft.config import EngineSection
 from lightrft.engine.base import EngineError, EngineSetup
 from lightrft.parallel.collectives import Axis
@@ -195,7 +195,8 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
 
     def seeds(request: Request, numpy_seed: int) -> list[int]:
         submitted = []
-        stub = SimpleNamespace(vocabulary=SimpleNamespace(end_token_ids=set()), _outputs={}, _samplings={}, _speculation=None,
+        stub = SimpleNamespace(vocabulary=SimpleNamespace(end_token_ids=set()), _outputs={}, _samplings={},
+                               _speculation=None, _shares_last_blocks=False,
                                _shim=SimpleNamespace(submit=lambda name, prompt, parameters: submitted.append(parameters)))
         stub._parameters = partial(VLLMEngine._parameters, stub)
         VLLMEngine._add(stub, 0, request)
@@ -213,11 +214,48 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="vLLM for CPUs")
-def test_fast_sampling_on_a_cpu_is_that_of_vllm() -> None:
-    """Rows are greedy or have a generator; draws follow each other, with and without truncation, also those of a copy."""
+@pytest.mark.parametrize("num_tokens", [50, 256, 1000, 32000])
+def test_tokens_are_drawn_by_their_probabilities(num_tokens: int) -> None:
+    """By Pearson's test, with tokens that are impossible; and it does not matter whether a row is alone or among others."""
+    from lightrft.engine.vllm.cpu_sampler import SEEDS, draw
+
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(4, num_tokens)
+    logits[1, torch.rand(num_tokens) < 0.9] = -torch.inf
+    logits[2, : num_tokens // 2] = logits[2, -num_tokens // 3 :] = -torch.inf
+    logits[3, torch.arange(num_tokens) != num_tokens - 1] = -torch.inf
+    seeds = torch.randint(0, SEEDS, (2, 40000))
+    for probabilities in logits.softmax(1):
+        tokens = torch.cat([draw(probabilities.expand(part.shape[1], -1), part) for part in seeds.split(1000, 1)])
+        counts = tokens.bincount(minlength=num_tokens)
+        assert len(counts) == num_tokens and not counts[probabilities == 0].any()
+        assert p_value(counts, probabilities) > 1e-3
+
+    together = draw(logits.softmax(1)[torch.arange(512) % 4], seeds[:, :512])
+    alone = [draw(logits[row % 4][None].softmax(1), seeds[:, row : row + 1]) for row in range(512)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="vLLM for CPUs")
+def test_similar_distributions_mostly_draw_the_same_token() -> None:
+    """Nearly as often as with noise for each token of the vocabulary, whose probability is known exactly."""
+    from lightrft.engine.vllm.cpu_sampler import SEEDS, draw
+
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(2000)
+    first, second = logits.softmax(0), (logits + 0.3 * torch.randn(2000)).softmax(0)
+    ratios = torch.maximum(first / first[:, None], second / second[:, None])  # of each token to another
+    seeds = torch.randint(0, SEEDS, (2, 20000))
+    same = draw(first.expand(20000, -1), seeds) == draw(second.expand(20000, -1), seeds)
+    assert same.float().mean() > 0.95 * (1 / ratios.sum(1)).sum()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="vLLM for CPUs")
+def test_fast_sampling_on_a_cpu_takes_the_seeds_of_a_generator_in_turn() -> None:
+    """Also those of a copy. Rows are greedy or have a generator, and the log-probs are vLLM's, with and without truncation."""
     from vllm.v1.sample.sampler import Sampler
 
-    from lightrft.engine.vllm.cpu_sampler import copy_of, use_fast_sampling
+    from lightrft.engine.vllm.cpu_sampler import SEEDS, copy_of, draw, use_fast_sampling
 
     plain, fast = (Sampler(logprobs_mode="processed_logprobs") for _ in range(2))
     use_fast_sampling(fast)
@@ -228,15 +266,18 @@ def test_fast_sampling_on_a_cpu_is_that_of_vllm() -> None:
             ours = {row: copy_of(generator) for row, generator in ours.items()}
         if step == 20:  # a request ends, another takes its row, and a third begins
             ours, theirs = ({2: old[5], 3: torch.Generator().manual_seed(9), 0: old[0]} for old in (ours, theirs))
-        logits, found = torch.randn(6, 50), []
-        for sampler, generators in ((plain, theirs), (fast, ours)):
-            found.append(sampler.topk_topp_sampler.forward(logits.clone(), generators, k, p))
-        (expected, expected_logprobs), (tokens, logprobs) = found
-        rows = list(ours)
-        assert torch.equal(tokens[rows], expected[rows]) and torch.equal(logprobs, expected_logprobs)
+        logits = torch.randn(6, 500)
+        _, expected = plain.topk_topp_sampler.forward(logits.clone(), {}, k, p)
+        tokens, probabilities = fast.topk_topp_sampler.forward(logits, ours, k, p)
+        seeds = torch.stack([torch.randint(0, SEEDS, (2,), generator=generator) for generator in theirs.values()], 1)
+        rows = list(theirs)
+        assert torch.equal(tokens[rows], draw(expected[rows].exp(), seeds))
         with torch.compiler.set_stance("force_eager"):
-            (*expected, _), (*found, _) = (each.gather_logprobs(logprobs, 0, tokens)[:3] for each in (plain, fast))
-        assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(found, expected, strict=True))
+            expected = plain.gather_logprobs(expected, 0, tokens)
+        found = fast.gather_logprobs(probabilities, 0, tokens)
+        assert all(one.dtype == other.dtype for one, other in zip(found[:3], expected[:3], strict=True))
+        assert torch.equal(found.logprob_token_ids, expected.logprob_token_ids)
+        torch.testing.assert_close(found.logprobs[rows], expected.logprobs[rows], rtol=0, atol=2e-6)
         assert len(set(tokens.tolist())) > 1
 
 

@@ -1,8 +1,9 @@
 """vLLM inside this process: one engine per rank, or one per `engine_tp_size` consecutive ranks, next to the trainer.
 
 adapter.py implements the engine's interface, arguments.py the arguments of its start, shim.py every access to vLLM beyond its
-documented offline interface, layers.py replacements for vLLM's model loader and layers. With --speculative, text_drafter.py
-drafts, verification.py verifies, and speculation.py decides when.
+documented offline interface, layers.py replacements for vLLM's model loader and layers. On CPUs, cpu_sampler.py samples, and
+shared_prompts.py shares all of a prompt. With --speculative, text_drafter.py drafts, verification.py verifies, and speculation.py
+decides when.
 """
 
 import logging
@@ -37,7 +38,7 @@ EXPECTED = {
 EXPECTED_ON_CPU = {
     "vllm.config.vllm": (*EXPECTED["vllm.config.vllm"], "Enforce eager set", "Inductor compilation was disabled",
                          "Model Runner V2 requires Triton"),
-    "vllm.platforms.cpu": ("Triton is not installed",),
+    "vllm.platforms.cpu": ("Triton is not installed", "CPU MLA backend requires block_size=16"),
     "vllm.v1.worker.cpu_worker": ("libtcmalloc is not found", "libiomp is not found", "Speculative decoding on CPU without",
                                   "CPU backend doesn't allow to use"),
 }

@@ -14,7 +14,7 @@ import torch
 import vllm
 from transformers import PretrainedConfig
 from vllm import LLM, SamplingParams
-from vllm.inputs import tokens_input
+from vllm.inputs import MultiModalInput, TokensInput, tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
@@ -27,6 +27,7 @@ from lightrft.engine.start import LibraryEngine
 from lightrft.engine.vllm import layers  # noqa: F401  registered by its import
 from lightrft.engine.vllm.arguments import arguments
 from lightrft.engine.vllm.cpu_sampler import use_fast_sampling
+from lightrft.engine.vllm.shared_prompts import share_last_blocks
 from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.engine.vllm.speculation import Speculation
 from lightrft.parallel.device import release_cached_memory
@@ -72,6 +73,9 @@ class VLLMEngine(LibraryEngine):
                 self._shim.limit_vocabulary(self._num_ids)
             if self.on_cpu and not self._llm.llm_engine.vllm_config.use_v2_model_runner:
                 use_fast_sampling(self._shim.sampler)
+            self._shares_last_blocks = self.on_cpu and share_last_blocks(self._shim.cache)
+            self._held: list[tuple[str, TokensInput | MultiModalInput, SamplingParams]] = []
+            """Samples to be submitted after the next step, in which the first samples of their requests compute the prompts."""
             self._outputs: dict[int, dict[int, RequestOutput]] = {}
             """Key of a request that runs -> outputs of its samples that have ended."""
             self._samplings: dict[int, Sampling] = {}
@@ -95,7 +99,7 @@ class VLLMEngine(LibraryEngine):
         return Expanded(prompt["prompt_token_ids"], prompt)
 
     def _add(self, key: int, request: Request) -> None:
-        """Submit a request for each sample; the first computes the prompt, the others find it in the prefix cache."""
+        """Submit a request for each sample. The first computes the prompt, and the others find it in the cache."""
         if request.sampling.stop:
             self._shim.decode_with(self.vocabulary.tokenizer)
         common = self._parameters(request.sampling, request.seeds[0])
@@ -105,7 +109,10 @@ class VLLMEngine(LibraryEngine):
         for sample, seed in enumerate(request.seeds[: request.sampling.num_draws]):
             parameters = copy.copy(common)
             parameters.seed = seed
-            self._shim.submit(f"{key}/{sample}", prompt, parameters)
+            if sample and self._shares_last_blocks:
+                self._held.append((f"{key}/{sample}", prompt, parameters))
+            else:
+                self._shim.submit(f"{key}/{sample}", prompt, parameters)
             if self._speculation:
                 group = f"{key}" if request.group is None else f"group {request.group}"
                 self._speculation.begin(f"{key}/{sample}", group, len(request.prompt))
@@ -114,6 +121,7 @@ class VLLMEngine(LibraryEngine):
     def _step(self) -> Iterator[tuple[int, list[Completion]]]:
         with torch_state_kept(self.device), self._stance():
             outputs = self._shim.step()
+        self._submit_held()
         if self._speculation:
             self._speculation.count_step()
         for output in outputs:
@@ -122,7 +130,13 @@ class VLLMEngine(LibraryEngine):
             if len(self._outputs[key]) == self._samplings[key].num_draws:
                 yield key, self._completions(key)
 
+    def _submit_held(self) -> None:
+        held, self._held = self._held, []
+        for sample in held:
+            self._shim.submit(*sample)
+
     def _abort(self, key: int) -> list[Completion]:
+        self._submit_held()
         for sample in range(self._samplings[key].num_draws):
             if sample not in self._outputs[key]:
                 self._take(key, sample, self._shim.abort(f"{key}/{sample}"))

@@ -13,8 +13,13 @@ TEXT_DRAFTER = "lightrft.engine.vllm.text_drafter.TextDrafter"
 
 def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, int]) -> dict:
     section, on_cpu = setup.section, setup.device.type == "cpu"
-    # A CPU with AVX512-BF16 has no state cache but float32 for Mamba layers, and otherwise warns of it for every model.
-    cache = {"kv_cache_memory_bytes": int(section.engine_kv_cache_gb * 2**30), "mamba_ssm_cache_dtype": "float32"}
+    cache = {
+        "kv_cache_memory_bytes": int(section.engine_kv_cache_gb * 2**30),
+        # A CPU with AVX512-BF16 has no state cache but float32 for Mamba layers, and otherwise warns of it for every model.
+        "mamba_ssm_cache_dtype": "float32",
+        # Samples of a group share whole blocks of their prompt. 32 tokens are the least of vLLM's kernel; its default is 128.
+        "block_size": 32,
+    }
     memory = cache if on_cpu else {}
     # For a prompt in two chunks V1 draws a token after the first and reverts the draw, which a seeded CPU generator cannot.
     prefill = {"enable_chunked_prefill": False} if on_cpu else {}

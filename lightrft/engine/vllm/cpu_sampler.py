@@ -1,4 +1,4 @@
-"""Sampling of vLLM's model runner V1 on CPUs: the same tokens and log-probs in less time."""
+"""Sampling of vLLM's model runner V1 on CPUs, with noise for blocks of the vocabulary and for the tokens of one block."""
 
 from weakref import WeakKeyDictionary
 
@@ -9,32 +9,58 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-SEEDS = 2**31
+SEEDS = 2**53
 """Number of seeds of noise."""
 AHEAD = 32
-"""Number of seeds that are drawn from a generator together."""
+"""Number of tokens for which seeds are drawn from a generator together."""
+BLOCK = 256
+"""Number of tokens in a block."""
 
-_drawn: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
-"""Seeds that have been drawn from the generator of a request and are not used yet, the next one last."""
+_drawn: WeakKeyDictionary[torch.Generator, list[list[int]]] = WeakKeyDictionary()
+"""Seeds that have been drawn from the generator of a request and are not used yet, two for each token, the next token's last."""
 
 
 def use_fast_sampling(sampler: Sampler) -> None:
     """Replace the parts of a sampler that vLLM 0.32 computes slowly on a CPU.
 
-    vLLM draws the seed of the noise from a request's generator for each token, and compares the log-probs of the whole vocabulary
-    with that of the sampled token to find its rank, which no one reads, by a function that needs a C++ compiler.
+    vLLM draws noise for the whole vocabulary for each token. It also compares the log-probs of the vocabulary with that of the
+    sampled token to find its rank, which no one reads, by a function that needs a C++ compiler. The parts here pass probabilities
+    to each other instead of log-probs, and compute the logarithm for sampled tokens only.
     """
     if sampler.topk_topp_sampler.forward == sampler.topk_topp_sampler.forward_cpu:
         sampler.topk_topp_sampler.forward = _FastSampling()
+        sampler.compute_logprobs = lambda logits: logits.softmax(-1, dtype=torch.float32)
         sampler.gather_logprobs = _gather_logprobs
 
 
 def copy_of(generator: torch.Generator) -> torch.Generator:
-    """Return a generator whose next seeds are those of `generator`."""
+    """Return a generator whose next numbers are those of `generator`."""
     copy = generator.clone_state()
     if drawn := _drawn.get(generator):
         _drawn[copy] = drawn.copy()
     return copy
+
+
+def draw(probabilities: Tensor, seeds: Tensor) -> Tensor:
+    """Return tokens [R] drawn from `probabilities` [R, V] with `seeds` [2, R]: first a block, then one of its tokens.
+
+    Noise takes several times as long as a softmax, and here it is for V / BLOCK + BLOCK places of a row instead of V. Rows with
+    the same seeds and similar probabilities mostly draw the same token, on which drafts depend. With one number and running sums
+    they would not: a difference at one token moves the numbers for which all later ones are drawn.
+    """
+    num_tokens = probabilities.shape[1]
+    if num_tokens <= BLOCK:
+        return _draw(probabilities, seeds[0])
+    blocks, rest = probabilities.tensor_split((num_tokens // BLOCK * BLOCK,), 1)
+    sums = torch.cat([blocks.unflatten(1, (-1, BLOCK)).sum(2), rest.sum(1, keepdim=True)], 1)
+    tokens = BLOCK * _draw(sums, seeds[0])[:, None] + torch.arange(BLOCK)
+    inside = probabilities.gather(1, tokens.clamp(max=num_tokens - 1)).masked_fill_(tokens >= num_tokens, 0)
+    return tokens.gather(1, _draw(inside, seeds[1])[:, None]).squeeze(1)
+
+
+def _draw(weights: Tensor, seeds: Tensor) -> Tensor:
+    """Return places [R], drawn with probabilities in proportion to weights [R, N] (the Gumbel-max trick)."""
+    return torch.ops._C.fused_gumbel_argmax(weights.log(), seeds)
 
 
 class _FastSampling:
@@ -44,17 +70,19 @@ class _FastSampling:
         self._items: list[tuple[int, torch.Generator]] = []
         """(row, generator) of the last step."""
         self._rows: list[int] = []
-        self._seeds: list[list[int]] = []
+        self._seeds: list[list[list[int]]] = []
 
     def __call__(
         self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the sampled tokens [R] of logits [R, V] at the temperature, and their distributions' log-probs [R, V].
+        """Return the sampled tokens [R] of logits [R, V] at the temperature, and the probabilities [R, V] of all tokens.
 
-        Rows without a generator are greedy: vLLM does not use their tokens.
+        The probabilities replace the logits: new memory would take several times as long. Rows without a generator are greedy:
+        vLLM does not use their tokens.
         """
         logits = apply_top_k_top_p(logits, k, p).float()
-        return torch.ops._C.fused_gumbel_argmax(logits, self._next_seeds(len(logits), generators)), logits.log_softmax(-1)
+        probabilities = torch.softmax(logits, -1, out=logits)
+        return draw(probabilities, self._next_seeds(len(logits), generators)), probabilities
 
     def _next_seeds(self, num_rows: int, generators: dict[int, torch.Generator]) -> Tensor:
         items = list(generators.items())
@@ -64,15 +92,16 @@ class _FastSampling:
         if not all(self._seeds):
             for seeds, generator in zip(self._seeds, generators.values(), strict=True):
                 if not seeds:
-                    seeds += torch.randint(0, SEEDS, (AHEAD,), generator=generator).tolist()[::-1]
-        result = np.zeros(num_rows, dtype=np.int64)
-        result[self._rows] = [seeds.pop() for seeds in self._seeds]
+                    seeds += torch.randint(0, SEEDS, (AHEAD, 2), generator=generator).tolist()[::-1]
+        result = np.zeros((2, num_rows), dtype=np.int64)
+        result[:, self._rows] = np.array([seeds.pop() for seeds in self._seeds]).T
         return torch.from_numpy(result)
 
 
-def _gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-    """Return the log-probs of sampled tokens [R], from those of the vocabulary [R, V], with rank 0 for each."""
+def _gather_logprobs(probabilities: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+    """Return the log-probs of sampled tokens [R], from probabilities of the vocabulary [R, V], with rank 0 for each."""
     if num_logprobs:
-        return Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
+        return Sampler.gather_logprobs(probabilities.log(), num_logprobs, token_ids)
+    ranks = torch.zeros(len(token_ids), dtype=torch.int64)
     token_ids = token_ids.unsqueeze(-1)
-    return LogprobsTensors(token_ids.int(), logprobs.gather(-1, token_ids), torch.zeros(len(token_ids), dtype=torch.int64))
+    return LogprobsTensors(token_ids.int(), probabilities.gather(-1, token_ids).log(), ranks)

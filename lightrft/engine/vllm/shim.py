@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 from vllm.outputs import RequestOutput
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine import FinishReason
 from vllm.v1.sample.sampler import Sampler
 
@@ -144,8 +145,12 @@ class VLLMShim:
         """Return the sampler of model runner V1."""
         return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.sampler
 
+    @property
+    def cache(self) -> KVCacheManager:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+
     def num_cached_blocks(self) -> int:
-        return len(self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
+        return len(self.cache.block_pool.cached_block_hash_to_block)
 
     def destroy_weights(self) -> None:
         """Fill the weights with NaN, as a substitute for sleep level 2 where vLLM does not support it."""
