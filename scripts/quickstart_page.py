@@ -8,7 +8,6 @@ marks of README.md. A test compares all three, so that none of them is written b
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from scripts.curves import Curve, Panel, figure  # noqa: E402  after its folder
+from scripts.pages import between_marks  # noqa: E402
 
 RECORD, PICTURE = ROOT / "docs/quickstart.json", ROOT / "docs/quickstart.svg"
-BEGIN, END = "<!-- quickstart -->", "<!-- end of quickstart -->"
-"""Marks around the sentence in README.md."""
 ACCURACIES = {"eval_before_sft": "at the start", "eval_after_sft": "after SFT", "eval_after_rl": "after GRPO"}
 
 Json = dict[str, Any]
@@ -60,7 +58,7 @@ def picture(of: Json) -> str:
 
 def with_sentence(readme: str, of: Json) -> str:
     """Return README.md with the sentence between its marks."""
-    return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{sentence(of)}\n{END}", readme, flags=re.DOTALL)
+    return between_marks(readme, "quickstart", sentence(of) + "\n")
 
 
 def main() -> None:
