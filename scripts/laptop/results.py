@@ -48,7 +48,7 @@ METRICS = (
 )
 """Metrics of a step that are kept."""
 VERSIONS = ("lightrft", "torch", "transformers", "vllm", "peft")
-STAGES = {"before": "before", "after_sft": "after SFT", "after": "at the end"}
+STAGES = {"before": "Before", "after_sft": "After SFT", "after": "At the end"}
 """Folder of an evaluation -> when it was made."""
 NEW = "new"
 """Name of the held-out set of new kinds, and of a set that has no name."""
@@ -224,60 +224,56 @@ def generated(records: Sequence[tuple[Json, list[Json]]]) -> dict[Path, str]:
 
 def summary_table(runs: Sequence[Json]) -> str:
     """Return a row for each recipe: held-out values before and at the end, for each seed."""
-    lines = [
-        "| Recipe | Learns by | Held out | Before | At the end | Minutes |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name, recipe in RECIPES.items():
         of_recipe = [run for run in runs if run["recipe"] == name]
         if not of_recipe:
             continue
         new = [run["held_out"][NEW] for run in of_recipe]
-        before = _list("50%" if name == "brevity" else f"{each['before']['value']:.0%}" for each in new)
-        end = _list(f"{each['after']['value']:.0%}" for each in new)
-        minutes = _list(f"{_minutes(run):.0f}" for run in of_recipe)
-        link = f"[{recipe.title}](docs/results.md#{_anchor(recipe.title)})"
-        lines.append(f"| {link} | {recipe.method} | {recipe.measure} | {before} | {end} | {minutes} |")
-    return "\n".join(lines) + "\n"
+        before = ", ".join("50%" if name == "brevity" else f"{each['before']['value']:.0%}" for each in new)
+        end = ", ".join(f"{each['after']['value']:.0%}" for each in new)
+        minutes = ", ".join(f"{sum(part['minutes'] for part in run['training'].values()):.0f}" for run in of_recipe)
+        link = f"[{recipe.title}](docs/results.md#{recipe.title.lower().replace(' ', '-')})"
+        rows.append([link, recipe.method, recipe.measure, before, end, minutes])
+    return _table(["Recipe", "Learns by", "Held out", "Before", "At the end", "Minutes"], rows)
 
 
 def recipe_text(runs: Sequence[Json]) -> str:
-    """Return the table, the figure and the examples of a recipe."""
-    name = runs[0]["recipe"]
-    recipe, stages = RECIPES[name], _stages(runs[0])
-    numbers = [
-        "| Seed | Held-out set | " + " | ".join(STAGES[stage] for stage in stages) + " |",
-        "|---" * (2 + len(stages)) + "|",
-    ]
-    numbers += [
-        f"| [{run['seed']}](results/{name}-seed{run['seed']}.json) | {kind} | " + " | ".join(map(_value, values.values())) + " |"
+    """Return the tables, the figure and the examples of a recipe."""
+    name, first = runs[0]["recipe"], runs[0]
+    stages = list(first["held_out"][NEW])
+    titles = [STAGES[stage] for stage in stages]
+
+    values = [
+        [f"[{run['seed']}](results/{name}-seed{run['seed']}.json)", kind, *map(_value, scores.values())]
         for run in runs
-        for kind, values in run["held_out"].items()
+        for kind, scores in run["held_out"].items()
     ]
+    examples = [[_cell(example[key]) for key in ("input", *stages)] for example in first["examples"]]
+    versions = ", ".join(f"{package} {version}" for package, version in first["versions"].items())
 
-    costs = ["| Seed | Steps | Minutes | Peak memory of a rank | Log-prob gap, mean and largest |", "|---|---|---|---|---|"]
-    for run in runs:
-        gap = f"{run['mismatch']['mean']:.1e}, {run['mismatch']['largest']:.1e}" if "mismatch" in run else "no engine"
-        steps = ", ".join(f"{part['steps']} of {stage.upper()}" for stage, part in run["training"].items())
-        minutes = ", ".join(f"{part['minutes']:.0f}" for part in run["training"].values())
-        peak = max(part["peak_gb"] for part in run["training"].values())
-        costs.append(f"| {run['seed']} | {steps} | {minutes} | {peak:.1f} GB | {gap} |")
-
-    examples = ["| Prompt | " + " | ".join(STAGES[stage] for stage in stages) + " |", "|---" * (1 + len(stages)) + "|"]
-    for example in runs[0]["examples"]:
-        examples.append("| " + " | ".join(_cell(example[key]) for key in ("input", *stages)) + " |")
-
-    versions = ", ".join(f"{package} {version}" for package, version in runs[0]["versions"].items())
-    return (
-        f"Share of {recipe.measure}, with its interval of 95 %; mean words of a response; share of truncated ones:\n\n"
-        + _block(numbers)
-        + _block(costs)
-        + f"With {runs[0]['ranks']} ranks on two cores; {versions}.\n\n"
-        + f"![Curves of both seeds](figures/results-{name}.svg)\n\n"
-        + f"Greedy responses of seed {runs[0]['seed']} to new prompts, {_choice(name)}:\n\n"
-        + _block(examples).rstrip("\n")
-        + "\n"
+    parts = (
+        f"Share of {RECIPES[name].measure} with its interval of 95 %, mean words, and share of responses that were cut off:\n",
+        _table(["Seed", "Set", *titles], values),
+        _table(["Seed", "Steps", "Minutes", "Peak memory of a rank", "Log-prob gap: mean, largest"], map(_costs, runs)),
+        f"The training had {first['ranks']} ranks on two cores; {versions}.\n",
+        f"![Curves of the recipe](figures/results-{name}.svg)\n",
+        f"Greedy responses of seed {first['seed']} to new prompts, {_choice(name)}:\n",
+        _table(["Prompt", *titles], examples),
     )
+    return "\n".join(parts)
+
+
+def _costs(run: Json) -> list[str]:
+    """Return what a run took: steps and minutes of each training, memory, and the difference between engine and trainer."""
+    training = run["training"]
+    return [
+        str(run["seed"]),
+        ", ".join(f"{part['steps']} of {name.upper()}" for name, part in training.items()),
+        ", ".join(f"{part['minutes']:.0f}" for part in training.values()),
+        f"{max(part['peak_gb'] for part in training.values()):.1f} GB",
+        f"{run['mismatch']['mean']:.1e}, {run['mismatch']['largest']:.1e}" if "mismatch" in run else "no engine",
+    ]
 
 
 def _choice(name: str) -> str:
@@ -332,17 +328,9 @@ def _curve(numbers: Json, points: Points, marked: tuple[int, ...] = (-1,)) -> Cu
     return Curve(points, f"seed {numbers['seed']}", COLOURS[numbers["seed"] % len(COLOURS)], marked)
 
 
-def _stages(run: Json) -> list[str]:
-    return list(run["held_out"][NEW])
-
-
-def _minutes(run: Json) -> float:
-    return sum(part["minutes"] for part in run["training"].values())
-
-
 def _value(score: Json) -> str:
-    interval = f"**{score['value']:.0%}** ({score['low']:.0%} to {score['high']:.0%}); " if "value" in score else ""
-    return f"{interval}{score['words']:.0f} words; {score['truncated']:.0%}"
+    interval = f"**{score['value']:.0%}** ({score['low']:.0%} to {score['high']:.0%}), " if "value" in score else ""
+    return f"{interval}{score['words']:.0f} words, {score['truncated']:.0%} cut off"
 
 
 def _cell(text: str) -> str:
@@ -352,16 +340,9 @@ def _cell(text: str) -> str:
     return re.sub(r"[\\`*_\[\]|<>&$#~]", lambda found: f"&#{ord(found[0])};", line)
 
 
-def _list(texts: Iterable[str]) -> str:
-    return ", ".join(texts)
-
-
-def _block(lines: Sequence[str]) -> str:
-    return "\n".join(lines) + "\n\n"
-
-
-def _anchor(title: str) -> str:
-    return title.lower().replace(" ", "-")
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, ["---"] * len(header), *rows))
 
 
 def main() -> None:
