@@ -94,10 +94,10 @@ if [[ $(cat "$stamp-package" 2>/dev/null) != "$installed_from" ]]; then
     echo "$installed_from" >"$stamp-package"
 fi
 
-wanted_by_tests=$(cksum <"$root/requirements/test.txt")
+wanted_by_tests=$(cat "$root"/requirements/{test,notebook}.txt | cksum)
 if [[ ${1:-} == test && $(cat "$stamp-test" 2>/dev/null) != "$wanted_by_tests" ]]; then
     echo "environment: installing what the tests need"
-    pip_install --no-deps --force-reinstall -r "$root/requirements/test.txt"
+    pip_install --no-deps --force-reinstall -r "$root/requirements/notebook.txt" -r "$root/requirements/test.txt"
     echo "$wanted_by_tests" >"$stamp-test"
 fi
 

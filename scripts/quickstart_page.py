@@ -8,20 +8,20 @@ marks of README.md. A test compares all three, so that none of them is written b
 
 import argparse
 import json
-import re
+import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from scripts.curves import Curve, Panel, figure  # noqa: E402  after its folder
+from scripts.pages import between_marks  # noqa: E402
+
 RECORD, PICTURE = ROOT / "docs/quickstart.json", ROOT / "docs/quickstart.svg"
-BEGIN, END = "<!-- quickstart -->", "<!-- end of quickstart -->"
-"""Marks around the sentence in README.md."""
 ACCURACIES = {"eval_before_sft": "at the start", "eval_after_sft": "after SFT", "eval_after_rl": "after GRPO"}
-PANEL, HEIGHT, LEFT, TOP, BOTTOM = 280, 190, 40, 34, 160
-STYLE = 'font-family="sans-serif" font-size="11" fill="#444"'
 
 Json = dict[str, Any]
-Curve = list[tuple[int, float]]
 
 
 def record(folder: Path) -> Json:
@@ -47,46 +47,18 @@ def sentence(of: Json) -> str:
 def picture(of: Json) -> str:
     """Return an SVG with the curves of a run beside each other."""
     curves = of["curves"]
+    gaps = curves["mismatch"]
     panels = (
-        ("Reward, mean of a step", curves["reward"], (0.0, 1.0), "{:g}"),
-        ("Held-out accuracy", curves["accuracy"], (0.0, 1.0), "{:.0%}"),
-        ("Engine and trainer, log-prob gap", curves["mismatch"], (0.0, 1.25 * max(y for _, y in curves["mismatch"])), "{:.0e}"),
+        Panel("Reward, mean of a step", [Curve(curves["reward"])], (0.0, 1.0), "{:g}"),
+        Panel("Held-out accuracy", [Curve(curves["accuracy"])], (0.0, 1.0), "{:.0%}"),
+        Panel("Engine and trainer, log-prob gap", [Curve(gaps)], (0.0, 1.25 * max(y for _, y in gaps)), "{:.0e}"),
     )
-    drawn = "".join(f'<g transform="translate({PANEL * place} 0)">{_panel(*panel)}</g>' for place, panel in enumerate(panels))
-    width = PANEL * len(panels)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" width="{width}" height="{HEIGHT}" {STYLE}>'
-        f'<rect width="{width}" height="{HEIGHT}" fill="#fff"/>{drawn}</svg>\n'
-    )
-
-
-def _panel(title: str, curve: Curve, bounds: tuple[float, float], form: str) -> str:
-    low, high = bounds
-    last, right = curve[-1][0], PANEL - 14
-
-    def at(step: float, value: float) -> str:
-        across = LEFT + (right - LEFT) * step / last
-        return f"{across:.1f},{BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low):.1f}"
-
-    ticks = ""
-    for share in (0.0, 0.5, 1.0):
-        value = low + share * (high - low)
-        height = BOTTOM - (BOTTOM - TOP) * share
-        ticks += f'<path d="M{LEFT} {height}H{right}" stroke="#ddd"/>'
-        ticks += f'<text x="{LEFT - 4}" y="{height + 4}" text-anchor="end">{form.format(value) if value else 0}</text>'
-    line = " ".join(at(step, value) for step, value in curve)
-    x, y = at(*curve[-1]).split(",")
-    end = f'<circle cx="{x}" cy="{y}" r="2.5" fill="#2a6fbb"/>'
-    return (
-        f'<text x="{LEFT}" y="18" font-weight="bold">{title}</text>{ticks}'
-        f'<polyline points="{line}" fill="none" stroke="#2a6fbb" stroke-width="1.5"/>{end}'
-        f'<text x="{right}" y="{BOTTOM + 18}" text-anchor="end">step {last}</text>'
-    )
+    return figure(panels, columns=3)
 
 
 def with_sentence(readme: str, of: Json) -> str:
     """Return README.md with the sentence between its marks."""
-    return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{sentence(of)}\n{END}", readme, flags=re.DOTALL)
+    return between_marks(readme, "quickstart", sentence(of) + "\n")
 
 
 def main() -> None:

@@ -22,10 +22,12 @@ DEVICES = {
     "h100": Device(80e9, 989e12, 3.35e12, 450e9),
     "h200": Device(141e9, 989e12, 4.8e12, 450e9),
     "b200": Device(180e9, 2250e12, 8.0e12, 900e9),
+    "l4": Device(24e9, 121e12, 0.3e12, 32e9),
 }
-"""NVIDIA's data sheets of the SXM modules."""
+"""NVIDIA's data sheets: of the SXM modules, and of the L4, whose link is PCIe 4.0."""
 
 
 def known_device(name: str) -> str:
-    """Return the key of DEVICES in the name of a device, such as "NVIDIA H100 80GB HBM3"; empty for others."""
-    return next((device for device in DEVICES if device in name.lower()), "")
+    """Return the key of DEVICES that is a word of a device's name, such as "NVIDIA H100 80GB HBM3"; empty for others."""
+    words = name.lower().replace("-", " ").split()
+    return next((device for device in DEVICES if device in words), "")

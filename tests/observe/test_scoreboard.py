@@ -3,6 +3,7 @@
 import pytest
 
 from lightrft.observe.scoreboard import ADVICE, NESTED, scoreboard
+from lightrft.parallel.peaks import known_device
 
 
 def row(step: float, generate: float, train: float, **others: float) -> dict:
@@ -44,3 +45,9 @@ def test_ranks_that_only_generate_are_devices_but_do_not_train():
 def test_parts_of_generation_have_advice_of_their_own(part):
     assert scoreboard([row(4, 3, 1, **{part: 2.0})], {}).advice == ADVICE[NESTED[part]]
     assert scoreboard([row(4, 3, 1, **{part: 1.0})], {}).advice == ADVICE["generate"]
+
+
+def test_a_device_is_known_by_a_word_of_its_name():
+    """An L40S is no L4, and has other peaks."""
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA L40S", "")
+    assert [known_device(name) for name in names] == ["h100", "a100", "l4", "", ""]

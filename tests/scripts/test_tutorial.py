@@ -16,7 +16,7 @@ from warm import warm_environment, warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
-LAPTOP, NODE = PAGE.split("\n## On a node of 8 GPUs\n")
+LAPTOP, REAL_MODEL, NODE = re.split("\n## (?:A real model on the laptop|On a node of 8 GPUs)\n", PAGE)
 SMALL = "--rollout_batch_size 8 --train_batch_size 64 --max_eval_samples 16"
 SHORTER = {
     "source scripts/environment.sh": "",
@@ -53,6 +53,13 @@ def test_the_commands_for_a_laptop_run(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3] and (tmp_path / "grpo" / "report.html").exists()
     assert (tmp_path / "after" / "evaluation.json").exists()
+
+
+def test_what_a_real_model_leaves_is_what_the_page_reads():
+    """The recipe itself takes an hour; the page reads files of its folder."""
+    recipe = (ROOT / "scripts/laptop/run.sh").read_text()
+    read = re.findall(r"runs/laptop/words/(\w+)/responses.jsonl", REAL_MODEL)
+    assert read == ["before", "after"] and all(f'"$out/{folder}"' in recipe for folder in read)
 
 
 @pytest.mark.slow
