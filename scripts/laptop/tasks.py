@@ -26,7 +26,7 @@ from rewards import brevity
 Row = dict[str, Any]
 
 NUM_TRAINED, NUM_HELD_OUT, NUM_OF_FORM = 12_000, 250, 96
-LARGEST = 20
+LARGEST = 10
 """Largest number in a word problem."""
 
 NAMES = "Anna Ben Clara David Emma Felix Grace Henry Iris Jack Kate Leo Mia Noah Olivia Paul Rosa Sam Tina Victor".split()
