@@ -1,4 +1,4 @@
-"""Make docs/notebooks/laptop.ipynb of scripts/laptop/notebook.md and execute it, so that it is stored with its outputs.
+"""Make notebooks/laptop.ipynb of scripts/laptop/notebook.md and execute it, so that it is stored with its outputs.
 
     bash scripts/laptop/run.sh words --seed 0 --out runs/laptop/words-seed0
     python scripts/laptop/notebook.py
@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE, NOTEBOOK = ROOT / "scripts/laptop/notebook.md", ROOT / "docs/notebooks/laptop.ipynb"
+SOURCE, NOTEBOOK = ROOT / "scripts/laptop/notebook.md", ROOT / "notebooks/laptop.ipynb"
 
 
 def build(source: str) -> nbformat.NotebookNode:
