@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rewards import brevity
+from scripts.laptop.rewards import brevity  # noqa: E402  after its folder
 
 Row = dict[str, Any]
 
