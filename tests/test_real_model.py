@@ -65,12 +65,13 @@ def flags(model) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(model, flags) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder of a run of two steps on two ranks, and its metrics."""
-    folder = model.parent / "run"
-    sizes = ["--rollout_batch_size=4", "--n_samples_per_prompt=2", "--train_batch_size=8", "--generate_max_len=8",
-             "--max_tokens_per_microbatch=512", "--max_steps=2"]  # fmt: skip
-    others = ["--advantage_estimator=grpo", "--save_steps=2", "--report_to=jsonl", f"--prompt_data={model.parent}/rows.jsonl"]
-    return folder, train("train_ppo", 2, [*flags, *sizes, *others], folder, timeout=900)
+    """The folder of two small steps of the recipe with word problems on two ranks, and its metrics."""
+    folder, data = model.parent / "run", model.parent / "words"
+    subprocess.run([sys.executable, ROOT / "scripts/laptop/tasks.py", "words", "--out", data], check=True)
+    recipe = [f"--config={ROOT}/configs/laptop_words.yaml", f"--prompt_data={data}/train.jsonl", f"--eval_data={data}/new.jsonl"]
+    sizes = ["--rollout_batch_size=4", "--n_samples_per_prompt=2", "--train_batch_size=8", "--generate_max_len=8", "--max_steps=2",
+             "--max_samples=64", "--max_eval_samples=4"]  # fmt: skip
+    return folder, train("train_ppo", 2, [*recipe, *flags, *sizes, "--save_steps=2", "--report_to=jsonl"], folder, timeout=900)
 
 
 def test_tokens_are_those_of_the_published_tokenizer(tokenizer):

@@ -1,0 +1,135 @@
+"""Time of sampling with vLLM on a CPU: the sampler alone, and generation for prompts that several samples share.
+
+    python scripts/bench/sampling.py sampler
+    python scripts/bench/sampling.py generation --model runs/laptop/model --pairs 3
+
+`sampler` draws tokens with their log-probs from random logits and compares with vLLM's own functions. `generation` compares with
+vLLM's defaults: blocks of 128 tokens, of which a prompt is shared by whole ones only, and vLLM's sampler. The two run one after
+the other in processes of their own. All seconds are CPU seconds of one thread.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+CASES = ((64, 112), (32, 32_000), (64, 152_000), (512, 49_152))
+"""Rows x vocabulary of the sampler's cases."""
+VERSIONS = ("defaults", "lightrft")
+
+
+def seconds(function: Callable[[], object], repeats: int) -> float:
+    """Return the CPU seconds of a call, the least of several."""
+    function()
+    found = []
+    for _ in range(repeats):
+        began = time.process_time()
+        function()
+        found.append(time.process_time() - began)
+    return min(found)
+
+
+def sampler() -> None:
+    """Print a line for each case."""
+    import torch
+    from vllm.v1.sample.sampler import Sampler
+
+    from lightrft.engine.vllm.cpu_sampler import use_fast_sampling
+
+    torch.set_num_threads(1)
+    for rows, vocabulary in CASES:
+        logits = 3 * torch.randn(rows, vocabulary)
+        generators = {row: torch.Generator().manual_seed(row) for row in range(rows)}
+        fast, own = Sampler(logprobs_mode="processed_logprobs"), Sampler(logprobs_mode="processed_logprobs")
+        use_fast_sampling(fast)
+
+        def sample(with_sampler: Sampler, logits=logits, generators=generators) -> None:
+            tokens, values = with_sampler.topk_topp_sampler.forward(logits.clone(), generators, None, None)
+            with_sampler.gather_logprobs(values, 0, tokens)
+
+        with torch.compiler.set_stance("force_eager"):
+            times = {name: seconds(lambda each=each: sample(each), 6) for name, each in zip(VERSIONS, (own, fast), strict=True)}
+        print(json.dumps({"rows": rows, "vocabulary": vocabulary} | times | {"ratio": times["defaults"] / times["lightrft"]}))
+
+
+def generate(arguments: argparse.Namespace, version: str) -> None:
+    """Print the CPU seconds of one generation after another one that warms up."""
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoConfig
+
+    from lightrft.config import EngineSection
+    from lightrft.engine.build import build_engine
+    from lightrft.engine.requests import Request, Sampling
+    from lightrft.engine.vllm import adapter
+    from lightrft.parallel.mesh import Mesh
+
+    torch.set_num_threads(1)
+    if version == "defaults":
+        own = adapter.arguments
+        adapter.arguments = lambda *given: own(*given) | {"block_size": 128}
+        adapter.share_last_blocks = lambda cache: False
+        adapter.use_fast_sampling = lambda sampler: None
+
+    section = EngineSection(engine_type="vllm", engine_kv_cache_gb=2)
+    size, rng = AutoConfig.from_pretrained(arguments.model).vocab_size, random.Random(0)
+    prompts = [[rng.randrange(size // 2) for _ in range(arguments.prompt_tokens)] for _ in range(2 * arguments.prompts)]
+    with tempfile.TemporaryDirectory() as store:
+        dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
+        engine = build_engine(
+            section, model_path=arguments.model, dtype=torch.float32, device=torch.device("cpu"), max_model_len=1024,
+            axis=Mesh("cpu").world,
+        )  # fmt: skip
+        for part in (prompts[: arguments.prompts], prompts[arguments.prompts :]):
+            began = time.process_time()
+            sampling = Sampling(n=arguments.samples, max_tokens=arguments.new_tokens, seed=1)
+            engine.generate([Request(ids) for ids in part], sampling)
+            taken = time.process_time() - began
+        print(json.dumps({"seconds": taken}))
+        engine.close()
+        dist.destroy_process_group()
+
+
+def generation(arguments: argparse.Namespace) -> None:
+    """Print a line for each pair of runs, and the ratios of all."""
+    ratios = []
+    for _ in range(arguments.pairs):
+        times = {}
+        for version in VERSIONS:
+            command = [sys.executable, __file__, "generation", *sys.argv[2:], "--version", version]
+            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            times[version] = json.loads(output.splitlines()[-1])["seconds"]
+        ratios.append(times["defaults"] / times["lightrft"])
+        print(json.dumps(times | {"ratio": ratios[-1]}), flush=True)
+    print(json.dumps({"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("sampler", "generation"))
+    parser.add_argument("--model", default="runs/laptop/model", help="folder of a model")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--prompt_tokens", type=int, default=55)
+    parser.add_argument("--new_tokens", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--version", choices=VERSIONS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    if arguments.part == "sampler":
+        sampler()
+    elif arguments.version:
+        generate(arguments, arguments.version)
+    else:
+        generation(arguments)
+
+
+if __name__ == "__main__":
+    main()
