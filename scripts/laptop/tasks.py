@@ -25,7 +25,7 @@ from scripts.laptop.rewards import brevity  # noqa: E402  after its folder
 
 Row = dict[str, Any]
 
-NUM_TRAINED, NUM_HELD_OUT, NUM_OF_FORM = 12_000, 250, 96
+NUM_TRAINED, NUM_HELD_OUT, NUM_OF_FORM = 12_000, 250, 192
 LARGEST = 10
 """Largest number in a word problem."""
 
