@@ -43,7 +43,7 @@ def _packages() -> list[Check]:
 
 
 def _extras() -> str:
-    names = [name for extra, table in EXTRAS.items() if extra not in ("docs", "dev") for name in table]
+    names = dict.fromkeys(name for extra, table in EXTRAS.items() if extra not in ("docs", "dev") for name in table)
     installed = [f"{name} {version}" for name in names if (version := installed_version(name))]
     return ", ".join(installed) or "none"
 
@@ -62,7 +62,9 @@ def _engines() -> list[Check]:
 def _device() -> Check:
     device = current_device()
     if device.type == "cpu":
-        return Check("device", f"CPU, {torch.get_num_threads()} threads", "no accelerator: suitable for small models only")
+        threads = torch.get_num_threads()
+        found = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+        return Check("device", found, "no accelerator: suitable for small models only")
     count, (free, total) = torch.accelerator.device_count(), free_memory(device)
     busy = f"{(total - free) / GB:.0f} GB are used by other programs" if free < 0.9 * total else ""
     return Check("device", f"{count} x {device.type}, {total / GB:.0f} GB each, {free / GB:.0f} GB free", busy)

@@ -15,6 +15,7 @@ import argparse
 import json
 import re
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from scripts.pages import between_marks  # noqa: E402
 
 RECORDS = ROOT / "docs/results"
 PAGE, README = ROOT / "docs/results.md", ROOT / "README.md"
+DOCTOR = RECORDS / "doctor.txt"
+"""What `lightrft doctor` says of the model."""
 COLOURS = (BLUE, ORANGE)
 """Colour of each seed."""
 LONGEST = 200
@@ -194,6 +197,16 @@ def _rows(path: Path) -> list[Json]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def doctor() -> str:
+    """Return the tables in which `lightrft doctor` compares engine and trainer on the model of the recipes."""
+    flags = ["--model", str(ROOT / "runs/laptop/model"), "--engine_type", "vllm", "--fsdp", "--engine_kv_cache_gb", "0.2"]
+    command = [sys.executable, "-m", "lightrft.cli.doctor", *flags]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
+    lines = [line.rstrip() for line in output.splitlines()]
+    start = next(place for place, line in enumerate(lines) if line.startswith("Log-probs of"))
+    return "\n".join(lines[start:]) + "\n"
+
+
 def _short(value: float) -> float:
     """Return a number with four significant digits."""
     return value if isinstance(value, int) else float(f"{value:.4g}")
@@ -218,6 +231,8 @@ def generated(records: Sequence[tuple[Json, list[Json]]]) -> dict[Path, str]:
         if runs:
             files[ROOT / f"docs/figures/results-{name}.svg"] = picture(runs)
 
+    if DOCTOR.exists():
+        page = between_marks(page, "doctor", f"```text\n{DOCTOR.read_text()}```\n")
     readme = between_marks(readme, "results", summary_table([numbers for numbers, _ in records]) if records else "")
     return files | {PAGE: page, README: readme}
 
@@ -364,6 +379,7 @@ def main() -> None:
         numbers, steps = record(folder)
         (RECORDS / f"{folder.name}.json").write_text(json.dumps(numbers, indent=1, ensure_ascii=False) + "\n")
         (RECORDS / f"{folder.name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
+    DOCTOR.write_text(doctor())
     for path, text in generated(read_records()).items():
         path.write_text(text)
 
