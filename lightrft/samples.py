@@ -39,6 +39,8 @@ class TokenIds(array):
 
 DataRow = tuple[str, dict[str, Any]]
 """Location of a row of a data set (`train.jsonl:12`) and its columns."""
+DATA_FILES = (".jsonl", ".json", ".parquet")
+"""Ends of the names of files with data."""
 REASONING_GYM = "reasoning_gym:"
 """Beginning of the name of a data set that is a task of the package reasoning-gym."""
 VERIFIERS = "verifiers:"

@@ -10,7 +10,7 @@ from loguru import logger
 
 from lightrft.checkpoint.atomic import CheckpointError
 from lightrft.config.errors import ConfigError
-from lightrft.config.references import reward_model_terms
+from lightrft.config.references import GGUF, reward_model_terms
 from lightrft.config.resolve import convert_values
 from lightrft.config.sections import REWARD_MODELS, Config
 from lightrft.versions import EXTRAS, requirements, version_problems
@@ -19,7 +19,6 @@ FORMAT = 1
 """Version of what convert() writes: a change makes new folders."""
 NEEDED = {"transformers": ">=5.19"} | EXTRAS["gguf"]
 """Versions that read GGUF files with the pre-tokenizers of their models."""
-SUFFIX = ".gguf"
 MODELS = ("pretrain", "critic_pretrain", "teacher_pretrain")
 
 
@@ -83,13 +82,13 @@ def gguf_file(name: str) -> Path | None:
     """
     path = Path(name).expanduser()
     is_folder = os.path.isdir(path)  # also False for a name that no file can have, about which Path raises an error
-    if path.suffix == SUFFIX and not is_folder:
+    if path.suffix == GGUF and not is_folder:
         if not os.path.isfile(path):
             raise ConfigError(f"{name}: no such file")
         return path
     if not name or not is_folder or (path / "config.json").is_file():
         return None
-    files = sorted(path.glob(f"*{SUFFIX}"))
+    files = sorted(path.glob(f"*{GGUF}"))
     if len(files) > 1:
         raise ConfigError(f"{name} has {len(files)} GGUF files, so name one of them: {', '.join(file.name for file in files)}")
     return files[0] if files else None

@@ -1,7 +1,7 @@
 """Commands of the program, and the entry point of all: read the configuration, run it, and exit with a code.
 
-The configuration is read before anything heavy is imported, so that a misspelt flag is reported at once. The process id of the
-launcher is read before any import, during which it may die.
+The configuration is read before anything heavy is imported, so that a misspelt flag or path is reported at once. The process id
+of the launcher is read before any import, during which it may die.
 """
 
 import os
@@ -19,6 +19,7 @@ from loguru import logger  # noqa: E402
 
 from lightrft.config.command_line import parse  # noqa: E402
 from lightrft.config.errors import ConfigError  # noqa: E402
+from lightrft.config.paths import check_paths  # noqa: E402
 from lightrft.config.sections import Config  # noqa: E402
 from lightrft.run.logs import set_up_logging  # noqa: E402
 
@@ -41,7 +42,10 @@ def run_command(command: str, description: str | None, argv: Sequence[str] | Non
         faulthandler.enable()
     set_up_logging()
     try:
-        sys.exit(_run(command, parse(argv, command, description or "")))
+        config = parse(argv, command, description or "")
+        if not config.train.dry_run:  # a plan needs no data
+            check_paths(config, command)
+        sys.exit(_run(command, config))
     except KeyboardInterrupt:  # before a run listens for signals, or the second one
         _log_once("interrupted by SIGINT")
         sys.exit(INTERRUPTED)

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 from lightrft.config.sections import REWARD_MODELS, EngineSection, ModelSection
 from lightrft.config.values import nearest
 
+GGUF = ".gguf"
+"""End of the name of a model in one file."""
 REWARD_KEY = "REWARD_API_KEY"
 """Environment variable with the key of servers of rewards."""
 MODEL_KEY = "MODEL_API_KEY"

@@ -13,6 +13,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.recipe import algorithm_problems
 from lightrft.config.references import (
     ENGINE,
+    GGUF,
     JUDGE,
     JUDGE_KEY,
     REWARD_KEY,
@@ -73,8 +74,8 @@ def validate(config: Config, *, command: str, world_size: int) -> None:
 def _missing_inputs(config: Config, command: str) -> list[str]:
     if command == "serve_reward":
         named = config.model.reward_pretrain or config.model.process_reward_pretrain
-        return _model_problems(config) if named else ["--reward_pretrain is empty: name the reward model to serve"]
-    problems = _model_problems(config)
+        return model_problems(config) if named else ["--reward_pretrain is empty: name the reward model to serve"]
+    problems = model_problems(config)
     if not config.model.pretrain:
         problems.insert(0, "--pretrain is empty: set it to a Hugging Face folder, a GGUF file or a hub name")
     if command == "serve":
@@ -100,7 +101,7 @@ def _missing_inputs(config: Config, command: str) -> list[str]:
     return problems + (_tracker_problems(config.observe.report_to) if command != "evaluate" else [])
 
 
-def _model_problems(config: Config) -> list[str]:
+def model_problems(config: Config) -> list[str]:
     """Return the models that are not where the flags say, or named wrongly."""
     problems = []
     models = [(name, getattr(config.model, name)) for name in ("pretrain", "critic_pretrain", "teacher_pretrain")]
@@ -114,9 +115,13 @@ def _model_problems(config: Config) -> list[str]:
             problems.append(
                 f"--{name} {path[:50]}... has {len(path)} letters: no folder and no model of a hub has such a name"
             )
-        elif path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
+        elif path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)) and not _is_gguf(path):
             problems.append(f"--{name} {path}: no such folder")
     return problems
+
+
+def _is_gguf(path: str) -> bool:
+    return path.endswith(GGUF) and os.path.isfile(os.path.expanduser(path))
 
 
 def _tracker_problems(report_to: str) -> list[str]:

@@ -15,14 +15,13 @@ from pyarrow import ArrowException, ArrowInvalid, Table
 from lightrft.config.errors import DataError
 from lightrft.data.columns.values import table_rows
 from lightrft.registry import Registry, kept_alive
-from lightrft.samples import REASONING_GYM, VERIFIERS, DataRow
+from lightrft.samples import DATA_FILES, REASONING_GYM, VERIFIERS, DataRow
 
 if TYPE_CHECKING:  # importing datasets takes longer than reading most files, and JSON does not need it
     from datasets import Dataset
 
 HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+(?<!\.py))(?::(?P<subset>[^:/]+))?")
 """A data set on the hub, owner/name or owner/name:SUBSET."""
-SUFFIXES = (".jsonl", ".json", ".parquet")
 SAVED = ("state.json", "dataset_dict.json")
 """Files by which a folder of Dataset.save_to_disk is known."""
 ROWS_AT_ONCE = 64
@@ -76,7 +75,7 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[DataRow]:
     elif path.is_dir():
         for file in _files_of_split(path, split, bad.flag):
             yield from _file_rows(file, bad)
-    elif path.suffix not in SUFFIXES and (on_hub := HUB.fullmatch(source)):
+    elif path.suffix not in DATA_FILES and (on_hub := HUB.fullmatch(source)):
         yield from _hub_rows(on_hub["name"], on_hub["subset"], split, bad.flag)
     elif ":" in source:
         yield from _object_rows(source, split, bad)
@@ -152,9 +151,9 @@ def _kept_alive(rows: Iterable[Any]) -> Iterator[Any]:
 
 
 def _files_of_split(folder: Path, split: str, flag: str) -> list[Path]:
-    files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
+    files = sorted(file for file in folder.iterdir() if file.suffix in DATA_FILES)
     if not files:
-        raise DataError(f"{flag} {folder}: the folder contains no {', '.join(SUFFIXES)} file")
+        raise DataError(f"{flag} {folder}: the folder contains no {', '.join(DATA_FILES)} file")
     of_split = [file for file in files if file.name.startswith(split)]
     if not of_split and len(files) > 1:
         names = ", ".join(file.name for file in files[:5])
@@ -172,7 +171,7 @@ def _file_rows(file: Path, bad: BadRows) -> Iterator[DataRow]:
     elif file.suffix == ".parquet":
         yield from _parquet_rows(file, bad.flag)
     else:
-        raise DataError(f"{bad.flag} {file}: unknown file type; supported are {', '.join(SUFFIXES)}")
+        raise DataError(f"{bad.flag} {file}: unknown file type; supported are {', '.join(DATA_FILES)}")
 
 
 def _parquet_rows(file: Path, flag: str) -> Iterator[DataRow]:

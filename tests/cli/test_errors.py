@@ -1,7 +1,9 @@
 """What a user can get wrong is said in one message that names the place and the way out, with exit code 2."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pytest
 from lightrft.__main__ import main as lightrft
 from lightrft.cli import SWITCH_INTERVAL, evaluate, report, train_ppo, train_sft
 from runs import PPO, prepare
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +29,30 @@ def fails(capfd, main, flags) -> str:
     return capfd.readouterr().err
 
 
-def test_missing_model_folder(inputs, tmp_path, capfd):
-    sys.setswitchinterval(0.005)  # Python's default
-    said = fails(capfd, train_ppo.main, [*inputs, *PPO, f"--pretrain={tmp_path}/nowhere"])
-    assert f"--pretrain {tmp_path}/nowhere: no such folder" in said
-    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL), "a run sets it before anything else"
+def test_missing_files_are_found_before_torch_is_imported(tmp_path):
+    flags = ["--pretrain=./nowhere", "--prompt_data=rows.jsonl,chat/rows", "--eval_data=own=~/no.parquet",
+             "--reward=exact_match,mine.py:short:0.5", "--tools=tools.py"]  # fmt: skip
+    program = "import sys; from lightrft.cli import train_ppo\ntry: train_ppo.main(sys.argv[1:])\n"
+    program += "finally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, cwd=tmp_path,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
+    problems = [line.removeprefix("  - ") for line in done.stderr.splitlines() if line.startswith("  - ")]
+    no_data = "neither an existing file or folder nor a hub name (owner/name)"
+    assert problems == [
+        "--pretrain ./nowhere: no such folder",
+        f"--prompt_data rows.jsonl: {no_data}",
+        f"--eval_data ~/no.parquet: {no_data}",
+        f"--reward mine.py:short: no file {tmp_path}/mine.py",
+        f"--tools tools.py: no file {tmp_path}/tools.py",
+    ]
 
 
 def test_folder_without_a_model(inputs, tmp_path, capfd):
+    sys.setswitchinterval(0.005)  # Python's default
     said = fails(capfd, train_ppo.main, [*inputs, *PPO, f"--pretrain={tmp_path}"])
     assert "no config.json" in said
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL), "a run sets it before anything else"
 
 
 def test_malformed_line(inputs, tmp_path, capfd):
