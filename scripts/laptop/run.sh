@@ -5,8 +5,8 @@
 # Once more into the same folder continues where it was cut.
 set -euo pipefail
 
-recipe=${1:?words, instructions or brevity} seed=0 out=""
-shift
+recipe=${1:-} seed=0 out=""
+shift || true
 while (($#)); do
     case $1 in
         --seed) seed=${2:?--seed needs a number} ;;
@@ -17,16 +17,25 @@ while (($#)); do
 done
 case $recipe in
     words | instructions | brevity) ;;
-    *) echo "no recipe $recipe: words, instructions or brevity" >&2; exit 2 ;;
+    *) echo "no recipe '$recipe': words, instructions or brevity" >&2; exit 2 ;;
 esac
 
-source "$(dirname "$0")/../environment.sh"
-export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
-export TORCH_CPP_LOG_LEVEL=ERROR TORCH_LOGS=-torch._library.triton # a CPU without Triton and NUMA is no news here
-
+root=$(cd "$(dirname "$0")/../.." && pwd)
 model=$root/runs/laptop/model
 out=${out:-$root/runs/laptop/$recipe}
 data=$out/data
+
+if [[ -e $out/seed && $(<"$out/seed") != "$seed" ]]; then
+    echo "$out has the run of seed $(<"$out/seed"): choose another folder with --out" >&2
+    exit 2
+fi
+mkdir -p "$out"
+echo "$seed" >"$out/seed"
+
+# shellcheck source=scripts/environment.sh
+source "$root/scripts/environment.sh"
+export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
+export TORCH_CPP_LOG_LEVEL=ERROR TORCH_LOGS=-torch._library.triton # a CPU without Triton and NUMA is no news here
 
 phase() { printf '\n=== %5d s  %s\n' "$SECONDS" "$*"; }
 two_ranks() { torchrun --standalone --nproc-per-node 2 -m "$@" --seed "$seed"; }

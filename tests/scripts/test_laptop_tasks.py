@@ -124,3 +124,20 @@ def test_rows_are_written_as_they_are(tmp_path):
     subprocess.run([sys.executable, TASKS, "instructions", "--out", str(tmp_path)], check=True, capture_output=True)
     rows = [json.loads(line) for line in (tmp_path / "new.jsonl").read_text().splitlines()]
     assert rows == data("instructions", seed=0)["new"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "no recipe ''"),
+        (["chess"], "no recipe 'chess'"),
+        (["words", "--seeds", "1"], "unknown: --seeds"),
+        (["words", "--seed", "1", "--out", "run"], "has the run of seed 3"),
+    ],
+)
+def test_a_wrong_command_is_told_before_anything_is_installed(tmp_path, arguments, said):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/seed").write_text("3\n")
+    script = Path(TASKS).with_name("run.sh")
+    done = subprocess.run(["bash", script, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=20)
+    assert done.returncode == 2 and said in done.stderr
