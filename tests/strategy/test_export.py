@@ -1,6 +1,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +130,9 @@ def test_only_transformers_models_are_exported(tmp_path):
 
 class OneRanksTokenizer:
     """Says on which ranks it was asked to write."""
+
+    def __init__(self) -> None:
+        self.init_kwargs: dict[str, Any] = {}
 
     def save_pretrained(self, part: Path) -> None:
         assert dist.get_rank() == 0
