@@ -1,9 +1,11 @@
-"""Plug-in of torchrun: a run that a signal stops ends with one line and the exit code of the signal, not with a traceback.
+"""Plug-in of torchrun: a run that a signal stops has time for its checkpoint, and ends with one line instead of a traceback.
 
-torchrun itself passes Ctrl-C and SIGTERM on to the ranks, waits for them, and then raises. Nothing that a rank does can change
-that, so this module is loaded by torchrun, through the entry point `torchrun.handlers`. It does nothing for other programs.
+torchrun passes Ctrl-C and SIGTERM on to the ranks, kills them after 30 seconds, and then raises. A step may take longer, and
+nothing that a rank does can change that. So torchrun loads this module, through the entry point `torchrun.handlers`. It does
+nothing for other programs.
 """
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -11,12 +13,18 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
+SHUTDOWN_SECONDS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Environment variable with the seconds for which torchrun waits, unless --shutdown-timeout is set."""
+LONG_ENOUGH = "600"
+"""Seconds for the end of a step and a checkpoint. A second Ctrl-C ends the ranks at once."""
+
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def install() -> Callable[[Any], NoReturn]:
-    """Set the hook in a torchrun that starts a module of lightrft; return what torchrun registers as a rendezvous backend."""
+    """Prepare a torchrun that starts a module of lightrft; return what torchrun registers as a rendezvous backend."""
     if any(argument.startswith("lightrft.") for argument in sys.argv[1:]):
+        os.environ.setdefault(SHUTDOWN_SECONDS, LONG_ENOUGH)
         sys.excepthook = partial(_end, sys.excepthook)
     return _no_backend
 

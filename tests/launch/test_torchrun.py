@@ -66,3 +66,27 @@ raise SignalException("stopped", signal.SIGINT) if sys.argv[-1] != "fails" else 
 def test_only_signals_of_our_own_programs_are_shortened(arguments, code, last):
     done = subprocess.run([sys.executable, "-c", OTHER, *arguments], capture_output=True, text=True, env=os.environ, timeout=60)
     assert (done.returncode, done.stderr.rstrip().splitlines()[-1]) == (code, last)
+
+
+WAITS = """
+import sys
+sys.argv = ["torchrun", "--nproc-per-node", "2", *sys.argv[1:]]
+from torch.distributed.run import config_from_args, get_args_parser
+config, *_ = config_from_args(get_args_parser().parse_args(sys.argv[1:]))
+print(config.shutdown_timeout)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "seconds"),
+    [
+        (["-m", "lightrft.cli.train_ppo"], {}, 600),
+        (["-m", "lightrft.cli.train_ppo"], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}, 7),
+        (["--shutdown-timeout", "5", "-m", "lightrft.cli.train_ppo"], {}, 5),
+        (["-m", "another.program"], {}, 30),
+    ],
+)
+def test_torchrun_waits_for_the_checkpoint_of_our_own_programs(tmp_path, arguments, environment, seconds):
+    environment = os.environ | {"PYTHONPATH": plug_in(tmp_path)} | environment
+    done = subprocess.run([sys.executable, "-c", WAITS, *arguments], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout.strip() == str(seconds), done.stderr
