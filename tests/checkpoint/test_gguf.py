@@ -282,6 +282,7 @@ def test_a_run_with_a_file(tmp_path):
 
 def test_a_damaged_file_ends_a_run_with_one_line(tmp_path, capfd):
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    (tmp_path / "x.jsonl").touch()
     with pytest.raises(SystemExit) as ended:
         evaluate.main(["--fsdp", f"--pretrain={tmp_path}/m.gguf", f"--eval_data={tmp_path}/x.jsonl"])
     assert ended.value.code == 2
