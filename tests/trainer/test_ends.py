@@ -71,8 +71,9 @@ def test_an_exception_in_any_phase(inputs, tmp_path, monkeypatch, no_launcher_to
 
 
 def test_a_mistake_of_the_user_is_one_message(inputs, tmp_path, monkeypatch, no_launcher_to_wait_for):
-    codes, said = run([*inputs, f"--prompt_data={tmp_path}/nowhere.jsonl"], tmp_path, "none:0:none", monkeypatch)
-    assert codes == [2, 2] and "".join(said).count("nowhere.jsonl") == 1 and "Traceback" not in "".join(said)
+    (tmp_path / "broken.jsonl").write_text("{oops\n")
+    codes, said = run([*inputs, f"--prompt_data={tmp_path}/broken.jsonl"], tmp_path, "none:0:none", monkeypatch)
+    assert codes == [2, 2] and "".join(said).count("broken.jsonl") == 1 and "Traceback" not in "".join(said)
 
 
 # -- rewards that do not return
