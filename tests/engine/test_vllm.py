@@ -172,6 +172,7 @@ def test_attention_of_float32_models_is_not_rounded(tmp_path: Path) -> None:
 def _warns(folder: str) -> None:
     for handler in logging.getLogger("vllm").handlers:
         handler.setStream(sys.__stdout__)  # it has that of the moment of vLLM's import
+    start("vllm", folder, Mesh("cpu").world).close()  # what it leaves in the environment is no reason for a warning
     engine = start("vllm", folder, Mesh("cpu").world, from_stream=True)
     engine.load_weights(AutoModelForCausalLM.from_pretrained(folder).named_parameters(), 0)
     logging.getLogger("vllm.v1.worker.cpu_worker").warning("memory is %s", "short")

@@ -197,12 +197,12 @@ class VLLMShim:
         """Set RANK and LOCAL_RANK while an engine starts, which reads them, also in a process
         without a launcher.
 
-        Afterwards the launcher's variables are as before: vLLM overwrites LOCAL_WORLD_SIZE on a
-        CPU.
+        Afterwards all variables are as before. On a CPU vLLM overwrites LOCAL_WORLD_SIZE, and sets
+        VLLM_DIST_IDENT: a second engine in the same process would warn that it does not know it.
         """
         before = {
             name: os.environ.get(name)
-            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "VLLM_DIST_IDENT")
         }
         os.environ.setdefault("RANK", str(dist.get_rank()))
         os.environ.setdefault("LOCAL_RANK", str(local_rank()))
