@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A real model of 135 million parameters learns on a laptop, in less than an hour for each recipe on two cores:
+# A real model of 135 million parameters learns on a laptop with two cores:
 #     bash scripts/laptop/run.sh words|instructions|brevity [--seed N] [--out folder]
 # words: GRPO on word problems.   instructions: GRPO on instructions that a program can check.   brevity: SFT, then DPO on pairs.
 # Once more into the same folder continues where it was cut.
