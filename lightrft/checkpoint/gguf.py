@@ -44,7 +44,7 @@ SINGLE_DIGITS = {"smollm", "command-r", "starcoder", "refact", "codeshell", "exa
 """Pre-tokenizers that make each digit a piece of its own and split the rest as GPT-2 does."""
 LIKE_GPT_2 = {"gpt-2", "mpt", "olmo", "jais", "trillion", "phi-2"}
 WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
-"""Pre-tokenizers of vocabularies in which a word that is a token is never merged from parts, and texts begin with a token."""
+"""Pre-tokenizers that never merge a word from parts if the word is a token; texts begin with a token."""
 
 
 def convert(file: Path, folder: Path) -> Path:
@@ -78,9 +78,13 @@ def _model(folder: Path, name: str, reader: GGUFReader, settings: dict[str, Any]
     sizes = {field: settings[f"{family}.{key}"] for key, field in SIZES.items() if f"{family}.{key}" in settings}
     config = AutoConfig.from_pretrained(folder, gguf_file=name, **sizes)
     model, loaded = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=name, config=config, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16,
+        folder,
+        gguf_file=name,
+        config=config,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
         output_loading_info=True,
-    )  # fmt: skip
+    )
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     frequencies = tensors.pop(LLAMA_FREQUENCIES, None)
     _check_complete(model, loaded["missing_keys"], sum(int(tensor.n_elements) for tensor in tensors.values()))
@@ -101,7 +105,7 @@ def _check_complete(model: PreTrainedModel, missing: set[str], numbers: int) -> 
     stored = {id(tensor): (name, tensor) for name, tensor in stored_tensors(model).items()}  # tied tensors once
     read = sum(tensor.numel() for _, tensor in stored.values())
     if read != numbers:
-        raise ValueError(f"it holds {numbers:,} numbers, of which transformers reads {read:,} for {type(model).__name__}")
+        raise ValueError(f"it holds {numbers:,} numbers, but transformers reads {read:,} for {type(model).__name__}")
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in stored_tensors(type(model)(model.config)).items()}
     for name, tensor in stored.values():
@@ -133,7 +137,7 @@ def _rope_of_llama_3(model: PreTrainedModel, divisors: Tensor) -> dict[str, Any]
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     config.rope_parameters = plain
     if not torch.allclose(frequencies, default / divisors, rtol=1e-4, atol=0):
-        raise ValueError(f"the rotary frequencies in {LLAMA_FREQUENCIES} are not those of Llama 3")
+        raise ValueError(f"the rotary frequencies in {LLAMA_FREQUENCIES} are not Llama 3's")
     return rope
 
 
@@ -156,6 +160,8 @@ def _tokenizer(folder: Path, name: str, settings: dict[str, Any]) -> PreTrainedT
     elif settings.get("tokenizer.ggml.add_space_prefix", True) != backend.encode("a").tokens[0].startswith(SPACE):
         raise ValueError("transformers does not read its setting tokenizer.ggml.add_space_prefix")
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, chat_template=read.chat_template, **read.special_tokens_map,
+        tokenizer_object=backend,
+        chat_template=read.chat_template,
         add_bos_token=settings.get("tokenizer.ggml.add_bos_token", begins),
-    )  # fmt: skip
+        **read.special_tokens_map,
+    )

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 SHUTDOWN_SECONDS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""Environment variable with the seconds for which torchrun waits, unless --shutdown-timeout is set."""
+"""Environment variable with the seconds that torchrun waits, unless --shutdown-timeout is set."""
 LONG_ENOUGH = "600"
 """Seconds for the end of a step and a checkpoint. A second Ctrl-C ends the ranks at once."""
 

@@ -132,13 +132,13 @@ ONES = np.ones(8, dtype=np.float32)
 REFUSED = {
     "a tensor too much": (
         {"extra": {"blk.0.attn_q.bias": np.zeros(64, dtype=np.float32)}},
-        "numbers, of which transformers reads",
+        "numbers, but transformers reads",
     ),
     "a tensor too few": (
         {"without": "model.norm.weight"},
         "1 tensors of the model are not in it, the first is model.norm.weight",
     ),
-    "other frequencies": ({"extra": {"rope_freqs.weight": ONES + np.arange(8, dtype=np.float32)}}, "not those of Llama 3"),
+    "other frequencies": ({"extra": {"rope_freqs.weight": ONES + np.arange(8, dtype=np.float32)}}, "not Llama 3's"),
     "scaled positions": ({"settings": {"llama.rope.scaling.type": "yarn"}}, "does not read its setting rope.scaling.type yarn"),
     "a window": ({"settings": {"llama.attention.sliding_window": 64}}, "does not read its setting attention.sliding_window 64"),
     "unknown pieces": ({"pieces": "newest"}, "its pre-tokenizer 'newest' is unknown"),

@@ -75,7 +75,7 @@ class VLLMEngine(LibraryEngine):
                 use_fast_sampling(self._shim.sampler)
             self._shares_last_blocks = self.on_cpu and share_last_blocks(self._shim.cache)
             self._held: list[tuple[str, TokensInput | MultiModalInput, SamplingParams]] = []
-            """Samples to be submitted after the next step, in which the first samples of their requests compute the prompts."""
+            """Samples that wait for one step, until the first samples of their requests have computed the prompts."""
             self._outputs: dict[int, dict[int, RequestOutput]] = {}
             """Key of a request that runs -> outputs of its samples that have ended."""
             self._samplings: dict[int, Sampling] = {}

@@ -12,7 +12,7 @@ from vllm.v1.sample.sampler import Sampler
 SEEDS = 2**53
 """Number of seeds of noise."""
 AHEAD = 32
-"""Number of tokens for which seeds are drawn from a generator together."""
+"""Number of tokens whose seeds are drawn from a generator together."""
 BLOCK = 256
 """Number of tokens in a block."""
 
@@ -45,8 +45,8 @@ def draw(probabilities: Tensor, seeds: Tensor) -> Tensor:
     """Return tokens [R] drawn from `probabilities` [R, V] with `seeds` [2, R]: first a block, then one of its tokens.
 
     Noise takes several times as long as a softmax, and here it is for V / BLOCK + BLOCK places of a row instead of V. Rows with
-    the same seeds and similar probabilities mostly draw the same token, on which drafts depend. With one number and running sums
-    they would not: a difference at one token moves the numbers for which all later ones are drawn.
+    the same seeds and similar probabilities mostly draw the same token, and drafts depend on that. One number and running sums
+    would not do: a difference at one token moves the numbers of all later ones.
     """
     num_tokens = probabilities.shape[1]
     if num_tokens <= BLOCK:
