@@ -63,48 +63,45 @@ python scripts/prepare_smollm2.py --out "$model"
 held_out="known=$data/test.jsonl,new=$data/new.jsonl"
 case $recipe in
     words)
-        python scripts/laptop/tasks.py words --out "$data" --seed "$seed"
+        task=words form=form.jsonl
         flags=(--eval_data "$held_out" --reward number --generate_max_len 24 --system_prompt "Write the equation and its result.")
-
-        phase "what the model can do"
-        evaluate "$model" "$out/before" "${flags[@]}"
-
-        phase "SFT: the form of an answer"
-        train train_sft "$out/sft" --config configs/laptop_words_sft.yaml --pretrain "$model" --prompt_data "$data/form.jsonl"
-        evaluate "$out/sft/model" "$out/after_sft" "${flags[@]}"
-
-        phase "GRPO"
-        train train_ppo "$out" --config configs/laptop_words.yaml --pretrain "$out/sft/model" --prompt_data "$data/train.jsonl" \
-            --eval_data "$held_out"
         ;;
     instructions)
-        python scripts/laptop/tasks.py instructions --out "$data" --seed "$seed"
+        task=instructions form=""
         flags=(--eval_data "$held_out" --reward scripts/laptop/rewards.py:follows --generate_max_len 40)
-
-        phase "what the model can do"
-        evaluate "$model" "$out/before" "${flags[@]}"
-
-        phase "GRPO"
-        train train_ppo "$out" --config configs/laptop_instructions.yaml --pretrain "$model" --prompt_data "$data/train.jsonl" \
-            --eval_data "$held_out"
         ;;
     brevity)
-        python scripts/laptop/tasks.py questions --out "$data" --seed "$seed"
+        task=questions form=brief.jsonl
         flags=(--eval_data "$data/new.jsonl" --reward scripts/laptop/rewards.py:brief --generate_max_len 96)
-
-        phase "answers of the model, from which pairs are made"
-        evaluate "$model" "$out/before" "${flags[@]}"
-        evaluate "$model" "$out/sampled" "${flags[@]}" --eval_data "$data/train.jsonl" --eval_n_samples 4
-        python scripts/laptop/tasks.py pairs --out "$data" --responses "$out/sampled/responses.jsonl"
-
-        phase "SFT on the brief answers"
-        train train_sft "$out/sft" --config configs/laptop_brevity_sft.yaml --pretrain "$model" --prompt_data "$data/brief.jsonl"
-        evaluate "$out/sft/model" "$out/after_sft" "${flags[@]}"
-
-        phase "DPO"
-        train train_dpo "$out" --config configs/laptop_brevity_dpo.yaml --pretrain "$out/sft/model" --prompt_data "$data/pairs.jsonl"
         ;;
 esac
+python scripts/laptop/tasks.py "$task" --out "$data" --seed "$seed"
+
+phase "what the model can do"
+evaluate "$model" "$out/before" "${flags[@]}"
+
+if [[ $recipe == brevity ]]; then
+    phase "answers of the model, from which pairs are made"
+    evaluate "$model" "$out/sampled" "${flags[@]}" --eval_data "$data/train.jsonl" --eval_n_samples 4
+    python scripts/laptop/tasks.py pairs --out "$data" --responses "$out/sampled/responses.jsonl"
+fi
+
+start=$model
+if [[ -n $form ]]; then
+    phase "SFT: the form of an answer"
+    train train_sft "$out/sft" --config "configs/laptop_${recipe}_sft.yaml" --pretrain "$model" --prompt_data "$data/$form"
+    start=$out/sft/model
+    evaluate "$start" "$out/after_sft" "${flags[@]}"
+fi
+
+if [[ $recipe == brevity ]]; then
+    phase "DPO"
+    train train_dpo "$out" --config configs/laptop_brevity_dpo.yaml --pretrain "$start" --prompt_data "$data/pairs.jsonl"
+else
+    phase "GRPO"
+    train train_ppo "$out" --config "configs/laptop_$recipe.yaml" --pretrain "$start" --prompt_data "$data/train.jsonl" \
+        --eval_data "$held_out"
+fi
 
 phase "what the trained model can do"
 evaluate "$out/model" "$out/after" "${flags[@]}"
