@@ -1,4 +1,6 @@
-"""Tools that are shipped: a calculator, and a Python interpreter in the sandbox of the reward `code`."""
+"""Tools that are shipped: a calculator, and a Python interpreter in the sandbox of the reward
+`code`.
+"""
 
 import ast
 import operator
@@ -7,9 +9,17 @@ from fractions import Fraction
 
 from lightrft.rewards.verifiers.sandbox import output_of
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-             ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
-             ast.USub: operator.neg, ast.UAdd: operator.pos}  # fmt: skip
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
 LARGEST = 10**60
 """Largest absolute result, so that no power takes long."""
 
@@ -32,13 +42,20 @@ def _value(node: ast.AST) -> Fraction:
         case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
             return OPERATORS[type(op)](_value(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            first, second = _value(left), _value(right)
-            if isinstance(op, ast.Pow) and (second.denominator != 1 or abs(second) > 200 or abs(first) > 10**9):
-                raise ValueError("the exponent must be a whole number of at most 200, and the base at most 10^9")
+            first = _value(left)
+            second = _value(right)
+            if isinstance(op, ast.Pow) and (
+                second.denominator != 1 or abs(second) > 200 or abs(first) > 10**9
+            ):
+                raise ValueError(
+                    "the exponent must be a whole number of at most 200, and the base at most 10^9"
+                )
+
             result = Fraction(OPERATORS[type(op)](first, second))
             if abs(result) > LARGEST:
                 raise ValueError("the result is too large")
             return result
+
     raise ValueError("only numbers, + - * / // % ** and parentheses are possible")
 
 

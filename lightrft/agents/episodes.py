@@ -1,4 +1,6 @@
-"""Episodes of one rank: their programs run in worker processes, while the engine generates the turns of others."""
+"""Episodes of one rank: their programs run in worker processes, while the engine generates the
+turns of others.
+"""
 
 import pickle
 import selectors
@@ -31,7 +33,8 @@ from lightrft.launch.forks import Forks, Mailbox, Worker
 from lightrft.samples import Completion, Episode, Sample, TokenIds
 
 FAILURES_IN_A_ROW = 32
-"""Number of failed episodes in a row that end a run, because the environment itself must be broken."""
+"""Number of failed episodes in a row that end a run, because the environment itself must be broken.
+"""
 LOGGED = 5
 """Number of failed episodes of a step that are logged; the others are only counted."""
 BYTES_PER_TOKEN = 64
@@ -46,7 +49,8 @@ CHECK_SECONDS = 0.1
 class Episodes:
     """Runs the programs of episodes.
 
-    A program that fails, dies or takes too long costs its own sample, from which nothing is learned.
+    A program that fails, dies or takes too long costs its own sample, from which nothing is
+    learned.
     """
 
     def __init__(
@@ -59,12 +63,17 @@ class Episodes:
         longest: int,
         other_rewards: str = "",
     ):
-        """Set up the episodes of a rank. `longest` is the number of tokens of a response, its observations included.
+        """Set up the episodes of a rank.
+
+        `longest` is the number of tokens of a response, its observations included.
 
         `other_rewards` names the rewards of the run if none of them is the environment's.
         """
         self.other_rewards = other_rewards
-        self.section, self.format, self.parse, self.longest = section, format, parse, longest
+        self.section = section
+        self.format = format
+        self.parse = parse
+        self.longest = longest
         self._largest_message = MESSAGE_BYTES + BYTES_PER_TOKEN * (
             longest + format.section.prompt_max_len
         )
@@ -85,18 +94,23 @@ class Episodes:
 
     def begin(self, sample: Sample, *seed_parts: int) -> None:
         """Begin the episode of a sample, when a worker is free."""
-        sample.episode, self._logged = Episode(), 0
+        sample.episode = Episode()
+        self._logged = 0
         self._waiting.append(Play(sample, seed_parts))
 
     def attach(self, sample: Sample, socket: Connection, *seed_parts: int) -> None:
-        """Begin an episode whose program sends its requests over a socket, and is no worker process."""
+        """Begin an episode whose program sends its requests over a socket, and is no worker
+        process.
+        """
         sample.episode = Episode()
         self._register(Play(sample, seed_parts, Worker(None, socket)))
 
     def poll(self, seconds: float) -> list[Play]:
-        """Handle what the programs have sent, after waiting for it at most `seconds`; return the episodes whose turn it is.
+        """Handle what the programs have sent, after waiting for it at most `seconds`; return the
+        episodes whose turn it is.
 
-        Raises ConfigError if the environment cannot be imported, or if many episodes in a row have failed.
+        Raises ConfigError if the environment cannot be imported, or if many episodes in a row have
+        failed.
         """
         while self._waiting and len(self._plays) < self.section.environment_workers:
             self._start(self._waiting.popleft())
@@ -104,13 +118,19 @@ class Episodes:
         ready = [
             play for key, _ in selected if (play := self._handle_messages(self._plays[key.data]))
         ]
+
         now = time.monotonic()
         if now - self._checked > CHECK_SECONDS:
             self._checked = now
             for play in list(self._plays.values()):
                 self._flush(play)
             for play in [play for play in self._plays.values() if play.until < now]:
-                self._fail(play, f"it asked for no turn for {60 * self.section.environment_minutes:g} s (--environment_minutes)")
+                self._fail(
+                    play,
+                    f"it asked for no turn for {60 * self.section.environment_minutes:g} s"
+                    " (--environment_minutes)",
+                )
+
         return ready
 
     def refuse(self, play: Play, problem: str) -> None:
@@ -125,8 +145,10 @@ class Episodes:
         """
         if self._plays.get(play.worker) is not play:
             return
+
         play.add(completion, text)
-        sample, end = play.conversation, -len(completion.token_ids)
+        sample = play.conversation
+        end = -len(completion.token_ids)
         last = len(sample.token_ids) >= self.longest or not self._has_turns_left(play)
         play.episode.finish_reason = LENGTH if last else "stop"
         play.until = time.monotonic() + 60 * self.section.environment_minutes
@@ -134,12 +156,24 @@ class Episodes:
         opened = self.format.opens_thinking(context)
         content, calls = self.parse(opened + self.format.decode(completion.token_ids))
         content = content.removeprefix(opened)
-        self._reply(play, Turn(text, completion.token_ids, completion.finish_reason, last, calls, content if calls else text,
-                              completion.logprobs, context))  # fmt: skip
+        self._reply(
+            play,
+            Turn(
+                text,
+                completion.token_ids,
+                completion.finish_reason,
+                last,
+                calls,
+                content if calls else text,
+                completion.logprobs,
+                context,
+            ),
+        )
 
     def take_ended(self) -> list[Sample]:
         """Return the samples whose episodes have ended since the last call."""
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended
 
     def abort(self) -> None:
@@ -200,7 +234,8 @@ class Episodes:
         except ValueError as error:
             self._fail(
                 play,
-                f"what it has sent is no message ({error}): does it write to a descriptor that is not its own?",
+                f"what it has sent is no message ({error}): does it write to a descriptor that is"
+                " not its own?",
             )
             return None
 
@@ -219,6 +254,7 @@ class Episodes:
         if play.is_sampling:
             self._fail(play, "it has asked for a turn before it had the one that it asked for")
             return None
+
         try:
             check_request(message, len(play.turns))
             return self._observe(play, message)
@@ -232,30 +268,39 @@ class Episodes:
         """Let the model read an observation; return None if no turn can follow it."""
         before = play.context(request)
         if before is None:
-            prompt, token_ids, used = self.format.prompt(play.sample.prompt, request), [], 0
+            prompt = self.format.prompt(play.sample.prompt, request)
+            token_ids = []
+            used = 0
         else:
             last = before.conversation.token_ids[before.num_tokens - 1]
             token_ids = self.format.tokens(request, last, before.conversation.prompt.columns)
             used = before.num_tokens
+
         if not self._has_turns_left(play) or used + len(token_ids) >= self.longest:
             play.episode.finish_reason = LENGTH
             self._reply(play, Turn("", [], LENGTH, is_last=True))
             return None
         if not used and not (token_ids or prompt.token_ids):
             raise ValueError("the prompt has no tokens: the model has nothing to answer")
+
         if before is None:
             play.begin(prompt)
             play.conversation.episode.messages += _messages(request.observation)
         else:
             play.read(before, token_ids, _messages(request.observation))
-        play.max_tokens, play.sampling, play.until = request.max_tokens, request.sampling, float("inf")
+
+        play.max_tokens = request.max_tokens
+        play.sampling = request.sampling
+        play.until = float("inf")
+
         return play
 
     def _end(self, play: Play, ended: Ended) -> None:
         if self.other_rewards and any(reward for _, reward in ended.rewards):
             raise ConfigError(
-                f"the environment or agent gives rewards, which --reward {self.other_rewards} ignores: add environment to "
-                "--reward, with the weight 0 to ignore them (environment:0)"
+                f"the environment or agent gives rewards, which --reward {self.other_rewards}"
+                " ignores: add environment to --reward, with the weight 0 to ignore them"
+                " (environment:0)"
             )
 
         # A process serves the next episode only if nothing of this one is left in it or on its way.
@@ -283,21 +328,34 @@ class Episodes:
     def _failed(self, play: Play, problem: str) -> None:
         """Learn nothing from an episode. Raises ConfigError if many in a row have failed."""
         sample = play.sample
-        play.episode.problem, play.episode.rewards = problem, []
-        sample.masked, sample.finish_reason = True, "stop"
+        play.episode.problem = problem
+        play.episode.rewards = []
+        sample.masked = True
+        sample.finish_reason = "stop"
         self._ended.append(sample)
+
         if play.worker.process is None:
             return
+
         self._in_a_row += 1
-        message = f"--environment: the episode of prompt {sample.prompt.index} ({sample.prompt.text[-200:]!r}) failed: {problem}"
+        message = (
+            f"--environment: the episode of prompt {sample.prompt.index}"
+            f" ({sample.prompt.text[-200:]!r}) failed: {problem}"
+        )
         if self._in_a_row >= FAILURES_IN_A_ROW:
-            raise ConfigError(f"{message}. {self._in_a_row} episodes in a row have failed: the environment itself is broken")
+            raise ConfigError(
+                f"{message}. {self._in_a_row} episodes in a row have failed: the environment itself"
+                " is broken"
+            )
+
         if self._logged < LOGGED:
             self._logged += 1
             logger.warning(message)
 
     def _leave(self, play: Play, *, reuse: bool) -> str:
-        """Take an episode out, and kill its process unless it can run another one; return a text on how the process ended."""
+        """Take an episode out, and kill its process unless it can run another one; return a text on
+        how the process ended.
+        """
         self._selector.unregister(play.worker.socket)
         del self._plays[play.worker]
         if play.worker.process is None:
@@ -306,6 +364,7 @@ class Episodes:
         if reuse:
             self._idle.append(play.worker)
             return ""
+
         try:
             return self._forks.end(play.worker)
         except (OSError, EOFError):
@@ -318,4 +377,7 @@ def _messages(observation: Observation) -> list[Message]:
         return []
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
-    return [each if isinstance(each, dict) else {"role": "user", "content": f"token {each}"} for each in observation]
+    return [
+        each if isinstance(each, dict) else {"role": "user", "content": f"token {each}"}
+        for each in observation
+    ]

@@ -1,4 +1,6 @@
-"""Find the turn that a history continues, which an agent sends back as messages, text or token ids."""
+"""Find the turn that a history continues, which an agent sends back as messages, text or token
+ids.
+"""
 
 import json
 from collections.abc import Sequence
@@ -8,70 +10,131 @@ from lightrft.agents.messages import BEGINNING, Message, ToolCall, Turn
 from lightrft.data.rendering import messages as rendering
 
 Key = tuple[str, str, str]
-"""Identity of a message: role, text, and tool calls; messages that are the same one have equal keys."""
+"""Identity of a message: role, text, and tool calls; messages that are the same one have equal
+keys."""
 
 
 class TurnHistory:
-    """The turns of an episode by what was before them. Nothing of them is rendered or tokenized again."""
+    """The turns of an episode by what was before them.
+
+    Nothing of them is rendered or tokenized again.
+    """
 
     def __init__(self) -> None:
         self._chats: list[tuple[str, list[Key]]] = []
         self._texts: list[str] = []
         self._token_ids: list[list[int]] = []
 
-    def add(self, turn: Turn, *, messages: list[Message] | None = None, tools: Any = None, text: str | None = None) -> None:
-        """Remember a turn that answered messages with these tools, or a text, or token ids alone."""
-        self._chats.append((_json(tools), [*map(key, [*messages, reply(turn)])]) if messages is not None else ("", []))
+    def add(
+        self,
+        turn: Turn,
+        *,
+        messages: list[Message] | None = None,
+        tools: Any = None,
+        text: str | None = None,
+    ) -> None:
+        """Remember a turn that answered messages with these tools, or a text, or token ids
+        alone.
+        """
+        self._chats.append(
+            (_json(tools), [*map(key, [*messages, reply(turn)])])
+            if messages is not None
+            else ("", [])
+        )
         self._texts.append(text + turn.text if text is not None else "")
         self._token_ids.append([*turn.context_ids, *turn.token_ids])
 
     def of_chat(self, messages: list[Message], tools: Any = None) -> tuple[int, list[Message]]:
-        """Return the number of the turn that the messages continue, or BEGINNING, and the messages after it.
+        """Return the number of the turn that the messages continue, or BEGINNING, and the messages
+        after it.
 
-        It is the one with the most messages, and the latest of several. A turn counts as sent back if its text differs in outer
-        white space only, and its calls in their ids and the form of their JSON only.
+        It is the one with the most messages, and the latest of several. A turn counts as sent back
+        if its text differs in outer white space only, and its calls in their ids and the form of
+        their JSON only.
         """
-        keys, tools_json = [*map(key, messages)], _json(tools)
-        sizes = [len(chat) if chat and len(chat) < len(keys) and tools_of_it == tools_json and keys[: len(chat)] == chat else 0
-                 for tools_of_it, chat in self._chats]  # fmt: skip
+        keys = [*map(key, messages)]
+        tools_json = _json(tools)
+        sizes = [
+            (
+                len(chat)
+                if chat
+                and len(chat) < len(keys)
+                and tools_of_it == tools_json
+                and keys[: len(chat)] == chat
+                else 0
+            )
+            for tools_of_it, chat in self._chats
+        ]
+
         return _longest(sizes, messages)
 
     def of_text(self, text: str) -> tuple[int, str]:
-        """Return the number of the turn that the text continues, or BEGINNING, and the text after it."""
-        return _longest([len(earlier) if earlier and text.startswith(earlier) else 0 for earlier in self._texts], text)
+        """Return the number of the turn that the text continues, or BEGINNING, and the text after
+        it.
+        """
+        return _longest(
+            [
+                len(earlier) if earlier and text.startswith(earlier) else 0
+                for earlier in self._texts
+            ],
+            text,
+        )
 
     def of_token_ids(self, token_ids: list[int]) -> tuple[int, list[int]]:
-        """Return the number of the turn that the tokens continue, or BEGINNING, and the tokens after it."""
-        return _longest([len(earlier) if token_ids[: len(earlier)] == earlier else 0 for earlier in self._token_ids], token_ids)
+        """Return the number of the turn that the tokens continue, or BEGINNING, and the tokens
+        after it.
+        """
+        return _longest(
+            [
+                len(earlier) if token_ids[: len(earlier)] == earlier else 0
+                for earlier in self._token_ids
+            ],
+            token_ids,
+        )
 
 
 def _longest(sizes: list[int], sent: Any) -> tuple[int, Any]:
-    size, turn = max(((size, turn) for turn, size in enumerate(sizes) if size), default=(0, BEGINNING))
+    size, turn = max(
+        ((size, turn) for turn, size in enumerate(sizes) if size), default=(0, BEGINNING)
+    )
     return turn, sent[size:]
 
 
 def reply(turn: Turn) -> Message:
     """Return a turn as a message, with calls as chat templates read them."""
-    calls = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in good_calls(turn)]
-    return {"role": "assistant", "content": turn.content if calls else turn.text} | ({"tool_calls": calls} if calls else {})
+    calls = [
+        {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in good_calls(turn)
+    ]
+    return {"role": "assistant", "content": turn.content if calls else turn.text} | (
+        {"tool_calls": calls} if calls else {}
+    )
 
 
 def good_calls(turn: Turn) -> list[ToolCall]:
-    """Return the calls of a turn; none if one of them cannot be read, so that its agent reads the text instead."""
+    """Return the calls of a turn; none if one of them cannot be read, so that its agent reads the
+    text instead.
+    """
     return [] if any(call.problem for call in turn.tool_calls) else turn.tool_calls
 
 
 def clean_message(message: Any, place: str = "the message") -> Message:
-    """Return a message as chat templates read it. Raises ValueError for one that has no role, or content other than text."""
+    """Return a message as chat templates read it.
+
+    Raises ValueError for one that has no role, or content other than text.
+    """
     message = rendering.clean_message(message, place)
     if not message["role"]:
         raise ValueError(f"{place} has no role: it is an object with a role and a content")
+
     content = message["content"] or ""
     if not isinstance(content, str):
         raise ValueError("the content of a message is text: agents have no images and no sound")
+
     for name in ("name", "tool_call_id", *rendering.THOUGHTS):
         if not isinstance(message.get(name), str | None):
             raise ValueError(f"the {name} of a message is a text, not {message[name]!r:.100}")
+
     kept = ("role", "name", "tool_call_id", "tool_calls", *rendering.THOUGHTS)
     return {name: message[name] for name in kept if message.get(name)} | {"content": content}
 

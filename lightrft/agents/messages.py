@@ -15,7 +15,8 @@ from lightrft.config.values import COLDEST
 Message = dict[str, Any]
 """Message of a chat, such as {"role": "tool", "content": "56"}."""
 Observation = str | list[Message] | list[int] | None
-"""Observation that the model reads before its turn: a text, messages of a chat, or token ids. None: nothing but the prompt."""
+"""Observation that the model reads before its turn: a text, messages of a chat, or token ids. None:
+nothing but the prompt."""
 LENGTH = "length"
 """Finish reason of a turn, or of an episode, that reached a limit."""
 
@@ -24,7 +25,7 @@ LENGTH = "length"
 class ToolCall:
     """A call that the model has written.
 
-        ToolCall(name="multiply", arguments={"a": 7, "b": 8})
+    ToolCall(name="multiply", arguments={"a": 7, "b": 8})
     """
 
     name: str
@@ -35,7 +36,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Turn of the model, as it was sampled; without tokens if there is no room for it, or no turn left."""
+    """Turn of the model, as it was sampled; without tokens if there is no room for it, or no turn
+    left.
+    """
 
     text: str
     """Text without special tokens."""
@@ -59,8 +62,9 @@ class TurnRequest:
 
     observation: Observation
     after: int | None = None
-    """Number of the turn that it follows, from 0, and BEGINNING for a conversation of its own, of which the observation is the
-    whole prompt. None: the latest turn, or at first the prompt of the row."""
+    """Number of the turn that it follows, from 0, and BEGINNING for a conversation of its own, of
+    which the observation is the whole prompt. None: the latest turn, or at first the prompt of the
+    row."""
     plain: bool = False
     """True if a text is read as it is, without the chat template."""
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -94,7 +98,8 @@ class Ended:
     problem: str = ""
     """Reason why the episode failed; empty if it ended well."""
     calls_running: bool = False
-    """True if a function of the episode still runs, so that no other episode should share its process."""
+    """True if a function of the episode still runs, so that no other episode should share its
+    process."""
     num_replies: int = 0
     """Number of replies that it has read. An unread one would be read by the next episode in its
     process."""
@@ -118,6 +123,7 @@ def check_sampling(sampling: dict[str, Any]) -> None:
         kind, word = (int, "whole number") if name in WHOLE else (int | float, "number")
         if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
             raise ValueError(f"{name} is a {word} from {least:g} to {most:g}, not {value!r:.100}")
+
     if 0 < sampling.get("temperature", 0) < COLDEST:
         raise ValueError(
             f"temperature is 0, or at least {COLDEST:g}, not {sampling['temperature']!r}"
@@ -127,14 +133,18 @@ def check_sampling(sampling: dict[str, Any]) -> None:
 def check_request(request: TurnRequest, num_turns: int) -> None:
     """Raise ValueError for a request that cannot follow so many turns, or whose parts have no
     meaning."""
-    observation, after, limit = request.observation, request.after, request.max_tokens
+    observation = request.observation
+    after = request.after
+    limit = request.max_tokens
     items = observation if isinstance(observation, list) else []
+
     token_ids = all(type(each) is int for each in items)
     messages = all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in items)
     if not (observation is None or isinstance(observation, str | list) and (token_ids or messages)):
         raise ValueError(
             f"an observation is a text, messages or token ids, not {observation!r:.100}"
         )
+
     if isinstance(observation, str):
         check_text(observation)
     if not (after is None or type(after) is int and BEGINNING <= after < num_turns):
@@ -176,7 +186,8 @@ def from_bytes(content: bytes) -> TurnRequest | Ended:
         if isinstance(message, Ended):
             rewards = [(int(turn), float(reward)) for turn, reward in message.rewards]
             numbers = int(message.tool_calls), int(message.tool_errors), float(message.tool_seconds)
-            problem, running = str(message.problem), bool(message.calls_running)
+            problem = str(message.problem)
+            running = bool(message.calls_running)
             return Ended(rewards, *numbers, problem, running, int(message.num_replies))
         return message
     except (ValueError, TypeError, KeyError, RecursionError) as error:

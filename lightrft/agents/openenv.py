@@ -1,7 +1,8 @@
 """Environments of OpenEnv as programs of episodes: `--environment openenv:http://host:8000`.
 
-Each connection to the server's WebSocket has an environment of its own. `{"type": "reset", "data": row}` and
-`{"type": "step", "data": action}` are answered with an observation, its reward and whether it is the last one, or with an error.
+Each connection to the server's WebSocket has an environment of its own. `{"type": "reset", "data":
+row}` and `{"type": "step", "data": action}` are answered with an observation, its reward and
+whether it is the last one, or with an error.
 """
 
 import json
@@ -24,7 +25,9 @@ Step = tuple[str, float | None, bool]
 """(Observation that the model reads, reward, True at the end)."""
 
 
-def program(url: str, served: EndpointModel | None) -> Callable[[Session, dict[str, Any]], Awaitable[None]]:
+def program(
+    url: str, served: EndpointModel | None
+) -> Callable[[Session, dict[str, Any]], Awaitable[None]]:
     """Return the program whose episodes use the environments of a server."""
     scheme, _, rest = (url if "://" in url else f"http://{url}").partition("://")
     address = f"{scheme.replace('http', 'ws', 1)}://{rest.rstrip('/')}/ws"
@@ -34,6 +37,7 @@ def program(url: str, served: EndpointModel | None) -> Callable[[Session, dict[s
             socket = await connect(address, max_size=LARGEST)
         except (OSError, WebSocketException) as error:
             raise ConnectionError(f"no OpenEnv server answers at {address}: {error}") from error
+
         async with socket:
             observation, _, done = await _request(socket, "reset", row)
             while not done:
@@ -47,7 +51,9 @@ def program(url: str, served: EndpointModel | None) -> Callable[[Session, dict[s
 
 
 def action(text: str) -> dict[str, Any]:
-    """Return the action of a turn: its text as a JSON object, or else the object `{"message": text}`."""
+    """Return the action of a turn: its text as a JSON object, or else the object `{"message":
+    text}`.
+    """
     with suppress(ValueError):
         value = json.loads(text)
         if isinstance(value, dict):
@@ -56,19 +62,40 @@ def action(text: str) -> dict[str, Any]:
 
 
 def observation_text(observation: dict[str, Any]) -> str:
-    """Return what the model reads: the text of an observation that is nothing else, or else its JSON, without metadata."""
+    """Return what the model reads: the text of an observation that is nothing else, or else its
+    JSON, without metadata.
+    """
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     values = [*fields.values()]
-    return values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(fields, ensure_ascii=False)
+    return (
+        values[0]
+        if len(values) == 1 and isinstance(values[0], str)
+        else json.dumps(fields, ensure_ascii=False)
+    )
 
 
 async def _request(socket: ClientConnection, kind: str, data: dict[str, Any]) -> Step:
-    """Return the reply to a message. An action that does not fit is answered with the errors, which the model reads."""
+    """Return the reply to a message.
+
+    An action that does not fit is answered with the errors, which the model reads.
+    """
     with suppress(ConnectionClosed):  # a server without a free environment says so, then closes
         await socket.send(json.dumps({"type": kind, "data": data}))
     reply = json.loads(await socket.recv())["data"]
     if "observation" in reply:
         return observation_text(reply["observation"]), reply["reward"], reply["done"]
+
     if kind == "step" and reply.get("code") == NOT_AN_ACTION:
-        return json.dumps({"error": [{"field": each["loc"], "problem": each["msg"]} for each in reply["errors"]]}), None, False
+        return (
+            json.dumps(
+                {
+                    "error": [
+                        {"field": each["loc"], "problem": each["msg"]} for each in reply["errors"]
+                    ]
+                }
+            ),
+            None,
+            False,
+        )
+
     raise RuntimeError(f"OpenEnv: {reply.get('message')} ({reply.get('code')})")

@@ -24,8 +24,8 @@ class PlayedTurn(NamedTuple):
 class Play:
     """An episode that has begun.
 
-    The first conversation is the sample of the group. One that leaves it after an earlier turn is a branch: a sample that repeats
-    the tokens up to there, which are learned in the other one.
+    The first conversation is the sample of the group. One that leaves it after an earlier turn is a
+    branch: a sample that repeats the tokens up to there, which are learned in the other one.
     """
 
     sample: Sample
@@ -44,7 +44,8 @@ class Play:
     num_replies: int = 0
     """Number of replies that were sent to its program."""
     until: float = 0.0
-    """Time by which its program must ask for its next turn, in seconds of time.monotonic(); infinite while the model samples."""
+    """Time by which its program must ask for its next turn, in seconds of time.monotonic();
+    infinite while the model samples."""
     last_turn_after: float = float("inf")
     """Time after which no turn begins, in seconds of time.monotonic()."""
 
@@ -62,7 +63,9 @@ class Play:
         return self.sample.episode
 
     def context(self, request: TurnRequest) -> PlayedTurn | None:
-        """Return the turn after which a requested turn comes; None at the beginning of a conversation."""
+        """Return the turn after which a requested turn comes; None at the beginning of a
+        conversation.
+        """
         if not self.turns or request.after == BEGINNING:
             return None
         return self.turns[-1 if request.after is None else request.after]
@@ -75,15 +78,23 @@ class Play:
             self.sample.prompt = prompt
 
     def read(self, turn: PlayedTurn, token_ids: list[int], messages: list[Message]) -> None:
-        """Let the model read an observation after a turn, on a branch if others have followed it."""
-        before, end = turn.conversation, turn.num_tokens
+        """Let the model read an observation after a turn, on a branch if others have followed
+        it.
+        """
+        before = turn.conversation
+        end = turn.num_tokens
         if end < len(before.token_ids):
             messages_before = before.episode.messages[: turn.num_messages]
-            branch = self._branch(before.prompt, Episode(sampled=[False] * end, messages=messages_before))
-            branch.token_ids, branch.logprobs = before.token_ids[:end], before.logprobs[:end]
+            branch = self._branch(
+                before.prompt, Episode(sampled=[False] * end, messages=messages_before)
+            )
+            branch.token_ids = before.token_ids[:end]
+            branch.logprobs = before.logprobs[:end]
             branch.weight_versions = before.weight_versions[:end]
             before = branch
-        self.conversation, count = before, len(token_ids)
+
+        self.conversation = before
+        count = len(token_ids)
         before.token_ids += token_ids
         before.logprobs += [0.0] * count
         before.weight_versions += before.weight_versions[-1:] * count
@@ -97,19 +108,36 @@ class Play:
         sample.episode.messages.append({"role": "assistant", "content": text})
         sample.episode.num_turns += 1
         self.sample.text = text
-        self.turns.append(PlayedTurn(sample, completion.token_ids, len(sample.token_ids), len(sample.episode.messages)))
+        self.turns.append(
+            PlayedTurn(
+                sample, completion.token_ids, len(sample.token_ids), len(sample.episode.messages)
+            )
+        )
 
     def end(self, ended: Ended) -> None:
-        """Take over what the program reports. A reward for a turn of a branch counts for the latest turn before it."""
+        """Take over what the program reports.
+
+        A reward for a turn of a branch counts for the latest turn before it.
+        """
         episode = self.episode
-        ends = [(number, turn.num_tokens - 1) for number, turn in enumerate(self.turns) if turn.conversation is self.sample]
-        episode.rewards = [(max((end for number, end in ends if number <= turn), default=-1), reward)
-                           for turn, reward in ended.rewards]  # fmt: skip
-        episode.tool_calls, episode.tool_errors, episode.tool_seconds = ended.tool_calls, ended.tool_errors, ended.tool_seconds
+        ends = [
+            (number, turn.num_tokens - 1)
+            for number, turn in enumerate(self.turns)
+            if turn.conversation is self.sample
+        ]
+        episode.rewards = [
+            (max((end for number, end in ends if number <= turn), default=-1), reward)
+            for turn, reward in ended.rewards
+        ]
+        episode.tool_calls = ended.tool_calls
+        episode.tool_errors = ended.tool_errors
+        episode.tool_seconds = ended.tool_seconds
         episode.drift = self._drift()
 
     def _drift(self) -> int:
-        """Return the number of tokens that are not learned as they were sampled: 0 unless there is a bug."""
+        """Return the number of tokens that are not learned as they were sampled: 0 unless there is
+        a bug.
+        """
         wrong = 0
         for sample, token_ids, end, _ in self.turns:
             wrong += sum(map(ne, sample.token_ids[end - len(token_ids) : end], token_ids))
@@ -117,6 +145,8 @@ class Play:
         return wrong + abs(learned - sum(len(turn.token_ids) for turn in self.turns))
 
     def _branch(self, prompt: Prompt, episode: Episode) -> Sample:
-        branch = Sample(prompt, self.sample.group, [], [], "", self.sample.finish_reason, episode=episode)
+        branch = Sample(
+            prompt, self.sample.group, [], [], "", self.sample.finish_reason, episode=episode
+        )
         self.episode.branches.append(branch)
         return branch

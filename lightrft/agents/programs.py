@@ -1,12 +1,13 @@
-"""Programs of episodes, in the forms that users write them, and the worker processes in which they run.
+"""Programs of episodes, in the forms that users write them, and the worker processes in which they
+run.
 
-| form | recognised by | an episode |
-|---|---|---|
-| environment with tools | a class without `step` | `reset(**row)`, then turns whose tool calls are answered, until one has none |
-| text game | a class with `step(action)` | `reset(**row)`, then a step for each turn, until it is done |
-| program | an async function `(engine, row)` | what the function does; its turns are `await engine.turn(...)` |
-| agent | an async function `(client, row)`, of --agent | what the function asks the OpenAI-compatible server of its episode |
-| another framework's | `prefix:name`, of ADAPTERS | what the module's `program(name, served)` does, as a program |
+| form | recognised by | an episode | |---|---|---| | environment with tools | a class without
+`step` | `reset(**row)`, then turns whose tool calls are answered, until one has none | | text game
+| a class with `step(action)` | `reset(**row)`, then a step for each turn, until it is done | |
+program | an async function `(engine, row)` | what the function does; its turns are `await
+engine.turn(...)` | | agent | an async function `(client, row)`, of --agent | what the function asks
+the OpenAI-compatible server of its episode | | another framework's | `prefix:name`, of ADAPTERS |
+what the module's `program(name, served)` does, as a program |
 """
 
 import asyncio
@@ -29,7 +30,9 @@ from lightrft.registry import Registry
 
 environments = Registry("environment", flag="--environment")
 environments.register_deferred("guess_number", "lightrft.agents.games:GuessNumber")
-environments.register_deferred("reasoning_gym", "lightrft.agents.reasoning_gym:SeveralAttempts", "reasoning-gym")
+environments.register_deferred(
+    "reasoning_gym", "lightrft.agents.reasoning_gym:SeveralAttempts", "reasoning-gym"
+)
 ADAPTERS = {"openenv": "lightrft.agents.openenv", "verifiers": "lightrft.agents.verifiers"}
 """Prefix of --environment, and of an extra -> module for the environments of another framework."""
 LONGEST_PROBLEM = 2000
@@ -62,7 +65,10 @@ class ProgramSetup:
         return partial(_work, program=self.program())
 
     def program(self) -> "Program":
-        """Import the user's code. Raises ValueError if that is impossible, or if it has no known form."""
+        """Import the user's code.
+
+        Raises ValueError if that is impossible, or if it has no known form.
+        """
         environment = self._environment() if self.environment else None
         if self.agent:
             environment = self._client_of(agents[self.agent])
@@ -75,11 +81,15 @@ class ProgramSetup:
         try:
             return importlib.import_module(ADAPTERS[prefix]).program(name, self.served)
         except ModuleNotFoundError as error:
-            raise ValueError(f"--environment {prefix}: needs {error.name}: pip install '.[{prefix}]'") from error
+            raise ValueError(
+                f"--environment {prefix}: needs {error.name}: pip install '.[{prefix}]'"
+            ) from error
 
     def _client_of(self, agent: Any) -> Callable[[Session, dict[str, Any]], Awaitable[None]]:
         if not inspect.iscoroutinefunction(agent):
-            raise ValueError(f"--agent {self.agent}: {agent!r} is not an async function (client, row)")
+            raise ValueError(
+                f"--agent {self.agent}: {agent!r} is not an async function (client, row)"
+            )
         try:
             from lightrft.agents.endpoint.client import converse
         except ModuleNotFoundError as error:
@@ -103,19 +113,39 @@ class Program:
     """Code of an episode: it runs between the turns of the model."""
 
     def __init__(self, environment: Any, tools: dict[str, Callable[..., Any]], tool_seconds: float):
-        self.environment, self.tools, self.tool_seconds = environment, tools, tool_seconds
+        self.environment = environment
+        self.tools = tools
+        self.tool_seconds = tool_seconds
+
         is_class = inspect.isclass(environment)
-        if environment is not None and not is_class and not inspect.iscoroutinefunction(environment):
-            raise ValueError(f"--environment: {environment!r} is neither a class nor an async function (engine, row)")
+        if (
+            environment is not None
+            and not is_class
+            and not inspect.iscoroutinefunction(environment)
+        ):
+            raise ValueError(
+                f"--environment: {environment!r} is neither a class nor an async function (engine,"
+                " row)"
+            )
+
         self.steps = is_class and callable(getattr(environment, "step", None))
         if environment is not None and tools and (self.steps or not is_class):
-            raise ValueError("--tools are for environments whose turns call tools: a game and an agent read the turns themselves")
+            raise ValueError(
+                "--tools are for environments whose turns call tools: a game and an agent read the"
+                " turns themselves"
+            )
 
     @property
     def all_tools(self) -> dict[str, Callable[..., Any]]:
-        """Return the tools that prompts describe: those of --tools, and the public methods of the environment."""
+        """Return the tools that prompts describe: those of --tools, and the public methods of the
+        environment.
+        """
         has_tools = inspect.isclass(self.environment) and not self.steps
-        return self.tools | ({name: _unbound(one) for name, one in tools_of(self.environment).items()} if has_tools else {})
+        return self.tools | (
+            {name: _unbound(one) for name, one in tools_of(self.environment).items()}
+            if has_tools
+            else {}
+        )
 
     async def run(self, session: Session, row: dict[str, Any]) -> None:
         """Run an episode about a row of the data."""
@@ -124,10 +154,19 @@ class Program:
             if reward is not None:
                 session.reward(reward)
             return
+
         environment = self.environment() if self.environment is not None else None
         try:
-            first = await call_function(environment.reset, **row) if hasattr(environment, "reset") else None
-            await (self._game(environment, session, first) if self.steps else self._use_tools(environment, session, first))
+            first = (
+                await call_function(environment.reset, **row)
+                if hasattr(environment, "reset")
+                else None
+            )
+            await (
+                self._game(environment, session, first)
+                if self.steps
+                else self._use_tools(environment, session, first)
+            )
         finally:
             if hasattr(environment, "close"):
                 await call_function(environment.close)
@@ -136,12 +175,15 @@ class Program:
         tools = self.tools | (tools_of(environment) if environment is not None else {})
         turn = await session.turn(first)
         while turn.tool_calls and not turn.is_last:
-            turn = await session.turn(await answers(tools, turn.tool_calls, session, self.tool_seconds))
+            turn = await session.turn(
+                await answers(tools, turn.tool_calls, session, self.tool_seconds)
+            )
         if hasattr(environment, "get_reward"):
             session.reward(await call_function(environment.get_reward))
 
     async def _game(self, environment: Any, session: Session, first: Observation) -> None:
-        observation, done = first, False
+        observation = first
+        done = False
         while not done:
             turn = await session.turn(observation)
             observation, reward, done = await call_function(environment.step, turn.text)
@@ -160,9 +202,12 @@ def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:
     def tool() -> None:
         pass
 
-    tool.__name__, tool.__doc__ = method.__name__, method.__doc__
+    tool.__name__ = method.__name__
+    tool.__doc__ = method.__doc__
     tool.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    tool.__annotations__ = {name: kind for name, kind in method.__annotations__.items() if name != "self"}
+    tool.__annotations__ = {
+        name: kind for name, kind in method.__annotations__.items() if name != "self"
+    }
     return tool
 
 
@@ -176,7 +221,9 @@ def _work(connection: Connection, program: Program) -> None:
             row = connection.recv()
         except (EOFError, OSError):  # the rank has ended
             return
-        session, problem = Session(connection), ""
+
+        session = Session(connection)
+        problem = ""
         try:
             asyncio.run(program.run(session, row))
         except EpisodeOver:
@@ -185,6 +232,7 @@ def _work(connection: Connection, program: Program) -> None:
             return
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"[:LONGEST_PROBLEM] + _place(error)
+
         sys.stdout.flush()
         ended = Ended(
             session.rewards,

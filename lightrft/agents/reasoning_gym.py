@@ -1,4 +1,6 @@
-"""Tasks of the package reasoning-gym in several turns: a wrong answer may be followed by another one."""
+"""Tasks of the package reasoning-gym in several turns: a wrong answer may be followed by another
+one.
+"""
 
 from typing import Any
 
@@ -10,18 +12,25 @@ DISCOUNT = 0.8
 
 
 class SeveralAttempts:
-    """Answer a task until an answer is right; after each other one the model reads "Wrong." and may answer again.
+    """Answer a task until an answer is right; after each other one the model reads "Wrong." and may
+    answer again.
 
-    The value of an answer is its score, 1 if it is right, times 0.8 for each answer before it; the reward of an episode is its
-    largest value. Columns are those of `--prompt_data reasoning_gym:NAME`.
+    The value of an answer is its score, 1 if it is right, times 0.8 for each answer before it; the
+    reward of an episode is its largest value. Columns are those of `--prompt_data
+    reasoning_gym:NAME`.
     """
 
-    def reset(self, answer: str | None, metadata: Any, options: Any = None, **columns: object) -> None:
-        self.row, self.worth, self.reward = (answer, metadata, options), 1.0, 0.0
+    def reset(
+        self, answer: str | None, metadata: Any, options: Any = None, **columns: object
+    ) -> None:
+        self.row = (answer, metadata, options)
+        self.worth = 1.0
+        self.reward = 0.0
 
     async def step(self, action: str) -> tuple[str, float, bool]:
         """Score an answer; async because the time limit of a score needs the main thread."""
         score = score_of_answer(action, *self.row)
         more = max(score * self.worth - self.reward, 0.0)
-        self.reward, self.worth = self.reward + more, self.worth * DISCOUNT
+        self.reward = self.reward + more
+        self.worth = self.worth * DISCOUNT
         return WRONG, more, score == 1

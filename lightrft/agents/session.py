@@ -14,10 +14,14 @@ class EpisodeOver(Exception):
 
 
 class Session:
-    """One episode's access to the model. Its turns are sampled by the engine, and exactly these tokens are learned from."""
+    """One episode's access to the model.
+
+    Its turns are sampled by the engine, and exactly these tokens are learned from.
+    """
 
     def __init__(self, connection: Connection):
-        self.connection, self._one_at_a_time = connection, asyncio.Lock()
+        self.connection = connection
+        self._one_at_a_time = asyncio.Lock()
         self._over = False
         self._unwanted = 0
         """Number of replies that will arrive for requests which were cancelled."""
@@ -35,7 +39,8 @@ class Session:
     async def turn(self, observation: Observation = None) -> Turn:
         """Let the model read `observation` and return its turn; without one it answers the prompt.
 
-        Raises EpisodeOver if a limit was reached before (Turn.is_last), and ValueError for an observation that cannot be read.
+        Raises EpisodeOver if a limit was reached before (Turn.is_last), and ValueError for an
+        observation that cannot be read.
         """
         if self._over:
             raise EpisodeOver
@@ -43,19 +48,30 @@ class Session:
         self._over = turn.is_last
         return turn
 
-    async def chat(self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, **options: Any) -> Turn:
-        """Return the turn that follows the messages of a chat, with the schemas of tools that it may call, and `max_tokens`.
+    async def chat(
+        self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, **options: Any
+    ) -> Turn:
+        """Return the turn that follows the messages of a chat, with the schemas of tools that it
+        may call, and `max_tokens`.
 
-        Messages that were sent and turns that were returned before are recognised and not tokenized again; see history.py. If the
-        messages continue none of them, they begin a conversation of their own, which is learned like the first one.
+        Messages that were sent and turns that were returned before are recognised and not tokenized
+        again; see history.py. If the messages continue none of them, they begin a conversation of
+        their own, which is learned like the first one.
 
-        The turn has no tokens if a limit of the episode leaves no room for it. Raises ValueError for messages that cannot be
-        read.
+        The turn has no tokens if a limit of the episode leaves no room for it. Raises ValueError
+        for messages that cannot be read.
         """
         total = len(messages)
-        messages = [clean_message(each, f"message {number} of {total}") for number, each in enumerate(messages, 1)]
+        messages = [
+            clean_message(each, f"message {number} of {total}")
+            for number, each in enumerate(messages, 1)
+        ]
         if not messages or messages[-1]["role"] == "assistant":
-            raise ValueError("the last message is a turn of the assistant, or there is none: the model has nothing to answer")
+            raise ValueError(
+                "the last message is a turn of the assistant, or there is none: the model has"
+                " nothing to answer"
+            )
+
         after, rest = self.history.of_chat(messages, tools)
         request = TurnRequest(rest, after, tools=tools or [], **options)
         return await self.request(request, messages=messages, tools=tools)
@@ -71,7 +87,8 @@ class Session:
         return await self.request(TurnRequest(rest, after, **options))
 
     async def request(self, request: TurnRequest, **sent: Any) -> Turn:
-        """Return the turn of a request, and remember what was `sent`, as TurnHistory.add() takes it.
+        """Return the turn of a request, and remember what was `sent`, as TurnHistory.add() takes
+        it.
 
         Requests at the same time wait for each other.
         """
@@ -83,18 +100,23 @@ class Session:
                 if isinstance(unwanted, Turn) and unwanted.token_ids:
                     self.turns.append(unwanted)
                     self.history.add(unwanted)
+
             await self._send(content)
             try:
                 reply = await self._poll()
             except asyncio.CancelledError:
                 self._unwanted += 1
                 raise
+
             if isinstance(reply, Refused):
                 raise ValueError(reply.problem)
+
             if reply.token_ids:
                 self.turns.append(reply)
                 self.history.add(reply, **sent)
+
             self.limited = not reply.token_ids
+
         return reply
 
     async def _send(self, content: bytes) -> None:
@@ -102,7 +124,8 @@ class Session:
 
     async def _poll(self) -> Turn | Refused:
         """Return the next message, without a thread that waits for it."""
-        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
         loop.add_reader(self.connection.fileno(), ready.set)
         try:
             await ready.wait()

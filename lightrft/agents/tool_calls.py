@@ -13,7 +13,9 @@ HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 def after_thinking(parse: Parse) -> Parse:
-    """Return a function that reads the calls after the thinking, and leaves the thinking in the text."""
+    """Return a function that reads the calls after the thinking, and leaves the thinking in the
+    text.
+    """
 
     def read(text: str) -> tuple[str, list[ToolCall]]:
         start = max(text.rfind(end) + len(end) if end in text else 0 for end in THINKING.values())
@@ -27,7 +29,9 @@ def after_thinking(parse: Parse) -> Parse:
 
 @after_thinking
 def hermes(text: str) -> tuple[str, list[ToolCall]]:
-    """Read calls such as <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>: those of Hermes and Qwen models."""
+    """Read calls such as <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>: those of
+    Hermes and Qwen models.
+    """
     return HERMES.sub("", text).strip(), [_call(content) for content in HERMES.findall(text)]
 
 
@@ -39,10 +43,14 @@ def read_call(name: str, arguments: str) -> ToolCall:
 def _call(content: str) -> ToolCall:
     try:
         call = json.loads(content, strict=False)  # models write line breaks inside of strings
-        name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
+        name = call["name"]
+        arguments = call.get("arguments", call.get("parameters", {}))
         arguments = json.loads(arguments, strict=False) if isinstance(arguments, str) else arguments
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return ToolCall("", {}, f"the call is not of the form {{\"name\": ..., \"arguments\": {{...}}}} ({error})")
+        return ToolCall(
+            "", {}, f'the call is not of the form {{"name": ..., "arguments": {{...}}}} ({error})'
+        )
+
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return ToolCall("", {}, "the name of a call is a string, and its arguments are an object")
     return ToolCall(name, arguments)

@@ -24,18 +24,26 @@ LONGEST = 20_000
 
 
 def tools_of(owner: Any) -> dict[str, Callable[..., Any]]:
-    """Return the tools of an environment, which are its public methods, or of a module, which are its own public functions."""
+    """Return the tools of an environment, which are its public methods, or of a module, which are
+    its own public functions.
+    """
     if isinstance(owner, ModuleType):
         functions = inspect.getmembers(owner, inspect.isfunction)
-        return {name: one for name, one in functions if not name.startswith("_") and one.__module__ == owner.__name__}
+        return {
+            name: one
+            for name, one in functions
+            if not name.startswith("_") and one.__module__ == owner.__name__
+        }
     methods = inspect.getmembers(owner, callable)
     return {name: one for name, one in methods if not name.startswith("_") and name not in RESERVED}
 
 
 def schemas(tools: Tools) -> list[dict[str, Any]]:
-    """Return the JSON schema of each tool, from its types and its docstring, as chat templates take them.
+    """Return the JSON schema of each tool, from its types and its docstring, as chat templates take
+    them.
 
-    Raises ValueError for a tool without types, or without a description of itself or of an argument.
+    Raises ValueError for a tool without types, or without a description of itself or of an
+    argument.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
@@ -44,13 +52,17 @@ def schemas(tools: Tools) -> list[dict[str, Any]]:
         try:
             json_schemas.append(get_json_schema(tool))
         except Exception as error:  # of several classes of transformers
-            raise ValueError(f"tool {name}: {error}. A tool has a type for each argument, and a docstring that describes it and, "
-                             "under `Args:`, each argument") from error  # fmt: skip
+            raise ValueError(
+                f"tool {name}: {error}. A tool has a type for each argument, and a docstring that"
+                " describes it and, under `Args:`, each argument"
+            ) from error
     return json_schemas
 
 
 async def call_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function, sync or async; a sync one runs in a thread of its own, for which no later call has to wait."""
+    """Call a function, sync or async; a sync one runs in a thread of its own, for which no later
+    call has to wait.
+    """
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     result = await _in_thread(partial(function, *args, **kwargs))
@@ -68,11 +80,15 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
 
     def call() -> None:
         try:
-            result, error = function(), None
+            result = function()
+            error = None
         except StopIteration as raised:  # which a future does not take
-            result, error = None, RuntimeError(f"StopIteration: {raised}")
+            result = None
+            error = RuntimeError(f"StopIteration: {raised}")
         except BaseException as raised:
-            result, error = None, raised
+            result = None
+            error = raised
+
         RUNNING.discard(future)
         loop.call_soon_threadsafe(finish, result, error)
 
@@ -80,38 +96,56 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
     return await future
 
 
-async def answers(tools: Tools, calls: list[ToolCall], session: Session, seconds: float) -> list[Message]:
-    """Call tools at the same time, each for at most `seconds`; return a message for each call. Errors become their content."""
+async def answers(
+    tools: Tools, calls: list[ToolCall], session: Session, seconds: float
+) -> list[Message]:
+    """Call tools at the same time, each for at most `seconds`; return a message for each call.
+
+    Errors become their content.
+    """
     return list(await asyncio.gather(*(_answer(tools, call, session, seconds) for call in calls)))
 
 
 async def _answer(tools: Tools, call: ToolCall, session: Session, seconds: float) -> Message:
-    began, failed = time.perf_counter(), True
+    began = time.perf_counter()
+    failed = True
     try:
         if call.problem:
             content = f"Error: {call.problem}"
         elif call.name not in tools:
-            content = f"Error: there is no tool {call.name!r}, only {', '.join(sorted(tools)) or 'none'}"
+            content = (
+                f"Error: there is no tool {call.name!r}, only {', '.join(sorted(tools)) or 'none'}"
+            )
         else:
             inspect.signature(tools[call.name]).bind(**call.arguments)
-            content = text_of(await asyncio.wait_for(call_function(tools[call.name], **call.arguments), seconds))
+            content = text_of(
+                await asyncio.wait_for(call_function(tools[call.name], **call.arguments), seconds)
+            )
             failed = False
     except TimeoutError:
         content = f"Error: {call.name} took more than {seconds:g} s"
     except Exception as error:
         content = f"Error: {type(error).__name__}: {error}"[:LONGEST]
+
     session.count_call(began, failed=failed)
     return {"role": "tool", "name": call.name, "content": content}
 
 
 def text_of(result: Any) -> str:
-    """Return what the model reads of a result: a text as it is, other values as JSON where that is possible."""
+    """Return what the model reads of a result: a text as it is, other values as JSON where that is
+    possible.
+    """
     if not isinstance(result, str):
         try:
             result = json.dumps(result, ensure_ascii=False)
         except (TypeError, ValueError):
             result = str(result)
+
     if len(result) > LONGEST:
         half = LONGEST // 2
-        result = f"{result[:half]}\n... {len(result) - LONGEST} characters are left out ...\n{result[-half:]}"
+        result = (
+            f"{result[:half]}\n... {len(result) - LONGEST} characters are left out"
+            f" ...\n{result[-half:]}"
+        )
+
     return result

@@ -1,7 +1,9 @@
-"""The tokens between two turns of the model: what ends its turn, what it reads, and what begins its next turn.
+"""The tokens between two turns of the model: what ends its turn, what it reads, and what begins its
+next turn.
 
-Turns of the model are never rendered or tokenized again, since that can give other tokens than those that were sampled. The text
-between two turns is what the chat template writes between a short turn in their place and the next one.
+Turns of the model are never rendered or tokenized again, since that can give other tokens than
+those that were sampled. The text between two turns is what the chat template writes between a short
+turn in their place and the next one.
 """
 
 from collections.abc import Collection, Mapping
@@ -38,14 +40,20 @@ class TurnFormat:
         end_token_ids: frozenset[int],
         placeholder_token_ids: Collection[int] = (),
     ):
-        """Set up the rendering. `placeholder_token_ids` represent media in prompts; observations cannot have them."""
-        self.section, self.tokenizer, self.end_token_ids = section, tokenizer, end_token_ids
+        """Set up the rendering.
+
+        `placeholder_token_ids` represent media in prompts; observations cannot have them.
+        """
+        self.section = section
+        self.tokenizer = tokenizer
+        self.end_token_ids = end_token_ids
         self.placeholder_token_ids = frozenset(placeholder_token_ids)
         self._known: dict[str, list[int]] = {}
 
     def prompt(self, prompt: Prompt, request: TurnRequest) -> Prompt:
-        """Return the prompt of a conversation: that of the row with the first observation, whose text is at the end of its last
-        message; the observation alone if the request begins a conversation of its own.
+        """Return the prompt of a conversation: that of the row with the first observation, whose
+        text is at the end of its last message; the observation alone if the request begins a
+        conversation of its own.
 
         Raises ValueError if it becomes longer than --prompt_max_len.
         """
@@ -56,29 +64,42 @@ class TurnFormat:
         elif not observation:
             return prompt
         elif isinstance(observation, str):
-            row = prompt.columns | {self.section.input_key: _append_text(prompt.columns[INPUT], observation)}
+            row = prompt.columns | {
+                self.section.input_key: _append_text(prompt.columns[INPUT], observation)
+            }
             text = prompt_text(self.section, self.tokenizer, row)
             special_tokens = not self.section.apply_chat_template
-            token_ids = self._expand_media(text_tokens(self.tokenizer, text, special_tokens=special_tokens))
+            token_ids = self._expand_media(
+                text_tokens(self.tokenizer, text, special_tokens=special_tokens)
+            )
         else:
             token_ids = [*prompt.token_ids, *self.tokens(request, None, prompt.columns)]
             text = self.tokenizer.decode(token_ids)
+
         if len(token_ids) > self.section.prompt_max_len:
-            raise ValueError(f"the prompt with the first observation has {len(token_ids)} tokens, more than --prompt_max_len "
-                             f"{self.section.prompt_max_len}")  # fmt: skip
+            raise ValueError(
+                f"the prompt with the first observation has {len(token_ids)} tokens, more than"
+                f" --prompt_max_len {self.section.prompt_max_len}"
+            )
         return replace(prompt, text=text, token_ids=token_ids)
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of a turn without its end, with other special tokens, which may mark tool calls."""
+        """Return the text of a turn without its end, with other special tokens, which may mark tool
+        calls.
+        """
         ended = bool(token_ids) and token_ids[-1] in self.end_token_ids
         return self.tokenizer.decode(token_ids[:-1] if ended else token_ids)
 
     def opens_thinking(self, context_ids: list[int]) -> str:
-        """Return the beginning of the thinking if the prompt of a turn ends with it; else nothing."""
+        """Return the beginning of the thinking if the prompt of a turn ends with it; else
+        nothing.
+        """
         ending = self.tokenizer.decode(context_ids[-LONGEST_OPENING:]).rstrip()
         return next((begin for begin in THINKING if ending.endswith(begin)), "")
 
-    def tokens(self, request: TurnRequest, last_token: int | None, row: Mapping[str, Any] = NO_COLUMNS) -> list[int]:
+    def tokens(
+        self, request: TurnRequest, last_token: int | None, row: Mapping[str, Any] = NO_COLUMNS
+    ) -> list[int]:
         """Return the tokens of an observation after a turn whose last token is `last_token`.
 
         `row` has the columns of the conversation's row.
@@ -88,12 +109,27 @@ class TurnFormat:
         observation = request.observation or ""
         if _are_token_ids(observation):
             return self._in_vocabulary(observation)
+
         if request.plain or not self.section.apply_chat_template:
-            contents = [observation] if isinstance(observation, str) else [each["content"] for each in observation]
+            contents = (
+                [observation]
+                if isinstance(observation, str)
+                else [each["content"] for each in observation]
+            )
             return self._tokenize("".join(contents))
-        messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+
+        messages = (
+            [{"role": "user", "content": observation}]
+            if isinstance(observation, str)
+            else observation
+        )
         token_ids = self._tokenize(self._between(messages, request, row))
-        ended = last_token in self.end_token_ids and token_ids[:1] and token_ids[0] in self.end_token_ids
+        ended = (
+            last_token in self.end_token_ids
+            and token_ids[:1]
+            and token_ids[0] in self.end_token_ids
+        )
+
         return token_ids[1:] if ended else token_ids
 
     def _observation_tokens(self, request: TurnRequest, prompt: Prompt) -> list[int]:
@@ -103,22 +139,37 @@ class TurnFormat:
         if _are_token_ids(observation):
             return self._in_vocabulary(observation)
         if not self.section.apply_chat_template:
-            raise ValueError("messages are rendered by the chat template: set --apply_chat_template")
+            raise ValueError(
+                "messages are rendered by the chat template: set --apply_chat_template"
+            )
         return self._tokenize(self._render(observation, request, prompt.columns, tools=[]))
 
-    def _between(self, messages: list[Message], request: TurnRequest, row: Mapping[str, Any]) -> str:
-        """Return the text from the end of a turn to the beginning of the next one, with these messages between them."""
+    def _between(
+        self, messages: list[Message], request: TurnRequest, row: Mapping[str, Any]
+    ) -> str:
+        """Return the text from the end of a turn to the beginning of the next one, with these
+        messages between them.
+        """
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}]
         text = self._render([*before, *messages], request, row, tools=as_tools(row.get("tools")))
         _, marker, between = text.rpartition(TURN)
         if not marker:
-            raise ValueError("the chat template leaves out the turns of the assistant before the last message")
+            raise ValueError(
+                "the chat template leaves out the turns of the assistant before the last message"
+            )
         return between
 
     def _render(
-        self, messages: list[Message], request: TurnRequest, row: Mapping[str, Any], *, tools: list[dict[str, Any]]
+        self,
+        messages: list[Message],
+        request: TurnRequest,
+        row: Mapping[str, Any],
+        *,
+        tools: list[dict[str, Any]],
     ) -> str:
-        """Render messages with a generation prompt, and with the tools of the row and of the request."""
+        """Render messages with a generation prompt, and with the tools of the row and of the
+        request.
+        """
         messages = as_messages(messages) or []
         if any(isinstance(message["content"], list) for message in messages):
             raise ValueError("an observation is text: images, videos and sound cannot be observed")
@@ -132,7 +183,10 @@ class TurnFormat:
         if outside := [token for token in token_ids if not 0 <= token < size]:
             raise ValueError(f"token {outside[0]} is not one of the {size} of the tokenizer")
         if self.placeholder_token_ids.intersection(token_ids):
-            raise ValueError("an observation is text: its tokens contain a placeholder of an image, a video or sound")
+            raise ValueError(
+                "an observation is text: its tokens contain a placeholder of an image, a video or"
+                " sound"
+            )
         return list(token_ids)
 
     def _tokenize(self, text: str) -> list[int]:
@@ -148,19 +202,24 @@ class TurnFormat:
         return self._known[text]
 
     def _expand_media(self, token_ids: list[int]) -> list[int]:
-        """Return the tokens with placeholders of media replaced by those of their letters, for texts that mention `<image>`.
+        """Return the tokens with placeholders of media replaced by those of their letters, for
+        texts that mention `<image>`.
 
         Raises ValueError if the tokenizer cannot split them.
         """
         if not self.placeholder_token_ids.intersection(token_ids):
             return token_ids
+
         spelled: list[int] = []
         for token in token_ids:
             if token in self.placeholder_token_ids:
                 text = self.tokenizer.convert_ids_to_tokens(token)
-                spelled += self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+                spelled += self.tokenizer(
+                    text, add_special_tokens=False, split_special_tokens=True
+                )["input_ids"]
             else:
                 spelled.append(token)
+
         return self._in_vocabulary(spelled)
 
 

@@ -1,8 +1,10 @@
-"""Environments of the package verifiers as programs of episodes: `--environment verifiers:NAME --prompt_data verifiers:NAME`.
+"""Environments of the package verifiers as programs of episodes: `--environment verifiers:NAME
+--prompt_data verifiers:NAME`.
 
-An environment runs in the worker of its episode, and its agents send chats to the episode's own server, as in an evaluation with
-the package. The package's training client would tokenize chats itself, and a turn that it tokenizes otherwise than it was sampled
-would begin a branch. The server has the sampled tokens, the run's chat template, and its parser of tool calls.
+An environment runs in the worker of its episode, and its agents send chats to the episode's own
+server, as in an evaluation with the package. The package's training client would tokenize chats
+itself, and a turn that it tokenizes otherwise than it was sampled would begin a branch. The server
+has the sampled tokens, the run's chat template, and its parser of tool calls.
 """
 
 import os
@@ -19,24 +21,33 @@ from lightrft.agents.session import Session
 from lightrft.data.verifiers.tasksets import TASK, parse
 
 KEY = "LIGHTRFT_EPISODE_API_KEY"
-"""Environment variable with the key of an episode's server. The package keeps names with API_KEY from the programs of agents."""
+"""Environment variable with the key of an episode's server. The package keeps names with API_KEY
+from the programs of agents."""
 
 
-def program(reference: str, served: EndpointModel) -> Callable[[Session, dict[str, Any]], Awaitable[float | None]]:
-    """Return the program that runs an episode of the environment about the task of a row, and returns its reward.
+def program(
+    reference: str, served: EndpointModel
+) -> Callable[[Session, dict[str, Any]], Awaitable[float | None]]:
+    """Return the program that runs an episode of the environment about the task of a row, and
+    returns its reward.
 
-    Raises ValueError if the model would be several of its agents, of which one can learn, or an environment is impossible.
+    Raises ValueError if the model would be several of its agents, of which one can learn, or an
+    environment is impossible.
     """
     try:
         config, _ = parse(reference)
         environment = load_environment(config)
     except Exception as error:  # of the environment's own code
-        raise ValueError(f"--environment verifiers:{reference}: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"--environment verifiers:{reference}: {type(error).__name__}: {error}"
+        ) from error
+
     learners = [role for role, agent in agent_config_fields(config).items() if agent.client is None]
     if len(learners) != 1:
         raise ValueError(
-            f"--environment verifiers:{reference}: the model would be {' and '.join(learners) or 'none'} of its agents, not one; "
-            "give the others an endpoint: judge.model=...&judge.client.type=eval&judge.client.base_url=..."
+            f"--environment verifiers:{reference}: the model would be"
+            f" {' and '.join(learners) or 'none'} of its agents, not one; give the others an"
+            " endpoint: judge.model=...&judge.client.type=eval&judge.client.base_url=..."
         )
 
     async def play(session: Session, row: dict[str, Any]) -> float | None:
@@ -44,7 +55,11 @@ def program(reference: str, served: EndpointModel) -> Callable[[Session, dict[st
             os.environ[KEY] = address.key
             client = EvalClientConfig(base_url=address.url, api_key_var=KEY)
             context = ModelContext(served.name, client, SamplingConfig(**served.fixed))
-            return _reward(await environment.run_episode(_task(environment, row), context), session, learners[0])
+            return _reward(
+                await environment.run_episode(_task(environment, row), context),
+                session,
+                learners[0],
+            )
 
     return play
 
@@ -52,20 +67,29 @@ def program(reference: str, served: EndpointModel) -> Callable[[Session, dict[st
 def _task(environment: Env, row: dict[str, Any]) -> Any:
     """Return the task of a row. Raises ValueError for a row of other data."""
     if TASK not in row:
-        raise ValueError("the row has no task of verifiers: its data is --prompt_data verifiers:NAME")
+        raise ValueError(
+            "the row has no task of verifiers: its data is --prompt_data verifiers:NAME"
+        )
     kind = type(environment.taskset).task_type()
     return kind(kind.data_type().model_validate(row[TASK]), environment.config.taskset.task)
 
 
 def _reward(episode: Episode, session: Session, learner: str) -> float | None:
-    """Return the reward of the model's agent; None if a limit of the episode ended it before it was scored.
+    """Return the reward of the model's agent; None if a limit of the episode ended it before it was
+    scored.
 
-    Raises RuntimeError with the first error of the episode, and ValueError if the agent ran several times.
+    Raises RuntimeError with the first error of the episode, and ValueError if the agent ran several
+    times.
     """
     traces = [trace for trace in episode.traces if trace.agent.name in (None, "", learner)]
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if errors and not session.limited:
-        raise RuntimeError(f"verifiers: {errors[0].type}: {errors[0].message.strip().splitlines()[-1]}")
+        raise RuntimeError(
+            f"verifiers: {errors[0].type}: {errors[0].message.strip().splitlines()[-1]}"
+        )
     if len(traces) > 1:
-        raise ValueError(f"verifiers: the agent {learner} has run {len(traces)} times; an episode is one run")
+        raise ValueError(
+            f"verifiers: the agent {learner} has run {len(traces)} times; an episode is one run"
+        )
+
     return traces[0].reward if traces else None

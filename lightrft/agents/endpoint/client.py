@@ -13,15 +13,23 @@ from lightrft.agents.session import Session
 Agent = Callable[[AsyncOpenAI, dict[str, Any]], Awaitable[float | None]]
 """Function from a client and the columns of a row to the reward of the episode."""
 CERTIFICATES = ssl.create_default_context()
-"""Loaded once, before the workers are forked: a client of its own takes longer for that than for a turn."""
+"""Loaded once, before the workers are forked: a client of its own takes longer for that than for a
+turn."""
 
 
-async def converse(agent: Agent, session: Session, row: dict[str, Any], served: EndpointModel) -> None:
-    """Run an episode of an agent. One that raises after a limit of the episode refused its request has ended there."""
+async def converse(
+    agent: Agent, session: Session, row: dict[str, Any], served: EndpointModel
+) -> None:
+    """Run an episode of an agent.
+
+    One that raises after a limit of the episode refused its request has ended there.
+    """
     async with (
         serving(session, served) as address,
         DefaultAsyncHttpxClient(verify=CERTIFICATES) as http,
-        AsyncOpenAI(base_url=address.url, api_key=address.key, max_retries=0, timeout=None, http_client=http) as client,
+        AsyncOpenAI(
+            base_url=address.url, api_key=address.key, max_retries=0, timeout=None, http_client=http
+        ) as client,
     ):
         try:
             reward = await agent(client, row)
@@ -29,5 +37,6 @@ async def converse(agent: Agent, session: Session, row: dict[str, Any], served: 
             if not session.limited:
                 raise
             return
+
     if reward is not None:
         session.reward(reward)

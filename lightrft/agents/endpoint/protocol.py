@@ -16,12 +16,28 @@ from lightrft.agents.messages import RANGES, Turn, check_sampling, check_text
 
 Body = dict[str, Any]
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "top_logprobs": (0,), "presence_penalty": (0,), "frequency_penalty": (0,), "min_p": (0,),
-    "repetition_penalty": (1,), "logit_bias": ({},), "stop": ([], ""), "min_tokens": (0,), "ignore_eos": (False,),
-    "echo": (False,), "suffix": ("",), "tool_choice": ("auto", "none"), "response_format": ({"type": "text"},),
-    "structured_outputs": ({},), "bad_words": ([],), "prompt_logprobs": (0,), "skip_special_tokens": (True, False),
-}  # fmt: skip
-"""Parameter of a request -> its values, beside null, with which tokens are sampled as the run samples them."""
+    "n": (1,),
+    "best_of": (1,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "stop": ([], ""),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "bad_words": ([],),
+    "prompt_logprobs": (0,),
+    "skip_special_tokens": (True, False),
+}
+"""Parameter of a request -> its values, beside null, with which tokens are sampled as the run
+samples them."""
 BYTES_PER_TOKEN = 16
 """Largest size of a request for each token that prompt and response can have: text, token ids and
 escapes of JSON."""
@@ -37,7 +53,8 @@ class EndpointModel:
     max_length: int
     """Number of tokens of prompt and response together."""
     fixed: Mapping[str, float]
-    """The run's temperature, top_p and top_k if the model learns: a request with others is refused. Empty: requests choose."""
+    """The run's temperature, top_p and top_k if the model learns: a request with others is refused.
+    Empty: requests choose."""
     end_token_ids: frozenset[int] = frozenset()
 
     @property
@@ -64,12 +81,17 @@ def read_body(content: bytes) -> Body:
 
 
 def read_options(body: Body, served: EndpointModel) -> Options:
-    """Return what a request chooses. Raises ValueError for a parameter that it cannot choose, or not so."""
+    """Return what a request chooses.
+
+    Raises ValueError for a parameter that it cannot choose, or not so.
+    """
     for name, value in served.fixed.items():
         if body.get(name) not in (None, value):
             raise ValueError(
-                f"{name} is {value:g} in this run (--{name}), not {body[name]!r:.100}: omit it in the request"
+                f"{name} is {value:g} in this run (--{name}), not {body[name]!r:.100}: omit it in"
+                " the request"
             )
+
     reason = (
         "tokens are sampled as the run says" if served.fixed else "this server does not support it"
     )
@@ -78,6 +100,7 @@ def read_options(body: Body, served: EndpointModel) -> Options:
             body[name] is value or body[name] == value for value in values
         ):
             raise ValueError(f"{name} {body[name]!r:.100} is not possible: {reason}; omit it")
+
     _check_kinds(body)
     if (
         ends := set(_token_ids(body.get("stop_token_ids") or [], "stop_token_ids"))
@@ -89,6 +112,7 @@ def read_options(body: Body, served: EndpointModel) -> Options:
             else "of this server, whose flag is --stop_token_ids"
         )
         raise ValueError(f"stop_token_ids {sorted(ends)} do not end a turn {where}")
+
     limits = [
         body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None
     ]
@@ -97,10 +121,16 @@ def read_options(body: Body, served: EndpointModel) -> Options:
             raise ValueError(
                 f"the largest number of tokens is a whole number from 1, not {limit!r:.100}"
             )
-    chosen = {name: body[name] for name in RANGES if name not in served.fixed and body.get(name) is not None}
+
+    chosen = {
+        name: body[name]
+        for name in RANGES
+        if name not in served.fixed and body.get(name) is not None
+    }
     check_sampling(chosen)
     if "top_k" in chosen:
         chosen["top_k"] = max(chosen["top_k"], 0)  # others write -1 for all tokens
+
     return Options(max_tokens=min(limits, default=None), sampling=chosen)
 
 
@@ -120,13 +150,16 @@ def _check_kinds(body: Body) -> None:
     for name, kinds in KINDS.items():
         if body.get(name) is not None and not isinstance(body[name], kinds):
             raise ValueError(
-                f"{name} is of the type {' or '.join(kind.__name__ for kind in kinds)}, not {body[name]!r:.100}"
+                f"{name} is of the type {' or '.join(kind.__name__ for kind in kinds)}, not"
+                f" {body[name]!r:.100}"
             )
+
     for tool in body.get("tools") or ():
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError(
-                f"a tool is {{'type': 'function', 'function': {{'name': ..., ...}}}}, not {tool!r:.100}"
+                "a tool is {'type': 'function', 'function': {'name': ..., ...}}, not"
+                f" {tool!r:.100}"
             )
 
 
@@ -155,19 +188,40 @@ def _token_ids(value: Any, name: str) -> list[int]:
 
 
 def models(served: EndpointModel) -> Body:
-    return {"object": "list", "data": [{"id": served.name, "object": "model", "owned_by": "lightrft",
-                                        "max_model_len": served.max_length}]}  # fmt: skip
+    return {
+        "object": "list",
+        "data": [
+            {
+                "id": served.name,
+                "object": "model",
+                "owned_by": "lightrft",
+                "max_model_len": served.max_length,
+            }
+        ],
+    }
 
 
 def chat_reply(turn: Turn, number: int, served: EndpointModel, body: Body) -> Body:
     """Return the reply to a chat completion. Tool calls are part of it if the request has tools."""
     calls = good_calls(turn) if body.get("tools") and body.get("tool_choice") != "none" else []
-    written = [{"id": f"call_{number}_{place}", "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
-               for place, call in enumerate(calls)]  # fmt: skip
-    message = {"role": "assistant", "content": turn.content if calls else turn.text} | ({"tool_calls": written} if calls else {})
-    choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else turn.finish_reason,
-              "logprobs": {"content": _logprobs(turn)} if body.get("logprobs") else None}  # fmt: skip
+    written = [
+        {
+            "id": f"call_{number}_{place}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for place, call in enumerate(calls)
+    ]
+    message = {"role": "assistant", "content": turn.content if calls else turn.text} | (
+        {"tool_calls": written} if calls else {}
+    )
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": "tool_calls" if calls else turn.finish_reason,
+        "logprobs": {"content": _logprobs(turn)} if body.get("logprobs") else None,
+    }
+
     return _reply("chat.completion", "chatcmpl", turn, number, served, body, choice)
 
 
@@ -175,32 +229,60 @@ def completion_reply(turn: Turn, number: int, served: EndpointModel, body: Body)
     """Return the reply to a completion."""
     logprobs = None
     if body.get("logprobs") is not None:
-        logprobs = {"tokens": [f"token_id:{token}" for token in turn.token_ids], "token_logprobs": turn.logprobs,
-                    "top_logprobs": None, "text_offset": []}  # fmt: skip
-    choice = {"index": 0, "text": turn.text, "finish_reason": turn.finish_reason, "logprobs": logprobs}
+        logprobs = {
+            "tokens": [f"token_id:{token}" for token in turn.token_ids],
+            "token_logprobs": turn.logprobs,
+            "top_logprobs": None,
+            "text_offset": [],
+        }
+
+    choice = {
+        "index": 0,
+        "text": turn.text,
+        "finish_reason": turn.finish_reason,
+        "logprobs": logprobs,
+    }
     return _reply("text_completion", "cmpl", turn, number, served, body, choice)
 
 
 def generate_reply(turn: Turn, number: int) -> Body:
     """Return the reply to a request of token ids."""
-    choice = {"index": 0, "token_ids": turn.token_ids, "finish_reason": turn.finish_reason,
-              "logprobs": {"content": _logprobs(turn)}}  # fmt: skip
+    choice = {
+        "index": 0,
+        "token_ids": turn.token_ids,
+        "finish_reason": turn.finish_reason,
+        "logprobs": {"content": _logprobs(turn)},
+    }
     return {"request_id": f"gen-{number}", "choices": [choice]}
 
 
-def _reply(kind: str, prefix: str, turn: Turn, number: int, served: EndpointModel, body: Body, choice: Body) -> Body:
+def _reply(
+    kind: str, prefix: str, turn: Turn, number: int, served: EndpointModel, body: Body, choice: Body
+) -> Body:
     exact = {}
     if body.get("return_token_ids"):
-        choice, exact = choice | {"token_ids": turn.token_ids}, {"prompt_token_ids": list(turn.context_ids)}
-    read, written = len(turn.context_ids), len(turn.token_ids)
+        choice = choice | {"token_ids": turn.token_ids}
+        exact = {"prompt_token_ids": list(turn.context_ids)}
+
+    read = len(turn.context_ids)
+    written = len(turn.token_ids)
     usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    return {"id": f"{prefix}-{number}", "object": kind, "created": int(time.time()), "model": served.name, "choices": [choice],
-            "usage": usage} | exact  # fmt: skip
+
+    return {
+        "id": f"{prefix}-{number}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": served.name,
+        "choices": [choice],
+        "usage": usage,
+    } | exact
 
 
 def _logprobs(turn: Turn) -> list[Body]:
-    return [{"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-            for token, logprob in zip(turn.token_ids, turn.logprobs, strict=True)]  # fmt: skip
+    return [
+        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(turn.token_ids, turn.logprobs, strict=True)
+    ]
 
 
 def events(reply: Body, body: Body) -> Iterator[str]:
@@ -212,11 +294,16 @@ def events(reply: Body, body: Body) -> Iterator[str]:
         message = choice.pop("message")
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [{"index": place} | call for place, call in enumerate(calls)]
-        first, last = choice | {"delta": message}, {"index": 0, "delta": {}}
+        first = choice | {"delta": message}
+        last = {"index": 0, "delta": {}}
     else:
-        first, last = choice, {"index": 0, "text": ""}
+        first = choice
+        last = {"index": 0, "text": ""}
+
     yield _event(head | {"choices": [first | {"finish_reason": None}]})
-    yield _event(head | {"choices": [last | {"finish_reason": choice["finish_reason"], "logprobs": None}]})
+    yield _event(
+        head | {"choices": [last | {"finish_reason": choice["finish_reason"], "logprobs": None}]}
+    )
     if (body.get("stream_options") or {}).get("include_usage"):
         yield _event(head | {"choices": [], "usage": usage})
     yield "data: [DONE]\n\n"
@@ -227,4 +314,6 @@ def _event(content: Body) -> str:
 
 
 def problem(message: str, code: str = "invalid_request") -> Body:
-    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+    return {
+        "error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    }

@@ -23,7 +23,8 @@ from lightrft.agents.messages import Turn
 from lightrft.agents.session import Session
 
 Sessions = Callable[[str], AbstractContextManager[Session]]
-"""Function from the `x-session-id` of a request, which may be empty, to the context of its episode."""
+"""Function from the `x-session-id` of a request, which may be empty, to the context of its episode.
+"""
 
 Handler = Callable[[Request], Awaitable[Response]]
 Take = Callable[[Session, Body], Awaitable[tuple[Turn, Body]]]
@@ -36,7 +37,9 @@ BODY_SECONDS = 60.0
 
 
 class Address(NamedTuple):
-    """Address to which clients of an episode send their requests: AsyncOpenAI(base_url=address.url, api_key=address.key)."""
+    """Address to which clients of an episode send their requests: AsyncOpenAI(base_url=address.url,
+    api_key=address.key).
+    """
 
     url: str
     key: str
@@ -64,6 +67,7 @@ def application(
         "/v1/completions": routes.handler(routes.complete),
         "/inference/v1/generate": routes.handler(routes.generate, streams=False),
     }
+
     return Starlette(
         routes=[
             Route("/health", routes.health),
@@ -83,7 +87,9 @@ class _Routes:
     log: Log | None
 
     def handler(self, take: Take, *, streams: bool = True) -> Handler:
-        """Return a handler that answers with the turn that `take` asks for, and logs the request."""
+        """Return a handler that answers with the turn that `take` asks for, and logs the
+        request.
+        """
 
         async def handle(request: Request) -> Response:
             began = time.monotonic()
@@ -96,9 +102,11 @@ class _Routes:
             except Exception as error:  # a mistake in the server costs one request
                 about = f": {type(error).__name__}: {error}"[:500]
                 response = _refusal(500, "the server failed at this request", "internal_error")
+
             if self.log is not None:
                 seconds = time.monotonic() - began
                 self.log(request, response.status_code, f"{seconds:.2f} s{about}")
+
             return response
 
         return handle
@@ -125,8 +133,12 @@ class _Routes:
             return _refusal(400, "the request is JSON of too many brackets")
 
         if not turn.token_ids:
-            message = "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len, --episode_minutes)"
+            message = (
+                "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len,"
+                " --episode_minutes)"
+            )
             return _refusal(400, message, "context_length_exceeded")
+
         if streams and body.get("stream"):
             return StreamingResponse(protocol.events(reply, body), media_type="text/event-stream")
         return JSONResponse(reply)
@@ -185,17 +197,22 @@ async def _content(request: Request, longest: int) -> bytes:
                     content += part
             if len(content) <= longest:
                 return bytes(content)
+
     if len(content) <= longest:
         raise RequestTooSlow(f"the request was not complete after {BODY_SECONDS:g} s")
+
     raise RequestTooLarge(
         f"the request has more than {longest} bytes, which are more tokens than the model reads"
     )
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; 0: at any free port. Raises OSError for an address that is in use."""
+    """Return a socket that listens; 0: at any free port. Raises OSError for an address that is in
+    use.
+    """
     listener = socket.create_server((host, port))
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else the body of a reply waits 40 ms for the client
+    # else the body of a reply waits 40 ms for the client
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
@@ -232,10 +249,14 @@ def server_settings(app: Starlette) -> uvicorn.Config:
 
 @asynccontextmanager
 async def serving(session: Session, served: EndpointModel) -> AsyncIterator[Address]:
-    """Serve an episode on a loopback port, while the context is open. Its key keeps out requests of earlier episodes."""
+    """Serve an episode on a loopback port, while the context is open.
+
+    Its key keeps out requests of earlier episodes.
+    """
     key = secrets.token_hex(16)
     listener = listening("127.0.0.1", 0)
     app = application(lambda _: nullcontext(session), served, key)
+
     server = uvicorn.Server(server_settings(app))
     running = asyncio.create_task(server.serve(sockets=[listener]))
     try:
