@@ -1,4 +1,6 @@
-"""Load balance of a mixture of experts: a loss that is lowest when routers use all experts equally."""
+"""Load balance of a mixture of experts: a loss that is lowest when routers use all experts
+equally.
+"""
 
 from dataclasses import dataclass
 from typing import Self
@@ -14,9 +16,10 @@ from lightrft.types import Routing
 class Balance:
     """E sum_e f_e P_e over all tokens of an optimizer step and all layers, of all ranks.
 
-    f_e: how often expert e is chosen; P_e: its mean probability; E experts. A choice has no gradient: once the f_e are known, the
-    loss is a mean over tokens, of which each micro-batch has its share. Fedus et al., arXiv 2101.03961, equations 4 to 6; over
-    the global batch: arXiv 2501.11873.
+    f_e: how often expert e is chosen; P_e: its mean probability; E experts. A choice has no
+    gradient: once the f_e are known, the loss is a mean over tokens, of which each micro-batch has
+    its share. Fedus et al., arXiv 2101.03961, equations 4 to 6; over the global batch: arXiv
+    2501.11873.
     """
 
     weights: Tensor
@@ -27,9 +30,9 @@ class Balance:
     @classmethod
     def of(cls, local: Routing, total: Sum) -> Self:
         """Compute the balance from the routing of this rank's tokens; one collective."""
-        chosen, probabilities, count = total(torch.cat([local.chosen, local.probabilities, local.count[None]])).split(
-            [len(local.chosen), len(local.probabilities), 1]
-        )
+        chosen, probabilities, count = total(
+            torch.cat([local.chosen, local.probabilities, local.count[None]])
+        ).split([len(local.chosen), len(local.probabilities), 1])
         weights = len(chosen) * chosen / count.square().clamp(min=1)
         return cls(weights, (weights * probabilities).sum())
 
@@ -39,10 +42,16 @@ class Balance:
 
 
 def routing(logits: list[Tensor], weight: Tensor, top_k: int) -> Routing:
-    """Compute the routing from each layer's router logits [t, E], of which `top_k` are chosen; `weight` [t] of tokens."""
+    """Compute the routing from each layer's router logits [t, E], of which `top_k` are chosen;
+    `weight` [t] of tokens.
+    """
     probabilities = [layer.float().softmax(-1) for layer in logits]
     weight = weight.float()
-    chosen = [torch.zeros_like(each).scatter_(1, each.topk(top_k, dim=-1).indices, 1.0) for each in probabilities]
+    chosen = [
+        torch.zeros_like(each).scatter_(1, each.topk(top_k, dim=-1).indices, 1.0)
+        for each in probabilities
+    ]
+
     return Routing(
         chosen=sum(weight @ each for each in chosen),
         probabilities=sum(weight @ each for each in probabilities),

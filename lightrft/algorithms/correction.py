@@ -1,8 +1,10 @@
-"""Rollout correction: the engine's probabilities differ slightly from the trainer's, or an older policy sampled.
+"""Rollout correction: the engine's probabilities differ slightly from the trainer's, or an older
+policy sampled.
 
-With w = p_old / p_engine, the ratio of the trainer's policy before the step to the sampling policy, each function returns the
-weight of a token's loss, without gradient. This keeps the proximal policy, the reference of the clip, apart from the behaviour
-policy: the decoupled objective of Hilton et al. (arXiv 2110.00641), which is also used to learn from samples of older weights.
+With w = p_old / p_engine, the ratio of the trainer's policy before the step to the sampling policy,
+each function returns the weight of a token's loss, without gradient. This keeps the proximal
+policy, the reference of the clip, apart from the behaviour policy: the decoupled objective of
+Hilton et al. (arXiv 2110.00641), which is also used to learn from samples of older weights.
 """
 
 import torch
@@ -22,21 +24,31 @@ A product of many ratios is far from 1 where their geometric mean is within thou
 
 @corrections.register("tis")
 def tis(ratio: Tensor, *, rollout_correction_high: float) -> Tensor:
-    """min(w, C): truncated importance sampling. Ionides, J. Comp. Graph. Stat. 17, 2008; for rollouts Yao et al., 2025."""
+    """min(w, C): truncated importance sampling.
+
+    Ionides, J. Comp. Graph. Stat. 17, 2008; for rollouts Yao et al., 2025.
+    """
     return ratio.clamp(max=rollout_correction_high)
 
 
 @corrections.register("mis", "icepop")
 def mis(ratio: Tensor, *, rollout_correction_low: float, rollout_correction_high: float) -> Tensor:
-    """w within [low, high], else 0: masked importance sampling (Liu et al., "When Speed Kills Stability", 2025).
+    """w within [low, high], else 0: masked importance sampling (Liu et al., "When Speed Kills
+    Stability", 2025).
 
-    At the level of tokens with [0.5, 5] it is IcePop (Ring-1T, arXiv 2510.18855), whose name sets these bounds.
+    At the level of tokens with [0.5, 5] it is IcePop (Ring-1T, arXiv 2510.18855), whose name sets
+    these bounds.
     """
-    return torch.where((ratio >= rollout_correction_low) & (ratio <= rollout_correction_high), ratio, 0.0)
+    return torch.where(
+        (ratio >= rollout_correction_low) & (ratio <= rollout_correction_high), ratio, 0.0
+    )
 
 
-def importance_ratios(old_logprobs: Tensor, engine_logprobs: Tensor, batch: Batch, level: str) -> Tensor:
-    """Return w of each token, or the product over its whole sequence, or their geometric mean. [T], [T] -> [T].
+def importance_ratios(
+    old_logprobs: Tensor, engine_logprobs: Tensor, batch: Batch, level: str
+) -> Tensor:
+    """Return w of each token, or the product over its whole sequence, or their geometric mean. [T],
+    [T] -> [T].
 
     The geometric mean is not an importance weight: it is used to mask sequences, kept_sequences().
     """
@@ -49,13 +61,22 @@ def importance_ratios(old_logprobs: Tensor, engine_logprobs: Tensor, batch: Batc
 
 
 def kept_sequences(
-    old_logprobs: Tensor, engine_logprobs: Tensor, batch: Batch, level: str, low: float | None, high: float | None
+    old_logprobs: Tensor,
+    engine_logprobs: Tensor,
+    batch: Batch,
+    level: str,
+    low: float | None,
+    high: float | None,
 ) -> Tensor:
-    """Return [T] bool: tokens of sequences whose product ("sequence") or geometric mean ("geometric") of w is within [low, high].
+    """Return [T] bool: tokens of sequences whose product ("sequence") or geometric mean
+    ("geometric") of w is within [low, high].
 
-    Whole sequences are rejected; the tokens of the others keep the weights of a correction: Liu et al., 2025. None stands
-    for the bound in MASK_BOUNDS.
+    Whole sequences are rejected; the tokens of the others keep the weights of a correction: Liu et
+    al., 2025. None stands for the bound in MASK_BOUNDS.
     """
     measure = importance_ratios(old_logprobs, engine_logprobs, batch, level)
-    least, most = (bound if value is None else value for value, bound in zip((low, high), MASK_BOUNDS[level], strict=True))
+    least, most = (
+        bound if value is None else value
+        for value, bound in zip((low, high), MASK_BOUNDS[level], strict=True)
+    )
     return (measure >= least) & (measure <= most)

@@ -1,7 +1,8 @@
-"""Choose the tokens that reduce the policy's entropy most, by the covariance of log-prob and advantage; once per optimizer step.
+"""Choose the tokens that reduce the policy's entropy most, by the covariance of log-prob and
+advantage; once per optimizer step.
 
-The paper uses the current log-probs; here they are those before the step, so that the choice depends neither on micro-batches nor
-on ranks. In the first update of a step they are the same.
+The paper uses the current log-probs; here they are those before the step, so that the choice
+depends neither on micro-batches nor on ranks. In the first update of a step they are the same.
 """
 
 import torch
@@ -13,15 +14,21 @@ from lightrft.registry import Registry
 from lightrft.types import Experience
 
 marks = Registry("choice of tokens", flag="--policy_loss")
-"""Functions (batch of one optimizer step, sum over ranks) -> [T] bool, tokens to treat differently, by policy loss."""
+"""Functions (batch of one optimizer step, sum over ranks) -> [T] bool, tokens to treat differently,
+by policy loss."""
 
 
 def covariances(batch: Experience, total: Sum) -> Tensor:
-    """(log p - mean) (A - mean) of each token, means over the learned tokens of all ranks. Cui et al., arXiv 2505.22617."""
+    """(log p - mean) (A - mean) of each token, means over the learned tokens of all ranks.
+
+    Cui et al., arXiv 2505.22617.
+    """
     mask = batch.loss_mask
     columns = torch.stack([batch.old_logprobs, batch.advantages, mask.float()]).double()
     logprob, advantage, count = total(columns[:, mask].sum(1))
-    return (columns[0] - logprob / count.clamp(min=1)) * (columns[1] - advantage / count.clamp(min=1))
+    return (columns[0] - logprob / count.clamp(min=1)) * (
+        columns[1] - advantage / count.clamp(min=1)
+    )
 
 
 @marks.register("kl_cov")
@@ -31,18 +38,29 @@ def highest(batch: Experience, total: Sum, *, cov_ratio: float) -> Tensor:
 
 
 @marks.register("clip_cov")
-def drawn(batch: Experience, total: Sum, *, cov_ratio: float, clip_cov_range: list[float]) -> Tensor:
-    """Return [T] bool: as many tokens, drawn at random from those whose covariance is within the range."""
+def drawn(
+    batch: Experience, total: Sum, *, cov_ratio: float, clip_cov_range: list[float]
+) -> Tensor:
+    """Return [T] bool: as many tokens, drawn at random from those whose covariance is within the
+    range.
+    """
     least, most = clip_cov_range
     covariance = covariances(batch, total)
     eligible = batch.loss_mask & (covariance >= least) & (covariance <= most)
-    return largest(random_keys(batch), eligible, share_of_tokens(cov_ratio, batch, total), batch, total)
+    return largest(
+        random_keys(batch), eligible, share_of_tokens(cov_ratio, batch, total), batch, total
+    )
 
 
 def random_keys(batch: Experience) -> Tensor:
-    """Return [T] uniform random numbers, drawn for each sequence with its tokens as seed, so they do not depend on its rank."""
+    """Return [T] uniform random numbers, drawn for each sequence with its tokens as seed, so they
+    do not depend on its rank.
+    """
     generator = torch.Generator()
     sequences = batch.input_ids.split(batch.lengths.tolist())
     seeds = [int((ids * torch.arange(1, len(ids) + 1)).sum()) for ids in sequences]
-    drawn = [torch.rand(len(ids), generator=generator.manual_seed(seed)) for ids, seed in zip(sequences, seeds, strict=True)]
+    drawn = [
+        torch.rand(len(ids), generator=generator.manual_seed(seed))
+        for ids, seed in zip(sequences, seeds, strict=True)
+    ]
     return torch.cat([torch.zeros(0), *drawn])

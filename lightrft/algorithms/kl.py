@@ -10,7 +10,8 @@ from torch import Tensor
 from lightrft.registry import Registry
 
 MOST_CHANGE = 0.2
-"""Maximum relative distance of the divergence from its target in one update; larger ones are clipped."""
+"""Maximum relative distance of the divergence from its target in one update; larger ones are
+clipped."""
 
 kl_estimators = Registry("KL estimator", flag="--kl_estimator")
 
@@ -36,9 +37,11 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 @kl_estimators.register("k3+")
 def k3_with_gradient_of_k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Return the value of k3, unbiased and never negative, with the gradient of k2, which is that of the divergence.
+    """Return the value of k3, unbiased and never negative, with the gradient of k2, which is that
+    of the divergence.
 
-    The gradient of k3 is that of the divergence with its arguments swapped: Tang and Munos, arXiv 2506.09477.
+    The gradient of k3 is that of the divergence with its arguments swapped: Tang and Munos, arXiv
+    2506.09477.
     """
     with_gradient = k2(logprobs, reference_logprobs)
     return with_gradient + (k3(logprobs, reference_logprobs) - with_gradient).detach()
@@ -46,7 +49,9 @@ def k3_with_gradient_of_k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tens
 
 @dataclass
 class KLCoefficient:
-    """Coefficient of the divergence: fixed, or adapted after every step to bring the divergence near a target."""
+    """Coefficient of the divergence: fixed, or adapted after every step to bring the divergence
+    near a target.
+    """
 
     value: float
     target: float | None = None
@@ -54,7 +59,10 @@ class KLCoefficient:
     horizon: int = 10_000
 
     def update(self, divergence: float, num_samples: int) -> None:
-        """beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon). Ziegler et al., arXiv 1909.08593, section 2.2."""
+        """beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon).
+
+        Ziegler et al., arXiv 1909.08593, section 2.2.
+        """
         if self.target is not None:
             error = min(max(divergence / self.target - 1, -MOST_CHANGE), MOST_CHANGE)
             self.value *= 1 + error * num_samples / self.horizon

@@ -17,17 +17,24 @@ from lightrft.types import Batch, Experience
 
 
 def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, Report]:
-    """Compute the negative log-likelihood, mean over all learned tokens of the optimizer step. logprobs [T]; returns []."""
+    """Compute the negative log-likelihood, mean over all learned tokens of the optimizer step.
+    logprobs [T]; returns [].
+    """
     return share_of_mean(-logprobs, batch, "token-mean", denominator), {}
 
 
 class PtxObjective:
-    """A supervised loss next to another: sft() times a coefficient. PPO-ptx: Ouyang et al., arXiv 2203.02155, equation 2."""
+    """A supervised loss next to another: sft() times a coefficient.
+
+    PPO-ptx: Ouyang et al., arXiv 2203.02155, equation 2.
+    """
 
     def __init__(self, coefficient: float):
         self.coefficient = coefficient
 
-    def __call__(self, logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, Report]:
+    def __call__(
+        self, logprobs: Tensor, batch: Batch, denominator: Denominator
+    ) -> tuple[Tensor, Report]:
         loss, _ = sft(logprobs, batch, denominator)
         return self.coefficient * loss, {"train/ptx_loss": -logprobs}
 
@@ -35,10 +42,16 @@ class PtxObjective:
 class Balanced:
     """Another objective plus the load balance of experts times a coefficient."""
 
-    def __init__(self, objective: Callable[..., tuple[Tensor, Report]], balance: Balance, coefficient: float):
-        self.objective, self.balance, self.coefficient = objective, balance, coefficient
+    def __init__(
+        self, objective: Callable[..., tuple[Tensor, Report]], balance: Balance, coefficient: float
+    ):
+        self.objective = objective
+        self.balance = balance
+        self.coefficient = coefficient
 
-    def __call__(self, logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, Report]:
+    def __call__(
+        self, logprobs: Tensor, batch: Batch, denominator: Denominator
+    ) -> tuple[Tensor, Report]:
         loss, report = self.objective(logprobs, batch, denominator)
         report |= {"train/aux_loss": self.balance.loss.expand(len(logprobs))}
         return loss + self.coefficient * self.balance.share(batch.routing), report
@@ -47,9 +60,11 @@ class Balanced:
 def token_gradients(
     objective: Callable[..., tuple[Tensor, Report]], batch: Batch, denominator: Denominator
 ) -> TokenGradients | None:
-    """Return the gradients of an objective in which that of a token depends on this token's log-prob and entropy only.
+    """Return the gradients of an objective in which that of a token depends on this token's
+    log-prob and entropy only.
 
-    They are then known as soon as these are, whatever the values of other tokens are. Returns None for any other objective.
+    They are then known as soon as these are, whatever the values of other tokens are. Returns None
+    for any other objective.
     """
     match objective:
         case Balanced():
@@ -64,7 +79,9 @@ def token_gradients(
                 return None
 
     def gradients(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        inputs = [value.detach().requires_grad_() for value in (logprobs, entropy) if value is not None]
+        inputs = [
+            value.detach().requires_grad_() for value in (logprobs, entropy) if value is not None
+        ]
         batch.entropy = None if entropy is None else inputs[1]
         with torch.enable_grad():
             loss, _ = objective(inputs[0], batch, denominator)
@@ -80,16 +97,21 @@ class ValueObjective:
     def __init__(self, section: AlgorithmSection):
         self.section = section
 
-    def __call__(self, values: Tensor, batch: Experience, denominator: Denominator) -> tuple[Tensor, Report]:
-        """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, mean over all learned tokens of the optimizer step.
+    def __call__(
+        self, values: Tensor, batch: Experience, denominator: Denominator
+    ) -> tuple[Tensor, Report]:
+        """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, mean over all learned tokens
+        of the optimizer step.
 
-        values [T]; returns [] and reports [T]. The clip is part of the implementation of PPO (Schulman et al., arXiv 1707.06347);
-        Engstrom et al., arXiv 2005.12729, describe it.
+        values [T]; returns [] and reports [T]. The clip is part of the implementation of PPO
+        (Schulman et al., arXiv 1707.06347); Engstrom et al., arXiv 2005.12729, describe it.
         """
         missing = [name for name in ("values", "returns") if getattr(batch, name) is None]
         if missing:
             raise ValueError(f"the value loss needs {', '.join(missing)} in the batch")
-        loss, reach = (values - batch.returns).square(), self.section.value_clip
+
+        loss = (values - batch.returns).square()
+        reach = self.section.value_clip
         report = {"critic/value": values}
         if reach:
             change = values - batch.values
@@ -97,62 +119,92 @@ class ValueObjective:
             clipped_loss = (near - batch.returns).square()
             report["critic/clip"] = clipped_loss > loss
             loss = torch.max(loss, clipped_loss)
+
         return share_of_mean(loss / 2, batch, "token-mean", denominator), report
 
 
 class PolicyObjective:
-    """The policy gradient: a weighted loss of the ratio, with the divergence from the reference and the entropy bonus."""
+    """The policy gradient: a weighted loss of the ratio, with the divergence from the reference and
+    the entropy bonus.
+    """
 
     def __init__(self, section: AlgorithmSection, kl_coefficient: KLCoefficient | None = None):
         """Resolve the functions of the section, whose coefficient is used unless one is given.
 
-        Raises ValueError for a function that does not exist or needs data that the run does not have.
+        Raises ValueError for a function that does not exist or needs data that the run does not
+        have.
         """
-        self.section, self.kl_coefficient = section, kl_coefficient or KLCoefficient(section.init_kl_coef)
-        self.policy_loss: PolicyLoss = resolve(policy_losses, section.policy_loss, extra=("batch", "marked"))
-        self.correction = section.rollout_correction and resolve(corrections, section.rollout_correction)
+        self.section = section
+        self.kl_coefficient = kl_coefficient or KLCoefficient(section.init_kl_coef)
+        self.policy_loss: PolicyLoss = resolve(
+            policy_losses, section.policy_loss, extra=("batch", "marked")
+        )
+        self.correction = section.rollout_correction and resolve(
+            corrections, section.rollout_correction
+        )
         self.kl = kl_estimators[section.kl_estimator]
 
-    def __call__(self, logprobs: Tensor, batch: Experience, denominator: Denominator) -> tuple[Tensor, Report]:
+    def __call__(
+        self, logprobs: Tensor, batch: Experience, denominator: Denominator
+    ) -> tuple[Tensor, Report]:
         """Compute the loss [] and reports [T] from the actor's log-probs [T].
 
-        Without `old_logprobs` the actor has not changed since the step began, so the ratio is 1 and only its gradient counts.
+        Without `old_logprobs` the actor has not changed since the step began, so the ratio is 1 and
+        only its gradient counts.
         """
         self._check(batch)
-        section, learned = self.section, batch.loss_mask
+        section = self.section
+        learned = batch.loss_mask
         logprobs = torch.where(learned, logprobs, 0.0)
-        old = logprobs.detach() if batch.old_logprobs is None else torch.where(learned, batch.old_logprobs, 0.0)
+        old = (
+            logprobs.detach()
+            if batch.old_logprobs is None
+            else torch.where(learned, batch.old_logprobs, 0.0)
+        )
         advantages = torch.where(learned, batch.advantages, 0.0)
         values, report = self._losses(logprobs, old, advantages, batch)
         if batch.weights is not None:
             values = values * batch.weights
+
         if self.correction:
             weights, more = self._correct(old, batch)
-            values, report = values * weights, report | more
+            values = values * weights
+            report = report | more
+
         if section.rollout_mask != "none":
             bounds = section.rollout_mask, section.rollout_mask_low, section.rollout_mask_high
             sequence_mask = kept_sequences(old, batch.engine_logprobs, batch, *bounds)
-            values, report["engine/sequences_masked_share"] = torch.where(sequence_mask, values, 0.0), ~sequence_mask
+            values = torch.where(sequence_mask, values, 0.0)
+            report["engine/sequences_masked_share"] = ~sequence_mask
+
         if batch.reference_logprobs is not None:
             divergence = report["train/kl"] = self.kl(logprobs, batch.reference_logprobs)
-            report |= {f"train/kl_{name}": kl_estimators[name](logprobs, batch.reference_logprobs) for name in ("k1", "k3")}
+            report |= {
+                f"train/kl_{name}": kl_estimators[name](logprobs, batch.reference_logprobs)
+                for name in ("k1", "k3")
+            }
             if section.use_kl_loss:
                 values = values + self.kl_coefficient.value * divergence
+
         if section.entropy_coef:
             values = values - section.entropy_coef * batch.entropy
         if "train/ratio" in report:
             report |= dict.fromkeys(("train/ratio_min", "train/ratio_max"), report["train/ratio"])
         trainers = logprobs if section.use_engine_logprobs else old
         report |= drift(logprobs, old) | mismatch(trainers, batch.engine_logprobs)
+
         return share_of_mean(values, batch, section.loss_agg_mode, denominator), report
 
     def is_per_token(self, batch: Experience) -> bool:
-        """Return True if the gradient of each token depends on this token's log-prob and entropy only.
+        """Return True if the gradient of each token depends on this token's log-prob and entropy
+        only.
 
         Corrections may be of whole sequences, and are constants where `old_logprobs` are given.
         """
         corrected = self.correction or self.section.rollout_mask != "none"
-        return self.section.policy_loss in PER_TOKEN and not (corrected and batch.old_logprobs is None)
+        return self.section.policy_loss in PER_TOKEN and not (
+            corrected and batch.old_logprobs is None
+        )
 
     def _check(self, batch: Experience) -> None:
         needed = ["advantages", "engine_logprobs"]
@@ -162,22 +214,34 @@ class PolicyObjective:
         if missing:
             raise ValueError(f"the policy gradient needs {', '.join(missing)} in the batch")
 
-    def _losses(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Experience) -> tuple[Tensor, Report]:
+    def _losses(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Experience
+    ) -> tuple[Tensor, Report]:
         arguments = options(self.policy_loss, self.section, batch=batch, marked=batch.marked)
         result = self.policy_loss(logprobs, old_logprobs, advantages, **arguments)
         flag = f"--policy_loss {self.section.policy_loss}"
         if not isinstance(result, tuple) or len(result) != 2:
-            raise ConfigError(f"{flag} must return a pair: the losses of tokens, and a dictionary to report")
+            raise ConfigError(
+                f"{flag} must return a pair: the losses of tokens, and a dictionary to report"
+            )
+
         losses, report = result
         for name, values in report.items():
             _of_tokens(f"{flag}: the reported {name!r}", values, logprobs)
         return _of_tokens(f"{flag}: its loss", losses, logprobs), report
 
     def _correct(self, old_logprobs: Tensor, batch: Experience) -> tuple[Tensor, Report]:
-        """Return the weights [T] that correct for sampling by the engine, or an older policy, with other probabilities."""
-        ratios = importance_ratios(old_logprobs, batch.engine_logprobs, batch, self.section.rollout_correction_level)
+        """Return the weights [T] that correct for sampling by the engine, or an older policy, with
+        other probabilities.
+        """
+        ratios = importance_ratios(
+            old_logprobs, batch.engine_logprobs, batch, self.section.rollout_correction_level
+        )
         weights = self.correction(ratios, **options(self.correction, self.section))
-        weights = _of_tokens(f"--rollout_correction {self.section.rollout_correction}: its weight", weights, ratios)
+        weights = _of_tokens(
+            f"--rollout_correction {self.section.rollout_correction}: its weight", weights, ratios
+        )
+
         return weights, {
             "engine/is_weight_mean": weights,
             "engine/is_weight_max": weights,
@@ -186,21 +250,29 @@ class PolicyObjective:
 
 
 def _of_tokens(label: str, values: Tensor, like: Tensor) -> Tensor:
-    """Check the shape: a scalar would be broadcast over all tokens and change the meaning of the loss."""
+    """Check the shape: a scalar would be broadcast over all tokens and change the meaning of the
+    loss.
+    """
     shape = list(values.shape) if isinstance(values, Tensor) else []
     if shape != list(like.shape):
-        raise ConfigError(f"{label} has shape {shape}, not one value for each of the {len(like)} tokens")
+        raise ConfigError(
+            f"{label} has shape {shape}, not one value for each of the {len(like)} tokens"
+        )
     return values
 
 
 def drift(logprobs: Tensor, old_logprobs: Tensor) -> Report:
-    """Report the divergence of the policy before the step, which sampled, from the current one. [T], [T] -> [T] each."""
+    """Report the divergence of the policy before the step, which sampled, from the current one.
+    [T], [T] -> [T] each.
+    """
     now = logprobs.detach()
     return {f"train/drift_{name}": kl_estimators[name](old_logprobs, now) for name in ("k1", "k3")}
 
 
 def mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> Report:
-    """Report the difference of the engine's from the trainer's log-probs, for the same weights. [T], [T] -> [T] each."""
+    """Report the difference of the engine's from the trainer's log-probs, for the same weights.
+    [T], [T] -> [T] each.
+    """
     difference = (trainer_logprobs - engine_logprobs).detach().abs()
     return {
         "engine/logprob_mismatch": difference,

@@ -1,7 +1,8 @@
 """Pass a function the options that it names.
 
-The keyword-only parameters of an estimator or a loss are fields of the algorithm section, or data that the caller has. So
-`ppo(logprobs, old_logprobs, advantages, *, eps_clip_low, eps_clip_high)` declares which flags it reads, as does a user's own.
+The keyword-only parameters of an estimator or a loss are fields of the algorithm section, or data
+that the caller has. So `ppo(logprobs, old_logprobs, advantages, *, eps_clip_low, eps_clip_high)`
+declares which flags it reads, as does a user's own.
 """
 
 import inspect
@@ -23,8 +24,12 @@ def keywords(function: Callable[..., Any]) -> dict[str, bool]:
     return {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def options(function: Callable[..., Any], section: AlgorithmSection, **extra: Any) -> dict[str, Any]:
-    """Return the keyword arguments of `function`: from `extra`, else from the section, else its own defaults."""
+def options(
+    function: Callable[..., Any], section: AlgorithmSection, **extra: Any
+) -> dict[str, Any]:
+    """Return the keyword arguments of `function`: from `extra`, else from the section, else its own
+    defaults.
+    """
     values = {name: getattr(section, name) for name in FIELDS} | extra
     return {name: values[name] for name in keywords(function) if name in values}
 
@@ -35,7 +40,14 @@ def resolve(registry: Registry, name: str, extra: Iterable[str] = ()) -> Callabl
     Raises ValueError if it requires a parameter that is neither a field of the section nor `extra`.
     """
     function = registry[name]
-    missing = [keyword for keyword, needed in keywords(function).items() if needed and keyword not in FIELDS | set(extra)]
+    missing = [
+        keyword
+        for keyword, needed in keywords(function).items()
+        if needed and keyword not in FIELDS | set(extra)
+    ]
     if missing:
-        raise ValueError(f"{registry.flag} {name} needs {', '.join(missing)}, which this run does not compute")
+        raise ValueError(
+            f"{registry.flag} {name} needs {', '.join(missing)}, which this run does not compute"
+        )
+
     return function

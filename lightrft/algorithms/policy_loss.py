@@ -1,8 +1,9 @@
 """Policy losses: one value per token, from the log-probs of the actor now and before the step.
 
-Each takes logprobs, old_logprobs and advantages, [T] each, and returns the values [T] and reports of each token [T].
-r = exp(logp - old), sg is the value without its gradient. The keyword-only parameters of a loss are fields of the algorithm
-section, or: `batch`, the sequences; `marked` [T], the tokens that covariance.py chose for it.
+Each takes logprobs, old_logprobs and advantages, [T] each, and returns the values [T] and reports
+of each token [T]. r = exp(logp - old), sg is the value without its gradient. The keyword-only
+parameters of a loss are fields of the algorithm section, or: `batch`, the sequences; `marked` [T],
+the tokens that covariance.py chose for it.
 """
 
 import math
@@ -19,7 +20,8 @@ Loss = tuple[Tensor, dict[str, Tensor]]
 PolicyLoss = Callable[..., Loss]
 policy_losses = Registry("policy loss", flag="--policy_loss")
 PER_TOKEN = {"ppo", "cispo", "sapo", "cpgd", "reinforce", "kl_cov", "clip_cov"}
-"""Losses in which the value of a token depends on no other token's log-prob. This is not assumed of a user's own loss."""
+"""Losses in which the value of a token depends on no other token's log-prob. This is not assumed of
+a user's own loss."""
 
 
 @policy_losses.register("ppo")
@@ -34,10 +36,13 @@ def ppo(
 ) -> Loss:
     """-min(r A, clip(r, 1 - low, 1 + high) A).
 
-    Schulman et al., arXiv 1707.06347, equation 7; different bounds below and above: DAPO, arXiv 2503.14476, equation 10.
-    With `dual_clip` c the loss of a negative advantage is at most -c A: Ye et al., arXiv 1912.09729, equation 5.
+    Schulman et al., arXiv 1707.06347, equation 7; different bounds below and above: DAPO, arXiv
+    2503.14476, equation 10. With `dual_clip` c the loss of a negative advantage is at most -c A: Ye
+    et al., arXiv 1912.09729, equation 5.
     """
-    loss, report = clipped_surrogate((logprobs - old_logprobs).exp(), advantages, eps_clip_low, eps_clip_high)
+    loss, report = clipped_surrogate(
+        (logprobs - old_logprobs).exp(), advantages, eps_clip_low, eps_clip_high
+    )
     if dual_clip is not None:
         bound = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
         report["train/clip_dual"] = loss > bound
@@ -47,66 +52,118 @@ def ppo(
 
 @policy_losses.register("gspo")
 def gspo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, batch: Batch, eps_clip_low: float, eps_clip_high: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    batch: Batch,
+    eps_clip_low: float,
+    eps_clip_high: float,
 ) -> Loss:
-    """ppo with one ratio for a sequence, s = exp(mean over its tokens of log r). GSPO, arXiv 2507.18071."""
+    """ppo with one ratio for a sequence, s = exp(mean over its tokens of log r).
+
+    GSPO, arXiv 2507.18071.
+    """
     ratio = sequence_means(logprobs - old_logprobs, batch).exp()[batch.sequence_ids]
     return clipped_surrogate(ratio, advantages, eps_clip_low, eps_clip_high)
 
 
 @policy_losses.register("gspo_token")
 def gspo_token(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, batch: Batch, eps_clip_low: float, eps_clip_high: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    batch: Batch,
+    eps_clip_low: float,
+    eps_clip_high: float,
 ) -> Loss:
-    """s_t = sg(s) p / sg(p): the value of gspo, and each token's own gradient. For advantages that differ within a sequence.
+    """s_t = sg(s) p / sg(p): the value of gspo, and each token's own gradient.
+
+    For advantages that differ within a sequence.
 
     GSPO-token, arXiv 2507.18071, section 4.3.
     """
     ratio = sequence_means(logprobs - old_logprobs, batch).exp()[batch.sequence_ids]
-    return clipped_surrogate(ratio.detach() * (logprobs - logprobs.detach()).exp(), advantages, eps_clip_low, eps_clip_high)
+    return clipped_surrogate(
+        ratio.detach() * (logprobs - logprobs.detach()).exp(),
+        advantages,
+        eps_clip_low,
+        eps_clip_high,
+    )
 
 
 @policy_losses.register("gmpo")
 def gmpo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, batch: Batch, eps_clip_low: float, eps_clip_high: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    batch: Batch,
+    eps_clip_low: float,
+    eps_clip_high: float,
 ) -> Loss:
-    """-A times the geometric mean over a sequence's tokens of ratios clipped to [exp(-low), exp(high)], on the side of A.
+    """-A times the geometric mean over a sequence's tokens of ratios clipped to [exp(-low),
+    exp(high)], on the side of A.
 
-    GMPO, arXiv 2507.20673, where a sequence has one advantage; here each token has its own, which is the same unless rewards of
-    steps, --gamma or a teacher make them differ.
+    GMPO, arXiv 2507.20673, where a sequence has one advantage; here each token has its own, which
+    is the same unless rewards of steps, --gamma or a teacher make them differ.
     """
-    log_ratio, sign = logprobs - old_logprobs, advantages.sign()
-    clipped_log_ratio = sign * torch.min(sign * log_ratio, sign * log_ratio.clamp(-eps_clip_low, eps_clip_high))
+    log_ratio = logprobs - old_logprobs
+    sign = advantages.sign()
+    clipped_log_ratio = sign * torch.min(
+        sign * log_ratio, sign * log_ratio.clamp(-eps_clip_low, eps_clip_high)
+    )
     ratio = sequence_means(clipped_log_ratio, batch).exp()[batch.sequence_ids]
     report = {
         "train/ratio": log_ratio.exp(),
         "train/clip_low": (log_ratio < -eps_clip_low) & (advantages < 0),
         "train/clip_high": (log_ratio > eps_clip_high) & (advantages > 0),
     }
+
     return -advantages * ratio, report
 
 
 @policy_losses.register("cispo")
-def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, eps_clip_low: float, eps_clip_high: float) -> Loss:
+def cispo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    eps_clip_low: float,
+    eps_clip_high: float,
+) -> Loss:
     """-sg(clip(r, 1 - low, 1 + high)) A logp: the weight is clipped, no token loses its gradient.
 
     MiniMax-M1, arXiv 2506.13585.
     """
     ratio = (logprobs - old_logprobs).exp().detach()
-    report = {"train/ratio": ratio, "train/clip_low": ratio < 1 - eps_clip_low, "train/clip_high": ratio > 1 + eps_clip_high}
+    report = {
+        "train/ratio": ratio,
+        "train/clip_low": ratio < 1 - eps_clip_low,
+        "train/clip_high": ratio > 1 + eps_clip_high,
+    }
     return -ratio.clamp(1 - eps_clip_low, 1 + eps_clip_high) * advantages * logprobs, report
 
 
 @policy_losses.register("sapo")
 def sapo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, sapo_tau_positive: float, sapo_tau_negative: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    sapo_tau_positive: float,
+    sapo_tau_negative: float,
 ) -> Loss:
-    """-4 / tau sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate, whose slope at r = 1 is A and falls to both sides.
+    """-4 / tau sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate, whose slope at r = 1 is A
+    and falls to both sides.
 
     SAPO, arXiv 2511.20347.
     """
     ratio = (logprobs - old_logprobs).exp()
-    tau = torch.full_like(advantages, sapo_tau_negative).masked_fill(advantages > 0, sapo_tau_positive)
+    tau = torch.full_like(advantages, sapo_tau_negative).masked_fill(
+        advantages > 0, sapo_tau_positive
+    )
     return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, {"train/ratio": ratio}
 
 
@@ -121,14 +178,16 @@ def cpgd(
     policy_drift_coef: float,
     policy_drift_clip: float | None = None,
 ) -> Loss:
-    """-min(log r A, clip(log r, log(1 - low), log(1 + high)) A) + c (r - 1 - log r): no ratio multiplies the advantage.
+    """-min(log r A, clip(log r, log(1 - low), log(1 + high)) A) + c (r - 1 - log r): no ratio
+    multiplies the advantage.
 
-    The last term estimates the divergence of the old policy from the new (k3), at most `policy_drift_clip` for each token, so
-    that none outweighs the rest. CPGD, arXiv 2505.12504.
+    The last term estimates the divergence of the old policy from the new (k3), at most
+    `policy_drift_clip` for each token, so that none outweighs the rest. CPGD, arXiv 2505.12504.
     """
     log_ratio = logprobs - old_logprobs
     bounded = log_ratio.clamp(math.log(1 - eps_clip_low), math.log(1 + eps_clip_high))
-    plain_loss, clipped_loss = -log_ratio * advantages, -bounded * advantages
+    plain_loss = -log_ratio * advantages
+    clipped_loss = -bounded * advantages
     drift = log_ratio.expm1() - log_ratio
     report = {
         "train/ratio": log_ratio.exp(),
@@ -137,43 +196,71 @@ def cpgd(
         "train/policy_drift": drift,
     }
     counted = drift if policy_drift_clip is None else drift.clamp(max=policy_drift_clip)
+
     return torch.max(plain_loss, clipped_loss) + policy_drift_coef * counted, report
 
 
 @policy_losses.register("reinforce")
 def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Loss:
-    """-A logp. Williams, Machine Learning 8, 1992. Changes of the policy since the samples were drawn are not corrected."""
+    """-A logp.
+
+    Williams, Machine Learning 8, 1992. Changes of the policy since the samples were drawn are not
+    corrected.
+    """
     return -advantages * logprobs, {"train/ratio": (logprobs - old_logprobs).exp()}
 
 
 @policy_losses.register("kl_cov")
-def kl_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, marked: Tensor, kl_cov_coef: float) -> Loss:
-    """-r A, plus c |log r| for tokens of the highest covariance of logp and A, which reduce the entropy most.
+def kl_cov(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    marked: Tensor,
+    kl_cov_coef: float,
+) -> Loss:
+    """-r A, plus c |log r| for tokens of the highest covariance of logp and A, which reduce the
+    entropy most.
 
     KL-Cov: Cui et al., arXiv 2505.22617.
     """
     log_ratio = logprobs - old_logprobs
     penalty = torch.where(marked, kl_cov_coef * log_ratio.abs(), 0.0)
-    return -log_ratio.exp() * advantages + penalty, {"train/ratio": log_ratio.exp(), "train/cov_marked": marked}
+    return -log_ratio.exp() * advantages + penalty, {
+        "train/ratio": log_ratio.exp(),
+        "train/cov_marked": marked,
+    }
 
 
 @policy_losses.register("clip_cov")
 def clip_cov(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, marked: Tensor, eps_clip_low: float, eps_clip_high: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    marked: Tensor,
+    eps_clip_low: float,
+    eps_clip_high: float,
 ) -> Loss:
-    """ppo, without some tokens drawn from those of high covariance of logp and A. Clip-Cov, arXiv 2505.22617.
+    """ppo, without some tokens drawn from those of high covariance of logp and A.
 
-    A token that ppo already clips, which has no gradient, is not left out. It may have been drawn all the same: the draw is made
-    before the step, for all ranks at once, when nothing is clipped yet.
+    Clip-Cov, arXiv 2505.22617.
+
+    A token that ppo already clips, which has no gradient, is not left out. It may have been drawn
+    all the same: the draw is made before the step, for all ranks at once, when nothing is clipped
+    yet.
     """
-    loss, report = clipped_surrogate((logprobs - old_logprobs).exp(), advantages, eps_clip_low, eps_clip_high)
+    loss, report = clipped_surrogate(
+        (logprobs - old_logprobs).exp(), advantages, eps_clip_low, eps_clip_high
+    )
     left_out = marked & ~(report["train/clip_low"] | report["train/clip_high"])
     return torch.where(left_out, 0.0, loss), report | {"train/cov_marked": left_out}
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Loss:
     """-min(r A, clip(r, 1 - low, 1 + high) A)."""
-    plain_loss, clipped_loss = -ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages
+    plain_loss = -ratio * advantages
+    clipped_loss = -ratio.clamp(1 - low, 1 + high) * advantages
     report = {
         "train/ratio": ratio,
         "train/clip_low": (clipped_loss > plain_loss) & (advantages < 0),

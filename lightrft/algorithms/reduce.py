@@ -1,7 +1,7 @@
 """Reduce one value per token to the loss: the only module that computes a scalar.
 
-The denominator counts the whole optimizer step, over all ranks and micro-batches, so the sum of all shares is the same
-for every way of splitting the step.
+The denominator counts the whole optimizer step, over all ranks and micro-batches, so the sum of all
+shares is the same for every way of splitting the step.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ class Weighted(NamedTuple):
 
 
 Report = dict[str, Tensor | Weighted]
-"""Metric name -> values, which are averaged: [T] over learned tokens, or any shape with weights of their own. For names that end
-in `_max` or `_min` the extreme is reported."""
+"""Metric name -> values, which are averaged: [T] over learned tokens, or any shape with weights of
+their own. For names that end in `_max` or `_min` the extreme is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +44,20 @@ class Denominator:
 
 
 def share_of_mean(values: Tensor, batch: Batch, mode: str, denominator: Denominator) -> Tensor:
-    """Return this micro-batch's share of the global mean of `values` [T] over learned tokens; [] float32.
+    """Return this micro-batch's share of the global mean of `values` [T] over learned tokens; []
+    float32.
 
-    token-mean: sum over tokens / all tokens (DAPO, arXiv 2503.14476). seq-mean-token-mean: mean per sequence, then over
-    sequences (GRPO, arXiv 2402.03300). seq-mean-token-sum: sum per sequence, mean over sequences. seq-mean-token-sum-norm:
-    the same divided by a constant length (Dr. GRPO, arXiv 2503.20783).
+    token-mean: sum over tokens / all tokens (DAPO, arXiv 2503.14476). seq-mean-token-mean: mean per
+    sequence, then over sequences (GRPO, arXiv 2402.03300). seq-mean-token-sum: sum per sequence,
+    mean over sequences. seq-mean-token-sum-norm: the same divided by a constant length (Dr. GRPO,
+    arXiv 2503.20783).
     """
     loss_values = torch.where(batch.loss_mask, values, 0.0)
     if mode == "token-mean":
         return loss_values.sum() / denominator.tokens.clamp(min=1)
     if mode == "seq-mean-token-mean":
         return sequence_means(values, batch).sum() / denominator.sequences.clamp(min=1)
+
     mean_of_sums = loss_values.sum() / denominator.sequences.clamp(min=1)
     if mode == "seq-mean-token-sum":
         return mean_of_sums
@@ -69,6 +72,8 @@ def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
 
 
 def sequence_means(values: Tensor, batch: Batch) -> Tensor:
-    """Return the mean of `values` [T] over the learned tokens of each sequence, 0 where there are none: [N]."""
+    """Return the mean of `values` [T] over the learned tokens of each sequence, 0 where there are
+    none: [N].
+    """
     lengths = sequence_sums(batch.loss_mask.to(values.dtype), batch).clamp(min=1)
     return sequence_sums(torch.where(batch.loss_mask, values, 0.0), batch) / lengths

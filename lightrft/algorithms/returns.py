@@ -1,7 +1,7 @@
 """Returns over tokens: from the rewards of tokens to one advantage for each.
 
-Time steps are learned tokens only: text of a tool or an environment between them is skipped. Values are [T], computed in float64,
-and 0 for tokens that are not learned.
+Time steps are learned tokens only: text of a tool or an environment between them is skipped. Values
+are [T], computed in float64, and 0 for tokens that are not learned.
 """
 
 import torch
@@ -17,10 +17,14 @@ def reward_to_go(rewards: Tensor, batch: Batch, *, gamma: float) -> Tensor:
     return from_rows(discounted_sums(to_rows(rewards, batch), gamma), batch)
 
 
-def gae(rewards: Tensor, values: Tensor, batch: Batch, *, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
-    """delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lambda A_{t+1}; V after the end is 0. [T], [T] -> [T], [T].
+def gae(
+    rewards: Tensor, values: Tensor, batch: Batch, *, gamma: float, lambd: float
+) -> tuple[Tensor, Tensor]:
+    """delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lambda A_{t+1}; V after the end is
+    0. [T], [T] -> [T], [T].
 
-    Returns advantages and the returns A + V, which the critic learns. Schulman et al., arXiv 1506.02438, equations 11 and 16.
+    Returns advantages and the returns A + V, which the critic learns. Schulman et al., arXiv
+    1506.02438, equations 11 and 16.
     """
     value_rows = to_rows(values, batch)
     following = F.pad(value_rows[:, 1:], (0, 1))
@@ -30,9 +34,11 @@ def gae(rewards: Tensor, values: Tensor, batch: Batch, *, gamma: float, lambd: f
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, total: Sum) -> Tensor:
-    """1 - Var(returns - values) / Var(returns) over the masked elements of all ranks; not finite where returns are all equal.
+    """1 - Var(returns - values) / Var(returns) over the masked elements of all ranks; not finite
+    where returns are all equal.
 
-    It is 1 if the values predict the returns, and 0 if they are no better than the mean. [T], [T], [T] -> [].
+    It is 1 if the values predict the returns, and 0 if they are no better than the mean. [T], [T],
+    [T] -> [].
     """
     pairs = torch.stack([returns[mask], returns[mask] - values[mask]]).double()
     count, *sums = total(torch.cat([mask.sum(dtype=torch.float64)[None], pairs.sum(1)]))
@@ -42,24 +48,34 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, total: Sum
 
 
 def distill(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
-    """A_t = log p_teacher - log p_actor at the tokens the actor sampled: the reverse divergence as a reward of each. [T] -> [T].
+    """A_t = log p_teacher - log p_actor at the tokens the actor sampled: the reverse divergence as
+    a reward of each. [T] -> [T].
 
-    On-policy distillation: Agarwal et al., arXiv 2306.13649; alone, or added to the advantage of the task.
+    On-policy distillation: Agarwal et al., arXiv 2306.13649; alone, or added to the advantage of
+    the task.
     """
     return teacher_logprobs - logprobs
 
 
 def whiten(values: Tensor, mask: Tensor, total: Sum, *, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / (std + eps) over the masked elements of all ranks, std of a population; 0 elsewhere. [T], [T] -> [T]."""
-    count, value = total(torch.stack([mask.sum(dtype=torch.float64), values[mask].sum(dtype=torch.float64)]))
+    """(x - mean) / (std + eps) over the masked elements of all ranks, std of a population; 0
+    elsewhere. [T], [T] -> [T].
+    """
+    count, value = total(
+        torch.stack([mask.sum(dtype=torch.float64), values[mask].sum(dtype=torch.float64)])
+    )
     mean = value / count.clamp(min=1)
     variance = total((values[mask].double() - mean).square().sum()) / count.clamp(min=1)
     return torch.where(mask, (values - mean) / (variance.sqrt() + eps), 0.0)
 
 
 def discounted_sums(rows: Tensor, factor: float) -> Tensor:
-    """y_t = x_t + factor y_{t+1} along each row: [N, L] -> [N, L]. After k rounds an entry is the sum of 2^k, from its own on."""
-    sums, reach = rows.clone(), 1
+    """y_t = x_t + factor y_{t+1} along each row: [N, L] -> [N, L].
+
+    After k rounds an entry is the sum of 2^k, from its own on.
+    """
+    sums = rows.clone()
+    reach = 1
     while reach < rows.shape[1]:
         sums[:, :-reach] = sums[:, :-reach] + factor**reach * sums[:, reach:]
         reach *= 2

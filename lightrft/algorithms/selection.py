@@ -1,6 +1,8 @@
-"""Select the largest of many values that are distributed over ranks, the same for every distribution.
+"""Select the largest of many values that are distributed over ranks, the same for every
+distribution.
 
-Only counts are exchanged: the k-th largest key is found eight bits at a time, from the highest down.
+Only counts are exchanged: the k-th largest key is found eight bits at a time, from the highest
+down.
 """
 
 import torch
@@ -19,16 +21,25 @@ PLACE_BITS = 24
 def top_share(values: Tensor, share: float, batch: Batch, total: Sum) -> Tensor:
     """Return [T] bool: the share of all learned tokens with the largest values [T].
 
-    With the entropy as values these are the forking tokens of reasoning; Wang et al., arXiv 2506.01939, use a fifth of all.
+    With the entropy as values these are the forking tokens of reasoning; Wang et al., arXiv
+    2506.01939, use a fifth of all.
     """
-    return largest(rounded(values, batch.loss_mask, total), batch.loss_mask, share_of_tokens(share, batch, total), batch, total)
+    return largest(
+        rounded(values, batch.loss_mask, total),
+        batch.loss_mask,
+        share_of_tokens(share, batch, total),
+        batch,
+        total,
+    )
 
 
 def rounded(values: Tensor, mask: Tensor, total: Sum) -> Tensor:
-    """Round the values [T] to multiples of a unit, about a thousandth of their mean size over the masked ones of all ranks.
+    """Round the values [T] to multiples of a unit, about a thousandth of their mean size over the
+    masked ones of all ranks.
 
-    Tokens in the same state, such as the first ones of a group, then have equal values whatever their micro-batches: the last
-    bits of a log-prob depend on what is computed together. The unit is a power of two, so it does not depend on them.
+    Tokens in the same state, such as the first ones of a group, then have equal values whatever
+    their micro-batches: the last bits of a log-prob depend on what is computed together. The unit
+    is a power of two, so it does not depend on them.
     """
     learned = values[mask].double()
     size, count = total(torch.stack([learned.abs().sum(), mask.sum(dtype=torch.float64)]))
@@ -37,13 +48,17 @@ def rounded(values: Tensor, mask: Tensor, total: Sum) -> Tensor:
 
 
 def share_of_tokens(share: float, batch: Batch, total: Sum) -> int:
-    """Return the number of tokens in this share of all ranks' learned tokens, at least one if there are any."""
+    """Return the number of tokens in this share of all ranks' learned tokens, at least one if there
+    are any.
+    """
     count = int(total(batch.loss_mask.sum()))
     return min(max(int(share * count + 1e-6), 1), count)
 
 
 def largest(values: Tensor, mask: Tensor, count: int, batch: Batch, total: Sum) -> Tensor:
-    """Return [T] bool: the `count` largest masked values [T] of all ranks; of equal ones those of the first rows and tokens."""
+    """Return [T] bool: the `count` largest masked values [T] of all ranks; of equal ones those of
+    the first rows and tokens.
+    """
     if count < 1:
         return torch.zeros_like(mask)
     keys = value_keys(values)
@@ -56,7 +71,8 @@ def largest(values: Tensor, mask: Tensor, count: int, batch: Batch, total: Sum) 
 
 
 def kth_largest(keys: Tensor, k: int, bits: int, total: Sum) -> tuple[int, int]:
-    """Return the k-th largest of all ranks' keys of `bits` bits, and how many of those equal to it are among the k largest.
+    """Return the k-th largest of all ranks' keys of `bits` bits, and how many of those equal to it
+    are among the k largest.
 
     If there are fewer than k keys, return the smallest of them, with all that are equal to it.
     """

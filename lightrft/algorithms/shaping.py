@@ -1,4 +1,7 @@
-"""Reward shaping: change rewards before they are compared. Rewards, groups and lengths are those of all ranks."""
+"""Reward shaping: change rewards before they are compared.
+
+Rewards, groups and lengths are those of all ranks.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +23,9 @@ def overlong_penalty(lengths: Tensor, *, longest: int, buffer: int, factor: floa
 
 @dataclass
 class RunningMoments:
-    """Mean and standard deviation of all rewards since the first step, merged as in Chan et al., 1979."""
+    """Mean and standard deviation of all rewards since the first step, merged as in Chan et al.,
+    1979.
+    """
 
     count: float = 0.0
     mean: float = 0.0
@@ -33,8 +38,12 @@ class RunningMoments:
         new = float(len(values))
         if not new:
             return
-        shift, total = float(values.mean()) - self.mean, self.count + new
-        self.squares += float((values - values.mean()).square().sum()) + shift**2 * self.count * new / total
+
+        shift = float(values.mean()) - self.mean
+        total = self.count + new
+        self.squares += (
+            float((values - values.mean()).square().sum()) + shift**2 * self.count * new / total
+        )
         self.mean += shift * new / total
         self.count = total
 
@@ -46,7 +55,8 @@ class RunningMoments:
 
 @dataclass
 class RewardShaper:
-    """Overlong penalty, running normalisation, clip, and standardisation in groups, in this order, if they are enabled.
+    """Overlong penalty, running normalisation, clip, and standardisation in groups, in this order,
+    if they are enabled.
 
     Every rank has the same rewards, so the running moments are the same everywhere.
     """
@@ -57,17 +67,26 @@ class RewardShaper:
     moments: RunningMoments = field(default_factory=RunningMoments)
 
     def __call__(self, rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
-        """Return the shaped rewards. `lengths` are those of the responses that end with the rewards. [M] each -> [M] float32."""
-        section, shaped = self.section, rewards.double()
+        """Return the shaped rewards.
+
+        `lengths` are those of the responses that end with the rewards. [M] each -> [M] float32.
+        """
+        section = self.section
+        shaped = rewards.double()
         if section.overlong_buffer:
             buffer = section.overlong_buffer_len or max(self.longest // 5, 1)
             factor = section.overlong_buffer_penalty_factor
-            shaped = shaped + overlong_penalty(lengths, longest=self.longest, buffer=buffer, factor=factor)
+            shaped = shaped + overlong_penalty(
+                lengths, longest=self.longest, buffer=buffer, factor=factor
+            )
+
         if section.reward_running_norm:
-            shaped = shaped.float().double()  # so equal rewards have no spread: sums of equal float32 are exact in float64
+            # so equal rewards have no spread: sums of equal float32 are exact in float64
+            shaped = shaped.float().double()
             self.moments.update(shaped)
             center = self.moments.mean if section.reward_running_norm_minus_mean else 0.0
             shaped = (shaped - center) / (self.moments.std or 1.0)
+
         if section.reward_clip is not None:
             shaped = shaped.clamp(-section.reward_clip, section.reward_clip)
         if section.reward_group_norm:

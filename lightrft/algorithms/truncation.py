@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 
 HOST_BLOCK = 2**18
-"""Number of logits that are processed together in host memory, so that they stay in the cache between two passes."""
+"""Number of logits that are processed together in host memory, so that they stay in the cache
+between two passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Restriction to a part of the vocabulary, whose probabilities sum to 1; those of all other tokens are 0.
+    """Restriction to a part of the vocabulary, whose probabilities sum to 1; those of all other
+    tokens are 0.
 
-    A kept token always belongs to the part: it was sampled, so only rounding can have put it outside. All tokens that are as
-    likely as the last one inside are inside too; an engine may leave some of those out, and then its log-probs are larger by at
-    most their share of the part.
+    A kept token always belongs to the part: it was sampled, so only rounding can have put it
+    outside. All tokens that are as likely as the last one inside are inside too; an engine may
+    leave some of those out, and then its log-probs are larger by at most their share of the part.
     """
 
     top_k: int = 0
@@ -39,16 +41,25 @@ class Truncation:
     @property
     def while_early(self) -> Self:
         """Return the restriction at the tokens of a response before its smallest length."""
-        return replace(self, banned=tuple(sorted({*self.banned, *self.banned_early})), banned_early=())
+        return replace(
+            self, banned=tuple(sorted({*self.banned, *self.banned_early})), banned_early=()
+        )
 
     def __call__(self, logits: Tensor, keep: Tensor | None = None) -> Tensor:
-        """Return `logits` [t, V] with -inf outside of the part; `keep` [t, K] tokens stay, if they are not negative."""
+        """Return `logits` [t, V] with -inf outside of the part; `keep` [t, K] tokens stay, if they
+        are not negative.
+        """
         if keep is not None:
             keep = torch.where(keep < 0, logits.shape[-1], keep)
-        return logits.masked_fill_(self.outside(logits, self.threshold(logits), keep=keep), -torch.inf)
+        return logits.masked_fill_(
+            self.outside(logits, self.threshold(logits), keep=keep), -torch.inf
+        )
 
-    def outside(self, logits: Tensor, threshold: Tensor, *, first: int = 0, keep: Tensor | None = None) -> Tensor:
-        """Return [t, v] bool: below the threshold [t, 1], or banned, except `keep` [t, K], positions among the v; v itself: none.
+    def outside(
+        self, logits: Tensor, threshold: Tensor, *, first: int = 0, keep: Tensor | None = None
+    ) -> Tensor:
+        """Return [t, v] bool: below the threshold [t, 1], or banned, except `keep` [t, K],
+        positions among the v; v itself: none.
 
         `logits` [t, v] are those of the tokens from `first` on.
         """
@@ -60,13 +71,17 @@ class Truncation:
         return outside
 
     def cut(self, vocabulary: int) -> tuple[int, "Truncation"]:
-        """Return the number of ids without the banned ones at the end of the vocabulary, and the truncation of the rest.
+        """Return the number of ids without the banned ones at the end of the vocabulary, and the
+        truncation of the rest.
 
-        Logits from that number on need not be computed: they belong to rows of padding, and no token has those.
+        Logits from that number on need not be computed: they belong to rows of padding, and no
+        token has those.
         """
         for start, end in runs(self.banned):
             if start < vocabulary <= end:
-                return start, replace(self, banned=tuple(token for token in self.banned if token < start))
+                return start, replace(
+                    self, banned=tuple(token for token in self.banned if token < start)
+                )
         return vocabulary, self
 
     def threshold(self, logits: Tensor) -> Tensor:
@@ -76,7 +91,10 @@ class Truncation:
             logits = logits.masked_fill(self.outside(logits, threshold), -torch.inf)
         if self.top_k > 0:
             threshold = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
-            logits = logits.masked_fill(logits < threshold, -torch.inf) if self.top_p < 1.0 else logits
+            logits = (
+                logits.masked_fill(logits < threshold, -torch.inf) if self.top_p < 1.0 else logits
+            )
+
         if self.top_p < 1.0:
             threshold = nucleus_threshold(logits, self.top_p)
         return threshold
@@ -98,12 +116,17 @@ def runs(token_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def nucleus_threshold(logits: Tensor, top_p: float) -> Tensor:
-    """Return the smallest logit of [t, V] float32 such that those above it have less than `top_p` of the probability: [t, 1].
+    """Return the smallest logit of [t, V] float32 such that those above it have less than `top_p`
+    of the probability: [t, 1].
 
-    It is found by bisection of the float32 numbers from -inf to the largest logit, whose order is that of their keys: 32 sums
-    over the vocabulary instead of sorting it.
+    It is found by bisection of the float32 numbers from -inf to the largest logit, whose order is
+    that of their keys: 32 sums over the vocabulary instead of sorting it.
     """
-    rows = max(1, HOST_BLOCK // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
+    rows = (
+        max(1, HOST_BLOCK // logits.shape[-1])
+        if logits.device.type == "cpu"
+        else max(1, len(logits))
+    )
     return torch.cat([_bisect_threshold(part, top_p) for part in logits.split(rows)])
 
 
@@ -112,18 +135,23 @@ def _bisect_threshold(logits: Tensor, top_p: float) -> Tensor:
     weights = (logits - top).exp_()
     target_mass = top_p * weights.sum(-1, keepdim=True)
     above = torch.empty_like(logits)
+
     high = float_keys(top)  # belongs to the part
     low = float_keys(torch.full_like(top, -torch.inf))  # does not belong to it
     for _ in range(32):
         middle = (low + high) // 2
         torch.gt(logits, floats_of(middle), out=above)
         inside = above.mul_(weights).sum(-1, keepdim=True) < target_mass
-        low, high = torch.where(inside, low, middle), torch.where(inside, middle, high)
+        low = torch.where(inside, low, middle)
+        high = torch.where(inside, middle, high)
+
     return floats_of(high)
 
 
 def float_keys(values: Tensor) -> Tensor:
-    """Return integers of 32 bits in the order of float32 `values`, int64: a float's own bits, flipped where it is negative."""
+    """Return integers of 32 bits in the order of float32 `values`, int64: a float's own bits,
+    flipped where it is negative.
+    """
     bits = (values + 0.0).view(torch.int32)  # + 0.0: a zero has no sign
     return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()
 

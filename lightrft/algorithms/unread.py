@@ -11,7 +11,8 @@ from lightrft.registry import Registry
 
 
 def unread_flags(section: AlgorithmSection) -> list[str]:
-    """Return a sentence for each flag that the user changed and only other estimators, losses or corrections read.
+    """Return a sentence for each flag that the user changed and only other estimators, losses or
+    corrections read.
 
     Raises ValueError for a name that no registry knows.
     """
@@ -24,15 +25,24 @@ def unread_flags(section: AlgorithmSection) -> list[str]:
     return notices
 
 
-def unread(registry: Registry, chosen: str, changed: set[str], companions: Registry | None = None) -> list[str]:
-    """Return a sentence for each changed flag that only other functions of the registry, or their companions, read."""
+def unread(
+    registry: Registry, chosen: str, changed: set[str], companions: Registry | None = None
+) -> list[str]:
+    """Return a sentence for each changed flag that only other functions of the registry, or their
+    companions, read.
+    """
     tables = [registry, companions] if companions else [registry]
     reads = {
-        name: set().union(*(keywords(table[name]) for table in tables if table is registry or name in table)) & FIELDS
+        name: set().union(
+            *(keywords(table[name]) for table in tables if table is registry or name in table)
+        )
+        & FIELDS
         for name in {*registry.names(), chosen}
     }
+
     for flag, bounds in BOTH_BOUNDS.items():
         for names in reads.values():
             names |= {flag} if names & set(bounds) else set()
+
     wasted = changed & set().union(*reads.values()) - reads[chosen]
     return [f"--{name} has no effect with {registry.flag} {chosen}" for name in sorted(wasted)]

@@ -11,9 +11,11 @@ from lightrft.types import JudgedBatch
 
 
 def sigmoid(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float = 0.0) -> Tensor:
-    """-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), [P], for the difference h of the log-ratios [P].
+    """-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), [P], for the difference h of the
+    log-ratios [P].
 
-    Rafailov et al., arXiv 2305.18290, equation 7; smoothing e is cDPO: Mitchell, "A note on DPO with noisy preferences", 2023.
+    Rafailov et al., arXiv 2305.18290, equation 7; smoothing e is cDPO: Mitchell, "A note on DPO
+    with noisy preferences", 2023.
     """
     logits = beta * (chosen - rejected)
     return -(1 - smoothing) * F.logsigmoid(logits) - smoothing * F.logsigmoid(-logits)
@@ -25,36 +27,51 @@ def ipo(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def hinge(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """max(0, 1 - beta h), [P]: Zhao et al., arXiv 2305.10425 (SLiC), with the normalised ratios of arXiv 2309.06657."""
+    """max(0, 1 - beta h), [P]: Zhao et al., arXiv 2305.10425 (SLiC), with the normalised ratios of
+    arXiv 2309.06657.
+    """
     return torch.relu(1 - beta * (chosen - rejected))
 
 
 class DPOObjective:
-    """Mean of the loss of all pairs of the optimizer step, and the likelihood of the chosen answers with a coefficient."""
+    """Mean of the loss of all pairs of the optimizer step, and the likelihood of the chosen answers
+    with a coefficient.
+    """
 
     def __init__(self, section: PreferenceSection):
         self.section = section
 
-    def __call__(self, logprobs: Tensor, batch: JudgedBatch, denominator: Denominator) -> tuple[Tensor, Report]:
-        """Compute the loss [] from log-probs [T]; `batch.reference` [N] are the sums of the reference's. Reports are [P].
+    def __call__(
+        self, logprobs: Tensor, batch: JudgedBatch, denominator: Denominator
+    ) -> tuple[Tensor, Report]:
+        """Compute the loss [] from log-probs [T]; `batch.reference` [N] are the sums of the
+        reference's. Reports are [P].
 
-        Without them the policy is the reference: all differences are exactly 0, whatever is rounded.
-        `denominator.tokens` counts the learned tokens of chosen answers. SFT term: Pang et al., arXiv 2404.19733, equation 3,
-        with the mean over the tokens of the step.
+        Without them the policy is the reference: all differences are exactly 0, whatever is
+        rounded. `denominator.tokens` counts the learned tokens of chosen answers. SFT term: Pang et
+        al., arXiv 2404.19733, equation 3, with the mean over the tokens of the step.
         """
-        section, learned = self.section, batch.loss_mask
+        section = self.section
+        learned = batch.loss_mask
         logprobs = torch.where(learned, logprobs, 0.0)
         sums = sequence_sums(logprobs, batch)
         ratios = sums - (sums.detach() if batch.reference is None else batch.reference)
         if section.length_normalized:
             ratios = ratios / sequence_sums(learned.float(), batch).clamp(min=1)
         chosen, rejected = split_pairs(ratios)
+
         loss = self.losses(chosen, rejected).sum() / denominator.sequences
         report = pair_report(section.beta * chosen, section.beta * rejected, chosen > rejected)
         if section.sft_coef:
             of_chosen = learned & (batch.sequence_ids % 2 == 0)
-            loss = loss - section.sft_coef * torch.where(of_chosen, logprobs, 0.0).sum() / denominator.tokens
+            loss = (
+                loss
+                - section.sft_coef
+                * torch.where(of_chosen, logprobs, 0.0).sum()
+                / denominator.tokens
+            )
             report["train/sft_loss"] = Weighted(-logprobs.detach(), of_chosen.float())
+
         return loss, report
 
     def losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:

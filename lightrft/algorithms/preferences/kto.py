@@ -1,4 +1,6 @@
-"""KTO: single answers that are desirable or not, compared with the divergence from the reference."""
+"""KTO: single answers that are desirable or not, compared with the divergence from the
+reference.
+"""
 
 import torch
 from torch import Tensor
@@ -8,18 +10,26 @@ from lightrft.config.sections import PreferenceSection
 from lightrft.types import JudgedBatch
 
 
-def kto(rewards: Tensor, desirable: Tensor, divergence: Tensor, weights: tuple[float, float]) -> Tensor:
-    """Return w (1 - sigmoid(r - z)) for desirable answers and w (1 - sigmoid(z - r)) for others: [N].
+def kto(
+    rewards: Tensor, desirable: Tensor, divergence: Tensor, weights: tuple[float, float]
+) -> Tensor:
+    """Return w (1 - sigmoid(r - z)) for desirable answers and w (1 - sigmoid(z - r)) for others:
+    [N].
 
-    `rewards` r [N] are beta log(p_policy / p_reference), `divergence` z [] is beta times that of the policy from the reference,
-    without a gradient; `weights` w are those of desirable and of other answers. Ethayarajh et al., arXiv 2402.01306, equation 8.
+    `rewards` r [N] are beta log(p_policy / p_reference), `divergence` z [] is beta times that of
+    the policy from the reference, without a gradient; `weights` w are those of desirable and of
+    other answers. Ethayarajh et al., arXiv 2402.01306, equation 8.
     """
     signs = torch.where(desirable, 1.0, -1.0)
-    return torch.where(desirable, weights[0], weights[1]) * torch.sigmoid(-signs * (rewards - divergence))
+    return torch.where(desirable, weights[0], weights[1]) * torch.sigmoid(
+        -signs * (rewards - divergence)
+    )
 
 
 def reference_point(log_ratios: Tensor) -> Tensor:
-    """Return max(0, mean of log(p_policy / p_reference)), [], over mismatched answers of all ranks [N] (section 4.1)."""
+    """Return max(0, mean of log(p_policy / p_reference)), [], over mismatched answers of all ranks
+    [N] (section 4.1).
+    """
     return log_ratios.mean().clamp(min=0)
 
 
@@ -28,20 +38,36 @@ class KTOObjective:
 
     def __init__(self, section: PreferenceSection, divergence: Tensor):
         """Set up the objective of one step. `divergence` [] is its reference point."""
-        self.section, self.divergence = section, divergence
+        self.section = section
+        self.divergence = divergence
 
-    def __call__(self, logprobs: Tensor, batch: JudgedBatch, denominator: Denominator) -> tuple[Tensor, Report]:
-        """Compute the loss [] from log-probs [T]; `batch.reference` [N] are the sums of the reference's. Reports are [N]."""
-        section, good = self.section, batch.desirable
-        present = sequence_sums(batch.loss_mask.float(), batch) > 0  # an empty micro-batch has a sequence that is not learned
-        rewards = section.beta * (sequence_sums(torch.where(batch.loss_mask, logprobs, 0.0), batch) - batch.reference)
+    def __call__(
+        self, logprobs: Tensor, batch: JudgedBatch, denominator: Denominator
+    ) -> tuple[Tensor, Report]:
+        """Compute the loss [] from log-probs [T]; `batch.reference` [N] are the sums of the
+        reference's. Reports are [N].
+        """
+        section = self.section
+        good = batch.desirable
+        # an empty micro-batch has a sequence that is not learned
+        present = sequence_sums(batch.loss_mask.float(), batch) > 0
+        rewards = section.beta * (
+            sequence_sums(torch.where(batch.loss_mask, logprobs, 0.0), batch) - batch.reference
+        )
         divergence = section.beta * self.divergence
-        losses = kto(rewards, good, divergence, (section.desirable_weight, section.undesirable_weight))
-        implicit_rewards, desired, other = rewards.detach(), (present & good).float(), (present & ~good).float()
+        losses = kto(
+            rewards, good, divergence, (section.desirable_weight, section.undesirable_weight)
+        )
+        implicit_rewards = rewards.detach()
+        desired = (present & good).float()
+        other = (present & ~good).float()
         report = {
             "train/reward_desirable": Weighted(implicit_rewards, desired),
             "train/reward_undesirable": Weighted(implicit_rewards, other),
-            "train/accuracy": Weighted(((implicit_rewards > divergence) == good).float(), present.float()),
+            "train/accuracy": Weighted(
+                ((implicit_rewards > divergence) == good).float(), present.float()
+            ),
             "train/kl": Weighted(self.divergence.expand(len(implicit_rewards)), present.float()),
         }
+
         return torch.where(present, losses, 0.0).sum() / denominator.sequences, report

@@ -1,4 +1,6 @@
-"""Pairs in flat batches: the sequences of a micro-batch are alternately chosen and rejected answers."""
+"""Pairs in flat batches: the sequences of a micro-batch are alternately chosen and rejected
+answers.
+"""
 
 import torch
 from torch import Tensor
@@ -9,13 +11,24 @@ from lightrft.algorithms.reduce import Report, Weighted
 def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
     """Split [2P, ...] into the values of chosen and of rejected sequences, [P, ...] each.
 
-    An empty micro-batch, which has a single sequence, has no pair; its values stay part of the graph.
+    An empty micro-batch, which has a single sequence, has no pair; its values stay part of the
+    graph.
     """
     count = len(values) // 2
     return values[0 : 2 * count : 2], values[1 : 2 * count : 2]
 
 
 def pair_report(chosen: Tensor, rejected: Tensor, right: Tensor) -> Report:
-    """Report the rewards of both answers, their difference, and how often the judgement is predicted; [P] each."""
-    values = {"accuracy": right, "margin": chosen - rejected, "reward_chosen": chosen, "reward_rejected": rejected}
-    return {f"train/{name}": Weighted(value.detach().float(), torch.ones_like(chosen)) for name, value in values.items()}
+    """Report the rewards of both answers, their difference, and how often the judgement is
+    predicted; [P] each.
+    """
+    values = {
+        "accuracy": right,
+        "margin": chosen - rejected,
+        "reward_chosen": chosen,
+        "reward_rejected": rejected,
+    }
+    return {
+        f"train/{name}": Weighted(value.detach().float(), torch.ones_like(chosen))
+        for name, value in values.items()
+    }

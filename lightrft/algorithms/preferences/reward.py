@@ -15,21 +15,28 @@ from lightrft.types import JudgedBatch
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
     """-log sigmoid(chosen - rejected - margin), [P].
 
-    Bradley and Terry, Biometrika 39, 1952; with margins: Touvron et al., arXiv 2307.09288, section 3.2.2.
+    Bradley and Terry, Biometrika 39, 1952; with margins: Touvron et al., arXiv 2307.09288, section
+    3.2.2.
     """
     return -F.logsigmoid(chosen - rejected - margin)
 
 
 def log_exp(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """log(1 + exp(rejected - chosen)), [P]: Bai et al., arXiv 2204.05862. It equals bradley_terry() without a margin."""
+    """log(1 + exp(rejected - chosen)), [P]: Bai et al., arXiv 2204.05862. It equals bradley_terry()
+    without a margin.
+    """
     return F.softplus(rejected - chosen)
 
 
-def rao_kupper(chosen: Tensor, rejected: Tensor, margin: Tensor, tie: Tensor, threshold: float) -> Tensor:
-    """Return the negative log-likelihood of preferences and ties, [P]: Rao and Kupper, JASA 62, 1967. `tie` is [P] bool.
+def rao_kupper(
+    chosen: Tensor, rejected: Tensor, margin: Tensor, tie: Tensor, threshold: float
+) -> Tensor:
+    """Return the negative log-likelihood of preferences and ties, [P]: Rao and Kupper, JASA 62,
+    1967. `tie` is [P] bool.
 
-    P(chosen wins) = e^c / (e^c + theta e^r); P(tie) = (theta^2 - 1) P(chosen wins) P(rejected wins), for the threshold theta > 1.
-    The margin is subtracted from the difference of a preference, and not of a tie.
+    P(chosen wins) = e^c / (e^c + theta e^r); P(tie) = (theta^2 - 1) P(chosen wins) P(rejected
+    wins), for the threshold theta > 1. The margin is subtracted from the difference of a
+    preference, and not of a tie.
     """
     wins, loses = _log_wins(chosen - rejected - torch.where(tie, 0.0, margin), threshold)
     return -torch.where(tie, math.log(threshold**2 - 1) + wins + loses, wins)
@@ -42,33 +49,52 @@ def _log_wins(difference: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 class RewardObjective:
-    """Mean of the loss of all pairs of the optimizer step, with the accuracy and the scores of each head."""
+    """Mean of the loss of all pairs of the optimizer step, with the accuracy and the scores of each
+    head.
+    """
 
     def __init__(self, section: PreferenceSection, heads: list[str]):
         """Set up the objective. `heads` are the names of several heads."""
-        self.section, self.heads = section, heads
+        self.section = section
+        self.heads = heads
 
-    def __call__(self, scores: Tensor, batch: JudgedBatch, denominator: Denominator) -> tuple[Tensor, Report]:
+    def __call__(
+        self, scores: Tensor, batch: JudgedBatch, denominator: Denominator
+    ) -> tuple[Tensor, Report]:
         """Compute the loss [] from scores [N]; reports are [P]."""
         chosen, rejected = split_pairs(scores)
         tie = split_pairs(batch.ties)[0]
         losses = self.losses(chosen, rejected, split_pairs(batch.margins)[0], tie)
         right = self.is_right(chosen.detach() - rejected.detach(), tie)
         report = pair_report(chosen, rejected, right)
-        of_heads = {name: split_pairs(batch.heads)[0] == place for place, name in enumerate(self.heads)}
-        report |= {f"train/accuracy_of_{name}": Weighted(right.float(), own.float()) for name, own in of_heads.items()}
+        of_heads = {
+            name: split_pairs(batch.heads)[0] == place for place, name in enumerate(self.heads)
+        }
+        report |= {
+            f"train/accuracy_of_{name}": Weighted(right.float(), own.float())
+            for name, own in of_heads.items()
+        }
+
         return losses.sum() / denominator.sequences, report
 
     def losses(self, chosen: Tensor, rejected: Tensor, margin: Tensor, tie: Tensor) -> Tensor:
         """Return the loss of each pair, [P]."""
         if self.section.rm_loss == "ties":
             return rao_kupper(chosen, rejected, margin, tie, self.section.tie_threshold)
-        return log_exp(chosen, rejected) if self.section.rm_loss == "logexp" else bradley_terry(chosen, rejected, margin)
+        return (
+            log_exp(chosen, rejected)
+            if self.section.rm_loss == "logexp"
+            else bradley_terry(chosen, rejected, margin)
+        )
 
     def is_right(self, difference: Tensor, tie: Tensor) -> Tensor:
-        """Return where the likeliest outcome is the judgement, [P] bool: of a tie that no answer is likelier to win."""
+        """Return where the likeliest outcome is the judgement, [P] bool: of a tie that no answer is
+        likelier to win.
+        """
         if self.section.rm_loss != "ties":
             return difference > 0
         wins, loses = _log_wins(difference, self.section.tie_threshold)
-        likely_tie = math.log(self.section.tie_threshold**2 - 1) + wins + loses > torch.maximum(wins, loses)
+        likely_tie = math.log(self.section.tie_threshold**2 - 1) + wins + loses > torch.maximum(
+            wins, loses
+        )
         return torch.where(tie, likely_tie, difference > 0)

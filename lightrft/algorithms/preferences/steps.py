@@ -8,14 +8,19 @@ from lightrft.algorithms.reduce import Denominator, Report, Weighted, share_of_m
 from lightrft.types import JudgedBatch
 
 
-def step_objective(scores: Tensor, batch: JudgedBatch, denominator: Denominator) -> tuple[Tensor, Report]:
-    """Binary cross entropy of sigmoid(score) and the label at the end of each step, mean over all steps of the optimizer step.
+def step_objective(
+    scores: Tensor, batch: JudgedBatch, denominator: Denominator
+) -> tuple[Tensor, Report]:
+    """Binary cross entropy of sigmoid(score) and the label at the end of each step, mean over all
+    steps of the optimizer step.
 
-    scores [T] float32, read at the learned tokens, where `batch.targets` [T] are labels from 0 to 1; returns [] and reports [T].
-    Lightman et al., arXiv 2305.20050.
+    scores [T] float32, read at the learned tokens, where `batch.targets` [T] are labels from 0 to
+    1; returns [] and reports [T]. Lightman et al., arXiv 2305.20050.
     """
     losses = F.binary_cross_entropy_with_logits(scores, batch.targets, reduction="none")
-    probability, right, learned = scores.detach().sigmoid(), batch.targets > 0.5, batch.loss_mask.float()
+    probability = scores.detach().sigmoid()
+    right = batch.targets > 0.5
+    learned = batch.loss_mask.float()
     report = {
         "train/accuracy": Weighted(((probability > 0.5) == right).float(), learned),
         "train/probability_right": Weighted(probability, torch.where(right, learned, 0.0)),
