@@ -1,10 +1,11 @@
 """Attention over flat batches: sequences are concatenated, and none attends to another.
 
-The function is registered with transformers under the name `lightrft`. It uses one of two kernels: variable-length flash
-attention if the device supports it, otherwise torch's own over blocks of sequences of similar length, padded on the right. Plain
-causal attention is correct there, because padding follows all tokens of a sequence. If sequences share a prefix, ranks split the
-queries, or tokens of an image attend to those that follow them, both compute attention in parts: see prefix_attention.py. Only
-prefixes of a few tokens are copied on a CPU.
+The function is registered with transformers under the name `lightrft`. It uses one of two kernels:
+variable-length flash attention if the device supports it, otherwise torch's own over blocks of
+sequences of similar length, padded on the right. Plain causal attention is correct there, because
+padding follows all tokens of a sequence. If sequences share a prefix, ranks split the queries, or
+tokens of an image attend to those that follow them, both compute attention in parts: see
+prefix_attention.py. Only prefixes of a few tokens are copied on a CPU.
 """
 
 from collections.abc import Callable
@@ -16,13 +17,19 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from lightrft.attention.layout import Blocks, Layout
-from lightrft.attention.prefix_attention import CPU_KERNEL, PartKernel, prefix_attention, window_mask
+from lightrft.attention.prefix_attention import (
+    CPU_KERNEL,
+    PartKernel,
+    prefix_attention,
+    window_mask,
+)
 from lightrft.parallel.device import has_flash_attention
 
 ATTENTION = "lightrft"
 
 Kernel = Callable[..., Tensor]
-"""(query [T, H, D], key and value [T, H_kv, D], layout, scaling=, window=, dropout=) -> [T, H, D]."""
+"""(query [T, H, D], key and value [T, H_kv, D], layout, scaling=, window=, dropout=) -> [T, H, D].
+"""
 
 
 def attention_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
@@ -35,7 +42,9 @@ def attention_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
 
 
 def part_kernel(device: torch.device, dtype: torch.dtype) -> PartKernel | None:
-    """Choose the kernel for sequences in parts; None if no kernel returns log-sum-exps, as for float32 on an accelerator."""
+    """Choose the kernel for sequences in parts; None if no kernel returns log-sum-exps, as for
+    float32 on an accelerator.
+    """
     if _flash(device, dtype):
         from lightrft.attention.flash_attn import FLASH_PARTS
 
@@ -62,37 +71,56 @@ def flat_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention: query [1, H, t, D], key and value [1, H_kv, t, D] of this rank's tokens -> ([1, t, H, D], None).
+    """Compute attention: query [1, H, t, D], key and value [1, H_kv, t, D] of this rank's tokens ->
+    ([1, t, H, D], None).
 
-    A token attends to `sliding_window` tokens, itself included. Raise ValueError for soft-capped and sink attention, and for a
-    sequence that is longer than a window which the layer applies in the mask alone.
+    A token attends to `sliding_window` tokens, itself included. Raise ValueError for soft-capped
+    and sink attention, and for a sequence that is longer than a window which the layer applies in
+    the mask alone.
     """
     if softcap is not None or s_aux is not None:
-        raise ValueError(f"{type(module).__name__} uses soft-capped or sink attention, which flat batches do not support")
+        raise ValueError(
+            f"{type(module).__name__} uses soft-capped or sink attention, which flat batches do not"
+            " support"
+        )
+
     only_in_mask = configured_window(module) if sliding_window is None else None
     if only_in_mask and only_in_mask < layout.longest:
         raise ValueError(
-            f"{type(module).__name__} applies its window of {only_in_mask} tokens in the attention mask alone, and flat batches "
-            f"have none: a sequence of {layout.longest} tokens would attend to too many; use at most {only_in_mask}"
+            f"{type(module).__name__} applies its window of {only_in_mask} tokens in the attention"
+            f" mask alone, and flat batches have none: a sequence of {layout.longest} tokens would"
+            f" attend to too many; use at most {only_in_mask}"
         )
-    query, key, value = layout.sequence.before_attention(*(x[0].transpose(0, 1) for x in (query, key, value)))
+
+    query, key, value = layout.sequence.before_attention(
+        *(x[0].transpose(0, 1) for x in (query, key, value))
+    )
     window = sliding_window if sliding_window and sliding_window < layout.longest else None
     if layout.needs_several_calls:
         kernel = None if dropout else part_kernel(query.device, query.dtype)
         if kernel is CPU_KERNEL and window is None and _copies(query, layout):
-            output = block_attention(query, key, value, layout, scaling=scaling, window=None, dropout=0.0)
+            output = block_attention(
+                query, key, value, layout, scaling=scaling, window=None, dropout=0.0
+            )
         elif kernel is None:
-            output = copied_attention(query, key, value, layout, scaling=scaling, window=window, dropout=dropout)
+            output = copied_attention(
+                query, key, value, layout, scaling=scaling, window=window, dropout=dropout
+            )
         else:
-            output = prefix_attention(kernel, query, key, value, layout, scaling=scaling, window=window)
+            output = prefix_attention(
+                kernel, query, key, value, layout, scaling=scaling, window=window
+            )
     else:
         kernel = attention_kernel(query.device, query.dtype)
         output = kernel(query, key, value, layout, scaling=scaling, window=window, dropout=dropout)
+
     return layout.sequence.after_attention(output).unsqueeze(0), None
 
 
 def configured_window(module: nn.Module) -> int | None:
-    """Return the number of tokens that a layer of transformers attends to by its configuration; None: all."""
+    """Return the number of tokens that a layer of transformers attends to by its configuration;
+    None: all.
+    """
     config = getattr(module, "config", None)
     window = getattr(config, "sliding_window", None)
     if not isinstance(window, int) or getattr(config, "use_sliding_window", True) is False:
@@ -104,58 +132,99 @@ def configured_window(module: nn.Module) -> int | None:
 
 
 def _copies(query: Tensor, layout: Layout) -> bool:
-    """Return True to copy prefixes; not in a dtype that would round the gradient of a prefix for each copy."""
+    """Return True to copy prefixes; not in a dtype that would round the gradient of a prefix for
+    each copy.
+    """
     return query.dtype == torch.float32 and layout.copies_are_faster(query[0].numel())
 
 
 def copied_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, scaling: float | None, window: int | None, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    *,
+    scaling: float | None,
+    window: int | None,
+    dropout: float,
 ) -> Tensor:
-    """Compute torch's scaled dot product attention per sequence, each with a copy of all keys that it attends to.
+    """Compute torch's scaled dot product attention per sequence, each with a copy of all keys that
+    it attends to.
 
-    This is the fallback for dropout, which needs the probabilities over all keys, and for devices without a part_kernel(). Raise
-    ValueError if ranks split the queries of bidirectional tokens.
+    This is the fallback for dropout, which needs the probabilities over all keys, and for devices
+    without a part_kernel(). Raise ValueError if ranks split the queries of bidirectional tokens.
     """
     if layout.bidirectional is not None and layout.queries_are_split:
         raise ValueError(
-            "--sp_impl zigzag computes bidirectional attention of images only on a CPU, or in bfloat16 by flash attention, and "
-            "without dropout: use --bf16 and an attention_dropout of 0, or --sp_impl ulysses"
+            "--sp_impl zigzag computes bidirectional attention of images only on a CPU, or in"
+            " bfloat16 by flash attention, and without dropout: use --bf16 and an attention_dropout"
+            " of 0, or --sp_impl ulysses"
         )
+
     part = layout.with_copies(window or layout.longest)
     run_ids = [None] * len(part.key_lengths)
     if layout.bidirectional is not None:
         run_ids = part.keys.of(layout.run_ids).split(part.key_lengths)
     queries = query.split(part.query_lengths)
+
     keys, values = (part.keys.of(x).split(part.key_lengths) for x in (key, value))
     outputs = []
     for q, k, v, runs in zip(queries, keys, values, run_ids, strict=True):
         mask = window_mask(len(q), part.window, q.device, num_keys=len(k), run_ids=runs)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=scaling, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            scale=scaling,
+            dropout_p=dropout,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         outputs.append(out[0].transpose(0, 1))
+
     return torch.cat(outputs)
 
 
 def block_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, scaling: float | None, window: int | None, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    *,
+    scaling: float | None,
+    window: int | None,
+    dropout: float,
 ) -> Tensor:
     """Compute torch's scaled dot product attention block by block."""
-    blocks, outputs = layout.blocks, []
-    for (size, width), q, k, v in zip(blocks.shapes, *(_split(x, blocks) for x in (query, key, value)), strict=True):
+    blocks = layout.blocks
+    outputs = []
+    for (size, width), q, k, v in zip(
+        blocks.shapes, *(_split(x, blocks) for x in (query, key, value)), strict=True
+    ):
         q, k, v = (x.view(size, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         mask = window_mask(width, window, query.device) if window and width > window else None
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            dropout_p=dropout,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
+
     output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return output if blocks.places is None else output.index_select(0, blocks.places)
 
 
 def _split(x: Tensor, blocks: Blocks) -> tuple[Tensor, ...]:
-    """Split [T, H, D] into blocks [n * S, H, D]. The gradient of a split is one concatenation, that of slices a sum for each."""
+    """Split [T, H, D] into blocks [n * S, H, D].
+
+    The gradient of a split is one concatenation, that of slices a sum for each.
+    """
     x = x if blocks.source is None else x.index_select(0, blocks.source)
     return x.split([size * width for size, width in blocks.shapes])
 

@@ -1,7 +1,7 @@
 """Positions of the sequences in a flat batch, and the tokens that each of them attends to.
 
-Shapes: T tokens of all sequences, U of them computed (all of them, or each shared prefix once), t computed by this rank: ranks
-that split a batch split its computed tokens.
+Shapes: T tokens of all sequences, U of them computed (all of them, or each shared prefix once), t
+computed by this rank: ranks that split a batch split its computed tokens.
 """
 
 import math
@@ -19,19 +19,24 @@ from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequencePa
 from lightrft.types import SharedPrefix, to_device
 
 ALONE = 64
-"""Length above which a sequence shares a block only with sequences of the same length: a call costs less than padding."""
+"""Length above which a sequence shares a block only with sequences of the same length: a call costs
+less than padding."""
 
 CALL_WORK = 2**19
-"""Query-key pairs x elements of a query, forward and backward, that take as long on a CPU as a call of attention with what it
-needs. Measured on one core for 1 to 4 prefixes of 9 to 512 tokens and 128 elements: 0.47 ns for each, 0.25 ms for a call."""
+"""Query-key pairs x elements of a query, forward and backward, that take as long on a CPU as a call
+of attention with what it needs. Measured on one core for 1 to 4 prefixes of 9 to 512 tokens and 128
+elements: 0.47 ns for each, 0.25 ms for a call."""
 
 
 BIDIRECTIONAL = ("gemma3",)
-"""Model types whose image tokens attend to all tokens of their image; text attends to earlier tokens only."""
+"""Model types whose image tokens attend to all tokens of their image; text attends to earlier
+tokens only."""
 
 
 def bidirectional_token(config: PretrainedConfig) -> int | None:
-    """Return the token whose runs are images with attention in both directions; None if all attention of the model is causal."""
+    """Return the token whose runs are images with attention in both directions; None if all
+    attention of the model is causal.
+    """
     return config.image_token_id if config.model_type in BIDIRECTIONAL else None
 
 
@@ -42,7 +47,8 @@ class Blocks:
     shapes: list[tuple[int, int]]
     """(number of sequences, width) of each block."""
     source: Tensor | None
-    """[P] int64: the token at each position of the blocks; padding repeats the last token. None if they are the flat batch."""
+    """[P] int64: the token at each position of the blocks; padding repeats the last token. None if
+    they are the flat batch."""
     places: Tensor | None
     """[T] int64: the position of each token in the blocks."""
 
@@ -56,21 +62,30 @@ class Selection:
         self.rows: slice | Tensor
         """Selected rows of the tensor."""
         self._copies: list[tuple[Tensor, Tensor]] = []
+
         if self.consecutive:
             self.rows = slice(int(index[0]), int(index[-1]) + 1)
             return
+
         self.rows = to_device(torch.from_numpy(index), device)
         copy = _copy_numbers(index)
         for number in range(int(copy.max(initial=0)) + 1 if copy.any() else 0):
             places = (copy == number).nonzero()[0]
-            self._copies.append((to_device(torch.from_numpy(places), device), to_device(torch.from_numpy(index[places]), device)))
+            self._copies.append(
+                (
+                    to_device(torch.from_numpy(places), device),
+                    to_device(torch.from_numpy(index[places]), device),
+                )
+            )
 
     def of(self, values: Tensor) -> Tensor:
         """Return the selected rows: [n, ...]."""
         return values[self.rows] if self.consecutive else values.index_select(0, self.rows)
 
     def spread(self, values: Tensor, total: Tensor) -> Tensor:
-        """Return the sum of values [n, ...] for every row, in float32 and the shape of `total`; it may be `values` itself."""
+        """Return the sum of values [n, ...] for every row, in float32 and the shape of `total`; it
+        may be `values` itself.
+        """
         if self.consecutive and len(values) == len(total):
             return values.float()
         sums = torch.zeros_like(total, dtype=torch.float32)
@@ -78,7 +93,9 @@ class Selection:
         return sums
 
     def add_to(self, total: Tensor, values: Tensor) -> None:
-        """Add values [n, ...] to the selected rows of `total`, in place. A row that occurs several times gets the sum of all.
+        """Add values [n, ...] to the selected rows of `total`, in place.
+
+        A row that occurs several times gets the sum of all.
 
         No two values are added to one row at the same time, so the sum is deterministic.
         """
@@ -103,25 +120,39 @@ def _copy_numbers(index: np.ndarray) -> np.ndarray:
 class Part:
     """One call of attention: concatenated runs of queries, each with a run of keys.
 
-    `causal`: a run has as many keys as queries, and each query attends to the keys up to its own. `window`: the last query of a
-    run is aligned with its last key, and each query attends to `window` keys up to its own. Neither: every query of a run
-    attends to all of its keys.
+    `causal`: a run has as many keys as queries, and each query attends to the keys up to its own.
+    `window`: the last query of a run is aligned with its last key, and each query attends to
+    `window` keys up to its own. Neither: every query of a run attends to all of its keys.
     """
 
     def __init__(
-        self, queries: Selection, keys: Selection, query_lengths: np.ndarray, key_lengths: np.ndarray, device: torch.device,
-        *, causal: bool = False, window: int | None = None,
-    ):  # fmt: skip
-        self.queries, self.keys = queries, keys
+        self,
+        queries: Selection,
+        keys: Selection,
+        query_lengths: np.ndarray,
+        key_lengths: np.ndarray,
+        device: torch.device,
+        *,
+        causal: bool = False,
+        window: int | None = None,
+    ):
+        self.queries = queries
+        self.keys = keys
         """Queries among this rank's t tokens, and keys among the U tokens of all ranks."""
         self.query_lengths: list[int] = query_lengths.tolist()
         self.key_lengths: list[int] = key_lengths.tolist()
-        self.device, self.causal, self.window = device, causal, window
+        self.device = device
+        self.causal = causal
+        self.window = window
 
     @cached_property
     def offsets(self) -> tuple[Tensor, Tensor]:
-        """Return the offsets of the queries and of the keys of each run: [runs + 1] int32 each, on the device."""
-        return offsets(torch.tensor(self.query_lengths), self.device), offsets(torch.tensor(self.key_lengths), self.device)
+        """Return the offsets of the queries and of the keys of each run: [runs + 1] int32 each, on
+        the device.
+        """
+        return offsets(torch.tensor(self.query_lengths), self.device), offsets(
+            torch.tensor(self.key_lengths), self.device
+        )
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -132,14 +163,19 @@ class Part:
 class Layout:
     """Positions of the sequences in a flat batch; built once per micro-batch, used by every layer.
 
-    It is built from lengths on the host, so that the host does not wait for the device. It is no dataclass: in mixed precision
-    FSDP copies dataclasses for every layer, and the cached values would be recomputed.
+    It is built from lengths on the host, so that the host does not wait for the device. It is no
+    dataclass: in mixed precision FSDP copies dataclasses for every layer, and the cached values
+    would be recomputed.
     """
 
     def __init__(
-        self, lengths: Tensor, device: torch.device, sequence: SequenceParallel = NO_SEQUENCE_PARALLEL,
-        shared: SharedPrefix | None = None, bidirectional: Tensor | None = None,
-    ):  # fmt: skip
+        self,
+        lengths: Tensor,
+        device: torch.device,
+        sequence: SequenceParallel = NO_SEQUENCE_PARALLEL,
+        shared: SharedPrefix | None = None,
+        bidirectional: Tensor | None = None,
+    ):
         self.lengths = lengths.cpu()
         """Lengths of the sequences, [N] int64 on the host."""
         self.device = device
@@ -149,8 +185,9 @@ class Layout:
         self.shared = shared
         """Shared prefixes, which are computed once; None if all tokens are computed."""
         self.bidirectional = bidirectional
-        """Tokens that also attend to those that follow them in their run of such tokens, as those of an image do in Gemma 3:
-        [T] bool on the host. A shared prefix contains whole runs. None if all attention is causal."""
+        """Tokens that also attend to those that follow them in their run of such tokens, as those
+        of an image do in Gemma 3: [T] bool on the host. A shared prefix contains whole runs. None
+        if all attention is causal."""
         self.num_computed = len(shared.computed) if shared else int(self.lengths.sum())
         self.queries = sequence.queries(self.num_computed)
         """Start and end of the runs of computed tokens whose queries this rank has."""
@@ -167,16 +204,26 @@ class Layout:
 
     @cached_property
     def blocks(self) -> Blocks:
-        """Return the sequences as blocks on the device, with a copy of a shared prefix for each sequence."""
+        """Return the sequences as blocks on the device, with a copy of a shared prefix for each
+        sequence.
+        """
         full = blocks(self.lengths, self.device)
         if self.shared is None:
             return full
-        places, computed = to_device(self.shared.places, self.device), to_device(self.shared.computed, self.device)
+
+        places = to_device(self.shared.places, self.device)
+        computed = to_device(self.shared.computed, self.device)
         source = places if full.source is None else places.index_select(0, full.source)
-        return Blocks(full.shapes, source, computed if full.places is None else full.places.index_select(0, computed))
+
+        return Blocks(
+            full.shapes,
+            source,
+            computed if full.places is None else full.places.index_select(0, computed),
+        )
 
     def copies_are_faster(self, width: int) -> bool:
-        """Return True if a CPU needs less time for whole sequences, with copies of their prefixes, than for parts.
+        """Return True if a CPU needs less time for whole sequences, with copies of their prefixes,
+        than for parts.
 
         `width` is the number of elements of a query, of all heads.
         """
@@ -184,10 +231,12 @@ class Layout:
 
     @cached_property
     def _copied_pairs_per_call(self) -> float:
-        """Return how many more pairs of queries and keys copies have, for each call that parts have more.
+        """Return how many more pairs of queries and keys copies have, for each call that parts have
+        more.
 
-        A copy repeats the attention within its prefix. Parts have one call for each prefix, and merging takes as long as another.
-        Return infinity if there are no prefixes, if ranks split the queries, and if attention is not causal.
+        A copy repeats the attention within its prefix. Parts have one call for each prefix, and
+        merging takes as long as another. Return infinity if there are no prefixes, if ranks split
+        the queries, and if attention is not causal.
         """
         if self.shared is None or self.bidirectional is not None or self.queries_are_split:
             return math.inf
@@ -197,7 +246,9 @@ class Layout:
 
     @property
     def needs_several_calls(self) -> bool:
-        """Return True if the queries and keys of a sequence may differ from its own tokens up to each."""
+        """Return True if the queries and keys of a sequence may differ from its own tokens up to
+        each.
+        """
         return self.shared is not None or self.bidirectional is not None or self.queries_are_split
 
     @property
@@ -206,29 +257,39 @@ class Layout:
         return self.queries != [(0, self.num_computed)]
 
     def parts(self, window: int | None) -> list[Part]:
-        """Return the calls that together compute the attention of this rank's queries; the first has each query once.
+        """Return the calls that together compute the attention of this rank's queries; the first
+        has each query once.
 
-        Without a window: causal attention within the consecutive tokens of each sequence, then the prefixes before them, level by
-        level: first those at the start of sequences, then those that follow them, and so on. All sequences with the same prefix
-        form one run of queries, so its keys occur once. With a window: one call, in which each sequence has copies of the keys
-        before its own tokens that its first queries attend to. In both cases, bidirectional tokens have one more call.
+        Without a window: causal attention within the consecutive tokens of each sequence, then the
+        prefixes before them, level by level: first those at the start of sequences, then those that
+        follow them, and so on. All sequences with the same prefix form one run of queries, so its
+        keys occur once. With a window: one call, in which each sequence has copies of the keys
+        before its own tokens that its first queries attend to. In both cases, bidirectional tokens
+        have one more call.
         """
         if window not in self._parts:
-            parts = [self._own(), *self._prefixes()] if window is None else [self.with_copies(window)]
+            parts = (
+                [self._own(), *self._prefixes()] if window is None else [self.with_copies(window)]
+            )
             self._parts[window] = parts if self.bidirectional is None else parts + self._following
         return self._parts[window]
 
     def with_copies(self, window: int) -> Part:
         """Return one part with a window, which copies the keys that several sequences attend to."""
-        starts, ends = self._rows[self._pieces.row] + np.maximum(self._pieces.depth - window + 1, 0), self._prefix_ends
-        before, own = ends - starts, self._pieces.sizes
+        starts = self._rows[self._pieces.row] + np.maximum(self._pieces.depth - window + 1, 0)
+        ends = self._prefix_ends
+        before = ends - starts
+        own = self._pieces.sizes
         index = np.empty(int((before + own).sum()), dtype=np.int64)
         at = _steps(before + own)
         is_before = at < before.repeat(before + own)
         index[is_before] = self._places[_ranges(starts, before)]
         index[~is_before] = _ranges(self._pieces.begins, own)
         queries = Selection(np.arange(int(own.sum())), self.device)
-        return Part(queries, Selection(index, self.device), own, before + own, self.device, window=window)
+
+        return Part(
+            queries, Selection(index, self.device), own, before + own, self.device, window=window
+        )
 
     def _own(self) -> Part:
         sizes = self._pieces.sizes
@@ -237,56 +298,87 @@ class Layout:
         return Part(queries, keys, sizes, sizes, self.device, causal=True)
 
     def _prefixes(self) -> Iterator[Part]:
-        """Yield a part for each level of the prefix tree. A node ends where the sequences that share it diverge."""
+        """Yield a part for each level of the prefix tree.
+
+        A node ends where the sequences that share it diverge.
+        """
         pieces = self._pieces
         piece = np.arange(len(pieces.sizes)).repeat(pieces.depth)
         read = self._places[_ranges(self._rows[pieces.row], pieces.depth)]
         if not len(read):
             return
+
         readers = np.bincount(read, minlength=self.num_computed)
-        starts = np.r_[True, (np.diff(piece) != 0) | (np.diff(read) != 1) | (np.diff(readers[read]) != 0)].nonzero()[0]
-        piece, begins, sizes = piece[starts], read[starts], np.diff(np.r_[starts, len(read)])
+        starts = np.r_[
+            True, (np.diff(piece) != 0) | (np.diff(read) != 1) | (np.diff(readers[read]) != 0)
+        ].nonzero()[0]
+        piece = piece[starts]
+        begins = read[starts]
+        sizes = np.diff(np.r_[starts, len(read)])
+
         level = _copy_numbers(piece)
         local = pieces.sizes.cumsum() - pieces.sizes
         for number in range(int(level.max()) + 1):
             at_level = (level == number).nonzero()[0]
             at_level = at_level[begins[at_level].argsort(kind="stable")]
-            first = np.r_[True, np.diff(begins[at_level]) != 0].nonzero()[0]  # first reader of each node
+            # first reader of each node
+            first = np.r_[True, np.diff(begins[at_level]) != 0].nonzero()[0]
             readers_at_level = piece[at_level]
             query_lengths = np.add.reduceat(pieces.sizes[readers_at_level], first)
-            queries = Selection(_ranges(local[readers_at_level], pieces.sizes[readers_at_level]), self.device)
+            queries = Selection(
+                _ranges(local[readers_at_level], pieces.sizes[readers_at_level]), self.device
+            )
             nodes = at_level[first]
             keys = Selection(_ranges(begins[nodes], sizes[nodes]), self.device)
             yield Part(queries, keys, query_lengths, sizes[nodes], self.device)
 
     @cached_property
     def _following(self) -> list[Part]:
-        """Return the part in which bidirectional tokens attend to those that follow them in their run, or nothing.
+        """Return the part in which bidirectional tokens attend to those that follow them in their
+        run, or nothing.
 
-        Queries and keys of a run are in reverse order: with the keys one token later than the queries, this is causal attention.
-        Where ranks split a run, its keys begin with those of the tokens that other ranks have.
+        Queries and keys of a run are in reverse order: with the keys one token later than the
+        queries, this is causal attention. Where ranks split a run, its keys begin with those of the
+        tokens that other ranks have.
         """
         starts, ends = self._runs
-        queries, keys, query_lengths, key_lengths, before = [], [], [], [], 0
+        queries = []
+        keys = []
+        query_lengths = []
+
+        key_lengths = []
+        before = 0
         for first, stop in self.queries:
-            begins, stops = np.maximum(starts, first), np.minimum(ends - 1, stop)  # nothing follows the last token of a run
+            begins = np.maximum(starts, first)  # nothing follows the last token of a run
+            stops = np.minimum(ends - 1, stop)
             some = begins < stops
-            begins, stops, lasts = begins[some], stops[some], ends[some] - 1
+            begins = begins[some]
+            stops = stops[some]
+            lasts = ends[some] - 1
             queries.append(_ranges(stops - 1, stops - begins, step=-1) + before - first)
             keys.append(_ranges(lasts, lasts - begins, step=-1))
             query_lengths.append(stops - begins)
             key_lengths.append(lasts - begins)
             before += stop - first
-        sizes, key_sizes = np.concatenate(query_lengths), np.concatenate(key_lengths)
+
+        sizes = np.concatenate(query_lengths)
+        key_sizes = np.concatenate(key_lengths)
         if not len(sizes):
             return []
-        kind = {"causal": True} if np.array_equal(sizes, key_sizes) else {"window": int(key_sizes.max())}
+
+        kind = (
+            {"causal": True}
+            if np.array_equal(sizes, key_sizes)
+            else {"window": int(key_sizes.max())}
+        )
         selections = (Selection(np.concatenate(index), self.device) for index in (queries, keys))
         return [Part(*selections, sizes, key_sizes, self.device, **kind)]
 
     @cached_property
     def run_ids(self) -> Tensor:
-        """Return the number of the run of each computed token, -1 for causal ones: [U] int64 on the device."""
+        """Return the number of the run of each computed token, -1 for causal ones: [U] int64 on the
+        device.
+        """
         numbers = np.full(self.num_computed, -1)
         for number, (start, end) in enumerate(zip(*self._runs, strict=True)):
             numbers[start:end] = number
@@ -294,8 +386,12 @@ class Layout:
 
     @cached_property
     def _runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return start and end of each run of bidirectional tokens of one sequence, among the computed tokens: [runs] each."""
-        computed = np.arange(self.num_computed) if self.shared is None else self.shared.computed.numpy()
+        """Return start and end of each run of bidirectional tokens of one sequence, among the
+        computed tokens: [runs] each.
+        """
+        computed = (
+            np.arange(self.num_computed) if self.shared is None else self.shared.computed.numpy()
+        )
         is_in = self.bidirectional.numpy()[computed]
         edges = np.zeros(self.num_computed + 1, dtype=bool)  # between a token and the one before it
         edges[1:-1] = is_in[1:] != is_in[:-1]
@@ -303,6 +399,7 @@ class Layout:
         edges[-1] = True
         borders = edges.nonzero()[0]
         inside = is_in[borders[:-1]]
+
         return borders[:-1][inside], borders[1:][inside]
 
     @cached_property
@@ -322,20 +419,26 @@ class Layout:
 
     @cached_property
     def _pieces(self) -> "TokenRuns":
-        """Return the runs of this rank's computed tokens that are consecutive in a sequence, in their order.
+        """Return the runs of this rank's computed tokens that are consecutive in a sequence, in
+        their order.
 
         The computed tokens of a sequence are its last ones, because only a prefix can be shared.
         """
         lengths = self.lengths.numpy()
-        computed = np.arange(self.num_computed) if self.shared is None else self.shared.computed.numpy()
+        computed = (
+            np.arange(self.num_computed) if self.shared is None else self.shared.computed.numpy()
+        )
         first = np.searchsorted(computed, self._rows)
+
         stop = np.searchsorted(computed, self._rows + lengths)
         runs = []
         for start, end in self.queries:
-            begins, stops = np.maximum(first, start), np.minimum(stop, end)
+            begins = np.maximum(first, start)
+            stops = np.minimum(stop, end)
             row = (begins < stops).nonzero()[0]
             depth = lengths[row] - (stop[row] - begins[row])
             runs.append((row, begins[row], stops[row] - begins[row], depth))
+
         return TokenRuns(*(np.concatenate(columns) for columns in zip(*runs, strict=True)))
 
 
@@ -353,27 +456,34 @@ class TokenRuns:
 
 
 def offsets(lengths: Tensor, device: torch.device) -> Tensor:
-    """Return the start of each sequence on the device, [N + 1] int32, from lengths [N] on the host; the last entry is the sum."""
+    """Return the start of each sequence on the device, [N + 1] int32, from lengths [N] on the host;
+    the last entry is the sum.
+    """
     return to_device(F.pad(lengths.cumsum(0), (1, 0)).int(), device)
 
 
 def blocks(lengths: Tensor, device: torch.device) -> Blocks:
-    """Group long sequences by equal length and short ones by the next power of two, so that padding is under a half."""
+    """Group long sequences by equal length and short ones by the next power of two, so that padding
+    is under a half.
+    """
     similar = lengths.double().log2().ceil().long()
     similar[lengths > ALONE] = 64 + _first_alike(lengths)[lengths > ALONE]  # above every exponent
     if bool((lengths == lengths[0]).all()):
         return Blocks([(len(lengths), int(lengths[0]))], None, None)
+
     _, block, sizes = similar.unique(return_inverse=True, return_counts=True)
     widths = torch.zeros_like(sizes).scatter_reduce(0, block, lengths, "amax")
     shapes = list(zip(sizes.tolist(), widths.tolist(), strict=True))
     order = block.argsort(stable=True)
-    width, starts = widths[block], lengths.cumsum(0) - lengths
+    width = widths[block]
+    starts = lengths.cumsum(0) - lengths
     place = torch.empty_like(starts)
     place[order] = width[order].cumsum(0) - width[order]
     steps = torch.from_numpy(_steps(width[order].numpy()))
     source = starts[order].repeat_interleave(width[order]) + torch.minimum(
         steps, (lengths[order] - 1).repeat_interleave(width[order])
     )
+
     places = place.repeat_interleave(lengths) + torch.from_numpy(_steps(lengths.numpy()))
     if torch.equal(source, torch.arange(len(places))):
         return Blocks(shapes, None, None)
@@ -383,7 +493,9 @@ def blocks(lengths: Tensor, device: torch.device) -> Blocks:
 def _first_alike(lengths: Tensor) -> Tensor:
     """Return for each sequence the index of the first sequence of the same length: [N] int64."""
     kind = lengths.unique(return_inverse=True)[1]
-    return torch.full_like(lengths, len(lengths)).scatter_reduce(0, kind, torch.arange(len(lengths)), "amin")[kind]
+    return torch.full_like(lengths, len(lengths)).scatter_reduce(
+        0, kind, torch.arange(len(lengths)), "amin"
+    )[kind]
 
 
 def _steps(lengths: np.ndarray) -> np.ndarray:
