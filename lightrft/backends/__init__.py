@@ -1,1 +1,3 @@
-"""Building blocks of strategies: shard models and optimizers, move them to host memory, and take optimizer steps."""
+"""Building blocks of strategies: shard models and optimizers, move them to host memory, and take
+optimizer steps.
+"""

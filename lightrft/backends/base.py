@@ -18,7 +18,11 @@ from lightrft.models.lora import own_layers
 from lightrft.models.recompute import recompute
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
 from lightrft.parallel.mesh import Mesh
-from lightrft.parallel.sequence_parallel import NoSequenceParallel, SequenceParallel, set_sequence_parallel
+from lightrft.parallel.sequence_parallel import (
+    NoSequenceParallel,
+    SequenceParallel,
+    set_sequence_parallel,
+)
 from lightrft.parallel.ulysses import Ulysses
 from lightrft.parallel.zigzag import Zigzag
 from lightrft.weight_sync.stream import bucket_limit, stream
@@ -34,26 +38,35 @@ class Offloaded(Protocol):
         """Move it back to the device, bit-identical."""
 
 
-RENAMED_HOOKS = {"send_model_away": "offload_model_state", "send_optimizer_away": "offload_optimizer_state"}
+RENAMED_HOOKS = {
+    "send_model_away": "offload_model_state",
+    "send_optimizer_away": "offload_optimizer_state",
+}
 
 
 class Backend(ABC):
     """Hooks that StrategyBase calls, never users. All ranks call every hook together.
 
-    A backend must implement distribute() and accumulate(); the other hooks fit parameters that are plain tensors or DTensors.
+    A backend must implement distribute() and accumulate(); the other hooks fit parameters that are
+    plain tensors or DTensors.
     """
 
     config: Config
     device: torch.device
     max_norm: float
     undivided: set[nn.Module]
-    """Custom models without support for sequence parallelism: every rank of a divided sequence computes the whole sequence."""
+    """Custom models without support for sequence parallelism: every rank of a divided sequence
+    computes the whole sequence."""
 
     def __init_subclass__(cls, **options: object) -> None:
-        """Raise TypeError for a subclass that overrides a hook under its former name, since it would never be called."""
+        """Raise TypeError for a subclass that overrides a hook under its former name, since it
+        would never be called.
+        """
         super().__init_subclass__(**options)
         for former in RENAMED_HOOKS.keys() & vars(cls).keys():
-            raise TypeError(f"{cls.__name__}.{former}() has another name now: {RENAMED_HOOKS[former]}()")
+            raise TypeError(
+                f"{cls.__name__}.{former}() has another name now: {RENAMED_HOOKS[former]}()"
+            )
 
     @property
     @abstractmethod
@@ -67,15 +80,18 @@ class Backend(ABC):
 
     @abstractmethod
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        """Distribute one module in place and point its optimizer, which has not stepped, at the new parameters.
+        """Distribute one module in place and point its optimizer, which has not stepped, at the new
+        parameters.
 
         Both have been checked, and make_ready() has been called for the module.
         """
 
     def make_ready(self, module: nn.Module) -> None:
-        """Apply what every strategy has in common: kernels, activation recomputation, sequence parallelism, parameter dtypes.
+        """Apply what every strategy has in common: kernels, activation recomputation, sequence
+        parallelism, parameter dtypes.
 
-        Trained parameters become float32, frozen ones get the dtype of computation. Buffers keep their precision.
+        Trained parameters become float32, frozen ones get the dtype of computation. Buffers keep
+        their precision.
         """
         if self.config.model.fused_kernels == "liger":
             from lightrft.models.liger_kernel import fuse
@@ -84,24 +100,35 @@ class Backend(ABC):
         own_layers(module)
         trained = any(parameter.requires_grad for parameter in module.parameters())
         if trained and self.config.model.gradient_checkpointing:
-            recompute(module, selective=self.config.model.gradient_checkpointing_policy == "selective")
+            recompute(
+                module, selective=self.config.model.gradient_checkpointing_policy == "selective"
+            )
         sequence = self.sequence
-        if sequence.multiple > 1 and not set_sequence_parallel(module, sequence, tp=self.mesh.tp.size):
+        if sequence.multiple > 1 and not set_sequence_parallel(
+            module, sequence, tp=self.mesh.tp.size
+        ):
             self.undivided.add(module)
         for parameter in module.parameters():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else self.dtype)
+                parameter.data = parameter.data.to(
+                    torch.float32 if parameter.requires_grad else self.dtype
+                )
 
     @abstractmethod
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
-        """Add the gradients of one micro-batch; after the `last` one they are summed over all ranks, never averaged."""
+        """Add the gradients of one micro-batch; after the `last` one they are summed over all
+        ranks, never averaged.
+        """
 
     def take_step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
-        """Clip all gradients by one norm to `max_norm` (0: no clipping) and step, unless that norm is not finite.
+        """Clip all gradients by one norm to `max_norm` (0: no clipping) and step, unless that norm
+        is not finite.
 
         Returns the norm before clipping: [] float32, equal on all ranks.
         """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         norm = global_grad_norm(parameters, self.device)
         if torch.isfinite(norm):
             if self.max_norm > 0:
@@ -114,7 +141,9 @@ class Backend(ABC):
         model.zero_grad(set_to_none=True)
 
     def stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full tensor) of every parameter, bucket by bucket; see StrategyBase.full_params()."""
+        """Yield (Hugging Face name, full tensor) of every parameter, bucket by bucket; see
+        StrategyBase.full_params().
+        """
         return stream(hf_parameters(model), dtype, self.bucket_limit(), self.device)
 
     def bucket_limit(self) -> int:
@@ -126,32 +155,54 @@ class Backend(ABC):
         return parameter.shape
 
     def lerp(self, model: nn.Module, target: nn.Module, weight: float) -> None:
-        """Move the parameters of `target` towards those of `model`, distributed in the same way, by the factor `weight`."""
+        """Move the parameters of `target` towards those of `model`, distributed in the same way, by
+        the factor `weight`.
+        """
         for parameter, goal in zip(model.parameters(), target.parameters(), strict=True):
             goal.detach().lerp_(parameter.detach().to(goal.dtype), weight)
 
     def holds_gradients(self, model: nn.Module) -> bool:
-        """Return True if the model has gradients, in its parameters or wherever the backend keeps them."""
+        """Return True if the model has gradients, in its parameters or wherever the backend keeps
+        them.
+        """
         return any(parameter.grad is not None for parameter in model.parameters())
 
     def lives_on_host(self, item: nn.Module | Optimizer) -> bool:
-        """Return True if the item is permanently in host memory, so that there is nothing to offload."""
+        """Return True if the item is permanently in host memory, so that there is nothing to
+        offload.
+        """
         return False
 
     def offload_model_state(self, model: nn.Module) -> Offloaded:
-        """Move parameters and buffers to host memory and free their device memory; parameters stay the same objects."""
-        return OffloadedTensors([*model.parameters(), *model.buffers()], self.device, guard_model(model))
+        """Move parameters and buffers to host memory and free their device memory; parameters stay
+        the same objects.
+        """
+        return OffloadedTensors(
+            [*model.parameters(), *model.buffers()], self.device, guard_model(model)
+        )
 
     def offload_optimizer_state(self, optimizer: Optimizer) -> Offloaded:
         """Move the optimizer's state to host memory and free its device memory."""
         return OffloadedOptimizer(optimizer, self.device)
 
-    def training(self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> ModelState:
-        """Return the state that a checkpoint reads and writes. Model and optimizer must not be offloaded."""
+    def training(
+        self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None
+    ) -> ModelState:
+        """Return the state that a checkpoint reads and writes.
+
+        Model and optimizer must not be offloaded.
+        """
         return ModelState(model, optimizer, scheduler, self.mesh.world, self.device)
 
     @property
     def sequence(self) -> SequenceParallel:
         """Return the object that divides a batch among the ranks of a data replica."""
-        kind = SEQUENCES[sequence_layout(self.config.strategy)[1]] if self.mesh.sp.size > 1 else NoSequenceParallel
-        return kind(self.mesh.sp, parts=self.mesh.tp.size if self.config.strategy.tp_sequence_parallel else 1)
+        kind = (
+            SEQUENCES[sequence_layout(self.config.strategy)[1]]
+            if self.mesh.sp.size > 1
+            else NoSequenceParallel
+        )
+        return kind(
+            self.mesh.sp,
+            parts=self.mesh.tp.size if self.config.strategy.tp_sequence_parallel else 1,
+        )

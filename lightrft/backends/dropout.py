@@ -10,10 +10,12 @@ from lightrft.parallel.device import seed_generators
 
 
 def draw_by_data_rank(module: nn.Module, data: Axis, device: torch.device) -> None:
-    """Make `module` draw different random numbers on each data rank in training, and equal ones on the ranks of a data replica.
+    """Make `module` draw different random numbers on each data rank in training, and equal ones on
+    the ranks of a data replica.
 
-    The seed of a forward pass is drawn from torch's own generator. That generator advances equally on all ranks, so that modules
-    made later are initialised equally; checkpoints contain it, so that a resumed run draws the same numbers.
+    The seed of a forward pass is drawn from torch's own generator. That generator advances equally
+    on all ranks, so that modules made later are initialised equally; checkpoints contain it, so
+    that a resumed run draws the same numbers.
     """
     rng_states: list[tuple[Any, Any]] = []
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
@@ -21,7 +23,9 @@ def draw_by_data_rank(module: nn.Module, data: Axis, device: torch.device) -> No
     def begin(*_: Any) -> None:
         if module.training:
             seed = int(torch.randint(2**62, ())) + data.rank
-            rng_states.append((torch.get_rng_state(), accelerator and accelerator.get_rng_state(device)))
+            rng_states.append(
+                (torch.get_rng_state(), accelerator and accelerator.get_rng_state(device))
+            )
             seed_generators(seed, device)
 
     def end(*_: Any) -> None:

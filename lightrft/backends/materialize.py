@@ -1,4 +1,6 @@
-"""Materialization of empty models: allocate memory and load weights from their Hugging Face folder with minimal peak memory."""
+"""Materialization of empty models: allocate memory and load weights from their Hugging Face folder
+with minimal peak memory.
+"""
 
 import copy
 from collections import defaultdict
@@ -30,17 +32,22 @@ from lightrft.weight_sync.names import transformers_class
 
 
 def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
-    """Load this rank's part of each empty tensor of a sharded module; tensors with memory keep their values.
+    """Load this rank's part of each empty tensor of a sharded module; tensors with memory keep
+    their values.
 
-    Raises CheckpointError on all ranks if a tensor is missing in the folder, has a different shape, is not in the model, or is
-    not finite.
+    Raises CheckpointError on all ranks if a tensor is missing in the folder, has a different shape,
+    is not in the model, or is not finite.
     """
     if not is_empty(module):
         return
+
     source = Source.of(module, world)
-    materialized = {name: tensor.clone() for name, tensor in _local_tensors(module) if not tensor.is_meta}
+    materialized = {
+        name: tensor.clone() for name, tensor in _local_tensors(module) if not tensor.is_meta
+    }
     with same_parameters():
         module.to_empty(device=device)
+
     with torch.no_grad():
         for name, tensor in _local_tensors(module):
             if name in materialized:
@@ -49,30 +56,39 @@ def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
 
 
 def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[nn.Parameter]:
-    """Yield every parameter of an unsharded module, whole and in `dtype`; empty ones are loaded only when they are yielded.
+    """Yield every parameter of an unsharded module, whole and in `dtype`; empty ones are loaded
+    only when they are yielded.
 
-    Rank 0 has their values, the other ranks only the memory. All empty parameters share one buffer, so each must be partitioned
-    before the next is requested. A new parameter replaces each empty one; call follow() for the optimizer of `module` afterwards.
-    Raises the errors of materialize().
+    Rank 0 has their values, the other ranks only the memory. All empty parameters share one buffer,
+    so each must be partitioned before the next is requested. A new parameter replaces each empty
+    one; call follow() for the optimizer of `module` afterwards. Raises the errors of materialize().
     """
     source = Source.of(module, world)
     run_on_all_ranks(world, source.failure, source.fill_buffers)
+
     places = defaultdict(list)
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             places[parameter].append((part, name))
+
     parameters = list(module.parameters())
-    buffer = torch.empty(max(parameter.numel() for parameter in parameters if parameter.is_meta), dtype=dtype)
+    buffer = torch.empty(
+        max(parameter.numel() for parameter in parameters if parameter.is_meta), dtype=dtype
+    )
     for parameter in parameters:
         if not parameter.is_meta:
             parameter.data = parameter.data.to(dtype)
         else:
-            materialized = nn.Parameter(buffer[: parameter.numel()].view(parameter.shape), requires_grad=parameter.requires_grad)
+            materialized = nn.Parameter(
+                buffer[: parameter.numel()].view(parameter.shape),
+                requires_grad=parameter.requires_grad,
+            )
             if world.rank == 0:
                 source.read(parameter, materialized.data)
             for part, name in places[parameter]:
                 part.register_parameter(name, materialized)
             parameter = materialized
+
         yield parameter
 
 
@@ -83,13 +99,19 @@ class Source:
     model: PreTrainedModel
     files: ConvertedFiles
     stored_names: dict[str, str]
-    """Name in the model -> name in the files, for each tensor to read; the files may use another name of a tied tensor."""
+    """Name in the model -> name in the files, for each tensor to read; the files may use another
+    name of a tied tensor."""
 
     @classmethod
     def of(cls, module: nn.Module, world: Axis) -> Self:
         """Locate the files of a module; ValueError if no folder can provide all of its weights."""
-        model, located = _model_inside(module), []
-        run_on_all_ranks(world, f"{model.name_or_path} could not be loaded", lambda: located.append(_locate(model)))
+        model = _model_inside(module)
+        located = []
+        run_on_all_ranks(
+            world,
+            f"{model.name_or_path} could not be loaded",
+            lambda: located.append(_locate(model)),
+        )
         return cls(model, *located[0])
 
     @property
@@ -106,7 +128,9 @@ class Source:
 
     def read(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Load the whole value of an empty parameter into `values`, in their dtype."""
-        name = next(name for name, other in stored_tensors(self.model).items() if other is parameter)
+        name = next(
+            name for name, other in stored_tensors(self.model).items() if other is parameter
+        )
         self._read(name, parameter, values)
 
     def _fill(self, names: Iterable[str]) -> None:
@@ -116,7 +140,10 @@ class Source:
                 self._read(name, tensors[name], _local(tensors[name]))
 
     def _read(self, name: str, tensor: Tensor, values: Tensor) -> None:
-        """Load this rank's part of a tensor into `values`. ValueError for a weight, but not for a buffer, that is not finite."""
+        """Load this rank's part of a tensor into `values`.
+
+        ValueError for a weight, but not for a buffer, that is not finite.
+        """
         stored = self.stored_names[name]
         for index, piece in self.files.read(stored, local_slices(tensor)):
             if _is_parameter(tensor):
@@ -125,41 +152,65 @@ class Source:
 
 
 def _locate(model: PreTrainedModel) -> tuple[ConvertedFiles, dict[str, str]]:
-    """Return the files and their names for the tensors to read; ValueError if they do not match the model.
+    """Return the files and their names for the tensors to read; ValueError if they do not match the
+    model.
 
     The first of several tied names represents all of them.
     """
     files = WeightFiles.of(model.name_or_path)
     if files is None:
         raise FileNotFoundError("it has no safetensors files")
+
     with torch.device("meta"):
         converted = ConvertedFiles(transformers_class(model)(copy.deepcopy(model.config)), files)
     tensors = stored_tensors(model)
-    groups = [names for names in tied_names(model) if tensors[names[0]].is_meta or not _is_parameter(tensors[names[0]])]
+    groups = [
+        names
+        for names in tied_names(model)
+        if tensors[names[0]].is_meta or not _is_parameter(tensors[names[0]])
+    ]
     missing, unexpected = missing_and_unexpected(model, converted.shapes)
+
     missing &= {name for names in groups for name in names}
     unexpected = {name for name in unexpected if is_backbone(model, name)}
-    for names, problem in ((missing, "of the model are not in it"), (unexpected, "in it are not of the model")):
+    for names, problem in (
+        (missing, "of the model are not in it"),
+        (unexpected, "in it are not of the model"),
+    ):
         if names:
             raise ValueError(f"{len(names)} tensors {problem}, the first is {min(names)}")
-    stored_names = {names[0]: next(name for name in names if name in converted.shapes) for names in groups}
+
+    stored_names = {
+        names[0]: next(name for name in names if name in converted.shapes) for names in groups
+    }
     shapes = converted.shapes
     for name, stored in stored_names.items():
         if shapes[stored] != tuple(tensors[name].shape):
             shape = tuple(tensors[name].shape)
-            raise ValueError(f"{converted.origin(stored)} has shape {shapes[stored]} there, the model's is {shape}")
+            raise ValueError(
+                f"{converted.origin(stored)} has shape {shapes[stored]} there, the model's is"
+                f" {shape}"
+            )
+
     return converted, stored_names
 
 
 def _model_inside(module: nn.Module) -> PreTrainedModel:
-    """Return the transformers model, which names its folder; ValueError if it names none or lacks some empty parameter."""
-    model, outside = unwrap(module), "make it outside of init_model_context()"
+    """Return the transformers model, which names its folder; ValueError if it names none or lacks
+    some empty parameter.
+    """
+    model = unwrap(module)
+    outside = "make it outside of init_model_context()"
     if not isinstance(model, PreTrainedModel) or not model.name_or_path:
-        raise ValueError(f"{type(module).__name__} is empty and names no folder to be filled from: {outside}")
+        raise ValueError(
+            f"{type(module).__name__} is empty and names no folder to be filled from: {outside}"
+        )
+
     inside = {id(parameter) for parameter in model.parameters()}
     for name, parameter in module.named_parameters():
         if parameter.is_meta and id(parameter) not in inside:
             raise ValueError(f"{name} is empty and no part of {type(model).__name__}: {outside}")
+
     return model
 
 

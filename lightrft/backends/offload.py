@@ -1,7 +1,8 @@
 """Offloading of idle models and optimizers to host memory.
 
-Offloaded tensors are on the meta device or have an empty storage, on every kind of hardware, so tests on a CPU hold for
-accelerators too. Parameters stay the same objects, and reloaded values are bit-identical.
+Offloaded tensors are on the meta device or have an empty storage, on every kind of hardware, so
+tests on a CPU hold for accelerators too. Parameters stay the same objects, and reloaded values are
+bit-identical.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,29 +19,43 @@ from torch.utils.hooks import RemovableHandle
 from lightrft.parallel.device import release_cached_memory, synchronize
 
 BLOCK = 2**28
-"""Bytes of a buffer in host memory. torch rounds pinned memory up to a power of two, for each allocation."""
+"""Bytes of a buffer in host memory. torch rounds pinned memory up to a power of two, for each
+allocation."""
 
 
 class HostCopies:
-    """Copies of tensors in host memory, one after the other in a few buffers, which are pinned for tensors of an accelerator.
+    """Copies of tensors in host memory, one after the other in a few buffers, which are pinned for
+    tensors of an accelerator.
 
     A copy may continue in the next buffer. Copies are complete once the device is synchronised.
     """
 
     def __init__(self, tensors: Iterable[Tensor]):
         tensors = [tensor.detach() for tensor in tensors]
-        total, pinned = sum(tensor.nbytes for tensor in tensors), any(tensor.device.type != "cpu" for tensor in tensors)
+        total = sum(tensor.nbytes for tensor in tensors)
+        pinned = any(tensor.device.type != "cpu" for tensor in tensors)
         sizes = [min(BLOCK, total - start) for start in range(0, total, BLOCK)]
         self.blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+
         for source, pieces in self._places(tensors):
-            for part, piece in zip(_flat_bytes(source.contiguous()).split([len(p) for p in pieces]), pieces, strict=True):
+            for part, piece in zip(
+                _flat_bytes(source.contiguous()).split([len(p) for p in pieces]),
+                pieces,
+                strict=True,
+            ):
                 piece.copy_(part, non_blocking=True)
 
     def load(self, tensors: Iterable[Tensor]) -> None:
         """Copy the values into tensors of the same shapes and types, in the same order."""
         for target, pieces in self._places(tensors):
-            dense = target.detach() if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-            for part, piece in zip(_flat_bytes(dense).split([len(p) for p in pieces]), pieces, strict=True):
+            dense = (
+                target.detach()
+                if target.is_contiguous()
+                else torch.empty_like(target, memory_format=torch.contiguous_format)
+            )
+            for part, piece in zip(
+                _flat_bytes(dense).split([len(p) for p in pieces]), pieces, strict=True
+            ):
                 part.copy_(piece, non_blocking=True)
             if dense.data_ptr() != target.data_ptr():
                 target.copy_(dense)
@@ -49,7 +64,8 @@ class HostCopies:
         """Yield each tensor with the parts of the buffers that have its bytes."""
         start = 0
         for tensor in tensors:
-            end, pieces = start + tensor.nbytes, []
+            end = start + tensor.nbytes
+            pieces = []
             while start < end:
                 block, offset = divmod(start, BLOCK)
                 pieces.append(self.blocks[block][offset : offset + end - start])
@@ -58,23 +74,40 @@ class HostCopies:
 
 
 class OffloadedTensors:
-    """Offloaded tensors with emptied storages: all views of a storage are restored with it, also those that a library holds."""
+    """Offloaded tensors with emptied storages: all views of a storage are restored with it, also
+    those that a library holds.
+    """
 
     def __init__(
-        self, tensors: Iterable[Tensor], device: torch.device, guards: list[RemovableHandle], scratch: Iterable[Tensor] = ()
+        self,
+        tensors: Iterable[Tensor],
+        device: torch.device,
+        guards: list[RemovableHandle],
+        scratch: Iterable[Tensor] = (),
     ):
         """Offload `tensors`; the values in `scratch` are discarded."""
         self.guards = guards
-        copied, dropped = _with_storage(tensors), _with_storage(scratch)
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in (*copied, *dropped)}
+        copied = _with_storage(tensors)
+        dropped = _with_storage(scratch)
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
+            for tensor in (*copied, *dropped)
+        }
         self.sizes = {key: storage.nbytes() for key, storage in storages.items()}
-        self.kept_keys = list(dict.fromkeys(tensor.untyped_storage().data_ptr() for tensor in copied))
+
+        self.kept_keys = list(
+            dict.fromkeys(tensor.untyped_storage().data_ptr() for tensor in copied)
+        )
         self.copies = HostCopies(_bytes(storages[key]) for key in self.kept_keys)
-        self.views = [(tensor, tensor.untyped_storage().data_ptr(), _geometry(tensor)) for tensor in (*copied, *dropped)]
+        self.views = [
+            (tensor, tensor.untyped_storage().data_ptr(), _geometry(tensor))
+            for tensor in (*copied, *dropped)
+        ]
         synchronize(device)
         for tensor, _, _ in self.views:
             tensor.data = tensor.data.new_empty(0)
-        # A storage in shared memory cannot be resized: it is freed with its last view, and reload() allocates a new one.
+        # A storage in shared memory cannot be resized: it is freed with its last view, and reload()
+        # allocates a new one.
         self.emptied = {key: storage for key, storage in storages.items() if storage.resizable()}
         for storage in self.emptied.values():
             storage.resize_(0)
@@ -83,12 +116,18 @@ class OffloadedTensors:
     def reload(self, device: torch.device) -> None:
         for guard in self.guards:
             guard.remove()
-        storages = {key: self.emptied.get(key, torch.UntypedStorage(0, device=device)) for key in self.sizes}
+        storages = {
+            key: self.emptied.get(key, torch.UntypedStorage(0, device=device)) for key in self.sizes
+        }
         for key, storage in storages.items():
             storage.resize_(self.sizes[key])
         self.copies.load(_bytes(storages[key]) for key in self.kept_keys)
+
         for tensor, key, geometry in self.views:
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=storages[key].device).set_(storages[key], *geometry)
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=storages[key].device).set_(
+                storages[key], *geometry
+            )
+
         synchronize(device)
 
 
@@ -103,9 +142,12 @@ class OffloadedModel:
         storages = [_local(parameter).untyped_storage() for parameter in model.parameters()]
         with same_parameters():
             model.to_empty(device="meta")
-        for storage in storages:  # FSDP holds references to the old shards, so dropping ours frees nothing
+
+        # FSDP holds references to the old shards, so dropping ours frees nothing
+        for storage in storages:
             if storage.resizable():
                 storage.resize_(0)
+
         release_cached_memory(device)
 
     def reload(self, device: torch.device) -> None:
@@ -123,7 +165,12 @@ class OffloadedOptimizer:
 
     def __init__(self, optimizer: Optimizer, device: torch.device):
         self.guards = guard_optimizer(optimizer)
-        self.states = [(state, name) for state in optimizer.state.values() for name, value in state.items() if _is_large(value)]
+        self.states = [
+            (state, name)
+            for state in optimizer.state.values()
+            for name, value in state.items()
+            if _is_large(value)
+        ]
         self.copies = HostCopies(_local(state[name]) for state, name in self.states)
         synchronize(device)
         for state, name in self.states:
@@ -141,7 +188,9 @@ class OffloadedOptimizer:
 
 @contextmanager
 def same_parameters() -> Iterator[None]:
-    """Keep parameters of a module that is moved inside the same objects, tied ones tied, as is always so for DTensors."""
+    """Keep parameters of a module that is moved inside the same objects, tied ones tied, as is
+    always so for DTensors.
+    """
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -153,7 +202,10 @@ def same_parameters() -> Iterator[None]:
 def guard_model(model: nn.Module) -> list[RemovableHandle]:
     """Make any use of the model raise an error with the remedy, until the handles are removed."""
     refuse = partial(_refuse, is_offloaded(model))
-    return [model.register_forward_pre_hook(refuse, prepend=True), model.register_state_dict_pre_hook(refuse)]
+    return [
+        model.register_forward_pre_hook(refuse, prepend=True),
+        model.register_state_dict_pre_hook(refuse),
+    ]
 
 
 def guard_optimizer(optimizer: Optimizer) -> list[RemovableHandle]:
@@ -173,7 +225,9 @@ def is_offloaded(item: nn.Module | Optimizer) -> str:
 
 def has_gradients(model: nn.Module) -> str:
     """Return the error message for offloading a model that has gradients."""
-    return f"{_name(model)} has gradients, which would be lost: finish or abort its train step first"
+    return (
+        f"{_name(model)} has gradients, which would be lost: finish or abort its train step first"
+    )
 
 
 def _refuse(why: str, *_: Any) -> NoReturn:
@@ -197,7 +251,9 @@ def _geometry(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Yield this rank's part of parameters and all buffers, including non-persistent ones; shared ones once."""
+    """Yield this rank's part of parameters and all buffers, including non-persistent ones; shared
+    ones once.
+    """
     return map(_local, (*model.parameters(), *model.buffers()))
 
 

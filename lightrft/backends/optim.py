@@ -19,54 +19,87 @@ FLOOR = 0.1
 """Final learning rate of the cosine as a fraction of the peak."""
 
 
-def create_adamw(model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float, eps: float) -> Optimizer:
-    """Build AdamW over the trainable parameters. Matrices decay; norms and biases (fewer than two dims) do not."""
+def create_adamw(
+    model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float, eps: float
+) -> Optimizer:
+    """Build AdamW over the trainable parameters.
+
+    Matrices decay; norms and biases (fewer than two dims) do not.
+    """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
-        raise ValueError(f"create_optimizer: no parameter of {type(model).__name__} requires a gradient")
+        raise ValueError(
+            f"create_optimizer: no parameter of {type(model).__name__} requires a gradient"
+        )
+
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    devices = {current_device() if p.is_meta else p.device for p in trainable}  # where empty ones will be materialized
+    # where empty ones will be materialized
+    devices = {current_device() if p.is_meta else p.device for p in trainable}
     fused = all(device.type in FUSED_ON for device in devices)
-    return AdamW([group for group in groups if group["params"]], lr=lr, betas=tuple(betas), eps=eps, fused=fused or None)
+
+    return AdamW(
+        [group for group in groups if group["params"]],
+        lr=lr,
+        betas=tuple(betas),
+        eps=eps,
+        fused=fused or None,
+    )
 
 
 def parameter_names(module: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
     """Return for each parameter group the names of its parameters in `module`.
 
-    Raises ValueError for an optimizer that has stepped or that trains parameters outside of `module`.
+    Raises ValueError for an optimizer that has stepped or that trains parameters outside of
+    `module`.
     """
     if optimizer is None:
         return []
     if optimizer.state:
         raise ValueError("prepare() takes an optimizer that has not stepped yet")
+
     names = {parameter: name for name, parameter in module.named_parameters()}
     try:
-        return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+        return [
+            [names[parameter] for parameter in group["params"]] for group in optimizer.param_groups
+        ]
     except KeyError:
-        raise ValueError(f"prepare(): the optimizer trains parameters that are not in {type(module).__name__}") from None
+        raise ValueError(
+            f"prepare(): the optimizer trains parameters that are not in {type(module).__name__}"
+        ) from None
 
 
 def follow(module: nn.Module, optimizer: Optimizer | None, names: list[list[str]]) -> None:
-    """Point the optimizer at replaced parameters by name; it, and schedulers that hold it, stay the same objects."""
+    """Point the optimizer at replaced parameters by name; it, and schedulers that hold it, stay the
+    same objects.
+    """
     parameters = dict(module.named_parameters())
     for group, group_names in zip(optimizer.param_groups if optimizer else (), names, strict=True):
         group["params"] = [parameters[name] for name in group_names]
 
 
 def step(optimizer: Optimizer) -> None:
-    """Take one step, for the parameters of one mesh at a time, since multi-tensor kernels cannot mix meshes."""
+    """Take one step, for the parameters of one mesh at a time, since multi-tensor kernels cannot
+    mix meshes.
+    """
     groups = optimizer.param_groups
     meshes = dict.fromkeys(_mesh(parameter) for group in groups for parameter in group["params"])
     if len(meshes) == 1:
         optimizer.step()
         return
+
     try:
         for mesh in meshes:
             optimizer.param_groups = [
-                group | {"params": [parameter for parameter in group["params"] if _mesh(parameter) == mesh]} for group in groups
+                group
+                | {
+                    "params": [
+                        parameter for parameter in group["params"] if _mesh(parameter) == mesh
+                    ]
+                }
+                for group in groups
             ]
             optimizer.step()
     finally:
@@ -79,20 +112,29 @@ def _mesh(parameter: nn.Parameter) -> DeviceMesh | None:
 
 @contextmanager
 def own_settings(optimizer: Optimizer, scheduler: LRScheduler | None) -> Iterator[None]:
-    """Keep learning rate, betas and weight decay while a state is loaded inside; moments and progress are loaded.
+    """Keep learning rate, betas and weight decay while a state is loaded inside; moments and
+    progress are loaded.
 
-    A schedule other than LambdaLR, which create_lr_scheduler() builds, keeps the learning rate that it loads.
+    A schedule other than LambdaLR, which create_lr_scheduler() builds, keeps the learning rate that
+    it loads.
     """
     renewed = isinstance(scheduler, LambdaLR)
     loaded = {"params"} if renewed or scheduler is None else {"params", "lr", "initial_lr"}
-    settings = [{name: value for name, value in group.items() if name not in loaded} for group in optimizer.param_groups]
+    settings = [
+        {name: value for name, value in group.items() if name not in loaded}
+        for group in optimizer.param_groups
+    ]
     peaks = list(scheduler.base_lrs) if renewed else []
     yield
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
+
     if renewed:
         scheduler.base_lrs = peaks
-        rates = [peak * factor(scheduler.last_epoch) for peak, factor in zip(peaks, scheduler.lr_lambdas, strict=True)]
+        rates = [
+            peak * factor(scheduler.last_epoch)
+            for peak, factor in zip(peaks, scheduler.lr_lambdas, strict=True)
+        ]
         scheduler._last_lr = rates
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -101,14 +143,18 @@ def own_settings(optimizer: Optimizer, scheduler: LRScheduler | None) -> Iterato
 def create_lr_scheduler(
     optimizer: Optimizer, kind: Literal["cosine", "constant"], warmup_steps: int, total_steps: int
 ) -> LambdaLR:
-    """Build a schedule: linear warm-up to the optimizer's rate, then a cosine to 10 % of it at `total_steps`, or constant.
+    """Build a schedule: linear warm-up to the optimizer's rate, then a cosine to 10 % of it at
+    `total_steps`, or constant.
 
     The rate of the first step is 1 / warmup_steps of the peak, not 0.
     """
     if kind not in ("cosine", "constant"):
         raise ValueError(f"unknown lr_scheduler {kind!r}; known: cosine, constant")
     if warmup_steps < 0 or total_steps < 1:
-        raise ValueError(f"a schedule needs warmup_steps >= 0 and total_steps >= 1, not {warmup_steps} and {total_steps}")
+        raise ValueError(
+            f"a schedule needs warmup_steps >= 0 and total_steps >= 1, not {warmup_steps} and"
+            f" {total_steps}"
+        )
 
     def factor(step: int) -> float:
         if step < warmup_steps:

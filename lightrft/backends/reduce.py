@@ -1,4 +1,7 @@
-"""Reduction and gathering of numbers, tensors and dicts of them over ranks. The caller's objects are never changed."""
+"""Reduction and gathering of numbers, tensors and dicts of them over ranks.
+
+The caller's objects are never changed.
+"""
 
 from typing import Any, Literal
 
@@ -26,7 +29,9 @@ def all_gather(data: Any, axis: Axis) -> Any:
     """See StrategyBase.all_gather."""
     parts = axis.gather(_on_host(data))
     if isinstance(data, dict):
-        return {key: _concatenate([part[key] for part in parts], value) for key, value in data.items()}
+        return {
+            key: _concatenate([part[key] for part in parts], value) for key, value in data.items()
+        }
     return _concatenate(parts, data)
 
 
@@ -34,15 +39,23 @@ def _reduce_dict(data: dict[str, Any], op: Op, axis: Axis) -> dict[str, Any]:
     """Reduce all values as one float64 vector, which is exact for integers below 2^53."""
     if not data:
         return {}
-    tensors = {key: value.detach() if isinstance(value, Tensor) else torch.tensor(_check(value)) for key, value in data.items()}
+
+    tensors = {
+        key: value.detach() if isinstance(value, Tensor) else torch.tensor(_check(value))
+        for key, value in data.items()
+    }
     flat = torch.cat([tensor.to("cpu", torch.float64).reshape(-1) for tensor in tensors.values()])
+
     flat = _reduce(flat, op, axis)
     reduced = {}
-    for (key, value), part in zip(data.items(), flat.split([tensor.numel() for tensor in tensors.values()]), strict=True):
+    for (key, value), part in zip(
+        data.items(), flat.split([tensor.numel() for tensor in tensors.values()]), strict=True
+    ):
         if isinstance(value, Tensor):
             reduced[key] = part.view(value.shape).to(value.device, _result_dtype(value.dtype, op))
         else:
             reduced[key] = _number(value, part.item(), op)
+
     return reduced
 
 
@@ -59,7 +72,9 @@ def _accumulator(dtype: torch.dtype, op: Op) -> torch.dtype:
 
 
 def _result_dtype(dtype: torch.dtype, op: Op) -> torch.dtype:
-    """Return `dtype`, except that a mean of integers is float32 and a sum of booleans is an int64 count."""
+    """Return `dtype`, except that a mean of integers is float32 and a sum of booleans is an int64
+    count.
+    """
     if op == "mean" and not dtype.is_floating_point:
         return torch.float32
     return torch.int64 if op == "sum" and dtype == torch.bool else dtype
@@ -73,7 +88,9 @@ def _number(like: int | float | bool, value: float, op: Op) -> int | float | boo
 
 def _check(value: Any) -> int | float | bool:
     if not isinstance(value, int | float):
-        raise TypeError(f"only numbers, tensors and dicts of them are reduced, not {type(value).__name__}")
+        raise TypeError(
+            f"only numbers, tensors and dicts of them are reduced, not {type(value).__name__}"
+        )
     return value
 
 
@@ -86,4 +103,6 @@ def _on_host(data: Any) -> Any:
 def _concatenate(parts: list[Any], like: Any) -> Any:
     if not isinstance(like, Tensor):
         return parts
-    return torch.cat([part.reshape(1) if part.ndim == 0 else part for part in parts]).to(like.device)
+    return torch.cat([part.reshape(1) if part.ndim == 0 else part for part in parts]).to(
+        like.device
+    )

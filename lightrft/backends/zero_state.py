@@ -1,4 +1,6 @@
-"""Configuration of DeepSpeed, and access to ZeRO's partitions: master weights and moments of the elements that a rank updates."""
+"""Configuration of DeepSpeed, and access to ZeRO's partitions: master weights and moments of the
+elements that a rank updates.
+"""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +20,22 @@ BUCKET = 50_000_000
 
 
 def engine_config(
-    config: StrategySection, module: nn.Module, *, bf16: bool, trains: bool, max_norm: float, pinned: bool
+    config: StrategySection,
+    module: nn.Module,
+    *,
+    bf16: bool,
+    trains: bool,
+    max_norm: float,
+    pinned: bool,
 ) -> dict[str, Any]:
-    """Build the configuration of deepspeed.initialize(). ZeRO-3 keeps vectors whole: gathering them costs more than it saves."""
+    """Build the configuration of deepspeed.initialize().
+
+    ZeRO-3 keeps vectors whole: gathering them costs more than it saves.
+    """
     vectors = [parameter.numel() for parameter in module.parameters() if parameter.ndim < 2]
     gradients = config.grad_accum_dtype if bf16 else "fp32"
     on_host = {"optimizer": trains and config.adam_offload, "param": config.param_offload}
+
     return {
         "train_micro_batch_size_per_gpu": 1,  # unused: losses are shares of the global mean
         "gradient_clipping": max_norm,
@@ -40,14 +52,19 @@ def engine_config(
             "stage3_prefetch_bucket_size": BUCKET,
             "stage3_param_persistence_threshold": max(vectors, default=0),
             "zero_hpz_partition_size": config.zpg,
-            **{f"offload_{name}": {"device": "cpu" if so else "none", "pin_memory": pinned} for name, so in on_host.items()},
+            **{
+                f"offload_{name}": {"device": "cpu" if so else "none", "pin_memory": pinned}
+                for name, so in on_host.items()
+            },
         },
     }
 
 
 @dataclass(frozen=True, slots=True)
 class FlatSlice:
-    """Contiguous elements of a flattened parameter, with the position of their master in one of the rank's flat partitions."""
+    """Contiguous elements of a flattened parameter, with the position of their master in one of the
+    rank's flat partitions.
+    """
 
     parameter: nn.Parameter
     start: int
@@ -62,13 +79,16 @@ class FlatSlice:
 
 @dataclass
 class Partitions:
-    """Partition of a model's training state on one rank: a flat float32 master for each group of parameters."""
+    """Partition of a model's training state on one rank: a flat float32 master for each group of
+    parameters.
+    """
 
     groups: Sequence[Sequence[nn.Parameter]]
     flats: Sequence[Tensor]
     rank: int
     by_parameter: bool
-    """True for ZeRO-3, which partitions each parameter; lower stages partition a group as if its parameters were one tensor."""
+    """True for ZeRO-3, which partitions each parameter; lower stages partition a group as if its
+    parameters were one tensor."""
 
     def __iter__(self) -> Iterator[tuple[Sequence[nn.Parameter], Tensor]]:
         return zip(self.groups, self.flats, strict=True)
@@ -82,11 +102,18 @@ class Partitions:
         offset = 0
         for parameter in group:
             size = parameter.ds_tensor.numel()
-            yield FlatSlice(parameter, self.rank * size, flat, offset, min(size, parameter.ds_numel - self.rank * size))
+            yield FlatSlice(
+                parameter,
+                self.rank * size,
+                flat,
+                offset,
+                min(size, parameter.ds_numel - self.rank * size),
+            )
             offset += size
 
     def _cut_group(self, group: Sequence[nn.Parameter], flat: Tensor) -> Iterator[FlatSlice]:
-        first, before = self.rank * flat.numel(), 0
+        first = self.rank * flat.numel()
+        before = 0
         for parameter in group:
             start = max(first - before, 0)
             stop = min(first + flat.numel() - before, parameter.numel())
@@ -100,13 +127,17 @@ def whole_shape(parameter: Tensor) -> torch.Size:
 
 
 def local_shard(parameter: Tensor) -> Tensor:
-    """Return what a rank stores of a parameter between its uses: its padded partition under ZeRO-3, else all of it."""
+    """Return what a rank stores of a parameter between its uses: its padded partition under ZeRO-3,
+    else all of it.
+    """
     return getattr(parameter, "ds_tensor", parameter)
 
 
 @dataclass
 class ZeroModelState(ModelState):
-    """Model state with masters in place of their parameters, so that checkpoints are the same for all ZeRO stages and FSDP2."""
+    """Model state with masters in place of their parameters, so that checkpoints are the same for
+    all ZeRO stages and FSDP2.
+    """
 
     partitions: Partitions = field(kw_only=True)
     group_names: list[list[str]] = field(kw_only=True)
@@ -116,22 +147,35 @@ class ZeroModelState(ModelState):
 
     def tensors(self, *, module_only: bool = False) -> dict[str, Any]:
         pieces = {piece.parameter: piece for piece in self.partitions.pieces()}
-        frozen, values = frozen_names(self.model), self.model.state_dict(keep_vars=True)
-        state = {"model": {name: self._master(value, pieces) for name, value in values.items() if name not in frozen}}
+        frozen = frozen_names(self.model)
+        values = self.model.state_dict(keep_vars=True)
+        state = {
+            "model": {
+                name: self._master(value, pieces)
+                for name, value in values.items()
+                if name not in frozen
+            }
+        }
+
         if self.optimizer is not None and not module_only:
             groups = zip(self.optimizer.param_groups, self.group_names, strict=True)
             state["optimizer"] = {
                 "state": self._moments(pieces),
                 "param_groups": [dict(group) | {"params": names} for group, names in groups],
             }
+
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Apply a loaded state. Fragments are views, so masters and moments already contain the loaded values."""
+        """Apply a loaded state.
+
+        Fragments are views, so masters and moments already contain the loaded values.
+        """
         self.follow()
         if "optimizer" not in state:
             return
-        loaded, names = state["optimizer"], self._names()
+        loaded = state["optimizer"]
+        names = self._names()
         for group, flat in self.partitions:
             if not any(names[parameter] in loaded["state"] for parameter in group):
                 self.optimizer.state.pop(flat, None)
@@ -143,7 +187,8 @@ class ZeroModelState(ModelState):
             return _fragment(pieces[value], pieces[value].flat)
         if any(value is parameter for group, _ in self.partitions for parameter in group):
             return Fragment(whole_shape(value), 0, torch.empty(0))
-        part, shape = local_shard(value), whole_shape(value)
+        part = local_shard(value)
+        shape = whole_shape(value)
         if part is value:
             return value
         start = min(self.partitions.rank * part.numel(), shape.numel())
@@ -155,12 +200,19 @@ class ZeroModelState(ModelState):
         names = self._names()
         for group, flat in self.partitions:
             begin(self.optimizer, flat)
-            state = {key: value for key, value in self.optimizer.state[flat].items() if isinstance(value, Tensor)}
+            state = {
+                key: value
+                for key, value in self.optimizer.state[flat].items()
+                if isinstance(value, Tensor)
+            }
+
             for parameter in group:
                 piece = pieces.get(parameter, FlatSlice(parameter, 0, flat, 0, 0))
                 moments[names[parameter]] = {
-                    key: _fragment(piece, value) if value.ndim else value for key, value in state.items()
+                    key: _fragment(piece, value) if value.ndim else value
+                    for key, value in state.items()
                 }
+
         return moments
 
     def _names(self) -> dict[nn.Parameter, str]:
@@ -168,16 +220,23 @@ class ZeroModelState(ModelState):
 
 
 def begin(optimizer: Optimizer, flat: Tensor) -> None:
-    """Initialise the optimizer state of a flat partition to that before the first step, unless it has a state."""
+    """Initialise the optimizer state of a flat partition to that before the first step, unless it
+    has a state.
+    """
     if optimizer.state.get(flat):
         return
-    groups, gradient = optimizer.param_groups, flat.grad
+
+    groups = optimizer.param_groups
+    gradient = flat.grad
     flat.grad = torch.zeros_like(flat)
     optimizer.param_groups = [groups[0] | {"params": [flat], "lr": 0.0}]
+
     try:
         optimizer.step()
     finally:
-        optimizer.param_groups, flat.grad = groups, gradient
+        optimizer.param_groups = groups
+        flat.grad = gradient
+
     for value in optimizer.state[flat].values():
         if isinstance(value, Tensor):
             value.zero_()
