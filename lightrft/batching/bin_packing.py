@@ -1,7 +1,8 @@
 """Packing of sequences into bins of equal cost, for one optimizer step of the packed plan.
 
-Several heuristics are tried and the cheapest result is kept. The ranks wait for each other at every micro-batch, so the time of
-a plan is the sum, over micro-batches, of the most expensive bin among the ranks.
+Several heuristics are tried and the cheapest result is kept. The ranks wait for each other at every
+micro-batch, so the time of a plan is the sum, over micro-batches, of the most expensive bin among
+the ranks.
 """
 
 import heapq
@@ -13,19 +14,22 @@ import numpy as np
 from lightrft.batching.local_search import LocalSearch
 
 ATTENTION_SCALE = 6 * 4096
-"""Length in tokens at which a sequence's attention costs as much as its matrix products: six times the hidden size."""
+"""Length in tokens at which a sequence's attention costs as much as its matrix products: six times
+the hidden size."""
 
 GOOD_ENOUGH = 1.002
 """Ratio to perfect balance below which a plan is accepted without trying further heuristics."""
 
 MAX_LOCAL_SEARCH = 1024
-"""Maximum number of sequences for a local search afterwards: balance is difficult only for few sequences."""
+"""Maximum number of sequences for a local search afterwards: balance is difficult only for few
+sequences."""
 
 Bin = list[int]
 
 
 def work(length: int, media: int = 0) -> int:
-    """Return the cost of one sequence as an integer: matrix products grow linearly with its length, attention quadratically.
+    """Return the cost of one sequence as an integer: matrix products grow linearly with its length,
+    attention quadratically.
 
     `media` is the cost of its media in tokens.
     """
@@ -41,20 +45,30 @@ class Limits:
 
 
 def pack(sizes: list[int], works: list[int], num_ranks: int, limits: Limits) -> list[Bin]:
-    """Pack items of given sizes (tokens) and costs into bins, most expensive first, their number a multiple of the ranks."""
+    """Pack items of given sizes (tokens) and costs into bins, most expensive first, their number a
+    multiple of the ranks.
+    """
     order = np.argsort(-np.array(sizes), kind="stable").tolist()
     packer = Packer([sizes[row] for row in order], [works[row] for row in order], num_ranks, limits)
     return [[order[place] for place in bin_] for bin_ in packer.best()]
 
 
 class Packer:
-    """Heuristics for filling bins. Sequences are indices of `sizes`, which are their lengths, longest first."""
+    """Heuristics for filling bins.
+
+    Sequences are indices of `sizes`, which are their lengths, longest first.
+    """
 
     def __init__(self, sizes: list[int], works: list[int], num_ranks: int, limits: Limits):
-        self.sizes, self.works, self.num_ranks, self.limits = sizes, works, num_ranks, limits
+        self.sizes = sizes
+        self.works = works
+        self.num_ranks = num_ranks
+        self.limits = limits
 
     def best(self) -> list[Bin]:
-        """Return the cheapest result of four heuristics, improved by a local search for few sequences."""
+        """Return the cheapest result of four heuristics, improved by a local search for few
+        sequences.
+        """
         few = len(self.sizes) <= MAX_LOCAL_SEARCH
         enough = sum(self.works) / self.num_ranks * (1 if few else GOOD_ENOUGH)
         best: list[Bin] = []
@@ -67,16 +81,23 @@ class Packer:
         return self._improve(best) if few else best
 
     def even(self, rows: Bin) -> list[Bin]:
-        """Fill all bins to nearly equal cost: best if no sequence is more expensive than an average bin."""
+        """Fill all bins to nearly equal cost: best if no sequence is more expensive than an average
+        bin.
+        """
         return self._fill(rows, self.num_ranks * self._fewest(rows), grow=True)[0]
 
     def roomy(self, rows: Bin) -> list[Bin]:
-        """Fill one bin more per rank than even(): if sequences hardly fit, long ones then need not share a bin."""
+        """Fill one bin more per rank than even(): if sequences hardly fit, long ones then need not
+        share a bin.
+        """
         return self._fill(rows, self.num_ranks * (self._fewest(rows) + 1), grow=True)[0]
 
     def staggered(self, rows: Bin) -> list[Bin]:
-        """Fill one bin per rank up to the cost of the longest sequence while that exceeds an average bin; then use even()."""
-        bins, left = [], sum(self.works)
+        """Fill one bin per rank up to the cost of the longest sequence while that exceeds an
+        average bin; then use even().
+        """
+        bins = []
+        left = sum(self.works)
         while rows and self.works[rows[0]] * self.num_ranks * self._fewest(rows) > left:
             full, rows = self._fill(rows, self.num_ranks, max_work=self.works[rows[0]])
             left -= sum(self._work(bin_) for bin_ in full)
@@ -84,13 +105,17 @@ class Packer:
         return bins + self.even(rows)
 
     def tight(self, rows: Bin) -> list[Bin]:
-        """Minimize the number of bins with modified first fit decreasing (Johnson and Garey, Journal of Complexity 1, 1985).
+        """Minimize the number of bins with modified first fit decreasing (Johnson and Garey,
+        Journal of Complexity 1, 1985).
 
-        A sequence longer than half a bin gets its own bin. One longer than a third is added, or two longer than a sixth, or
-        whatever else fits; the remaining sequences go to bins without such a long one.
+        A sequence longer than half a bin gets its own bin. One longer than a third is added, or two
+        longer than a sixth, or whatever else fits; the remaining sequences go to bins without such
+        a long one.
         """
-        sizes, tokens = self.sizes, self.limits.tokens
+        sizes = self.sizes
+        tokens = self.limits.tokens
         bins = [[row] for row in rows if 2 * sizes[row] > tokens]
+
         free = [tokens - sizes[row] for (row,) in bins]
         rest = rows[len(bins) :]
         if self.limits.sequences > 1:
@@ -99,25 +124,50 @@ class Packer:
             if self.limits.sequences > 2:
                 self._add_pairs(bins, free, rest)
             for index, bin_ in enumerate(bins):
-                while len(bin_) < self.limits.sequences and self._add_longest(bin_, free, index, rest):
+                while len(bin_) < self.limits.sequences and self._add_longest(
+                    bin_, free, index, rest
+                ):
                     pass
+
         bins += self._best_fit(rest)
         return bins + [[] for _ in range(-len(bins) % self.num_ranks)]
 
     def _add_pairs(self, bins: list[Bin], free: list[int], rest: Bin) -> None:
-        """Add the shortest sequence between a sixth and a third, and the longest that then fits; emptiest bins first."""
+        """Add the shortest sequence between a sixth and a third, and the longest that then fits;
+        emptiest bins first.
+        """
         for index in reversed(range(len(bins))):
-            small = self._first_within(rest, self.limits.tokens // 3), self._first_within(rest, self.limits.tokens // 6)
+            small = (
+                self._first_within(rest, self.limits.tokens // 3),
+                self._first_within(rest, self.limits.tokens // 6),
+            )
             shortest = rest[small[1] - 2 : small[1]]
-            if small[1] - small[0] < 2 or len(bins[index]) > 1 or sum(self.sizes[row] for row in shortest) > free[index]:
+
+            if (
+                small[1] - small[0] < 2
+                or len(bins[index]) > 1
+                or sum(self.sizes[row] for row in shortest) > free[index]
+            ):
                 continue
+
             row = rest.pop(small[1] - 1)
             bins[index].append(row)
             free[index] -= self.sizes[row]
             self._add_longest(bins[index], free, index, rest, below=self.limits.tokens // 3)
 
-    def _add_longest(self, bin_: Bin, free: list[int], index: int, rest: Bin, above: float = 0, below: int | None = None) -> bool:
-        """Move the longest remaining sequence that fits, if it is longer than `above`. Return True if one was moved."""
+    def _add_longest(
+        self,
+        bin_: Bin,
+        free: list[int],
+        index: int,
+        rest: Bin,
+        above: float = 0,
+        below: int | None = None,
+    ) -> bool:
+        """Move the longest remaining sequence that fits, if it is longer than `above`.
+
+        Return True if one was moved.
+        """
         place = self._first_within(rest, free[index] if below is None else min(free[index], below))
         if place == len(rest) or self.sizes[rest[place]] <= above:
             return False
@@ -126,7 +176,9 @@ class Packer:
         return True
 
     def _first_within(self, rows: Bin, length: int) -> int:
-        """Return the index of the first of the rows, longest first, that is not longer than `length`."""
+        """Return the index of the first of the rows, longest first, that is not longer than
+        `length`.
+        """
         return bisect_left(rows, -length, key=lambda row: -self.sizes[row])
 
     def _best_fit(self, rows: Bin) -> list[Bin]:
@@ -137,27 +189,42 @@ class Packer:
             place = bisect_left(free_bins, (self.sizes[row], -1))
             if place == len(free_bins):
                 bins.append([])
-                free, index = self.limits.tokens, len(bins) - 1
+                free = self.limits.tokens
+                index = len(bins) - 1
             else:
                 free, index = free_bins.pop(place)
             bins[index].append(row)
             if len(bins[index]) < self.limits.sequences:
                 insort(free_bins, (free - self.sizes[row], index))
+
         return bins
 
     def _improve(self, bins: list[Bin]) -> list[Bin]:
-        """Return the bins after moving and swapping sequences out of the bins that the other ranks wait for."""
-        tokens, sequences = self.limits.tokens, self.limits.sequences
-        search = LocalSearch(self.works, self.sizes, bins, num_ranks=self.num_ranks, max_tokens=tokens, max_sequences=sequences)
+        """Return the bins after moving and swapping sequences out of the bins that the other ranks
+        wait for.
+        """
+        tokens = self.limits.tokens
+        sequences = self.limits.sequences
+        search = LocalSearch(
+            self.works,
+            self.sizes,
+            bins,
+            num_ranks=self.num_ranks,
+            max_tokens=tokens,
+            max_sequences=sequences,
+        )
         while search.round():
             pass
+
         return self._dearest_first(search.bins())
 
     def _dearest_first(self, bins: list[Bin]) -> list[Bin]:
         return sorted(bins, key=lambda bin_: (-self._work(bin_), bin_))
 
     def _time(self, bins: list[Bin]) -> int:
-        """Return the time of bins sorted by cost: the ranks wait for the most expensive bin at every micro-batch."""
+        """Return the time of bins sorted by cost: the ranks wait for the most expensive bin at
+        every micro-batch.
+        """
         return sum(self._work(bin_) for bin_ in bins[:: self.num_ranks])
 
     def _work(self, bin_: Bin) -> int:
@@ -167,38 +234,51 @@ class Packer:
         """Return a lower bound on the number of bins per rank that the rows need."""
         by_tokens = -(-sum([self.sizes[row] for row in rows]) // self.limits.tokens)
         by_sequences = -(-len(rows) // self.limits.sequences)
-        alone = sum([2 * self.sizes[row] > self.limits.tokens for row in rows])  # no two of them share a bin
+        # no two of them share a bin
+        alone = sum([2 * self.sizes[row] > self.limits.tokens for row in rows])
         return -(-max(by_tokens, by_sequences, alone) // self.num_ranks)
 
-    def _fill(self, rows: Bin, count: int, *, grow: bool = False, max_work: int | None = None) -> tuple[list[Bin], Bin]:
-        """Put each row, longest first, into the cheapest of `count` bins with enough space; return bins and remaining rows.
+    def _fill(
+        self, rows: Bin, count: int, *, grow: bool = False, max_work: int | None = None
+    ) -> tuple[list[Bin], Bin]:
+        """Put each row, longest first, into the cheapest of `count` bins with enough space; return
+        bins and remaining rows.
 
         With `grow`, one more bin per rank is opened when no bin has enough space.
         """
         bins: list[Bin] = [[] for _ in range(count)]
         free = [self.limits.tokens] * count
         open_ = [(0, index) for index in range(count)]  # heap: cheapest first
-        parked: list[tuple[int, int, int]] = []  # heap of bins too full for the rows so far: emptiest first
+
+        # heap of bins too full for the rows so far: emptiest first
+        parked: list[tuple[int, int, int]] = []
         rest: Bin = []
         for row in rows:
-            size, cost = self.sizes[row], self.works[row]
+            size = self.sizes[row]
+            cost = self.works[row]
             while parked and -parked[0][0] >= size:
                 heapq.heappush(open_, heapq.heappop(parked)[1:])
+
             while open_ and free[open_[0][1]] < size:
                 load, index = heapq.heappop(open_)
                 heapq.heappush(parked, (-free[index], load, index))
+
             if not open_ and grow:
                 open_ = [(0, index) for index in range(len(bins), len(bins) + self.num_ranks)]
                 bins += [[] for _ in open_]
                 free += [self.limits.tokens] * len(open_)
+
             if not open_ or (max_work is not None and open_[0][0] + cost > max_work):
                 rest.append(row)
                 continue
+
             load, index = open_[0]
             bins[index].append(row)
             free[index] -= size
+
             if len(bins[index]) < self.limits.sequences:
                 heapq.heapreplace(open_, (load + cost, index))
             else:
                 heapq.heappop(open_)
+
         return bins, rest

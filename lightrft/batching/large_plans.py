@@ -1,8 +1,8 @@
 """Packed plan of one optimizer step with many sequences, computed with vectorized numpy operations.
 
-Ranks wait for the most expensive of the micro-batches that run at the same time. When thousands are sorted by cost, neighbours
-cost nearly the same: the total waiting time is at most the cost of the most expensive micro-batch. So it remains to minimize the
-number of micro-batches.
+Ranks wait for the most expensive of the micro-batches that run at the same time. When thousands are
+sorted by cost, neighbours cost nearly the same: the total waiting time is at most the cost of the
+most expensive micro-batch. So it remains to minimize the number of micro-batches.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,30 +16,42 @@ Column = np.ndarray
 MAX_UNIT = 256
 """Maximum number of rows of a prompt that are kept together."""
 FEW_PLACED = 1 / 8
-"""Fraction of the remaining sequences that a pass must place; otherwise new micro-batches are opened."""
+"""Fraction of the remaining sequences that a pass must place; otherwise new micro-batches are
+opened."""
 
 
-def pack_large_step(lengths: Column, prompts: Column, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
-    """Return [rank][m]: indices in `lengths` [N] of the sequences of micro-batch m, most expensive first.
+def pack_large_step(
+    lengths: Column, prompts: Column, num_ranks: int, limits: Limits
+) -> list[list[list[int]]]:
+    """Return [rank][m]: indices in `lengths` [N] of the sequences of micro-batch m, most expensive
+    first.
 
-    Sequences of a prompt share a micro-batch if that makes the plan shorter. `prompts` [N, 3]: see planner.Prompts.
+    Sequences of a prompt share a micro-batch if that makes the plan shorter. `prompts` [N, 3]: see
+    planner.Prompts.
     """
     cost_of = _cost(lengths, prompts)
-    plans = [_fill(unit, lengths, num_ranks, limits) for unit in _groupings(lengths, prompts, limits)]
+    plans = [
+        _fill(unit, lengths, num_ranks, limits) for unit in _groupings(lengths, prompts, limits)
+    ]
     bins = min(plans, key=lambda bins: np.sort(cost_of(bins))[::-1][::num_ranks].sum())
     return _by_rank(bins, cost_of(bins), num_ranks)
 
 
 def _groupings(lengths: Column, prompts: Column, limits: Limits) -> Iterator[Column]:
-    """Yield the unit of each sequence, [N] each: first the sequence alone, then those of its prompt if that saves enough."""
+    """Yield the unit of each sequence, [N] each: first the sequence alone, then those of its prompt
+    if that saves enough.
+    """
     yield np.arange(len(lengths))
     order = np.lexsort((prompts[:, 1], prompts[:, 0]))
     new = np.append(True, (np.diff(prompts[order], axis=0) != 0).any(1))
     if prompts[:, 1:].sum() - prompts[order[new], 1:].sum() <= MIN_SAVING * lengths.sum():
         return
+
     starts = new.nonzero()[0][new.cumsum() - 1]
     place = (np.arange(len(order)) - starts) % min(MAX_UNIT, limits.sequences)
-    unit, first = np.empty_like(order), order.copy()
+    unit = np.empty_like(order)
+
+    first = order.copy()
     tokens = np.zeros_like(order)
     for number in range(int(place.max()) + 1):
         members = (place == number).nonzero()[0]
@@ -50,20 +62,30 @@ def _groupings(lengths: Column, prompts: Column, limits: Limits) -> Iterator[Col
             first[members] = np.where(joins, first[members - 1], order[members])
             sizes = np.where(joins, combined, sizes)
         tokens[members] = sizes
+
     unit[order] = np.unique(first, return_inverse=True)[1]
     yield unit
 
 
 def _fill(unit: Column, lengths: Column, num_ranks: int, limits: Limits) -> Column:
-    """Return the micro-batch of each sequence: [N]. Each pass puts the longest remaining units into the emptiest ones."""
-    sizes, counts = np.bincount(unit, lengths).astype(np.int64), np.bincount(unit)
+    """Return the micro-batch of each sequence: [N].
+
+    Each pass puts the longest remaining units into the emptiest ones.
+    """
+    sizes = np.bincount(unit, lengths).astype(np.int64)
+    counts = np.bincount(unit)
     alone = (2 * sizes > limits.tokens).sum()  # no two of them share a micro-batch
     needed = max(-(-sizes.sum() // limits.tokens), -(-counts.sum() // limits.sequences), alone)
-    free, places = np.empty(0, np.int64), np.empty(0, np.int64)
-    bins, left = np.empty_like(sizes), np.argsort(-sizes, kind="stable")
+    free = np.empty(0, np.int64)
+    places = np.empty(0, np.int64)
+
+    bins = np.empty_like(sizes)
+    left = np.argsort(-sizes, kind="stable")
     while len(left):
         opened = num_ranks * -(-int(needed) // num_ranks)
-        free, places = np.append(free, np.full(opened, limits.tokens)), np.append(places, np.full(opened, limits.sequences))
+        free = np.append(free, np.full(opened, limits.tokens))
+
+        places = np.append(places, np.full(opened, limits.sequences))
         placed = len(left)
         while len(left) and placed >= FEW_PLACED * len(left):
             missed = []
@@ -71,26 +93,37 @@ def _fill(unit: Column, lengths: Column, num_ranks: int, limits: Limits) -> Colu
                 units = left[start : start + len(free)]
                 most_free = np.argsort(-free, kind="stable")[: len(units)]
                 fits = (sizes[units] <= free[most_free]) & (counts[units] <= places[most_free])
-                inside, into = units[fits], most_free[fits]
+                inside = units[fits]
+                into = most_free[fits]
                 bins[inside] = into
                 free[into] -= sizes[inside]
                 places[into] -= counts[inside]
                 missed.append(units[~fits])
-            placed, left = len(left), np.concatenate(missed)
+
+            placed = len(left)
+            left = np.concatenate(missed)
             placed -= len(left)
+
         needed = max(-(-sizes[left].sum() // limits.tokens), 1)
+
     return bins[unit]
 
 
 def _cost(lengths: Column, prompts: Column) -> Callable[[Column], Column]:
-    """Return a function from the micro-batch of each sequence [N] to the cost of each: a prompt is computed once in each."""
-    key = np.unique(prompts[:, 0], return_inverse=True)[1] * (prompts[:, 1].max() + 1) + prompts[:, 1]
+    """Return a function from the micro-batch of each sequence [N] to the cost of each: a prompt is
+    computed once in each.
+    """
+    key = (
+        np.unique(prompts[:, 0], return_inverse=True)[1] * (prompts[:, 1].max() + 1) + prompts[:, 1]
+    )
 
     def cost(bins: Column) -> Column:
         order = np.lexsort((key, bins))
         again = (np.diff(bins[order]) == 0) & (np.diff(key[order]) == 0)
         repeated = order[1:][again]
-        spared = np.bincount(bins[repeated], work(*prompts[repeated, 1:].T), minlength=int(bins.max()) + 1)
+        spared = np.bincount(
+            bins[repeated], work(*prompts[repeated, 1:].T), minlength=int(bins.max()) + 1
+        )
         return np.bincount(bins, work(lengths, prompts[:, 2])) - spared
 
     return cost

@@ -1,13 +1,19 @@
-"""Local search that moves and swaps single sequences between bins until no bin that ranks wait for can be made cheaper."""
+"""Local search that moves and swaps single sequences between bins until no bin that ranks wait for
+can be made cheaper.
+"""
 
 import numpy as np
 
 WORTHWHILE = 0.0001
-"""Minimum gain of a round over all micro-batches, as a fraction of the time; the search ends below it."""
+"""Minimum gain of a round over all micro-batches, as a fraction of the time; the search ends below
+it."""
 
 
 class LocalSearch:
-    """Bins whose sequences are moved and swapped one by one. Bins b, b + 1, ..., b + ranks - 1 run at the same time."""
+    """Bins whose sequences are moved and swapped one by one.
+
+    Bins b, b + 1, ..., b + ranks - 1 run at the same time.
+    """
 
     def __init__(
         self,
@@ -20,7 +26,10 @@ class LocalSearch:
         max_sequences: int,
     ):
         """Start with `bins`, given the cost and size of every sequence and the limits of a bin."""
-        self.num_ranks, self.max_tokens, self.max_sequences, self.count = num_ranks, max_tokens, max_sequences, len(bins)
+        self.num_ranks = num_ranks
+        self.max_tokens = max_tokens
+        self.max_sequences = max_sequences
+        self.count = len(bins)
         # One empty sequence per bin is appended: a swap with it is a move.
         self.works, self.sizes = (np.array(column + [0] * len(bins)) for column in (works, sizes))
         self.bin_of = np.empty(len(self.works), dtype=np.int64)
@@ -36,7 +45,10 @@ class LocalSearch:
         return bins
 
     def round(self) -> bool:
-        """Relieve the most expensive bin of every micro-batch once. Return True if the gain exceeds WORTHWHILE."""
+        """Relieve the most expensive bin of every micro-batch once.
+
+        Return True if the gain exceeds WORTHWHILE.
+        """
         self._sort()
         before = self._costs()[:: self.num_ranks].sum()
         for first in range(0, self.count, self.num_ranks):
@@ -56,20 +68,34 @@ class LocalSearch:
         self.bin_of = place[self.bin_of]
 
     def _relieve(self, first: int) -> None:
-        """Move or swap one sequence out of bin `first`, the most expensive of its micro-batch, to a bin that can absorb it."""
-        bin_of, works, costs = self.bin_of, self.works, self._costs()
+        """Move or swap one sequence out of bin `first`, the most expensive of its micro-batch, to a
+        bin that can absorb it.
+        """
+        bin_of = self.bin_of
+        works = self.works
+        costs = self._costs()
         used = np.bincount(bin_of, weights=self.sizes, minlength=self.count)
         num_sequences = np.bincount(bin_of[: self.real], minlength=self.count)
         same_micro_batch = (bin_of >= first) & (bin_of < first + self.num_ranks)
-        ceiling = np.where(same_micro_batch, costs[first] - 1, costs[bin_of - bin_of % self.num_ranks])
+        ceiling = np.where(
+            same_micro_batch, costs[first] - 1, costs[bin_of - bin_of % self.num_ranks]
+        )
         members = np.flatnonzero(bin_of[: self.real] == first)[:, None]
-        gain, size_change = works[members] - works, self.sizes[members] - self.sizes
+        gain = works[members] - works
+        size_change = self.sizes[members] - self.sizes
         allowed = (gain > 0) & (gain <= ceiling - costs[bin_of])
-        allowed &= (size_change <= self.max_tokens - used[bin_of]) & (size_change >= used[first] - self.max_tokens)
+
+        allowed &= (size_change <= self.max_tokens - used[bin_of]) & (
+            size_change >= used[first] - self.max_tokens
+        )
         allowed[:, self.real :] &= num_sequences[bin_of[self.real :]] < self.max_sequences
         if allowed.any():
-            after = np.maximum(costs[first] - gain, np.where(same_micro_batch, costs[bin_of] + gain, 0))
-            row, partner = np.unravel_index(np.where(allowed, after, np.iinfo(np.int64).max).argmin(), allowed.shape)
+            after = np.maximum(
+                costs[first] - gain, np.where(same_micro_batch, costs[bin_of] + gain, 0)
+            )
+            row, partner = np.unravel_index(
+                np.where(allowed, after, np.iinfo(np.int64).max).argmin(), allowed.shape
+            )
             row = members[row, 0]
             bin_of[row] = bin_of[partner]
             if partner < self.real:

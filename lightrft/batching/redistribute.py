@@ -1,4 +1,6 @@
-"""Redistribution of samples over ranks: all ranks know the lengths, and each value is sent to its new owner once."""
+"""Redistribution of samples over ranks: all ranks know the lengths, and each value is sent to its
+new owner once.
+"""
 
 from typing import TypeVar
 
@@ -21,14 +23,28 @@ def share(axis: Axis, values: Tensor) -> Tensor:
 
 def put_batch(store: SampleStore, batch: Batch) -> None:
     """Write all columns of a batch under its rows."""
-    sequences = {name: value for name, value in batch.columns("sequence").items() if name not in ("rows", "lengths")}
+    sequences = {
+        name: value
+        for name, value in batch.columns("sequence").items()
+        if name not in ("rows", "lengths")
+    }
     objects = {} if batch.media is None else {"media": batch.media}
-    store.put(batch.rows, batch.lengths, tokens=batch.columns("token"), sequences=sequences, objects=objects)
+    store.put(
+        batch.rows,
+        batch.lengths,
+        tokens=batch.columns("token"),
+        sequences=sequences,
+        objects=objects,
+    )
 
 
 def get_batch(store: SampleStore, ids: list[int], like: B) -> B:
     """Return rows with the columns of the batch `like`."""
-    names = [*like.columns("token"), *like.columns("sequence"), *([] if like.media is None else ["media"])]
+    names = [
+        *like.columns("token"),
+        *like.columns("sequence"),
+        *([] if like.media is None else ["media"]),
+    ]
     columns = store.get(ids, [name for name in names if name not in ("rows", "lengths")])
     return like.with_columns(columns | {"rows": torch.tensor(ids, dtype=torch.int64)})
 
@@ -45,12 +61,15 @@ def redistribute(
 ) -> tuple[B, list[list[list[int]]]]:
     """Plan the sequences of all ranks and send each to the rank that computes it.
 
-    `batch.rows` are different on all data ranks. Return this rank's new part, and [k][m]: its rows in micro-batch m of
-    optimizer step k. A `minibatch_size` of None means one step for all rows. All ranks have equal numbers of steps and
-    micro-batches. See planner.plan for the limits, and for `units`, [N] int64 of this rank's rows.
+    `batch.rows` are different on all data ranks. Return this rank's new part, and [k][m]: its rows
+    in micro-batch m of optimizer step k. A `minibatch_size` of None means one step for all rows.
+    All ranks have equal numbers of steps and micro-batches. See planner.plan for the limits, and
+    for `units`, [N] int64 of this rank's rows.
     """
     put_batch(store, batch)
-    rows = store.rows({"prompts": prompts(batch, units)} | ({} if units is None else {"units": units}))
+    rows = store.rows(
+        {"prompts": prompts(batch, units)} | ({} if units is None else {"units": units})
+    )
     schedule = plan(
         rows.lengths.tolist(),
         num_ranks=store.data.size,
@@ -63,17 +82,23 @@ def redistribute(
     )
     owners = [rows.ids[schedule.rows(rank)].tolist() for rank in range(store.data.size)]
     store.move(owners)
+
     return get_batch(store, owners[store.data.rank], batch), schedule.local(store.data.rank)
 
 
 def regroup(axis: Axis, batch: Batch, *, max_tokens: int, batching: Batching) -> list[list[int]]:
-    """Plan micro-batches of this rank's sequences, equally many on every rank, without moving any sequence.
+    """Plan micro-batches of this rank's sequences, equally many on every rank, without moving any
+    sequence.
 
     Return [m]: the rows of micro-batch m, as positions in the batch.
     """
     schedule = plan(
-        batch.lengths.tolist(), num_ranks=1, minibatch_size=max(len(batch), 1), max_tokens=max_tokens, batching=batching,
+        batch.lengths.tolist(),
+        num_ranks=1,
+        minibatch_size=max(len(batch), 1),
+        max_tokens=max_tokens,
+        batching=batching,
         prompts=prompts(batch).numpy(),
-    )  # fmt: skip
+    )
     rows = [members for minibatch in schedule.minibatches for members in minibatch[0]]
     return rows + [[] for _ in range(max(axis.gather(len(rows))) - len(rows))]

@@ -1,8 +1,9 @@
-"""Samples of a step as columns under their ids, and their way between the ranks that sample, compute and learn them.
+"""Samples of a step as columns under their ids, and their way between the ranks that sample,
+compute and learn them.
 
-Rows have different lengths, and nothing is padded: a column has one value for each token or one for each sample, end to end.
-The ranks of one data replica compute the same samples. Only the first of them, the leader, writes and moves, and it sends
-what it has received to the others in one buffer.
+Rows have different lengths, and nothing is padded: a column has one value for each token or one for
+each sample, end to end. The ranks of one data replica compute the same samples. Only the first of
+them, the leader, writes and moves, and it sends what it has received to the others in one buffer.
 """
 
 import hashlib
@@ -26,7 +27,9 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """Metadata of all ranks' rows, which every rank has: enough to plan and to select without their values."""
+    """Metadata of all ranks' rows, which every rank has: enough to plan and to select without their
+    values.
+    """
 
     ids: Tensor  # [N] int64
     lengths: Tensor  # [N] int64, tokens
@@ -49,16 +52,30 @@ class SampleRows:
     def concatenate(self, other: Self) -> Self:
         """Return these rows and then the others. Raises ValueError if their tags differ."""
         if self.tags.keys() != other.tags.keys():
-            raise ValueError(f"the tags of these rows are {sorted(self.tags)}, those of the others {sorted(other.tags)}")
+            raise ValueError(
+                f"the tags of these rows are {sorted(self.tags)}, those of the others"
+                f" {sorted(other.tags)}"
+            )
+
         tags = {name: torch.cat([values, other.tags[name]]) for name, values in self.tags.items()}
-        both = (torch.cat(pair) for pair in ((self.ids, other.ids), (self.lengths, other.lengths), (self.ranks, other.ranks)))
+        both = (
+            torch.cat(pair)
+            for pair in (
+                (self.ids, other.ids),
+                (self.lengths, other.lengths),
+                (self.ranks, other.ranks),
+            )
+        )
+
         return type(self)(*both, tags)
 
     def held_by(self, owners: Sequence[Sequence[int]]) -> Self:
         """Return the rows after a move, in the order of the lists of ids."""
         place = {row: at for at, row in enumerate(self.ids.tolist())}
         rows = self.select([place[row] for ids in owners for row in ids])
-        return replace(rows, ranks=torch.repeat_interleave(torch.tensor([len(ids) for ids in owners])))
+        return replace(
+            rows, ranks=torch.repeat_interleave(torch.tensor([len(ids) for ids in owners]))
+        )
 
 
 @dataclass(slots=True)
@@ -71,41 +88,64 @@ class Column:
     values: Tensor  # [sum of lengths, ...]
 
     def select(self, ids: Tensor) -> "Column":
-        """Return the rows of these ids, in this order. Raises KeyError with the first id that is absent."""
+        """Return the rows of these ids, in this order.
+
+        Raises KeyError with the first id that is absent.
+        """
         if torch.equal(ids, self.ids):
             return self
+
         order = self.ids.argsort()
         place = torch.searchsorted(self.ids[order], ids).clamp(max=max(len(order) - 1, 0))
         rows = order[place] if len(order) else place
+
         absent = ids[self.ids[rows] != ids] if len(order) else ids
         if len(absent):
             raise KeyError(int(absent[0]))
+
         offsets = F.pad(self.lengths.cumsum(0), (1, 0))
-        return Column(self.per_token, ids, self.lengths[rows], self.values[token_index(offsets, rows)])
+        return Column(
+            self.per_token, ids, self.lengths[rows], self.values[token_index(offsets, rows)]
+        )
 
     def without(self, ids: Tensor) -> "Column":
         """Return the rows of other ids."""
         remaining = self.ids[~torch.isin(self.ids, ids)]
-        return self.select(remaining) if len(remaining) else Column(self.per_token, remaining, self.lengths[:0], self.values[:0])
+        return (
+            self.select(remaining)
+            if len(remaining)
+            else Column(self.per_token, remaining, self.lengths[:0], self.values[:0])
+        )
 
     def merge(self, other: "Column") -> "Column":
         """Return the rows of both; those of `other` replace earlier ones of the same id."""
         before = self.without(other.ids) if len(self.ids) else self
         if not len(before.ids):
             return other
-        parts = ((before.ids, other.ids), (before.lengths, other.lengths), (before.values, other.values))
+        parts = (
+            (before.ids, other.ids),
+            (before.lengths, other.lengths),
+            (before.values, other.values),
+        )
         return Column(self.per_token, *(torch.cat(pair) for pair in parts))
 
 
 class SampleStore(ABC):
-    """Columns of samples under their ids. All ranks call every verb, those of a replica with the same arguments.
+    """Columns of samples under their ids.
 
-    A value is produced when it has been put, and each task can claim a sample once, when the fields that it needs are produced.
+    All ranks call every verb, those of a replica with the same arguments.
+
+    A value is produced when it has been put, and each task can claim a sample once, when the fields
+    that it needs are produced.
     """
 
     def __init__(self, data: Axis, replica: Axis):
-        """Build an empty store. `replica` are the ranks that compute the same samples; only its rank 0 writes."""
-        self.data, self.replica = data, replica
+        """Build an empty store.
+
+        `replica` are the ranks that compute the same samples; only its rank 0 writes.
+        """
+        self.data = data
+        self.replica = replica
         self._claimed: dict[str, set[int]] = {}
 
     @property
@@ -115,35 +155,51 @@ class SampleStore(ABC):
 
     @abstractmethod
     def put(
-        self, ids: Tensor, lengths: Tensor, *, tokens: Mapping[str, Tensor] | None = None,
-        sequences: Mapping[str, Tensor] | None = None, objects: Mapping[str, list[Any]] | None = None,
-    ) -> None:  # fmt: skip
-        """Write columns of rows `ids` [n] with `lengths` [n], summing up to T: `tokens` [T, ...] and `sequences` [n, ...].
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        *,
+        tokens: Mapping[str, Tensor] | None = None,
+        sequences: Mapping[str, Tensor] | None = None,
+        objects: Mapping[str, list[Any]] | None = None,
+    ) -> None:
+        """Write columns of rows `ids` [n] with `lengths` [n], summing up to T: `tokens` [T, ...]
+        and `sequences` [n, ...].
 
-        `objects` are picklable, one for each row. Only the leader's values are written. Raises ValueError for columns of another
-        size. After rows(), results are written back to rows that this rank holds: raises LookupError for the id of another row,
-        and ValueError for another length.
+        `objects` are picklable, one for each row. Only the leader's values are written. Raises
+        ValueError for columns of another size. After rows(), results are written back to rows that
+        this rank holds: raises LookupError for the id of another row, and ValueError for another
+        length.
         """
 
     @abstractmethod
     def rows(self, tags: Mapping[str, Tensor] | None = None) -> SampleRows:
-        """Return the metadata of all ranks' rows, with `tags` [n, ...] int64 of this rank's: one collective over the data ranks,
-        and one broadcast in a replica. Raises ValueError on all ranks if their columns differ.
+        """Return the metadata of all ranks' rows, with `tags` [n, ...] int64 of this rank's: one
+        collective over the data ranks, and one broadcast in a replica. Raises ValueError on all
+        ranks if their columns differ.
         """
 
     @abstractmethod
-    def move(self, owners: Sequence[Sequence[int]], fields: Sequence[str] | None = None) -> SampleRows:
-        """Give every row of rows(), or these fields of it, to the data rank whose list has its id; return the new metadata.
+    def move(
+        self, owners: Sequence[Sequence[int]], fields: Sequence[str] | None = None
+    ) -> SampleRows:
+        """Give every row of rows(), or these fields of it, to the data rank whose list has its id;
+        return the new metadata.
 
-        One collective over the data ranks for any number of fields, and one broadcast in a replica; objects take further ones.
-        Raises ValueError on all ranks unless the lists contain every row exactly once.
+        One collective over the data ranks for any number of fields, and one broadcast in a replica;
+        objects take further ones. Raises ValueError on all ranks unless the lists contain every row
+        exactly once.
         """
 
     @abstractmethod
-    def get(self, ids: Sequence[int] | Tensor, fields: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return columns of rows that this rank has, in the order of `ids`; `lengths` is one of them.
+    def get(
+        self, ids: Sequence[int] | Tensor, fields: Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        """Return columns of rows that this rank has, in the order of `ids`; `lengths` is one of
+        them.
 
-        Raises LookupError, with the name of the field and the id, for a value that has not been produced or was cleared.
+        Raises LookupError, with the name of the field and the id, for a value that has not been
+        produced or was cleared.
         """
 
     @abstractmethod
@@ -152,18 +208,26 @@ class SampleStore(ABC):
 
     @abstractmethod
     def clear(self, ids: Collection[int]) -> None:
-        """Forget rows and their claims; others may be written then, and rows() comes before the next move."""
+        """Forget rows and their claims; others may be written then, and rows() comes before the
+        next move.
+        """
 
     def claim(self, task: str, fields: Sequence[str], count: int | None = None) -> list[int]:
-        """Return the ids, ascending, of at most `count` rows with all these fields that `task` has not claimed before."""
+        """Return the ids, ascending, of at most `count` rows with all these fields that `task` has
+        not claimed before.
+        """
         claimed = self._claimed.setdefault(task, set())
-        ready = sorted(set.intersection(*(self.produced_ids(name) for name in fields)) - claimed)[:count]
+        ready = sorted(set.intersection(*(self.produced_ids(name) for name in fields)) - claimed)[
+            :count
+        ]
         claimed |= set(ready)
         return ready
 
 
 class MemoryStore(SampleStore):
-    """Store in the memory of the ranks: each has the rows that it put, and after a move those that it was given."""
+    """Store in the memory of the ranks: each has the rows that it put, and after a move those that
+    it was given.
+    """
 
     def __init__(self, data: Axis, replica: Axis):
         super().__init__(data, replica)
@@ -174,58 +238,105 @@ class MemoryStore(SampleStore):
         self._known: SampleRows | None = None
 
     def put(
-        self, ids: Tensor, lengths: Tensor, *, tokens: Mapping[str, Tensor] | None = None,
-        sequences: Mapping[str, Tensor] | None = None, objects: Mapping[str, list[Any]] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        *,
+        tokens: Mapping[str, Tensor] | None = None,
+        sequences: Mapping[str, Tensor] | None = None,
+        objects: Mapping[str, list[Any]] | None = None,
+    ) -> None:
         columns = checked_columns(ids, lengths, tokens=tokens or {}, sequences=sequences or {})
         self._check_held(ids, lengths)
         if not self.leads:  # it keeps the types of the columns, which it receives
             columns = {name: column.select(ids[:0]) for name, column in columns.items()}
-            ids, lengths = ids[:0], lengths[:0]
+            ids = ids[:0]
+            lengths = lengths[:0]
+
         self._cleared -= set(ids.tolist())
         for name, values in (objects or {}).items():
             self._objects.setdefault(name, {}).update(zip(ids.tolist(), values, strict=False))
         self._lengths = self._lengths.merge(Column(False, ids, torch.ones_like(ids), lengths))
+
         for name, column in columns.items():
-            self._columns[name] = self._columns[name].merge(column) if name in self._columns else column
+            self._columns[name] = (
+                self._columns[name].merge(column) if name in self._columns else column
+            )
 
     def _check_held(self, ids: Tensor, lengths: Tensor) -> None:
-        """Raise an error for values that are written back to rows that this rank does not hold, or of another length."""
+        """Raise an error for values that are written back to rows that this rank does not hold, or
+        of another length.
+        """
         if self._known is None:
             return
+
         local_rows = self._known.select(self._known.ranks == self.data.rank)
         try:
-            expected = Column(False, local_rows.ids, torch.ones_like(local_rows.ids), local_rows.lengths).select(ids).values
+            expected = (
+                Column(False, local_rows.ids, torch.ones_like(local_rows.ids), local_rows.lengths)
+                .select(ids)
+                .values
+            )
         except KeyError as error:
-            raise LookupError(f"sample {error.args[0]} is not held by this rank, so nothing can be written back to it") from None
+            raise LookupError(
+                f"sample {error.args[0]} is not held by this rank, so nothing can be written back"
+                " to it"
+            ) from None
+
         if len(wrong := (expected != lengths).nonzero()[:, 0]):
             row = int(wrong[0])
-            raise ValueError(f"sample {int(ids[row])} has {int(expected[row])} tokens, not {int(lengths[row])}")
+            raise ValueError(
+                f"sample {int(ids[row])} has {int(expected[row])} tokens, not {int(lengths[row])}"
+            )
 
     def rows(self, tags: Mapping[str, Tensor] | None = None) -> SampleRows:
         tags = tags or {}
         if self.leads:
-            widths = {name: values[:1].numel() if len(values) else math.prod(values.shape[1:]) for name, values in tags.items()}
+            widths = {
+                name: values[:1].numel() if len(values) else math.prod(values.shape[1:])
+                for name, values in tags.items()
+            }
             parts = [values.reshape(len(values), widths[name]) for name, values in tags.items()]
-            parts = [torch.cat([self._lengths.ids[:, None], self._lengths.values[:, None], *parts], 1)]
+            parts = [
+                torch.cat([self._lengths.ids[:, None], self._lengths.values[:, None], *parts], 1)
+            ]
             gathered, notes = self.data.gather_rows(parts[0], note=_digest(self._types()))
-            counts, table = torch.tensor([len(part) for part in gathered]), torch.cat(gathered)
+            counts = torch.tensor([len(part) for part in gathered])
+            table = torch.cat(gathered)
             problem = self._disagreement() if len(set(notes)) > 1 else ""
         else:
             counts = table = None
             problem = ""
+
         counts, table, problem = self.replica.broadcast((counts, table, problem))
         if problem:
             raise ValueError(problem)
-        columns = table[:, 2:].split([math.prod(values.shape[1:]) for values in tags.values()], 1) if tags else ()
-        values = {name: part.reshape(-1, *tags[name].shape[1:]) for name, part in zip(tags, columns, strict=True)}
+
+        columns = (
+            table[:, 2:].split([math.prod(values.shape[1:]) for values in tags.values()], 1)
+            if tags
+            else ()
+        )
+        values = {
+            name: part.reshape(-1, *tags[name].shape[1:])
+            for name, part in zip(tags, columns, strict=True)
+        }
         self._known = SampleRows(table[:, 0], table[:, 1], torch.repeat_interleave(counts), values)
+
         return self._known
 
     def _types(self) -> dict[str, str]:
-        """Return column -> what its values must have in common on all ranks to travel between them."""
-        columns = {name: f"{'token' if column.per_token else 'sample'} {str(column.values.dtype).removeprefix('torch.')} "
-                         f"{list(column.values.shape[1:])}" for name, column in sorted(self._columns.items())}  # fmt: skip
+        """Return column -> what its values must have in common on all ranks to travel between
+        them.
+        """
+        columns = {
+            name: (
+                f"{'token' if column.per_token else 'sample'}"
+                f" {str(column.values.dtype).removeprefix('torch.')}"
+                f" {list(column.values.shape[1:])}"
+            )
+            for name, column in sorted(self._columns.items())
+        }
         return columns | dict.fromkeys(sorted(self._objects), "object")
 
     def _disagreement(self) -> str:
@@ -238,9 +349,12 @@ class MemoryStore(SampleStore):
                 return f"the ranks have different columns {name!r}: {each}"
         return "the ranks have different columns"
 
-    def move(self, owners: Sequence[Sequence[int]], fields: Sequence[str] | None = None) -> SampleRows:
+    def move(
+        self, owners: Sequence[Sequence[int]], fields: Sequence[str] | None = None
+    ) -> SampleRows:
         if self._known is None:
             raise RuntimeError("move() needs the metadata of all rows: call rows() first")
+
         rows = self._known
         check_owners(rows.ids, owners)
         after = self._known = rows.held_by(owners)
@@ -257,25 +371,46 @@ class MemoryStore(SampleStore):
             self._objects[name] = self._exchanged_objects(self._objects[name], after)
         for name in names:
             self._columns[name] = columns[name].select(local_rows.ids)
-        self._lengths = Column(False, local_rows.ids, torch.ones_like(local_rows.ids), local_rows.lengths)
+
+        self._lengths = Column(
+            False, local_rows.ids, torch.ones_like(local_rows.ids), local_rows.lengths
+        )
         return after
 
     def _exchange(self, rows: SampleRows, after: SampleRows, names: list[str]) -> dict[str, Column]:
         """Send each row to its new rank; return the columns of the rows that arrive."""
-        rank, size = self.data.rank, self.data.size
+        rank = self.data.rank
+        size = self.data.size
         place = {row: at for at, row in enumerate(rows.ids.tolist())}
         source = rows.ranks[[place[row] for row in after.ids.tolist()]]
         sent = _split_by_rank(after.select(source == rank), after.ranks[source == rank], size)
-        coming = _split_by_rank(after.select(after.ranks == rank), source[after.ranks == rank], size)
+        coming = _split_by_rank(
+            after.select(after.ranks == rank), source[after.ranks == rank], size
+        )
         types = {name: self._columns[name] for name in names}
-        flat = torch.cat([pack_columns([self._columns[name].select(part.ids) for name in names]) for part in sent])
-        sizes = [[packed_size(list(types.values()), part) for part in parts] for parts in (sent, coming)]
+        flat = torch.cat(
+            [
+                pack_columns([self._columns[name].select(part.ids) for name in names])
+                for part in sent
+            ]
+        )
+        sizes = [
+            [packed_size(list(types.values()), part) for part in parts] for parts in (sent, coming)
+        ]
         received = self.data.all_to_all(flat, sizes[0], sizes[1])
-        arrived = [unpack_columns(buffer, types, part) for buffer, part in zip(received.split(sizes[1]), coming, strict=True)]
+        arrived = [
+            unpack_columns(buffer, types, part)
+            for buffer, part in zip(received.split(sizes[1]), coming, strict=True)
+        ]
+
         return {name: _concatenate([each[name] for each in arrived]) for name in names}
 
-    def _share(self, rows: SampleRows, types: dict[str, Column], columns: dict[str, Column]) -> dict[str, Column]:
-        """Send the leader's rows to the other ranks of the replica, in one buffer whose size all of them know."""
+    def _share(
+        self, rows: SampleRows, types: dict[str, Column], columns: dict[str, Column]
+    ) -> dict[str, Column]:
+        """Send the leader's rows to the other ranks of the replica, in one buffer whose size all of
+        them know.
+        """
         if self.leads:
             flat = pack_columns([column.select(rows.ids) for column in columns.values()])
         else:
@@ -286,10 +421,16 @@ class MemoryStore(SampleStore):
         parts = [rows.ids.tolist() for rows in _split_by_rank(after, after.ranks, self.data.size)]
         if self.leads:
             sent = [{row: values[row] for row in part if row in values} for part in parts]
-            values = {row: value for part in self.data.exchange_objects(sent) for row, value in part.items()}
+            values = {
+                row: value
+                for part in self.data.exchange_objects(sent)
+                for row, value in part.items()
+            }
         return self.replica.broadcast_tensors(values)
 
-    def get(self, ids: Sequence[int] | Tensor, fields: Sequence[str] | None = None) -> dict[str, Any]:
+    def get(
+        self, ids: Sequence[int] | Tensor, fields: Sequence[str] | None = None
+    ) -> dict[str, Any]:
         ids = torch.as_tensor(ids, dtype=torch.int64)
         names = [*self._columns, *self._objects] if fields is None else fields
         return {name: self._values(name, ids) for name in (*names, "lengths")}
@@ -301,12 +442,20 @@ class MemoryStore(SampleStore):
             column = self._lengths if name == "lengths" else self._columns[name]
             return column.select(ids).values
         except KeyError as error:
-            missing = error.args[0] if name in self._columns or name in self._objects or name == "lengths" else int(ids[0])
+            missing = (
+                error.args[0]
+                if name in self._columns or name in self._objects or name == "lengths"
+                else int(ids[0])
+            )
             state = "was cleared" if missing in self._cleared else f"has no {name!r} on this rank"
             raise LookupError(f"sample {missing} {state}") from None
 
     def produced_ids(self, name: str) -> set[int]:
-        return set(self._columns[name].ids.tolist()) if name in self._columns else set(self._objects.get(name, ()))
+        return (
+            set(self._columns[name].ids.tolist())
+            if name in self._columns
+            else set(self._objects.get(name, ()))
+        )
 
     def clear(self, ids: Collection[int]) -> None:
         gone = torch.tensor(sorted(ids), dtype=torch.int64)
@@ -324,25 +473,42 @@ class MemoryStore(SampleStore):
 def checked_columns(
     ids: Tensor, lengths: Tensor, *, tokens: Mapping[str, Tensor], sequences: Mapping[str, Tensor]
 ) -> dict[str, Column]:
-    """Return columns of these rows; ValueError for repeated ids, and for values that are not theirs."""
+    """Return columns of these rows; ValueError for repeated ids, and for values that are not
+    theirs.
+    """
     if len(lengths) != len(ids) or len(set(ids.tolist())) != len(ids):
-        raise ValueError(f"{len(ids)} ids, {len(set(ids.tolist()))} of them different, come with {len(lengths)} lengths")
-    total, ones = int(lengths.sum()), torch.ones_like(ids)
+        raise ValueError(
+            f"{len(ids)} ids, {len(set(ids.tolist()))} of them different, come with {len(lengths)}"
+            " lengths"
+        )
+
+    total = int(lengths.sum())
+    ones = torch.ones_like(ids)
+
     columns = {}
     for name, values in tokens.items():
         if len(values) != total:
-            raise ValueError(f"{name!r} has {len(values)} values for {total} tokens of {len(ids)} samples")
+            raise ValueError(
+                f"{name!r} has {len(values)} values for {total} tokens of {len(ids)} samples"
+            )
         columns[name] = Column(True, ids, lengths, values.detach().cpu())
+
     for name, values in sequences.items():
         if len(values) != len(ids):
             raise ValueError(f"{name!r} has {len(values)} values for {len(ids)} samples")
         columns[name] = Column(False, ids, ones, values.detach().cpu())
+
     return columns
 
 
 def _digest(types: Mapping[str, str]) -> int:
     """Return a number of 63 bits that depends on the columns and their types."""
-    return int.from_bytes(hashlib.blake2b(repr(sorted(types.items())).encode(), digest_size=8).digest()) >> 1
+    return (
+        int.from_bytes(
+            hashlib.blake2b(repr(sorted(types.items())).encode(), digest_size=8).digest()
+        )
+        >> 1
+    )
 
 
 def check_owners(ids: Tensor, owners: Sequence[Sequence[int]]) -> None:
@@ -350,7 +516,8 @@ def check_owners(ids: Tensor, owners: Sequence[Sequence[int]]) -> None:
     named = [row for rows in owners for row in rows]
     if sorted(named) == sorted(ids.tolist()) and len(set(named)) == len(named):
         return
-    holds, names = Counter(ids.tolist()), Counter(named)
+    holds = Counter(ids.tolist())
+    names = Counter(named)
     row = min(row for row in holds | names if not holds[row] == names[row] == 1)
     times = f"is held {holds[row]} times and named {names[row]} times in the lists of owners"
     raise ValueError(f"row {row} {times}: it must be held by one rank and sent to one")
@@ -366,13 +533,19 @@ def pack_columns(columns: list[Column]) -> Tensor:
 def packed_size(columns: list[Column], rows: SampleRows) -> int:
     """Return the bytes that these rows take in such columns."""
     num = {True: int(rows.lengths.sum()), False: len(rows)}
-    size = sum(num[column.per_token] * math.prod(column.values.shape[1:]) * column.values.itemsize for column in columns)
+    size = sum(
+        num[column.per_token] * math.prod(column.values.shape[1:]) * column.values.itemsize
+        for column in columns
+    )
     return size + -size % ALIGNMENT
 
 
-def unpack_columns(flat: Tensor, types: Mapping[str, Column], rows: SampleRows) -> dict[str, Column]:
+def unpack_columns(
+    flat: Tensor, types: Mapping[str, Column], rows: SampleRows
+) -> dict[str, Column]:
     """Return the columns of these rows from pack_columns()."""
-    place, columns = 0, {}
+    place = 0
+    columns = {}
     for name, like in types.items():
         lengths = rows.lengths if like.per_token else torch.ones_like(rows.lengths)
         shape = int(lengths.sum()), *like.values.shape[1:]
@@ -385,10 +558,16 @@ def unpack_columns(flat: Tensor, types: Mapping[str, Column], rows: SampleRows) 
 
 def _split_by_rank(rows: SampleRows, ranks: Tensor, size: int) -> list[SampleRows]:
     """Return the rows of each of `size` ranks, in their order; `ranks` [n] is that of each row."""
-    order, counts = ranks.argsort(stable=True), ranks.bincount(minlength=size)
+    order = ranks.argsort(stable=True)
+    counts = ranks.bincount(minlength=size)
     return [rows.select(places) for places in order.split(counts.tolist())]
 
 
 def _concatenate(columns: list[Column]) -> Column:
-    return Column(columns[0].per_token, *(torch.cat([getattr(each, name) for each in columns])
-                                          for name in ("ids", "lengths", "values")))  # fmt: skip
+    return Column(
+        columns[0].per_token,
+        *(
+            torch.cat([getattr(each, name) for each in columns])
+            for name in ("ids", "lengths", "values")
+        ),
+    )

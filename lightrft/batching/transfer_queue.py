@@ -1,7 +1,8 @@
-"""Store of samples in a TransferQueue, an external table of samples and fields on a Ray cluster (arXiv 2507.01663).
+"""Store of samples in a TransferQueue, an external table of samples and fields on a Ray cluster
+(arXiv 2507.01663).
 
-It is for pipelines in which other programs read or write the samples of a step too. Ranks that move samples among themselves
-need no such service: MemoryStore sends each value once.
+It is for pipelines in which other programs read or write the samples of a step too. Ranks that move
+samples among themselves need no such service: MemoryStore sends each value once.
 """
 
 import os
@@ -30,22 +31,31 @@ _numbers = count()
 
 
 class TransferQueueStore(MemoryStore):
-    """Store whose values are in the queue. A move only changes who reads them, and only leaders read and write.
+    """Store whose values are in the queue.
+
+    A move only changes who reads them, and only leaders read and write.
 
     Each store is a partition of the queue, whose keys are the ids.
     """
 
     def __init__(self, data: Axis, replica: Axis, world: Axis):
-        """Connect to the queue, which `world`'s rank 0 starts at the first call if there is none."""
+        """Connect to the queue, which `world`'s rank 0 starts at the first call if there is
+        none.
+        """
         super().__init__(data, replica)
         self._queue, run = _start(world)
         self._partition = f"lightrft/{run}/{next(_numbers)}"
         self._own_ids: dict[str, set[int]] = {}
 
     def put(
-        self, ids: Tensor, lengths: Tensor, *, tokens: Mapping[str, Tensor] | None = None,
-        sequences: Mapping[str, Tensor] | None = None, objects: Mapping[str, list[Any]] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        *,
+        tokens: Mapping[str, Tensor] | None = None,
+        sequences: Mapping[str, Tensor] | None = None,
+        objects: Mapping[str, list[Any]] | None = None,
+    ) -> None:
         super().put(ids, lengths, tokens=tokens, sequences=sequences, objects=objects)
         written = {name: self._columns[name] for name in (*(tokens or {}), *(sequences or {}))}
         if self.leads and len(ids):
@@ -58,9 +68,12 @@ class TransferQueueStore(MemoryStore):
             self._columns[name] = column.select(ids[:0])
             self._own_ids.setdefault(name, set()).update(ids.tolist() if self.leads else ())
 
-    def move(self, owners: Sequence[Sequence[int]], fields: Sequence[str] | None = None) -> SampleRows:
+    def move(
+        self, owners: Sequence[Sequence[int]], fields: Sequence[str] | None = None
+    ) -> SampleRows:
         if self._known is None:
             raise RuntimeError("move() needs the metadata of all rows: call rows() first")
+
         check_owners(self._known.ids, owners)
         after = self._known = self._known.held_by(owners)
         self.data.barrier()  # what others have put must be there
@@ -70,9 +83,12 @@ class TransferQueueStore(MemoryStore):
         self._lengths = Column(False, local.ids, torch.ones_like(local.ids), local.lengths)
         for name in [name for name in self._own_ids if fields is None or name in fields]:
             self._own_ids[name] = set(local.ids.tolist())
+
         return after
 
-    def get(self, ids: Sequence[int] | Tensor, fields: Sequence[str] | None = None) -> dict[str, Any]:
+    def get(
+        self, ids: Sequence[int] | Tensor, fields: Sequence[str] | None = None
+    ) -> dict[str, Any]:
         ids = torch.as_tensor(ids, dtype=torch.int64)
         names = [*self._columns, *self._objects] if fields is None else list(fields)
         types = {name: self._columns[name] for name in names if name in self._columns}
@@ -84,20 +100,34 @@ class TransferQueueStore(MemoryStore):
         return objects | self._read(types, rows) | {"lengths": rows.lengths}
 
     def _read(self, types: dict[str, Column], rows: SampleRows) -> dict[str, Tensor]:
-        """Read fields on the leader, and send them to the other ranks of the replica in one buffer."""
+        """Read fields on the leader, and send them to the other ranks of the replica in one
+        buffer.
+        """
         order = dict(sorted(types.items(), key=lambda item: -item[1].values.itemsize))
         if not len(rows) or not order:
             return {name: column.values[:0] for name, column in types.items()}
+
         if self.leads:
             keys = [str(row) for row in rows.ids.tolist()]
             table = self._queue.kv_batch_get(keys, self._partition, list(order))
-            values = [torch.cat(list(table[name].unbind())) if like.per_token else table[name] for name, like in order.items()]
-            columns = [Column(like.per_token, rows.ids, rows.lengths, each.to(like.values.dtype))
-                       for each, like in zip(values, order.values(), strict=True)]  # fmt: skip
+            values = [
+                torch.cat(list(table[name].unbind())) if like.per_token else table[name]
+                for name, like in order.items()
+            ]
+            columns = [
+                Column(like.per_token, rows.ids, rows.lengths, each.to(like.values.dtype))
+                for each, like in zip(values, order.values(), strict=True)
+            ]
             flat = pack_columns(columns)
         else:
             flat = torch.empty(packed_size(list(order.values()), rows), dtype=torch.uint8)
-        return {name: column.values for name, column in unpack_columns(self.replica.broadcast_tensor(flat), order, rows).items()}
+
+        return {
+            name: column.values
+            for name, column in unpack_columns(
+                self.replica.broadcast_tensor(flat), order, rows
+            ).items()
+        }
 
     def produced_ids(self, name: str) -> set[int]:
         return self._own_ids[name] if name in self._own_ids else super().produced_ids(name)
@@ -114,17 +144,23 @@ def _field(column: Column) -> Tensor:
     """Return a jagged tensor, or one with a value for each row."""
     if not column.per_token:
         return column.values
-    return torch.nested.as_nested_tensor(list(column.values.split(column.lengths.tolist())), layout=torch.jagged)
+    return torch.nested.as_nested_tensor(
+        list(column.values.split(column.lengths.tolist())), layout=torch.jagged
+    )
 
 
 @cache
 def _start(world: Axis) -> tuple[ModuleType, str]:
-    """Connect this process to Ray and the queue; return the module of the queue, and a name of this run.
+    """Connect this process to Ray and the queue; return the module of the queue, and a name of this
+    run.
 
-    RAY_ADDRESS names a cluster; without it rank 0 starts one on its node, which all ranks must reach.
+    RAY_ADDRESS names a cluster; without it rank 0 starts one on its node, which all ranks must
+    reach.
     """
     address = os.environ.get("RAY_ADDRESS")
-    run, token = world.broadcast((os.urandom(8).hex(), os.environ.get("RAY_AUTH_TOKEN") or os.urandom(32).hex()))
+    run, token = world.broadcast(
+        (os.urandom(8).hex(), os.environ.get("RAY_AUTH_TOKEN") or os.urandom(32).hex())
+    )
     if not address:  # Ray reads these at its import
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     import ray
@@ -132,7 +168,9 @@ def _start(world: Axis) -> tuple[ModuleType, str]:
 
     options = {"log_to_driver": False, "configure_logging": False}
     if world.rank == 0:
-        new = {} if address else {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, 8)}
+        new = (
+            {} if address else {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, 8)}
+        )
         address = ray.init(address=address, **options, **new).address_info["gcs_address"]
         transfer_queue.init()
     address = world.broadcast(address)
