@@ -12,7 +12,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from lightrft.parallel.collectives import Axis
 
-PART, OLD = ".part", ".old"
+PART = ".part"
+OLD = ".old"
 """Suffixes of a folder that is being written, and of one that is being replaced."""
 
 
@@ -21,10 +22,12 @@ class CheckpointError(RuntimeError):
 
 
 def write_folder(folder: Path, world: Axis, *steps: Callable[[Path], None]) -> None:
-    """Run the steps in order on every rank, on a temporary folder in the parent of `folder`, and then rename it to `folder`.
+    """Run the steps in order on every rank, on a temporary folder in the parent of `folder`, and
+    then rename it to `folder`.
 
-    If a step fails on any rank, all ranks raise the same CheckpointError; the temporary folder is removed, and the previous
-    contents of `folder` are untouched. A step that fails on one rank must not leave other ranks waiting in a collective.
+    If a step fails on any rank, all ranks raise the same CheckpointError; the temporary folder is
+    removed, and the previous contents of `folder` are untouched. A step that fails on one rank must
+    not leave other ranks waiting in a collective.
     """
     part = folder.with_name(folder.name + PART)
     summary = f"{folder} could not be written"
@@ -41,19 +44,28 @@ def write_folder(folder: Path, world: Axis, *steps: Callable[[Path], None]) -> N
 
 
 def run_on_all_ranks(world: Axis, summary: str, action: Callable[[], None]) -> None:
-    """Run `action`; if it failed on any rank, every rank raises one CheckpointError with all the reasons."""
-    cause, reasons = None, {}
+    """Run `action`; if it failed on any rank, every rank raises one CheckpointError with all the
+    reasons.
+    """
+    cause = None
+    reasons = {}
     try:
         action()
-    except CheckpointException as error:  # torch's, not a subclass of Exception; it already contains the reasons of all ranks
-        cause, reasons = error, {rank: _reason(failure) for rank, (failure, _) in error.failures.items()}
+    except CheckpointException as error:
+        # torch's, not a subclass of Exception; it already contains the reasons of all ranks
+        cause = error
+        reasons = {rank: _reason(failure) for rank, (failure, _) in error.failures.items()}
     except Exception as error:
-        cause, reasons = error, {world.rank: _reason(error)}
+        cause = error
+        reasons = {world.rank: _reason(error)}
+
     errors: dict[int, str] = {}
     for part in world.gather(reasons):
         errors |= part
     if errors:
-        raise CheckpointError(f"{summary}: " + "; ".join(f"rank {rank}: {errors[rank]}" for rank in sorted(errors))) from cause
+        raise CheckpointError(
+            f"{summary}: " + "; ".join(f"rank {rank}: {errors[rank]}" for rank in sorted(errors))
+        ) from cause
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -66,11 +78,15 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError raised inside: a failed write, unlike a failed open, does not report it."""
+    """Add the file's name to an OSError raised inside: a failed write, unlike a failed open, does
+    not report it.
+    """
     try:
         yield
     except OSError as error:
-        raise error if error.filename else OSError(error.errno, error.strerror, str(path)) from error
+        raise (
+            error if error.filename else OSError(error.errno, error.strerror, str(path))
+        ) from error
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -97,7 +113,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder after renaming it, so that a partly removed folder is never taken for a complete one."""
+    """Remove a folder after renaming it, so that a partly removed folder is never taken for a
+    complete one.
+    """
     part = folder.with_name(folder.name + PART)
     os.rename(folder, part)
     shutil.rmtree(part)
@@ -117,11 +135,13 @@ def _start(part: Path) -> None:
 def _publish(part: Path, folder: Path) -> None:
     _follow_umask(part)
     sync_folder(part)
+
     old = folder.with_name(folder.name + OLD)
     if folder.exists():
         if old.exists():
             shutil.rmtree(old)
         os.rename(folder, old)
+
     os.rename(part, folder)
     sync_folder(folder.parent)
     if old.exists():
@@ -129,7 +149,9 @@ def _publish(part: Path, folder: Path) -> None:
 
 
 def _follow_umask(part: Path) -> None:
-    """Give all files the mode of a new file: safetensors makes them readable by their owner only."""
+    """Give all files the mode of a new file: safetensors makes them readable by their owner
+    only.
+    """
     probe = part / "mode.tmp"
     probe.touch()
     mode = stat.S_IMODE(probe.stat().st_mode)

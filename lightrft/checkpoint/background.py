@@ -10,10 +10,14 @@ from lightrft.parallel.collectives import Axis
 
 
 class Background:
-    """Background thread on every rank. Its collectives use the axis `background_axis`, separate from those of the training."""
+    """Background thread on every rank.
+
+    Its collectives use the axis `background_axis`, separate from those of the training.
+    """
 
     def __init__(self, world: Axis, background_axis: Axis):
-        self.world, self.background_axis = world, background_axis
+        self.world = world
+        self.background_axis = background_axis
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -25,19 +29,25 @@ class Background:
         self._thread.start()
 
     def finish(self, *, wait: bool = True) -> bool:
-        """Return True if no job is running; with `wait`, wait for that. All ranks call it and get the same result.
+        """Return True if no job is running; with `wait`, wait for that.
+
+        All ranks call it and get the same result.
 
         An error of the job, which all ranks have, is raised here.
         """
         if self._thread is None:
             return True
+
         ended = torch.tensor(int(not self._thread.is_alive()))
         if not wait and not int(self.world.min(ended)):
             return False
+
         self.join()
-        failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = None
         if failure is not None:
             raise failure
+
         return True
 
     def join(self) -> None:

@@ -1,4 +1,6 @@
-"""Export of complete Hugging Face folders from a run's checkpoint, or from a folder with an adapter."""
+"""Export of complete Hugging Face folders from a run's checkpoint, or from a folder with an
+adapter.
+"""
 
 import hashlib
 import json
@@ -20,10 +22,21 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, DataSection, ModelSection
 from lightrft.data.rendering.template import turn_end_ids
 from lightrft.models.heads import Actor, Scorer
-from lightrft.models.load import head_names, load_model, load_reward_model, load_scorer, load_tokenizer
+from lightrft.models.load import (
+    head_names,
+    load_model,
+    load_reward_model,
+    load_scorer,
+    load_tokenizer,
+)
 from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
 from lightrft.models.lora import WEIGHTS as ADAPTER_WEIGHTS
-from lightrft.models.lora import base_model_of_adapter, freeze_parameters, is_adapter_folder, merge_adapter
+from lightrft.models.lora import (
+    base_model_of_adapter,
+    freeze_parameters,
+    is_adapter_folder,
+    merge_adapter,
+)
 from lightrft.models.weight_files import weights_of
 from lightrft.parallel.collectives import Axis
 from lightrft.thinker import load_generation_config
@@ -31,30 +44,47 @@ from lightrft.thinker import load_generation_config
 ALONE = Axis("export", 1, 0, None)
 CHECKPOINTS = "checkpoints"
 """Folder of a run that contains its checkpoints, unless --ckpt_path is another one."""
-MERGED, SOURCE = "merged_pretrain", "merged_from.json"
-"""Folder of a run that contains its base model merged with an adapter, and the file in it that identifies both."""
-EXPORTED, CHECKPOINT_SOURCE = "exported_pretrain", "exported_from.json"
-"""Folder of an evaluation with the model of a checkpoint, and the file in it that identifies the checkpoint."""
+MERGED = "merged_pretrain"
+SOURCE = "merged_from.json"
+"""Folder of a run that contains its base model merged with an adapter, and the file in it that
+identifies both."""
+EXPORTED = "exported_pretrain"
+CHECKPOINT_SOURCE = "exported_from.json"
+"""Folder of an evaluation with the model of a checkpoint, and the file in it that identifies the
+checkpoint."""
 
 
 def export_checkpoint(
-    path: Path, folder: Path, *, name: str = "actor", pretrain: str = "", trust_remote_code: bool = False,
+    path: Path,
+    folder: Path,
+    *,
+    name: str = "actor",
+    pretrain: str = "",
+    trust_remote_code: bool = False,
     adapter_only: bool = False,
-) -> Path:  # fmt: skip
-    """Write one model of a checkpoint, from any number of ranks and any strategy, as a run writes it at its end.
+) -> Path:
+    """Write one model of a checkpoint, from any number of ranks and any strategy, as a run writes
+    it at its end.
 
-    `path` is a checkpoint or a folder of them, of which the newest complete one is used. Configuration, tokenizer and frozen
-    parameters come from the run's --pretrain, or from `pretrain`. This process loads the whole model, in float32.
-    Raises ConfigError (a ValueError) or CheckpointError (a RuntimeError) if something is missing or does not match.
+    `path` is a checkpoint or a folder of them, of which the newest complete one is used.
+    Configuration, tokenizer and frozen parameters come from the run's --pretrain, or from
+    `pretrain`. This process loads the whole model, in float32. Raises ConfigError (a ValueError) or
+    CheckpointError (a RuntimeError) if something is missing or does not match.
     """
     newest = _newest_checkpoint(path)
     if newest is None:
-        model = f"; the trained model of this run is {path / 'model'}" if (path / "model").is_dir() else ""
+        model = (
+            f"; the trained model of this run is {path / 'model'}"
+            if (path / "model").is_dir()
+            else ""
+        )
         raise ConfigError(f"{path} is not a checkpoint of a run, and contains none{model}")
+
     manifest, path, state = newest
     identity = state["client"].get("identity") or {}
     if "settings" not in identity:
         raise ConfigError(f"{path} was not written by a run of lightrft, so its models are unknown")
+
     section, bf16 = _section(identity["settings"], pretrain, trust_remote_code)
     tokenizer = load_tokenizer(section)
     role = _role(name, section, tokenizer, identity["settings"])
@@ -64,21 +94,31 @@ def export_checkpoint(
     contents = manager.CheckpointState({name: model_state}, {}, ALONE, model_state.device)
     manager.load(contents, path, manifest.world_size, strict=True, module_only=True)
     end_generation_at(model, _learned_ends(identity["settings"], tokenizer))
+
     if adapter_only:
         return export_adapter(model, model.named_parameters(), tokenizer, folder, ALONE)
     return export_whole(model, tokenizer, folder, torch.bfloat16 if bf16 else torch.float32)
 
 
-def export_merged(adapter: str, folder: Path, *, base: str = "", trust_remote_code: bool = False) -> Path:
-    """Write the base model of an adapter in peft's format, or `base`, with the adapter merged, in float32.
+def export_merged(
+    adapter: str, folder: Path, *, base: str = "", trust_remote_code: bool = False
+) -> Path:
+    """Write the base model of an adapter in peft's format, or `base`, with the adapter merged, in
+    float32.
 
-    The tokenizer comes from the adapter's folder if it has one. Raises ConfigError if something is missing or does not match.
+    The tokenizer comes from the adapter's folder if it has one. Raises ConfigError if something is
+    missing or does not match.
     """
-    section = ModelSection(pretrain=base or base_model_of_adapter(adapter), trust_remote_code=trust_remote_code)
+    section = ModelSection(
+        pretrain=base or base_model_of_adapter(adapter), trust_remote_code=trust_remote_code
+    )
     try:
         model = load_model(section)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{adapter} contains an adapter whose base model cannot be loaded: {error}") from error
+        raise ConfigError(
+            f"{adapter} contains an adapter whose base model cannot be loaded: {error}"
+        ) from error
+
     merged = merge_adapter(model, adapter)
     merged.generation_config = load_generation_config(adapter) or merged.generation_config
     return export_whole(merged, _tokenizer(adapter, section), folder, torch.float32)
@@ -87,7 +127,8 @@ def export_merged(adapter: str, folder: Path, *, base: str = "", trust_remote_co
 def with_merged_pretrain(config: Config, world: Axis) -> Config:
     """Return the configuration from which models and engines are loaded; all ranks call this.
 
-    A --pretrain that contains only an adapter becomes --save_path/merged_pretrain, which rank 0 writes unless it exists.
+    A --pretrain that contains only an adapter becomes --save_path/merged_pretrain, which rank 0
+    writes unless it exists.
     """
     adapter = str(Path(config.model.pretrain).expanduser())
     if not is_adapter_folder(Path(adapter)):
@@ -105,10 +146,12 @@ def with_merged_pretrain(config: Config, world: Axis) -> Config:
 
 
 def with_model_of_run(config: Config, world: Axis) -> Config:
-    """Return the configuration with the model of --pretrain where that is a run's folder or a checkpoint; all ranks call this.
+    """Return the configuration with the model of --pretrain where that is a run's folder or a
+    checkpoint; all ranks call this.
 
-    The model of a complete run is its folder `model`. That of a checkpoint, or of the newest one of a run without a final model,
-    is written by rank 0 to --save_path/exported_pretrain unless it is there.
+    The model of a complete run is its folder `model`. That of a checkpoint, or of the newest one of
+    a run without a final model, is written by rank 0 to --save_path/exported_pretrain unless it is
+    there.
     """
     path = Path(config.model.pretrain).expanduser()
     if not path.is_dir() or (path / "config.json").is_file() or is_adapter_folder(path):
@@ -119,7 +162,10 @@ def with_model_of_run(config: Config, world: Axis) -> Config:
     def newest() -> Path:
         checkpoint_of_run = _newest_checkpoint(path)
         if checkpoint_of_run is None:
-            raise ConfigError(f"{path} is neither a model's folder, nor that of a run, nor a checkpoint: no config.json in it")
+            raise ConfigError(
+                f"{path} is neither a model's folder, nor that of a run, nor a checkpoint: no"
+                " config.json in it"
+            )
         return checkpoint_of_run[1]
 
     def source() -> dict[str, str | None]:
@@ -136,26 +182,39 @@ def with_model_of_run(config: Config, world: Axis) -> Config:
 
 
 def _with_written_pretrain(
-    config: Config, world: Axis, folder_name: str, source_name: str, source: Callable[[], dict[str, str | None]],
+    config: Config,
+    world: Axis,
+    folder_name: str,
+    source_name: str,
+    source: Callable[[], dict[str, str | None]],
     write: Callable[[Path], None],
-) -> Config:  # fmt: skip
-    """Return the configuration with a folder of --save_path as --pretrain, which rank 0 writes unless it has the same source."""
+) -> Config:
+    """Return the configuration with a folder of --save_path as --pretrain, which rank 0 writes
+    unless it has the same source.
+    """
     folder = Path(config.train.save_path) / folder_name
 
     def write_once() -> None:
-        record, identity = folder / source_name, source()
+        record = folder / source_name
+        identity = source()
         if not (record.is_file() and json.loads(record.read_text()) == identity):
             write(folder)
             record.write_text(json.dumps(identity, indent=2) + "\n")
 
     try:
-        run_on_all_ranks(world, f"--pretrain {config.model.pretrain}", lambda: write_once() if world.rank == 0 else None)
+        run_on_all_ranks(
+            world,
+            f"--pretrain {config.model.pretrain}",
+            lambda: write_once() if world.rank == 0 else None,
+        )
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     return replace(config, model=replace(config.model, pretrain=str(folder)))
 
 
-def _role(name: str, section: ModelSection, tokenizer: PreTrainedTokenizerBase, settings: dict) -> Actor | Scorer:
+def _role(
+    name: str, section: ModelSection, tokenizer: PreTrainedTokenizerBase, settings: dict
+) -> Actor | Scorer:
     """Return the role of a checkpoint's model, as the run built it."""
     if name.startswith("reward_model"):
         heads = head_names(section, settings["reward_heads"])
@@ -170,7 +229,9 @@ def _role(name: str, section: ModelSection, tokenizer: PreTrainedTokenizerBase, 
 
 
 def _checkpoint(path: Path) -> tuple[Manifest, Path, dict] | None:
-    """Return the manifest, the path and the state of a checkpoint, or of the newest complete one in a folder; None without."""
+    """Return the manifest, the path and the state of a checkpoint, or of the newest complete one in
+    a folder; None without.
+    """
     tag = path.name if (path / MANIFEST).is_file() else None
     return manager.find(path.parent if tag else path, tag, ALONE)
 
@@ -181,27 +242,52 @@ def _newest_checkpoint(path: Path) -> tuple[Manifest, Path, dict] | None:
 
 
 def _section(settings: dict, pretrain: str, trust_remote_code: bool) -> tuple[ModelSection, bool]:
-    """Return the run's model section and its bf16; trust_remote_code comes from the caller, not from the checkpoint."""
-    model = {field.name: settings[field.name] for field in fields(ModelSection) if field.name in settings}
-    section = ModelSection(**model | {"trust_remote_code": trust_remote_code} | ({"pretrain": pretrain} if pretrain else {}))
+    """Return the run's model section and its bf16; trust_remote_code comes from the caller, not
+    from the checkpoint.
+    """
+    model = {
+        field.name: settings[field.name] for field in fields(ModelSection) if field.name in settings
+    }
+    section = ModelSection(
+        **model
+        | {"trust_remote_code": trust_remote_code}
+        | ({"pretrain": pretrain} if pretrain else {})
+    )
     if is_adapter_folder(section.pretrain):
         section.pretrain = str(Path(settings["save_path"]) / MERGED)
-    if not Path(section.pretrain).expanduser().is_dir() and section.pretrain.startswith((".", "/", "~")):
-        raise ConfigError(f"the run's --pretrain {section.pretrain} does not exist: set --pretrain to its present location")
+
+    if not Path(section.pretrain).expanduser().is_dir() and section.pretrain.startswith(
+        (".", "/", "~")
+    ):
+        raise ConfigError(
+            f"the run's --pretrain {section.pretrain} does not exist: set --pretrain to its present"
+            " location"
+        )
+
     return section, bool(section.bf16)
 
 
 def _learned_ends(settings: dict, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the tokens that ended the run's responses."""
-    section = DataSection(**{field.name: settings[field.name] for field in fields(DataSection) if field.name in settings})
+    section = DataSection(
+        **{
+            field.name: settings[field.name]
+            for field in fields(DataSection)
+            if field.name in settings
+        }
+    )
     return turn_end_ids(section, tokenizer).union(settings.get("stop_token_ids", ()))
 
 
 def _check_base(folder: str, identity: dict, name: str, *, frozen: bool) -> None:
     """Raise ConfigError if frozen parameters would come from a model other than the run's."""
-    before, now = identity.get("weights", {}).get(name), weights_of(folder)
+    before = identity.get("weights", {}).get(name)
+    now = weights_of(folder)
     if frozen and before and now and before != now:
-        raise ConfigError(f"the weights of {folder} are not the frozen weights of the run: set --pretrain to its base model")
+        raise ConfigError(
+            f"the weights of {folder} are not the frozen weights of the run: set --pretrain to its"
+            " base model"
+        )
 
 
 def _tokenizer(adapter: str, section: ModelSection) -> PreTrainedTokenizerBase:

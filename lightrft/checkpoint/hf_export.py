@@ -12,11 +12,27 @@ from pathlib import Path
 import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_relative_import_files
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.dynamic_module_utils import (
+    get_class_from_dynamic_module,
+    get_relative_import_files,
+)
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from lightrft.checkpoint.atomic import PART, CheckpointError, run_on_all_ranks, sync_file, sync_folder, write_folder
+from lightrft.checkpoint.atomic import (
+    PART,
+    CheckpointError,
+    run_on_all_ranks,
+    sync_file,
+    sync_folder,
+    write_folder,
+)
 from lightrft.checkpoint.hf_parameters import persistent_buffers
 from lightrft.checkpoint.shard_writer import ShardWriter
 from lightrft.config.errors import ConfigError
@@ -31,43 +47,74 @@ MAX_SHARD_BYTES = 5 * 10**9
 FOLDERS = {"additional_chat_templates"}
 """Folders inside of a model's folder: transformers writes a tokenizer's further templates there."""
 OF_LOADING = ("is_local", "local_files_only")
-"""Settings of a tokenizer that say how it was loaded; transformers would write them into its folder."""
+"""Settings of a tokenizer that say how it was loaded; transformers would write them into its
+folder."""
 GENERATION = "generation_config.json"
-BESIDE = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json",
-          "spk_dict.pt")  # fmt: skip
-"""Files of processors, and the voices of Qwen2.5-Omni, which are copied since training does not change them."""
+BESIDE = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+    "spk_dict.pt",
+)
+"""Files of processors, and the voices of Qwen2.5-Omni, which are copied since training does not
+change them."""
 
 Stream = Iterator[tuple[str, Tensor]]
 
 
 def export(
-    model: nn.Module, stream: Stream, tokenizer: PreTrainedTokenizerBase | None, folder: Path, dtype: torch.dtype, world: Axis
+    model: nn.Module,
+    stream: Stream,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    dtype: torch.dtype,
+    world: Axis,
 ) -> Path:
-    """Write a folder in the published format of the model's family. All ranks consume the stream; each writes some of the files.
+    """Write a folder in the published format of the model's family.
+
+    All ranks consume the stream; each writes some of the files.
 
     The folder is written atomically; CheckpointError if that fails.
     """
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"only a transformers model can be saved as a Hugging Face folder, not {type(model).__name__}")
+        raise TypeError(
+            "only a transformers model can be saved as a Hugging Face folder, not"
+            f" {type(model).__name__}"
+        )
+
     writer = ShardWriter(folder.with_name(folder.name + PART), MAX_SHARD_BYTES, world)
     write_folder(
         folder,
         world,
         partial(_check_target, folder),
-        partial(_write_weights, writer, PublishedNames.of(model).rename(stream), _other_parts(model), dtype),
+        partial(
+            _write_weights,
+            writer,
+            PublishedNames.of(model).rename(stream),
+            _other_parts(model),
+            dtype,
+        ),
         lambda _: writer.name_files() if world.rank == 0 else None,
         partial(_write_rest, model, tokenizer, dtype, world.rank == 0),
     )
+
     return folder
 
 
 def rehearse(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype, world: Axis, *, trust_remote_code: bool
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: torch.dtype,
+    world: Axis,
+    *,
+    trust_remote_code: bool,
 ) -> None:
-    """Write all of a model's folder but the weights into a temporary folder, and read it back; all ranks call this.
+    """Write all of a model's folder but the weights into a temporary folder, and read it back; all
+    ranks call this.
 
-    A run finds out in its first seconds what would otherwise end it after its last step. Raise ConfigError on all ranks if the
-    folder cannot be written, or is read back as something else.
+    A run finds out in its first seconds what would otherwise end it after its last step. Raise
+    ConfigError on all ranks if the folder cannot be written, or is read back as something else.
     """
 
     def attempt() -> None:
@@ -77,7 +124,9 @@ def rehearse(
                 _read_back(Path(folder), tokenizer, trust_remote_code=trust_remote_code)
 
     try:
-        run_on_all_ranks(world, f"{model.name_or_path} cannot be saved as a model after training", attempt)
+        run_on_all_ranks(
+            world, f"{model.name_or_path} cannot be saved as a model after training", attempt
+        )
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
 
@@ -98,7 +147,9 @@ def end_generation_at(model: nn.Module, token_ids: Iterable[int]) -> None:
         model.generation_config.eos_token_id = [*known, *new]
 
 
-def _read_back(folder: Path, tokenizer: PreTrainedTokenizerBase | None, *, trust_remote_code: bool) -> None:
+def _read_back(
+    folder: Path, tokenizer: PreTrainedTokenizerBase | None, *, trust_remote_code: bool
+) -> None:
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     config = AutoConfig.from_pretrained(folder, **options)
     for reference in (getattr(config, "auto_map", None) or {}).values():
@@ -112,28 +163,54 @@ def _read_back(folder: Path, tokenizer: PreTrainedTokenizerBase | None, *, trust
             before = getattr(tokenizer, name)
             after = getattr(found, name)
             if after != before:
-                raise ValueError(f"the tokenizer's {name} is {before!r}, but {after!r} when it is saved and loaded")
+                raise ValueError(
+                    f"the tokenizer's {name} is {before!r}, but {after!r} when it is saved and"
+                    " loaded"
+                )
 
 
-def export_whole(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path, dtype: torch.dtype) -> Path:
-    """Export a model that is whole in this process, and merge its adapters; no other process writes.
+def export_whole(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    dtype: torch.dtype,
+) -> Path:
+    """Export a model that is whole in this process, and merge its adapters; no other process
+    writes.
 
-    Parameters are cast before they are merged, as in a run, so that they equal the weights of the engine.
+    Parameters are cast before they are merged, as in a run, so that they equal the weights of the
+    engine.
     """
-    parameters = ((name, parameter.detach().to(dtype)) for name, parameter in model.named_parameters())
+    parameters = (
+        (name, parameter.detach().to(dtype)) for name, parameter in model.named_parameters()
+    )
     stream = merge_adapters(model, chain(parameters, persistent_buffers(model)))
     return export(model, stream, tokenizer, folder, dtype, Axis("export", 1, 0, None))
 
 
 def export_adapter(
-    model: nn.Module, stream: Stream, tokenizer: PreTrainedTokenizerBase | None, folder: Path, world: Axis
+    model: nn.Module,
+    stream: Stream,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    world: Axis,
 ) -> Path:
-    """Write the adapters of the stream in peft's format. All ranks consume it; rank 0 writes atomically."""
-    if not adapted_layers(model) or any(p.requires_grad and not is_adapter(name) for name, p in model.named_parameters()):
-        raise ValueError(f"{type(model).__name__} is not a model with trained adapters: use save_model() to save it")
+    """Write the adapters of the stream in peft's format.
+
+    All ranks consume it; rank 0 writes atomically.
+    """
+    if not adapted_layers(model) or any(
+        p.requires_grad and not is_adapter(name) for name, p in model.named_parameters()
+    ):
+        raise ValueError(
+            f"{type(model).__name__} is not a model with trained adapters: use save_model() to"
+            " save it"
+        )
 
     def write(part: Path) -> None:
-        adapters = {name: tensor.cpu() for name, tensor in stream if is_adapter(name) and world.rank == 0}
+        adapters = {
+            name: tensor.cpu() for name, tensor in stream if is_adapter(name) and world.rank == 0
+        }
         if world.rank == 0:
             save_adapter(model, adapters, part)
             _write_generation(model, part)
@@ -146,7 +223,9 @@ def export_adapter(
     return folder
 
 
-def _write_weights(writer: ShardWriter, stream: Stream, unchanged: Stream, dtype: torch.dtype, _: Path) -> None:
+def _write_weights(
+    writer: ShardWriter, stream: Stream, unchanged: Stream, dtype: torch.dtype, _: Path
+) -> None:
     for name, tensor in stream:  # including buffers, which arrive unconverted
         writer.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
     for name, tensor in unchanged:
@@ -155,36 +234,50 @@ def _write_weights(writer: ShardWriter, stream: Stream, unchanged: Stream, dtype
 
 
 def _other_parts(model: PreTrainedModel) -> Stream:
-    """Yield the weights of a model's folder that belong to parts which are not loaded: the voice of a Qwen2.5-Omni.
+    """Yield the weights of a model's folder that belong to parts which are not loaded: the voice of
+    a Qwen2.5-Omni.
 
     Raise ValueError if the folder was removed, or has no safetensors files.
     """
     if not speaks(model):
         return
+
     folder = cached_folder(model.name_or_path)
     files = WeightFiles.of(folder) if folder else None
     if files is None:
-        raise ValueError(f"{model.name_or_path} has no safetensors files, from which talker and token2wav are copied")
+        raise ValueError(
+            f"{model.name_or_path} has no safetensors files, from which talker and token2wav are"
+            " copied"
+        )
     for name in sorted(name for name in files.files if name.startswith(OTHER_PARTS)):
         yield name, files.read(name, ())
 
 
 def _write_rest(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype, writes: bool, part: Path
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: torch.dtype,
+    writes: bool,
+    part: Path,
 ) -> None:
-    """Write what is not weights: configuration, tokenizer, and the files that training does not change."""
+    """Write what is not weights: configuration, tokenizer, and the files that training does not
+    change.
+    """
     if not writes:
         return
 
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.use_cache = True  # training disables it
-    config.architectures = [transformers_class(model).__name__]  # a critic may come from a model with another head
+    # a critic may come from a model with another head
+    config.architectures = [transformers_class(model).__name__]
     config = published_config(model, config)
     code = _code_of(model, tokenizer)
     if code and getattr(config, "auto_map", None):
         # The code comes with the folder, whatever repository it was loaded from.
-        config.auto_map = {auto: str(name).rpartition("--")[2] for auto, name in config.auto_map.items()}
+        config.auto_map = {
+            auto: str(name).rpartition("--")[2] for auto, name in config.auto_map.items()
+        }
     config.save_pretrained(part)
     _write_generation(model, part)
     if tokenizer is not None:
@@ -204,19 +297,22 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, part: Path) -> None:
 
 def _write_generation(model: PreTrainedModel, part: Path) -> None:
     if model.can_generate():
-        # Published settings may contradict each other, such as a temperature beside greedy decoding.
-        # save_pretrained() would refuse to write them.
+        # Published settings may contradict each other, such as a temperature beside greedy
+        # decoding. save_pretrained() would refuse to write them.
         model.generation_config.to_json_file(part / GENERATION)
 
 
 def _code_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[Path]:
-    """Return the Python files of classes that came with a model (--trust_remote_code), and of all that these import from there.
+    """Return the Python files of classes that came with a model (--trust_remote_code), and of all
+    that these import from there.
 
     Their folder may hold code of processors too, so all of its Python files are returned.
     """
     classes = [transformers_class(model), type(model.config), type(tokenizer)]
     came_along = f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."
-    remote = [Path(inspect.getfile(kind)) for kind in classes if kind.__module__.startswith(came_along)]
+    remote = [
+        Path(inspect.getfile(kind)) for kind in classes if kind.__module__.startswith(came_along)
+    ]
     files = [*remote, *(Path(file) for path in remote for file in get_relative_import_files(path))]
     if remote and Path(model.name_or_path).is_dir():
         files += Path(model.name_or_path).glob("*.py")
@@ -227,13 +323,22 @@ def _files_beside(model: PreTrainedModel) -> list[Path]:
     """Return the processor files in the model's folder, or in the hub's cache on this machine."""
     if Path(model.name_or_path).is_dir():
         return [path for name in BESIDE if (path := Path(model.name_or_path, name)).is_file()]
-    cached = [try_to_load_from_cache(model.name_or_path, name) for name in BESIDE] if model.name_or_path else []
+    cached = (
+        [try_to_load_from_cache(model.name_or_path, name) for name in BESIDE]
+        if model.name_or_path
+        else []
+    )
     return [Path(path) for path in cached if isinstance(path, str)]
 
 
 def _check_target(folder: Path, part: Path, mark: str = "config.json") -> None:
-    """Raise ValueError if `folder` has contents other than an earlier model or adapter, since these would be removed."""
+    """Raise ValueError if `folder` has contents other than an earlier model or adapter, since these
+    would be removed.
+    """
     if folder.is_dir() and any(folder.iterdir()):
         others = {path.name for path in folder.iterdir() if path.is_dir()} - FOLDERS
         if others or not (folder / mark).is_file():
-            raise ValueError(f"{folder} contains other files than a model; use a separate folder, such as {folder / 'model'}")
+            raise ValueError(
+                f"{folder} contains other files than a model; use a separate folder, such as"
+                f" {folder / 'model'}"
+            )

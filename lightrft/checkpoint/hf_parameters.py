@@ -20,7 +20,9 @@ def hf_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         return model.named_parameters()
     if isinstance(model, HasHFParameters):
         return model.hf_parameters()
-    raise TypeError(f"{type(model).__name__} is not a transformers model and has no hf_parameters()")
+    raise TypeError(
+        f"{type(model).__name__} is not a transformers model and has no hf_parameters()"
+    )
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -32,6 +34,9 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the first transformers model inside `model`, which may be `model` itself; `model` if there is none."""
-    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
-
+    """Return the first transformers model inside `model`, which may be `model` itself; `model` if
+    there is none.
+    """
+    return next(
+        (module for module in model.modules() if isinstance(module, PreTrainedModel)), model
+    )

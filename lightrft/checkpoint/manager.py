@@ -1,4 +1,6 @@
-"""Saving and loading of the complete state that a run needs to continue, on the same or another number of ranks."""
+"""Saving and loading of the complete state that a run needs to continue, on the same or another
+number of ranks.
+"""
 
 import io
 import json
@@ -23,14 +25,25 @@ from lightrft.checkpoint.atomic import (
     write_file,
     write_folder,
 )
-from lightrft.checkpoint.manifest import Manifest, manifest_steps, newest_intact, next_number, read_intact, rotate, update_latest
+from lightrft.checkpoint.manifest import (
+    Manifest,
+    manifest_steps,
+    newest_intact,
+    next_number,
+    read_intact,
+    rotate,
+    update_latest,
+)
 from lightrft.checkpoint.model_state import ModelState
 from lightrft.checkpoint.random_states import random_states, set_random_states
 from lightrft.checkpoint.reader import CheckpointReader
 from lightrft.checkpoint.zero_fragment import LoadPlanner, SavePlanner
 from lightrft.parallel.collectives import Axis
 
-STATE, SCHEDULERS, PARTS, HF = "state.json", "schedulers.pt", "parts.pt", "hf"
+STATE = "state.json"
+SCHEDULERS = "schedulers.pt"
+PARTS = "parts.pt"
+HF = "hf"
 
 
 @dataclass(slots=True)
@@ -39,7 +52,8 @@ class CheckpointState:
 
     models: dict[str, ModelState]
     parts: Mapping[str, Stateful]
-    """Other objects with a state of tensors and plain types that is equal on all ranks; rank 0's is written."""
+    """Other objects with a state of tensors and plain types that is equal on all ranks; rank 0's is
+    written."""
     world: Axis
     device: torch.device
 
@@ -65,13 +79,26 @@ class RetentionPolicy:
     latest: bool
 
 
-def snapshot(contents: CheckpointState, state: dict[str, Any], *, tensors: dict[str, Any]) -> Snapshot:
-    """Build the snapshot of this rank; `state` has JSON types only. All ranks call it, since parts may use collectives."""
+def snapshot(
+    contents: CheckpointState, state: dict[str, Any], *, tensors: dict[str, Any]
+) -> Snapshot:
+    """Build the snapshot of this rank; `state` has JSON types only. All ranks call it, since parts
+    may use collectives.
+    """
     files = {_random_file(contents.world.rank): _bytes(random_states(contents.device))}
     parts = {name: part.state_dict() for name, part in contents.parts.items()}
     if contents.world.rank == 0:
-        schedulers = {name: model.scheduler.state_dict() for name, model in contents.models.items() if model.scheduler}
-        files |= {STATE: json.dumps(state).encode(), SCHEDULERS: _bytes(schedulers), PARTS: _checked_bytes(parts)}
+        schedulers = {
+            name: model.scheduler.state_dict()
+            for name, model in contents.models.items()
+            if model.scheduler
+        }
+        files |= {
+            STATE: json.dumps(state).encode(),
+            SCHEDULERS: _bytes(schedulers),
+            PARTS: _checked_bytes(parts),
+        }
+
     return Snapshot(tensors, files)
 
 
@@ -91,18 +118,27 @@ def num_bytes(tensors: Any) -> int:
     return tensors.nbytes if isinstance(tensors, Tensor) else 0
 
 
-def write(snapshot: Snapshot, folder: Path, world: Axis, retention: RetentionPolicy, hf: Path | None = None) -> None:
-    """Write `folder` atomically, then point `latest` to it, then remove checkpoints beyond the limits.
+def write(
+    snapshot: Snapshot,
+    folder: Path,
+    world: Axis,
+    retention: RetentionPolicy,
+    hf: Path | None = None,
+) -> None:
+    """Write `folder` atomically, then point `latest` to it, then remove checkpoints beyond the
+    limits.
 
-    `hf` is a model folder that is moved into it. Raises CheckpointError on all ranks if any of them cannot write; earlier
-    checkpoints are then untouched.
+    `hf` is a model folder that is moved into it. Raises CheckpointError on all ranks if any of them
+    cannot write; earlier checkpoints are then untouched.
     """
     root = folder.parent
     manifest = Manifest(0, world.size, retention.latest)
 
     def begin(part: Path) -> None:
         if world.rank == 0:
-            manifest.number = next_number(root, being_written={part.name} | ({hf.name} if hf else set()))
+            manifest.number = next_number(
+                root, being_written={part.name} | ({hf.name} if hf else set())
+            )
             if hf is not None:
                 hf.rename(part / HF)
 
@@ -122,7 +158,8 @@ def write(snapshot: Snapshot, folder: Path, world: Axis, retention: RetentionPol
 
 
 def find(root: Path, tag: str | None, world: Axis) -> tuple[Manifest, Path, dict[str, Any]] | None:
-    """Return `root/tag`, or the newest undamaged checkpoint, as (manifest, path, state); None if there is none.
+    """Return `root/tag`, or the newest undamaged checkpoint, as (manifest, path, state); None if
+    there is none.
 
     Raises CheckpointError if the requested tag is missing or damaged.
     """
@@ -138,7 +175,9 @@ def find(root: Path, tag: str | None, world: Axis) -> tuple[Manifest, Path, dict
     return (*intact, state)
 
 
-def load(contents: CheckpointState, path: Path, world_size: int, *, strict: bool, module_only: bool) -> None:
+def load(
+    contents: CheckpointState, path: Path, world_size: int, *, strict: bool, module_only: bool
+) -> None:
     """Load a checkpoint into `contents`; CheckpointError if they do not match.
 
     Random states are restored only if the number of ranks is the same.
@@ -150,15 +189,28 @@ def load(contents: CheckpointState, path: Path, world_size: int, *, strict: bool
         if world_size == world.size:
             steps.append(partial(_restore_random, contents, path))
         elif world.rank == 0:
-            logger.warning("{} was written by {} ranks, this run has {}: random states start anew", path, world_size, world.size)
+            logger.warning(
+                "{} was written by {} ranks, this run has {}: random states start anew",
+                path,
+                world_size,
+                world.size,
+            )
+
     for step in steps:
         run_on_all_ranks(world, f"checkpoint {path} could not be loaded", step)
 
 
 def _write_tensors(tensors: dict[str, Any], world: Axis, part: Path) -> None:
-    writer, planner = _Writer(part, sync_files=True), SavePlanner(world.size)
+    writer = _Writer(part, sync_files=True)
+    planner = SavePlanner(world.size)
     try:
-        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=world.group, no_dist=world.size == 1)
+        dcp.save(
+            tensors,
+            storage_writer=writer,
+            planner=planner,
+            process_group=world.group,
+            no_dist=world.size == 1,
+        )
     except BaseException:  # torch raises it on all ranks
         planner.forget_plans()
         raise
@@ -166,7 +218,9 @@ def _write_tensors(tensors: dict[str, Any], world: Axis, part: Path) -> None:
 
 class _Writer(dcp.FileSystemWriter):
     def write_data(self, *args: Any) -> Any:
-        """Write, and raise the OSError of a full disk, which torch's own writer hides behind "unexpected pos 704 vs 598"."""
+        """Write, and raise the OSError of a full disk, which torch's own writer hides behind
+        "unexpected pos 704 vs 598".
+        """
         try:
             return super().write_data(*args)
         except RuntimeError as error:
@@ -176,17 +230,35 @@ class _Writer(dcp.FileSystemWriter):
             raise
 
 
-def _read_tensors(contents: CheckpointState, path: Path, *, strict: bool, module_only: bool) -> None:
+def _read_tensors(
+    contents: CheckpointState, path: Path, *, strict: bool, module_only: bool
+) -> None:
     reader = CheckpointReader(path)
-    saved = {name: getattr(entry, "size", None) for name, entry in reader.read_metadata().state_dict_metadata.items()}
-    _check_same(set(contents.models), {name.split(".")[0] for name in saved}, "model", subset=module_only)
-    states = {name: model.tensors(module_only=module_only) for name, model in contents.models.items()}
+    saved = {
+        name: getattr(entry, "size", None)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+    }
+    _check_same(
+        set(contents.models), {name.split(".")[0] for name in saved}, "model", subset=module_only
+    )
+    states = {
+        name: model.tensors(module_only=module_only) for name, model in contents.models.items()
+    }
+
     for name, state in states.items():
         _check_tensors(state["model"], f"{name}.model.", saved, strict)
         if "optimizer" in state:
             _forget_untouched(state["optimizer"]["state"], f"{name}.optimizer.state.", saved)
-    world = contents.world  # not every rank of the process group may be here: rank 0 alone exports a checkpoint
-    dcp.load(states, storage_reader=reader, planner=LoadPlanner(), process_group=world.group, no_dist=world.size == 1)
+
+    # not every rank of the process group may be here: rank 0 alone exports a checkpoint
+    world = contents.world
+    dcp.load(
+        states,
+        storage_reader=reader,
+        planner=LoadPlanner(),
+        process_group=world.group,
+        no_dist=world.size == 1,
+    )
     for name, model in contents.models.items():
         model.restore(states[name])
 
@@ -197,25 +269,43 @@ def _check_same(requested: set[str], saved: set[str], kind: str, *, subset: bool
         raise ValueError(f"it contains a {kind} for each of: {names[0]}; requested are: {names[1]}")
 
 
-def _check_tensors(state: dict[str, Any], prefix: str, saved: dict[str, torch.Size | None], strict: bool) -> None:
-    """Check names and shapes. Without `strict`, tensors that are not saved keep their values and are removed from `state`."""
-    expected, stored = set(state), {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
+def _check_tensors(
+    state: dict[str, Any], prefix: str, saved: dict[str, torch.Size | None], strict: bool
+) -> None:
+    """Check names and shapes.
+
+    Without `strict`, tensors that are not saved keep their values and are removed from `state`.
+    """
+    expected = set(state)
+    stored = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
     if strict:
-        for names, side in ((expected - stored, "of the model are not in it"), (stored - expected, "in it are not in the model")):
+        for names, side in (
+            (expected - stored, "of the model are not in it"),
+            (stored - expected, "in it are not in the model"),
+        ):
             if names:
                 raise ValueError(f"{len(names)} tensors {side}, the first is {min(names)}")
+
     for name in expected - stored:
         del state[name]
-    other = [name for name in sorted(expected & stored) if saved[prefix + name] != state[name].size()]
+    other = [
+        name for name in sorted(expected & stored) if saved[prefix + name] != state[name].size()
+    ]
+
     if other:
         shapes = [list(shape) for shape in (saved[prefix + other[0]], state[other[0]].size())]
         raise ValueError(
-            f"{len(other)} tensors have another shape; {other[0]} is {shapes[0]} in the checkpoint and {shapes[1]} in the model"
+            f"{len(other)} tensors have another shape; {other[0]} is {shapes[0]} in the checkpoint"
+            f" and {shapes[1]} in the model"
         )
 
 
-def _forget_untouched(state: dict[str, dict[str, Any]], prefix: str, saved: Mapping[str, Any]) -> None:
-    """Remove parameters without optimizer state in the checkpoint from `state`: they never had a gradient and need none."""
+def _forget_untouched(
+    state: dict[str, dict[str, Any]], prefix: str, saved: Mapping[str, Any]
+) -> None:
+    """Remove parameters without optimizer state in the checkpoint from `state`: they never had a
+    gradient and need none.
+    """
     for name in list(state):
         if not any(f"{prefix}{name}.{key}" in saved for key in state[name]):
             del state[name]
@@ -223,7 +313,9 @@ def _forget_untouched(state: dict[str, dict[str, Any]], prefix: str, saved: Mapp
 
 def _read_small_files(contents: CheckpointState, path: Path) -> None:
     schedulers, parts = (torch.load(path / name, weights_only=True) for name in (SCHEDULERS, PARTS))
-    scheduled = {name: model.scheduler for name, model in contents.models.items() if model.scheduler}
+    scheduled = {
+        name: model.scheduler for name, model in contents.models.items() if model.scheduler
+    }
     _check_same(set(scheduled), set(schedulers), "schedule", subset=True)
     _check_same(set(contents.parts), set(parts), "state")
     for name, scheduler in scheduled.items():
@@ -233,7 +325,9 @@ def _read_small_files(contents: CheckpointState, path: Path) -> None:
 
 
 def _restore_random(contents: CheckpointState, path: Path) -> None:
-    set_random_states(torch.load(path / _random_file(contents.world.rank), weights_only=True), contents.device)
+    set_random_states(
+        torch.load(path / _random_file(contents.world.rank), weights_only=True), contents.device
+    )
 
 
 def _random_file(rank: int) -> str:
@@ -252,5 +346,7 @@ def _checked_bytes(parts: dict[str, Any]) -> bytes:
         try:
             torch.load(io.BytesIO(_bytes(state)), weights_only=True)
         except Exception as error:
-            raise TypeError(f"the state of {name} contains objects other than tensors and plain types: {error}") from error
+            raise TypeError(
+                f"the state of {name} contains objects other than tensors and plain types: {error}"
+            ) from error
     return _bytes(parts)

@@ -1,8 +1,8 @@
 """Checkpoints in one folder: their files, their integrity, and which are removed.
 
-    checkpoints/latest                  name of the newest checkpoint, for people and other tools
-    checkpoints/step20/manifest.json    size and checksum of every other file there; it is written last
-    checkpoints/step20/hf/              the model for from_pretrained, if requested
+checkpoints/latest                  name of the newest checkpoint, for people and other tools
+checkpoints/step20/manifest.json    size and checksum of every other file there; it is written last
+checkpoints/step20/hf/              the model for from_pretrained, if requested
 """
 
 import json
@@ -15,11 +15,19 @@ from pathlib import Path
 
 from loguru import logger
 
-from lightrft.checkpoint.atomic import PART, CheckpointError, remove_folder, replace_file, run_on_all_ranks, write_file
+from lightrft.checkpoint.atomic import (
+    PART,
+    CheckpointError,
+    remove_folder,
+    replace_file,
+    run_on_all_ranks,
+    write_file,
+)
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import GB
 
-MANIFEST, LATEST = "manifest.json", "latest"
+MANIFEST = "manifest.json"
+LATEST = "latest"
 
 
 @dataclass
@@ -40,12 +48,15 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> "Manifest":
-        """Read the manifest of a folder; OSError, ValueError or TypeError if it is missing or invalid."""
+        """Read the manifest of a folder; OSError, ValueError or TypeError if it is missing or
+        invalid.
+        """
         return Manifest(**json.loads((folder / MANIFEST).read_text()))
 
 
 def manifest_steps(manifest: Manifest, world: Axis) -> list[Callable[[Path], None]]:
-    """Return steps for write_folder: every rank reads its share of the files back, and rank 0 writes the manifest.
+    """Return steps for write_folder: every rank reads its share of the files back, and rank 0
+    writes the manifest.
 
     No step can fail between two collectives.
     """
@@ -54,7 +65,9 @@ def manifest_steps(manifest: Manifest, world: Axis) -> list[Callable[[Path], Non
 
     def list_names(part: Path) -> None:
         files = (path for path in part.rglob("*") if path.is_file())
-        names.extend(sorted(path.relative_to(part).as_posix() for path in files) if world.rank == 0 else ())
+        names.extend(
+            sorted(path.relative_to(part).as_posix() for path in files) if world.rank == 0 else ()
+        )
 
     def measure(part: Path) -> None:
         local_names = world.broadcast(names)[world.rank :: world.size]
@@ -70,21 +83,32 @@ def manifest_steps(manifest: Manifest, world: Axis) -> list[Callable[[Path], Non
 
 
 def checkpoints(root: Path, *, warn: bool = False) -> list[tuple[Manifest, Path]]:
-    """Return all checkpoints with a readable manifest, newest first; with `warn`, log the folders without one."""
+    """Return all checkpoints with a readable manifest, newest first; with `warn`, log the folders
+    without one.
+    """
     manifests = []
     for path in root.iterdir() if root.is_dir() else ():
         if not path.is_dir() or path.name.endswith(PART):
             continue
+
         try:
             manifests.append((Manifest.read(path), path))
         except (OSError, ValueError, TypeError) as error:
             if warn:
-                logger.warning("{} is not a complete checkpoint: its {} cannot be read ({})", path, MANIFEST, error)
+                logger.warning(
+                    "{} is not a complete checkpoint: its {} cannot be read ({})",
+                    path,
+                    MANIFEST,
+                    error,
+                )
+
     return sorted(manifests, key=lambda pair: pair[0].number, reverse=True)
 
 
 def damage(folder: Path, manifest: Manifest, world: Axis) -> list[str]:
-    """Return the problems of the files, the same list on all ranks, each of which reads its share; empty if undamaged."""
+    """Return the problems of the files, the same list on all ranks, each of which reads its share;
+    empty if undamaged.
+    """
     problems = []
     for name in sorted(manifest.files)[world.rank :: world.size]:
         size, checksum = manifest.files[name]
@@ -97,32 +121,46 @@ def damage(folder: Path, manifest: Manifest, world: Axis) -> list[str]:
             problems.append(f"{name} has {actual_size} bytes instead of {size}")
         elif actual_checksum != checksum:
             problems.append(f"{name} has changed")
+
     return [problem for part in world.gather(problems) for problem in part]
 
 
 def newest_intact(root: Path, world: Axis) -> tuple[Manifest, Path] | None:
-    """Return the newest checkpoint whose files are all undamaged; damaged ones are logged as warnings."""
-    candidates = world.broadcast([pair for pair in checkpoints(root, warn=True) if pair[0].resume] if world.rank == 0 else None)
+    """Return the newest checkpoint whose files are all undamaged; damaged ones are logged as
+    warnings.
+    """
+    candidates = world.broadcast(
+        [pair for pair in checkpoints(root, warn=True) if pair[0].resume]
+        if world.rank == 0
+        else None
+    )
     for manifest, path in candidates:
         problems = damage(path, manifest, world)
         if not problems:
             return manifest, path
         if world.rank == 0:
-            logger.warning("checkpoint {} is damaged and is not used: {}", path, "; ".join(problems))
+            logger.warning(
+                "checkpoint {} is damaged and is not used: {}", path, "; ".join(problems)
+            )
+
     return None
 
 
 def read_intact(path: Path, world: Axis) -> tuple[Manifest, Path]:
     """Return the checkpoint at `path`; CheckpointError if it is missing or damaged."""
     manifest: list[Manifest] = []
-    run_on_all_ranks(world, f"{path} is not a complete checkpoint", lambda: manifest.append(Manifest.read(path)))
+    run_on_all_ranks(
+        world, f"{path} is not a complete checkpoint", lambda: manifest.append(Manifest.read(path))
+    )
     if problems := damage(path, manifest[0], world):
         raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems)}")
     return manifest[0], path
 
 
 def next_number(root: Path, *, being_written: Collection[str]) -> int:
-    """Return the next checkpoint number, and remove incomplete folders and files of interrupted runs."""
+    """Return the next checkpoint number, and remove incomplete folders and files of interrupted
+    runs.
+    """
     for path in root.glob(f"*{PART}"):
         if path.name not in being_written:
             logger.warning("removing {}, which an interrupted run left behind", path)
@@ -139,7 +177,9 @@ def update_latest(root: Path, tag: str, world: Axis) -> None:
 
 
 def rotate(root: Path, max_num: int, max_gb: float) -> None:
-    """Remove the oldest checkpoints until count and total size are within the limits; the newest is always kept."""
+    """Remove the oldest checkpoints until count and total size are within the limits; the newest is
+    always kept.
+    """
     total = 0.0
     for position, (manifest, path) in enumerate(checkpoints(root)):
         total += manifest.num_bytes / GB

@@ -1,4 +1,6 @@
-"""Models that are GGUF files: each is converted once, into a folder of a cache, and the program only knows that folder."""
+"""Models that are GGUF files: each is converted once, into a folder of a cache, and the program
+only knows that folder.
+"""
 
 import fcntl
 import hashlib
@@ -28,7 +30,8 @@ def name_folders(config: Config) -> None:
     Raise ConfigError if there is no such file, or if it cannot be converted.
     """
     convert_values(config)
-    model, engine = config.model, config.engine
+    model = config.model
+    engine = config.engine
     for flag in MODELS:
         model.put(flag, converted_folder(getattr(model, flag), f"--{flag}"))
     engine.put("draft_pretrain", converted_folder(engine.draft_pretrain, "--draft_pretrain"))
@@ -37,13 +40,22 @@ def name_folders(config: Config) -> None:
     for flag in REWARD_MODELS:
         names = [term.name for own, term in terms if own == flag]
         pairs = zip(getattr(model, flag), names, strict=True)
-        model.put(flag, [converted_folder(name, f"--{flag}").join(entry.rsplit(name, 1)) for entry, name in pairs])
+        model.put(
+            flag,
+            [
+                converted_folder(name, f"--{flag}").join(entry.rsplit(name, 1))
+                for entry, name in pairs
+            ],
+        )
 
 
 def converted_folder(name: str, flag: str) -> str:
-    """Return the folder of the model in a GGUF file, or `name` itself if it names no such file. `flag` is for error messages.
+    """Return the folder of the model in a GGUF file, or `name` itself if it names no such file.
 
-    The first process that needs the folder writes it into the cache of Hugging Face, HF_HOME, while the others wait.
+    `flag` is for error messages.
+
+    The first process that needs the folder writes it into the cache of Hugging Face, HF_HOME, while
+    the others wait.
     """
     try:
         file = gguf_file(name)
@@ -69,26 +81,36 @@ def convert_gguf(file: Path, folder: Path) -> Path:
     """Write the model of a GGUF file as a Hugging Face folder; see gguf.convert()."""
     if problems := version_problems(NEEDED):
         way_out = " ".join(f"'{requirement}'" for requirement in requirements(NEEDED))
-        raise ConfigError(f"{file} cannot be read: {'; '.join(problems)}. To read GGUF files: pip install {way_out}")
+        raise ConfigError(
+            f"{file} cannot be read: {'; '.join(problems)}. To read GGUF files: pip install"
+            f" {way_out}"
+        )
     from lightrft.checkpoint.gguf import convert
 
     return convert(file, folder)
 
 
 def gguf_file(name: str) -> Path | None:
-    """Return the GGUF file that `name` is, or that is the only one in a folder without config.json; None if there is none.
+    """Return the GGUF file that `name` is, or that is the only one in a folder without config.json;
+    None if there is none.
 
     Raise ConfigError for a file that does not exist, and for a folder with several.
     """
     path = Path(name).expanduser()
-    is_folder = os.path.isdir(path)  # also False for a name that no file can have, about which Path raises an error
+    # also False for a name that no file can have, about which Path raises an error
+    is_folder = os.path.isdir(path)
     if path.suffix == GGUF and not is_folder:
         if not os.path.isfile(path):
             raise ConfigError(f"{name}: no such file")
         return path
     if not name or not is_folder or (path / "config.json").is_file():
         return None
+
     files = sorted(path.glob(f"*{GGUF}"))
     if len(files) > 1:
-        raise ConfigError(f"{name} has {len(files)} GGUF files, so name one of them: {', '.join(file.name for file in files)}")
+        raise ConfigError(
+            f"{name} has {len(files)} GGUF files, so name one of them:"
+            f" {', '.join(file.name for file in files)}"
+        )
+
     return files[0] if files else None

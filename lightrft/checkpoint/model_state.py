@@ -23,9 +23,11 @@ class ModelState:
     device: torch.device
 
     def tensors(self, *, module_only: bool = False) -> dict[str, Any]:
-        """Return the parameters under `model` and the optimizer's state by parameter under `optimizer`, in their current shards.
+        """Return the parameters under `model` and the optimizer's state by parameter under
+        `optimizer`, in their current shards.
 
-        Frozen parameters of a trained model are left out, since they can be loaded from its --pretrain.
+        Frozen parameters of a trained model are left out, since they can be loaded from its
+        --pretrain.
         """
         frozen = frozen_names(self.model)
         values = sharded.get_model_state_dict(self.model)
@@ -35,15 +37,26 @@ class ModelState:
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Apply a state that was read into tensors(). Parameters without optimizer state in it never had a gradient."""
+        """Apply a state that was read into tensors().
+
+        Parameters without optimizer state in it never had a gradient.
+        """
         lenient = sharded.StateDictOptions(strict=False)
         sharded.set_model_state_dict(self.model, state["model"], options=lenient)
         if "optimizer" in state:
-            sharded.set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=lenient)
+            sharded.set_optimizer_state_dict(
+                self.model, self.optimizer, state["optimizer"], options=lenient
+            )
 
 
 def frozen_names(model: nn.Module) -> set[str]:
-    """Return the names in a model's state_dict() that checkpoints leave out: frozen parameters, unless all are frozen."""
-    values = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, nn.Parameter)}
+    """Return the names in a model's state_dict() that checkpoints leave out: frozen parameters,
+    unless all are frozen.
+    """
+    values = {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, nn.Parameter)
+    }
     frozen = {name for name, value in values.items() if not value.requires_grad}
     return set() if len(frozen) == len(values) else frozen

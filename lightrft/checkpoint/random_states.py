@@ -8,7 +8,9 @@ import torch
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Return the random states as tensors and plain types, which can be loaded without unrestricted pickle."""
+    """Return the random states as tensors and plain types, which can be loaded without unrestricted
+    pickle.
+    """
     _, keys, *rest = np.random.get_state()
     numpy = (torch.from_numpy(keys.astype(np.int64)), *rest)
     states = {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}

@@ -1,4 +1,6 @@
-"""Writer of the safetensors files of a model for several ranks, each of which keeps the tensors of one file at most in memory."""
+"""Writer of the safetensors files of a model for several ranks, each of which keeps the tensors of
+one file at most in memory.
+"""
 
 import json
 from collections.abc import Callable
@@ -20,7 +22,9 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, max_bytes: int, world: Axis):
-        self.folder, self.max_bytes, self.world = folder, max_bytes, world
+        self.folder = folder
+        self.max_bytes = max_bytes
+        self.world = world
         self.files: list[list[str]] = []
         """Names of the tensors in each file."""
         self.num_bytes = self.total_bytes = 0
@@ -29,15 +33,26 @@ class ShardWriter:
         self._failure: Exception | None = None
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor. An error is kept for finish(), because other ranks take part in the stream, which must not end here."""
+        """Add a tensor.
+
+        An error is kept for finish(), because other ranks take part in the stream, which must not
+        end here.
+        """
         if not self.files or self.num_bytes + tensor.nbytes > self.max_bytes:
             self._write()
             self.files.append([])
             self.num_bytes = 0
+
         self.files[-1].append(name)
-        self.num_bytes, self.total_bytes = self.num_bytes + tensor.nbytes, self.total_bytes + tensor.nbytes
+        self.num_bytes = self.num_bytes + tensor.nbytes
+        self.total_bytes = self.total_bytes + tensor.nbytes
+
         if (len(self.files) - 1) % self.world.size == self.world.rank and self._failure is None:
-            self._try(lambda: self._tensors.update({name: tensor.detach().to("cpu", copy=True).contiguous()}))
+            self._try(
+                lambda: self._tensors.update(
+                    {name: tensor.detach().to("cpu", copy=True).contiguous()}
+                )
+            )
 
     def finish(self) -> None:
         """Write the last file; raise the first error of this rank, if there was one."""
@@ -46,24 +61,39 @@ class ShardWriter:
             raise self._failure
 
     def name_files(self) -> None:
-        """Rename the files to their final names, which contain their number, and write the index if there are several.
+        """Rename the files to their final names, which contain their number, and write the index if
+        there are several.
 
         Called on one rank after all ranks have finished.
         """
         count = len(self.files)
-        names = [NAME] if count == 1 else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        names = (
+            [NAME]
+            if count == 1
+            else [
+                f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)
+            ]
+        )
         for number, name in enumerate(names):
             self._path(number).rename(self.folder / name)
+
         if count > 1:
-            weight_map = {tensor: name for name, tensors in zip(names, self.files, strict=True) for tensor in tensors}
+            weight_map = {
+                tensor: name
+                for name, tensors in zip(names, self.files, strict=True)
+                for tensor in tensors
+            }
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
             write_file(self.folder / INDEX, json.dumps(index, indent=2).encode())
 
     def _write(self) -> None:
-        tensors, self._tensors = self._tensors, {}
+        tensors = self._tensors
+        self._tensors = {}
         if tensors and self._failure is None:
             path = self._path(len(self.files) - 1)
-            self._try(lambda: (save_file(tensors, path, metadata={"format": "pt"}), sync_file(path)))
+            self._try(
+                lambda: (save_file(tensors, path, metadata={"format": "pt"}), sync_file(path))
+            )
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number}.tmp"

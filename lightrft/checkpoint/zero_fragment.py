@@ -1,7 +1,8 @@
 """Contiguous elements of a flattened tensor in torch's distributed checkpoints.
 
-ZeRO splits tensors wherever its partitions end. In a checkpoint such a fragment is stored as a few boxes of the whole tensor, so
-that every strategy can read what any other has written, on any number of ranks.
+ZeRO splits tensors wherever its partitions end. In a checkpoint such a fragment is stored as a few
+boxes of the whole tensor, so that every strategy can read what any other has written, on any number
+of ranks.
 """
 
 import io
@@ -14,7 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -23,7 +28,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements `start` to `start + len(values)` of a flattened tensor of `shape`; none if `values` is empty."""
+    """Elements `start` to `start + len(values)` of a flattened tensor of `shape`; none if `values`
+    is empty.
+    """
 
     shape: torch.Size
     start: int
@@ -33,8 +40,11 @@ class Fragment:
         return self.shape
 
     def parts(self) -> dict[tuple[int, ...], Tensor]:
-        """Return offsets in the whole tensor -> this rank's values there, as boxes in the order of the elements."""
-        slices, position = {}, 0
+        """Return offsets in the whole tensor -> this rank's values there, as boxes in the order of
+        the elements.
+        """
+        slices = {}
+        position = 0
         for offsets, sizes in boxes(tuple(self.shape), self.start, self.start + len(self.values)):
             slices[offsets] = self.values[position : position + prod(sizes)].view(sizes)
             position += prod(sizes)
@@ -58,15 +68,19 @@ class Fragment:
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offsets), part.shape) for offsets, part in self.parts().items()]
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), part.shape)
+            for offsets, part in self.parts().items()
+        ]
 
 
 class SavePlanner(DefaultSavePlanner):
     """Torch's planner with support for fragments.
 
-    The plan of the first checkpoint is used for the next ones with the same tensors. Rank 0 makes it for all ranks, in a time
-    that grows with their number, and keeps it. Torch keeps the plans of a process under one key, and would take those of one rank
-    for those of several: the others would wait for a plan for ever.
+    The plan of the first checkpoint is used for the next ones with the same tensors. Rank 0 makes
+    it for all ranks, in a time that grows with their number, and keeps it. Torch keeps the plans of
+    a process under one key, and would take those of one rank for those of several: the others would
+    wait for a plan for ever.
     """
 
     def __init__(self, num_ranks: int = 1) -> None:
@@ -74,19 +88,31 @@ class SavePlanner(DefaultSavePlanner):
         self._cached_plans_key = f"{type(self).__name__} of {num_ranks} ranks"
 
     def forget_plans(self) -> None:
-        """Forget the plans after a failure, which may have left those of the ranks in different states; all ranks call it."""
-        caches = (self._cached_save_plan, self._cached_final_save_plan, self._cached_all_plans, self._cached_global_plan,
-                  self._cached_metadata)  # fmt: skip
+        """Forget the plans after a failure, which may have left those of the ranks in different
+        states; all ranks call it.
+        """
+        caches = (
+            self._cached_save_plan,
+            self._cached_final_save_plan,
+            self._cached_all_plans,
+            self._cached_global_plan,
+            self._cached_metadata,
+        )
         for cache in caches:
             cache.pop(self._cached_plans_key, None)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
-        return value.parts()[tuple(index.offset)] if isinstance(value, Fragment) else super().lookup_object(index)
+        return (
+            value.parts()[tuple(index.offset)]
+            if isinstance(value, Fragment)
+            else super().lookup_object(index)
+        )
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Torch's planner with support for fragments: loaded values are written into their views, and not into the state itself.
+    """Torch's planner with support for fragments: loaded values are written into their views, and
+    not into the state itself.
 
     Plain values are read with `weights_only`, so that they cannot run code.
     """
@@ -94,11 +120,17 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         flat, _ = flatten_state_dict(state_dict)
         super().set_up_planner(state_dict, *args, **kwargs)
-        self.state_dict |= {name: value for name, value in flat.items() if isinstance(value, Fragment)}
+        self.state_dict |= {
+            name: value for name, value in flat.items() if isinstance(value, Fragment)
+        }
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         value = self.state_dict[index.fqn]
-        return value.parts()[tuple(index.offset)] if isinstance(value, Fragment) else super().lookup_tensor(index)
+        return (
+            value.parts()[tuple(index.offset)]
+            if isinstance(value, Fragment)
+            else super().lookup_tensor(index)
+        )
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = torch.load(value, weights_only=True)
@@ -106,17 +138,22 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
-    """Yield the fewest boxes whose elements, in sequence, are those from `start` to `end` of a flattened tensor of `shape`."""
+    """Yield the fewest boxes whose elements, in sequence, are those from `start` to `end` of a
+    flattened tensor of `shape`.
+    """
     if start == end:
         return
     if len(shape) < 2:
         yield ((start,), (end - start,)) if shape else ((), ())
         return
+
     row = prod(shape[1:])
-    first, last = -(-start // row), end // row
+    first = -(-start // row)
+    last = end // row
     if last < first:  # inside one row
         yield from _in_row(shape, last, start - last * row, end - last * row)
         return
+
     if start < first * row:
         yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
     if first < last:
