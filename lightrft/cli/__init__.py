@@ -1,7 +1,8 @@
-"""Commands of the program, and the entry point of all: read the configuration, run it, and exit with a code.
+"""Commands of the program, and the entry point of all: read the configuration, run it, and exit
+with a code.
 
-The configuration is read before anything heavy is imported, so that a misspelt flag or path is reported at once. The process id
-of the launcher is read before any import, during which it may die.
+The configuration is read before anything heavy is imported, so that a misspelt flag or path is
+reported at once. The process id of the launcher is read before any import, during which it may die.
 """
 
 import os
@@ -30,14 +31,18 @@ LONGEST_MESSAGE = 20_000
 INTERRUPTED = 130
 """Exit code after Ctrl-C, 128 + SIGINT."""
 SWITCH_INTERVAL = 5e-4
-"""Seconds after which a thread that computes in Python gives the interpreter to another that waits for it.
+"""Seconds after which a thread that computes in Python gives the interpreter to another that waits
+for it.
 
-After each operation of torch an engine waits that long beside such a thread; Python's default is 5 ms.
+After each operation of torch an engine waits that long beside such a thread; Python's default is 5
+ms.
 """
 
 
 def run_command(command: str, description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0, 2 for errors that the user can correct, 128 + signal when interrupted, 1 otherwise."""
+    """Run a command and exit: 0, 2 for errors that the user can correct, 128 + signal when
+    interrupted, 1 otherwise.
+    """
     if not faulthandler.is_enabled():
         faulthandler.enable()
     set_up_logging()
@@ -61,8 +66,9 @@ def run_command(command: str, description: str | None, argv: Sequence[str] | Non
 def _run(command: str, config: Config) -> int:
     """Run the command and return its exit code. All heavy imports begin here.
 
-    No garbage collection scans the imported objects, during the imports or later: there is nothing to find among them. They are
-    unfrozen at exit, so that libraries that look for leaks then report none.
+    No garbage collection scans the imported objects, during the imports or later: there is nothing
+    to find among them. They are unfrozen at exit, so that libraries that look for leaks then report
+    none.
     """
     gc.disable()
     sys.setswitchinterval(SWITCH_INTERVAL)
@@ -74,6 +80,7 @@ def _run(command: str, config: Config) -> int:
     gc.enable()
     atexit.register(gc.unfreeze)
     end_with_launcher(STARTED_BY)
+
     try:
         if config.train.dry_run:
             from lightrft.cli.plan import dry_run
@@ -91,6 +98,7 @@ def _run(command: str, config: Config) -> int:
     except Exception:
         tell_launcher(traceback.format_exc())
         raise
+
     return 0
 
 

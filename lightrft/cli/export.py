@@ -1,4 +1,5 @@
-"""Write a checkpoint, an adapter's folder or a GGUF file as a Hugging Face folder that from_pretrained and engines load.
+"""Write a checkpoint, an adapter's folder or a GGUF file as a Hugging Face folder that
+from_pretrained and engines load.
 
 lightrft export runs/run exported
 lightrft export runs/run/checkpoints/step20 exported
@@ -36,24 +37,57 @@ def main(argv: list[str] | None = None) -> None:
 def _export(arguments: argparse.Namespace) -> Path:
     if file := gguf_file(str(arguments.checkpoint)):
         return convert_gguf(file, arguments.folder)
-    pretrain, trust_remote_code = converted_folder(arguments.pretrain, "--pretrain"), arguments.trust_remote_code
+
+    pretrain = converted_folder(arguments.pretrain, "--pretrain")
+    trust_remote_code = arguments.trust_remote_code
     if is_adapter_folder(arguments.checkpoint):
-        return export_merged(str(arguments.checkpoint), arguments.folder, base=pretrain, trust_remote_code=trust_remote_code)
+        return export_merged(
+            str(arguments.checkpoint),
+            arguments.folder,
+            base=pretrain,
+            trust_remote_code=trust_remote_code,
+        )
+
     return export_checkpoint(
-        arguments.checkpoint, arguments.folder, name=arguments.name, pretrain=pretrain,
-        adapter_only=arguments.adapter_only, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+        arguments.checkpoint,
+        arguments.folder,
+        name=arguments.name,
+        pretrain=pretrain,
+        adapter_only=arguments.adapter_only,
+        trust_remote_code=trust_remote_code,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("lightrft export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = "a checkpoint, a run's folder or a folder of checkpoints (the newest is used), an adapter's folder, or a GGUF file"
+    parser = argparse.ArgumentParser(
+        "lightrft export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = (
+        "a checkpoint, a run's folder or a folder of checkpoints (the newest is used), an adapter's"
+        " folder, or a GGUF file"
+    )
     parser.add_argument("checkpoint", type=Path, help=kinds)
     parser.add_argument("folder", type=Path, help="folder to write the model to")
-    parser.add_argument("--name", default="actor", choices=MODELS, help="model of the checkpoint to export")
-    parser.add_argument("--pretrain", default="", help="folder of the run's --pretrain, or of the adapter's base model")
-    parser.add_argument("--adapter_only", action="store_true", help="LoRA: write the adapter in peft's format, without merging")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with --pretrain")
+
+    parser.add_argument(
+        "--name", default="actor", choices=MODELS, help="model of the checkpoint to export"
+    )
+    parser.add_argument(
+        "--pretrain",
+        default="",
+        help="folder of the run's --pretrain, or of the adapter's base model",
+    )
+    parser.add_argument(
+        "--adapter_only",
+        action="store_true",
+        help="LoRA: write the adapter in peft's format, without merging",
+    )
+    parser.add_argument(
+        "--trust_remote_code",
+        action="store_true",
+        help="run Python code that comes with --pretrain",
+    )
+
     return parser
 
 

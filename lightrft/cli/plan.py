@@ -1,10 +1,12 @@
-"""Plan a run without weights and without a device: problems, layout, bytes of a rank in each phase, seconds, and advice.
+"""Plan a run without weights and without a device: problems, layout, bytes of a rank in each phase,
+seconds, and advice.
 
     lightrft plan configs/grpo_gsm8k_qwen2.5_7b.yaml --ranks 1024 --device h100
-    lightrft plan --command train_sft --pretrain Qwen/Qwen3-8B --prompt_data d.jsonl --bf16 --ranks 8
+    lightrft plan --command train_sft --pretrain Qwen/Qwen3-8B --prompt_data d.jsonl --ranks 8
 
-All other flags are those of the command. Bytes are those of tensors with a shape and no memory in FSDP2's own operations; seconds
-follow from the data sheet of the device, with the shares of its peaks that are printed.
+All other flags are those of the command. Bytes are those of tensors with a shape and no memory in
+FSDP2's own operations; seconds follow from the data sheet of the device, with the shares of its
+peaks that are printed.
 """
 
 import argparse
@@ -23,7 +25,12 @@ from lightrft.config.command_line import parse
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import resolve
 from lightrft.config.sections import Config
-from lightrft.launch.rendezvous import adopt_slurm, check_environment, check_launched, ranks_per_node
+from lightrft.launch.rendezvous import (
+    adopt_slurm,
+    check_environment,
+    check_launched,
+    ranks_per_node,
+)
 from lightrft.parallel.device import device_name
 from lightrft.parallel.peaks import DEVICES, known_device
 from lightrft.run.logs import set_up_logging
@@ -41,27 +48,49 @@ def main(argv: list[str] | None = None) -> None:
     own, flags = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     if flags and not flags[0].startswith("-"):
         flags.insert(0, "--config")
+
     try:
         if min(own.ranks, own.ranks_per_node) < 1:
             raise ConfigError("--ranks and --ranks_per_node must be at least 1")
+
         config = parse(flags, own.command)
-        sys.exit(show_plan(config, own.command, own.ranks, own.device, ranks_per_node=own.ranks_per_node,
-                           model_file=own.model_config, as_json=own.json))  # fmt: skip
+        sys.exit(
+            show_plan(
+                config,
+                own.command,
+                own.ranks,
+                own.device,
+                ranks_per_node=own.ranks_per_node,
+                model_file=own.model_config,
+                as_json=own.json,
+            )
+        )
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(USER_ERROR)
 
 
 def show_plan(
-    config: Config, command: str, ranks: int, device: str, *, ranks_per_node: int, model_file: str = "", as_json: bool = False
+    config: Config,
+    command: str,
+    ranks: int,
+    device: str,
+    *,
+    ranks_per_node: int,
+    model_file: str = "",
+    as_json: bool = False,
 ) -> int:
-    """Print the plan of a run and return the exit code: 2 if its flags cannot run or it does not fit, else 0.
+    """Print the plan of a run and return the exit code: 2 if its flags cannot run or it does not
+    fit, else 0.
 
     Raise ConfigError with all problems of the flags.
     """
     name_folders(config)
     notices = resolve(config, command, world_size=ranks)
-    run_plan = plan_of(config, command, ranks, device, ranks_per_node=ranks_per_node, model_file=model_file)
+    run_plan = plan_of(
+        config, command, ranks, device, ranks_per_node=ranks_per_node, model_file=model_file
+    )
+
     if as_json:
         sys.stdout.write(json.dumps(run_plan.as_json()) + "\n")
     else:
@@ -70,57 +99,84 @@ def show_plan(
             console.print(line, highlight=False)
         console.print(_memory(run_plan, device))
         _conclude(console, config, run_plan, device)
+
     return 0 if run_plan.fits else USER_ERROR
 
 
 def dry_run(config: Config, command: str) -> int:
     """Print the plan of the processes that have been started, on one of them; see show_plan().
 
-    Without an accelerator whose peaks are known it is that of an h100. Raise ConfigError for a process that no launcher has
-    started as a rank, and that would run alone.
+    Without an accelerator whose peaks are known it is that of an h100. Raise ConfigError for a
+    process that no launcher has started as a rank, and that would run alone.
     """
     adopt_slurm(os.environ)
     check_environment(os.environ)
     check_launched(os.environ)
     if int(os.environ.get("RANK", 0)):
         return 0
+
     quiet_libraries()
     warnings.simplefilter("ignore")
     device = known_device(device_name()) or "h100"
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    return show_plan(config, command, ranks, device, ranks_per_node=ranks_per_node(os.environ) or ranks)
+
+    return show_plan(
+        config, command, ranks, device, ranks_per_node=ranks_per_node(os.environ) or ranks
+    )
 
 
 def _memory(run_plan: RunPlan, device: str) -> Table:
-    table = Table(title=f"Bytes of a rank in GB; {run_plan.capacity / 1e9:.0f} of {device} can be used", box=box.SIMPLE,
-                  title_justify="left")  # fmt: skip
+    table = Table(
+        title=f"Bytes of a rank in GB; {run_plan.capacity / 1e9:.0f} of {device} can be used",
+        box=box.SIMPLE,
+        title_justify="left",
+    )
     for name in ("phase", "total", "of which"):
         table.add_column(name, justify="right" if name == "total" else "left")
+
     for phase, parts in run_plan.phases.items():
         size = sum(parts.values())
         colour = "green" if size <= run_plan.capacity else "red"
-        of_which = ", ".join(f"{name} {part / 1e9:.1f}" for name, part in parts.items() if part >= 5e7)
+        of_which = ", ".join(
+            f"{name} {part / 1e9:.1f}" for name, part in parts.items() if part >= 5e7
+        )
         table.add_row(phase, f"[{colour}]{size / 1e9:.1f}[/]", of_which)
+
     return table
 
 
 def _conclude(console: Console, config: Config, run_plan: RunPlan, device: str) -> None:
     same = run_plan.active_parameters == run_plan.parameters
     active = "" if same else f", {amount(run_plan.active_parameters)} for a token"
-    console.print(f"{amount(run_plan.parameters)} parameters{active}; largest --max_tokens_per_microbatch that fits: "
-                  f"{run_plan.max_tokens or 'none'}", highlight=False)  # fmt: skip
+    console.print(
+        f"{amount(run_plan.parameters)} parameters{active}; largest --max_tokens_per_microbatch"
+        f" that fits: {run_plan.max_tokens or 'none'}",
+        highlight=False,
+    )
+
     if run_plan.cache_tokens:
         longest = config.data.prompt_max_len + config.rollout.generate_max_len
         sequences = run_plan.cache_tokens / longest
-        console.print(f"an engine's cache: {run_plan.cache_tokens:,.0f} tokens, {sequences:,.1f} sequences of full length",
-                      highlight=False)  # fmt: skip
+        console.print(
+            f"an engine's cache: {run_plan.cache_tokens:,.0f} tokens, {sequences:,.1f} sequences of"
+            " full length",
+            highlight=False,
+        )
+
     if run_plan.seconds:
         parts = ", ".join(f"{name} {value:.1f}" for name, value in run_plan.seconds.items())
         peaks = DEVICES[device]
-        console.print(f"about {sum(run_plan.seconds.values()):.1f} s a step: {parts}", highlight=False)
-        compute, memory = f"{MFU:.0%} of {peaks.flops / 1e12:.0f} TFLOP/s", f"{DECODING:.0%} of {peaks.bandwidth / 1e12:.1f} TB/s"
-        console.print(f"(prompts and responses half as long as allowed; {compute}, {memory}, {LINK:.0%} of the link)",
-                      highlight=False)  # fmt: skip
+        console.print(
+            f"about {sum(run_plan.seconds.values()):.1f} s a step: {parts}", highlight=False
+        )
+        compute = f"{MFU:.0%} of {peaks.flops / 1e12:.0f} TFLOP/s"
+        memory = f"{DECODING:.0%} of {peaks.bandwidth / 1e12:.1f} TB/s"
+        console.print(
+            f"(prompts and responses half as long as allowed; {compute}, {memory}, {LINK:.0%} of"
+            " the link)",
+            highlight=False,
+        )
+
     console.print("[green]it fits[/]" if run_plan.fits else "[red]it does not fit[/]")
     for line in run_plan.advice:
         console.print(f"  - {line}", highlight=False)
@@ -134,13 +190,27 @@ def amount(number: int) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     usage="plan [CONFIG.yaml] --ranks N [flags]", allow_abbrev=False)  # fmt: skip
-    parser.add_argument("--command", choices=TRAINING, default="train_ppo", help="the command that the run uses")
-    parser.add_argument("--ranks", type=int, required=True, help="number of devices, each with one process")
+    parser = argparse.ArgumentParser(
+        "plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="plan [CONFIG.yaml] --ranks N [flags]",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--command", choices=TRAINING, default="train_ppo", help="the command that the run uses"
+    )
+    parser.add_argument(
+        "--ranks", type=int, required=True, help="number of devices, each with one process"
+    )
     parser.add_argument("--ranks_per_node", type=int, default=8, help="devices of a node (8)")
     parser.add_argument("--device", choices=DEVICES, default="h100", help="kind of device")
-    parser.add_argument("--model_config", default="", help="config.json of --pretrain, if its folder is not on this machine")
+
+    parser.add_argument(
+        "--model_config",
+        default="",
+        help="config.json of --pretrain, if its folder is not on this machine",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -1,4 +1,6 @@
-"""Write report.html to the folder of a run: curves, samples, configuration. Several folders: compare their runs on one page.
+"""Write report.html to the folder of a run: curves, samples, configuration.
+
+Several folders: compare their runs on one page.
 
 lightrft report runs/quickstart
 lightrft report runs/one runs/other --out comparison.html
@@ -21,11 +23,20 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "lightrft report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folders", type=Path, nargs="+", metavar="folder", help="the save_path of a run")
-    parser.add_argument("--out", type=Path, default=Path("comparison.html"), help="page of a comparison")
-    parser.add_argument("--csv", action="store_true", help="write metrics.csv, the metrics as a table, into each folder")
+    parser.add_argument(
+        "folders", type=Path, nargs="+", metavar="folder", help="the save_path of a run"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("comparison.html"), help="page of a comparison"
+    )
+    parser.add_argument(
+        "--csv",
+        action="store_true",
+        help="write metrics.csv, the metrics as a table, into each folder",
+    )
     arguments = parser.parse_args(argv)
     set_up_logging()
+
     try:
         if len(arguments.folders) > 1:
             logger.info(f"comparison: {write_comparison(arguments.folders, arguments.out)}")
