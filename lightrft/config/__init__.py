@@ -7,7 +7,14 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.presets import PRESETS, recipe
 from lightrft.config.recipe import COMPARING
 from lightrft.config.references import RewardTerm, address_problem, reward_terms
-from lightrft.config.resolve import BOTH_BOUNDS, Arguments, as_config, check_strategy, resolve, strategy_name
+from lightrft.config.resolve import (
+    BOTH_BOUNDS,
+    Arguments,
+    as_config,
+    check_strategy,
+    resolve,
+    strategy_name,
+)
 from lightrft.config.sections import (
     SECTIONS,
     AlgorithmSection,

@@ -2,7 +2,9 @@
 
 
 class ConfigError(ValueError):
-    """Raised when the user's configuration cannot work; the message says why, and how to correct it."""
+    """Raised when the user's configuration cannot work; the message says why, and how to correct
+    it.
+    """
 
 
 class DataError(ConfigError):

@@ -1,4 +1,6 @@
-"""Look for the files that flags name, before anything heavy is imported: a misspelt path is told at once."""
+"""Look for the files that flags name, before anything heavy is imported: a misspelt path is told at
+once.
+"""
 
 import os
 from collections.abc import Iterator
@@ -15,14 +17,22 @@ from lightrft.samples import DATA_FILES
 def check_paths(config: Config, command: str) -> None:
     """Raise ConfigError with every model, data set and file of code that is not where a flag says.
 
-    What is no path, such as a name on the hub or of a module, and whatever cannot be read, is found later.
+    What is no path, such as a name on the hub or of a module, and whatever cannot be read, is found
+    later.
     """
     try:
-        problems = [*model_problems(config), *_missing_data(config, command), *_missing_code(config, command)]
+        problems = [
+            *model_problems(config),
+            *_missing_data(config, command),
+            *_missing_code(config, command),
+        ]
     except ValueError:  # not a list of names: validate() says so, with all other problems
         return
+
     if problems:
-        raise ConfigError("this configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise ConfigError(
+            "this configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems)
+        )
 
 
 def _missing_data(config: Config, command: str) -> Iterator[str]:
@@ -30,11 +40,20 @@ def _missing_data(config: Config, command: str) -> Iterator[str]:
     sets = [("prompt_data", data.prompt_data), ("pretrain_data", data.pretrain_data)]
     sets += [("eval_data", each.source) for each in eval_sources(data.eval_data)]
     for flag, text in sets:
-        names = [each.name for each in data_sources(text)] if text and flag in fields_read(command) else []
+        names = (
+            [each.name for each in data_sources(text)]
+            if text and flag in fields_read(command)
+            else []
+        )
         for name in names:
-            is_path = ":" not in name and (name.startswith(("/", "./", "../", "~")) or Path(name).suffix in DATA_FILES)
+            is_path = ":" not in name and (
+                name.startswith(("/", "./", "../", "~")) or Path(name).suffix in DATA_FILES
+            )
             if is_path and not os.path.exists(os.path.expanduser(name)):
-                yield f"--{flag} {name}: neither an existing file or folder nor a hub name (owner/name)"
+                yield (
+                    f"--{flag} {name}: neither an existing file or folder nor a hub name"
+                    " (owner/name)"
+                )
 
 
 def _missing_code(config: Config, command: str) -> Iterator[str]:

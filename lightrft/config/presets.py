@@ -1,4 +1,7 @@
-"""Recipes: the settings that belong to the name of an algorithm. Settings that the user writes take precedence."""
+"""Recipes: the settings that belong to the name of an algorithm.
+
+Settings that the user writes take precedence.
+"""
 
 from typing import Any
 
@@ -19,34 +22,58 @@ def aggregate(mode: str) -> Recipe:
 
 
 PRESETS: dict[str, Recipe] = {
-    # arXiv 1707.06347 as for language models: InstructGPT, arXiv 2203.02155, and its predecessor, arXiv 2009.01325
+    # arXiv 1707.06347 as for language models: InstructGPT, arXiv 2203.02155, and its predecessor,
+    # arXiv 2009.01325
     "ppo": PPO | aggregate("token-mean") | kl(0.02, "k1", in_loss=False) | CRITIC,
     # DeepSeekMath, arXiv 2402.03300
     "grpo": PPO | aggregate("seq-mean-token-mean") | kl(0.04, "k3", in_loss=True),
-    # arXiv 2503.14476; its penalty begins a fifth before the longest response and is at most 1 where rewards are 1 and -1: with
-    # rewards of 1 and 0, --overlong_buffer_penalty_factor 0.5 has the same weight
-    "dapo": PPO | {"eps_clip_high": 0.28, "dynamic_sampling": True, "overlong_buffer": True} | aggregate("token-mean") | NO_KL,
+    # arXiv 2503.14476; its penalty begins a fifth before the longest response and is at most 1
+    # where rewards are 1 and -1: with rewards of 1 and 0, --overlong_buffer_penalty_factor 0.5 has
+    # the same weight
+    "dapo": PPO
+    | {"eps_clip_high": 0.28, "dynamic_sampling": True, "overlong_buffer": True}
+    | aggregate("token-mean")
+    | NO_KL,
     # arXiv 2503.20783
     "dr_grpo": PPO | aggregate("seq-mean-token-sum-norm") | NO_KL,
     # arXiv 2507.18071
-    "gspo": {"policy_loss": "gspo", "eps_clip_low": 3e-4, "eps_clip_high": 4e-4} | aggregate("seq-mean-token-mean") | NO_KL,
+    "gspo": {"policy_loss": "gspo", "eps_clip_low": 3e-4, "eps_clip_high": 4e-4}
+    | aggregate("seq-mean-token-mean")
+    | NO_KL,
     # arXiv 2507.20673, for one advantage per sequence
-    "gmpo": {"policy_loss": "gmpo", "eps_clip_low": 0.4, "eps_clip_high": 0.4} | aggregate("seq-mean-token-mean") | NO_KL,
+    "gmpo": {"policy_loss": "gmpo", "eps_clip_low": 0.4, "eps_clip_high": 0.4}
+    | aggregate("seq-mean-token-mean")
+    | NO_KL,
     # arXiv 2402.14740; the coefficient depends on the task there
-    "rloo": {"policy_loss": "reinforce"} | aggregate("seq-mean-token-sum") | kl(0.05, "k1", in_loss=False),
+    "rloo": {"policy_loss": "reinforce"}
+    | aggregate("seq-mean-token-sum")
+    | kl(0.05, "k1", in_loss=False),
     # arXiv 2310.10505; one response per prompt is enough, and the coefficient depends on the task
-    "remax": {"policy_loss": "reinforce"} | aggregate("seq-mean-token-sum") | kl(0.05, "k1", in_loss=False),
+    "remax": {"policy_loss": "reinforce"}
+    | aggregate("seq-mean-token-sum")
+    | kl(0.05, "k1", in_loss=False),
     # arXiv 2501.03262; the coefficients depend on the task there
-    "reinforce++": PPO | aggregate("token-mean") | kl(0.01, "k1", in_loss=False) | {"advantages_norm": True},
-    "reinforce++_baseline": PPO | aggregate("token-mean") | kl(0.001, "k2", in_loss=True) | {"advantages_norm": True},
+    "reinforce++": PPO
+    | aggregate("token-mean")
+    | kl(0.01, "k1", in_loss=False)
+    | {"advantages_norm": True},
+    "reinforce++_baseline": PPO
+    | aggregate("token-mean")
+    | kl(0.001, "k2", in_loss=True)
+    | {"advantages_norm": True},
     # arXiv 2505.23585: exactly on policy
     "opo": {"policy_loss": "reinforce"} | aggregate("token-mean") | NO_KL,
     # arXiv 2506.13585: no lower bound; the upper one, a weight of 5, from ScaleRL, arXiv 2510.13786
-    "cispo": {"policy_loss": "cispo", "eps_clip_low": 1.0, "eps_clip_high": 4.0} | aggregate("token-mean") | NO_KL,
+    "cispo": {"policy_loss": "cispo", "eps_clip_low": 1.0, "eps_clip_high": 4.0}
+    | aggregate("token-mean")
+    | NO_KL,
     # arXiv 2511.20347
     "sapo": SAPO | aggregate("seq-mean-token-mean") | NO_KL,
     # arXiv 2505.12504; the clip of the drift is that of the authors' code
-    "cpgd": PPO | {"policy_loss": "cpgd", "policy_drift_coef": 0.01, "policy_drift_clip": 0.2} | aggregate("token-mean") | NO_KL,
+    "cpgd": PPO
+    | {"policy_loss": "cpgd", "policy_drift_coef": 0.01, "policy_drift_clip": 0.2}
+    | aggregate("token-mean")
+    | NO_KL,
     # arXiv 2306.13649 with samples of the actor only and the reverse divergence
     "distill": PPO | aggregate("token-mean") | NO_KL | {"distill_coef": 1.0},
 }
@@ -69,7 +96,11 @@ DEFAULTS: dict[str, Recipe] = {
 """Command -> its own defaults, where they differ from train_ppo's in the sections."""
 
 CORRECTIONS: dict[str, Recipe] = {
-    "icepop": {"rollout_correction_level": "token", "rollout_correction_low": 0.5, "rollout_correction_high": 5.0},
+    "icepop": {
+        "rollout_correction_level": "token",
+        "rollout_correction_low": 0.5,
+        "rollout_correction_high": 5.0,
+    },
 }
 """--rollout_correction name -> configuration fields, if they are not the defaults."""
 

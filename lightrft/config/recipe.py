@@ -25,14 +25,18 @@ def _problems(impossible: Mapping[str, bool]) -> Iterator[str]:
 
 
 def _distillation(config: Config) -> dict[str, bool]:
-    algorithm, teachers = config.algorithm, [name for name in TEACHERS if getattr(config.model, name)]
+    algorithm = config.algorithm
+    teachers = [name for name in TEACHERS if getattr(config.model, name)]
     distills = algorithm.distill_coef > 0
+
     return {
         "--distill_coef must not be negative": algorithm.distill_coef < 0,
         "--advantage_estimator distill learns only from the teacher: --distill_coef must be above 0": (
             algorithm.advantage_estimator == "distill" and not distills
         ),
-        "--distill_coef needs a teacher: set --teacher_pretrain or --teacher_url": distills and not teachers,
+        "--distill_coef needs a teacher: set --teacher_pretrain or --teacher_url": (
+            distills and not teachers
+        ),
         "--teacher_pretrain and --teacher_url both name a teacher: set only one": len(teachers) > 1,
         "a server at --teacher_url computes log-probs at temperature 1: set --temperature 1, or use --teacher_pretrain": (
             distills and bool(config.model.teacher_url) and config.rollout.temperature != 1
@@ -44,10 +48,16 @@ def _ranges(config: Config) -> dict[str, bool]:
     """Check pairs of a lower and an upper bound."""
     algorithm = config.algorithm
     names = ("length_filter", "difficulty_filter", "difficulty_weights", "entropy_filter")
-    pairs = {name: getattr(algorithm, name) for name in names} | {"curriculum": config.rollout.curriculum}
+    pairs = {name: getattr(algorithm, name) for name in names} | {
+        "curriculum": config.rollout.curriculum
+    }
     wrong = {name: bool(pair) and not _is_range(pair) for name, pair in pairs.items()}
     wrong["clip_cov_range"] = not _is_range(algorithm.clip_cov_range)
-    return {f"--{name} takes two numbers: the minimum and the maximum": holds for name, holds in wrong.items()} | {
+
+    return {
+        f"--{name} takes two numbers: the minimum and the maximum": holds
+        for name, holds in wrong.items()
+    } | {
         "--rollout_correction_low is above --rollout_correction_high: every token would be masked": (
             algorithm.rollout_correction in ("mis", "icepop")
             and algorithm.rollout_correction_low > algorithm.rollout_correction_high
@@ -64,21 +74,42 @@ def _is_range(pair: list[float]) -> bool:
 
 
 def _bounds(config: Config) -> dict[str, bool]:
-    algorithm, reward, train = config.algorithm, config.reward, config.train
+    algorithm = config.algorithm
+    reward = config.reward
+    train = config.train
     clips = {"advantage_clip": algorithm.advantage_clip, "reward_clip": reward.reward_clip}
     above = {"kl_target": algorithm.kl_target, "kl_horizon": algorithm.kl_horizon}
-    shares = {"high_entropy_token_ratio": algorithm.high_entropy_token_ratio, "cov_ratio": algorithm.cov_ratio}
-    least = {"init_kl_coef": algorithm.init_kl_coef, "aux_loss_coef": algorithm.aux_loss_coef,
-             "freezing_actor_steps": train.freezing_actor_steps}  # fmt: skip
-    buffer, longest = reward.overlong_buffer_len, config.rollout.generate_max_len
+    shares = {
+        "high_entropy_token_ratio": algorithm.high_entropy_token_ratio,
+        "cov_ratio": algorithm.cov_ratio,
+    }
+
+    least = {
+        "init_kl_coef": algorithm.init_kl_coef,
+        "aux_loss_coef": algorithm.aux_loss_coef,
+        "freezing_actor_steps": train.freezing_actor_steps,
+    }
+    buffer = reward.overlong_buffer_len
+    longest = config.rollout.generate_max_len
+
     return {
-        **{f"--{name} must be above 0; omit it to disable clipping": _at_most_0(bound) for name, bound in clips.items()},
+        **{
+            f"--{name} must be above 0; omit it to disable clipping": _at_most_0(bound)
+            for name, bound in clips.items()
+        },
         **{f"--{name} must be above 0": _at_most_0(bound) for name, bound in above.items()},
-        **{f"--{name} must be between 0 and 1, because it is a share": not 0 <= share <= 1 for name, share in shares.items()},
+        **{
+            f"--{name} must be between 0 and 1, because it is a share": not 0 <= share <= 1
+            for name, share in shares.items()
+        },
         **{f"--{name} must not be negative": bound < 0 for name, bound in least.items()},
         "--value_clip must not be negative; 0 disables clipping": algorithm.value_clip < 0,
-        "--ptx_coef must be above 0; omit --pretrain_data to train without the supervised loss": algorithm.ptx_coef <= 0,
-        "--over_sampling must be at least 1: it multiplies the number of prompts in a step": config.rollout.over_sampling < 1,
+        "--ptx_coef must be above 0; omit --pretrain_data to train without the supervised loss": (
+            algorithm.ptx_coef <= 0
+        ),
+        "--over_sampling must be at least 1: it multiplies the number of prompts in a step": (
+            config.rollout.over_sampling < 1
+        ),
         f"--overlong_buffer_len {buffer} must be between 1 and --generate_max_len {longest}": (
             reward.overlong_buffer and buffer is not None and not 1 <= buffer <= longest
         ),
@@ -112,10 +143,12 @@ def _losses(config: Config) -> dict[str, bool]:
 
 def _comparisons(config: Config) -> dict[str, bool]:
     """Check that an estimator has something to compare a sample with."""
-    algorithm, samples = config.algorithm, config.rollout.n_samples_per_prompt
+    algorithm = config.algorithm
+    samples = config.rollout.n_samples_per_prompt
     estimator = algorithm.advantage_estimator
     shaping = ("overlong_buffer", "reward_running_norm", "reward_group_norm", "reward_clip")
     shaped = [f"--{name}" for name in shaping if getattr(config.reward, name)]
+
     return {
         f"--advantage_estimator {estimator} compares the samples of a prompt: set --n_samples_per_prompt 2 or more": (
             estimator in COMPARING and samples == 1
@@ -134,12 +167,24 @@ def _splits_samples(config: Config) -> bool:
 
 
 def _sampling_problems(config: Config) -> dict[str, bool]:
-    rollout, stale, episodes = config.rollout, config.rollout.max_staleness > 0, has_episodes(config.environment)
-    corrects = config.algorithm.rollout_correction is not None or config.algorithm.use_engine_logprobs
-    tail_rounds, shares = rollout.rollout_schedule == "tail_rounds", config.engine.engine_tp_size > 1
-    others = [name for name in ("partial_rollout", "dynamic_sampling", "curriculum") if getattr(rollout, name)]
+    rollout = config.rollout
+    stale = config.rollout.max_staleness > 0
+    episodes = has_episodes(config.environment)
+    corrects = (
+        config.algorithm.rollout_correction is not None or config.algorithm.use_engine_logprobs
+    )
+    tail_rounds = rollout.rollout_schedule == "tail_rounds"
+    shares = config.engine.engine_tp_size > 1
+
+    others = [
+        name
+        for name in ("partial_rollout", "dynamic_sampling", "curriculum")
+        if getattr(rollout, name)
+    ]
     return {
-        "--max_staleness generates later steps while others learn: set --rollout_ranks": stale and not rollout.rollout_ranks,
+        "--max_staleness generates later steps while others learn: set --rollout_ranks": (
+            stale and not rollout.rollout_ranks
+        ),
         "--max_staleness learns from samples of older weights: set --rollout_correction tis, or --use_engine_logprobs": (
             stale and not corrects
         ),
@@ -152,8 +197,9 @@ def _sampling_problems(config: Config) -> dict[str, bool]:
         "--overlap computes log-probs while the engine samples, which needs nondeterministic algorithms: omit --deterministic": (
             rollout.overlap and config.strategy.deterministic
         ),
-        "--overlap needs whole samples on each rank, and an engine on each: omit --tp_size, --sp_size, --cp_size and "
-        "--engine_tp_size": rollout.overlap and (_splits_samples(config) or (shares and not rollout.rollout_ranks)),
+        "--overlap needs whole samples on each rank, and an engine on each: omit --tp_size, --sp_size, --cp_size and --engine_tp_size": (
+            rollout.overlap and (_splits_samples(config) or (shares and not rollout.rollout_ranks))
+        ),
         "--max_staleness begins later steps while others learn, and an episode needs its rank between two turns: omit it": (
             episodes and stale
         ),
@@ -166,13 +212,14 @@ def _sampling_problems(config: Config) -> dict[str, bool]:
         "--rollout_schedule tail_rounds starts more prompts than a step needs: set --over_sampling above 1, such as 1.25": (
             tail_rounds and rollout.over_sampling == 1
         ),
-        "--rollout_schedule tail_rounds begins unfinished prompts anew and learns from each once in a pass over the data: remove "
-        + " ".join(f"--{name}" for name in others): tail_rounds and bool(others),
+        "--rollout_schedule tail_rounds begins unfinished prompts anew and learns from each once in"
+        " a pass over the data: remove " + " ".join(f"--{name}" for name in others): tail_rounds
+        and bool(others),
         "--dynamic_sampling compares the responses to a prompt: set --n_samples_per_prompt 2 or more": (
             rollout.dynamic_sampling and rollout.n_samples_per_prompt == 1
         ),
-        "--dynamic_sampling needs rewards while the engine is awake, and reward models compute theirs while it "
-        "sleeps: set only one, or serve the reward model and give the address of the server as --reward": (
-            rollout.dynamic_sampling and bool(config.model.reward_pretrain or config.model.process_reward_pretrain)
+        "--dynamic_sampling needs rewards while the engine is awake, and reward models compute theirs while it sleeps: set only one, or serve the reward model and give the address of the server as --reward": (
+            rollout.dynamic_sampling
+            and bool(config.model.reward_pretrain or config.model.process_reward_pretrain)
         ),
     }

@@ -1,4 +1,6 @@
-"""References in flags to servers, functions, data and engines: addresses and their keys, and lists of weighted names."""
+"""References in flags to servers, functions, data and engines: addresses and their keys, and lists
+of weighted names.
+"""
 
 import os
 import re
@@ -47,41 +49,59 @@ class RewardTerm:
 
 
 def reward_terms(text: str) -> list[RewardTerm]:
-    """Return the terms of --reward, which are separated by commas: `math_verify:0.8,short=lengths.py:short:0.2`.
+    """Return the terms of --reward, which are separated by commas:
+    `math_verify:0.8,short=lengths.py:short:0.2`.
 
-    Without a label a term has the name of its function, without a weight the weight 1. The number after the host of an address
-    is its port. Raises ValueError for an empty term, or for two terms with one label.
+    Without a label a term has the name of its function, without a weight the weight 1. The number
+    after the host of an address is its port. Raises ValueError for an empty term, or for two terms
+    with one label.
     """
     terms = [_reward_term(part.strip()) for part in text.split(",")]
     labels = [term.label for term in terms]
     if repeated := {label for label in labels if labels.count(label) > 1}:
-        raise ValueError(f"--reward {text}: two rewards are called {min(repeated)}; give them labels: LABEL=NAME:WEIGHT")
+        raise ValueError(
+            f"--reward {text}: two rewards are called {min(repeated)}; give them labels:"
+            " LABEL=NAME:WEIGHT"
+        )
     return terms
 
 
 def reward_model_terms(section: ModelSection) -> list[tuple[str, RewardTerm]]:
-    """Return (flag, reward model) for the entries of both flags, each in the form PATH, PATH:WEIGHT or LABEL=PATH:WEIGHT.
+    """Return (flag, reward model) for the entries of both flags, each in the form PATH, PATH:WEIGHT
+    or LABEL=PATH:WEIGHT.
 
-    Without a label a model has the name of its folder; a number tells those of one name apart. Raises ValueError for an empty
-    entry, or for two models with one label.
+    Without a label a model has the name of its folder; a number tells those of one name apart.
+    Raises ValueError for an empty entry, or for two models with one label.
     """
     terms: list[tuple[str, RewardTerm]] = []
-    for flag, value in [(name, value) for name in REWARD_MODELS for value in getattr(section, name)]:
+    for flag, value in [
+        (name, value) for name in REWARD_MODELS for value in getattr(section, name)
+    ]:
         if not (parts := LABELLED.fullmatch(value.strip())):
-            raise ValueError(f"--{flag} has an empty entry: name reward models as PATH, PATH:WEIGHT or LABEL=PATH:WEIGHT")
+            raise ValueError(
+                f"--{flag} has an empty entry: name reward models as PATH, PATH:WEIGHT or"
+                " LABEL=PATH:WEIGHT"
+            )
+
         match = WEIGHTED.fullmatch(parts["reference"])
-        path, weight = (match["name"], float(match["weight"])) if match else (parts["reference"], 1.0)
+        path, weight = (
+            (match["name"], float(match["weight"])) if match else (parts["reference"], 1.0)
+        )
         labels = {term.label for _, term in terms}
         if parts["label"] in labels:
             raise ValueError(f"--{flag}: two reward models are called {parts['label']}")
+
         name = os.path.basename(path.rstrip("/"))
         label = parts["label"] or (f"{name}_{len(terms)}" if name in labels else name)
         terms.append((flag, RewardTerm(label, path, weight)))
+
     return terms
 
 
 def chosen_labels(columns: Mapping[str, Any], key: str | None, everything: set[str]) -> set[str]:
-    """Return the labels of the rewards that score a row: those in its column `key`, or `everything` if `key` is None."""
+    """Return the labels of the rewards that score a row: those in its column `key`, or `everything`
+    if `key` is None.
+    """
     if key is None:
         return everything
     value = columns.get(key)
@@ -90,14 +110,22 @@ def chosen_labels(columns: Mapping[str, Any], key: str | None, everything: set[s
 
 def _reward_term(text: str) -> RewardTerm:
     if not (parts := LABELLED.fullmatch(text)):
-        raise ValueError("--reward has an empty term: name rewards as NAME or NAME:WEIGHT, separated by commas")
-    reference, form = parts["reference"], ADDRESS if parts["reference"].startswith(SERVER) else WEIGHTED
+        raise ValueError(
+            "--reward has an empty term: name rewards as NAME or NAME:WEIGHT, separated by commas"
+        )
+
+    reference, form = (
+        parts["reference"],
+        ADDRESS if parts["reference"].startswith(SERVER) else WEIGHTED,
+    )
     match = form.fullmatch(reference)
+
     name, weight = (match["name"], match["weight"]) if match else (reference, None)
     try:
         number = 1.0 if weight is None else float(weight)
     except ValueError:
         raise ValueError(f"--reward {text}: the weight {weight!r} is not a number") from None
+
     label = parts["label"] or ("server" if name.startswith(SERVER) else name.rpartition(":")[2])
     return RewardTerm(label, name, number)
 
@@ -128,21 +156,43 @@ def _data_source(text: str) -> DataSource:
 
 
 def data_problems(flag: str, text: str, probabilities: list[float]) -> list[str]:
-    """Return the reasons why the data sets of a flag cannot be drawn from; `probabilities` are those of --prompt_data_probs."""
+    """Return the reasons why the data sets of a flag cannot be drawn from; `probabilities` are
+    those of --prompt_data_probs.
+    """
     sources = data_sources(text)
     weights = [source.weight for source in sources if source.weight is not None]
-    problems = [f"--{flag} {text} has an empty name: separate data sets by one comma"] if any(not s.name for s in sources) else []
+    problems = (
+        [f"--{flag} {text} has an empty name: separate data sets by one comma"]
+        if any(not s.name for s in sources)
+        else []
+    )
+
     if weights and probabilities:
-        problems.append(f"--{flag} {text} has probabilities of its own, and --prompt_data_probs is set: use one of them")
+        problems.append(
+            f"--{flag} {text} has probabilities of its own, and --prompt_data_probs is set: use one"
+            " of them"
+        )
     elif weights and len(weights) < len(sources):
         without = next(source.name for source in sources if source.weight is None)
-        problems.append(f"--{flag}: {without} has no probability, and others have: write {without}:NUMBER")
+        problems.append(
+            f"--{flag}: {without} has no probability, and others have: write {without}:NUMBER"
+        )
     elif probabilities and len(probabilities) != len(sources) > 1:
-        problems.append(f"--prompt_data_probs has {len(probabilities)} numbers, and --{flag} has {len(sources)} data sets")
+        problems.append(
+            f"--prompt_data_probs has {len(probabilities)} numbers, and --{flag} has {len(sources)}"
+            " data sets"
+        )
+
     if weights and flag == "eval_data":
-        problems.append(f"--eval_data {text}: held-out data are evaluated whole and have no probabilities")
+        problems.append(
+            f"--eval_data {text}: held-out data are evaluated whole and have no probabilities"
+        )
+
     if min(weights + probabilities, default=1.0) <= 0:
-        problems.append(f"--{flag}: a probability must be above 0: leave out data that are not to be drawn")
+        problems.append(
+            f"--{flag}: a probability must be above 0: leave out data that are not to be drawn"
+        )
+
     return problems
 
 
@@ -153,11 +203,17 @@ FILES = ("tensorboard", "jsonl", "none")
 
 
 def report_names(text: str) -> list[str]:
-    """Return the destinations in the text of --report_to. Raises ValueError for an unknown or repeated one."""
+    """Return the destinations in the text of --report_to.
+
+    Raises ValueError for an unknown or repeated one.
+    """
     names = [name.strip() for name in text.split(",")]
     known_names = (*TRACKERS, *FILES)
     if wrong := [name for name in names if name not in known_names]:
-        raise ValueError(f"--report_to {wrong[0]!r}: unknown{nearest(wrong[0], known_names)} (choices: {', '.join(known_names)})")
+        raise ValueError(
+            f"--report_to {wrong[0]!r}: unknown{nearest(wrong[0], known_names)} (choices:"
+            f" {', '.join(known_names)})"
+        )
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"--report_to {text}: {repeated[0]} is listed twice")
     return names
@@ -176,70 +232,103 @@ class EvalSource:
     """Name of its metrics; empty for data without a name, of which there is one set."""
     source: str
     benchmark: str = ""
-    """One of BENCHMARKS; empty: the columns of --eval_input_key and --eval_label_key, scored by --reward."""
+    """One of BENCHMARKS; empty: the columns of --eval_input_key and --eval_label_key, scored by
+    --reward."""
 
 
 def eval_sources(text: str) -> list[EvalSource]:
-    """Return the sets of --eval_data: `gsm8k=test.jsonl,aime24:aime=2024.jsonl,own=held_out.jsonl`, or one without a name.
+    """Return the sets of --eval_data: `gsm8k=test.jsonl,aime24:aime=2024.jsonl,own=held_out.jsonl`,
+    or one without a name.
 
-    A name that is a benchmark's needs no format. Raises ValueError for an unknown format, and for names that not all or several
-    sets have.
+    A name that is a benchmark's needs no format. Raises ValueError for an unknown format, and for
+    names that not all or several sets have.
     """
     if not text or os.path.exists(os.path.expanduser(text)):
         return [EvalSource("", text)] if text else []
+
     parts = text.split(",")
     named = [NAMED_SET.fullmatch(part.strip()) for part in parts]
     if not any(named):
         return [EvalSource("", text)]
     if not all(named):
-        raise ValueError(f"--eval_data {parts[named.index(None)]}: name every set, as NAME=SOURCE, or none")
-    sources = [EvalSource(each["name"], each["source"], _benchmark(each["name"], each["benchmark"])) for each in named if each]
+        raise ValueError(
+            f"--eval_data {parts[named.index(None)]}: name every set, as NAME=SOURCE, or none"
+        )
+
+    sources = [
+        EvalSource(each["name"], each["source"], _benchmark(each["name"], each["benchmark"]))
+        for each in named
+        if each
+    ]
     names = [each.name for each in sources]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(
-            f"--eval_data: two sets are called {repeated[0]}; a name may be followed by its format: NAME:BENCHMARK=SOURCE"
+            f"--eval_data: two sets are called {repeated[0]}; a name may be followed by its format:"
+            " NAME:BENCHMARK=SOURCE"
         )
+
     return sources
 
 
 def _benchmark(name: str, requested: str | None) -> str:
     if requested is not None and requested not in BENCHMARKS:
         raise ValueError(
-            f"--eval_data {name}:{requested}: unknown format{nearest(requested, BENCHMARKS)} (choices: {', '.join(BENCHMARKS)})"
+            f"--eval_data {name}:{requested}: unknown format{nearest(requested, BENCHMARKS)}"
+            f" (choices: {', '.join(BENCHMARKS)})"
         )
     return requested or (name if name in BENCHMARKS else "")
 
 
 def address_problem(flag: str, url: str, key: str) -> str:
-    """Return the reason why `url`, with the key in the environment variable `key`, cannot be used; empty if it can.
+    """Return the reason why `url`, with the key in the environment variable `key`, cannot be used;
+    empty if it can.
 
     The reason contains no secret.
     """
     try:
         parts = urlsplit(url)
-        host, secret = parts.hostname, parts.username or parts.password
+        host = parts.hostname
+        secret = parts.username or parts.password
         parts.port  # noqa: B018  (ValueError for no number)
     except ValueError as error:
         return f"{flag}: the address cannot be read: {error}"
+
     if secret:
         return (
-            f"{flag} {parts.scheme}://...@{host}: a user or password in an address would be written to config.yaml, checkpoints "
-            f"and logs. Leave it out, and set {key}=user:password in the environment"
+            f"{flag} {parts.scheme}://...@{host}: a user or password in an address would be written"
+            f" to config.yaml, checkpoints and logs. Leave it out, and set {key}=user:password in"
+            " the environment"
         )
+
     if parts.query or parts.fragment:
         return (
-            f"{flag} {parts.scheme}://{host}?...: what follows a question mark, such as a token, would be written to "
-            f"config.yaml, checkpoints and logs. Leave it out, and set {key} in the environment"
+            f"{flag} {parts.scheme}://{host}?...: what follows a question mark, such as a token,"
+            f" would be written to config.yaml, checkpoints and logs. Leave it out, and set {key}"
+            " in the environment"
         )
-    if parts.scheme not in ("http", "https") or not host or any(character.isspace() for character in url):
+
+    if (
+        parts.scheme not in ("http", "https")
+        or not host
+        or any(character.isspace() for character in url)
+    ):
         return f"{flag} {url!r} is not an address such as http://host:8000/path"
+
     value = os.environ.get(key, "")
     if not (value.isascii() and value.isprintable()) or value != value.strip():
-        return f"the environment variable {key} must not contain line ends, surrounding spaces or non-ASCII characters"
+        return (
+            f"the environment variable {key} must not contain line ends, surrounding spaces or"
+            " non-ASCII characters"
+        )
+
     return ""
 
 
 def engine_name(section: EngineSection) -> str:
     """Return the engine that --engine_type selects on this machine, without importing it."""
     name = section.engine_type
-    return next((engine for engine in ("vllm", "sglang") if find_spec(engine)), "hf") if name == "auto" else name
+    return (
+        next((engine for engine in ("vllm", "sglang") if find_spec(engine)), "hf")
+        if name == "auto"
+        else name
+    )

@@ -1,4 +1,6 @@
-"""Resolve the fields that the user wrote into a configuration that can run, for the command line and for Python alike."""
+"""Resolve the fields that the user wrote into a configuration that can run, for the command line
+and for Python alike.
+"""
 
 import os
 from argparse import Namespace
@@ -11,7 +13,13 @@ from lightrft.config.effects import flags_without_effect
 from lightrft.config.errors import ConfigError
 from lightrft.config.presets import DEFAULTS, correction_bounds, recipe
 from lightrft.config.renamed import ALIASES
-from lightrft.config.sections import SECTIONS, Config, StrategySection, field_types, section_of_field
+from lightrft.config.sections import (
+    SECTIONS,
+    Config,
+    StrategySection,
+    field_types,
+    section_of_field,
+)
 from lightrft.config.validation import range_problems, strategy_problems, validate
 from lightrft.config.values import typed_value
 
@@ -23,61 +31,98 @@ Arguments = Config | Namespace | Mapping[str, Any] | None
 """Configuration, parsed flags, a dict or an EasyDict."""
 
 READ_BY_STRATEGIES = ("model", "data", "strategy", "engine", "rollout", "optim")
-"""Sections that strategies read. Names of other sections in arguments may belong to the user's own program."""
+"""Sections that strategies read. Names of other sections in arguments may belong to the user's own
+program."""
 
 
 def as_config(args: Arguments) -> Config:
-    """Return `args` itself if it is a Config, else a Config with its values; other names go to `extra_args`.
+    """Return `args` itself if it is a Config, else a Config with its values; other names go to
+    `extra_args`.
 
         config = as_config({"bf16": True, "my_flag": 3})
         config.model.bf16, config.bf16, config.my_flag        # True, True, 3
 
-    A known name whose value is None keeps its default, as an omitted argparse flag does. Raises ConfigError for a value of
-    another type than its field's, and TypeError for arguments of another kind.
+    A known name whose value is None keeps its default, as an omitted argparse flag does. Raises
+    ConfigError for a value of another type than its field's, and TypeError for arguments of another
+    kind.
     """
     if isinstance(args, Config):
         return args
     if not isinstance(args, Namespace | Mapping | None):
-        raise TypeError(f"a strategy's args are a Config, an argparse Namespace, a mapping or None, not {type(args).__name__}")
+        raise TypeError(
+            "a strategy's args are a Config, an argparse Namespace, a mapping or None, not"
+            f" {type(args).__name__}"
+        )
+
     values = vars(args) if isinstance(args, Namespace) else dict(args or {})
-    read_fields = {field.name for section in READ_BY_STRATEGIES for field in fields(SECTIONS[section])} | ALIASES.keys()
-    config = Config.of(**{name: value for name, value in values.items() if name in read_fields and value is not None})
+    read_fields = {
+        field.name for section in READ_BY_STRATEGIES for field in fields(SECTIONS[section])
+    } | ALIASES.keys()
+    config = Config.of(
+        **{
+            name: value
+            for name, value in values.items()
+            if name in read_fields and value is not None
+        }
+    )
     config.extra_args = {name: value for name, value in values.items() if name not in read_fields}
+
     return config
 
 
 def resolve(config: Config, command: str = "train_ppo", world_size: int | None = None) -> list[str]:
-    """Fill in the fields that the user did not set, check everything, and return a sentence for each flag that has no effect.
+    """Fill in the fields that the user did not set, check everything, and return a sentence for
+    each flag that has no effect.
 
-    The recipe of --advantage_estimator, the bounds of --rollout_correction and the strategy for this machine are filled in. A
-    configuration that is resolved for `command` stays as it is. `world_size` is the number of processes, by default the
-    launcher's. Raises one ConfigError with all problems.
+    The recipe of --advantage_estimator, the bounds of --rollout_correction and the strategy for
+    this machine are filled in. A configuration that is resolved for `command` stays as it is.
+    `world_size` is the number of processes, by default the launcher's. Raises one ConfigError with
+    all problems.
     """
     if config.command == command:
         return []
+
     convert_values(config)
     config.expand(DEFAULTS.get(command, {}))
     algorithm = config.algorithm
-    bounds = {} if algorithm.eps_clip is None else dict.fromkeys(BOTH_BOUNDS["eps_clip"], algorithm.eps_clip)
-    config.expand(recipe(algorithm.advantage_estimator) | correction_bounds(algorithm.rollout_correction) | bounds)
+    bounds = (
+        {}
+        if algorithm.eps_clip is None
+        else dict.fromkeys(BOTH_BOUNDS["eps_clip"], algorithm.eps_clip)
+    )
+    config.expand(
+        recipe(algorithm.advantage_estimator)
+        | correction_bounds(algorithm.rollout_correction)
+        | bounds
+    )
     strategy = config.strategy
-    strategy.put("strategy", strategy_name(strategy.strategy, strategy.fsdp if "fsdp" in strategy.written else None))
+    strategy.put(
+        "strategy",
+        strategy_name(strategy.strategy, strategy.fsdp if "fsdp" in strategy.written else None),
+    )
     strategy.put("fsdp", strategy.strategy == "fsdp")
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
     validate(config, command=command, world_size=world_size)
     config.command = command
+
     return [*config.notices, *flags_without_effect(config, command)]
 
 
 def check_strategy(config: Config) -> None:
-    """Raise ConfigError for values that no strategy can use, in a configuration that resolve() may not have seen."""
+    """Raise ConfigError for values that no strategy can use, in a configuration that resolve() may
+    not have seen.
+    """
     convert_values(config)
-    if problems := range_problems(config, [field.name for field in fields(StrategySection)]) + strategy_problems(config):
+    if problems := range_problems(
+        config, [field.name for field in fields(StrategySection)]
+    ) + strategy_problems(config):
         raise ConfigError("; ".join(problems))
 
 
 def strategy_name(name: str, fsdp: bool | None) -> str:
-    """Return fsdp, deepspeed, or the import path of the user's own strategy, from --strategy and --fsdp (None: not written)."""
+    """Return fsdp, deepspeed, or the import path of the user's own strategy, from --strategy and
+    --fsdp (None: not written).
+    """
     if name == "auto" and fsdp is None:
         return "deepspeed" if find_spec("deepspeed") else "fsdp"
     if name == "auto":
@@ -88,7 +133,10 @@ def strategy_name(name: str, fsdp: bool | None) -> str:
 
 
 def convert_values(config: Config) -> None:
-    """Convert each field to its declared type. Raises ConfigError for invalid values, including NaN and infinity."""
+    """Convert each field to its declared type.
+
+    Raises ConfigError for invalid values, including NaN and infinity.
+    """
     problems = []
     for name, owner in section_of_field().items():
         section = getattr(config, owner)
@@ -96,5 +144,8 @@ def convert_values(config: Config) -> None:
             section.put(name, typed_value(field_types()[name], getattr(section, name)))
         except ValueError as error:
             problems.append(f"--{name}: {error}")
+
     if problems:
-        raise ConfigError("this configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise ConfigError(
+            "this configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems)
+        )

@@ -1,4 +1,5 @@
-"""Typed sections with all fields of the configuration; each field is one command-line flag and one key of a YAML file.
+"""Typed sections with all fields of the configuration; each field is one command-line flag and one
+key of a YAML file.
 
 The text under a field is its help.
 """
@@ -39,64 +40,74 @@ REWARD_MODELS = ("reward_pretrain", "process_reward_pretrain")
 @dataclass
 class ModelSection(Section):
     pretrain: str = ""
-    """Model to start from: a Hugging Face folder, a GGUF file or a hub name, as for all models here."""
+    """Model to start from: a Hugging Face folder, a GGUF file or a hub name, as for all models
+    here."""
     critic_pretrain: str = ""
-    """Model that initialises the critic, with its value head if it has one (a reward model): a folder or hub name; empty:
-    --pretrain."""
+    """Model that initialises the critic, with its value head if it has one (a reward model): a
+    folder or hub name; empty: --pretrain."""
     reward_pretrain: list[str] = field(default_factory=list)
-    """Reward models: frozen models with one score as their head and the tokenizer of --pretrain, given as folders or hub names,
-    each in the form PATH, PATH:WEIGHT or LABEL=PATH:WEIGHT. Their scores are added to the result of --reward; with --reward none
-    they are the only reward."""
+    """Reward models: frozen models with one score as their head and the tokenizer of --pretrain,
+    given as folders or hub names, each in the form PATH, PATH:WEIGHT or LABEL=PATH:WEIGHT. Their
+    scores are added to the result of --reward; with --reward none they are the only reward."""
     process_reward_pretrain: list[str] = field(default_factory=list)
-    """Process reward models, in the same form: their score at the end of each step of a response is the logit of the probability
-    that the step is correct. --step_separator ends a step, and --step_rewards converts the probabilities to rewards."""
+    """Process reward models, in the same form: their score at the end of each step of a response is
+    the logit of the probability that the step is correct. --step_separator ends a step, and
+    --step_rewards converts the probabilities to rewards."""
     teacher_pretrain: str = ""
-    """Teacher model for --distill_coef, frozen, with the tokenizer of --pretrain: a folder or hub name."""
+    """Teacher model for --distill_coef, frozen, with the tokenizer of --pretrain: a folder or hub
+    name."""
     teacher_url: str = ""
-    """Teacher model for --distill_coef on an OpenAI-compatible server that returns the log-probs of the prompt (echo), such as
-    http://host:8000/v1. The environment variable TEACHER_API_KEY contains its key, if it needs one."""
+    """Teacher model for --distill_coef on an OpenAI-compatible server that returns the log-probs of
+    the prompt (echo), such as http://host:8000/v1. The environment variable TEACHER_API_KEY
+    contains its key, if it needs one."""
     bf16: bool = False
     """Compute in bfloat16 with float32 master weights; otherwise everything is float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     gradient_checkpointing_policy: Literal["full", "selective"] = "full"
-    """Activations to keep of each block: full keeps only its input; selective also keeps the results of attention and matrix
-    products."""
+    """Activations to keep of each block: full keeps only its input; selective also keeps the
+    results of attention and matrix products."""
     fused_kernels: Literal["none", "liger"] = "none"
-    """liger: compute norms, rotary embeddings and feed-forward layers of llama, qwen2 and qwen3 models with fused kernels, on an
-    accelerator; requires the package liger-kernel. In float32, log-probs and gradients change by at most 1e-5."""
+    """liger: compute norms, rotary embeddings and feed-forward layers of llama, qwen2 and qwen3
+    models with fused kernels, on an accelerator; requires the package liger-kernel. In float32,
+    log-probs and gradients change by at most 1e-5."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Use it only for sources that you trust."""
     lora_rank: int = 0
-    """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
+    """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model
+    itself."""
     lora_alpha: float = 16.0
     """Scale of the adapters: their output is multiplied by lora_alpha / lora_rank."""
     lora_dropout: float = 0.0
     """Dropout probability on the input of an adapter in training."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Names, or ends of names, of the linear layers that get adapters; all-linear: all except the output layer."""
+    """Names, or ends of names, of the linear layers that get adapters; all-linear: all except the
+    output layer."""
     freeze_prefix: list[str] = field(default_factory=list)
-    """Prefixes of the names of parameters that are not trained; with lora_rank, these get no adapters."""
+    """Prefixes of the names of parameters that are not trained; with lora_rank, these get no
+    adapters."""
     freeze_vision_tower: bool = True
-    """With a key of media: do not train the parameters that only images, videos or sound use, which are the towers and their
-    projections into the language model."""
+    """With a key of media: do not train the parameters that only images, videos or sound use, which
+    are the towers and their projections into the language model."""
 
 
 @dataclass
 class DataSection(Section):
     prompt_data: CommaSeparated = CommaSeparated("")
-    """Training data: a JSONL, JSON or parquet file, a folder of them or of Dataset.save_to_disk, a hub name, tasks,
-    reasoning_gym:NAME or verifiers:NAME, or rows of Python, module:object or file.py:object. Several are separated by commas, or
-    a list in YAML; each row is then drawn once in an epoch. In the form NAME:PROBABILITY, each row of a batch is drawn from a
-    data set with its probability."""
+    """Training data: a JSONL, JSON or parquet file, a folder of them or of Dataset.save_to_disk, a
+    hub name, tasks, reasoning_gym:NAME or verifiers:NAME, or rows of Python, module:object or
+    file.py:object. Several are separated by commas, or a list in YAML; each row is then drawn once
+    in an epoch. In the form NAME:PROBABILITY, each row of a batch is drawn from a data set with its
+    probability."""
     prompt_data_probs: list[float] = field(default_factory=list)
     """Probability of each data set of --prompt_data, another form of NAME:PROBABILITY."""
     prompt_split: str = "train"
     """Split of the training data."""
     eval_data: CommaSeparated = CommaSeparated("")
-    """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of
-    their own are NAME=SOURCE, separated by commas or a list in YAML. Sets called gsm8k, math500, aime or gpqa, or
-    NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
+    """Held-out data in the same form, for --eval_steps and the end of the run; empty: no
+    evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a
+    list in YAML. Sets called gsm8k, math500, aime or gpqa, or NAME:BENCHMARK=SOURCE, have the
+    benchmark's columns, instruction and verifier (docs/evaluation.md)."""
     eval_split: str = "test"
     """Split of the held-out data."""
     pretrain_data: CommaSeparated = CommaSeparated("")
@@ -104,37 +115,42 @@ class DataSection(Section):
     pretrain_split: str = "train"
     """Split of --pretrain_data."""
     input_key: str = "input"
-    """Column of the prompt: a string, or chat messages as a list or JSON text, also with ShareGPT's `from` and `value`."""
+    """Column of the prompt: a string, or chat messages as a list or JSON text, also with ShareGPT's
+    `from` and `value`."""
     images_key: str | None = None
-    """Column of a prompt's images: one path or a list of paths, relative to the folder of the data, or images of the datasets
-    package; a row without images is a text prompt. In a chat, an image takes the place of <image> in the text, or precedes the
-    text. The model must accept images."""
+    """Column of a prompt's images: one path or a list of paths, relative to the folder of the data,
+    or images of the datasets package; a row without images is a text prompt. In a chat, an image
+    takes the place of <image> in the text, or precedes the text. The model must accept images."""
     videos_key: str | None = None
-    """Column of a prompt's videos: a file (.gif, .webp, and those that FFmpeg reads), a list of images that are its frames, or a
-    list of several. Unset: no videos."""
+    """Column of a prompt's videos: a file (.gif, .webp, and those that FFmpeg reads), a list of
+    images that are its frames, or a list of several. Unset: no videos."""
     audios_key: str | None = None
-    """Column of a prompt's clips of sound: a .wav file or another one that FFmpeg reads, one of the datasets package, or a list
-    of several. Unset: no sound."""
+    """Column of a prompt's clips of sound: a .wav file or another one that FFmpeg reads, one of the
+    datasets package, or a list of several. Unset: no sound."""
     video_fps: Annotated[float, POSITIVE] = 2.0
     """Frames per second sampled from a video."""
     video_max_frames: Annotated[int, COUNT] = 64
     """Maximum number of frames sampled from a video, evenly spaced."""
     audio_sampling_rate: Annotated[int, NOT_NEGATIVE] = 0
-    """Sampling rate in Hz to which audio clips are resampled with the package av: that of the model, for example 16000. 0: clips
-    are not resampled, and one with another rate is a bad row."""
+    """Sampling rate in Hz to which audio clips are resampled with the package av: that of the
+    model, for example 16000. 0: clips are not resampled, and one with another rate is a bad row."""
     check_media: Literal["all", "first", "none"] = "first"
-    """Images, videos and clips that are read completely when the data are loaded, in parallel processes: all of them, or those of
-    the first rows. One that cannot be read makes its row a bad row (--bad_rows). The start of each file is read in any case."""
+    """Images, videos and clips that are read completely when the data are loaded, in parallel
+    processes: all of them, or those of the first rows. One that cannot be read makes its row a bad
+    row (--bad_rows). The start of each file is read in any case."""
     media_max_mb: Annotated[float, POSITIVE] = 1024.0
-    """Maximum size in MB of an image, video or audio file; a larger file makes its row a bad row."""
+    """Maximum size in MB of an image, video or audio file; a larger file makes its row a bad row.
+    """
     media_urls: bool = False
-    """Allow HTTP(S) URLs in the columns of media: each is fetched once on each host, into its temporary folder."""
+    """Allow HTTP(S) URLs in the columns of media: each is fetched once on each host, into its
+    temporary folder."""
     media_root: str = ""
-    """Folder that the paths of images are relative to, and outside of which no file is read; empty: paths are relative to the
-    folder of the data, and any path is allowed."""
+    """Folder that the paths of images are relative to, and outside of which no file is read; empty:
+    paths are relative to the folder of the data, and any path is allowed."""
     label_key: str = "label"
-    """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it. For SFT, a row that ends in an
-    answer needs none. For KTO it is true for a good answer, and for train_prm it is a list with a value for each step."""
+    """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it.
+    For SFT, a row that ends in an answer needs none. For KTO it is true for a good answer, and for
+    train_prm it is a list with a value for each step."""
     eval_input_key: str | None = None
     """Column of the prompt in --eval_data; unset: --input_key."""
     eval_label_key: str | None = None
@@ -142,16 +158,19 @@ class DataSection(Section):
     reference_key: str | None = None
     """Column of a reference answer: reward functions receive it as `reference`."""
     input_template: str | None = None
-    """Template with one {} of prompts that are text: `Question: {}\\nAnswer: `. Chat messages are not changed."""
+    """Template with one {} of prompts that are text: `Question: {}\\nAnswer: `. Chat messages are
+    not changed."""
     apply_chat_template: bool = False
-    """Render prompts with the tokenizer's chat template. A response then also stops at the token that ends its turns."""
+    """Render prompts with the tokenizer's chat template. A response then also stops at the token
+    that ends its turns."""
     system_prompt: str | None = None
     """System message for the chat template. The system message of a row takes its place."""
     chat_template_kwargs: str | None = None
-    """Additional variables for the chat template as a JSON object: '{"enable_thinking": false}'. Those in the column
-    `chat_template_kwargs` of a row replace them."""
+    """Additional variables for the chat template as a JSON object: '{"enable_thinking": false}'.
+    Those in the column `chat_template_kwargs` of a row replace them."""
     chat_template_date: str = ""
-    """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also after it is resumed."""
+    """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also
+    after it is resumed."""
     prompt_max_len: Annotated[int, COUNT] = 1024
     """Maximum length of a prompt in tokens; a row with a longer prompt is a bad row."""
     max_samples: Annotated[int | None, COUNT] = None
@@ -159,41 +178,44 @@ class DataSection(Section):
     max_eval_samples: Annotated[int | None, COUNT] = None
     """Use only this number of rows from the beginning of the held-out data."""
     data_cache: str = ""
-    """Folder for tokenized data in Arrow files that are mapped into memory and used again, for data larger than memory; empty:
-    every process tokenizes the data and holds them in memory."""
+    """Folder for tokenized data in Arrow files that are mapped into memory and used again, for data
+    larger than memory; empty: every process tokenizes the data and holds them in memory."""
     deduplicate: Literal["none", "exact", "whitespace"] = "none"
-    """Omit training rows whose prompt (in SFT: prompt and answer) repeats an earlier row, and report their number:
-    exact compares texts as they are, whitespace ignores differences in the white space between words."""
+    """Omit training rows whose prompt (in SFT: prompt and answer) repeats an earlier row, and
+    report their number: exact compares texts as they are, whitespace ignores differences in the
+    white space between words."""
     step_separator: str = "\n\n"
-    """For process reward models: text that ends each step of an answer except the last. It is part of the step, which is scored
-    at its last token."""
+    """For process reward models: text that ends each step of an answer except the last. It is part
+    of the step, which is scored at its last token."""
     learned_turns: Literal["all", "last"] = "all"
-    """Turns of the assistant in a conversation on which SFT and --pretrain_data train: all, or the last one. A turn with
-    `weight`, `train` or `loss` 0 is not learned."""
+    """Turns of the assistant in a conversation on which SFT and --pretrain_data train: all, or the
+    last one. A turn with `weight`, `train` or `loss` 0 is not learned."""
     bad_rows: Literal["stop", "skip"] = "stop"
-    """Handling of a malformed or too long row: stop ends the run with its file and line before a model is loaded, skip omits it
-    and reports how many there are, and the first ones. With skip, train_ppo also leaves out prompts whose media cannot be read
-    any more when they are drawn."""
+    """Handling of a malformed or too long row: stop ends the run with its file and line before a
+    model is loaded, skip omits it and reports how many there are, and the first ones. With skip,
+    train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
 
 
 @dataclass
 class StrategySection(Section):
     strategy: str = "auto"
-    """Distributed backend: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or file.py:Class. auto: fsdp with
-    --fsdp; otherwise deepspeed if it is installed, else fsdp."""
+    """Distributed backend: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or
+    file.py:Class. auto: fsdp with --fsdp; otherwise deepspeed if it is installed, else fsdp."""
     fsdp: bool = False
-    """Shard with FSDP2: short for --strategy fsdp; --fsdp false is short for --strategy deepspeed."""
+    """Shard with FSDP2: short for --strategy fsdp; --fsdp false is short for --strategy deepspeed.
+    """
     fsdp_cpu_offload: bool = False
-    """Keep parameters and optimizer states in host memory, and copy shards to the device when they are used."""
+    """Keep parameters and optimizer states in host memory, and copy shards to the device when they
+    are used."""
     reduce_gradients_once: bool = False
-    """FSDP2: reduce gradients over the ranks only after the last micro-batch of an optimizer step. This communicates less, but
-    until then every rank keeps the gradient of the whole model, four bytes per parameter. By default gradients are sharded after
-    every micro-batch."""
+    """FSDP2: reduce gradients over the ranks only after the last micro-batch of an optimizer step.
+    This communicates less, but until then every rank keeps the gradient of the whole model, four
+    bytes per parameter. By default gradients are sharded after every micro-batch."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """Stage of ZeRO: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
     zpg: Annotated[int, COUNT] = 1
-    """ZeRO-3: size of the groups of consecutive ranks, usually those of a node, that keep a secondary copy of the parameters and
-    gather them within the group."""
+    """ZeRO-3: size of the groups of consecutive ranks, usually those of a node, that keep a
+    secondary copy of the parameters and gather them within the group."""
     adam_offload: bool = False
     """ZeRO: keep optimizer states in host memory and update the parameters there."""
     param_offload: bool = False
@@ -201,80 +223,94 @@ class StrategySection(Section):
     overlap_comm: bool = False
     """ZeRO: reduce gradients during the backward pass; uses more memory."""
     grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
-    """ZeRO with --bf16: dtype in which gradients are accumulated over micro-batches and reduced over ranks."""
+    """ZeRO with --bf16: dtype in which gradients are accumulated over micro-batches and reduced
+    over ranks."""
     offload_idle: bool = False
-    """Keep only the models and optimizers of the current phase in device memory; all others wait in host memory."""
+    """Keep only the models and optimizers of the current phase in device memory; all others wait in
+    host memory."""
     dp_replicate: Annotated[int, COUNT] = 1
-    """Hybrid sharding: number of replicas of the model, each of which is sharded over the other data ranks."""
+    """Hybrid sharding: number of replicas of the model, each of which is sharded over the other
+    data ranks."""
     tp_size: Annotated[int, COUNT] = 1
-    """Tensor parallelism: number of consecutive ranks that split each layer of the trained models; they process the same data."""
+    """Tensor parallelism: number of consecutive ranks that split each layer of the trained models;
+    they process the same data."""
     tp_sequence_parallel: bool = False
-    """Split the tokens between attention and feed-forward layers over the --tp_size ranks: less memory, same traffic."""
+    """Split the tokens between attention and feed-forward layers over the --tp_size ranks: less
+    memory, same traffic."""
     sp_size: Annotated[int, COUNT] = 1
-    """Sequence parallelism: number of ranks that split the tokens of each micro-batch of the trained models."""
+    """Sequence parallelism: number of ranks that split the tokens of each micro-batch of the
+    trained models."""
     sp_impl: Literal["auto", "ulysses", "zigzag"] = "auto"
-    """Implementation of attention with --sp_size: ulysses exchanges tokens for heads (all-to-all), zigzag gathers keys and
-    values. auto: ulysses."""
+    """Implementation of attention with --sp_size: ulysses exchanges tokens for heads (all-to-all),
+    zigzag gathers keys and values. auto: ulysses."""
     cp_size: Annotated[int, COUNT] = 1
     """Context parallelism: short for --sp_size N --sp_impl zigzag."""
     sample_store: Literal["memory", "transfer_queue"] = "memory"
-    """Transport of samples between ranks within a step: memory sends each value directly to the rank that computes with it;
-    transfer_queue writes all of them to a TransferQueue on a Ray cluster, which other programs can read (RAY_ADDRESS)."""
+    """Transport of samples between ranks within a step: memory sends each value directly to the
+    rank that computes with it; transfer_queue writes all of them to a TransferQueue on a Ray
+    cluster, which other programs can read (RAY_ADDRESS)."""
     deterministic: bool = False
-    """On an accelerator, train only with kernels that give bitwise equal results in every run, as those of a CPU always do:
-    attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The
-    engine's samples are not covered."""
+    """On an accelerator, train only with kernels that give bitwise equal results in every run, as
+    those of a CPU always do: attention's backward pass is slower and uses more memory. Torch raises
+    an error for an operation without such a kernel. The engine's samples are not covered."""
     timeout_minutes: Annotated[float, MINUTES] = 60.0
-    """End the run when a collective waits longer than this; every rank then logs which ranks are late and the position of each
-    rank."""
+    """End the run when a collective waits longer than this; every rank then logs which ranks are
+    late and the position of each rank."""
     arrival_minutes: Annotated[float, MINUTES] = 10.0
-    """End the run when a rank waits longer than this for the others at the start; the message names the missing ranks."""
+    """End the run when a rank waits longer than this for the others at the start; the message names
+    the missing ranks."""
     phase_minutes: Annotated[float, MINUTES] = 600.0
-    """End the run when a phase, such as generate or train, takes longer than this on all ranks; every rank then logs the position
-    of each rank."""
+    """End the run when a phase, such as generate or train, takes longer than this on all ranks;
+    every rank then logs the position of each rank."""
 
 
 @dataclass
 class EngineSection(Section):
     engine_type: Literal["auto", "vllm", "sglang", "hf"] = "auto"
-    """Generation engine; auto: the first of vllm and sglang that is installed, else hf (transformers)."""
+    """Generation engine; auto: the first of vllm and sglang that is installed, else hf
+    (transformers)."""
     engine_tp_size: Annotated[int, COUNT] = 1
-    """Tensor parallelism of the engine: number of consecutive ranks that share the weights of one engine."""
+    """Tensor parallelism of the engine: number of consecutive ranks that share the weights of one
+    engine."""
     engine_mem_util: Annotated[float, SHARE] = 0.6
-    """Fraction of an accelerator's memory for the engine while it is awake: vLLM counts everything it uses, SGLang weights and
-    cache."""
+    """Fraction of an accelerator's memory for the engine while it is awake: vLLM counts everything
+    it uses, SGLang weights and cache."""
     engine_kv_cache_gb: Annotated[float, POSITIVE] = 1.0
     """Size of the key-value cache of vLLM or SGLang on a CPU, in GB."""
     enable_engine_sleep: bool = True
     """Put the engine to sleep during training, so that both fit on one device."""
     engine_sleep_level: Literal[1, 2] = 2
-    """Level 1 keeps the weights of the sleeping engine in host memory; level 2 discards them, because they are streamed in again
-    in any case."""
+    """Level 1 keeps the weights of the sleeping engine in host memory; level 2 discards them,
+    because they are streamed in again in any case."""
     engine_enforce_eager: bool = False
     """Run vLLM or SGLang without CUDA graphs, as is always the case on a CPU."""
     limit_mm_image_per_prompt: Annotated[int, COUNT] = 4
     """Maximum number of images in one prompt; the engine reserves memory for them."""
     limit_mm_video_per_prompt: Annotated[int, NOT_NEGATIVE] = 0
-    """Maximum number of videos in one prompt. The default is 0, because vLLM reserves memory for the longest video that would
-    fit."""
+    """Maximum number of videos in one prompt. The default is 0, because vLLM reserves memory for
+    the longest video that would fit."""
     limit_mm_audio_per_prompt: Annotated[int, NOT_NEGATIVE] = 1
     """Maximum number of audio clips in one prompt."""
     micro_rollout_batch_size: Annotated[int, COUNT] = 64
     """Number of prompts that the hf engine generates at once."""
     speculative: Literal["none", "ngram", "group", "draft", "eagle3", "mtp"] = "none"
-    """Source of draft tokens for speculative decoding in vLLM, which does not change the sampled distribution: ngram, the prompt
-    and the response itself; group, all responses to the same prompt; draft, a small model; eagle3, an EAGLE-3 head; mtp, the
-    layers of the model that predict several tokens. No drafts are verified at batch sizes where measurements show no gain."""
+    """Source of draft tokens for speculative decoding in vLLM, which does not change the sampled
+    distribution: ngram, the prompt and the response itself; group, all responses to the same
+    prompt; draft, a small model; eagle3, an EAGLE-3 head; mtp, the layers of the model that predict
+    several tokens. No drafts are verified at batch sizes where measurements show no gain."""
     num_draft_tokens: Annotated[int, COUNT] = 5
     """With speculative: maximum number of tokens in one draft."""
     draft_pretrain: str = ""
-    """Model of --speculative draft, with the vocabulary of --pretrain, or head of --speculative eagle3: a folder or hub name."""
+    """Model of --speculative draft, with the vocabulary of --pretrain, or head of --speculative
+    eagle3: a folder or hub name."""
     weight_sync_bucket_mb: Annotated[int, NOT_NEGATIVE] = 512
-    """Size of one bucket of the weight stream in MB; the peak of additional memory is about two buckets. 0: an eighth of the free
-    device memory at the beginning of the stream, on the rank that has the least; 512 on a CPU."""
+    """Size of one bucket of the weight stream in MB; the peak of additional memory is about two
+    buckets. 0: an eighth of the free device memory at the beginning of the stream, on the rank that
+    has the least; 512 on a CPU."""
     verify_weight_sync: bool = True
-    """Compare fingerprints of the weights that were sent with those in the engine after every stream, and stop the run if they
-    differ. The first time all weights are compared, then a part of each, so that 128 streams verify every element again."""
+    """Compare fingerprints of the weights that were sent with those in the engine after every
+    stream, and stop the run if they differ. The first time all weights are compared, then a part of
+    each, so that 128 streams verify every element again."""
 
 
 @dataclass
@@ -288,97 +324,114 @@ class RolloutSection(Section):
     temperature: float = 1.0
     """Sampling temperature; all log-probs are computed at this temperature."""
     top_p: float = 1.0
-    """Sample only from the most likely tokens whose probabilities add up to this; all log-probs are computed over these
-    tokens."""
+    """Sample only from the most likely tokens whose probabilities add up to this; all log-probs are
+    computed over these tokens."""
     top_k: int = 0
-    """Sample only from the k most likely tokens; all log-probs are computed over these tokens. 0: all tokens."""
+    """Sample only from the k most likely tokens; all log-probs are computed over these tokens. 0:
+    all tokens."""
     stop: list[Verbatim] = field(default_factory=list)
-    """Texts that end a response, including special tokens; the token that completes one is the last of the response. As texts may
-    contain commas, several are separated by spaces, or are a list in YAML."""
+    """Texts that end a response, including special tokens; the token that completes one is the last
+    of the response. As texts may contain commas, several are separated by spaces, or are a list in
+    YAML."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a response, in addition to the model's end tokens."""
     min_tokens: Annotated[int, NOT_NEGATIVE] = 0
-    """Minimum length of a response in tokens: before it, no token is sampled that would end the response; all log-probs are
-    computed accordingly."""
+    """Minimum length of a response in tokens: before it, no token is sampled that would end the
+    response; all log-probs are computed accordingly."""
     first_token_temperature: float | None = None
-    """Sample the first token of a response at this temperature, for diversity (FIRE; 30 in the paper). This token is not trained
-    on."""
+    """Sample the first token of a response at this temperature, for diversity (FIRE; 30 in the
+    paper). This token is not trained on."""
     eval_temperature: float | None = None
     """Temperature of the samples of --eval_n_samples; unset: --temperature."""
     eval_n_samples: Annotated[int, NOT_NEGATIVE] = 0
-    """Number of responses that evaluation also samples for each prompt, to report how often any of k is correct (pass@k)."""
+    """Number of responses that evaluation also samples for each prompt, to report how often any of
+    k is correct (pass@k)."""
     dynamic_sampling: bool = False
-    """Replace prompts whose responses all got the same reward by other prompts, until a step is full (DAPO)."""
+    """Replace prompts whose responses all got the same reward by other prompts, until a step is
+    full (DAPO)."""
     dynamic_sampling_rounds: Annotated[int, COUNT] = 10
-    """Maximum number of rounds of dynamic_sampling; groups that are masked in the loss then fill the step."""
+    """Maximum number of rounds of dynamic_sampling; groups that are masked in the loss then fill
+    the step."""
     over_sampling: float = 1.0
-    """Factor by which a step starts more prompts than it needs; it stops as soon as enough of their groups are complete."""
+    """Factor by which a step starts more prompts than it needs; it stops as soon as enough of their
+    groups are complete."""
     early_stop_every: Annotated[int, COUNT] = 32
-    """With over_sampling, longest_first or overlap: number of steps of the engine, in which each response grows by a token, after
-    which the ranks exchange which groups are complete. Generation continues during the exchange, and the decision follows as
-    many steps later."""
+    """With over_sampling, longest_first or overlap: number of steps of the engine, in which each
+    response grows by a token, after which the ranks exchange which groups are complete. Generation
+    continues during the exchange, and the decision follows as many steps later."""
     rollout_schedule: Literal["fifo", "longest_first", "tail_rounds"] = "fifo"
-    """Order of the prompts of a step. fifo: all begin at once, each on its rank. longest_first: ranks share the responses to each
-    prompt, which begin as soon as a rank has room; the responses that are expected to be longest begin first, judged by the
-    lengths of other responses to the prompt, now or in its last pass. The trained samples are the same. tail_rounds: with
-    over_sampling, prompts that are not complete when enough others are complete start again from the beginning, together, in
-    later steps, so that all responses come from one version of the weights."""
+    """Order of the prompts of a step. fifo: all begin at once, each on its rank. longest_first:
+    ranks share the responses to each prompt, which begin as soon as a rank has room; the responses
+    that are expected to be longest begin first, judged by the lengths of other responses to the
+    prompt, now or in its last pass. The trained samples are the same. tail_rounds: with
+    over_sampling, prompts that are not complete when enough others are complete start again from
+    the beginning, together, in later steps, so that all responses come from one version of the
+    weights."""
     partial_rollout: bool = False
-    """With over_sampling: responses that were stopped are continued in the next step instead of discarded. With
-    dynamic_sampling: surplus groups are also used in the next step."""
+    """With over_sampling: responses that were stopped are continued in the next step instead of
+    discarded. With dynamic_sampling: surplus groups are also used in the next step."""
     overlap: bool = False
-    """Compute log-probs, values and the scores of reward models of complete groups in a separate thread while the engine decodes
-    others. The models stay in device memory beside the engine."""
+    """Compute log-probs, values and the scores of reward models of complete groups in a separate
+    thread while the engine decodes others. The models stay in device memory beside the engine."""
     dump_rollouts: str = ""
-    """Folder for the samples of each step with their log-probs and rewards, from which --replay_rollouts learns."""
+    """Folder for the samples of each step with their log-probs and rewards, from which
+    --replay_rollouts learns."""
     replay_rollouts: str = ""
-    """Folder with the samples of a run that had --dump_rollouts: the steps learn from them, without an engine and rewards, and
-    with the same numbers if models, data and flags are the same."""
+    """Folder with the samples of a run that had --dump_rollouts: the steps learn from them, without
+    an engine and rewards, and with the same numbers if models, data and flags are the same."""
     curriculum: list[float] = field(default_factory=list)
-    """Two shares: a prompt is skipped for curriculum_rest passes when the share of its correct responses is below the first or
-    above the second."""
+    """Two shares: a prompt is skipped for curriculum_rest passes when the share of its correct
+    responses is below the first or above the second."""
     curriculum_rest: Annotated[int, COUNT] = 3
     """Number of passes over the data for which curriculum skips a prompt."""
     rollout_ranks: Annotated[int, NOT_NEGATIVE] = 0
-    """Number of ranks, the last ones, that only generate. The others train and have no engine: prompts and weights are sent to
-    these ranks. 0: every rank does both in turn."""
+    """Number of ranks, the last ones, that only generate. The others train and have no engine:
+    prompts and weights are sent to these ranks. 0: every rank does both in turn."""
     max_staleness: Annotated[int, NOT_NEGATIVE] = 0
-    """With rollout_ranks: maximum number of steps by which the weights that sampled a token may lag behind the policy that is
-    trained on it. Up to this many later steps are generated while a step is trained on; 0: engines wait during training."""
+    """With rollout_ranks: maximum number of steps by which the weights that sampled a token may lag
+    behind the policy that is trained on it. Up to this many later steps are generated while a step
+    is trained on; 0: engines wait during training."""
     weight_update: Literal["wait", "in_flight"] = "wait"
-    """With max_staleness: effect of new weights on responses that are being generated. wait: the update waits until these
-    responses have ended. in_flight: responses are interrupted between two tokens and continue with the new weights, which
-    recompute their cache."""
+    """With max_staleness: effect of new weights on responses that are being generated. wait: the
+    update waits until these responses have ended. in_flight: responses are interrupted between two
+    tokens and continue with the new weights, which recompute their cache."""
 
 
 @dataclass
 class EnvironmentSection(Section):
     environment: str = ""
-    """Class or async function that makes a response an episode of several turns: file.py:Class, file.py:function or
-    module:object; verifiers:NAME is an environment of verifiers, and openenv:URL an OpenEnv server. Its rewards are those of
-    --reward environment. Empty: a response is one turn."""
+    """Class or async function that makes a response an episode of several turns: file.py:Class,
+    file.py:function or module:object; verifiers:NAME is an environment of verifiers, and
+    openenv:URL an OpenEnv server. Its rewards are those of --reward environment. Empty: a response
+    is one turn."""
     agent: str = ""
-    """Async function (client, row) that makes a response an episode, and returns its reward: file.py:function or module:function.
-    The client is openai.AsyncOpenAI, connected to a server in the same process whose answers are turns of the trained model."""
+    """Async function (client, row) that makes a response an episode, and returns its reward:
+    file.py:function or module:function. The client is openai.AsyncOpenAI, connected to a server in
+    the same process whose answers are turns of the trained model."""
     tools: list[str] = field(default_factory=list)
-    """Functions that the model may call in its turns: file.py, file.py:function, module:function, calculator or python. The chat
-    template describes them, from their types and docstrings."""
+    """Functions that the model may call in its turns: file.py, file.py:function, module:function,
+    calculator or python. The chat template describes them, from their types and docstrings."""
     tool_parser: str = "hermes"
-    """Format of tool calls. hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, also that of Qwen models. Others
-    are the parsers of the engine by their names, such as vLLM's llama3_json, pythonic or deepseek_v3 and SGLang's llama3."""
+    """Format of tool calls. hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, also
+    that of Qwen models. Others are the parsers of the engine by their names, such as vLLM's
+    llama3_json, pythonic or deepseek_v3 and SGLang's llama3."""
     max_turns: Annotated[int, COUNT] = 16
-    """Maximum number of turns of an episode. All tokens of its turns and observations count for generate_max_len."""
+    """Maximum number of turns of an episode. All tokens of its turns and observations count for
+    generate_max_len."""
     turn_max_len: Annotated[int | None, COUNT] = None
     """Maximum length of a turn in tokens; unset: all tokens that are left in the episode."""
     episode_minutes: Annotated[float | None, MINUTES] = None
-    """Time limit in minutes for an episode: the turn in which it is reached is the last one. Unset: no limit."""
+    """Time limit in minutes for an episode: the turn in which it is reached is the last one. Unset:
+    no limit."""
     tool_seconds: Annotated[float, SECONDS] = 60.0
-    """Time limit in seconds for a call of a tool. If a call takes longer, the model reads an error instead of its result."""
+    """Time limit in seconds for a call of a tool. If a call takes longer, the model reads an error
+    instead of its result."""
     environment_minutes: Annotated[float, MINUTES] = 10.0
-    """Time limit in minutes for an environment to ask for its next turn. If an environment takes longer, its process is killed,
-    and nothing is learned from its episode."""
+    """Time limit in minutes for an environment to ask for its next turn. If an environment takes
+    longer, its process is killed, and nothing is learned from its episode."""
     environment_workers: Annotated[int, COUNT] = 64
-    """Largest number of episodes that run on a rank at the same time, each in a process of its own."""
+    """Largest number of episodes that run on a rank at the same time, each in a process of its own.
+    """
     environment_memory_gb: Annotated[float, NOT_NEGATIVE] = 4.0
     """Memory in GB that the process of an episode may allocate; 0: no limit."""
 
@@ -386,54 +439,60 @@ class EnvironmentSection(Section):
 @dataclass
 class RewardSection(Section):
     reward: CommaSeparated = CommaSeparated("exact_match")
-    """Reward function: a name, module:function, file.py:function, or the http(s) address of a server. Several are separated by
-    commas, or a list in YAML, each in the form NAME, NAME:WEIGHT or LABEL=NAME:WEIGHT; the reward is their weighted sum, and the
-    label names the metric of each. Built in are exact_match, number (also called gsm8k), math, choice, f1, format, length,
+    """Reward function: a name, module:function, file.py:function, or the http(s) address of a
+    server. Several are separated by commas, or a list in YAML, each in the form NAME, NAME:WEIGHT
+    or LABEL=NAME:WEIGHT; the reward is their weighted sum, and the label names the metric of each.
+    Built in are exact_match, number (also called gsm8k), math, choice, f1, format, length,
     json_schema, code, reasoning_gym, judge and none."""
     reward_key: str | None = None
-    """Column that names the rewards and reward models for its row: a label, or a list of labels. Unset: all of them score every
-    row."""
+    """Column that names the rewards and reward models for its row: a label, or a list of labels.
+    Unset: all of them score every row."""
     reward_workers: Annotated[int | None, NOT_NEGATIVE] = None
-    """Number of worker processes of each rank that call the reward function while other responses are generated. 0: call it in
-    the rank's own process, when all responses are complete. Unset: 2, but 0 if none of the functions is
-    slow: exact_match, number, choice, f1, format, length and none take microseconds."""
+    """Number of worker processes of each rank that call the reward function while other responses
+    are generated. 0: call it in the rank's own process, when all responses are complete. Unset: 2,
+    but 0 if none of the functions is slow: exact_match, number, choice, f1, format, length and none
+    take microseconds."""
     reward_memory_gb: Annotated[float, NOT_NEGATIVE] = 4.0
     """Memory in GB that a worker process may allocate for calls; 0: no limit."""
     reward_minutes: Annotated[float, MINUTES] = 30.0
-    """Time limit in minutes for a call of the reward function, which is for one prompt. A call that takes longer fails, and its
-    worker process is killed."""
+    """Time limit in minutes for a call of the reward function, which is for one prompt. A call that
+    takes longer fails, and its worker process is killed."""
     reward_failure: Literal["stop", "zero", "drop"] = "stop"
-    """Action if a reward call raises, crashes, takes too long, or does not return a finite number for each response. The call is
-    repeated for each response alone, to name one that fails. stop: end the run. zero: give 0 to the responses that fail. drop: do
-    not train on any response to the prompt."""
+    """Action if a reward call raises, crashes, takes too long, or does not return a finite number
+    for each response. The call is repeated for each response alone, to name one that fails. stop:
+    end the run. zero: give 0 to the responses that fail. drop: do not train on any response to the
+    prompt."""
     judge_url: str = ""
-    """Address of the language model of --reward judge: an OpenAI-compatible server, such as http://host:8000/v1. The environment
-    variable JUDGE_API_KEY contains its key, if it needs one. engine: the model that is trained judges its own responses."""
+    """Address of the language model of --reward judge: an OpenAI-compatible server, such as
+    http://host:8000/v1. The environment variable JUDGE_API_KEY contains its key, if it needs one.
+    engine: the model that is trained judges its own responses."""
     judge_model: str = ""
     """Name of the judge's model on its server."""
     judge_template: str = ""
-    """File with the text that the judge gets, with {prompt}, {response} and any column of the data, such as {label}. Empty: a
-    request to rate the response."""
+    """File with the text that the judge gets, with {prompt}, {response} and any column of the data,
+    such as {label}. Empty: a request to rate the response."""
     judge_pattern: str = r"(?i)score\W{0,9}?(-?\d+(?:\.\d+)?)"
     """Regular expression with one group, the score; the last match in the judge's reply counts."""
     judge_range: list[float] = field(default_factory=lambda: [0.0, 10.0])
-    """Lowest and highest score of the judge; the reward is 0 at the lowest and 1 at the highest one."""
+    """Lowest and highest score of the judge; the reward is 0 at the lowest and 1 at the highest
+    one."""
     judge_max_tokens: Annotated[int, COUNT] = 1024
     """Maximum length of the judge's reply in tokens."""
     server_minutes: Annotated[float, MINUTES] = 5.0
-    """Time in minutes for which requests to a server of --reward, --judge_url or --teacher_url are repeated while it is
-    unreachable or busy."""
+    """Time in minutes for which requests to a server of --reward, --judge_url or --teacher_url are
+    repeated while it is unreachable or busy."""
     reward_model_coef: float = 1.0
-    """Coefficient of the scores of --reward_pretrain and of the rewards of --process_reward_pretrain."""
+    """Coefficient of the scores of --reward_pretrain and of the rewards of
+    --process_reward_pretrain."""
     step_rewards: Literal["sum", "mean", "difference", "min"] = "mean"
-    """Rewards of the K steps of a response, computed from the probabilities p that they are correct. sum: p, which
-    rewards long responses; mean: p / K; difference: the increase of p over the step before, so that their sum is the last p; min:
-    only the least p, at its step."""
+    """Rewards of the K steps of a response, computed from the probabilities p that they are
+    correct. sum: p, which rewards long responses; mean: p / K; difference: the increase of p over
+    the step before, so that their sum is the last p; min: only the least p, at its step."""
     overlong_buffer: bool = False
     """Lower the reward of a response whose length is close to generate_max_len."""
     overlong_buffer_len: int | None = None
-    """Number of tokens before generate_max_len at which the penalty begins; it grows linearly. Unset: a fifth of
-    generate_max_len, as in DAPO."""
+    """Number of tokens before generate_max_len at which the penalty begins; it grows linearly.
+    Unset: a fifth of generate_max_len, as in DAPO."""
     overlong_buffer_penalty_factor: Annotated[float, NOT_NEGATIVE] = 1.0
     """Penalty at generate_max_len."""
     reward_running_norm: bool = False
@@ -441,7 +500,8 @@ class RewardSection(Section):
     reward_running_norm_minus_mean: bool = False
     """Subtract the mean of all rewards of the run before the division of reward_running_norm."""
     reward_clip: float | None = None
-    """Clip rewards to [-reward_clip, reward_clip], after the penalty and the running normalisation."""
+    """Clip rewards to [-reward_clip, reward_clip], after the penalty and the running normalisation.
+    """
     reward_group_norm: bool = False
     """Standardise rewards within each group, before the estimator uses them."""
 
@@ -449,7 +509,8 @@ class RewardSection(Section):
 @dataclass
 class AlgorithmSection(Section):
     advantage_estimator: str = "grpo"
-    """Estimator of advantages with its recipe (--help NAME shows it): a name, module:function or file.py:function."""
+    """Estimator of advantages with its recipe (--help NAME shows it): a name, module:function or
+    file.py:function."""
     policy_loss: str = "ppo"
     """Loss of one token: a name, module:function or file.py:function."""
     eps_clip_low: Annotated[float, NOT_NEGATIVE] = 0.2
@@ -459,28 +520,34 @@ class AlgorithmSection(Section):
     eps_clip: Annotated[float | None, NOT_NEGATIVE] = None
     """Sets eps_clip_low and eps_clip_high to the same value."""
     dual_clip: Annotated[float | None, ABOVE_1] = None
-    """For negative advantages, limit the loss to -dual_clip times the advantage (3 in the paper)."""
+    """For negative advantages, limit the loss to -dual_clip times the advantage (3 in the paper).
+    """
     sapo_tau_positive: Annotated[float, POSITIVE] = 1.0
-    """Temperature of sapo's gate for positive advantages; the larger it is, the faster the gradient decays."""
+    """Temperature of sapo's gate for positive advantages; the larger it is, the faster the gradient
+    decays."""
     sapo_tau_negative: Annotated[float, POSITIVE] = 1.05
-    """Temperature of sapo's gate for negative advantages; the larger it is, the faster the gradient decays."""
+    """Temperature of sapo's gate for negative advantages; the larger it is, the faster the gradient
+    decays."""
     policy_drift_coef: Annotated[float, NOT_NEGATIVE] = 0.01
     """Coefficient of cpgd's divergence from the policy before the step."""
     policy_drift_clip: Annotated[float | None, POSITIVE] = None
-    """Upper limit of a token's divergence in cpgd, before the coefficient; above it the gradient is zero."""
+    """Upper limit of a token's divergence in cpgd, before the coefficient; above it the gradient is
+    zero."""
     cov_ratio: float = 2e-4
-    """Share of the tokens of an optimizer step that kl_cov and clip_cov select by high covariance of log-prob and advantage."""
+    """Share of the tokens of an optimizer step that kl_cov and clip_cov select by high covariance
+    of log-prob and advantage."""
     kl_cov_coef: Annotated[float, NOT_NEGATIVE] = 1.0
     """Coefficient of |log ratio|, which kl_cov adds to the loss of the selected tokens."""
     clip_cov_range: list[float] = field(default_factory=lambda: [1.0, 5.0])
     """Range of the covariance from which clip_cov draws the tokens that it masks: two numbers."""
     high_entropy_token_ratio: float = 0.0
-    """Train only on this share of the tokens of an optimizer step, those with the highest entropy (0.2 in the paper); 0: all
-    tokens."""
+    """Train only on this share of the tokens of an optimizer step, those with the highest entropy
+    (0.2 in the paper); 0: all tokens."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     rollout_correction: str | None = None
-    """Weight of a token from the ratio p_trainer / p_engine: tis, mis, icepop, module:function or file.py:function."""
+    """Weight of a token from the ratio p_trainer / p_engine: tis, mis, icepop, module:function or
+    file.py:function."""
     rollout_correction_level: Literal["token", "sequence"] = "token"
     """Ratio to use: that of each token, or the product over its sequence."""
     rollout_correction_low: Annotated[float, NOT_NEGATIVE] = 0.5
@@ -488,60 +555,73 @@ class AlgorithmSection(Section):
     rollout_correction_high: Annotated[float, POSITIVE] = 2.0
     """Upper limit of the ratio: larger ratios are truncated (tis), or their tokens are masked."""
     rollout_mask: Literal["none", "sequence", "geometric"] = "none"
-    """Mask sequences by the product (sequence) or the geometric mean (geometric) of the ratios p_trainer / p_engine, in addition
-    to any weights of tokens."""
+    """Mask sequences by the product (sequence) or the geometric mean (geometric) of the ratios
+    p_trainer / p_engine, in addition to any weights of tokens."""
     rollout_mask_low: Annotated[float | None, NOT_NEGATIVE] = None
     """Lower limit for rollout_mask; unset: 0.5 for the product, 0.999 for the geometric mean."""
     rollout_mask_high: Annotated[float | None, NOT_NEGATIVE] = None
     """Upper limit for rollout_mask; unset: 2 for the product, 1.002 for the geometric mean."""
     use_engine_logprobs: bool = False
-    """Use the engine's log-probs as the old log-probs of the ratio: this saves one forward pass, and the clip is relative to the
-    engine's policy."""
+    """Use the engine's log-probs as the old log-probs of the ratio: this saves one forward pass,
+    and the clip is relative to the engine's policy."""
     aux_loss_coef: float = 0.0
-    """Coefficient of the load-balancing loss for the experts of a mixture-of-experts model, which takes one more forward pass; 0:
-    none."""
+    """Coefficient of the load-balancing loss for the experts of a mixture-of-experts model, which
+    takes one more forward pass; 0: none."""
     ptx_coef: float = 0.05
-    """Coefficient of the supervised loss on --pretrain_data, added in each optimizer step of the actor."""
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = "token-mean"
-    """Aggregation of token losses into one number, always over all ranks and micro-batches of an optimizer step."""
+    """Coefficient of the supervised loss on --pretrain_data, added in each optimizer step of the
+    actor."""
+    loss_agg_mode: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """Aggregation of token losses into one number, always over all ranks and micro-batches of an
+    optimizer step."""
     gamma: Annotated[float, SHARE] = 1.0
     """Discount of rewards per token."""
     lambd: Annotated[float, SHARE] = 1.0
-    """GAE: trade-off between the observed rewards (1) and the critic's value of the next token (0)."""
+    """GAE: trade-off between the observed rewards (1) and the critic's value of the next token (0).
+    """
     value_clip: float = 0.2
-    """Clip range of the critic's loss: a new value is clipped to the old value plus and minus this; 0: no clipping."""
+    """Clip range of the critic's loss: a new value is clipped to the old value plus and minus this;
+    0: no clipping."""
     pass_k: int = 4
     """Number of draws k of the estimator pass_at_k."""
     distill_coef: float = 0.0
-    """Coefficient of log p_teacher - log p_actor, which is added to the advantage of each token (on-policy distillation); 0: no
-    teacher."""
+    """Coefficient of log p_teacher - log p_actor, which is added to the advantage of each token
+    (on-policy distillation); 0: no teacher."""
     advantages_norm: bool = False
-    """Normalise advantages to mean 0 and standard deviation 1 over all trained tokens of the step."""
+    """Normalise advantages to mean 0 and standard deviation 1 over all trained tokens of the step.
+    """
     advantage_clip: float | None = None
     """Clip advantages to [-advantage_clip, advantage_clip], after the normalisation."""
     mask_truncated: bool = False
-    """Do not train on responses that were truncated at generate_max_len; their rewards still count for their group."""
+    """Do not train on responses that were truncated at generate_max_len; their rewards still count
+    for their group."""
     length_filter: list[int] = field(default_factory=list)
-    """Train only on responses whose length is in this range of tokens: two numbers, both included."""
+    """Train only on responses whose length is in this range of tokens: two numbers, both included.
+    """
     difficulty_filter: list[float] = field(default_factory=list)
-    """Train only on groups whose share of correct responses (a reward above 0.5) is in this range: two numbers, both included."""
+    """Train only on groups whose share of correct responses (a reward above 0.5) is in this range:
+    two numbers, both included."""
     difficulty_weights: list[float] = field(default_factory=list)
-    """Range of the weights of advantages: two numbers. The weight is near the second number for a correct sample of a group whose
-    samples are rarely correct, and for a wrong sample of a group whose samples are mostly correct."""
+    """Range of the weights of advantages: two numbers. The weight is near the second number for a
+    correct sample of a group whose samples are rarely correct, and for a wrong sample of a group
+    whose samples are mostly correct."""
     entropy_filter: list[float] = field(default_factory=list)
-    """Train only on responses whose mean entropy per token, in nats, is in this range: two numbers."""
+    """Train only on responses whose mean entropy per token, in nats, is in this range: two numbers.
+    """
     use_kl_loss: bool = False
-    """Add the divergence from the reference model to the loss; otherwise it is subtracted from the reward of each token."""
+    """Add the divergence from the reference model to the loss; otherwise it is subtracted from the
+    reward of each token."""
     init_kl_coef: float = 0.0
     """Coefficient of the divergence from the reference model; 0: no reference model."""
     measure_kl: bool = False
     """Keep a reference model and report the divergence from it, even with --init_kl_coef 0."""
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
-    """Estimator of the divergence: k1 is unbiased, k2 has the right gradient, k3 is unbiased and positive, k3+ is k3 with the
-    gradient of k2."""
+    """Estimator of the divergence: k1 is unbiased, k2 has the right gradient, k3 is unbiased and
+    positive, k3+ is k3 with the gradient of k2."""
     kl_after_baseline: bool = False
-    """With rloo and the divergence in the reward: subtract it from each token after the baseline, instead of from the rewards
-    before it."""
+    """With rloo and the divergence in the reward: subtract it from each token after the baseline,
+    instead of from the rewards before it."""
     kl_target: float | None = None
     """Adapt the coefficient so that the divergence per token approaches this value."""
     kl_horizon: int = 10000
@@ -551,7 +631,8 @@ class AlgorithmSection(Section):
 @dataclass
 class PreferenceSection(Section):
     chosen_key: str = "chosen"
-    """Column of the preferred answer: a text, a list of chat messages, or a whole conversation that begins like the other one."""
+    """Column of the preferred answer: a text, a list of chat messages, or a whole conversation that
+    begins like the other one."""
     rejected_key: str = "rejected"
     """Column of the other answer, in the same form."""
     margin_key: str | None = None
@@ -561,31 +642,38 @@ class PreferenceSection(Section):
     head_key: str | None = None
     """Column with the name of the head that learns from the row, one of --reward_heads."""
     completion_key: str | None = None
-    """Column of a single answer that is judged by its --label_key: a text, a list of chat messages, or a whole conversation; for
-    train_prm a list of texts, the steps, and the label is a list, too. Unset: completion, or completions for train_prm."""
+    """Column of a single answer that is judged by its --label_key: a text, a list of chat messages,
+    or a whole conversation; for train_prm a list of texts, the steps, and the label is a list, too.
+    Unset: completion, or completions for train_prm."""
     rm_loss: Literal["sigmoid", "logexp", "ties"] = "sigmoid"
-    """Loss of a reward model: sigmoid is Bradley-Terry, with the margin of --margin_key; logexp is log(1 + exp(rejected -
-    chosen)), without margins; ties is Rao-Kupper, which also learns from rows of --tie_key."""
+    """Loss of a reward model: sigmoid is Bradley-Terry, with the margin of --margin_key; logexp is
+    log(1 + exp(rejected - chosen)), without margins; ties is Rao-Kupper, which also learns from
+    rows of --tie_key."""
     tie_threshold: Annotated[float, ABOVE_1] = 2.0
-    """Threshold theta of Rao-Kupper: at equal scores a tie has the probability (theta - 1) / (theta + 1)."""
+    """Threshold theta of Rao-Kupper: at equal scores a tie has the probability (theta - 1) / (theta
+    + 1)."""
     reward_heads: list[str] = field(default_factory=list)
-    """Names of the heads of a reward model, each with a score of its own; unset: those of --pretrain, or one."""
+    """Names of the heads of a reward model, each with a score of its own; unset: those of
+    --pretrain, or one."""
     learn_scale: bool = False
-    """Multiply each head's score by a positive factor that is learned with the model, and is not part of the exported model."""
+    """Multiply each head's score by a positive factor that is learned with the model, and is not
+    part of the exported model."""
     dpo_loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Loss of DPO as a function of the difference of the pair's implicit rewards."""
     beta: Annotated[float, POSITIVE] = 0.1
-    """DPO and KTO: factor of the log-ratio of policy and reference, which is the implicit reward; a larger value keeps the policy
-    closer to the reference."""
+    """DPO and KTO: factor of the log-ratio of policy and reference, which is the implicit reward; a
+    larger value keeps the policy closer to the reference."""
     label_smoothing: Annotated[float, NOT_NEGATIVE] = 0.0
-    """DPO with the loss sigmoid: assumed share of rows in which the preference is reversed (cDPO), below 0.5."""
+    """DPO with the loss sigmoid: assumed share of rows in which the preference is reversed (cDPO),
+    below 0.5."""
     length_normalized: bool = False
     """DPO: use the mean log-prob of an answer's tokens instead of their sum."""
     sft_coef: Annotated[float, NOT_NEGATIVE] = 0.0
-    """DPO: coefficient of the negative log-likelihood of the chosen answers, mean over their tokens."""
+    """DPO: coefficient of the negative log-likelihood of the chosen answers, mean over their
+    tokens."""
     precompute_reference: bool = False
-    """DPO: compute the log-probs of the reference once before training, with the model that training starts from, so that no
-    second model is kept."""
+    """DPO: compute the log-probs of the reference once before training, with the model that
+    training starts from, so that no second model is kept."""
     desirable_weight: Annotated[float, NOT_NEGATIVE] = 1.0
     """KTO: weight of the rows with a good answer."""
     undesirable_weight: Annotated[float, NOT_NEGATIVE] = 1.0
@@ -603,14 +691,16 @@ class ServerSection(Section):
 @dataclass
 class OptimSection(Section):
     learning_rate: Annotated[float, NOT_NEGATIVE] = 1e-6
-    """Peak learning rate; --actor_learning_rate is another name of it. Unset: 1e-6 in train_ppo, 1e-5 in train_sft (LIMA, arXiv
-    2305.11206), 5e-7 in train_dpo (Zephyr, arXiv 2310.16944) and train_kto (as in TRL's example), 9e-6 in train_rm (InstructGPT,
-    arXiv 2203.02155), 1e-5 in train_prm (as in TRL)."""
+    """Peak learning rate; --actor_learning_rate is another name of it. Unset: 1e-6 in train_ppo,
+    1e-5 in train_sft (LIMA, arXiv 2305.11206), 5e-7 in train_dpo (Zephyr, arXiv 2310.16944) and
+    train_kto (as in TRL's example), 9e-6 in train_rm (InstructGPT, arXiv 2203.02155), 1e-5 in
+    train_prm (as in TRL)."""
     critic_learning_rate: Annotated[float, NOT_NEGATIVE] = 9e-6
     """Peak learning rate of the critic, if there is one."""
     draft_learning_rate: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Peak learning rate of the model of --speculative draft, which learns from the responses of each step so that more of its
-    drafts are accepted; 0: its weights stay those of --draft_pretrain."""
+    """Peak learning rate of the model of --speculative draft, which learns from the responses of
+    each step so that more of its drafts are accepted; 0: its weights stay those of
+    --draft_pretrain."""
     lr_scheduler: Literal["cosine", "constant"] = "cosine"
     """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
     lr_warmup_ratio: Annotated[float, SHARE] = 0.03
@@ -642,24 +732,28 @@ class TrainSection(Section):
     max_epochs: Annotated[int, COUNT] = 1
     """Number of passes over the samples of each step."""
     freezing_actor_steps: int = 0
-    """Number of steps at the beginning in which only the critic is trained; the actor's schedule begins after them."""
+    """Number of steps at the beginning in which only the critic is trained; the actor's schedule
+    begins after them."""
     train_batch_size: Annotated[int, COUNT] = 1024
-    """Number of samples in one optimizer step, over all ranks. Unset: 1024 in train_ppo, 64 in train_sft, train_rm and train_prm,
-    32 in train_dpo and train_kto, from the sources of --learning_rate."""
+    """Number of samples in one optimizer step, over all ranks. Unset: 1024 in train_ppo, 64 in
+    train_sft, train_rm and train_prm, 32 in train_dpo and train_kto, from the sources of
+    --learning_rate."""
     micro_train_batch_size: Annotated[int | None, COUNT] = None
-    """Maximum number of sequences in one forward and backward pass on one rank; unset: max_tokens_per_microbatch is the only
-    limit."""
+    """Maximum number of sequences in one forward and backward pass on one rank; unset:
+    max_tokens_per_microbatch is the only limit."""
     max_tokens_per_microbatch: Annotated[int, COUNT] = 16384
-    """Maximum number of tokens in one forward and backward pass on one rank; with --sp_size, the ranks of a group split this
-    number."""
+    """Maximum number of tokens in one forward and backward pass on one rank; with --sp_size, the
+    ranks of a group split this number."""
     max_tokens_per_logprob_microbatch: Annotated[int | None, COUNT] = None
-    """Maximum number of tokens in one forward pass without gradients on one rank: log-probs of actor and reference, values,
-    scores of reward models. Unset: max_tokens_per_microbatch, and the same micro-batches as in training."""
+    """Maximum number of tokens in one forward pass without gradients on one rank: log-probs of
+    actor and reference, values, scores of reward models. Unset: max_tokens_per_microbatch, and the
+    same micro-batches as in training."""
     batching: Literal["packed", "dynamic", "plain"] = "packed"
-    """Grouping of sequences into micro-batches: packed combines any sequences so that all ranks finish together, dynamic combines
-    similar lengths, plain keeps the order."""
+    """Grouping of sequences into micro-batches: packed combines any sequences so that all ranks
+    finish together, dynamic combines similar lengths, plain keeps the order."""
     enable_ema: bool = False
-    """Keep an exponential moving average of the actor's parameters, update it after each step, and save it too: model_ema."""
+    """Keep an exponential moving average of the actor's parameters, update it after each step, and
+    save it too: model_ema."""
     ema_beta: Annotated[float, SHARE] = 0.992
     """Decay of the moving average per step."""
     save_path: str = "runs/run"
@@ -673,30 +767,35 @@ class TrainSection(Section):
     max_ckpt_mem: Annotated[float, NOT_NEGATIVE] = 1000.0
     """Maximum total size of the checkpoints to keep, in GB; the newest is always kept."""
     save_hf_ckpt: bool = False
-    """Also write the model of each checkpoint, to its folder `hf`, in the format that from_pretrained and engines load."""
+    """Also write the model of each checkpoint, to its folder `hf`, in the format that
+    from_pretrained and engines load."""
     async_save: bool = True
-    """Write checkpoints in the background from a copy in host memory, while training continues; if the free memory of a host is
-    less than twice the copy, training waits."""
+    """Write checkpoints in the background from a copy in host memory, while training continues; if
+    the free memory of a host is less than twice the copy, training waits."""
     save_adapter_only: bool = False
-    """With lora_rank: the final model is only the adapter in peft's format, not the model with the adapter merged into it."""
+    """With lora_rank: the final model is only the adapter in peft's format, not the model with the
+    adapter merged into it."""
     push_to_hub: str = ""
-    """Repository on the Hugging Face hub, owner/name, to which the final model is uploaded with its card. It is made, private, if
-    it does not exist. Empty: no upload."""
+    """Repository on the Hugging Face hub, owner/name, to which the final model is uploaded with its
+    card. It is made, private, if it does not exist. Empty: no upload."""
     load_checkpoint: bool = False
-    """Resume from the newest complete checkpoint; start from the beginning if there is none. A run that torchrun restarts after
-    the failure of a rank or the loss of a node resumes without this flag."""
+    """Resume from the newest complete checkpoint; start from the beginning if there is none. A run
+    that torchrun restarts after the failure of a rank or the loss of a node resumes without this
+    flag."""
     dry_run: bool = False
-    """Print the plan of the run on the processes that were started (problems, layout, bytes of a rank in each phase, seconds), as
-    `lightrft plan` does, and exit."""
+    """Print the plan of the run on the processes that were started (problems, layout, bytes of a
+    rank in each phase, seconds), as `lightrft plan` does, and exit."""
     overwrite: bool = False
-    """Start from the beginning in a folder that has the results of an earlier run; they are moved to FOLDER.previous."""
+    """Start from the beginning in a folder that has the results of an earlier run; they are moved
+    to FOLDER.previous."""
     mismatch_limit: Annotated[float | None, POSITIVE] = None
-    """End the run when the mean difference between the log-probs of engine and trainer in a step is larger than this; unset: only
-    warn of a difference far above that of the previous steps."""
+    """End the run when the mean difference between the log-probs of engine and trainer in a step is
+    larger than this; unset: only warn of a difference far above that of the previous steps."""
     stop_loss: float | None = None
     """In supervised training: end the run when the loss of a step is below this value."""
     eval_steps: int = -1
-    """Number of steps between evaluations on --eval_data, with one more at the end; -1: only at the end."""
+    """Number of steps between evaluations on --eval_data, with one more at the end; -1: only at the
+    end."""
 
 
 @dataclass
@@ -704,23 +803,25 @@ class ObserveSection(Section):
     logging_steps: Annotated[int, COUNT] = 1
     """Number of steps between reports of metrics."""
     report_to: CommaSeparated = CommaSeparated("tensorboard")
-    """Destinations of metrics and samples, separated by commas, or a list in YAML: tensorboard (files in save_path/tensorboard),
-    wandb, mlflow, swanlab, trackio, comet_ml, and jsonl for the files metrics.jsonl and samples.jsonl, which are always
-    written."""
+    """Destinations of metrics and samples, separated by commas, or a list in YAML: tensorboard
+    (files in save_path/tensorboard), wandb, mlflow, swanlab, trackio, comet_ml, and jsonl for the
+    files metrics.jsonl and samples.jsonl, which are always written."""
     tracker_project: str = "lightrft"
     """Project of the run in the trackers of --report_to; in MLflow the experiment."""
     tracker_run_name: str | None = None
     """Name of the run in the trackers of --report_to; unset: each tracker chooses a name."""
     tracker_org: str | None = None
-    """Team or user to which the project belongs, in Weights & Biases, SwanLab and Comet; unset: your own."""
+    """Team or user to which the project belongs, in Weights & Biases, SwanLab and Comet; unset:
+    your own."""
     tracker_group: str | None = None
     """Group of runs in Weights & Biases, SwanLab and Trackio."""
     trace_steps: Annotated[int, NOT_NEGATIVE] = 10
-    """Number of steps whose timeline is written to save_path/trace.json: the activity of each rank over time, for
-    https://ui.perfetto.dev. They are the first steps after every start or resume; 0: none."""
+    """Number of steps whose timeline is written to save_path/trace.json: the activity of each rank
+    over time, for https://ui.perfetto.dev. They are the first steps after every start or resume; 0:
+    none."""
     num_trajectories_to_save: Annotated[int, NOT_NEGATIVE] = 8
-    """Number of samples of each step that are written to save_path/samples.jsonl, all samples of one prompt before those of the
-    next; 0: none."""
+    """Number of samples of each step that are written to save_path/samples.jsonl, all samples of
+    one prompt before those of the next; 0: none."""
 
 
 @dataclass
@@ -750,33 +851,44 @@ class Config:
         """Values of a user's own arguments, by names that are not fields."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return a field of any section, or an extra argument, by its flat name: `config.bf16` is `config.model.bf16`."""
+        """Return a field of any section, or an extra argument, by its flat name: `config.bf16` is
+        `config.model.bf16`.
+        """
         if not name.startswith("_"):  # private and special names would recurse while a copy is made
             if name in self.__dict__.get("extra_args", {}):
                 return self.extra_args[name]
             name = ALIASES.get(name, name)
             if name in (owners := section_of_field()):
                 return getattr(getattr(self, owners[name]), name)
-        raise AttributeError(f"the configuration has no {name!r}, neither as a field nor in extra_args")
+        raise AttributeError(
+            f"the configuration has no {name!r}, neither as a field nor in extra_args"
+        )
 
     @classmethod
     def of(cls, **values: Any) -> Self:
-        """Build a configuration from flat names, as flags are: `Config.of(pretrain="model", max_steps=7)`.
+        """Build a configuration from flat names, as flags are: `Config.of(pretrain="model",
+        max_steps=7)`.
 
-        A function may take the place of its name, if another process can import it. Raises ConfigError for an unknown name or a
-        value of another type.
+        A function may take the place of its name, if another process can import it. Raises
+        ConfigError for an unknown name or a value of another type.
         """
         config = cls()
         config.update(values)
         return config
 
     def update(self, values: Mapping[str, Any], source: str = "") -> None:
-        """Set fields by their flat names; `source` begins the message of a ConfigError, such as the name of a file."""
-        owners, types, problems = section_of_field(), field_types(), []
+        """Set fields by their flat names; `source` begins the message of a ConfigError, such as the
+        name of a file.
+        """
+        owners = section_of_field()
+        types = field_types()
+        problems = []
+
         try:
             values, notices = current_names(values, typed_value, self)
         except ValueError as error:
             raise ConfigError(f"{source}{error}") from error
+
         self.notices += notices
         for name, value in values.items():
             if name not in owners:
@@ -786,6 +898,7 @@ class Config:
                 setattr(getattr(self, owners[name]), name, typed_value(types[name], value))
             except ValueError as error:
                 problems.append(f"{name}: {error}")
+
         if problems:
             raise ConfigError("; ".join(source + problem for problem in problems))
 
@@ -796,7 +909,8 @@ class Config:
 
     def expand(self, recipe: Mapping[str, Any]) -> None:
         """Set the fields of a recipe, except those that the user wrote."""
-        owners, written = section_of_field(), self.written
+        owners = section_of_field()
+        written = self.written
         for name in recipe.keys() - written:
             getattr(self, owners[name]).put(name, recipe[name])
 
@@ -810,20 +924,32 @@ SECTIONS: dict[str, type] = {section.name: section.default_factory for section i
 
 
 def section_of_field() -> dict[str, str]:
-    """Return field name -> section name. Names are unique over all sections, so a flag needs no prefix."""
+    """Return field name -> section name.
+
+    Names are unique over all sections, so a flag needs no prefix.
+    """
     return {f.name: section for section, cls in SECTIONS.items() for f in fields(cls)}
 
 
 @cache
 def field_types() -> dict[str, Any]:
     """Return field name -> declared type."""
-    return {name: kind for cls in SECTIONS.values() for name, kind in get_type_hints(cls).items() if name in section_of_field()}
+    return {
+        name: kind
+        for cls in SECTIONS.values()
+        for name, kind in get_type_hints(cls).items()
+        if name in section_of_field()
+    }
 
 
 @cache
 def field_bounds() -> dict[str, Bound]:
     """Return field name -> range of its values, for each field of a number or of numbers."""
-    hints = {name: kind for cls in SECTIONS.values() for name, kind in get_type_hints(cls, include_extras=True).items()}
+    hints = {
+        name: kind
+        for cls in SECTIONS.values()
+        for name, kind in get_type_hints(cls, include_extras=True).items()
+    }
     own = {
         name: kind.__metadata__[0] for name, kind in hints.items() if get_origin(kind) is Annotated
     }
@@ -836,8 +962,14 @@ def _is_number(kind: Any) -> bool:
 
 
 def media_columns(section: DataSection) -> dict[str, str]:
-    """Return medium -> column of the media that the data have: --images_key, --videos_key, --audios_key."""
-    named = {"images": section.images_key, "videos": section.videos_key, "audios": section.audios_key}
+    """Return medium -> column of the media that the data have: --images_key, --videos_key,
+    --audios_key.
+    """
+    named = {
+        "images": section.images_key,
+        "videos": section.videos_key,
+        "audios": section.audios_key,
+    }
     return {medium: column for medium, column in named.items() if column}
 
 
@@ -847,7 +979,8 @@ def has_episodes(section: EnvironmentSection) -> bool:
 
 
 JUDGE_PROMPT_TOKENS = 2048
-"""Number of tokens for what a judge in the engine reads beside prompt and response: the template, and columns of the data."""
+"""Number of tokens for what a judge in the engine reads beside prompt and response: the template,
+and columns of the data."""
 
 
 def longest_sequence(config: Config) -> int:
@@ -858,7 +991,9 @@ def longest_sequence(config: Config) -> int:
 
 
 def sequence_layout(strategy: StrategySection) -> tuple[int, str]:
-    """Return how many ranks divide a sequence, and the method, from --sp_size, --sp_impl and the short form --cp_size."""
+    """Return how many ranks divide a sequence, and the method, from --sp_size, --sp_impl and the
+    short form --cp_size.
+    """
     if strategy.cp_size > 1:
         return strategy.cp_size, "zigzag"
     return strategy.sp_size, "ulysses" if strategy.sp_impl == "auto" else strategy.sp_impl
@@ -873,5 +1008,7 @@ def needs_critic(algorithm: AlgorithmSection) -> bool:
 
 
 def needs_reference(algorithm: AlgorithmSection) -> bool:
-    """Return whether the divergence from a reference model is in the reward or in the loss, or is to be measured."""
+    """Return whether the divergence from a reference model is in the reward or in the loss, or is
+    to be measured.
+    """
     return algorithm.init_kl_coef > 0 or algorithm.measure_kl

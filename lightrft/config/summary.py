@@ -1,33 +1,51 @@
-"""Summarise a run in a few lines: its algorithm, its layout, and the number of samples in a step."""
+"""Summarise a run in a few lines: its algorithm, its layout, and the number of samples in a
+step.
+"""
 
 from lightrft.config.commands import COMMANDS
 from lightrft.config.references import engine_name
 from lightrft.config.sections import Config, needs_reference
 
 
-def summary(config: Config, command: str, world_size: int, ranks_per_node: int | None = None) -> list[str]:
-    """Return the lines that a run logs first: algorithm, divergence, layout, engine and the arithmetic of its batches.
+def summary(
+    config: Config, command: str, world_size: int, ranks_per_node: int | None = None
+) -> list[str]:
+    """Return the lines that a run logs first: algorithm, divergence, layout, engine and the
+    arithmetic of its batches.
 
     With `ranks_per_node` the layout comes with --dp_replicate for models that fit on one node.
     """
     lines = [_algorithm(config), _divergence(config)] if command == "train_ppo" else []
     lines.append(_layout(config, world_size))
     if ranks_per_node and (nodes := nodes_to_replicate(config, world_size, ranks_per_node)):
-        lines.append(f"parameters are gathered over {nodes} nodes: where the model fits on one of them, --dp_replicate {nodes} "
-                     "gathers them within each (`lightrft plan` says whether it fits)")  # fmt: skip
+        lines.append(
+            f"parameters are gathered over {nodes} nodes: where the model fits on one of them,"
+            f" --dp_replicate {nodes} gathers them within each (`lightrft plan` says whether it"
+            " fits)"
+        )
+
     if "engine" in COMMANDS[command]:
         lines.append(_engine(config, world_size))
     if "optim" in COMMANDS[command]:
         lines.append(_batches(config, command))
         lines += _checkpoints(config)
+
     return lines
 
 
 def _algorithm(config: Config) -> str:
     algorithm = config.algorithm
-    default = "" if "advantage_estimator" in algorithm.written else " (default; for PPO with a critic: --advantage_estimator ppo)"
-    return (f"algorithm: {algorithm.advantage_estimator}{default}, policy loss {algorithm.policy_loss}, clip "
-            f"{algorithm.eps_clip_low:g} to {algorithm.eps_clip_high:g}, {algorithm.loss_agg_mode}")  # fmt: skip
+    default = (
+        ""
+        if "advantage_estimator" in algorithm.written
+        else " (default; for PPO with a critic: --advantage_estimator ppo)"
+    )
+
+    return (
+        f"algorithm: {algorithm.advantage_estimator}{default}, policy loss {algorithm.policy_loss},"
+        f" clip {algorithm.eps_clip_low:g} to {algorithm.eps_clip_high:g},"
+        f" {algorithm.loss_agg_mode}"
+    )
 
 
 def _divergence(config: Config) -> str:
@@ -35,7 +53,11 @@ def _divergence(config: Config) -> str:
     if not needs_reference(algorithm):
         return "divergence from a reference model: none"
     place = "in the loss" if algorithm.use_kl_loss else "subtracted from the rewards"
-    amount = f"{algorithm.init_kl_coef:g} x {algorithm.kl_estimator} {place}" if algorithm.init_kl_coef else "only measured"
+    amount = (
+        f"{algorithm.init_kl_coef:g} x {algorithm.kl_estimator} {place}"
+        if algorithm.init_kl_coef
+        else "only measured"
+    )
     return f"divergence from a reference model: {amount}"
 
 
@@ -51,11 +73,20 @@ def _layout(config: Config, world_size: int) -> str:
 
 
 def nodes_to_replicate(config: Config, world_size: int, ranks_per_node: int) -> int:
-    """Return the number of nodes over which FSDP2 shards one copy of the model although each could have its own, else 0."""
-    strategy, ranks = config.strategy, world_size - config.rollout.rollout_ranks
+    """Return the number of nodes over which FSDP2 shards one copy of the model although each could
+    have its own, else 0.
+    """
+    strategy = config.strategy
+    ranks = world_size - config.rollout.rollout_ranks
     parallel = max(strategy.sp_size, strategy.cp_size) * strategy.tp_size
     nodes, rest = divmod(ranks, ranks_per_node)
-    possible = strategy.strategy == "fsdp" and strategy.dp_replicate == 1 and not rest and ranks_per_node % parallel == 0
+    possible = (
+        strategy.strategy == "fsdp"
+        and strategy.dp_replicate == 1
+        and not rest
+        and ranks_per_node % parallel == 0
+    )
+
     return nodes if possible and nodes > 1 else 0
 
 
@@ -63,22 +94,34 @@ def _engine(config: Config, world_size: int) -> str:
     size = config.engine.engine_tp_size
     ranks = config.rollout.rollout_ranks
     where = f", on the last {ranks} processes, which only generate" if ranks else ""
-    return f"engine: {engine_name(config.engine)}, {(ranks or world_size) // size} replicas with {size} processes each{where}"
+    return (
+        f"engine: {engine_name(config.engine)}, {(ranks or world_size) // size} replicas with"
+        f" {size} processes each{where}"
+    )
 
 
 def _checkpoints(config: Config) -> list[str]:
-    """Return a line about a run that writes none: the default costs no disk, and a crash costs all steps."""
+    """Return a line about a run that writes none: the default costs no disk, and a crash costs all
+    steps.
+    """
     if config.train.save_steps > 0 or config.train.load_checkpoint:
         return []
-    return ["checkpoints: none unless Ctrl-C or SIGTERM stops the run; --save_steps N writes one after every N-th step"]
+    return [
+        "checkpoints: none unless Ctrl-C or SIGTERM stops the run; --save_steps N writes one after"
+        " every N-th step"
+    ]
 
 
 def _batches(config: Config, command: str) -> str:
-    train, rollout = config.train, config.rollout
+    train = config.train
+    rollout = config.rollout
     end = f"at most {train.max_tokens_per_microbatch} tokens in a micro-batch of one rank"
     if command != "train_ppo":
         return f"step: {train.train_batch_size} rows, {end}"
+
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     updates = samples // train.train_batch_size * train.max_epochs
-    return (f"step: {rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples = {samples} samples, "
-            f"{updates} optimizer steps of {train.train_batch_size}, {end}")  # fmt: skip
+    return (
+        f"step: {rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples ="
+        f" {samples} samples, {updates} optimizer steps of {train.train_batch_size}, {end}"
+    )

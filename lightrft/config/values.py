@@ -10,7 +10,8 @@ from difflib import get_close_matches
 from types import UnionType
 from typing import Any, Literal, NewType, Self, Union, get_args, get_origin
 
-TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+TRUE = ("true", "yes", "on", "1")
+FALSE = ("false", "no", "off", "0")
 SHORTEST_PART = 5
 """Letters of a part by which a name is found."""
 LARGEST = 2**63 - 1
@@ -23,7 +24,10 @@ HOTTEST = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Range of a field's values, declared as `Annotated[int, COUNT]`. A value of None is always within it."""
+    """Range of a field's values, declared as `Annotated[int, COUNT]`.
+
+    A value of None is always within it.
+    """
 
     description: str
     holds: Callable[[float], bool]
@@ -64,16 +68,19 @@ Verbatim = NewType("Verbatim", str)
 
 
 class Section:
-    """Base of the configuration's dataclasses; `written` contains the names of the fields that were given or set.
+    """Base of the configuration's dataclasses; `written` contains the names of the fields that were
+    given or set.
 
-        AlgorithmSection("gspo", eps_clip_low=0.2).written        # {"advantage_estimator", "eps_clip_low"}
+        AlgorithmSection("gspo", eps_clip_low=0.2).written
+        # {"advantage_estimator", "eps_clip_low"}
     """
 
     written: set[str]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         section = super().__new__(cls)
-        positional = [field.name for field in fields(cls)[: len(args)]]  # pyright: ignore[reportArgumentType]
+        cls_fields = fields(cls)  # pyright: ignore[reportArgumentType]
+        positional = [field.name for field in cls_fields[: len(args)]]
         object.__setattr__(section, "written", {*positional, *kwargs})
         return section
 
@@ -95,9 +102,17 @@ class Section:
 
 
 def typed_value(kind: Any, value: Any) -> Any:
-    """Convert `value`, text or a Python object, to the declared type `kind`. Raises ValueError with the expected form."""
+    """Convert `value`, text or a Python object, to the declared type `kind`.
+
+    Raises ValueError with the expected form.
+    """
     if get_origin(kind) in (Union, UnionType):
-        return None if value is None else typed_value(next(arm for arm in get_args(kind) if arm is not type(None)), value)
+        return (
+            None
+            if value is None
+            else typed_value(next(arm for arm in get_args(kind) if arm is not type(None)), value)
+        )
+
     if get_origin(kind) is list:
         return _list(get_args(kind)[0], value)
     if get_origin(kind) is Literal:
@@ -116,7 +131,10 @@ def _list(kind: Any, value: Any) -> list[Any]:
 
 
 def _parts(item: Any) -> list[Any]:
-    """Split a text at its commas. Every list may be written so, on the command line and in files."""
+    """Split a text at its commas.
+
+    Every list may be written so, on the command line and in files.
+    """
     if not isinstance(item, str):
         return [item]
     return [part for part in map(str.strip, item.split(",")) if part]
@@ -165,7 +183,11 @@ def _str(value: Any) -> str:
     if callable(value):
         if path := import_path(value):
             return path
-        raise ValueError(f"{value!r} cannot be imported by its name: define the function at the top level of a module")
+        raise ValueError(
+            f"{value!r} cannot be imported by its name: define the function at the top level of a"
+            " module"
+        )
+
     if isinstance(value, bool | int | float):
         return str(value)
     if not isinstance(value, str) and not isinstance(value, os.PathLike):
@@ -174,8 +196,11 @@ def _str(value: Any) -> str:
 
 
 def import_path(function: Callable[..., Any]) -> str:
-    """Return `module:name`, under which the registries find a function again; empty if it has no such name."""
-    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    """Return `module:name`, under which the registries find a function again; empty if it has no
+    such name.
+    """
+    module = getattr(function, "__module__", "")
+    name = getattr(function, "__qualname__", "")
     return f"{module}:{name}" if getattr(sys.modules.get(module), name, None) is function else ""
 
 
@@ -186,16 +211,28 @@ def _comma_separated(value: Any) -> str:
 
 
 _READERS: dict[Any, Callable[[Any], Any]] = {
-    bool: _bool, int: _int, float: _float, str: _str, CommaSeparated: _comma_separated, Verbatim: _str,
-}  # fmt: skip
+    bool: _bool,
+    int: _int,
+    float: _float,
+    str: _str,
+    CommaSeparated: _comma_separated,
+    Verbatim: _str,
+}
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return `; did you mean X?` for the most similar known name, or an empty string."""
-    known, letters = sorted(choices, key=len), _letters(name)
-    parts = [each for each in known if letters in _letters(each)] if len(letters) >= SHORTEST_PART else []
-    beginnings = [each for each in parts if _letters(each).startswith(letters)]  # nsamples for n_samples_per_prompt
+    known = sorted(choices, key=len)
+    letters = _letters(name)
+    parts = (
+        [each for each in known if letters in _letters(each)]
+        if len(letters) >= SHORTEST_PART
+        else []
+    )
+    # nsamples for n_samples_per_prompt
+    beginnings = [each for each in parts if _letters(each).startswith(letters)]
     near = beginnings or get_close_matches(name, known, n=1, cutoff=0.7) or parts
+
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -1,6 +1,8 @@
-"""Translate flags of the launch scripts of opendilab/LightRFT and OpenRLHF to the flags with the same meaning here.
+"""Translate flags of the launch scripts of opendilab/LightRFT and OpenRLHF to the flags with the
+same meaning here.
 
-docs/migrating.md has the tables for readers. Keys of verl among them are refused with the flag to write instead.
+docs/migrating.md has the tables for readers. Keys of verl among them are refused with the flag to
+write instead.
 """
 
 import json
@@ -120,11 +122,18 @@ DOTTED = {
     "logger.wandb.group": "tracker_group",
     "logger.wandb.org": "tracker_org",
     "logger.tensorboard_dir": "use_tensorboard",
-    **{f"{role}.{count}": f"{role}_{count}"
-       for role in ("actor", "critic", "ref", "reward") for count in ("num_nodes", "num_gpus_per_node")},
+    **{
+        f"{role}.{count}": f"{role}_{count}"
+        for role in ("actor", "critic", "ref", "reward")
+        for count in ("num_nodes", "num_gpus_per_node")
+    },
     "actor.freeze_visual_encoder": "freeze_vision_tower",
-}  # fmt: skip
-DOTTED |= {f"fsdp.{name.removeprefix('ds.')}": flag for name, flag in DOTTED.items() if name.startswith("ds.")}
+}
+DOTTED |= {
+    f"fsdp.{name.removeprefix('ds.')}": flag
+    for name, flag in DOTTED.items()
+    if name.startswith("ds.")
+}
 """OpenRLHF's flags of 2026 -> its earlier names, or those of this program."""
 
 RENAMED = {
@@ -160,44 +169,121 @@ SWITCHES: dict[str, list[str]] = {
 """Switches of other tools -> the equivalent flags."""
 
 ALWAYS = "always enabled"
-PLACEMENT = "torchrun or srun sets the number of processes, and models and engine share their devices"
+PLACEMENT = (
+    "torchrun or srun sets the number of processes, and models and engine share their devices"
+)
 IGNORED = {
-    **dict.fromkeys(("flash_attn", "save_trajectories", "meta_init", "fused_linear_logprob", "enable_prefix_caching",
-                     "save_value_network", "use_mp_opt"), ALWAYS),
-    **dict.fromkeys((*(f"{role}_{count}" for role in ("actor", "critic", "ref", "reward")
-                       for count in ("num_nodes", "num_gpus_per_node")),
-                     "colocate_actor_ref", "colocate_critic_reward", "colocate_all_models", "vllm_num_engines",
-                     "vllm_sync_backend", "vllm_sync_with_ray", "rollout_tasks_per_gpu", "local_rank"), PLACEMENT),
-    **dict.fromkeys(("rm_use_engine", "rm_engine_tp", "rm_engine_cudagraph", "ref_reward_offload"),
-                    "reward models are sharded like the reference"),
-    **dict.fromkeys(("text_only", "mixed_mm_data", "no_shard_vit"), "prompts with and without images can be mixed"),
+    **dict.fromkeys(
+        (
+            "flash_attn",
+            "save_trajectories",
+            "meta_init",
+            "fused_linear_logprob",
+            "enable_prefix_caching",
+            "save_value_network",
+            "use_mp_opt",
+        ),
+        ALWAYS,
+    ),
+    **dict.fromkeys(
+        (
+            *(
+                f"{role}_{count}"
+                for role in ("actor", "critic", "ref", "reward")
+                for count in ("num_nodes", "num_gpus_per_node")
+            ),
+            "colocate_actor_ref",
+            "colocate_critic_reward",
+            "colocate_all_models",
+            "vllm_num_engines",
+            "vllm_sync_backend",
+            "vllm_sync_with_ray",
+            "rollout_tasks_per_gpu",
+            "local_rank",
+        ),
+        PLACEMENT,
+    ),
+    **dict.fromkeys(
+        ("rm_use_engine", "rm_engine_tp", "rm_engine_cudagraph", "ref_reward_offload"),
+        "reward models are sharded like the reference",
+    ),
+    **dict.fromkeys(
+        ("text_only", "mixed_mm_data", "no_shard_vit"),
+        "prompts with and without images can be mixed",
+    ),
     **dict.fromkeys(("fps", "max_pixels", "min_pixels"), "the model's processor sets this"),
     "attn_implementation": "the device determines it",
-    **dict.fromkeys(("actor_init_on_gpu", "disable_fast_tokenizer", "gradient_checkpointing_use_reentrant", "disable_ds_ckpt",
-                     "use_ds_universal_ckpt", "disable_logprobs_flashattn", "chunk_size", "log_dir", "plot_every", "perf",
-                     "value_head_prefix", "vllm_generate_batch_size", "rollout_max_tokens_per_gpu", "ring_head_stride",
-                     "use_liger_kernel", "deepcompile", "print_replay_buffer_stats", "mark_high_entropy_tokens",
-                     "trajectory_analysis", "normalize_advantages", "use_sequence_rewards", "pretrain_data_probs"),
-                    "there is no counterpart, and no result depends on it"),
-}  # fmt: skip
+    **dict.fromkeys(
+        (
+            "actor_init_on_gpu",
+            "disable_fast_tokenizer",
+            "gradient_checkpointing_use_reentrant",
+            "disable_ds_ckpt",
+            "use_ds_universal_ckpt",
+            "disable_logprobs_flashattn",
+            "chunk_size",
+            "log_dir",
+            "plot_every",
+            "perf",
+            "value_head_prefix",
+            "vllm_generate_batch_size",
+            "rollout_max_tokens_per_gpu",
+            "ring_head_stride",
+            "use_liger_kernel",
+            "deepcompile",
+            "print_replay_buffer_stats",
+            "mark_high_entropy_tokens",
+            "trajectory_analysis",
+            "normalize_advantages",
+            "use_sequence_rewards",
+            "pretrain_data_probs",
+        ),
+        "there is no counterpart, and no result depends on it",
+    ),
+}
 """Flags of other tools that are ignored -> the reason."""
 
 REFUSED = {
-    "load_in_4bit": "quantised weights are not supported; --lora_rank trains adapters of the unquantised model",
-    "async_train": "each step trains on samples of the newest weights; --rollout_ranks N --max_staleness K generates beside it",
+    "load_in_4bit": (
+        "quantised weights are not supported; --lora_rank trains adapters of the unquantised model"
+    ),
+    "async_train": (
+        "each step trains on samples of the newest weights; --rollout_ranks N --max_staleness K"
+        " generates beside it"
+    ),
     "agent_func_path": "--environment file.py:function takes an async function of an agent",
-    "no_advantage_std_norm": "use --advantage_estimator dr_grpo, which does not divide by the standard deviation of a group",
-    "use_ms": "models are loaded from a folder or the Hugging Face hub: download the model and use its folder",
-    "normalize_reward_for_critic": "use --reward_running_norm, which divides the rewards of actor and critic",
-    "dynamic_filtering_reward_range": "use --dynamic_sampling, which keeps the groups whose rewards differ, whatever their range",
+    "no_advantage_std_norm": (
+        "use --advantage_estimator dr_grpo, which does not divide by the standard deviation of a"
+        " group"
+    ),
+    "use_ms": (
+        "models are loaded from a folder or the Hugging Face hub: download the model and use its"
+        " folder"
+    ),
+    "normalize_reward_for_critic": (
+        "use --reward_running_norm, which divides the rewards of actor and critic"
+    ),
+    "dynamic_filtering_reward_range": (
+        "use --dynamic_sampling, which keeps the groups whose rewards differ, whatever their range"
+    ),
 }
 """Flags of other tools without an equivalent -> the alternative."""
 
 OFF = {
-    "reward_clip": ("0", "0.0"), "advantage_clip": ("0", "0.0"), "freezing_actor_steps": ("-1",), "eval_steps": ("0",),
-    "limit_mm_image_per_prompt": ("-1",), "prompt_data_probs": ("1", "1.0"), "reward_pretrain": ("", "{}"), "use_wandb": ("",),
-    "use_tensorboard": ("",), "remote_rm_url": ("",), "critic_pretrain": ("",), "freeze_prefix": (), "grad_accum_dtype": ("",),
-}  # fmt: skip
+    "reward_clip": ("0", "0.0"),
+    "advantage_clip": ("0", "0.0"),
+    "freezing_actor_steps": ("-1",),
+    "eval_steps": ("0",),
+    "limit_mm_image_per_prompt": ("-1",),
+    "prompt_data_probs": ("1", "1.0"),
+    "reward_pretrain": ("", "{}"),
+    "use_wandb": ("",),
+    "use_tensorboard": ("",),
+    "remote_rm_url": ("",),
+    "critic_pretrain": ("",),
+    "freeze_prefix": (),
+    "grad_accum_dtype": ("",),
+}
 """Flag -> values (none: without a value) that mean the same as omitting it."""
 
 VALUES = {"lr_scheduler": {"cosine_with_min_lr": "cosine"}}
@@ -236,9 +322,11 @@ class Translation:
 def translate_flags(tokens: list[str]) -> Translation:
     """Translate flags of other tools' scripts; all other tokens stay as they are.
 
-    The translations of switches come first, so that a flag of this program takes precedence over them.
+    The translations of switches come first, so that a flag of this program takes precedence over
+    them.
     """
-    result, first = Translation(), []
+    result = Translation()
+    first = []
     result.refused += verl_problems([token for token in tokens if is_verl_key(token)])
     tokens = [token for token in tokens if not is_verl_key(token)]
     groups = _groups(tokens)
@@ -247,33 +335,60 @@ def translate_flags(tokens: list[str]) -> Translation:
         _translate(name, values, values_of, result, first)
     result.flags = first + result.flags
     unused = [name for name in values_of if name in IGNORED]
-    reasons = {reason: [f"--{name}" for name in unused if IGNORED[name] == reason] for reason in IGNORED.values()}
+    reasons = {
+        reason: [f"--{name}" for name in unused if IGNORED[name] == reason]
+        for reason in IGNORED.values()
+    }
     left_out = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items() if names]
-    result.notices = [f"translated flags of other tools: {'; '.join(result.notices)}"] if result.notices else []
+
+    result.notices = (
+        [f"translated flags of other tools: {'; '.join(result.notices)}"] if result.notices else []
+    )
     result.notices += [f"ignored flags: {'; '.join(left_out)}"] if left_out else []
-    result.notices += _other_defaults(tokens, {flag.partition("=")[0].removeprefix("--") for flag in result.flags})
+    result.notices += _other_defaults(
+        tokens, {flag.partition("=")[0].removeprefix("--") for flag in result.flags}
+    )
+
     return result
 
 
 def _other_defaults(tokens: list[str], written: set[str]) -> list[str]:
-    """Return a sentence about the flags that an OpenRLHF script leaves out and that have another default there."""
-    names = {token.removeprefix("--").partition("=")[0] for token in tokens if token.startswith("--")}
+    """Return a sentence about the flags that an OpenRLHF script leaves out and that have another
+    default there.
+    """
+    names = {
+        token.removeprefix("--").partition("=")[0] for token in tokens if token.startswith("--")
+    }
     if not any(name in DOTTED or name.startswith(OPENRLHF) for name in names):
         return []
+
     left_out = [f"--{name} ({value})" for name, value in DEFAULTS.items() if name not in written]
-    return [f"flags that are not set and have another default in OpenRLHF (theirs): {', '.join(left_out)}"] if left_out else []
+    return (
+        [
+            "flags that are not set and have another default in OpenRLHF (theirs):"
+            f" {', '.join(left_out)}"
+        ]
+        if left_out
+        else []
+    )
 
 
-def _translate(name: str, values: list[str], flags: dict[str, list[str]], result: Translation, first: list[str]) -> None:
+def _translate(
+    name: str, values: list[str], flags: dict[str, list[str]], result: Translation, first: list[str]
+) -> None:
     if name in REFUSED:
         result.refused.append(f"--{name}: {REFUSED[name]}")
     elif name in IGNORED:
         return
-    elif name in OFF and tuple(values) in {(value,) for value in OFF[name]} | ({()} if not OFF[name] else set()):
+    elif name in OFF and tuple(values) in {(value,) for value in OFF[name]} | (
+        {()} if not OFF[name] else set()
+    ):
         return
     elif name in SWITCHES:
         if values and values[0].lower() not in ("true", "false"):
-            result.refused.append(f"--{name} {values[0]}: the flag takes no value, or true or false")
+            result.refused.append(
+                f"--{name} {values[0]}: the flag takes no value, or true or false"
+            )
         elif values[:1] != ["false"]:
             first += SWITCHES[name]
             result.notices.append(f"--{name} is {' '.join(SWITCHES[name])}")
@@ -305,7 +420,10 @@ def _groups(tokens: list[str]) -> list[tuple[str, list[str]]]:
         elif groups:
             groups[-1][1].append(token)
         else:
-            raise ConfigError(f"unexpected {token}: a value must follow its --flag. All flags: --help all")
+            raise ConfigError(
+                f"unexpected {token}: a value must follow its --flag. All flags: --help all"
+            )
+
     return groups
 
 
@@ -335,9 +453,16 @@ def _reward_pretrain(values: list[str], flags: Flags) -> list[str]:
 
 
 def _max_len(values: list[str], flags: Flags) -> list[str]:
-    """Bound prompt and response together: the prompt gets the rest of the length after the response."""
+    """Bound prompt and response together: the prompt gets the rest of the length after the
+    response.
+    """
     response = (flags.get("generate_max_len") or flags.get("max_new_tokens") or [""])[0]
-    if "prompt_max_len" in flags or not response.isdecimal() or not values or not values[0].isdecimal():
+    if (
+        "prompt_max_len" in flags
+        or not response.isdecimal()
+        or not values
+        or not values[0].isdecimal()
+    ):
         return []
     return [f"--prompt_max_len={max(int(values[0]) - int(response), 1)}"]
 
@@ -357,7 +482,9 @@ def _reward_clip_range(values: list[str], flags: Flags) -> list[str]:
     except ValueError:
         raise ConfigError(f"expected two numbers, not {' '.join(values) or 'nothing'}") from None
     if low != -high:
-        raise ConfigError("the two bounds must be -C and C, because --reward_clip C clips to [-C, C]")
+        raise ConfigError(
+            "the two bounds must be -C and C, because --reward_clip C clips to [-C, C]"
+        )
     return [f"--reward_clip={values[1]}"]
 
 
@@ -370,12 +497,16 @@ def _system_prompt_path(values: list[str], flags: Flags) -> list[str]:
 
 def _param_dtype(values: list[str], flags: Flags) -> list[str]:
     if values not in (["bf16"], ["fp32"]):
-        raise ConfigError("expected bf16 or fp32: models compute in bfloat16 with --bf16, otherwise in float32")
+        raise ConfigError(
+            "expected bf16 or fp32: models compute in bfloat16 with --bf16, otherwise in float32"
+        )
     return ["--bf16"] if values == ["bf16"] else []
 
 
 def _advantage_estimator(values: list[str], flags: Flags) -> list[str]:
-    """Translate on-policy distillation, whose teacher is an SGLang server at --remote_rm_url in those scripts."""
+    """Translate on-policy distillation, whose teacher is an SGLang server at --remote_rm_url in
+    those scripts.
+    """
     if values != ["on_policy_distillation"]:
         return ["--advantage_estimator", *values]
     return ["--advantage_estimator", "distill", "--reward", "none"]
@@ -394,10 +525,15 @@ SPECIAL: dict[str, Callable[[list[str], Flags], list[str]]] = {
     "max_len": _max_len,
     "eps_clip_low_high": _pair("eps_clip_low", "eps_clip_high"),
     "reward_clip_range": _reward_clip_range,
-    "overlong_penalty_factor": lambda values, flags: ["--overlong_buffer", "--overlong_buffer_penalty_factor", *values],
+    "overlong_penalty_factor": lambda values, flags: [
+        "--overlong_buffer",
+        "--overlong_buffer_penalty_factor",
+        *values,
+    ],
     "system_prompt_path": _system_prompt_path,
     "param_dtype": _param_dtype,
     "advantage_estimator": _advantage_estimator,
     "remote_rm_url": _remote_rm_url,
 }
-"""Flags with another form of values in other tools -> a function of the values, and of all flags."""
+"""Flags with another form of values in other tools -> a function of the values, and of all flags.
+"""

@@ -1,4 +1,5 @@
-"""Flags of TRL's configurations, and other common names, that this program does not have -> what to write instead.
+"""Flags of TRL's configurations, and other common names, that this program does not have -> what to
+write instead.
 
 An answer is the name of a flag, or a sentence if more than the name differs.
 """
@@ -6,14 +7,19 @@ An answer is the name of a flag, or a sentence if more than the name differs.
 TRL_FLAGS = {
     # ModelConfig and ScriptArguments
     "model_name_or_path": "pretrain",
-    "model_revision": "models are loaded from a folder or from the hub's main branch: download the revision and name its folder",
+    "model_revision": (
+        "models are loaded from a folder or from the hub's main branch: download the revision and"
+        " name its folder"
+    ),
     "dtype": "write --bf16, or nothing for float32",
     "torch_dtype": "write --bf16, or nothing for float32",
     "fp16": "write --bf16: half precision is not supported",
     "use_peft": "write --lora_rank N",
     "lora_r": "lora_rank",
     "lora_target_modules": "target_modules",
-    "load_in_8bit": "quantised weights are not supported; --lora_rank trains adapters of the unquantised model",
+    "load_in_8bit": (
+        "quantised weights are not supported; --lora_rank trains adapters of the unquantised model"
+    ),
     "dataset_name": "prompt_data",
     "dataset_path": "prompt_data",
     "dataset_train_split": "prompt_split",
@@ -21,9 +27,13 @@ TRL_FLAGS = {
     # TrainingArguments
     "output_dir": "save_path",
     "overwrite_output_dir": "overwrite",
-    "per_device_train_batch_size": "write --train_batch_size, the samples of one optimizer step on all devices, and "
-                                   "--max_tokens_per_microbatch for what fits on one",
-    "gradient_accumulation_steps": "write --train_batch_size, the samples of one optimizer step on all devices",
+    "per_device_train_batch_size": (
+        "write --train_batch_size, the samples of one optimizer step on all devices, and "
+        "--max_tokens_per_microbatch for what fits on one"
+    ),
+    "gradient_accumulation_steps": (
+        "write --train_batch_size, the samples of one optimizer step on all devices"
+    ),
     "per_device_eval_batch_size": "write --max_tokens_per_logprob_microbatch",
     "num_train_epochs": "num_episodes",
     "max_grad_norm": "max_norm",
@@ -53,7 +63,10 @@ TRL_FLAGS = {
     "response_length": "generate_max_len",
     "num_iterations": "max_epochs",
     "num_ppo_epochs": "max_epochs",
-    "steps_per_generation": "write --rollout_batch_size, the prompts of a step, and --train_batch_size, the samples of an update",
+    "steps_per_generation": (
+        "write --rollout_batch_size, the prompts of a step, and --train_batch_size, the samples of"
+        " an update"
+    ),
     "generation_batch_size": "write --rollout_batch_size, the prompts of a step",
     "epsilon": "eps_clip_low",
     "epsilon_high": "eps_clip_high",
@@ -62,8 +75,14 @@ TRL_FLAGS = {
     "kl_coef": "init_kl_coef",
     "whiten_rewards": "advantages_norm",
     "delta": "dual_clip",
-    "loss_type": "write --advantage_estimator (grpo, dapo, dr_grpo, ...) or --loss_agg_mode; in train_dpo --dpo_loss",
-    "scale_rewards": "write --advantage_estimator dr_grpo, which does not divide by the standard deviation of a group",
+    "loss_type": (
+        "write --advantage_estimator (grpo, dapo, dr_grpo, ...) or --loss_agg_mode; in train_dpo"
+        " --dpo_loss"
+    ),
+    "scale_rewards": (
+        "write --advantage_estimator dr_grpo, which does not divide by the standard deviation of a"
+        " group"
+    ),
     "importance_sampling_level": "write --policy_loss gspo for ratios of sequences",
     "reward_funcs": "reward",
     "reward_func": "reward",
@@ -74,15 +93,24 @@ TRL_FLAGS = {
     "top_entropy_quantile": "high_entropy_token_ratio",
     "sync_ref_model": "the reference of --init_kl_coef stays the model of the start",
     "use_vllm": "write --engine_type vllm",
-    "vllm_mode": "the engine shares the devices of training; --rollout_ranks N keeps N processes for generation alone",
+    "vllm_mode": (
+        "the engine shares the devices of training; --rollout_ranks N keeps N processes for"
+        " generation alone"
+    ),
     "vllm_importance_sampling_correction": "write --rollout_correction tis",
     "log_completions": "num_trajectories_to_save",
     # SFTConfig, DPOConfig, KTOConfig, RewardConfig
-    "max_length": "write --prompt_max_len; an answer may be as long as --max_tokens_per_microbatch allows",
-    "max_seq_length": "write --prompt_max_len; an answer may be as long as --max_tokens_per_microbatch allows",
+    "max_length": (
+        "write --prompt_max_len; an answer may be as long as --max_tokens_per_microbatch allows"
+    ),
+    "max_seq_length": (
+        "write --prompt_max_len; an answer may be as long as --max_tokens_per_microbatch allows"
+    ),
     "packing": "sequences are packed without a setting (--batching)",
     "padding_free": "sequences are packed without a setting (--batching)",
-    "assistant_only_loss": "only answers are learned without a setting; --learned_turns last: the last one alone",
+    "assistant_only_loss": (
+        "only answers are learned without a setting; --learned_turns last: the last one alone"
+    ),
     "completion_only_loss": "only answers are learned without a setting",
     "dataset_text_field": "input_key",
     "rpo_alpha": "sft_coef",
@@ -96,4 +124,4 @@ TRL_FLAGS = {
     "batch_size": "train_batch_size",
     "epochs": "num_episodes",
     "max_response_length": "generate_max_len",
-}  # fmt: skip
+}

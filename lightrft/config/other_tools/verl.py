@@ -1,4 +1,5 @@
-"""Keys of verl's configuration, which its users write as `data.train_batch_size=1024` -> what to write instead.
+"""Keys of verl's configuration, which its users write as `data.train_batch_size=1024` -> what to
+write instead.
 
 An answer is the name of a flag, or a sentence if more than the name differs.
 """
@@ -28,7 +29,6 @@ VERL_KEYS = {
     "data.seed": "seed",
     "data.trust_remote_code": "trust_remote_code",
     "data.apply_chat_template_kwargs": "chat_template_kwargs",
-
     "actor_rollout_ref.hybrid_engine": ALWAYS,
     "actor_rollout_ref.model.path": "pretrain",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "gradient_checkpointing",
@@ -42,15 +42,19 @@ VERL_KEYS = {
     "actor_rollout_ref.actor.strategy": "strategy",
     "actor_rollout_ref.actor.optim.lr": "learning_rate",
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "lr_warmup_ratio",
-    "actor_rollout_ref.actor.optim.lr_warmup_steps": "write --lr_warmup_ratio, the share of all steps",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": (
+        "write --lr_warmup_ratio, the share of all steps"
+    ),
     "actor_rollout_ref.actor.optim.lr_scheduler_type": "lr_scheduler",
     "actor_rollout_ref.actor.optim.warmup_style": "lr_scheduler",
     "actor_rollout_ref.actor.optim.weight_decay": "l2",
     "actor_rollout_ref.actor.optim.betas": "adam_betas",
     "actor_rollout_ref.actor.optim.clip_grad": "max_norm",
     "actor_rollout_ref.actor.grad_clip": "max_norm",
-    "actor_rollout_ref.actor.ppo_mini_batch_size": "write --train_batch_size, which counts samples where verl counts prompts: "
-                                                   "multiply by --n_samples_per_prompt",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": (
+        "write --train_batch_size, which counts samples where verl counts prompts: "
+        "multiply by --n_samples_per_prompt"
+    ),
     "actor_rollout_ref.actor.ppo_micro_batch_size": "micro_train_batch_size",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "micro_train_batch_size",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "max_tokens_per_microbatch",
@@ -63,14 +67,18 @@ VERL_KEYS = {
     "actor_rollout_ref.actor.entropy_coeff": "entropy_coef",
     "actor_rollout_ref.actor.use_kl_loss": "use_kl_loss",
     "actor_rollout_ref.actor.kl_loss_coef": "init_kl_coef",
-    "actor_rollout_ref.actor.kl_loss_type": "write --kl_estimator: k1 (kl), k2 (mse), k3 (low_var_kl) or k3+",
+    "actor_rollout_ref.actor.kl_loss_type": (
+        "write --kl_estimator: k1 (kl), k2 (mse), k3 (low_var_kl) or k3+"
+    ),
     "actor_rollout_ref.actor.loss_agg_mode": "loss_agg_mode",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "policy_loss",
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "sp_size",
     "actor_rollout_ref.actor.use_torch_compile": "torch.compile is not used",
     "actor_rollout_ref.actor.fsdp_config.param_offload": "fsdp_cpu_offload",
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "fsdp_cpu_offload",
-    "actor_rollout_ref.actor.fsdp_config.fsdp_size": "write --dp_replicate, the number of copies of the model",
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size": (
+        "write --dp_replicate, the number of copies of the model"
+    ),
     "actor_rollout_ref.actor.fsdp_config.model_dtype": "write --bf16, or nothing for float32",
     "actor_rollout_ref.ref.fsdp_config.param_offload": "offload_idle",
     "actor_rollout_ref.ref.log_prob_micro_batch_size": LOG_PROBS,
@@ -97,12 +105,13 @@ VERL_KEYS = {
     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": ALWAYS,
     "actor_rollout_ref.rollout.val_kwargs.n": "eval_n_samples",
     "actor_rollout_ref.rollout.val_kwargs.temperature": "eval_temperature",
-    "actor_rollout_ref.rollout.val_kwargs.do_sample": "a greedy response is always evaluated; --eval_n_samples N samples more",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": (
+        "a greedy response is always evaluated; --eval_n_samples N samples more"
+    ),
     "actor_rollout_ref.rollout.multi_turn.enable": "write --tools or --environment",
     "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "max_turns",
     "actor_rollout_ref.rollout.multi_turn.tool_config_path": "tools",
     "actor_rollout_ref.rollout.multi_turn.format": "tool_parser",
-
     "critic.model.path": "critic_pretrain",
     "critic.optim.lr": "critic_learning_rate",
     "critic.cliprange_value": "value_clip",
@@ -110,9 +119,12 @@ VERL_KEYS = {
     "reward_model.enable": "write --reward_pretrain",
     "reward_model.model.path": "reward_pretrain",
     "reward_model.reward_manager": "reward",
-    "custom_reward_function.path": "write --reward FILE:NAME; a function compute_score works unchanged",
-    "custom_reward_function.name": "write --reward FILE:NAME; a function compute_score works unchanged",
-
+    "custom_reward_function.path": (
+        "write --reward FILE:NAME; a function compute_score works unchanged"
+    ),
+    "custom_reward_function.name": (
+        "write --reward FILE:NAME; a function compute_score works unchanged"
+    ),
     "algorithm.adv_estimator": "advantage_estimator",
     "algorithm.gamma": "gamma",
     "algorithm.lam": "lambd",
@@ -126,7 +138,6 @@ VERL_KEYS = {
     "algorithm.filter_groups.enable": "dynamic_sampling",
     "algorithm.filter_groups.max_num_gen_batches": "dynamic_sampling_rounds",
     "algorithm.rollout_correction.rollout_is": "rollout_correction",
-
     "trainer.total_epochs": "num_episodes",
     "trainer.total_training_steps": "max_steps",
     "trainer.save_freq": "save_steps",
@@ -143,10 +154,13 @@ VERL_KEYS = {
     "trainer.device": ALWAYS,
     "trainer.n_gpus_per_node": LAUNCHER,
     "trainer.nnodes": LAUNCHER,
-}  # fmt: skip
+}
 
-KEY = re.compile(r"\+{0,2}~?((?:data|actor_rollout_ref|critic|reward_model|reward|algorithm|trainer|custom_reward_function|"
-                 r"global_profiler|ray_kwargs)\.[\w.]+)=(.*)", re.DOTALL)  # fmt: skip
+KEY = re.compile(
+    r"\+{0,2}~?((?:data|actor_rollout_ref|critic|reward_model|reward|algorithm|trainer|custom_reward_function|"
+    r"global_profiler|ray_kwargs)\.[\w.]+)=(.*)",
+    re.DOTALL,
+)
 
 
 def is_verl_key(token: str) -> bool:
