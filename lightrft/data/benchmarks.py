@@ -1,6 +1,8 @@
-"""Benchmarks in the columns in which they are published: the prompt, the right answer and the verifier of each.
+"""Benchmarks in the columns in which they are published: the prompt, the right answer and the
+verifier of each.
 
-Each has its instruction, which asks for the answer in the form that its verifier reads. Names are those of --eval_data.
+Each has its instruction, which asks for the answer in the form that its verifier reads. Names are
+those of --eval_data.
 """
 
 import hashlib
@@ -16,7 +18,8 @@ from lightrft.config.sections import DataSection
 from lightrft.data.prompts import Make, make_prompt
 from lightrft.types import Prompt
 
-INPUT, LABEL = "input", "label"
+INPUT = "input"
+LABEL = "label"
 """Columns that a benchmark adds to its rows: the prompt and the right answer."""
 LETTERS = "ABCD"
 
@@ -26,7 +29,8 @@ class Benchmark:
     """Format of a benchmark's rows and answers."""
 
     read: Callable[[dict[str, Any]], tuple[str, str]]
-    """Function of a row that returns the question and the right answer, and raises ValueError for a bad row."""
+    """Function of a row that returns the question and the right answer, and raises ValueError for a
+    bad row."""
     instruction: str
     """Text after the question."""
     reward: str
@@ -39,23 +43,42 @@ class Benchmark:
 
 
 def with_own_columns(section: DataSection) -> DataSection:
-    """Return the section for prompts of a benchmark: its own columns and instruction; chat template and limits as for others."""
-    keys = {"eval_input_key": INPUT, "eval_label_key": LABEL, "reference_key": None, "images_key": None}
+    """Return the section for prompts of a benchmark: its own columns and instruction; chat template
+    and limits as for others.
+    """
+    keys = {
+        "eval_input_key": INPUT,
+        "eval_label_key": LABEL,
+        "reference_key": None,
+        "images_key": None,
+    }
     return replace(section, **keys, input_template=None)
 
 
 def _make_prompt(
-    benchmark: Benchmark, section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **options: Any
+    benchmark: Benchmark,
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    row: dict[str, Any],
+    **options: Any,
 ) -> Prompt:
     question, answer = benchmark.read(row)
-    return make_prompt(section, tokenizer, row | {INPUT: f"{question}\n\n{benchmark.instruction}", LABEL: answer}, **options)
+    return make_prompt(
+        section,
+        tokenizer,
+        row | {INPUT: f"{question}\n\n{benchmark.instruction}", LABEL: answer},
+        **options,
+    )
 
 
 def _text(row: dict[str, Any], *names: str) -> str:
     """Return the text of the first of these columns that the row has."""
     value = next((row[name] for name in names if row.get(name) is not None), None)
     if value is None or not str(value).strip():
-        raise ValueError(f"no column {' or '.join(map(repr, names))} with a text; it has {', '.join(row) or 'none'}")
+        raise ValueError(
+            f"no column {' or '.join(map(repr, names))} with a text; it has"
+            f" {', '.join(row) or 'none'}"
+        )
     return str(value).strip()
 
 
@@ -78,24 +101,34 @@ def _aime(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def _gpqa(row: dict[str, Any]) -> tuple[str, str]:
-    """Order the options by a hash of each with the question: the same order in every run, on any rank, for any other rows."""
-    question, right = _text(row, "Question"), _text(row, "Correct Answer")
+    """Order the options by a hash of each with the question: the same order in every run, on any
+    rank, for any other rows.
+    """
+    question = _text(row, "Question")
+    right = _text(row, "Correct Answer")
     options = [right, *(_text(row, f"Incorrect Answer {number}") for number in (1, 2, 3))]
     if options.count(right) > 1:
         raise ValueError("an incorrect answer equals the correct one")
     options.sort(key=lambda option: hashlib.sha256(f"{question}\n{option}".encode()).digest())
-    listed = "\n".join(f"({letter}) {option}" for letter, option in zip(LETTERS, options, strict=True))
+    listed = "\n".join(
+        f"({letter}) {option}" for letter, option in zip(LETTERS, options, strict=True)
+    )
     return f"{question}\n\n{listed}", LETTERS[options.index(right)]
 
 
 BOXED = "Reason step by step, and write the final answer as \\boxed{answer}."
 benchmarks = {
-    "gsm8k": Benchmark(_gsm8k, "Reason step by step, and write the final answer, a number, after ####.", "number"),
+    "gsm8k": Benchmark(
+        _gsm8k, "Reason step by step, and write the final answer, a number, after ####.", "number"
+    ),
     "math500": Benchmark(_math500, BOXED, "math"),
     "aime": Benchmark(_aime, BOXED, "math"),
     "gpqa": Benchmark(
-        _gpqa, "Reason step by step, and end with `Answer: X`, where X is the letter of the right answer.", "choice"
+        _gpqa,
+        "Reason step by step, and end with `Answer: X`, where X is the letter of the right answer.",
+        "choice",
     ),
 }
-"""Name of a format -> the benchmark. GSM8K has the columns question and answer; MATH-500 problem and answer; AIME problem and
-answer, or Problem and Answer; GPQA Question, Correct Answer and Incorrect Answer 1 to 3."""
+"""Name of a format -> the benchmark. GSM8K has the columns question and answer; MATH-500 problem
+and answer; AIME problem and answer, or Problem and Answer; GPQA Question, Correct Answer and
+Incorrect Answer 1 to 3."""

@@ -51,12 +51,16 @@ class Conversation:
         )
 
     def without_ends(self, template: ChatTemplate) -> "Conversation":
-        """Return the conversation without end tokens in its answers: the template writes its own."""
+        """Return the conversation without end tokens in its answers: the template writes its
+        own.
+        """
         ends = template.ends
         messages = [
-            message | {"content": without_ends(message["content"], ends)}
-            if is_answer(message) and isinstance(message["content"], str)
-            else message
+            (
+                message | {"content": without_ends(message["content"], ends)}
+                if is_answer(message) and isinstance(message["content"], str)
+                else message
+            )
             for message in self.messages
         ]
         return Conversation(messages, self.tools, self.variables)
@@ -85,7 +89,8 @@ def conversation_tokens(
     if True not in learned[1:] or learned[0]:
         raise ValueError("the chat template renders an empty prompt, or an empty answer")
 
-    first, end = learned.index(True), len(learned) - learned[::-1].index(True)
+    first = learned.index(True)
+    end = len(learned) - learned[::-1].index(True)
     ending = (
         [] if token_ids[end - 1] in template.end_token_ids else [template.tokenizer.eos_token_id]
     )
@@ -96,7 +101,10 @@ def conversation_tokens(
 
 
 def _learned_turns(messages: Sequence[Message], num_turns: int) -> list[int]:
-    """Return the indices of the learned turns. Raise ValueError for those that cannot be learned."""
+    """Return the indices of the learned turns.
+
+    Raise ValueError for those that cannot be learned.
+    """
     for number, message in enumerate(messages, 1):
         if is_answer(message) and not message["content"] and not message.get("tool_calls"):
             raise ValueError(
@@ -104,8 +112,8 @@ def _learned_turns(messages: Sequence[Message], num_turns: int) -> list[int]:
             )
         if weight_of(message) and not is_answer(message):
             raise ValueError(
-                f"message {number} of {len(messages)}, of role {message['role']!r}, shall be learned (weight, train "
-                "or loss), but only turns of the assistant are"
+                f"message {number} of {len(messages)}, of role {message['role']!r}, shall be"
+                " learned (weight, train or loss), but only turns of the assistant are"
             )
 
     # The last turns are chosen first: --learned_turns last of a row whose last turn has the weight
@@ -116,8 +124,8 @@ def _learned_turns(messages: Sequence[Message], num_turns: int) -> list[int]:
         raise ValueError("no turn is learned: the weight of each is 0")
     if turns[0] == 0:
         raise ValueError(
-            "message 1 is a turn of the assistant with nothing before it, which cannot be learned: give it the weight 0, "
-            "or remove it"
+            "message 1 is a turn of the assistant with nothing before it, which cannot be learned:"
+            " give it the weight 0, or remove it"
         )
     return turns
 
@@ -132,6 +140,7 @@ def _texts(template: ChatTemplate, conversation: Conversation, turns: list[int])
 
     # A template with {% generation %} says itself where answers stand.
     marked = MARKED.search(template.tokenizer.get_chat_template())
+
     marks = _marks(template, conversation) if marked else {}
     spans = []
     for turn in turns:
@@ -144,17 +153,21 @@ def _texts(template: ChatTemplate, conversation: Conversation, turns: list[int])
             end = _end_of_mark(template, text, marks[turn])
         else:
             end = _end_of_turn(template, conversation, turn, text)
+
         if 0 <= start <= end and contains(text[start:end], answer_pieces(messages[turn])):
             spans.append((start, end))
         elif turns == [len(messages) - 1]:
             return [(before, False), (_continued(template, messages, before), True)]
         else:
             raise ValueError(_disagreement(turn, messages))
+
         if turn == len(messages) - 1 and start < len(before) and not marks:
             template.warn(
-                "the generation prompt of the chat template opens a thinking that its answers do not have: they are learned "
-                "as it renders them, after a prompt without it; see --chat_template_kwargs"
+                "the generation prompt of the chat template opens a thinking that its answers do"
+                " not have: they are learned as it renders them, after a prompt without it; see"
+                " --chat_template_kwargs"
             )
+
     return _cut(text, spans)
 
 
@@ -180,7 +193,10 @@ def _repeated(before: str, text: str) -> int:
 
 
 def _marks(template: ChatTemplate, conversation: Conversation) -> dict[int, Span]:
-    """Return the turns that the template marks. Raise ValueError if it does not mark all of them."""
+    """Return the turns that the template marks.
+
+    Raise ValueError if it does not mark all of them.
+    """
     tokenizer = template.tokenizer
     messages, variables = template.formed(
         conversation.messages, conversation.tools, conversation.variables
@@ -196,24 +212,32 @@ def _marks(template: ChatTemplate, conversation: Conversation) -> dict[int, Span
         raise ValueError(
             f"the chat template rejects it ({type(error).__name__}: {error})"
         ) from error
+
     spans: list[Span] = []
     for start, end in marks:
         if spans and not text[spans[-1][1] : start].strip():  # it marks an end token by itself
             spans[-1] = spans[-1][0], end
         else:
             spans.append((start, end))
+
     answers = [place for place, message in enumerate(conversation.messages) if is_answer(message)]
     if len(spans) != len(answers):
         raise ValueError(
-            f"the chat template marks {len(spans)} turns with {{% generation %}}, the assistant has {len(answers)}"
+            f"the chat template marks {len(spans)} turns with {{% generation %}}, the assistant has"
+            f" {len(answers)}"
         )
+
     return dict(zip(answers, spans, strict=True))
 
 
 def _end_of_mark(template: ChatTemplate, text: str, mark: Span) -> int:
     """Return the place after the end token of a marked turn, inside of the mark or behind it."""
     start, end = mark
-    closings = {template.closing.last.strip(), template.closing.inner.strip(), template.call_end} - {""}
+    closings = {
+        template.closing.last.strip(),
+        template.closing.inner.strip(),
+        template.call_end,
+    } - {""}
     ends = [place + len(each) for each in closings if (place := text.rfind(each, start, end)) >= 0]
     return max(ends) if ends else _with_closing(text, end, template)
 
@@ -246,11 +270,14 @@ def _end_of_turn(template: ChatTemplate, conversation: Conversation, turn: int, 
 def _with_closing(text: str, end: int, template: ChatTemplate) -> int:
     """Return the place after the end token that follows an answer, or the end of the answer."""
     closings = {template.closing.last, template.closing.inner, template.call_end} - {""}
-    return end + max((len(closing) for closing in closings if text.startswith(closing, end)), default=0)
+    return end + max(
+        (len(closing) for closing in closings if text.startswith(closing, end)), default=0
+    )
 
 
 def _continued(template: ChatTemplate, messages: list[Message], before: str) -> str:
-    """Return the last answer, whose thinking the template cuts, as it follows the generation prompt.
+    """Return the last answer, whose thinking the template cuts, as it follows the generation
+    prompt.
 
     Raise ValueError if the answer does not continue the generation prompt.
     """
@@ -264,13 +291,16 @@ def _continued(template: ChatTemplate, messages: list[Message], before: str) -> 
 def _disagreement(turn: int, messages: Sequence[Message]) -> str:
     if any(map(is_answer, messages[turn + 1 :])):
         return (
-            f"the chat template renders the answer in message {turn + 1} of {len(messages)} differently when other messages "
-            "follow, for example without its thinking; use --learned_turns last to train only on the last answer, or use one "
-            "row for each answer"
+            f"the chat template renders the answer in message {turn + 1} of {len(messages)}"
+            " differently when other messages follow, for example without its thinking; use"
+            " --learned_turns last to train only on the last answer, or use one row for each"
+            " answer"
         )
+
     return (
-        f"the chat template does not render the answer in message {turn + 1} of {len(messages)} after its generation prompt; "
-        "use a template that does, or one that marks answers with {% generation %}, or set --chat_template_kwargs"
+        f"the chat template does not render the answer in message {turn + 1} of {len(messages)}"
+        " after its generation prompt; use a template that does, or one that marks answers with"
+        " {% generation %}, or set --chat_template_kwargs"
     )
 
 

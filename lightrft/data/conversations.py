@@ -34,31 +34,57 @@ COMPLETIONS = ("prompt", "completion")
 
 
 def load_examples(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data", longest: int,
-    measure: MediaTokenCounter | None = None, requirements: Any = None,
-) -> PromptSet:  # fmt: skip
-    """Load prompts with answers as load_prompts() does; rows without an answer or above `longest` tokens are bad rows, too."""
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    source: str = "prompt_data",
+    longest: int,
+    measure: MediaTokenCounter | None = None,
+    requirements: Any = None,
+) -> PromptSet:
+    """Load prompts with answers as load_prompts() does; rows without an answer or above `longest`
+    tokens are bad rows, too.
+    """
     problem = partial(answer_problem, tokenizer=tokenizer, longest=longest)
-    options = {"row_problem": problem, "measure": measure, "make": make_example, "requirements": [longest, requirements]}
+    options = {
+        "row_problem": problem,
+        "measure": measure,
+        "make": make_example,
+        "requirements": [longest, requirements],
+    }
     return load_prompts(section, tokenizer, source=source, **options)
 
 
 def make_example(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, index: int, folder: Path = HERE,
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    row: dict[str, Any],
+    *,
+    index: int,
+    folder: Path = HERE,
     measure: MediaTokenCounter | None = None,
-) -> Prompt:  # fmt: skip
-    """Build a prompt whose `label` is learned: a text, or the Answer of a conversation. Raise ValueError for a bad row.
+) -> Prompt:
+    """Build a prompt whose `label` is learned: a text, or the Answer of a conversation.
+
+    Raise ValueError for a bad row.
 
     The prompt of a conversation ends where its first learned turn begins.
     """
     section = _with_usual_names(section, row)
-    value, label = row.get(section.input_key), row.get(section.label_key)
-    messages, answer = as_messages(value), as_messages(label)
+    value = row.get(section.input_key)
+    label = row.get(section.label_key)
+
+    messages = as_messages(value)
+    answer = as_messages(label)
     if answer is None and not isinstance(label, str) and not (messages and is_answer(messages[-1])):
-        return make_prompt(section, tokenizer, row, index=index, folder=folder, measure=measure)  # answer_problem() says it
+        # answer_problem() says it
+        return make_prompt(section, tokenizer, row, index=index, folder=folder, measure=measure)
+
     if not section.apply_chat_template:
         if messages or answer:
-            raise ValueError(f"{section.input_key!r} is a conversation; chat messages need --apply_chat_template")
+            raise ValueError(
+                f"{section.input_key!r} is a conversation; chat messages need --apply_chat_template"
+            )
         return make_prompt(section, tokenizer, row, index=index, folder=folder, measure=measure)
 
     if messages and is_answer(messages[-1]) and isinstance(label, str):
@@ -66,9 +92,14 @@ def make_example(
     if answer is None and label is not None:
         answer = [{"role": "assistant", "content": label}]
     learned = answer or messages
+
     messages = [*chat_of(section, value, messages), *(answer or [])]
     if not is_answer(messages[-1]):
-        raise ValueError(f"{section.label_key!r} ends with a message of role {messages[-1]['role']!r}, not of the assistant")
+        raise ValueError(
+            f"{section.label_key!r} ends with a message of role {messages[-1]['role']!r}, not of"
+            " the assistant"
+        )
+
     media = row_media(section, row, folder, messages)
     text, token_ids, answer = conversation_tokens(
         chat_template(section, tokenizer),
@@ -77,52 +108,79 @@ def make_example(
         only_last=section.learned_turns == "last",
     )
     prompt = Prompt(index, text, token_ids, {"label": answer}, media)
+
     return with_media_tokens(prompt, section, measure)
 
 
 def _with_usual_names(section: DataSection, row: dict[str, Any]) -> DataSection:
-    """Return the section with the usual column names of chat data, if the row has these and none were configured."""
+    """Return the section with the usual column names of chat data, if the row has these and none
+    were configured.
+    """
     if row.get(section.input_key) is not None or section.input_key != DataSection.input_key:
         return section
     for name in CHATS:
         if row.get(name) is not None:
             return replace(section, input_key=name)
-    if section.label_key == DataSection.label_key and all(row.get(name) is not None for name in COMPLETIONS):
+    if section.label_key == DataSection.label_key and all(
+        row.get(name) is not None for name in COMPLETIONS
+    ):
         return replace(section, input_key=COMPLETIONS[0], label_key=COMPLETIONS[1])
     return section
 
 
 def answer_problem(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: int) -> str | None:
-    """Return the reason why a row cannot be used, as with more than `longest` tokens including the end token; None if it can."""
+    """Return the reason why a row cannot be used, as with more than `longest` tokens including the
+    end token; None if it can.
+    """
     label = prompt.columns.get("label")
     if not isinstance(label, str | Answer) or not label:
         return f"no text to train on in the answer column (--label_key): {label!r}"
     length = prompt.num_tokens + len(answer_of(prompt, tokenizer).token_ids)
     if length > longest:
-        return f"prompt and answer have {length} tokens, more than --max_tokens_per_microbatch {longest}"
+        return (
+            f"prompt and answer have {length} tokens, more than --max_tokens_per_microbatch"
+            f" {longest}"
+        )
     return None
 
 
 def answer_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Answer:
     """Return the tokens after the prompt; for a text, all tokens and the end token are learned."""
     label = prompt.columns["label"]
-    return label if isinstance(label, Answer) else text_answer(DataSection(), tokenizer, prompt.text, label)
+    return (
+        label
+        if isinstance(label, Answer)
+        else text_answer(DataSection(), tokenizer, prompt.text, label)
+    )
 
 
-def text_answer(section: DataSection, tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Answer:
-    """Return the tokens of an answer as they follow the text of a prompt, with what ends a turn; all are learned."""
-    ends, closing = [tokenizer.eos_token], ""
+def text_answer(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str
+) -> Answer:
+    """Return the tokens of an answer as they follow the text of a prompt, with what ends a turn;
+    all are learned.
+    """
+    ends = [tokenizer.eos_token]
+    closing = ""
     if section.apply_chat_template:
         template = chat_template(section, tokenizer)
-        ends, closing = template.ends, template.closing.last
+        ends = template.ends
+        closing = template.closing.last
+
     answer = without_ends(answer, ends)
-    parts = consecutive_tokens(tokenizer, [prompt, answer + closing], special_tokens=not section.apply_chat_template)
+    parts = consecutive_tokens(
+        tokenizer, [prompt, answer + closing], special_tokens=not section.apply_chat_template
+    )
     token_ids = parts[1] if closing or not answer else [*parts[1], tokenizer.eos_token_id]
+
     return Answer(TokenIds(token_ids), [True] * len(token_ids))
 
 
 def supervised_batch(
-    prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, rows: list[int], expand: Expand | None = None
+    prompts: list[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[int],
+    expand: Expand | None = None,
 ) -> Batch:
     """Build a batch of prompts with their answers. `rows` are their indices in the whole batch.
 
@@ -132,20 +190,39 @@ def supervised_batch(
     return Batch(**flat_columns(answered, expand), rows=torch.tensor(rows, dtype=torch.int64))
 
 
-def flat_columns(answered: Sequence[tuple[Prompt, Answer]], expand: Expand | None = None) -> dict[str, Any]:
-    """Return the columns of a flat batch in which each prompt is followed by its answer, without `rows`.
+def flat_columns(
+    answered: Sequence[tuple[Prompt, Answer]], expand: Expand | None = None
+) -> dict[str, Any]:
+    """Return the columns of a flat batch in which each prompt is followed by its answer, without
+    `rows`.
 
-    A prompt that occurs with several answers is expanded once. The first token of a sequence is never learned.
+    A prompt that occurs with several answers is expanded once. The first token of a sequence is
+    never learned.
     """
     unique = {id(prompt): prompt for prompt, _ in answered}
     expanded = {key: expand(prompt) for key, prompt in unique.items()} if expand else {}
-    read = [expanded[id(prompt)] if expand else Expanded(list(prompt.token_ids), {}) for prompt, _ in answered]
+    read = [
+        expanded[id(prompt)] if expand else Expanded(list(prompt.token_ids), {})
+        for prompt, _ in answered
+    ]
     both = [(each.token_ids, answer) for each, (_, answer) in zip(read, answered, strict=True)]
     masks = [[False] * len(prompt) + answer.learned for prompt, answer in both]
+
     return {
-        "lengths": torch.tensor([len(prompt) + len(answer.token_ids) for prompt, answer in both], dtype=torch.int64),
-        "input_ids": torch.tensor([token for ids, answer in both for token in (*ids, *answer.token_ids)], dtype=torch.int64),
-        "loss_mask": torch.tensor([value for mask in masks for value in (False, *mask[1:])], dtype=torch.bool),
+        "lengths": torch.tensor(
+            [len(prompt) + len(answer.token_ids) for prompt, answer in both], dtype=torch.int64
+        ),
+        "input_ids": torch.tensor(
+            [token for ids, answer in both for token in (*ids, *answer.token_ids)],
+            dtype=torch.int64,
+        ),
+        "loss_mask": torch.tensor(
+            [value for mask in masks for value in (False, *mask[1:])], dtype=torch.bool
+        ),
         "media": [each.features for each in read] if expand else None,
-        "tower_tokens": torch.tensor([each.tower_tokens for each in read], dtype=torch.int64) if expand else None,
+        "tower_tokens": (
+            torch.tensor([each.tower_tokens for each in read], dtype=torch.int64)
+            if expand
+            else None
+        ),
     }

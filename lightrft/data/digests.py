@@ -21,7 +21,15 @@ from lightrft.versions import installed_version
 NUM_PIECES = 64
 """Number of pieces of the data with a digest each, so that a change can be located."""
 OF_DATA_SETS = {
-    *("prompt_data", "prompt_data_probs", "prompt_split", "eval_data", "eval_split", "pretrain_data", "pretrain_split"),
+    *(
+        "prompt_data",
+        "prompt_data_probs",
+        "prompt_split",
+        "eval_data",
+        "eval_split",
+        "pretrain_data",
+        "pretrain_split",
+    ),
     *("max_samples", "max_eval_samples", "data_cache"),
 }
 """Fields that do not change a row."""
@@ -34,7 +42,9 @@ def digests_of_pieces(rows: Sequence[Any]) -> list[str]:
 
 
 def digest(rows: Iterable[Any]) -> str:
-    """Return a digest of the fields of rows, which are dataclasses, that equality compares; it is the same in every process."""
+    """Return a digest of the fields of rows, which are dataclasses, that equality compares; it is
+    the same in every process.
+    """
     hasher = hashlib.sha256()
     for row in rows:
         values = [getattr(row, field.name) for field in fields(row) if field.compare]
@@ -43,17 +53,37 @@ def digest(rows: Iterable[Any]) -> str:
 
 
 def cache_key(
-    section: DataSection, names: list[str], split: str, limit: int | None, tokenizer: PreTrainedTokenizerBase, others: Any
+    section: DataSection,
+    names: list[str],
+    split: str,
+    limit: int | None,
+    tokenizer: PreTrainedTokenizerBase,
+    others: Any,
 ) -> str:
-    """Return a digest of what tokenized data depend on: the files with their times, tokenizer, fields, versions, and `others`."""
+    """Return a digest of what tokenized data depend on: the files with their times, tokenizer,
+    fields, versions, and `others`.
+    """
     options = {name: value for name, value in asdict(section).items() if name not in OF_DATA_SETS}
     versions = [lightrft.__version__, installed_version("reasoning-gym")]
-    content = [[_state(name) for name in names], split, limit, options, _state_of_tokenizer(tokenizer), versions, others]
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    content = [
+        [_state(name) for name in names],
+        split,
+        limit,
+        options,
+        _state_of_tokenizer(tokenizer),
+        versions,
+        others,
+    ]
+
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[
+        :16
+    ]
 
 
 def _state(name: str) -> Any:
-    """Return the name of a data set with sizes and times of its files; those of the program for an object of Python."""
+    """Return the name of a data set with sizes and times of its files; those of the program for an
+    object of Python.
+    """
     path = Path(name).expanduser()
     if not path.exists() and ":" in name:
         module = name.rpartition(":")[0]
@@ -61,8 +91,18 @@ def _state(name: str) -> Any:
         with suppress(ImportError, ValueError):
             spec = None if module.endswith(".py") else find_spec(module)
             path = Path(spec.origin) if spec and spec.origin else path
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path] if path.is_file() else []
-    return [name, [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]]
+
+    files = (
+        sorted(file for file in path.rglob("*") if file.is_file())
+        if path.is_dir()
+        else [path]
+        if path.is_file()
+        else []
+    )
+    return [
+        name,
+        [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+    ]
 
 
 def _state_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -72,9 +112,13 @@ def _state_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def _stable(value: Any) -> Any:
-    """Convert what JSON cannot: token ids and bytes by their content, others by their type, as a repr may contain an address."""
+    """Convert what JSON cannot: token ids and bytes by their content, others by their type, as a
+    repr may contain an address.
+    """
     if isinstance(value, TokenIds):
         return value.tolist()
     if isinstance(value, MediaFile):
-        return json.dumps([value.name, "" if isinstance(value.source, Path) else value.source], default=_stable)
+        return json.dumps(
+            [value.name, "" if isinstance(value.source, Path) else value.source], default=_stable
+        )
     return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else type(value).__name__

@@ -12,13 +12,14 @@ from lightrft.types import Answer, Prompt
 class Duplicates:
     """Prompts that have occurred, as digests of 16 bytes each.
 
-    Two rows are duplicates if their prompts have the same text, as templates render it, and the same media; rows that are
-    learned (`with_answer`) need the same answer, too. With "whitespace", all white space between words is equal, and that around
-    the text is ignored.
+    Two rows are duplicates if their prompts have the same text, as templates render it, and the
+    same media; rows that are learned (`with_answer`) need the same answer, too. With "whitespace",
+    all white space between words is equal, and that around the text is ignored.
     """
 
     def __init__(self, mode: Literal["none", "exact", "whitespace"], *, with_answer: bool):
-        self.mode, self.with_answer = mode, with_answer
+        self.mode = mode
+        self.with_answer = with_answer
         self.count = 0
         """Number of rows of the current data set that were omitted."""
         self._seen: set[bytes] = set()
@@ -27,19 +28,30 @@ class Duplicates:
         """Return True if the prompt has occurred before; otherwise it has now."""
         if self.mode == "none":
             return False
-        media = [(medium, item.name, item.source) for medium, items in sorted(prompt.multi_modal.items()) for item in items]
+
+        media = [
+            (medium, item.name, item.source)
+            for medium, items in sorted(prompt.multi_modal.items())
+            for item in items
+        ]
         key = [self._text(prompt.text), media, self._answers(prompt) if self.with_answer else None]
         digest = blake2b(repr(key).encode(), digest_size=16).digest()
         if digest in self._seen:
             self.count += 1
             return True
+
         self._seen.add(digest)
         return False
 
     def report(self, flag: str, num_rows: int) -> None:
-        """Log how many rows of a data set were omitted, on the first rank, and begin to count anew; `num_rows` are left."""
+        """Log how many rows of a data set were omitted, on the first rank, and begin to count anew;
+        `num_rows` are left.
+        """
         if self.mode != "none" and is_first_rank():
-            logger.info(f"{flag}: {self.count} duplicates omitted (--deduplicate {self.mode}), {num_rows} rows are left")
+            logger.info(
+                f"{flag}: {self.count} duplicates omitted (--deduplicate {self.mode}), {num_rows}"
+                " rows are left"
+            )
         self.count = 0
 
     def _text(self, text: str) -> str:

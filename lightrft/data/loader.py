@@ -1,4 +1,6 @@
-"""Order of the data rows: a function of the seed and the position, so a resumed run has nothing to replay."""
+"""Order of the data rows: a function of the seed and the position, so a resumed run has nothing to
+replay.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +30,9 @@ class Order:
             raise DataError(f"{num_rows} rows of data do not fill one batch of {batch_size}")
 
     def rows(self, first: int, count: int) -> list[int]:
-        """Return `count` (at least 1) rows from position `first` on, counted from 0 over all passes."""
+        """Return `count` (at least 1) rows from position `first` on, counted from 0 over all
+        passes.
+        """
         passes = range(first // self.num_rows, (first + count - 1) // self.num_rows + 1)
         line = torch.cat([_shuffle(self.num_rows, self.seed + number) for number in passes])
         begin = first % self.num_rows
@@ -37,26 +41,34 @@ class Order:
 
 @lru_cache(maxsize=2)
 def _shuffle(num_rows: int, seed: int) -> torch.Tensor:
-    """Return the rows of a pass, [num_rows] int64; large data take seconds to shuffle, and every batch asks for a pass."""
+    """Return the rows of a pass, [num_rows] int64; large data take seconds to shuffle, and every
+    batch asks for a pass.
+    """
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
 
 
 def draws_of_epoch(sizes: Sequence[int], probabilities: Sequence[float]) -> int:
-    """Return the number of draws after which every row has been drawn at least once on average: max n_i / p_i."""
-    return ceil(max(size / probability for size, probability in zip(sizes, probabilities, strict=True)) - 1e-9)
+    """Return the number of draws after which every row has been drawn at least once on average: max
+    n_i / p_i.
+    """
+    return ceil(
+        max(size / probability for size, probability in zip(sizes, probabilities, strict=True))
+        - 1e-9
+    )
 
 
 class Blend:
     """Endless sequence of the rows of several data sets, one after another in the numbers of rows.
 
-    Each draw is from data set i with probability p_i, independently of the others, and takes the next row in the order of that
-    data set. The draws are a function of the seed, made in blocks, so a position needs no history but the counts of the blocks
-    before it.
+    Each draw is from data set i with probability p_i, independently of the others, and takes the
+    next row in the order of that data set. The draws are a function of the seed, made in blocks, so
+    a position needs no history but the counts of the blocks before it.
     """
 
     def __init__(self, orders: Sequence[Order], probabilities: Sequence[float], seed: int):
         """Set up the sequence. The probabilities are divided by their sum."""
-        self.orders, self.seed = orders, seed
+        self.orders = orders
+        self.seed = seed
         self.probabilities = torch.tensor(probabilities, dtype=torch.float64) / sum(probabilities)
         sizes = [order.num_rows for order in orders]
         self.num_rows = draws_of_epoch(sizes, self.probabilities.tolist())
@@ -66,10 +78,17 @@ class Blend:
         """Number of draws from each data set before each block."""
 
     def rows(self, first: int, count: int) -> list[int]:
-        """Return `count` (at least 1) rows from position `first` on, counted from 0 over all epochs."""
+        """Return `count` (at least 1) rows from position `first` on, counted from 0 over all
+        epochs.
+        """
         block, before = divmod(first, BLOCK)
-        line = torch.cat([self._block(number) for number in range(block, (first + count - 1) // BLOCK + 1)])
-        drawn = self._counts_before(block) + torch.bincount(line[:before], minlength=len(self.orders))
+        line = torch.cat(
+            [self._block(number) for number in range(block, (first + count - 1) // BLOCK + 1)]
+        )
+        drawn = self._counts_before(block) + torch.bincount(
+            line[:before], minlength=len(self.orders)
+        )
+
         line = line[before : before + count]
         rows = torch.empty_like(line)
         for source, order in enumerate(self.orders):
@@ -77,6 +96,7 @@ class Blend:
             if len(places):
                 source_rows = torch.tensor(order.rows(int(drawn[source]), len(places)))
                 rows[places] = source_rows + self._offsets[source]
+
         return rows.tolist()
 
     def _block(self, number: int) -> torch.Tensor:
@@ -92,12 +112,15 @@ class Blend:
 
 
 def share_of(rank: int, size: int, count: int) -> range:
-    """Return the consecutive part of `count` items that belongs to `rank` of `size`; sizes of parts differ by at most one."""
+    """Return the consecutive part of `count` items that belongs to `rank` of `size`; sizes of parts
+    differ by at most one.
+    """
     return range(rank * count // size, (rank + 1) * count // size)
 
 
 def fair_owners(size: int, costs: Sequence[float]) -> list[int]:
-    """Return the rank of each item with these positive costs: consecutive parts that balance the costs of all ranks.
+    """Return the rank of each item with these positive costs: consecutive parts that balance the
+    costs of all ranks.
 
     For equal costs they are those of share_of().
     """

@@ -1,4 +1,6 @@
-"""Images, videos and sound in the data: the files of a row, and their contents, which are read only when needed."""
+"""Images, videos and sound in the data: the files of a row, and their contents, which are read only
+when needed.
+"""
 
 import base64
 import json
@@ -27,17 +29,30 @@ from PIL import Image, ImageOps, ImageSequence
 from lightrft.config.errors import DataError
 from lightrft.samples import Prompt
 
-IMAGES, VIDEOS, AUDIOS = "images", "videos", "audios"
+IMAGES = "images"
+VIDEOS = "videos"
+AUDIOS = "audios"
 """Keys of the media in prompts and requests."""
 KINDS = {IMAGES: "image", VIDEOS: "video", AUDIOS: "audio"}
-"""Key of a medium -> its type in the parts of a chat message; <image>, <video> and <audio> stand for them in its text."""
+"""Key of a medium -> its type in the parts of a chat message; <image>, <video> and <audio> stand
+for them in its text."""
 ORIENTATION = 0x0112
 """EXIF tag of the orientation of an image; values from 5 on include a rotation by 90 degrees."""
 THUMBNAIL = 160
 """Longer side of a thumbnail in pixels: a JPEG of about 5 kB, never more than about 30 kB."""
-UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, wave.Error, Image.DecompressionBombError)
+UNREADABLE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    IndexError,
+    struct.error,
+    wave.Error,
+    Image.DecompressionBombError,
+)
 """Exceptions for damaged files, and for files with too many pixels."""
-PLAYED_RATE, PLAYED = 8000, 64_000
+PLAYED_RATE = 8000
+PLAYED = 64_000
 """Samples per second, and number of samples of one byte, of the sound that a report plays."""
 FIRST = 64
 """Number of rows whose media --check_media first reads."""
@@ -49,7 +64,18 @@ RIFF = b"RIFF"
 """First bytes of a .wav file."""
 WAVE_TYPES = {1: np.uint8, 2: np.int16, 4: np.int32}
 """Bytes of a sample -> its type."""
-SOURCES = ("path", "url", "image", "video", "audio", "image_url", "video_url", "audio_url", "input_audio", "data")
+SOURCES = (
+    "path",
+    "url",
+    "image",
+    "video",
+    "audio",
+    "image_url",
+    "video_url",
+    "audio_url",
+    "input_audio",
+    "data",
+)
 """Keys of an object that names a file."""
 SHORTEST_BASE64 = 256
 """Smallest number of characters of a text without a head that may be a file in base64."""
@@ -71,21 +97,37 @@ class ImageFile:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Return width and height, upright. Only the start of the file is read. Raise ValueError if it cannot be read."""
+        """Return width and height, upright.
+
+        Only the start of the file is read. Raise ValueError if it cannot be read.
+        """
         try:
-            with _of_bytes(BytesIO(self.source) if isinstance(self.source, bytes) else _regular(self.source)) as image:
-                turned = Image.Image.getexif(image).get(ORIENTATION, 1) >= 5  # PNG's own getexif would decode the whole image
+            with _of_bytes(
+                BytesIO(self.source) if isinstance(self.source, bytes) else _regular(self.source)
+            ) as image:
+                # PNG's own getexif would decode the whole image
+                turned = Image.Image.getexif(image).get(ORIENTATION, 1) >= 5
                 return image.size[::-1] if turned else image.size
         except UNREADABLE as error:
             raise ValueError(f"image {self.name} cannot be read: {error}") from error
 
     def open(self) -> Image.Image:
-        """Return the image in RGB, without transparency, and upright. Raise DataError if it cannot be read."""
+        """Return the image in RGB, without transparency, and upright.
+
+        Raise DataError if it cannot be read.
+        """
         try:
-            content = self.source if isinstance(self.source, bytes) else _regular(self.source).read_bytes()
+            content = (
+                self.source
+                if isinstance(self.source, bytes)
+                else _regular(self.source).read_bytes()
+            )
             return ImageOps.exif_transpose(_of_bytes(BytesIO(content))).convert("RGB")
         except UNREADABLE as error:
-            raise DataError(f"image {self.name} cannot be read: {error}; repair it, or remove its rows from the data") from error
+            raise DataError(
+                f"image {self.name} cannot be read: {error}; repair it, or remove its rows from the"
+                " data"
+            ) from error
 
     @property
     def identity(self) -> bytes:
@@ -93,13 +135,17 @@ class ImageFile:
         return _identity(self.source)
 
     def thumbnail(self) -> str:
-        """Return a small JPEG of the image as a data URI, which a page shows without loading anything."""
+        """Return a small JPEG of the image as a data URI, which a page shows without loading
+        anything.
+        """
         return _small_jpeg(self.open())
 
 
 @dataclass(frozen=True, slots=True)
 class VideoFile:
-    """Video of which a model sees some frames, evenly spaced: a file, its contents, or the images of its frames."""
+    """Video of which a model sees some frames, evenly spaced: a file, its contents, or the images
+    of its frames.
+    """
 
     name: str
     source: Path | bytes | tuple[ImageFile, ...]
@@ -110,7 +156,10 @@ class VideoFile:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Return number, height and width of the frames that the model sees. Raise ValueError if it cannot be read."""
+        """Return number, height and width of the frames that the model sees.
+
+        Raise ValueError if it cannot be read.
+        """
         try:
             with closing(self._read()) as frames:
                 total, seconds = next(frames)
@@ -120,7 +169,10 @@ class VideoFile:
             raise ValueError(f"video {self.name} cannot be read: {error}") from error
 
     def open(self) -> dict[str, Any]:
-        """Return `frames` [T, H, W, 3] uint8 and their `fps`. Raise DataError if it cannot be read."""
+        """Return `frames` [T, H, W, 3] uint8 and their `fps`.
+
+        Raise DataError if it cannot be read.
+        """
         try:
             with closing(self._read()) as frames:
                 total, seconds = next(frames)
@@ -130,11 +182,18 @@ class VideoFile:
             rows = [np.asarray(frame_of[min(place, last)].convert("RGB")) for place in places]
             return {"frames": np.stack(rows), "fps": len(rows) / seconds if seconds else self.fps}
         except UNREADABLE as error:
-            raise DataError(f"video {self.name} cannot be read: {error}; repair it, or remove its rows from the data") from error
+            raise DataError(
+                f"video {self.name} cannot be read: {error}; repair it, or remove its rows from the"
+                " data"
+            ) from error
 
     @property
     def identity(self) -> bytes:
-        return b"".join(frame.identity for frame in self.source) if isinstance(self.source, tuple) else _identity(self.source)
+        return (
+            b"".join(frame.identity for frame in self.source)
+            if isinstance(self.source, tuple)
+            else _identity(self.source)
+        )
 
     def thumbnail(self) -> str:
         """Return the middle frame as a small JPEG."""
@@ -142,7 +201,9 @@ class VideoFile:
         return _small_jpeg(Image.fromarray(frames[len(frames) // 2]))
 
     def _places(self, total: int, seconds: float) -> list[int]:
-        """Return the indices of the frames that the model sees, of `total` in so many seconds; 0: their times are not known."""
+        """Return the indices of the frames that the model sees, of `total` in so many seconds; 0:
+        their times are not known.
+        """
         count = min(max(round(seconds * self.fps), 1) if seconds else total, self.most, total)
         return [(2 * place + 1) * total // (2 * count) for place in range(count)]
 
@@ -152,21 +213,29 @@ class VideoFile:
             yield len(self.source), 0.0
             yield from (image.open() for image in self.source)
             return
-        content = self.source if isinstance(self.source, bytes) else _regular(self.source).read_bytes()
+
+        content = (
+            self.source if isinstance(self.source, bytes) else _regular(self.source).read_bytes()
+        )
         try:
             image = Image.open(BytesIO(content))
         except UNREADABLE:
             yield from decoded_frames(content)
             return
+
         with image:
-            seconds = sum(frame.info.get("duration", 0) for frame in ImageSequence.Iterator(image)) / 1000
+            seconds = (
+                sum(frame.info.get("duration", 0) for frame in ImageSequence.Iterator(image)) / 1000
+            )
             yield image.n_frames, seconds
             yield from (frame.copy() for frame in ImageSequence.Iterator(image))
 
 
 @dataclass(frozen=True, slots=True)
 class AudioFile:
-    """Clip of sound: a file, its contents, or a waveform [N] of floats with its number of samples per second."""
+    """Clip of sound: a file, its contents, or a waveform [N] of floats with its number of samples
+    per second.
+    """
 
     name: str
     source: Path | bytes | tuple[Sequence[float], int]
@@ -175,10 +244,17 @@ class AudioFile:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Return the number of samples, and their number in a second. Raise ValueError if it cannot be read."""
+        """Return the number of samples, and their number in a second.
+
+        Raise ValueError if it cannot be read.
+        """
         try:
             count, rate = self._stored_size()
-            return (resampled_length(count, rate, self.rate), self.rate) if self.rate else (count, rate)
+            return (
+                (resampled_length(count, rate, self.rate), self.rate)
+                if self.rate
+                else (count, rate)
+            )
         except UNREADABLE as error:
             raise ValueError(f"sound {self.name} cannot be read: {error}") from error
 
@@ -198,25 +274,42 @@ class AudioFile:
         """
         try:
             clip = self._stored()
-            return resample(clip, self.rate) if self.rate not in (0, clip["sampling_rate"]) else clip
+            return (
+                resample(clip, self.rate) if self.rate not in (0, clip["sampling_rate"]) else clip
+            )
         except UNREADABLE as error:
-            raise DataError(f"sound {self.name} cannot be read: {error}; repair it, or remove its rows from the data") from error
+            raise DataError(
+                f"sound {self.name} cannot be read: {error}; repair it, or remove its rows from the"
+                " data"
+            ) from error
 
     def _stored(self) -> dict[str, Any]:
         if isinstance(self.source, tuple):
-            return {"array": np.asarray(self.source[0], dtype=np.float32), "sampling_rate": self.source[1]}
+            return {
+                "array": np.asarray(self.source[0], dtype=np.float32),
+                "sampling_rate": self.source[1],
+            }
         content = self._content()
         return _wave(content) if content[:4] == RIFF else decoded_sound(content)
 
     @property
     def identity(self) -> bytes:
-        return np.asarray(self.source[0]).tobytes() if isinstance(self.source, tuple) else _identity(self.source)
+        return (
+            np.asarray(self.source[0]).tobytes()
+            if isinstance(self.source, tuple)
+            else _identity(self.source)
+        )
 
     def player(self) -> str:
-        """Return the first seconds as a small .wav file in a data URI, which a page plays without loading anything."""
-        clip, content = self.open(), BytesIO()
+        """Return the first seconds as a small .wav file in a data URI, which a page plays without
+        loading anything.
+        """
+        clip = self.open()
+        content = BytesIO()
         every = max(1, round(clip["sampling_rate"] / PLAYED_RATE))
-        array = clip["array"][: len(clip["array"]) // every * every].reshape(-1, every).mean(1)[:PLAYED]
+        array = (
+            clip["array"][: len(clip["array"]) // every * every].reshape(-1, every).mean(1)[:PLAYED]
+        )
         with wave.open(content, "wb") as file:
             file.setparams((1, 1, clip["sampling_rate"] // every, 0, "NONE", ""))
             file.writeframes(((array.clip(-1, 1) + 1) * 127.5).astype(np.uint8).tobytes())
@@ -237,18 +330,32 @@ def items_of(medium: str, value: Any) -> list[Any]:
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         with suppress(ValueError):
             value = json.loads(value)
+
     if value is None:
         return []
     if not isinstance(value, list | tuple):
         return [value]
+
     if medium != VIDEOS and any(isinstance(item, list | tuple) for item in value):
-        value = [inner for item in value for inner in (item if isinstance(item, list | tuple) else [item])]
-    frames = medium == VIDEOS and value and not isinstance(value[0], list | tuple) and _is_image(value[0])
+        value = [
+            inner
+            for item in value
+            for inner in (item if isinstance(item, list | tuple) else [item])
+        ]
+
+    frames = (
+        medium == VIDEOS
+        and value
+        and not isinstance(value[0], list | tuple)
+        and _is_image(value[0])
+    )
     return [value] if frames else list(value)
 
 
 def items_in(medium: str, messages: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Return the items that parts of messages have themselves, such as {"type": "image", "image": path}."""
+    """Return the items that parts of messages have themselves, such as {"type": "image", "image":
+    path}.
+    """
     contents = [message["content"] for message in messages if isinstance(message["content"], list)]
     parts = [part for content in contents for part in content if part["type"] == KINDS[medium]]
     return [item for part in parts if (item := named(part)) is not part]
@@ -262,7 +369,9 @@ def _is_image(item: Any) -> bool:
 
 
 def named(item: Any) -> Any:
-    """Return the path, address or content of an item that is an object with one of the usual keys; else the item."""
+    """Return the path, address or content of an item that is an object with one of the usual keys;
+    else the item.
+    """
     if not isinstance(item, dict) or item.get("bytes"):
         return item["bytes"] if isinstance(item, dict) and isinstance(item["bytes"], str) else item
     return next((named(item[key]) for key in SOURCES if item.get(key) is not None), item)
@@ -307,7 +416,11 @@ class Places:
 
     def audio(self, item: Any, *, rate: int = 0) -> AudioFile:
         if isinstance(item, dict) and item.get("array") is not None:
-            return AudioFile(item.get("path") or "inside the data", (item["array"], int(item["sampling_rate"])), rate)
+            return AudioFile(
+                item.get("path") or "inside the data",
+                (item["array"], int(item["sampling_rate"])),
+                rate,
+            )
         return AudioFile(*self._file(item, "sound"), rate)
 
     def _file(self, item: Any, label: str) -> tuple[str, Path | bytes]:
@@ -316,15 +429,26 @@ class Places:
         Raise ValueError for a path outside of the root, a file that is too large, and other values.
         """
         name, source = self._resolve(item, label)
-        size = len(source) if isinstance(source, bytes) else source.stat().st_size if source.is_file() else 0
+        size = (
+            len(source)
+            if isinstance(source, bytes)
+            else source.stat().st_size
+            if source.is_file()
+            else 0
+        )
         if size > self.most_bytes:
-            raise ValueError(f"{label} {name} has {size / 1e6:,.6g} MB, more than --media_max_mb {self.most_bytes / 1e6:,.6g}")
+            raise ValueError(
+                f"{label} {name} has {size / 1e6:,.6g} MB, more than --media_max_mb"
+                f" {self.most_bytes / 1e6:,.6g}"
+            )
+
         return name, source
 
     def _resolve(self, item: Any, label: str) -> tuple[str, Path | bytes]:
         item = named(item)
         if isinstance(item, str) and (content := decoded("".join(item.split()))):
             return "inside the data", content
+
         if isinstance(item, str) and item.startswith("file://"):
             item = unquote(urlsplit(item).path)
         if isinstance(item, str) and item.startswith(("http://", "https://")):
@@ -338,22 +462,35 @@ class Places:
             return item, path
         if isinstance(item, bytes) and item:
             return "inside the data", item
+
         if isinstance(item, dict) and (content := item.get("bytes")):
             return item.get("path") or "inside the data", content
+
         raise ValueError(
-            f"{label}: it must be a path, an address, bytes of a file, base64, or what the datasets package yields, "
-            f"not {item!r:.80}"
+            f"{label}: it must be a path, an address, bytes of a file, base64, or what the datasets"
+            f" package yields, not {item!r:.80}"
         )
 
 
 def _png(pixels: Image.Image | np.ndarray) -> bytes:
-    """Return an image, or pixels [H, W] or [H, W, 3] uint8, as a file with the same pixels. Raise ValueError for other arrays."""
+    """Return an image, or pixels [H, W] or [H, W, 3] uint8, as a file with the same pixels.
+
+    Raise ValueError for other arrays.
+    """
     if isinstance(pixels, np.ndarray):
-        if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] == 3)):
-            raise ValueError(f"image: an array must be [H, W] or [H, W, 3] of uint8, not {list(pixels.shape)} of {pixels.dtype}")
+        if pixels.dtype != np.uint8 or not (
+            pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] == 3)
+        ):
+            raise ValueError(
+                f"image: an array must be [H, W] or [H, W, 3] of uint8, not {list(pixels.shape)} of"
+                f" {pixels.dtype}"
+            )
         pixels = Image.fromarray(pixels)
+
     content = BytesIO()
-    (pixels.convert("RGB") if pixels.mode == "CMYK" else pixels).save(content, "PNG", compress_level=1)
+    (pixels.convert("RGB") if pixels.mode == "CMYK" else pixels).save(
+        content, "PNG", compress_level=1
+    )
     return content.getvalue()
 
 
@@ -367,8 +504,10 @@ def fetch(address: str, most_bytes: int) -> Path:
     owner = folder.lstat()
     if not stat.S_ISDIR(owner.st_mode) or owner.st_uid != os.getuid() or owner.st_mode & 0o022:
         raise ValueError(
-            f"{folder} is a folder that others can write, or a link: remove it, or set TMPDIR to a folder of your own"
+            f"{folder} is a folder that others can write, or a link: remove it, or set TMPDIR to a"
+            " folder of your own"
         )
+
     file = folder / sha256(address.encode()).hexdigest()
     if not file.exists():
         try:
@@ -381,6 +520,7 @@ def fetch(address: str, most_bytes: int) -> Path:
         part = file.with_suffix(f".{os.getpid()}")
         part.write_bytes(content)
         part.rename(file)
+
     return file
 
 
@@ -390,16 +530,24 @@ def open_media(multi_modal: Mapping[str, list[MediaFile]]) -> dict[str, list]:
 
 
 def media_of(prompt: Prompt) -> dict[str, list]:
-    """Open all media of a prompt. Raise DataError with the location of its row if one cannot be read any more."""
+    """Open all media of a prompt.
+
+    Raise DataError with the location of its row if one cannot be read any more.
+    """
     try:
         return open_media(prompt.multi_modal)
     except DataError as error:
         raise DataError(f"{prompt.location}: {error}" if prompt.location else str(error)) from error
 
 
-def media_checked(rows: Iterable[tuple[str, Prompt]], mode: str) -> Iterator[tuple[str, Prompt, str]]:
-    """Yield the rows with the reason why one of their media cannot be read, empty if all can; see --check_media."""
-    rows, count = iter(rows), 0
+def media_checked(
+    rows: Iterable[tuple[str, Prompt]], mode: str
+) -> Iterator[tuple[str, Prompt, str]]:
+    """Yield the rows with the reason why one of their media cannot be read, empty if all can; see
+    --check_media.
+    """
+    rows = iter(rows)
+    count = 0
     if mode == "first":
         for where, prompt in rows:
             yield where, prompt, unreadable(prompt)
@@ -408,6 +556,7 @@ def media_checked(rows: Iterable[tuple[str, Prompt]], mode: str) -> Iterator[tup
                 break
     elif mode == "all":
         yield from _checked_by_processes(rows)
+
     yield from ((where, prompt, "") for where, prompt in rows)
 
 
@@ -427,36 +576,62 @@ def _checked_by_processes(rows: Iterator[tuple[str, Prompt]]) -> Iterator[tuple[
             media = [replace(prompt, text="", token_ids=(), columns={}) for _, prompt in window]
             some = any(each.multi_modal for each in media)
             problems = pool.map(unreadable, media, chunksize=16) if some else [""] * len(window)
-            yield from ((where, prompt, problem) for (where, prompt), problem in zip(window, problems, strict=True))
+            yield from (
+                (where, prompt, problem)
+                for (where, prompt), problem in zip(window, problems, strict=True)
+            )
 
 
 # -- media in chat messages
 
 
 def with_parts(messages: list[dict[str, Any]], counts: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return chat messages whose contents are parts of text and media, as the templates of processors require.
+    """Return chat messages whose contents are parts of text and media, as the templates of
+    processors require.
 
-    `counts` has the number of items of each medium that rows may have. An item replaces each mark of its kind in the texts; items
-    of a kind without marks precede the text of the first user message. Raise ValueError for content of another type.
+    `counts` has the number of items of each medium that rows may have. An item replaces each mark
+    of its kind in the texts; items of a kind without marks precede the text of the first user
+    message. Raise ValueError for content of another type.
     """
     kinds = [KINDS[medium] for medium in counts]
-    messages = [message | {"content": _parts(message.get("content"), kinds)} for message in messages]
+    messages = [
+        message | {"content": _parts(message.get("content"), kinds)} for message in messages
+    ]
+
     marked = {part.get("type") for message in messages for part in message["content"]}
     first = next((message for message in messages if message.get("role") == "user"), None)
     if first is not None:
-        unmarked = [{"type": KINDS[medium]} for medium, count in counts.items() if KINDS[medium] not in marked
-                    for _ in range(count)]  # fmt: skip
+        unmarked = [
+            {"type": KINDS[medium]}
+            for medium, count in counts.items()
+            if KINDS[medium] not in marked
+            for _ in range(count)
+        ]
         first["content"] = unmarked + first["content"]
+
     return messages
 
 
 def _parts(content: Any, kinds: list[str]) -> list[dict[str, Any]]:
-    if content is None or (isinstance(content, list) and all(isinstance(part, dict) for part in content)):
-        return [{"type": part["type"]} if part.get("type") in kinds else part for part in content or ()]
+    if content is None or (
+        isinstance(content, list) and all(isinstance(part, dict) for part in content)
+    ):
+        return [
+            {"type": part["type"]} if part.get("type") in kinds else part for part in content or ()
+        ]
+
     if not isinstance(content, str):
-        raise ValueError(f"the content of a chat message must be text, or a list of parts with a type, not {content!r:.80}")
+        raise ValueError(
+            "the content of a chat message must be text, or a list of parts with a type, not"
+            f" {content!r:.80}"
+        )
+
     parts = re.split(f"<({'|'.join(kinds)})>", content)  # texts and, between them, kinds
-    return [{"type": "text", "text": part} if place % 2 == 0 else {"type": part} for place, part in enumerate(parts) if part]
+    return [
+        {"type": "text", "text": part} if place % 2 == 0 else {"type": part}
+        for place, part in enumerate(parts)
+        if part
+    ]
 
 
 # -- decoding
@@ -467,7 +642,11 @@ def _identity(source: Path | bytes) -> bytes:
 
 
 def _of_bytes(file: BytesIO | Path) -> Image.Image:
-    """Open an image. Raise ValueError for more than 8 bits per channel: in RGB, nearly all of its pixels would be white."""
+    """Open an image.
+
+    Raise ValueError for more than 8 bits per channel: in RGB, nearly all of its pixels would be
+    white.
+    """
     image = Image.open(file)
     if image.mode[0] in "IF":
         raise ValueError(f"its pixels have mode {image.mode}, not 8 bits; scale them")
@@ -490,19 +669,29 @@ def _small_jpeg(image: Image.Image) -> str:
 
 def _wave(content: bytes) -> dict[str, Any]:
     with wave.open(BytesIO(content)) as file:
-        kind, channels = WAVE_TYPES.get(file.getsampwidth()), file.getnchannels()
+        kind = WAVE_TYPES.get(file.getsampwidth())
+        channels = file.getnchannels()
         if kind is None:
-            raise ValueError(f"its samples have {file.getsampwidth()} bytes, and only {', '.join(map(str, WAVE_TYPES))} are read")
-        samples, rate = np.frombuffer(file.readframes(file.getnframes()), kind).astype(np.float32), file.getframerate()
+            raise ValueError(
+                f"its samples have {file.getsampwidth()} bytes, and only"
+                f" {', '.join(map(str, WAVE_TYPES))} are read"
+            )
+        samples = np.frombuffer(file.readframes(file.getnframes()), kind).astype(np.float32)
+        rate = file.getframerate()
+
     half = 2.0 ** (8 * np.dtype(kind).itemsize - 1)
     array = ((samples - half * (kind is np.uint8)) / half).reshape(-1, channels).mean(1)
     if not len(array):
         raise ValueError("it has no samples")
+
     return {"array": array, "sampling_rate": rate}
 
 
 def decoded_frames(content: bytes) -> Iterator[Any]:
-    """Yield (number of frames, seconds) of a video, then its frames as images. Raise ValueError for a file that is none."""
+    """Yield (number of frames, seconds) of a video, then its frames as images.
+
+    Raise ValueError for a file that is none.
+    """
     av = _av()
     try:
         with av.open(BytesIO(content)) as file:
@@ -526,19 +715,32 @@ def resample(clip: Mapping[str, Any], rate: int) -> dict[str, Any]:
     frame = av.AudioFrame.from_ndarray(array[None], format="fltp", layout="mono")
     frame.sample_rate = clip["sampling_rate"]
     resample = av.AudioResampler("fltp", layout="mono", rate=rate)
-    waveform = np.concatenate([part.to_ndarray()[0] for each in (frame, None) for part in resample.resample(each)])
+    waveform = np.concatenate(
+        [part.to_ndarray()[0] for each in (frame, None) for part in resample.resample(each)]
+    )
     count = resampled_length(len(array), clip["sampling_rate"], rate)
-    return {"array": np.pad(waveform, (0, max(0, count - len(waveform))))[:count], "sampling_rate": rate}
+
+    return {
+        "array": np.pad(waveform, (0, max(0, count - len(waveform))))[:count],
+        "sampling_rate": rate,
+    }
 
 
 def decoded_sound(content: bytes) -> dict[str, Any]:
-    """Return the mean of the channels of a clip and its sampling rate. Raise ValueError for a file that is none."""
+    """Return the mean of the channels of a clip and its sampling rate.
+
+    Raise ValueError for a file that is none.
+    """
     av = _av()
     try:
         with av.open(BytesIO(content)) as file:
             stream = file.streams.audio[0]
             resample = av.AudioResampler("fltp", layout="mono", rate=stream.rate)
-            frames = [part.to_ndarray()[0] for frame in (*file.decode(stream), None) for part in resample.resample(frame)]
+            frames = [
+                part.to_ndarray()[0]
+                for frame in (*file.decode(stream), None)
+                for part in resample.resample(frame)
+            ]
             return {"array": np.concatenate(frames), "sampling_rate": stream.rate}
     except (av.FFmpegError, IndexError, ValueError) as error:
         raise ValueError(f"no sound that FFmpeg reads: {error}") from error
@@ -549,6 +751,7 @@ def _av() -> Any:
         import av
     except ModuleNotFoundError as error:
         raise ValueError(
-            "without FFmpeg only .gif, .webp, .png and .wav are read, and no clip is resampled: pip install '.[media]'"
+            "without FFmpeg only .gif, .webp, .png and .wav are read, and no clip is resampled: pip"
+            " install '.[media]'"
         ) from error
     return av

@@ -1,4 +1,6 @@
-"""Rows of judged answers: pairs of a chosen and a rejected answer to one prompt, or single answers that are good or bad."""
+"""Rows of judged answers: pairs of a chosen and a rejected answer to one prompt, or single answers
+that are good or bad.
+"""
 
 import re
 from collections.abc import Sequence
@@ -17,45 +19,88 @@ from lightrft.data.prompts import HERE, TEMPLATE_COLUMNS, Make, MediaTokenCounte
 from lightrft.data.rendering.messages import Message, as_messages, is_answer
 from lightrft.types import Answer, Expand, JudgedBatch, Prompt, TokenIds
 
-CHOSEN, REJECTED, MARGIN, TIE, HEAD = "chosen", "rejected", "margin", "tie", "head"
+CHOSEN = "chosen"
+REJECTED = "rejected"
+MARGIN = "margin"
+TIE = "tie"
+HEAD = "head"
 """Columns of a loaded pair, whatever their names in the data."""
-ANSWER, DESIRABLE = "answer", "desirable"
+ANSWER = "answer"
+DESIRABLE = "desirable"
 """Columns of a loaded single answer."""
 DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 """Beginning of a turn in the texts of HH-RLHF; its rows have no column for the prompt."""
-USUAL_PROMPT, USUAL_ANSWER = "prompt", "completion"
-"""Columns that are used if --input_key and --completion_key are not set; the first if its column is missing."""
+USUAL_PROMPT = "prompt"
+USUAL_ANSWER = "completion"
+"""Columns that are used if --input_key and --completion_key are not set; the first if its column is
+missing."""
 
 
 def load_pairs(
-    section: DataSection, preference: PreferenceSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data",
-    longest: int, measure: MediaTokenCounter | None = None, requirements: Any = None, heads: Sequence[str] = (),
-) -> PromptSet:  # fmt: skip
-    """Load prompts with a chosen and a rejected Answer, as load_prompts() does; above `longest` tokens a pair is a bad row."""
+    section: DataSection,
+    preference: PreferenceSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    source: str = "prompt_data",
+    longest: int,
+    measure: MediaTokenCounter | None = None,
+    requirements: Any = None,
+    heads: Sequence[str] = (),
+) -> PromptSet:
+    """Load prompts with a chosen and a rejected Answer, as load_prompts() does; above `longest`
+    tokens a pair is a bad row.
+    """
 
     def problem(prompt: Prompt) -> str | None:
         length = pair_size(prompt)
-        return f"both answers with the prompt have {length} tokens, more than {longest}" if length > longest else None
+        return (
+            f"both answers with the prompt have {length} tokens, more than {longest}"
+            if length > longest
+            else None
+        )
 
-    return load_prompts(section, tokenizer, source=source, row_problem=problem, make=pair_maker(preference, heads),
-                        measure=measure, requirements=[longest, asdict(preference), list(heads), requirements])  # fmt: skip
+    return load_prompts(
+        section,
+        tokenizer,
+        source=source,
+        row_problem=problem,
+        make=pair_maker(preference, heads),
+        measure=measure,
+        requirements=[longest, asdict(preference), list(heads), requirements],
+    )
 
 
 def pair_maker(preference: PreferenceSection, heads: Sequence[str] = ()) -> Make:
-    """Return a function like make_prompt() that builds pairs from rows; `heads` are the names of several heads."""
+    """Return a function like make_prompt() that builds pairs from rows; `heads` are the names of
+    several heads.
+    """
 
     def make_pair(
-        section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, index: int, folder: Path = HERE,
+        section: DataSection,
+        tokenizer: PreTrainedTokenizerBase,
+        row: dict[str, Any],
+        *,
+        index: int,
+        folder: Path = HERE,
         measure: MediaTokenCounter | None = None,
-    ) -> Prompt:  # fmt: skip
+    ) -> Prompt:
         chosen = column(row, preference.chosen_key, "chosen_key")
         rejected = column(row, preference.rejected_key, "rejected_key")
         if chosen == rejected:
             raise ValueError("the chosen and the rejected answer are the same")
+
         prompt, chosen, rejected = _parts(section, row, chosen, rejected)
         options = {"index": index, "folder": folder, "measure": measure}
-        examples = [_example(section, tokenizer, row, prompt, answer, **options) for answer in (chosen, rejected)]
-        judgement = {MARGIN: _margin(preference, row), TIE: _tie(preference, row), HEAD: _head(preference, row, heads)}
+        examples = [
+            _example(section, tokenizer, row, prompt, answer, **options)
+            for answer in (chosen, rejected)
+        ]
+        judgement = {
+            MARGIN: _margin(preference, row),
+            TIE: _tie(preference, row),
+            HEAD: _head(preference, row, heads),
+        }
+
         return _pair(*examples, tokenizer, judgement)
 
     return make_pair
@@ -66,11 +111,18 @@ def pair_size(pair: Prompt) -> int:
     return sum(pair.num_tokens + len(pair.columns[name].token_ids) for name in (CHOSEN, REJECTED))
 
 
-def pair_batch(pairs: Sequence[Prompt], rows: Sequence[int], expand: Expand | None = None) -> JudgedBatch:
-    """Build the flat batch of the pairs, chosen answers before rejected ones. `rows` are their indices in the whole batch."""
+def pair_batch(
+    pairs: Sequence[Prompt], rows: Sequence[int], expand: Expand | None = None
+) -> JudgedBatch:
+    """Build the flat batch of the pairs, chosen answers before rejected ones.
+
+    `rows` are their indices in the whole batch.
+    """
     both = [pair.columns for pair in pairs for _ in (CHOSEN, REJECTED)]
     return JudgedBatch(
-        **flat_columns([(pair, pair.columns[name]) for pair in pairs for name in (CHOSEN, REJECTED)], expand),
+        **flat_columns(
+            [(pair, pair.columns[name]) for pair in pairs for name in (CHOSEN, REJECTED)], expand
+        ),
         rows=torch.tensor([2 * row + place for row in rows for place in (0, 1)], dtype=torch.int64),
         margins=torch.tensor([columns[MARGIN] for columns in both], dtype=torch.float32),
         ties=torch.tensor([columns[TIE] for columns in both], dtype=torch.bool),
@@ -79,47 +131,88 @@ def pair_batch(pairs: Sequence[Prompt], rows: Sequence[int], expand: Expand | No
 
 
 def load_answers(
-    section: DataSection, preference: PreferenceSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data",
-    longest: int, measure: MediaTokenCounter | None = None, requirements: Any = None,
-) -> PromptSet:  # fmt: skip
-    """Load prompts with an Answer that is good or bad, as load_prompts() does; above `longest` tokens a row is a bad row."""
+    section: DataSection,
+    preference: PreferenceSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    source: str = "prompt_data",
+    longest: int,
+    measure: MediaTokenCounter | None = None,
+    requirements: Any = None,
+) -> PromptSet:
+    """Load prompts with an Answer that is good or bad, as load_prompts() does; above `longest`
+    tokens a row is a bad row.
+    """
 
     def make(
-        section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, index: int, folder: Path = HERE,
+        section: DataSection,
+        tokenizer: PreTrainedTokenizerBase,
+        row: dict[str, Any],
+        *,
+        index: int,
+        folder: Path = HERE,
         measure: MediaTokenCounter | None = None,
-    ) -> Prompt:  # fmt: skip
+    ) -> Prompt:
         answer = column(row, preference.completion_key or USUAL_ANSWER, "completion_key")
         messages = as_messages(answer)
         if messages and _is_whole(messages, not _has_prompt(section, row)):
             last = max(place for place, message in enumerate(messages, 1) if not is_answer(message))
-            prompt, answer = messages[:last], messages[last:]
+            prompt = messages[:last]
+            answer = messages[last:]
         else:
             prompt = prompt_column(section, row)
+
         desirable = _bool(row, section.label_key, "label_key")
-        example = _example(section, tokenizer, row, prompt, answer, index=index, folder=folder, measure=measure)
-        return replace(example, columns={ANSWER: answer_of(example, tokenizer), DESIRABLE: desirable})
+        example = _example(
+            section, tokenizer, row, prompt, answer, index=index, folder=folder, measure=measure
+        )
+        return replace(
+            example, columns={ANSWER: answer_of(example, tokenizer), DESIRABLE: desirable}
+        )
 
     def problem(prompt: Prompt) -> str | None:
         length = prompt.num_tokens + len(prompt.columns[ANSWER].token_ids)
-        return f"prompt and answer have {length} tokens, more than {longest}" if length > longest else None
+        return (
+            f"prompt and answer have {length} tokens, more than {longest}"
+            if length > longest
+            else None
+        )
 
     others = [longest, asdict(preference), requirements]
-    return load_prompts(section, tokenizer, source=source, row_problem=problem, make=make, measure=measure, requirements=others)
+    return load_prompts(
+        section,
+        tokenizer,
+        source=source,
+        row_problem=problem,
+        make=make,
+        measure=measure,
+        requirements=others,
+    )
 
 
 def mismatched(answers: Sequence[Prompt], max_tokens: int) -> list[Prompt]:
-    """Return each prompt with the answer to the next one, and the last with the first one's, cut to `max_tokens` in all."""
+    """Return each prompt with the answer to the next one, and the last with the first one's, cut to
+    `max_tokens` in all.
+    """
     others = [*answers[1:], *answers[:1]]
-    return [_with_answer_of(prompt, other.columns[ANSWER], max_tokens) for prompt, other in zip(answers, others, strict=True)]
+    return [
+        _with_answer_of(prompt, other.columns[ANSWER], max_tokens)
+        for prompt, other in zip(answers, others, strict=True)
+    ]
 
 
 def _with_answer_of(prompt: Prompt, answer: Answer, max_tokens: int) -> Prompt:
     longest = max_tokens - prompt.num_tokens
-    columns = {ANSWER: Answer(answer.token_ids[:longest], answer.learned[:longest]), DESIRABLE: False}
+    columns = {
+        ANSWER: Answer(answer.token_ids[:longest], answer.learned[:longest]),
+        DESIRABLE: False,
+    }
     return replace(prompt, columns=columns)
 
 
-def judged_batch(answers: Sequence[Prompt], rows: Sequence[int], expand: Expand | None = None) -> JudgedBatch:
+def judged_batch(
+    answers: Sequence[Prompt], rows: Sequence[int], expand: Expand | None = None
+) -> JudgedBatch:
     """Build the flat batch of single answers. `rows` are their indices in the whole batch."""
     return JudgedBatch(
         **flat_columns([(prompt, prompt.columns[ANSWER]) for prompt in answers], expand),
@@ -129,7 +222,10 @@ def judged_batch(answers: Sequence[Prompt], rows: Sequence[int], expand: Expand 
 
 
 def prompt_column(section: DataSection, row: dict[str, Any]) -> Any:
-    """Return the prompt of a row: the column of --input_key, or `prompt` if that is unset. Raise ValueError without one."""
+    """Return the prompt of a row: the column of --input_key, or `prompt` if that is unset.
+
+    Raise ValueError without one.
+    """
     name = section.input_key
     if row.get(name) is None and name == DataSection.input_key and USUAL_PROMPT in row:
         name = USUAL_PROMPT
@@ -141,38 +237,61 @@ def _has_prompt(section: DataSection, row: dict[str, Any]) -> bool:
 
 
 def _is_whole(messages: list[Message], alone: bool) -> bool:
-    """Return whether messages are a conversation with its prompt; `alone` if the row has no other one."""
+    """Return whether messages are a conversation with its prompt; `alone` if the row has no other
+    one.
+    """
     return not all(map(is_answer, messages)) and (alone or not is_answer(messages[0]))
 
 
-def _parts(section: DataSection, row: dict[str, Any], chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Return the prompt and both answers; of whole conversations the prompt is their common beginning."""
+def _parts(
+    section: DataSection, row: dict[str, Any], chosen: Any, rejected: Any
+) -> tuple[Any, Any, Any]:
+    """Return the prompt and both answers; of whole conversations the prompt is their common
+    beginning.
+    """
     alone = not _has_prompt(section, row)
     if alone and isinstance(chosen, str) and isinstance(rejected, str) and DIALOGUE.search(chosen):
         if not section.apply_chat_template:
             return _parts_of_dialogues(chosen, rejected)
-        chosen, rejected = _dialogue(chosen), _dialogue(rejected)
-    first, second = as_messages(chosen), as_messages(rejected)
+        chosen = _dialogue(chosen)
+        rejected = _dialogue(rejected)
+
+    first = as_messages(chosen)
+    second = as_messages(rejected)
     if not (first and second and _is_whole(first, alone) and _is_whole(second, alone)):
         return prompt_column(section, row), first or chosen, second or rejected
-    count = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False)))
+
+    count = sum(
+        1 for _ in takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False))
+    )
     if not count or not is_answer(_next(first, count)) or not is_answer(_next(second, count)):
-        raise ValueError("both conversations must begin with the same messages, and then differ in a turn of the assistant")
+        raise ValueError(
+            "both conversations must begin with the same messages, and then differ in a turn of the"
+            " assistant"
+        )
+
     return first[:count], first[count:], second[count:]
 
 
 def _dialogue(text: str) -> list[Message]:
     """Return the messages of a text of HH-RLHF: turns that begin with Human: or Assistant:."""
     _, *turns = DIALOGUE.split(text)
-    return [{"from": name.lower(), "value": value.strip()} for name, value in zip(turns[::2], turns[1::2], strict=True)]
+    return [
+        {"from": name.lower(), "value": value.strip()}
+        for name, value in zip(turns[::2], turns[1::2], strict=True)
+    ]
 
 
 def _parts_of_dialogues(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Return the common beginning of two texts of HH-RLHF up to the last turn of the assistant, and both answers."""
+    """Return the common beginning of two texts of HH-RLHF up to the last turn of the assistant, and
+    both answers.
+    """
     ends = [match.end() for match in DIALOGUE.finditer(chosen) if match[1] == "Assistant"]
     ends = [end for end in ends if chosen[:end] == rejected[:end]]
     if not ends:
-        raise ValueError("both texts must begin with the same turns, and then differ in a turn of the assistant")
+        raise ValueError(
+            "both texts must begin with the same turns, and then differ in a turn of the assistant"
+        )
     return chosen[: ends[-1]], chosen[ends[-1] :], rejected[ends[-1] :]
 
 
@@ -181,29 +300,57 @@ def _next(messages: list[Message], count: int) -> Message:
 
 
 def _example(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], prompt: Any, answer: Any, **options: Any
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    row: dict[str, Any],
+    prompt: Any,
+    answer: Any,
+    **options: Any,
 ) -> Prompt:
-    """Return the prompt of a row with one Answer as its label. Raise ValueError if it cannot be learned."""
+    """Return the prompt of a row with one Answer as its label.
+
+    Raise ValueError if it cannot be learned.
+    """
     if (messages := as_messages(prompt)) and is_answer(messages[-1]):
-        raise ValueError("the prompt ends with a turn of the assistant, so it contains an answer; remove that message")
+        raise ValueError(
+            "the prompt ends with a turn of the assistant, so it contains an answer; remove that"
+            " message"
+        )
+
     standard = replace(section, input_key="input", label_key="label")
-    example = make_example(standard, tokenizer, context_of(section, row) | {"input": prompt, "label": answer}, **options)
+    example = make_example(
+        standard,
+        tokenizer,
+        context_of(section, row) | {"input": prompt, "label": answer},
+        **options,
+    )
     problem = answer_problem(example, tokenizer, longest=2**62)
     if problem:
         raise ValueError("one of the answers is empty, or neither text nor messages")
+
     return example
 
 
-def _pair(chosen: Prompt, rejected: Prompt, tokenizer: PreTrainedTokenizerBase, judgement: dict[str, Any]) -> Prompt:
-    """Join two examples at their common prompt. A tokenizer may cut the end of the prompt differently before each answer."""
+def _pair(
+    chosen: Prompt, rejected: Prompt, tokenizer: PreTrainedTokenizerBase, judgement: dict[str, Any]
+) -> Prompt:
+    """Join two examples at their common prompt.
+
+    A tokenizer may cut the end of the prompt differently before each answer.
+    """
     both = zip(chosen.token_ids, rejected.token_ids, strict=False)
     shared = sum(1 for _ in takewhile(lambda tokens: tokens[0] == tokens[1], both))
     if not shared:
         raise ValueError("the prompt is empty")
+
     answers = {}
     for name, example in ((CHOSEN, chosen), (REJECTED, rejected)):
-        rest, answer = list(example.token_ids[shared:]), answer_of(example, tokenizer)
-        answers[name] = Answer(TokenIds([*rest, *answer.token_ids]), [False] * len(rest) + answer.learned)
+        rest = list(example.token_ids[shared:])
+        answer = answer_of(example, tokenizer)
+        answers[name] = Answer(
+            TokenIds([*rest, *answer.token_ids]), [False] * len(rest) + answer.learned
+        )
+
     return replace(chosen, token_ids=chosen.token_ids[:shared], columns=answers | judgement)
 
 
@@ -214,7 +361,10 @@ def context_of(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def column(row: dict[str, Any], name: str, flag: str) -> Any:
-    """Return a column of a row. Raise ValueError with the flag that names it if it is missing or empty."""
+    """Return a column of a row.
+
+    Raise ValueError with the flag that names it if it is missing or empty.
+    """
     if name not in row:
         raise ValueError(f"no column {name!r} (--{flag}); it has {', '.join(row) or 'none'}")
     if row[name] is None or row[name] in ("", []):
@@ -225,9 +375,17 @@ def column(row: dict[str, Any], name: str, flag: str) -> Any:
 def _margin(preference: PreferenceSection, row: dict[str, Any]) -> float:
     if preference.margin_key is None:
         return 0.0
+
     margin = column(row, preference.margin_key, "margin_key")
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < float("inf"):
-        raise ValueError(f"{preference.margin_key!r} (--margin_key) must be a finite number, not {margin!r}")
+    if (
+        isinstance(margin, bool)
+        or not isinstance(margin, int | float)
+        or not abs(margin) < float("inf")
+    ):
+        raise ValueError(
+            f"{preference.margin_key!r} (--margin_key) must be a finite number, not {margin!r}"
+        )
+
     return float(margin)
 
 
@@ -249,5 +407,8 @@ def _head(preference: PreferenceSection, row: dict[str, Any], heads: Sequence[st
         return 0
     head = column(row, preference.head_key, "head_key")
     if head not in heads:
-        raise ValueError(f"{preference.head_key!r} (--head_key) is {head!r}, not one of the heads {', '.join(heads)}")
+        raise ValueError(
+            f"{preference.head_key!r} (--head_key) is {head!r}, not one of the heads"
+            f" {', '.join(heads)}"
+        )
     return list(heads).index(head)

@@ -18,7 +18,8 @@ class DataPart:
     name: str
     prompts: Sequence[Prompt]
     probability: float | None = None
-    """Probability with which a row is drawn from this data set; None if each row is drawn once in an epoch."""
+    """Probability with which a row is drawn from this data set; None if each row is drawn once in
+    an epoch."""
     examples: Sequence[Prompt] | None = None
     """Prompts with all sets of columns that occur; None for all prompts."""
 
@@ -28,7 +29,8 @@ class PromptSet(Sequence[Prompt]):
 
     def __init__(self, parts: list[DataPart], digests: list[str] | None = None):
         """Set up the sequence. `digests` are those of its pieces, if they are known."""
-        self.parts, self._digests = parts, digests
+        self.parts = parts
+        self._digests = digests
         self._ends = list(accumulate(len(part.prompts) for part in parts))
 
     def __len__(self) -> int:
@@ -47,7 +49,11 @@ class PromptSet(Sequence[Prompt]):
     @property
     def examples(self) -> list[Prompt]:
         """Return a prompt of each kind, for checks that would take long on all of them."""
-        return [prompt for part in self.parts for prompt in (part.prompts if part.examples is None else part.examples)]
+        return [
+            prompt
+            for part in self.parts
+            for prompt in (part.prompts if part.examples is None else part.examples)
+        ]
 
     @property
     def digests(self) -> list[str]:
@@ -63,19 +69,30 @@ class PromptSet(Sequence[Prompt]):
     @property
     def draws_of_epoch(self) -> int:
         """Return the number of rows that are drawn in an epoch."""
-        return draws_of_epoch([len(part.prompts) for part in self.parts], self.probabilities) if self.probabilities else len(self)
+        return (
+            draws_of_epoch([len(part.prompts) for part in self.parts], self.probabilities)
+            if self.probabilities
+            else len(self)
+        )
 
     def order(self, data_order: Callable[[int], Order], seed: int) -> Order | Blend:
         """Return the order of the rows; `data_order` returns that of a number of rows."""
         if not self.probabilities:
             return data_order(len(self))
-        return Blend([data_order(len(part.prompts)) for part in self.parts], self.probabilities, seed)
+        return Blend(
+            [data_order(len(part.prompts)) for part in self.parts], self.probabilities, seed
+        )
 
     def repetitions(self) -> list[str]:
-        """Return a sentence for each data set of a blend: how often its rows are drawn in an epoch, on average."""
+        """Return a sentence for each data set of a blend: how often its rows are drawn in an epoch,
+        on average.
+        """
         return [
-            f"{part.name}: {len(part.prompts)} rows with probability {probability:.4g}, each drawn "
-            f"{self.draws_of_epoch * probability / len(part.prompts):.3g} times in an epoch of {self.draws_of_epoch} rows"
-            for part, probability in zip(self.parts, self.probabilities or [None] * len(self.parts), strict=True)
+            f"{part.name}: {len(part.prompts)} rows with probability {probability:.4g}, each drawn"
+            f" {self.draws_of_epoch * probability / len(part.prompts):.3g} times in an epoch of"
+            f" {self.draws_of_epoch} rows"
+            for part, probability in zip(
+                self.parts, self.probabilities or [None] * len(self.parts), strict=True
+            )
             if probability is not None
         ]

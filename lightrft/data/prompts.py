@@ -17,10 +17,28 @@ from lightrft.data.chats import Conversation
 from lightrft.data.columns.values import label_value, plain_row
 from lightrft.data.digests import cache_key
 from lightrft.data.duplicates import Duplicates
-from lightrft.data.media import AUDIOS, IMAGES, KINDS, VIDEOS, MediaFile, Places, items_in, items_of, media_checked, with_parts
+from lightrft.data.media import (
+    AUDIOS,
+    IMAGES,
+    KINDS,
+    VIDEOS,
+    MediaFile,
+    Places,
+    items_in,
+    items_of,
+    media_checked,
+    with_parts,
+)
 from lightrft.data.prompt_set import DataPart, PromptSet
 from lightrft.data.readers import BadRows, is_first_rank, read_rows
-from lightrft.data.rendering.messages import Message, as_messages, as_object, as_tools, is_answer, shortened
+from lightrft.data.rendering.messages import (
+    Message,
+    as_messages,
+    as_object,
+    as_tools,
+    is_answer,
+    shortened,
+)
 from lightrft.data.rendering.template import chat_template, template_variables
 from lightrft.data.rendering.tokens import text_tokens
 from lightrft.data.stored import stored_prompts, storing_problem
@@ -32,14 +50,16 @@ RowProblem = Callable[[Prompt], str | None]
 Make = Callable[..., Prompt]
 """make_prompt(), or another function with its signature."""
 MediaTokenCounter = Callable[[Prompt], int]
-"""Function that returns the number of additional tokens for a prompt's media, and raises ValueError for bad ones."""
+"""Function that returns the number of additional tokens for a prompt's media, and raises ValueError
+for bad ones."""
 HERE = Path()
 NO_MEDIA: Mapping[str, list[MediaFile]] = {}
 INPUT = "prompt"
 """Column with the input of a row, as environments receive it."""
 
 TEMPLATE_COLUMNS = ("system", "tools", "chat_template_kwargs")
-"""Columns for the chat template: a system message, schemas of tools, and variables that replace the run's."""
+"""Columns for the chat template: a system message, schemas of tools, and variables that replace the
+run's."""
 SYSTEM_ROLES = ("system", "developer")
 """Roles of a row's own system message. Such a message takes the place of --system_prompt."""
 
@@ -52,52 +72,90 @@ SOURCES = {
 
 
 def load_prompts(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data",
-    row_problem: RowProblem | None = None, measure: MediaTokenCounter | None = None, make: Make | None = None,
-    distinguishing: str | None = None, requirements: Any = None, keep_input: bool = False,
-) -> PromptSet:  # fmt: skip
-    """Load all usable prompts of the data given by the field `source`, in file order; several data sets follow one another.
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    source: str = "prompt_data",
+    row_problem: RowProblem | None = None,
+    measure: MediaTokenCounter | None = None,
+    make: Make | None = None,
+    distinguishing: str | None = None,
+    requirements: Any = None,
+    keep_input: bool = False,
+) -> PromptSet:
+    """Load all usable prompts of the data given by the field `source`, in file order; several data
+    sets follow one another.
 
-    Rows without the input column, and those with prompts longer than `prompt_max_len` tokens, are bad rows. `measure` returns the
-    tokens that media add to the length; `make` is make_prompt() by default. With `data_cache` they are stored in a file, which
-    is used again unless `requirements`, a JSON value that determines `row_problem` and `measure`, changes; `distinguishing` is a
-    column for PromptSet.examples. With `keep_input` the input of a row is also a column, INPUT.
+    Rows without the input column, and those with prompts longer than `prompt_max_len` tokens, are
+    bad rows. `measure` returns the tokens that media add to the length; `make` is make_prompt() by
+    default. With `data_cache` they are stored in a file, which is used again unless `requirements`,
+    a JSON value that determines `row_problem` and `measure`, changes; `distinguishing` is a column
+    for PromptSet.examples. With `keep_input` the input of a row is also a column, INPUT.
     """
     if section.data_cache and requirements is None and not (make is row_problem is measure is None):
         raise TypeError("load_prompts() needs `requirements` to recognise its file")
+
     _check_templates(section, tokenizer)
     if source == "eval_data":
         keys = {"input_key": section.eval_input_key, "label_key": section.eval_label_key}
         section = replace(section, **{name: key for name, key in keys.items() if key is not None})
+
     probabilities = _probabilities(section, source)
     names = [data_source.name for data_source in data_sources(getattr(section, source))]
     if source == "eval_data":
         _check_held_out(section, names)
     mode = "none" if source == "eval_data" else section.deduplicate
-    duplicates = Duplicates(mode, with_answer=make is not None)  # rows of another `make` are learned
-    build, numbers = partial(make or make_prompt, section, tokenizer, measure=measure), count()
-    options = {"make": build, "row_problem": row_problem, "duplicates": duplicates, "numbers": numbers, "keep_input": keep_input}
+    # rows of another `make` are learned
+    duplicates = Duplicates(mode, with_answer=make is not None)
+    build = partial(make or make_prompt, section, tokenizer, measure=measure)
+    numbers = count()
+    options = {
+        "make": build,
+        "row_problem": row_problem,
+        "duplicates": duplicates,
+        "numbers": numbers,
+        "keep_input": keep_input,
+    }
+
     parts = [_usable(section, source, name, **options) for name in names]
     if section.data_cache:
         split, most = SOURCES[source]
-        limit, others = most and getattr(section, most), [requirements, make.__qualname__ if make else None, mode, keep_input]
+        limit = most and getattr(section, most)
+        others = [requirements, make.__qualname__ if make else None, mode, keep_input]
         key = cache_key(section, names, getattr(section, split), limit, tokenizer, others)
-        sets, digests = stored_prompts(Path(section.data_cache).expanduser(), key, parts, distinguishing=distinguishing)
+        sets, digests = stored_prompts(
+            Path(section.data_cache).expanduser(), key, parts, distinguishing=distinguishing
+        )
         examples = [each.examples for each in sets]
     else:
-        sets, digests, examples = [list(part) for part in parts], None, [None] * len(parts)
-    prompts = PromptSet([DataPart(*part) for part in zip(names, sets, probabilities, examples, strict=True)], digests)
+        sets = [list(part) for part in parts]
+        digests = None
+        examples = [None] * len(parts)
+
+    prompts = PromptSet(
+        [DataPart(*part) for part in zip(names, sets, probabilities, examples, strict=True)],
+        digests,
+    )
     for medium, column in media_columns(section).items():
-        if source != "pretrain_data" and not any(prompt.multi_modal.get(medium) for prompt in prompts):
-            raise DataError(f"--{medium}_key {column}: no row of --{source} {getattr(section, source)} has one here")
+        if source != "pretrain_data" and not any(
+            prompt.multi_modal.get(medium) for prompt in prompts
+        ):
+            raise DataError(
+                f"--{medium}_key {column}: no row of --{source} {getattr(section, source)} has one"
+                " here"
+            )
+
     if is_first_rank():
         for line in prompts.repetitions():
             logger.info(f"--{source}: {line}")
+
     return prompts
 
 
 def _probabilities(section: DataSection, source: str) -> list[float | None]:
-    """Return the probability of each data set; None for each if none are given. Raise DataError for impossible ones."""
+    """Return the probability of each data set; None for each if none are given. Raise DataError for
+    impossible ones.
+    """
     text = getattr(section, source)
     others = section.prompt_data_probs if source == "prompt_data" else []
     if problems := data_problems(source, text, others):
@@ -108,12 +166,21 @@ def _probabilities(section: DataSection, source: str) -> list[float | None]:
 
 
 def _usable(
-    section: DataSection, source: str, name: str, *, make: Make, row_problem: RowProblem | None, duplicates: Duplicates,
-    numbers: Iterator[int], keep_input: bool,
-) -> Iterator[Prompt]:  # fmt: skip
+    section: DataSection,
+    source: str,
+    name: str,
+    *,
+    make: Make,
+    row_problem: RowProblem | None,
+    duplicates: Duplicates,
+    numbers: Iterator[int],
+    keep_input: bool,
+) -> Iterator[Prompt]:
     """Yield the usable prompts of one data set, with the next of the `numbers` as their indices."""
     split, most = SOURCES[source]
-    limit, count, num_chats = most and getattr(section, most), 0, 0
+    limit = most and getattr(section, most)
+    count = 0
+    num_chats = 0
     bad = BadRows(skip=section.bad_rows == "skip", flag=f"--{source}")
     place = Path(name).expanduser()
     folder = place.parent if place.is_file() else place
@@ -127,9 +194,14 @@ def _usable(
             except ValueError as error:
                 bad.add(location, str(error))
                 continue
-            num_chats += section.input_template is not None and as_messages(row.get(section.input_key)) is not None
+
+            num_chats += (
+                section.input_template is not None
+                and as_messages(row.get(section.input_key)) is not None
+            )
             if keep_input:
                 prompt.columns.setdefault(INPUT, row[section.input_key])
+
             problem = row_problem(prompt) if row_problem else None
             if problem := problem or (storing_problem(prompt) if section.data_cache else None):
                 bad.add(location, problem)
@@ -140,21 +212,32 @@ def _usable(
         if problem:
             bad.add(location, problem)
         elif not duplicates.omits(prompt):
-            prompt.index, prompt.location, count = next(numbers), location, count + 1
+            prompt.index = next(numbers)
+            prompt.location = location
+            count = count + 1
             yield prompt
             if count == limit:
                 break
+
     bad.report()
     if num_chats and is_first_rank():
-        logger.warning(f"--{source} {name}: --input_template is for text: {num_chats} rows of chat messages are as they were")
+        logger.warning(
+            f"--{source} {name}: --input_template is for text: {num_chats} rows of chat messages"
+            " are as they were"
+        )
+
     if not count:
         others = f" and {duplicates.count} duplicates were omitted" if duplicates.count else ""
-        raise DataError(f"--{source} {name}: no usable row ({len(bad.reasons)} bad ones were skipped{others})")
+        raise DataError(
+            f"--{source} {name}: no usable row ({len(bad.reasons)} bad ones were skipped{others})"
+        )
     duplicates.report(f"--{source} {name}", count)
 
 
 def _check_held_out(section: DataSection, names: list[str]) -> None:
-    """Raise DataError if tasks of reasoning-gym have the same rows in the training and the held-out data."""
+    """Raise DataError if tasks of reasoning-gym have the same rows in the training and the held-out
+    data.
+    """
     if any(name.startswith(REASONING_GYM) for name in names):
         from lightrft.data.reasoning_gym.tasks import check_held_out
 
@@ -168,87 +251,137 @@ def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -
         raise DataError(f"--input_template {section.input_template!r} has no {{}} for the prompt")
     template_variables(section)
     if section.apply_chat_template and not tokenizer.chat_template:
-        raise DataError("--apply_chat_template: the tokenizer of --pretrain has no chat template; use --input_template instead")
+        raise DataError(
+            "--apply_chat_template: the tokenizer of --pretrain has no chat template; use"
+            " --input_template instead"
+        )
 
 
 def make_prompt(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, index: int, folder: Path = HERE,
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    row: dict[str, Any],
+    *,
+    index: int,
+    folder: Path = HERE,
     measure: MediaTokenCounter | None = None,
-) -> Prompt:  # fmt: skip
-    """Build a prompt from the columns of a row of a file in `folder`. Raise ValueError for a bad row."""
+) -> Prompt:
+    """Build a prompt from the columns of a row of a file in `folder`.
+
+    Raise ValueError for a bad row.
+    """
     if section.input_key not in row:
-        raise ValueError(f"no column {section.input_key!r} (--input_key); it has {', '.join(row) or 'none'}")
+        raise ValueError(
+            f"no column {section.input_key!r} (--input_key); it has {', '.join(row) or 'none'}"
+        )
+
     has_parts = section.apply_chat_template and media_columns(section)
     messages = as_messages(row[section.input_key]) if has_parts else None
     media = row_media(section, row, folder, messages)
     text = prompt_text(section, tokenizer, row, media=media)
+
     # a chat template writes its own special tokens
     token_ids = text_tokens(tokenizer, text, special_tokens=not section.apply_chat_template)
     if not token_ids:
         raise ValueError("the prompt is empty")
-    return with_media_tokens(Prompt(index, text, token_ids, _columns(section, row), media), section, measure)
+
+    return with_media_tokens(
+        Prompt(index, text, token_ids, _columns(section, row), media), section, measure
+    )
 
 
 def row_media(
     section: DataSection, row: Mapping[str, Any], folder: Path, messages: Sequence[Message] | None
 ) -> dict[str, list[MediaFile]]:
-    """Return the media of a row of a file in `folder`, from its columns or else from the parts of its messages.
+    """Return the media of a row of a file in `folder`, from its columns or else from the parts of
+    its messages.
 
     Raise ValueError for values that are none.
     """
     root = Path(section.media_root).expanduser() if section.media_root else None
     places = Places(folder, root, round(section.media_max_mb * 1e6), section.media_urls)
-    of_item = {IMAGES: places.image, AUDIOS: partial(places.audio, rate=section.audio_sampling_rate),
-               VIDEOS: partial(places.video, fps=section.video_fps, most=section.video_max_frames)}  # fmt: skip
-    items = {medium: items_of(medium, row.get(column)) or items_in(medium, messages or ())
-             for medium, column in media_columns(section).items()}  # fmt: skip
+    of_item = {
+        IMAGES: places.image,
+        AUDIOS: partial(places.audio, rate=section.audio_sampling_rate),
+        VIDEOS: partial(places.video, fps=section.video_fps, most=section.video_max_frames),
+    }
+    items = {
+        medium: items_of(medium, row.get(column)) or items_in(medium, messages or ())
+        for medium, column in media_columns(section).items()
+    }
     media = {medium: [of_item[medium](item) for item in found] for medium, found in items.items()}
+
     return {medium: items for medium, items in media.items() if items}
 
 
-def with_media_tokens(prompt: Prompt, section: DataSection, measure: MediaTokenCounter | None) -> Prompt:
-    """Set the number of tokens of the prompt's media and return it. Raise ValueError if it is too long."""
+def with_media_tokens(
+    prompt: Prompt, section: DataSection, measure: MediaTokenCounter | None
+) -> Prompt:
+    """Set the number of tokens of the prompt's media and return it.
+
+    Raise ValueError if it is too long.
+    """
     prompt.media_tokens = measure(prompt) if measure else 0
     if prompt.num_tokens > section.prompt_max_len:
-        raise ValueError(f"the prompt has {prompt.num_tokens} tokens, more than --prompt_max_len {section.prompt_max_len}")
+        raise ValueError(
+            f"the prompt has {prompt.num_tokens} tokens, more than --prompt_max_len"
+            f" {section.prompt_max_len}"
+        )
     return prompt
 
 
 def _columns(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns that rewards receive. Raise ValueError for a configured column that the row does not have."""
+    """Return the columns that rewards receive.
+
+    Raise ValueError for a configured column that the row does not have.
+    """
     others = {section.input_key, *media_columns(section).values()}
     columns = {name: value for name, value in row.items() if name not in others}
     if section.label_key in row:
         columns["label"] = label_value(row[section.label_key], section.label_key)
     elif section.label_key != DataSection.label_key:
         raise ValueError(f"no column {section.label_key!r} (--label_key); it has {', '.join(row)}")
+
     if section.reference_key is not None:
         if section.reference_key not in row:
-            raise ValueError(f"no column {section.reference_key!r} (--reference_key); it has {', '.join(row)}")
+            raise ValueError(
+                f"no column {section.reference_key!r} (--reference_key); it has {', '.join(row)}"
+            )
         columns["reference"] = row[section.reference_key]
+
     return columns
 
 
 def prompt_text(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], *,
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    row: Mapping[str, Any],
+    *,
     media: Mapping[str, list[MediaFile]] = NO_MEDIA,
-) -> str:  # fmt: skip
-    """Return the text of a row's prompt, given as a text or as chat messages. Raise ValueError for other values."""
+) -> str:
+    """Return the text of a row's prompt, given as a text or as chat messages.
+
+    Raise ValueError for other values.
+    """
     value = row[section.input_key]
     if not section.apply_chat_template:
         if not isinstance(value, str):
             raise ValueError(
-                f"{section.input_key!r} is {type(value).__name__}, not text; chat messages need --apply_chat_template"
+                f"{section.input_key!r} is {type(value).__name__}, not text; chat messages need"
+                " --apply_chat_template"
             )
         if as_messages(value):
-            raise ValueError(f"{section.input_key!r} is a list of chat messages as JSON: they need --apply_chat_template")
+            raise ValueError(
+                f"{section.input_key!r} is a list of chat messages as JSON: they need"
+                " --apply_chat_template"
+            )
         return with_template(section, value)
 
     messages = as_messages(value)
     if messages is not None and is_answer(messages[-1]):
         raise ValueError(
-            f"the last message of {section.input_key!r} is a turn of the assistant, so the prompt contains the answer; "
-            "remove that message"
+            f"the last message of {section.input_key!r} is a turn of the assistant, so the prompt"
+            " contains the answer; remove that message"
         )
     conversation = complete_chat(section, row, chat_of(section, value, messages), media)
     return conversation.render(chat_template(section, tokenizer), answer_follows=True)
@@ -267,16 +400,23 @@ def chat_of(section: DataSection, value: Any, messages: list[Message] | None) ->
     if messages is not None:
         return messages
     if not isinstance(value, str):
-        raise ValueError(f"{section.input_key!r} is neither text nor a list of chat messages: {shortened(value)}")
+        raise ValueError(
+            f"{section.input_key!r} is neither text nor a list of chat messages: {shortened(value)}"
+        )
     return [{"role": "user", "content": with_template(section, value)}]
 
 
 def complete_chat(
-    section: DataSection, row: Mapping[str, Any], messages: list[Message], media: Mapping[str, list[MediaFile]]
+    section: DataSection,
+    row: Mapping[str, Any],
+    messages: list[Message],
+    media: Mapping[str, list[MediaFile]],
 ) -> Conversation:
-    """Return the conversation of a row: its messages, the system prompt if it has none, media at their places, and tools.
+    """Return the conversation of a row: its messages, the system prompt if it has none, media at
+    their places, and tools.
 
-    The columns `system`, `tools` and `chat_template_kwargs` belong to it. Raise ValueError if one of them cannot be read.
+    The columns `system`, `tools` and `chat_template_kwargs` belong to it. Raise ValueError if one
+    of them cannot be read.
     """
     column = row.get("system")
     system = column if column and isinstance(column, str) else section.system_prompt
@@ -287,11 +427,15 @@ def complete_chat(
     counts = {medium: len(media.get(medium, ())) for medium in media_columns(section)}
     for number, message in enumerate(messages, 1):
         parts = message["content"] if isinstance(message["content"], list) else ()
-        kinds = {str(part["type"]) for part in parts} - {"text", *(KINDS[medium] for medium in counts)}
+        kinds = {str(part["type"]) for part in parts} - {
+            "text",
+            *(KINDS[medium] for medium in counts),
+        }
         if kinds:
             raise ValueError(
-                f"message {number} of {len(messages)} has a part of type {kinds.pop()!r}: media are read with --images_key, "
-                "--videos_key or --audios_key, from the column of this name or from the parts themselves"
+                f"message {number} of {len(messages)} has a part of type {kinds.pop()!r}: media are"
+                " read with --images_key, --videos_key or --audios_key, from the column of this"
+                " name or from the parts themselves"
             )
     if counts:
         messages = with_parts(messages, counts)

@@ -1,4 +1,6 @@
-"""Rows of a data set from files or the hub, each with its location, and the handling of bad rows."""
+"""Rows of a data set from files or the hub, each with its location, and the handling of bad
+rows.
+"""
 
 import json
 import os
@@ -17,7 +19,8 @@ from lightrft.data.columns.values import table_rows
 from lightrft.registry import Registry, kept_alive
 from lightrft.samples import DATA_FILES, REASONING_GYM, VERIFIERS, DataRow
 
-if TYPE_CHECKING:  # importing datasets takes longer than reading most files, and JSON does not need it
+# importing datasets takes longer than reading most files, and JSON does not need it
+if TYPE_CHECKING:
     from datasets import Dataset
 
 HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+(?<!\.py))(?::(?P<subset>[^:/]+))?")
@@ -44,22 +47,27 @@ class BadRows:
     def add(self, where: str, reason: str) -> None:
         message = f"{self.flag}: {where}: {reason}"
         if not self.skip:
-            raise DataError(f"{message}. Correct the row, or pass --bad_rows skip to skip such rows")
+            raise DataError(
+                f"{message}. Correct the row, or pass --bad_rows skip to skip such rows"
+            )
         self.reasons.append(message)
 
     def report(self) -> None:
         if self.reasons and is_first_rank():
             shown = "\n".join(f"  {reason}" for reason in self.reasons[:5])
-            logger.warning(f"{len(self.reasons)} bad rows of {self.flag} skipped, the first:\n{shown}")
+            logger.warning(
+                f"{len(self.reasons)} bad rows of {self.flag} skipped, the first:\n{shown}"
+            )
 
 
 def read_rows(source: str, split: str, bad: BadRows) -> Iterator[DataRow]:
     """Yield the rows of a data set.
 
-    It is a file, a folder of files, a folder that `Dataset.save_to_disk` wrote, a name on the hub, with the name of a subset or
-    without, a task of reasoning-gym, an environment of verifiers, or an object of Python, as module:object or file.py:object. In
-    a folder of files, those whose names begin with the split are read, or its only file. Raise DataError for a source that does
-    not exist or cannot be read.
+    It is a file, a folder of files, a folder that `Dataset.save_to_disk` wrote, a name on the hub,
+    with the name of a subset or without, a task of reasoning-gym, an environment of verifiers, or
+    an object of Python, as module:object or file.py:object. In a folder of files, those whose names
+    begin with the split are read, or its only file. Raise DataError for a source that does not
+    exist or cannot be read.
     """
     path = Path(source).expanduser()
     if source.startswith(REASONING_GYM):
@@ -80,14 +88,18 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[DataRow]:
     elif ":" in source:
         yield from _object_rows(source, split, bad)
     else:
-        raise DataError(f"{bad.flag} {source}: neither an existing file or folder nor a hub name (owner/name)")
+        raise DataError(
+            f"{bad.flag} {source}: neither an existing file or folder nor a hub name (owner/name)"
+        )
 
 
 def _verifiers_rows(source: str, flag: str) -> Iterator[DataRow]:
     try:
         from lightrft.data.verifiers.tasksets import task_rows
     except ModuleNotFoundError as error:
-        raise DataError(f"{flag} {source} needs {error.name}: pip install '.[verifiers]'") from error
+        raise DataError(
+            f"{flag} {source} needs {error.name}: pip install '.[verifiers]'"
+        ) from error
     yield from task_rows(source, flag)
 
 
@@ -97,12 +109,19 @@ def _saved_rows(folder: Path, split: str, flag: str) -> Iterator[DataRow]:
     try:
         dataset = load_from_disk(str(folder))
     except (OSError, ValueError, KeyError, ArrowInvalid) as error:
-        raise DataError(f"{flag} {folder}: it cannot be read as a folder of Dataset.save_to_disk ({error})") from error
+        raise DataError(
+            f"{flag} {folder}: it cannot be read as a folder of Dataset.save_to_disk ({error})"
+        ) from error
     if isinstance(dataset, DatasetDict):
         if split not in dataset:
-            raise DataError(f"{flag} {folder}: there is no split {split!r}; the data set has {', '.join(map(str, dataset))}")
+            raise DataError(
+                f"{flag} {folder}: there is no split {split!r}; the data set has"
+                f" {', '.join(map(str, dataset))}"
+            )
         dataset = dataset[split]
-    yield from ((f"{folder}[{split}] row {number}", row) for number, row in enumerate(_stored(dataset), 1))
+    yield from (
+        (f"{folder}[{split}] row {number}", row) for number, row in enumerate(_stored(dataset), 1)
+    )
 
 
 def _hub_rows(name: str, subset: str | None, split: str, flag: str) -> Iterator[DataRow]:
@@ -112,12 +131,18 @@ def _hub_rows(name: str, subset: str | None, split: str, flag: str) -> Iterator[
     try:
         dataset = load_dataset(name, subset, split=split)
     except (OSError, ValueError) as error:
-        raise DataError(f"{flag} {source}: the hub's data set cannot be loaded: {str(error).splitlines()[0]}") from error
-    yield from ((f"{source}[{split}] row {number}", row) for number, row in enumerate(_stored(dataset), 1))
+        raise DataError(
+            f"{flag} {source}: the hub's data set cannot be loaded: {str(error).splitlines()[0]}"
+        ) from error
+    yield from (
+        (f"{source}[{split}] row {number}", row) for number, row in enumerate(_stored(dataset), 1)
+    )
 
 
 def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[DataRow]:
-    """Yield the rows of an iterable, or of a function that returns one; its parameter `split`, if it has one, gets the split."""
+    """Yield the rows of an iterable, or of a function that returns one; its parameter `split`, if
+    it has one, gets the split.
+    """
     from datasets import Dataset
 
     try:
@@ -136,12 +161,15 @@ def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[DataRow]:
         raise
     except Exception as error:  # of the user's own code
         place = f"after row {number}" if number else "before the first row"
-        raise DataError(f"{bad.flag} {reference}: {place}: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"{bad.flag} {reference}: {place}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _kept_alive(rows: Iterable[Any]) -> Iterator[Any]:
     """Yield rows from the user's code, and keep that code from ending the process."""
-    rows, end = iter(rows), object()
+    rows = iter(rows)
+    end = object()
     while True:
         with kept_alive():
             row = next(rows, end)
@@ -154,12 +182,15 @@ def _files_of_split(folder: Path, split: str, flag: str) -> list[Path]:
     files = sorted(file for file in folder.iterdir() if file.suffix in DATA_FILES)
     if not files:
         raise DataError(f"{flag} {folder}: the folder contains no {', '.join(DATA_FILES)} file")
+
     of_split = [file for file in files if file.name.startswith(split)]
     if not of_split and len(files) > 1:
         names = ", ".join(file.name for file in files[:5])
         raise DataError(
-            f"{flag} {folder}: no file name begins with the split {split!r}; the folder contains {names}. Give a file"
+            f"{flag} {folder}: no file name begins with the split {split!r}; the folder contains"
+            f" {names}. Give a file"
         )
+
     return of_split or files
 
 
@@ -171,7 +202,9 @@ def _file_rows(file: Path, bad: BadRows) -> Iterator[DataRow]:
     elif file.suffix == ".parquet":
         yield from _parquet_rows(file, bad.flag)
     else:
-        raise DataError(f"{bad.flag} {file}: unknown file type; supported are {', '.join(DATA_FILES)}")
+        raise DataError(
+            f"{bad.flag} {file}: unknown file type; supported are {', '.join(DATA_FILES)}"
+        )
 
 
 def _parquet_rows(file: Path, flag: str) -> Iterator[DataRow]:
@@ -190,7 +223,9 @@ def _parquet_rows(file: Path, flag: str) -> Iterator[DataRow]:
 
 
 def _stored(rows: "Dataset") -> Iterator[dict[str, Any]]:
-    """Yield rows as they are stored: images stay encoded files, which are much smaller than their pixels."""
+    """Yield rows as they are stored: images stay encoded files, which are much smaller than their
+    pixels.
+    """
     for table in rows.with_format("arrow").iter(ROWS_AT_ONCE):
         yield from table_rows(table)
 
@@ -210,15 +245,22 @@ def _json_lines(file: Path, bad: BadRows) -> Iterator[DataRow]:
 
 
 def _parsed(text: bytes) -> Any:
-    """Parse a JSON value. Raise ValueError for invalid JSON, too deep nesting, and text that cannot be encoded as UTF-8."""
+    """Parse a JSON value.
+
+    Raise ValueError for invalid JSON, too deep nesting, and text that cannot be encoded as UTF-8.
+    """
     try:
         value = json.loads(text)
-        if b"\\u" in text:  # an escaped lone surrogate is valid JSON, but cannot be tokenized or written
+        # an escaped lone surrogate is valid JSON, but cannot be tokenized or written
+        if b"\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("lists or objects are nested too deep") from error
     except UnicodeEncodeError as error:
-        raise ValueError(f"an unpaired surrogate: \\u{ord(error.object[error.start]):04x}") from error
+        raise ValueError(
+            f"an unpaired surrogate: \\u{ord(error.object[error.start]):04x}"
+        ) from error
+
     return value
 
 
@@ -226,7 +268,11 @@ def _json_list(file: Path, bad: BadRows) -> Iterator[DataRow]:
     try:
         rows = _parsed(file.read_bytes())
     except ValueError as error:
-        raise DataError(f"{bad.flag} {file}: not valid JSON ({error}); one object per line belongs in a .jsonl file") from error
+        raise DataError(
+            f"{bad.flag} {file}: not valid JSON ({error}); one object per line belongs in a .jsonl"
+            " file"
+        ) from error
+
     if not isinstance(rows, list):
         raise DataError(f"{bad.flag} {file}: not a JSON list of objects but {type(rows).__name__}")
     for index, row in enumerate(rows):

@@ -1,4 +1,6 @@
-"""Ends of the steps of an answer, the same in the training of a process reward model and in the responses that it scores."""
+"""Ends of the steps of an answer, the same in the training of a process reward model and in the
+responses that it scores.
+"""
 
 from collections.abc import Sequence
 
@@ -9,7 +11,8 @@ from lightrft.config.errors import ConfigError
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Text of a token that is only a part of a character."""
 BYTES_OF_A_CHARACTER = 4
-"""Maximum number of bytes of a character, and therefore of tokens per character, since a token has at least one byte."""
+"""Maximum number of bytes of a character, and therefore of tokens per character, since a token has
+at least one byte."""
 
 
 class StepEnds:
@@ -19,25 +22,30 @@ class StepEnds:
         """Set up the search. Raise ConfigError for an empty separator."""
         if not separator:
             raise ConfigError("--step_separator is empty, so no step would have an end")
-        self.tokenizer, self.separator = tokenizer, separator
+        self.tokenizer = tokenizer
+        self.separator = separator
         self.window = BYTES_OF_A_CHARACTER * len(separator)
         self._may_end: dict[int, bool] = {}
 
     def __call__(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the index of the last token of each step: one that completes a separator, or the last of all.
+        """Return the index of the last token of each step: one that completes a separator, or the
+        last of all.
 
         A step that would consist of spaces belongs to the one before it.
         """
         ends: list[int] = []
         start = 0
         for place, token in enumerate(token_ids):
-            if place < len(token_ids) - 1 and not self._ends_separator(token, token_ids[max(start, place - self.window) : place]):
+            if place < len(token_ids) - 1 and not self._ends_separator(
+                token, token_ids[max(start, place - self.window) : place]
+            ):
                 continue
             if ends and not self._text(token_ids[start : place + 1]).strip():
                 ends[-1] = place
             else:
                 ends.append(place)
             start = place + 1
+
         return ends
 
     def _ends_separator(self, token: int, before: Sequence[int]) -> bool:
@@ -47,4 +55,6 @@ class StepEnds:
         return self._may_end[token] and self.separator in self._text([*before, token])
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )

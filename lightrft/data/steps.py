@@ -18,54 +18,90 @@ from lightrft.types import Answer, Expand, JudgedBatch, Prompt, TokenIds
 
 TARGETS = "targets"
 """Column of a loaded answer: the label of each step, from 0 to 1."""
-USUAL_STEPS, USUAL_LABELS = "completions", "labels"
+USUAL_STEPS = "completions"
+USUAL_LABELS = "labels"
 """Columns that are used if --completion_key and --label_key are not set."""
 
 
 def load_steps(
-    section: DataSection, preference: PreferenceSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data",
-    longest: int, measure: MediaTokenCounter | None = None, requirements: Any = None,
-) -> PromptSet:  # fmt: skip
-    """Load prompts with an Answer of steps, as load_prompts() does; above `longest` tokens a row is a bad row.
+    section: DataSection,
+    preference: PreferenceSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    source: str = "prompt_data",
+    longest: int,
+    measure: MediaTokenCounter | None = None,
+    requirements: Any = None,
+) -> PromptSet:
+    """Load prompts with an Answer of steps, as load_prompts() does; above `longest` tokens a row is
+    a bad row.
 
-    The separator joins the steps, and the end token follows the last one. The last token of each step is learned.
+    The separator joins the steps, and the end token follows the last one. The last token of each
+    step is learned.
     """
     separator = section.step_separator
     step_ends = StepEnds(tokenizer, separator)
 
     def make(
-        section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, index: int, folder: Path = HERE,
+        section: DataSection,
+        tokenizer: PreTrainedTokenizerBase,
+        row: dict[str, Any],
+        *,
+        index: int,
+        folder: Path = HERE,
         measure: MediaTokenCounter | None = None,
-    ) -> Prompt:  # fmt: skip
-        steps, targets = _steps(preference, row), _labels(section, row)
+    ) -> Prompt:
+        steps = _steps(preference, row)
+        targets = _labels(section, row)
         if len(steps) != len(targets):
             raise ValueError(f"the row has {len(steps)} steps but {len(targets)} labels")
+
         standard = replace(section, input_key="input", label_key="label", reference_key=None)
         columns = context_of(section, row) | {"input": prompt_column(section, row)}
-        prompt = make_prompt(standard, tokenizer, columns, index=index, folder=folder, measure=measure)
+        prompt = make_prompt(
+            standard, tokenizer, columns, index=index, folder=folder, measure=measure
+        )
         text = separator.join(step.removesuffix(separator) for step in steps)
         token_ids = text_answer(section, tokenizer, prompt.text, text).token_ids
+
         ends = step_ends(token_ids)
         if len(ends) != len(steps):
             raise ValueError(
-                f"the row has {len(steps)} steps, but --step_separator {separator!r} divides their text into {len(ends)}"
+                f"the row has {len(steps)} steps, but --step_separator {separator!r} divides their"
+                f" text into {len(ends)}"
             )
+
         answer = Answer(TokenIds(token_ids), [place in ends for place in range(len(token_ids))])
         return replace(prompt, columns={ANSWER: answer, TARGETS: targets})
 
     def problem(prompt: Prompt) -> str | None:
         length = prompt.num_tokens + len(prompt.columns[ANSWER].token_ids)
-        return f"prompt and steps have {length} tokens, more than {longest}" if length > longest else None
+        return (
+            f"prompt and steps have {length} tokens, more than {longest}"
+            if length > longest
+            else None
+        )
 
-    return load_prompts(section, tokenizer, source=source, row_problem=problem, make=make, measure=measure,
-                        requirements=[asdict(preference), longest, requirements])  # fmt: skip
+    return load_prompts(
+        section,
+        tokenizer,
+        source=source,
+        row_problem=problem,
+        make=make,
+        measure=measure,
+        requirements=[asdict(preference), longest, requirements],
+    )
 
 
-def step_batch(answers: Sequence[Prompt], rows: Sequence[int], expand: Expand | None = None) -> JudgedBatch:
+def step_batch(
+    answers: Sequence[Prompt], rows: Sequence[int], expand: Expand | None = None
+) -> JudgedBatch:
     """Build the flat batch of the answers. `rows` are their indices in the whole batch."""
     columns = flat_columns([(prompt, prompt.columns[ANSWER]) for prompt in answers], expand)
     targets = torch.zeros(len(columns["input_ids"]))
-    targets[columns["loss_mask"]] = torch.tensor([label for prompt in answers for label in prompt.columns[TARGETS]])
+    targets[columns["loss_mask"]] = torch.tensor(
+        [label for prompt in answers for label in prompt.columns[TARGETS]]
+    )
     return JudgedBatch(**columns, rows=torch.tensor(rows, dtype=torch.int64), targets=targets)
 
 
@@ -73,7 +109,9 @@ def _steps(preference: PreferenceSection, row: dict[str, Any]) -> list[str]:
     name = preference.completion_key or USUAL_STEPS
     steps = column(row, name, "completion_key")
     if not isinstance(steps, list) or not all(isinstance(step, str) and step for step in steps):
-        raise ValueError(f"{name!r} (--completion_key) must be a list of texts, the steps, not {steps!r}")
+        raise ValueError(
+            f"{name!r} (--completion_key) must be a list of texts, the steps, not {steps!r}"
+        )
     return steps
 
 
@@ -81,7 +119,14 @@ def _labels(section: DataSection, row: dict[str, Any]) -> list[float]:
     name = section.label_key
     if name not in row and name == DataSection.label_key:
         name = USUAL_LABELS
+
     labels = column(row, name, "label_key")
-    if not isinstance(labels, list) or not all(isinstance(label, bool | int | float) and 0 <= label <= 1 for label in labels):
-        raise ValueError(f"{name!r} (--label_key) must be a list of true, false or numbers from 0 to 1, not {labels!r}")
+    if not isinstance(labels, list) or not all(
+        isinstance(label, bool | int | float) and 0 <= label <= 1 for label in labels
+    ):
+        raise ValueError(
+            f"{name!r} (--label_key) must be a list of true, false or numbers from 0 to 1, not"
+            f" {labels!r}"
+        )
+
     return [float(label) for label in labels]

@@ -1,7 +1,8 @@
-"""Prompts in an Arrow file that is mapped into memory, for data that are larger than memory or slow to tokenize.
+"""Prompts in an Arrow file that is mapped into memory, for data that are larger than memory or slow
+to tokenize.
 
-One process of a machine writes the file, under another name until it is complete, while the others wait for its lock. It has
-Arrow's stream format, so `datasets.Dataset.from_file` opens it too.
+One process of a machine writes the file, under another name until it is complete, while the others
+wait for its lock. It has Arrow's stream format, so `datasets.Dataset.from_file` opens it too.
 """
 
 import fcntl
@@ -24,16 +25,36 @@ from lightrft.data.media import AUDIOS, IMAGES, VIDEOS, AudioFile, ImageFile, Me
 from lightrft.data.readers import is_first_rank
 from lightrft.types import Answer, Prompt, TokenIds
 
-SCHEMA = pa.schema({
-    "text": pa.string(),
-    "token_ids": pa.list_(pa.int32()),
-    "columns": pa.string(),
-    "answers": pa.list_(pa.struct({"name": pa.string(), "token_ids": pa.list_(pa.int32()), "learned": pa.list_(pa.bool_())})),
-    "media": pa.list_(pa.struct({"medium": pa.string(), "name": pa.string(), "path": pa.string(), "content": pa.large_binary(),
-                                 "fps": pa.float64(), "most": pa.int32()})),
-    "media_tokens": pa.int32(),
-    "location": pa.string(),
-})  # fmt: skip
+SCHEMA = pa.schema(
+    {
+        "text": pa.string(),
+        "token_ids": pa.list_(pa.int32()),
+        "columns": pa.string(),
+        "answers": pa.list_(
+            pa.struct(
+                {
+                    "name": pa.string(),
+                    "token_ids": pa.list_(pa.int32()),
+                    "learned": pa.list_(pa.bool_()),
+                }
+            )
+        ),
+        "media": pa.list_(
+            pa.struct(
+                {
+                    "medium": pa.string(),
+                    "name": pa.string(),
+                    "path": pa.string(),
+                    "content": pa.large_binary(),
+                    "fps": pa.float64(),
+                    "most": pa.int32(),
+                }
+            )
+        ),
+        "media_tokens": pa.int32(),
+        "location": pa.string(),
+    }
+)
 """Columns of the file. `columns` is a JSON object of the columns of the row that are no Answer."""
 CLASSES = {IMAGES: ImageFile, VIDEOS: VideoFile, AUDIOS: AudioFile}
 ROWS_OF_BATCH = 1024
@@ -57,7 +78,8 @@ class StoredPrompts(Sequence[Prompt]):
 
     def __init__(self, file: Path, rows: range, examples: Sequence[int] = ()):
         """Open the file. `examples` are rows of each kind, of this and other parts."""
-        self.rows, self._examples = rows, examples
+        self.rows = rows
+        self._examples = examples
         self._batches = pa.ipc.open_stream(pa.memory_map(str(file))).read_all().to_batches()
 
     @property
@@ -76,20 +98,38 @@ class StoredPrompts(Sequence[Prompt]):
 
     def __getitem__(self, place: Any) -> Any:
         rows = self.rows[place]
-        return [self._prompt(row) for row in rows] if isinstance(rows, range) else self._prompt(rows)
+        return (
+            [self._prompt(row) for row in rows] if isinstance(rows, range) else self._prompt(rows)
+        )
 
     def _prompt(self, row: int) -> Prompt:
-        batch, place = self._batches[row // ROWS_OF_BATCH], row % ROWS_OF_BATCH
-        text, token_ids, columns, answers, media, media_tokens, location = (column[place] for column in batch.columns)
+        batch = self._batches[row // ROWS_OF_BATCH]
+        place = row % ROWS_OF_BATCH
+        text, token_ids, columns, answers, media, media_tokens, location = (
+            column[place] for column in batch.columns
+        )
+
         values = json.loads(columns.as_py())
         for answer in answers:
-            values[answer["name"].as_py()] = Answer(_token_ids(answer["token_ids"]), answer["learned"].as_py())
+            values[answer["name"].as_py()] = Answer(
+                _token_ids(answer["token_ids"]), answer["learned"].as_py()
+            )
+
         files: dict[str, list[MediaFile]] = {}
         for each in media.as_py() or ():
             source = each["name"], each["content"] or Path(each["path"])
             options = (each["fps"], each["most"]) if each["medium"] == VIDEOS else ()
             files.setdefault(each["medium"], []).append(CLASSES[each["medium"]](*source, *options))
-        return Prompt(row, text.as_py(), _token_ids(token_ids), values, files, media_tokens.as_py(), location.as_py())
+
+        return Prompt(
+            row,
+            text.as_py(),
+            _token_ids(token_ids),
+            values,
+            files,
+            media_tokens.as_py(),
+            location.as_py(),
+        )
 
 
 def _token_ids(ids: pa.ListScalar) -> TokenIds:
@@ -101,12 +141,14 @@ def _token_ids(ids: pa.ListScalar) -> TokenIds:
 def stored_prompts(
     folder: Path, key: str, parts: Sequence[Iterable[Prompt]], *, distinguishing: str | None = None
 ) -> tuple[list[StoredPrompts], list[str]]:
-    """Return the prompts of each part, and the digests of all, from the file of `key`, which is first written if it is not there.
+    """Return the prompts of each part, and the digests of all, from the file of `key`, which is
+    first written if it is not there.
 
-    The parts are iterated only then. `distinguishing` is a column whose values make rows different in kind. Raise DataError if
-    the folder cannot be written.
+    The parts are iterated only then. `distinguishing` is a column whose values make rows different
+    in kind. Raise DataError if the folder cannot be written.
     """
-    file, facts = folder / f"{key}.arrow", folder / f"{key}.json"
+    file = folder / f"{key}.arrow"
+    facts = folder / f"{key}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _lock_file(folder / f"{key}.lock"):
@@ -119,19 +161,29 @@ def stored_prompts(
                 new.replace(file)
         summary = Summary(**json.loads(facts.read_text()))
     except OSError as error:
-        raise DataError(f"--data_cache {folder}: {error.strerror or error} ({error.filename or file})") from error
+        raise DataError(
+            f"--data_cache {folder}: {error.strerror or error} ({error.filename or file})"
+        ) from error
+
     ends = [0, *accumulate(summary.sizes)]
-    return [StoredPrompts(file, range(start, end), summary.examples) for start, end in pairwise(ends)], summary.digests
+    return [
+        StoredPrompts(file, range(start, end), summary.examples) for start, end in pairwise(ends)
+    ], summary.digests
 
 
 def _write(file: Path, parts: Sequence[Iterable[Prompt]], distinguishing: str | None) -> Summary:
     """Write the prompts of all parts, and return what a reader needs to know of them."""
-    sizes, examples = [0] * len(parts), {}
+    sizes = [0] * len(parts)
+    examples = {}
 
     def counted() -> Iterator[Prompt]:
         for number, part in enumerate(parts):
             for prompt in part:
-                kind = number, tuple(sorted(prompt.columns)), repr(prompt.columns.get(distinguishing))
+                kind = (
+                    number,
+                    tuple(sorted(prompt.columns)),
+                    repr(prompt.columns.get(distinguishing)),
+                )
                 examples.setdefault(kind, sum(sizes))
                 sizes[number] += 1
                 yield prompt
@@ -140,7 +192,9 @@ def _write(file: Path, parts: Sequence[Iterable[Prompt]], distinguishing: str | 
         prompts = counted()
         while batch := list(islice(prompts, ROWS_OF_BATCH)):
             writer.write_batch(_batch(batch))
-    return Summary(sizes, digests_of_pieces(StoredPrompts(file, range(sum(sizes)))), sorted(examples.values()))
+    return Summary(
+        sizes, digests_of_pieces(StoredPrompts(file, range(sum(sizes)))), sorted(examples.values())
+    )
 
 
 def _batch(prompts: list[Prompt]) -> pa.RecordBatch:
@@ -151,10 +205,14 @@ def _batch(prompts: list[Prompt]) -> pa.RecordBatch:
         "token_ids": pa.ListArray.from_arrays(np.cumsum([0, *lengths], dtype=np.int32), ids),
         "columns": [json.dumps(_plain_columns(prompt)) for prompt in prompts],
         "answers": [_answers(prompt) for prompt in prompts],
-        "media": [[_media(medium, item) for medium, items in prompt.multi_modal.items() for item in items] for prompt in prompts],
+        "media": [
+            [_media(medium, item) for medium, items in prompt.multi_modal.items() for item in items]
+            for prompt in prompts
+        ],
         "media_tokens": [prompt.media_tokens for prompt in prompts],
         "location": [prompt.location for prompt in prompts],
     }
+
     return pa.RecordBatch.from_arrays(
         [_array(values, SCHEMA.field(name).type) for name, values in columns.items()], schema=SCHEMA
     )
@@ -169,13 +227,26 @@ def _plain_columns(prompt: Prompt) -> dict[str, Any]:
 
 
 def _answers(prompt: Prompt) -> list[dict[str, Any]]:
-    return [{"name": name, **value._asdict()} for name, value in prompt.columns.items() if isinstance(value, Answer)]
+    return [
+        {"name": name, **value._asdict()}
+        for name, value in prompt.columns.items()
+        if isinstance(value, Answer)
+    ]
 
 
 def _media(medium: str, item: MediaFile) -> dict[str, Any]:
     inside = isinstance(item.source, bytes)
-    file = {"name": item.name, "path": None if inside else str(item.source), "content": item.source if inside else None}
-    return {"medium": medium} | file | ({"fps": item.fps, "most": item.most} if isinstance(item, VideoFile) else {})
+    file = {
+        "name": item.name,
+        "path": None if inside else str(item.source),
+        "content": item.source if inside else None,
+    }
+
+    return (
+        {"medium": medium}
+        | file
+        | ({"fps": item.fps, "most": item.most} if isinstance(item, VideoFile) else {})
+    )
 
 
 def storing_problem(prompt: Prompt) -> str | None:
@@ -183,14 +254,21 @@ def storing_problem(prompt: Prompt) -> str | None:
     for items in prompt.multi_modal.values():
         for item in items:
             if isinstance(item.source, tuple):
-                return f"{item.name}: --data_cache stores files, not lists of frames and no waveforms"
+                return (
+                    f"{item.name}: --data_cache stores files, not lists of frames and no waveforms"
+                )
+
     for name, value in prompt.columns.items():
         if isinstance(value, Answer):
             continue
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
-            return f"the column {name!r} cannot be stored as JSON with --data_cache: {error}; convert it, or leave it out"
+            return (
+                f"the column {name!r} cannot be stored as JSON with --data_cache: {error}; convert"
+                " it, or leave it out"
+            )
+
     return None
 
 

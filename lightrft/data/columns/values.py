@@ -30,7 +30,9 @@ class Unreadable:
 
 
 def table_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table as Python's values; those that Python cannot hold are Unreadable."""
+    """Yield the rows of a table as Python's values; those that Python cannot hold are
+    Unreadable.
+    """
     columns = [_column(table.column(name)) for name in table.column_names]
     for values in zip(*columns, strict=True):
         yield dict(zip(table.column_names, values, strict=True))
@@ -83,6 +85,7 @@ def plain(value: Any, place: str) -> Any:
         return [plain(inner, place) for inner in value]
     if isinstance(value, Decimal):
         return _number(value)
+
     if isinstance(value, datetime | date | time):
         return value.isoformat() if value == value else None  # noqa: PLR0124, NaT of pandas
     if isinstance(value, timedelta):
@@ -91,10 +94,12 @@ def plain(value: Any, place: str) -> Any:
         return str(value)
     if isinstance(value, np.ndarray | np.generic):
         return plain(value.tolist(), place)
+
     if isinstance(value, bytearray | memoryview):
         return bytes(value)
     if isinstance(value, Unreadable):
         raise ValueError(f"{place} has a {value.kind} that cannot be read ({value.reason})")
+
     raise ValueError(
         f"{place} has a value of type {type(value).__name__}, which is not {KINDS}; "
         "convert it, or leave the column out"
@@ -130,6 +135,7 @@ def label_value(value: Any, name: str) -> Any:
         return None if math.isnan(value) else value
     if not isinstance(value, bytes):
         return value
+
     try:
         return value.decode()
     except UnicodeDecodeError as error:

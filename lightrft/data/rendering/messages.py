@@ -67,10 +67,12 @@ def _messages_in_json(text: str) -> Any:
         raise ValueError("its messages are written as Python prints them; write them as JSON")
     if not text.lstrip().startswith("["):
         return None
+
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
+
     is_chat = isinstance(value, list) and all(
         isinstance(message, dict) and {"role", "from"} & message.keys() for message in value
     )
@@ -87,18 +89,23 @@ def clean_message(message: Any, place: str = "the message") -> Message:
         raise ValueError(
             f"{place} is not an object with a role and a content, but {message!r:.100}"
         )
+
     keys = ", ".join(map(str, message))
     message = {name: value for name, value in message.items() if value is not None}
+
     role = _role(message, place)
     content = message.pop("value", None) if "content" not in message else message["content"]
     if role in CALLS:
         calls = parsed(content, f"the {role} of {place}") if isinstance(content, str) else content
         message["tool_calls"] = calls if isinstance(calls, list) else [calls]
-        role, content = "assistant", None
+        role = "assistant"
+        content = None
+
     calls = _calls(message, place)
     thinks = any(message.get(name) for name in THOUGHTS)
     if content is None and not calls and not thinks:
         raise ValueError(f"{place}, of role {role!r}, has no content (its keys are {keys})")
+
     cleaned = message | {"role": role, "content": _content(content, place)}
     if content is None and not calls:
         cleaned["content"] = ""
@@ -107,12 +114,14 @@ def clean_message(message: Any, place: str = "the message") -> Message:
             raise ValueError(
                 f"{place} has the {name} {message[name]!r}: it must be 1 (learned) or 0"
             )
+
     return cleaned | ({"tool_calls": calls} if calls else {})
 
 
 def _role(message: Message, place: str) -> str:
     """Take the role out of a message."""
-    role, sender = message.pop("role", None), message.pop("from", None)
+    role = message.pop("role", None)
+    sender = message.pop("from", None)
     name = sender if role is None else role
     if not isinstance(name, str):
         raise ValueError(f"{place} has no role: it is an object with a role and a content")
@@ -125,6 +134,7 @@ def _role(message: Message, place: str) -> str:
 def _content(content: Any, place: str) -> Any:
     if content is None or isinstance(content, str):
         return content
+
     parts = [_part(part) for part in content] if isinstance(content, list | tuple) else [None]
     if not all(parts):
         raise ValueError(
@@ -133,6 +143,7 @@ def _content(content: Any, place: str) -> Any:
         )
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
+
     return parts
 
 
@@ -165,17 +176,23 @@ def _call(call: Any, place: str) -> Message:
     function = (call.get("function") or call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(
-            f"a tool call of {place} is not {{'function': {{'name': ..., 'arguments': JSON}}}}: {shortened(call)}"
+            f"a tool call of {place} is not {{'function': {{'name': ..., 'arguments': JSON}}}}:"
+            f" {shortened(call)}"
         )
-    name, arguments = function["name"], function.get("arguments") or {}
+
+    name = function["name"]
+    arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         arguments = parsed(arguments, f"the arguments of the tool call {name} in {place}")
     else:
         arguments = without_nulls(arguments)
+
     if not isinstance(arguments, dict):
         raise ValueError(
-            f"the arguments of the tool call {name} in {place} are not an object: {shortened(arguments)}"
+            f"the arguments of the tool call {name} in {place} are not an object:"
+            f" {shortened(arguments)}"
         )
+
     identity = {"id": call["id"]} if call.get("id") else {}
     return identity | {"type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -210,7 +227,10 @@ def _tool(tool: Any) -> dict[str, Any]:
 
 
 def as_object(value: Any, name: str) -> dict[str, Any]:
-    """Return a column that is an object or JSON text of one, empty if null. Raise ValueError otherwise."""
+    """Return a column that is an object or JSON text of one, empty if null.
+
+    Raise ValueError otherwise.
+    """
     value = parsed(value, name) if isinstance(value, str) and value.strip() else value
     if value and not isinstance(value, Mapping):
         raise ValueError(f"{name} must be an object, not {shortened(value)}")

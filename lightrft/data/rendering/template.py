@@ -47,13 +47,17 @@ MOST_SHAPES = 4096
 
 
 def template_variables(section: DataSection) -> dict[str, Any]:
-    """Return the variables of --chat_template_kwargs. Raise DataError unless they are a JSON object."""
+    """Return the variables of --chat_template_kwargs.
+
+    Raise DataError unless they are a JSON object.
+    """
     try:
         variables = json.loads(section.chat_template_kwargs or "{}")
     except json.JSONDecodeError as error:
         raise DataError(
             f"--chat_template_kwargs {section.chat_template_kwargs!r} is not valid JSON: {error}"
         ) from error
+
     if not isinstance(variables, dict):
         raise DataError(
             f"--chat_template_kwargs {section.chat_template_kwargs!r} is not a JSON object: "
@@ -176,9 +180,12 @@ class ChatTemplate:
         after_inner = (
             self._probe([QUESTION, answer, QUESTION]).partition(WORD + "?")[2].partition(WORD)[2]
         )
-        last, inner = self._special_tokens_in(after_last), self._special_tokens_in(after_inner)
+        last = self._special_tokens_in(after_last)
+        inner = self._special_tokens_in(after_inner)
+
         if not last:
             return Closing("", "", "")
+
         both = [pair for pair in zip(last, inner, strict=False) if pair[0][0] == pair[1][0]]
         (token, end), (_, inner_end) = (
             both[-1] if both else (last[0], inner[0] if inner else ("", 0))
@@ -191,7 +198,9 @@ class ChatTemplate:
 
         It is the last token that the template writes, unless it also stands between two calls.
         """
-        one, two = (self._probe([QUESTION, _turn_of_calls(count)], tools=[TOOL]) for count in (1, 2))
+        one, two = (
+            self._probe([QUESTION, _turn_of_calls(count)], tools=[TOOL]) for count in (1, 2)
+        )
         written = one.rpartition(OF_CALL)[2].rstrip() if OF_CALL in one else ""
         end = next((token for token in self._special_tokens if written.endswith(token)), "")
         first, _, second = two.rpartition(OF_CALL)[0].rpartition(OF_CALL)
@@ -250,8 +259,11 @@ class ChatTemplate:
 
     @cached_property
     def _header(self) -> str:
-        """Return the beginning of an answer if the template writes it only before one; else nothing."""
-        before, asked = self._probe([QUESTION]), self._probe([QUESTION], answer_follows=True)
+        """Return the beginning of an answer if the template writes it only before one; else
+        nothing.
+        """
+        before = self._probe([QUESTION])
+        asked = self._probe([QUESTION], answer_follows=True)
         text = self._probe([QUESTION, {"role": "assistant", "content": WORD}])
         if before != asked or not text.startswith(before):
             return ""
@@ -337,13 +349,16 @@ class ChatTemplate:
     def _check(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str
     ) -> None:
-        """Raise ValueError if a message or a tool is not in the text, or is there as Python prints it."""
+        """Raise ValueError if a message or a tool is not in the text, or is there as Python prints
+        it.
+        """
         if missing := [
             tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text
         ]:
             raise ValueError(
                 f"the chat template does not describe the tool {missing[0]} to the model"
             )
+
         read = [
             message | {"content": ""} if is_answer(message) else message for message in messages
         ]
@@ -351,10 +366,12 @@ class ChatTemplate:
             read, text
         ):  # templates cut the thinking from earlier turns on purpose
             raise ValueError(_left_out(messages, place))
+
         for place, message in enumerate(messages, 1):
             if isinstance(message["content"], list) and _is_printed(message["content"], text):
                 raise ValueError(
-                    f"the chat template takes text, and prints the parts of message {place} of {len(messages)}"
+                    f"the chat template takes text, and prints the parts of message {place} of"
+                    f" {len(messages)}"
                 )
 
     def _check_words(self, messages: Sequence[Message], options: dict[str, Any]) -> None:
@@ -364,13 +381,16 @@ class ChatTemplate:
             text = self._render(words, **options)
         except ValueError:  # the template reads the text
             return
+
         if place := _first_lost(words, text):
             raise ValueError(_left_out(messages, place))
+
         for place, message in enumerate(words, 1):
             for call in message.get("tool_calls") or ():
                 if call["function"]["name"] not in text:
                     raise ValueError(
-                        f"the chat template leaves out the tool calls of message {place} of {len(messages)}"
+                        f"the chat template leaves out the tool calls of message {place} of"
+                        f" {len(messages)}"
                     )
 
 
@@ -391,7 +411,9 @@ def contains(text: str, pieces: Iterable[str]) -> bool:
 
 
 def answer_pieces(message: Message) -> list[str]:
-    """Return the texts that a learned turn must contain: its thinking without tags, and its answer."""
+    """Return the texts that a learned turn must contain: its thinking without tags, and its
+    answer.
+    """
     tags = "|".join(map(re.escape, (*THINKING, *THINKING.values())))
     pieces = [piece for text in texts_of(message) for piece in re.split(tags, text)]
     return [*pieces, *(str(message[name]) for name in THOUGHTS if message.get(name))]
@@ -402,7 +424,8 @@ def _first_lost(messages: Sequence[Message], text: str) -> int:
 
     Messages of the user and the assistant stand in their order; templates move other ones.
     """
-    squeezed, begin = _squeezed(text), 0
+    squeezed = _squeezed(text)
+    begin = 0
     for number, message in enumerate(messages, 1):
         in_order = message["role"] in ("user", "assistant")
         place = begin if in_order else 0
@@ -411,6 +434,7 @@ def _first_lost(messages: Sequence[Message], text: str) -> int:
             if place < 0:
                 return number
         begin = place if in_order else begin
+
     return 0
 
 
@@ -424,7 +448,10 @@ def _end_in(squeezed: str, text: str, start: int) -> int:
 def _left_out(messages: Sequence[Message], place: int) -> str:
     role = messages[place - 1]["role"]
     known = "" if role in ("user", "assistant") else "; it may not know this role"
-    return f"the chat template leaves out the text of message {place} of {len(messages)}, of role {role!r}{known}"
+    return (
+        f"the chat template leaves out the text of message {place} of {len(messages)}, of role"
+        f" {role!r}{known}"
+    )
 
 
 def _is_printed(parts: list[Message], text: str) -> bool:

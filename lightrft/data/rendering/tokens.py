@@ -51,10 +51,13 @@ def consecutive_tokens(
 
 
 def _inner_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the tokens of a text inside of another one, without a space that is written before it."""
+    """Return the tokens of a text inside of another one, without a space that is written before
+    it.
+    """
 
     tokens = partial(text_tokens, tokenizer, special_tokens=False)
-    anchor, anchored = tokens(ANCHOR), tokens(ANCHOR + text)
+    anchor = tokens(ANCHOR)
+    anchored = tokens(ANCHOR + text)
     return anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else tokens(text)
 
 

@@ -1,7 +1,8 @@
-"""Tasks of an environment of the package verifiers as rows: `verifiers:NAME?select.limit=500&taskset.game=Wordle-v0`.
+"""Tasks of an environment of the package verifiers as rows:
+`verifiers:NAME?select.limit=500&taskset.game=Wordle-v0`.
 
-The options are fields of the environment's own configuration by their names: `taskset.*`, and `<role>.*` of an agent, such as
-`agent.harness.id`. Those of `select.*` choose the tasks.
+The options are fields of the environment's own configuration by their names: `taskset.*`, and
+`<role>.*` of an agent, such as `agent.harness.id`. Those of `select.*` choose the tasks.
 """
 
 import json
@@ -10,7 +11,12 @@ from typing import Any, NamedTuple
 
 from verifiers.v1 import EnvConfig, SelectConfig
 from verifiers.v1.configs.agent import agent_config_fields
-from verifiers.v1.utils.loaders import env_config_type, harness_class, load_taskset, resolve_env_config
+from verifiers.v1.utils.loaders import (
+    env_config_type,
+    harness_class,
+    load_taskset,
+    resolve_env_config,
+)
 
 from lightrft.config.errors import DataError
 from lightrft.samples import VERIFIERS, DataRow
@@ -28,10 +34,13 @@ class Reference(NamedTuple):
 
 
 def parse(reference: str) -> Reference:
-    """Read `NAME?option=value&option=value`; values are JSON, or else text. Agents are local processes if no option says where.
+    """Read `NAME?option=value&option=value`; values are JSON, or else text.
 
-    Raise ValueError or ModuleNotFoundError if there is no such environment, if it has no such option, or if an agent would run
-    what the model writes on this machine without an option that says so.
+    Agents are local processes if no option says where.
+
+    Raise ValueError or ModuleNotFoundError if there is no such environment, if it has no such
+    option, or if an agent would run what the model writes on this machine without an option that
+    says so.
     """
     name, _, query = reference.removeprefix(VERIFIERS).partition("?")
     options: dict[str, Any] = {"taskset": {"id": name}, "select": {}}
@@ -41,19 +50,26 @@ def parse(reference: str) -> Reference:
         for folder in folders:
             place = place.setdefault(folder, {})
         place[last] = _value(text)
+
     select = options.pop("select")
-    roles = [role for role in agent_config_fields(env_config_type(name, options.get("id", ""))())
-             if "runtime" not in options.setdefault(role, {})]  # fmt: skip
+    roles = [
+        role
+        for role in agent_config_fields(env_config_type(name, options.get("id", ""))())
+        if "runtime" not in options.setdefault(role, {})
+    ]
     for role in roles:
         options[role]["runtime"] = {"type": "subprocess"}
+
     config = resolve_env_config(options)
     for role in roles:
         harness = config.agent_harnesses()[role].id
         if harness_class(harness).EXECUTES_CODE:
             raise ValueError(
-                f"its agent {role} has the harness {harness}, which runs what the model writes: choose {role}.harness.id=null, "
-                f"which has no tools of its own, or {role}.runtime.type=docker, or subprocess for this machine without protection"
+                f"its agent {role} has the harness {harness}, which runs what the model writes:"
+                f" choose {role}.harness.id=null, which has no tools of its own, or"
+                f" {role}.runtime.type=docker, or subprocess for this machine without protection"
             )
+
     return Reference(config, select)
 
 
@@ -66,7 +82,8 @@ def _value(text: str) -> Any:
 
 
 def task_rows(reference: str, flag: str) -> Iterator[DataRow]:
-    """Yield a row for each task: `input`, the prompt for people, and `task`, its data, from which an episode makes it again.
+    """Yield a row for each task: `input`, the prompt for people, and `task`, its data, from which
+    an episode makes it again.
 
     Raise DataError for an environment or a task that cannot be loaded.
     """
@@ -75,8 +92,17 @@ def task_rows(reference: str, flag: str) -> Iterator[DataRow]:
         tasks = load_taskset(config.taskset).select(SelectConfig(**select))
         if not tasks.bounded:
             raise ValueError("it has any number of tasks: add select.limit=500")
+
         for number, task in enumerate(tasks, 1):
-            name = task.data.prompt_text or task.data.description or task.data.name or f"task {task.data.idx}"
-            yield f"{reference} row {number}", {"input": name, TASK: task.data.model_dump(mode="json")}
+            name = (
+                task.data.prompt_text
+                or task.data.description
+                or task.data.name
+                or f"task {task.data.idx}"
+            )
+            yield (
+                f"{reference} row {number}",
+                {"input": name, TASK: task.data.model_dump(mode="json")},
+            )
     except Exception as error:  # of the taskset's own code
         raise DataError(f"{flag} {reference}: {type(error).__name__}: {error}") from error
