@@ -45,31 +45,43 @@ class EngineSetup:
     seed: int = 0
     trust_remote_code: bool = False
     from_stream: bool = False
-    """Do not read the checkpoint: load_weights() brings the first weights before the first generate()."""
+    """Do not read the checkpoint: load_weights() brings the first weights before the first
+    generate()."""
     streams_draft: bool = False
-    """Each weight stream also brings the weights of --draft_pretrain, with the prefix DRAFT; its folder has the first ones."""
+    """Each weight stream also brings the weights of --draft_pretrain, with the prefix DRAFT; its
+    folder has the first ones."""
 
 
 class Engine(ABC):
-    """Generation engine with its own copy of the actor's weights, which releases its memory while it sleeps.
+    """Generation engine with its own copy of the actor's weights, which releases its memory while
+    it sleeps.
 
-    The calls of a step are wake("weights"), load_weights(stream, version), wake("kv_cache"), generate(...), sleep().
-    Calls are idempotent where that is meaningful; an illegal order raises EngineError.
-    Ranks that share an engine (its `axis`) make the same calls with the same arguments.
+    The calls of a step are wake("weights"), load_weights(stream, version), wake("kv_cache"),
+    generate(...), sleep(). Calls are idempotent where that is meaningful; an illegal order raises
+    EngineError. Ranks that share an engine (its `axis`) make the same calls with the same
+    arguments.
     """
 
     media: ClassVar[tuple[str, ...]] = tuple(MEDIA)
     """Media that this engine supports in prompts, if its model does."""
 
-    def __init__(self, expected: dict[str, torch.Size], *, sleep_level: int = 2, axis: Axis | None = None,
-                 max_model_len: int | None = None, vocabulary: Vocabulary | None = None):
+    def __init__(
+        self,
+        expected: dict[str, torch.Size],
+        *,
+        sleep_level: int = 2,
+        axis: Axis | None = None,
+        max_model_len: int | None = None,
+        vocabulary: Vocabulary | None = None,
+    ):
         self.expected = expected
         """Hugging Face name -> full shape of every tensor that one weight stream must bring."""
         self.sleep_level = sleep_level
         self.axis = axis or Axis("engine", 1, 0, None)
         self.max_model_len = max_model_len
         self.vocabulary = vocabulary
-        """Vocabulary of the model; None: token ids are not checked, nothing is banned by default, stop strings are an error."""
+        """Vocabulary of the model; None: token ids are not checked, nothing is banned by default,
+        stop strings are an error."""
         self.limits: dict[str, int] = {}
         """Medium -> maximum number in one prompt; empty: text only."""
         self.model_reads: tuple[str, ...] = ()
@@ -80,11 +92,13 @@ class Engine(ABC):
         self.weights_valid = True
         """False after a sleep of level 2 or a broken stream, until the next complete stream."""
         self.verify_dtype: torch.dtype | None = None
-        """Dtype of the engine, in which its weights are compared with the streamed ones; None: they are not verified."""
+        """Dtype of the engine, in which its weights are compared with the streamed ones; None: they
+        are not verified."""
         self.verify_round: int | None = None
         """Round of the next verification, which covers a part of the weights; None: all of them."""
         self.places_verified = False
-        """True if the previous sync was verified, so that the locations of weights are known and weights can be copied there."""
+        """True if the previous sync was verified, so that the locations of weights are known and
+        weights can be copied there."""
         self.closed = False
         self._failure: BaseException | None = None
 
@@ -95,28 +109,36 @@ class Engine(ABC):
         completions = dict(self.stream(requests, sampling))
         return [completions[index] for index in range(len(requests))]
 
-    def stream(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[int, list[Completion]]]:
-        """Yield (index, its `n` completions) of each request as soon as all are complete, in any order, while others still run.
+    def stream(
+        self, requests: list[Request], sampling: Sampling
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """Yield (index, its `n` completions) of each request as soon as all are complete, in any
+        order, while others still run.
 
-        The engine becomes unusable if the caller stops reading before the end. For errors see open().
+        The engine becomes unusable if the caller stops reading before the end. For errors see
+        open().
         """
         loop = self.open(sampling)
         loop.add(requests)
         return _to_the_end(loop)
 
     def open(self, sampling: Sampling) -> RequestLoop:
-        """Return a loop, to which requests can be added while others decode; `sampling` is for those without their own.
+        """Return a loop, to which requests can be added while others decode; `sampling` is for
+        those without their own.
 
-        Log-probs are those of the sampled distribution: without banned tokens, at the requested temperature, restricted to the
-        top p of the top k; raw (T = 1) if greedy. The noise of a sample depends on its seed only, not on batching, on drafts of
-        --speculative or on other random numbers. Adding an invalid request raises ValueError before any request is begun; the
+        Log-probs are those of the sampled distribution: without banned tokens, at the requested
+        temperature, restricted to the top p of the top k; raw (T = 1) if greedy. The noise of a
+        sample depends on its seed only, not on batching, on drafts of --speculative or on other
+        random numbers. Adding an invalid request raises ValueError before any request is begun; the
         engine stays usable then.
         """
         self._check_can_generate()
         return RequestLoop(self, sampling)
 
     def begin_requests(self, requests: list[Request], loop: RequestLoop) -> list[Request]:
-        """Return the next requests of a loop with sampling, seeds and expanded media, checked on all ranks of the engine."""
+        """Return the next requests of a loop with sampling, seeds and expanded media, checked on
+        all ranks of the engine.
+        """
         self._check_loop(loop)
         banned = self.vocabulary.never_sampled if self.vocabulary else ()
         ends = self.vocabulary.end_token_ids if self.vocabulary else ()
@@ -124,17 +146,26 @@ class Engine(ABC):
             replace(each, sampling=(each.sampling or loop.sampling).resolved(banned, ends))
             for each in requests
         ]
-        own = [each if each.seeds else replace(each, seeds=_seeds(loop.sampling.seed, place, each))
-               for place, each in enumerate(own, loop.num_requests)]  # fmt: skip
+        own = [
+            each if each.seeds else replace(each, seeds=_seeds(loop.sampling.seed, place, each))
+            for place, each in enumerate(own, loop.num_requests)
+        ]
+
         return self._validated(own, loop.sampling)
 
     def prepare(self, request: Request) -> Request:
-        """Return a request with its media read and expanded, which takes time that a loop's add() then does not take.
+        """Return a request with its media read and expanded, which takes time that a loop's add()
+        then does not take.
 
-        Another thread may call it while the engine does nothing else. Ranks that share an engine read the media of all of them,
-        so their requests stay as they are, and so do media that cannot be read, which add() reports.
+        Another thread may call it while the engine does nothing else. Ranks that share an engine
+        read the media of all of them, so their requests stay as they are, and so do media that
+        cannot be read, which add() reports.
         """
-        if self.axis.size > 1 or not any(request.multi_modal.values()) or self._media_problem(request):
+        if (
+            self.axis.size > 1
+            or not any(request.multi_modal.values())
+            or self._media_problem(request)
+        ):
             return request
         try:
             return self._with_media(request)
@@ -143,7 +174,9 @@ class Engine(ABC):
 
     @contextmanager
     def generating(self, loop: RequestLoop) -> Iterator[None]:
-        """Guard an action of a loop: an exception inside, or requests that are left in it, make the engine unusable."""
+        """Guard an action of a loop: an exception inside, or requests that are left in it, make the
+        engine unusable.
+        """
         self._check_loop(loop)
         with self._fatal("generate"):
             yield
@@ -156,38 +189,56 @@ class Engine(ABC):
     def _check_can_generate(self) -> None:
         self._check_usable()
         if self.awake != {"weights", "kv_cache"}:
-            raise EngineError(f"generate() on a sleeping engine (awake: {sorted(self.awake) or 'nothing'}): call wake() first")
+            raise EngineError(
+                f"generate() on a sleeping engine (awake: {sorted(self.awake) or 'nothing'}): call"
+                " wake() first"
+            )
         if not self.weights_valid:
-            raise EngineError("generate() without weights (sleep level 2, or a broken stream): call load_weights() first")
+            raise EngineError(
+                "generate() without weights (sleep level 2, or a broken stream): call"
+                " load_weights() first"
+            )
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load a complete set of weights: full tensors with exactly the expected names and shapes.
 
-        A wrong, missing or repeated name raises ValueError, and the engine refuses to generate until a complete stream has
-        arrived. Caches computed with the old weights are dropped. Raises EngineError on all ranks of the engine if the engine's
-        weights differ from the streamed ones, or a cache is left. The first sync, and one after a failure, is verified
+        A wrong, missing or repeated name raises ValueError, and the engine refuses to generate
+        until a complete stream has arrived. Caches computed with the old weights are dropped.
+        Raises EngineError on all ranks of the engine if the engine's weights differ from the
+        streamed ones, or a cache is left. The first sync, and one after a failure, is verified
         completely; the others verify one part of the weights per round (weight_sync/verify.py).
         """
         self._check_usable()
         if "weights" not in self.awake:
             raise EngineError('load_weights() on a sleeping engine: call wake("weights") first')
+
         self.weights_valid = False
-        round, self.verify_round = self.verify_round, None
+        round = self.verify_round
+        self.verify_round = None
         self.places_verified = round is not None
         stream = self._checked(named_tensors)
         sent = self._fingerprints(self.verify_dtype, round) if self.verify_dtype else None
         self._load_weights(stream if sent is None else sent.watch(stream))
+
         for name, _ in stream:  # missing names are detected at the end of the stream
-            raise EngineError(f"{type(self).__name__} stopped consuming the weight stream at {name}")
+            raise EngineError(
+                f"{type(self).__name__} stopped consuming the weight stream at {name}"
+            )
+
         self.reset_cache()
         if sent is not None:
             self._verify(sent)
             self.verify_round = 0 if round is None else (round + 1) % ROUNDS
+
         self.version = version
         self.weights_valid = True
 
     def sleep(self, level: int | None = None) -> None:
-        """Release memory. Level 1 keeps the weights in host memory, level 2 drops them, so that a new stream is needed."""
+        """Release memory.
+
+        Level 1 keeps the weights in host memory, level 2 drops them, so that a new stream is
+        needed.
+        """
         self._check_usable()
         if not self.awake:
             return
@@ -199,7 +250,9 @@ class Engine(ABC):
             self.weights_valid = False
 
     def wake(self, part: Part) -> None:
-        """Wake a part: "weights" first, "kv_cache" after the stream, so that cache and stream never compete for memory."""
+        """Wake a part: "weights" first, "kv_cache" after the stream, so that cache and stream never
+        compete for memory.
+        """
         self._check_usable()
         if part in self.awake:
             return
@@ -218,9 +271,15 @@ class Engine(ABC):
         """Drop every cached prefix and encoder output."""
 
     def parts(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """Return each model part's output for these tokens, see Probe; the prefix cache is dropped. For the doctor."""
+        """Return each model part's output for these tokens, see Probe; the prefix cache is dropped.
+
+        For the doctor.
+        """
         self._check_usable()
-        self._validated([Request(token_ids, sampling=Sampling(max_tokens=1), seeds=(0,))], Sampling(max_tokens=1))
+        self._validated(
+            [Request(token_ids, sampling=Sampling(max_tokens=1), seeds=(0,))],
+            Sampling(max_tokens=1),
+        )
         self.reset_cache()
         with self._fatal("parts"):
             return self._parts(token_ids)
@@ -242,15 +301,23 @@ class Engine(ABC):
 
     @abstractmethod
     def _step(self) -> Iterable[tuple[int, list[Completion]]]:
-        """Continue the requests that were added; return key and completions of those that have ended."""
+        """Continue the requests that were added; return key and completions of those that have
+        ended.
+        """
 
     @abstractmethod
     def _abort(self, key: int) -> list[Completion]:
-        """End a request that runs; return its completions so far, with the finish reason `abort` for unfinished ones."""
+        """End a request that runs; return its completions so far, with the finish reason `abort`
+        for unfinished ones.
+        """
 
     def _expanded(self, request: Request) -> Expanded:
-        """Return a prompt with expanded media; ValueError if the model cannot read it. Called only for media in `limits`."""
-        raise NotImplementedError(f"{type(self).__name__} declares support for media but does not implement it")
+        """Return a prompt with expanded media; ValueError if the model cannot read it. Called only
+        for media in `limits`.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} declares support for media but does not implement it"
+        )
 
     @abstractmethod
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None: ...
@@ -267,27 +334,37 @@ class Engine(ABC):
     # -- hooks of an adapter for inspection
 
     def _compute(self, token_ids: list[int]) -> None:
-        """Compute these tokens, and one more from the logits of the model: no token is banned, as it is for callers."""
+        """Compute these tokens, and one more from the logits of the model: no token is banned, as
+        it is for callers.
+        """
         self._add(0, Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0), seeds=(0,)))
         while not list(self._step()):
             pass
 
     def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """Return Probe.parts(); this default, for engines whose model is not accessible, is empty."""
+        """Return Probe.parts(); this default, for engines whose model is not accessible, is
+        empty.
+        """
         return {}
 
     # -- hooks of an adapter to verify its weights
 
     def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
-        """Return empty fingerprints; this default is for an engine that stores every weight as it was streamed."""
+        """Return empty fingerprints; this default is for an engine that stores every weight as it
+        was streamed.
+        """
         return Fingerprints(self.expected, dtype, slices=self.axis.size, round=round)
 
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
-        """Return prints.numbers() of all weights of this rank's part of the engine, read in place at the time of the call."""
+        """Return prints.numbers() of all weights of this rank's part of the engine, read in place
+        at the time of the call.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not implement reading its weights")
 
     def _mismatches(self, sent: Fingerprints) -> list[str]:
-        """Return the names of weights that differ from those sent; this default compares sums over the ranks of the engine."""
+        """Return the names of weights that differ from those sent; this default compares sums over
+        the ranks of the engine.
+        """
         fingerprints = self._engine_fingerprints(self._fingerprints(sent.dtype, sent.round))
         return sent.wrong([self.axis.sum(numbers) for numbers in fingerprints])
 
@@ -298,13 +375,16 @@ class Engine(ABC):
     # -- shared checks
 
     def _verify(self, sent: Fingerprints) -> None:
-        """Raise EngineError unless the engine has the weights that were sent, and no cache from earlier ones."""
+        """Raise EngineError unless the engine has the weights that were sent, and no cache from
+        earlier ones.
+        """
         problems = []
         if wrong := self._mismatches(sent):
             problems.append(
                 f"{wrong[0]} in the engine differs from the weight that was sent "
                 f"({len(wrong)} of {len(self.expected)} differ)"
             )
+
         if cached := self._num_cached():
             problems.append(f"the prefix cache still contains {cached} blocks of the old weights")
         for rank, problem in enumerate(self.axis.gather("; ".join(problems))):
@@ -317,31 +397,58 @@ class Engine(ABC):
         for name, tensor in named_tensors:
             shape = missing.pop(name, None)
             if shape is None:
-                reason = "came twice" if name in self.expected else "is not a weight of the engine's model"
+                reason = (
+                    "came twice"
+                    if name in self.expected
+                    else "is not a weight of the engine's model"
+                )
                 raise ValueError(f"weight stream: {name} {reason}")
+
             if tensor.shape != shape:
-                raise ValueError(f"weight stream: {name} has shape {tuple(tensor.shape)}, the engine expects {tuple(shape)}")
+                raise ValueError(
+                    f"weight stream: {name} has shape {tuple(tensor.shape)}, the engine expects"
+                    f" {tuple(shape)}"
+                )
             yield name, tensor
+
         if missing:
-            raise ValueError(f"weight stream: {len(missing)} weights are missing, the first is {next(iter(missing))}")
+            raise ValueError(
+                f"weight stream: {len(missing)} weights are missing, the first is"
+                f" {next(iter(missing))}"
+            )
 
     def _validated(self, requests: list[Request], sampling: Sampling) -> list[Request]:
         """Return the requests, with media expanded.
 
-        Raises ValueError on every rank of the engine before any rank enters it: a single rank inside would wait forever.
+        Raises ValueError on every rank of the engine before any rank enters it: a single rank
+        inside would wait forever.
         """
         readable: list[Request] = []
         problem = sampling.problem(self.vocabulary.size if self.vocabulary else None)
         try:
-            readable += [] if problem else (self._checked_request(index, request) for index, request in enumerate(requests))
+            readable += (
+                []
+                if problem
+                else (
+                    self._checked_request(index, request) for index, request in enumerate(requests)
+                )
+            )
         except ValueError as error:
             problem = str(error)
+
         if self.axis.size > 1:
             media = [""] * len(requests) if problem else map(digest, readable)
-            contents = [(each.token_ids, items, each.sampling, each.seeds) for each, items in zip(requests, media, strict=True)]
+            contents = [
+                (each.token_ids, items, each.sampling, each.seeds)
+                for each, items in zip(requests, media, strict=True)
+            ]
             question = hashlib.sha256(repr((problem, contents, sampling)).encode()).hexdigest()
             if len(set(self.axis.gather(question))) > 1:
-                raise ValueError("the ranks that share an engine must generate for the same requests with the same sampling")
+                raise ValueError(
+                    "the ranks that share an engine must generate for the same requests with the"
+                    " same sampling"
+                )
+
         if problem:
             raise ValueError(problem)
         return readable
@@ -381,10 +488,14 @@ class Engine(ABC):
                 raise ConfigError(f"--{name}_key: {self._reads()}")
 
     def _reads(self) -> str:
-        """Return the text of an error that lists the supported media, and those that the hf engine supports in addition."""
+        """Return the text of an error that lists the supported media, and those that the hf engine
+        supports in addition.
+        """
         more = [name for name in self.model_reads if name not in self.limits]
         message = f"this engine supports only {' and '.join(['text', *self.limits])}"
-        return f"{message}; --engine_type hf also supports {' and '.join(more)}" if more else message
+        return (
+            f"{message}; --engine_type hf also supports {' and '.join(more)}" if more else message
+        )
 
     def problem(self, request: Request) -> str | None:
         """Return why add() would refuse a request with sampling and seeds of its own, without a
@@ -394,34 +505,51 @@ class Engine(ABC):
         )
 
     def _problem_of(self, request: Request) -> str | None:
-        length, new, limit = len(request.prompt), request.sampling.max_tokens, self.max_model_len or math.inf
+        length = len(request.prompt)
+        new = request.sampling.max_tokens
+        limit = self.max_model_len or math.inf
         size = self.vocabulary.size if self.vocabulary else None
+
         if not length:
             return "has no tokens"
         if length + new > limit:
-            return f"does not fit: {length} prompt tokens and max_tokens {new} exceed max_model_len {limit}"
+            return (
+                f"does not fit: {length} prompt tokens and max_tokens {new} exceed max_model_len"
+                f" {limit}"
+            )
         if (token := out_of_vocabulary(request.token_ids, size)) is not None:
             return f"contains the token {token}, which is not in the vocabulary of {size}"
         if problem := request.sampling.problem(size):
             return problem
+
         if len(request.seeds) != request.sampling.n:
             return f"has {len(request.seeds)} seeds for {request.sampling.n} samples"
         return self._tokenizer_problem() if request.sampling.stop else None
 
     def _tokenizer_problem(self) -> str | None:
         try:
-            return None if self.vocabulary and self.vocabulary.tokenizer else "has stop strings, which need a tokenizer"
+            return (
+                None
+                if self.vocabulary and self.vocabulary.tokenizer
+                else "has stop strings, which need a tokenizer"
+            )
         except ValueError as error:
             return f"cannot be processed: {error}"
 
     def _cut(self, samples: list[Completion], stop: tuple[str, ...]) -> list[Completion]:
-        return [StopStrings(self.vocabulary.tokenizer, stop).cut(sample) for sample in samples] if stop else samples
+        return (
+            [StopStrings(self.vocabulary.tokenizer, stop).cut(sample) for sample in samples]
+            if stop
+            else samples
+        )
 
     def _check_usable(self) -> None:
         if self.closed:
             raise EngineError("the engine is closed")
         if self._failure is not None:
-            raise EngineError(f"the engine failed earlier and cannot be used: {self._failure!r}") from self._failure
+            raise EngineError(
+                f"the engine failed earlier and cannot be used: {self._failure!r}"
+            ) from self._failure
 
     def _fatal(self, verb: str) -> "_Fatal":
         return _Fatal(self, verb)
@@ -438,10 +566,13 @@ def _seeds(seed: int, place: int, request: Request) -> tuple[int, ...]:
 
 
 class _Fatal:
-    """Context that makes the engine unusable after an exception, because its state is unknown then."""
+    """Context that makes the engine unusable after an exception, because its state is unknown
+    then.
+    """
 
     def __init__(self, engine: Engine, verb: str):
-        self.engine, self.verb = engine, verb
+        self.engine = engine
+        self.verb = verb
 
     def __enter__(self) -> None: ...
 
@@ -449,4 +580,6 @@ class _Fatal:
         if error is not None and not isinstance(error, GeneratorExit):
             self.engine._failure = error
             if isinstance(error, Exception):
-                raise EngineError(f"{type(self.engine).__name__}.{self.verb} failed: {error}") from error
+                raise EngineError(
+                    f"{type(self.engine).__name__}.{self.verb} failed: {error}"
+                ) from error

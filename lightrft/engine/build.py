@@ -19,13 +19,17 @@ ENGINES = {
     "sglang": "lightrft.engine.sglang:SGLangEngine",
     "hf": "lightrft.engine.hf:HFEngine",
 }
-"""Name -> adapter. An adapter's module imports its library, so it is imported only if it is chosen."""
-TOOL_PARSERS = {name: f"lightrft.engine.{name}.tool_parsers:tool_parser" for name in ("vllm", "sglang")}
+"""Name -> adapter. An adapter's module imports its library, so it is imported only if it is chosen.
+"""
+TOOL_PARSERS = {
+    name: f"lightrft.engine.{name}.tool_parsers:tool_parser" for name in ("vllm", "sglang")
+}
 """Engine -> function that returns one of its parsers of tool calls by name."""
 REMOTE = "lightrft.engine.remote.adapter:RemoteEngine"
 """Adapter of the engines on other ranks."""
 ON_ONE_NODE = ("sglang",)
-"""Engines that need all their ranks on one node: the first rank starts all processes and sends them device-memory handles."""
+"""Engines that need all their ranks on one node: the first rank starts all processes and sends them
+device-memory handles."""
 PREFERRED = ("vllm", "sglang")
 """Engines that `auto` tries in order; it chooses the first one installed."""
 INSTALL = {
@@ -35,9 +39,12 @@ INSTALL = {
 
 
 def build_engine(section: EngineSection, **setup) -> Engine:
-    """Build the engine that `--engine_type` names. `setup` contains the other fields of EngineSetup.
+    """Build the engine that `--engine_type` names.
 
-    All ranks call this together. Raises ValueError for an engine that is unknown, not installed, or cannot run in this layout.
+    `setup` contains the other fields of EngineSetup.
+
+    All ranks call this together. Raises ValueError for an engine that is unknown, not installed, or
+    cannot run in this layout.
     """
     name = _resolve(section.engine_type)
     if name in ON_ONE_NODE:
@@ -48,12 +55,17 @@ def build_engine(section: EngineSection, **setup) -> Engine:
 
 
 def connect_engine(processes: RunProcesses, section: EngineSection, **setup: Any) -> Engine:
-    """Connect to the engines of the ranks that only generate; all ranks that train call this together."""
+    """Connect to the engines of the ranks that only generate; all ranks that train call this
+    together.
+    """
     return _adapter(REMOTE)(EngineSetup(section=section, **setup), processes)
 
 
-def load_tool_parsers(engine_type: str) -> Callable[..., Callable[[str], tuple[str, list[tuple[str, str]]]]]:
-    """Return the function that returns a parser of tool calls by name: the engine's, or for `hf` that of an installed engine.
+def load_tool_parsers(
+    engine_type: str,
+) -> Callable[..., Callable[[str], tuple[str, list[tuple[str, str]]]]]:
+    """Return the function that returns a parser of tool calls by name: the engine's, or for `hf`
+    that of an installed engine.
 
     Raises ConfigError if there is none.
     """
@@ -61,7 +73,10 @@ def load_tool_parsers(engine_type: str) -> Callable[..., Callable[[str], tuple[s
     if engine not in TOOL_PARSERS:
         engine = next((name for name in PREFERRED if _installed(name)), "")
     if not engine:
-        raise ConfigError(f"--tool_parser: only hermes is read without an engine that has parsers: {INSTALL['vllm']}")
+        raise ConfigError(
+            "--tool_parser: only hermes is read without an engine that has parsers:"
+            f" {INSTALL['vllm']}"
+        )
     return _adapter(TOOL_PARSERS[engine])
 
 
@@ -71,12 +86,16 @@ def _adapter(place: str) -> Any:
 
 
 def _check_nodes(name: str, axis: Axis) -> None:
-    """Raise ConfigError if the ranks that share the engine are on several nodes. They call it together."""
+    """Raise ConfigError if the ranks that share the engine are on several nodes.
+
+    They call it together.
+    """
     hosts = axis.gather(socket.gethostname())
     if len(set(hosts)) > 1:
         raise ConfigError(
-            f"--engine_tp_size {axis.size}: {name} runs on one node, and these ranks are on {', '.join(dict.fromkeys(hosts))}; "
-            "use a size that divides the ranks of every node, or --engine_type vllm"
+            f"--engine_tp_size {axis.size}: {name} runs on one node, and these ranks are on"
+            f" {', '.join(dict.fromkeys(hosts))}; use a size that divides the ranks of every node,"
+            " or --engine_type vllm"
         )
 
 
@@ -84,9 +103,15 @@ def _resolve(name: str) -> str:
     if name == "auto":
         name = next((engine for engine in PREFERRED if _installed(engine)), "hf")
         if name == "hf":
-            logger.warning("no {} is installed: generating with the hf engine, which is slower", " or ".join(PREFERRED))
+            logger.warning(
+                "no {} is installed: generating with the hf engine, which is slower",
+                " or ".join(PREFERRED),
+            )
+
     if name not in ENGINES:
-        raise ValueError(f"--engine_type {name}: unknown engine; choose from auto, {', '.join(ENGINES)}")
+        raise ValueError(
+            f"--engine_type {name}: unknown engine; choose from auto, {', '.join(ENGINES)}"
+        )
     if name in INSTALL and not _installed(name):
         raise ValueError(f"--engine_type {name}: {name} is not installed; {INSTALL[name]}")
     return name

@@ -1,4 +1,6 @@
-"""Embedded engine: transformers only, with its own copy of the weights and its own sampling loop with a key-value cache."""
+"""Embedded engine: transformers only, with its own copy of the weights and its own sampling loop
+with a key-value cache.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,28 +26,41 @@ from lightrft.types import Completion, concatenated_features
 from lightrft.weight_sync.verify import Fingerprints
 
 DROP_SHARE = 0.25
-"""Share of finished rows at which they are removed from the running batch; each removal costs one copy of the cache."""
+"""Share of finished rows at which they are removed from the running batch; each removal costs one
+copy of the cache."""
 ROWS_AT_ONCE = 64
 """Number of rows whose distribution over the vocabulary is held in float64 at once."""
 
 
 class HFEngine(Engine):
-    """Engine that prefills prompts of similar length together, once each; their n samples share the prefill."""
+    """Engine that prefills prompts of similar length together, once each; their n samples share the
+    prefill.
+    """
 
     def __init__(self, setup: EngineSetup):
         if setup.axis.size > 1:
-            raise ValueError(f"--engine_tp_size {setup.axis.size}: the hf engine runs on one rank; "
-                             "use --engine_type vllm or sglang, or 1")
+            raise ValueError(
+                f"--engine_tp_size {setup.axis.size}: the hf engine runs on one rank; "
+                "use --engine_type vllm or sglang, or 1"
+            )
+
         config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
-        super().__init__(published_names(config, **trust).shapes, sleep_level=setup.section.engine_sleep_level,
-                         max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
+        super().__init__(
+            published_names(config, **trust).shapes,
+            sleep_level=setup.section.engine_sleep_level,
+            max_model_len=setup.max_model_len,
+            vocabulary=Vocabulary.of(setup.model_path, config, **trust),
+        )
         self.in_space = has_positions_in_space(config)
         self.bidirectional = bidirectional_token(config)
         media_alone = self.in_space or self.bidirectional is not None
-        self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, media_alone=media_alone, **trust)
+        self.reader = MediaReader(
+            setup.model_path, self.vocabulary.placeholders, media_alone=media_alone, **trust
+        )
         self.limits = most_of_each(setup.section, config)
-        self.device, self.dtype = setup.device, setup.dtype
+        self.device = setup.device
+        self.dtype = setup.dtype
         self.batch_size = setup.section.micro_rollout_batch_size
         self.model = _load(setup, config).eval().requires_grad_(False)
         self.weights = self.model.state_dict(keep_vars=True)
@@ -70,7 +85,9 @@ class HFEngine(Engine):
 
     @torch.inference_mode()
     def _step(self) -> list[tuple[int, list[Completion]]]:
-        """Compute a token of each sample in the batch; a batch that has ended is followed by the shortest prompts that wait."""
+        """Compute a token of each sample in the batch; a batch that has ended is followed by the
+        shortest prompts that wait.
+        """
         while (finished := next(self._decoding, None)) is None:
             if not self._waiting:
                 return []
@@ -86,36 +103,64 @@ class HFEngine(Engine):
     def _next_batch(self) -> list[tuple[int, Request]]:
         """Take the shortest prompts of one sampling from those that wait."""
         in_order = sorted(self._waiting.items(), key=lambda each: len(each[1].prompt))
-        batch = [each for each in in_order if each[1].sampling == in_order[0][1].sampling][: self.batch_size]
+        batch = [each for each in in_order if each[1].sampling == in_order[0][1].sampling][
+            : self.batch_size
+        ]
         for key, _ in batch:
             del self._waiting[key]
         return batch
 
-    def _decode_batch(self, batch: list[tuple[int, Request]]) -> Iterator[list[tuple[int, list[Completion]]]]:
+    def _decode_batch(
+        self, batch: list[tuple[int, Request]]
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
         """Yield the requests, with their n completions, that have ended after each token."""
         keys, prompts = zip(*batch, strict=True)
         sampling = prompts[0].sampling
-        noise = _noise([seed for request in prompts for seed in request.seeds], sampling).to(self.device)  # in [0, 1)
-        samples = self._samples = self._empty_samples(sampling, keys, [len(request.prompt) for request in prompts])
+        # in [0, 1)
+        noise = _noise([seed for request in prompts for seed in request.seeds], sampling).to(
+            self.device
+        )
+        samples = self._samples = self._empty_samples(
+            sampling, keys, [len(request.prompt) for request in prompts]
+        )
+
         rows, logits = self._prefill(prompts, sampling.n)
         for step in range(sampling.max_tokens):
-            tokens, logprobs = sample_tokens(logits, sampling.temperature, noise[rows.index, step], sampling.truncation)
-            sampled = zip(rows.index.tolist(), rows.running, tokens.tolist(), logprobs.tolist(), strict=True)
-            rows.running = [running and samples.add(index, token, logprob) for index, running, token, logprob in sampled]
+            tokens, logprobs = sample_tokens(
+                logits, sampling.temperature, noise[rows.index, step], sampling.truncation
+            )
+            sampled = zip(
+                rows.index.tolist(), rows.running, tokens.tolist(), logprobs.tolist(), strict=True
+            )
+            rows.running = [
+                running and samples.add(index, token, logprob)
+                for index, running, token, logprob in sampled
+            ]
             yield samples.finished()
+
             if samples.num_aborted:
-                rows.running = [running and samples.missing[index // sampling.n] > 0
-                                for index, running in zip(rows.index.tolist(), rows.running, strict=True)]
+                rows.running = [
+                    running and samples.missing[index // sampling.n] > 0
+                    for index, running in zip(rows.index.tolist(), rows.running, strict=True)
+                ]
+
             if not any(rows.running):
                 break
             logits = self._decode(rows, rows.drop_finished(tokens))
 
-    def _empty_samples(self, sampling: Sampling, keys: tuple[int, ...], lengths: list[int]) -> "_Samples":
-        """Return empty samples of the requests `keys`; all but the first of a prompt's n samples count its tokens as cached."""
+    def _empty_samples(
+        self, sampling: Sampling, keys: tuple[int, ...], lengths: list[int]
+    ) -> "_Samples":
+        """Return empty samples of the requests `keys`; all but the first of a prompt's n samples
+        count its tokens as cached.
+        """
         ends = self.vocabulary.end_token_ids | set(sampling.stop_token_ids)
         stops = StopStrings(self.vocabulary.tokenizer, sampling.stop) if sampling.stop else None
-        completions = [Completion([], [], "length", length if sample else 0)
-                       for length in lengths for sample in range(sampling.n)]
+        completions = [
+            Completion([], [], "length", length if sample else 0)
+            for length in lengths
+            for sample in range(sampling.n)
+        ]
         return _Samples(sampling, completions, ends, stops, list(keys))
 
     def _prefill(self, requests: Sequence[Request], n: int) -> tuple["_Rows", Tensor]:
@@ -123,27 +168,42 @@ class HFEngine(Engine):
         prompts = [request.prompt for request in requests]
         longest = max(len(prompt) for prompt in prompts)
         padding = [longest - len(prompt) for prompt in prompts]
-        ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)], device=self.device)
-        mask = torch.arange(longest, device=self.device) >= torch.tensor(padding, device=self.device)[:, None]
+        ids = torch.tensor(
+            [[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)],
+            device=self.device,
+        )
+        mask = (
+            torch.arange(longest, device=self.device)
+            >= torch.tensor(padding, device=self.device)[:, None]
+        )
         mask = mask.long()
         cache = DynamicCache(config=self.model.config)
-        media = concatenated_features([request.expanded.features for request in requests if request.expanded])
+
+        media = concatenated_features(
+            [request.expanded.features for request in requests if request.expanded]
+        )
         media = {name: self._input(tensor) for name, tensor in media.items()}
         positions = self._positions(ids, mask, media)
         if media and self.bidirectional is not None:
             media["token_type_ids"] = (ids == self.bidirectional).long()
         logits = self._forward(ids, mask, positions, cache, **media)
         cache.batch_repeat_interleave(n)
+
         rows = _Rows(
             index=torch.arange(len(prompts) * n, device=self.device),
             running=[True] * (len(prompts) * n),
-            mask=mask.repeat_interleave(n, 0), cache=cache,
-            next_position=(positions.view(-1, *ids.shape)[..., -1].amax(0) + 1).repeat_interleave(n),
+            mask=mask.repeat_interleave(n, 0),
+            cache=cache,
+            next_position=(positions.view(-1, *ids.shape)[..., -1].amax(0) + 1).repeat_interleave(
+                n
+            ),
         )
         return rows, logits.repeat_interleave(n, 0)
 
     def _positions(self, ids: Tensor, mask: Tensor, media: dict[str, Tensor]) -> Tensor:
-        """Return positions [R, S], or [3, R, S] in time, rows and columns for models with M-RoPE (arXiv 2409.12191)."""
+        """Return positions [R, S], or [3, R, S] in time, rows and columns for models with M-RoPE
+        (arXiv 2409.12191).
+        """
         grids = {name: tensor for name, tensor in media.items() if "grid" in name}
         if not (self.in_space and grids):  # sound has positions like those of text
             return (mask.cumsum(-1) - 1).clamp(min=0)
@@ -151,7 +211,9 @@ class HFEngine(Engine):
         for kind, medium in enumerate(("image", "video"), 1):  # the numbering of transformers
             for token in self.vocabulary.placeholders[medium]:
                 kinds[ids == token] = kind
-        return self.model.base_model.get_rope_index(ids, mm_token_type_ids=kinds, attention_mask=mask, **grids)[0]
+        return self.model.base_model.get_rope_index(
+            ids, mm_token_type_ids=kinds, attention_mask=mask, **grids
+        )[0]
 
     def _decode(self, rows: "_Rows", tokens: Tensor) -> Tensor:
         """Append one token [R] to every row; return the logits [R, V] of the next."""
@@ -160,9 +222,18 @@ class HFEngine(Engine):
         rows.next_position = rows.next_position + 1
         return logits
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache, **media: Tensor) -> Tensor:
-        output = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
-                            use_cache=True, logits_to_keep=1, **media)
+    def _forward(
+        self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache, **media: Tensor
+    ) -> Tensor:
+        output = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **media,
+        )
         return output.logits[:, -1]
 
     def _input(self, tensor: Tensor) -> Tensor:
@@ -187,11 +258,16 @@ class HFEngine(Engine):
     def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
         probe = Probe(len(token_ids))
         with probe.attached(self.model):
-            logits = self.model(input_ids=torch.tensor([token_ids], device=self.device), logits_to_keep=1).logits
+            logits = self.model(
+                input_ids=torch.tensor([token_ids], device=self.device), logits_to_keep=1
+            ).logits
         return probe.parts(logits[0, -1])
 
     def _sleep(self, level: int) -> None:
-        """Release the parameters. Buffers stay: they are small, and non-persistent ones (rotary frequencies) are not streamed."""
+        """Release the parameters.
+
+        Buffers stay: they are small, and non-persistent ones (rotary frequencies) are not streamed.
+        """
         for parameter in self.model.parameters():
             parameter.data = parameter.data.cpu() if level == 1 else parameter.data.new_empty(0)
         release_cached_memory(self.device)
@@ -202,34 +278,52 @@ class HFEngine(Engine):
         for name, parameter in self.model.named_parameters():
             shape = self.expected[name]
             fits = parameter.shape == shape
-            parameter.data = parameter.data.to(self.device) if fits else torch.empty(shape, dtype=self.dtype, device=self.device)
+            parameter.data = (
+                parameter.data.to(self.device)
+                if fits
+                else torch.empty(shape, dtype=self.dtype, device=self.device)
+            )
 
     def _close(self) -> None:
         self._sleep(level=2)
 
 
-def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor, part: Truncation = ALL) -> tuple[Tensor, Tensor]:
-    """Sample one token per row, with its float32 log-prob under softmax(logits / temperature) on a part of the vocabulary.
+def sample_tokens(
+    logits: Tensor, temperature: float, uniform: Tensor, part: Truncation = ALL
+) -> tuple[Tensor, Tensor]:
+    """Sample one token per row, with its float32 log-prob under softmax(logits / temperature) on a
+    part of the vocabulary.
 
-    logits [R, V], uniform [R] in [0, 1): the token is the inverse of the cumulative distribution at `uniform`; temperature 0
-    selects the most likely token, with its log-prob at temperature 1. Returns [R], [R].
+    logits [R, V], uniform [R] in [0, 1): the token is the inverse of the cumulative distribution at
+    `uniform`; temperature 0 selects the most likely token, with its log-prob at temperature 1.
+    Returns [R], [R].
     """
     rows = zip(logits.split(ROWS_AT_ONCE), uniform.split(ROWS_AT_ONCE), strict=True)
-    tokens, logprobs = zip(*[_sample(some, temperature, numbers, part) for some, numbers in rows], strict=True)
+    tokens, logprobs = zip(
+        *[_sample(some, temperature, numbers, part) for some, numbers in rows], strict=True
+    )
     return torch.cat(tokens), torch.cat(logprobs)
 
 
-def _sample(logits: Tensor, temperature: float, uniform: Tensor, part: Truncation) -> tuple[Tensor, Tensor]:
+def _sample(
+    logits: Tensor, temperature: float, uniform: Tensor, part: Truncation
+) -> tuple[Tensor, Tensor]:
     size, part = part.cut(logits.shape[1])
     scaled = logits[:, :size].float() / (temperature or 1.0)
+
     logprobs = torch.log_softmax(part(scaled) if part.active else scaled, -1)
     if temperature == 0:
         tokens = logprobs.argmax(-1, keepdim=True)
     else:
-        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)  # float32 would lose the tail of a large vocabulary
+        # float32 would lose the tail of a large vocabulary
+        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
         total = cumulative[:, -1:]
-        below_total = torch.nextafter(total, torch.zeros_like(total))  # rounding must not select beyond the last token
-        tokens = torch.searchsorted(cumulative, torch.minimum(uniform[:, None] * total, below_total), right=True)
+        # rounding must not select beyond the last token
+        below_total = torch.nextafter(total, torch.zeros_like(total))
+        tokens = torch.searchsorted(
+            cumulative, torch.minimum(uniform[:, None] * total, below_total), right=True
+        )
+
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
@@ -257,14 +351,17 @@ class _Samples:
         sample = self.completions[index]
         sample.token_ids.append(token)
         sample.logprobs.append(logprob)
+
         if token in self.ends or (self.stops is not None and self.stops.match(sample.token_ids)):
             sample.finish_reason = "stop"
         elif len(sample.token_ids) < self.sampling.max_tokens:
             return True
+
         prompt = index // self.sampling.n
         self.missing[prompt] -= 1
         if not self.missing[prompt]:
             self.complete.append(prompt)
+
         return False
 
     def finished(self) -> list[tuple[int, list[Completion]]]:
@@ -277,10 +374,15 @@ class _Samples:
         prompt = self.requests.index(request)
         self.missing[prompt] = 0
         self.num_aborted += 1
+
         samples = self._of(prompt)
         for sample in samples:
-            if sample.finish_reason == "length" and len(sample.token_ids) < self.sampling.max_tokens:
+            if (
+                sample.finish_reason == "length"
+                and len(sample.token_ids) < self.sampling.max_tokens
+            ):
                 sample.finish_reason = ABORTED
+
         return samples
 
     def _of(self, prompt: int) -> list[Completion]:
@@ -298,12 +400,16 @@ class _Rows:
     cache: DynamicCache
 
     def drop_finished(self, tokens: Tensor) -> Tensor:
-        """Remove finished rows if that is worth the copy; return the tokens [R] of the rows that stay."""
+        """Remove finished rows if that is worth the copy; return the tokens [R] of the rows that
+        stay.
+        """
         alive = [row for row, running in enumerate(self.running) if running]
         if len(alive) > (1 - DROP_SHARE) * len(self.running):
             return tokens
         keep = torch.tensor(alive, device=tokens.device)
-        self.index, self.running, self.mask = self.index[keep], [True] * len(alive), self.mask[keep]
+        self.index = self.index[keep]
+        self.running = [True] * len(alive)
+        self.mask = self.mask[keep]
         self.next_position = self.next_position[keep]
         self.cache.batch_select_indices(keep)
         return tokens[keep]
@@ -313,13 +419,23 @@ def _noise(seeds: list[int], sampling: Sampling) -> Tensor:
     """Return uniform noise [seeds, max_tokens] float64 in [0, 1), one row for each sample."""
     if sampling.temperature == 0:
         return torch.zeros(1, 1, dtype=torch.float64).expand(len(seeds), sampling.max_tokens)
-    return torch.stack([torch.from_numpy(np.random.default_rng(seed).random(sampling.max_tokens)) for seed in seeds])
+    return torch.stack(
+        [
+            torch.from_numpy(np.random.default_rng(seed).random(sampling.max_tokens))
+            for seed in seeds
+        ]
+    )
 
 
 def _load(setup: EngineSetup, config: PretrainedConfig) -> PreTrainedModel:
     options = {"dtype": setup.dtype, "trust_remote_code": setup.trust_remote_code}
     if not setup.from_stream:
-        return model_class(config).from_pretrained(setup.model_path, config=config, **options).to(setup.device)
+        return (
+            model_class(config)
+            .from_pretrained(setup.model_path, config=config, **options)
+            .to(setup.device)
+        )
+
     with no_init_weights(), setup.device:
         model = model_class(config).from_config(config, **options)
     model.tie_weights()

@@ -1,8 +1,10 @@
-"""Open loop of an engine: requests are added while others decode, and an abort keeps what was sampled.
+"""Open loop of an engine: requests are added while others decode, and an abort keeps what was
+sampled.
 
-A request whose first tokens are sampled in another way becomes one for these, and then one for each continuation, for which the
-prompt is in the cache: a temperature for the first token (FIRE: Chen et al., arXiv 2410.21236), or tokens that must not end the
-response. So an adapter samples all tokens of a request from one distribution.
+A request whose first tokens are sampled in another way becomes one for these, and then one for each
+continuation, for which the prompt is in the cache: a temperature for the first token (FIRE: Chen et
+al., arXiv 2410.21236), or tokens that must not end the response. So an adapter samples all tokens
+of a request from one distribution.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -41,7 +43,7 @@ class RequestLoop:
     """Requests that an engine completes; Engine.open() makes it.
 
         loop = engine.open(sampling)
-        loop.add(requests)                      # returns their indices; also later, while others decode
+        loop.add(requests)  # returns their indices; also later, while others decode
         while loop.running:
             for index, completions in loop.step():
                 ...
@@ -49,24 +51,28 @@ class RequestLoop:
         with loop.interrupted():                # or: go on with other weights
             engine.load_weights(...)
 
-    Ranks that share an engine make the same calls with the same arguments. While requests run, the engine refuses other calls.
+    Ranks that share an engine make the same calls with the same arguments. While requests run, the
+    engine refuses other calls.
     """
 
     def __init__(self, engine: Completes, sampling: Sampling):
-        self.engine, self.sampling = engine, sampling
+        self.engine = engine
+        self.sampling = sampling
         self.running: dict[int, _Running] = {}
         """Index of a request -> its state, for those that have not ended."""
         self.unread = RuntimeError("its completions were not consumed to the end")
         """Failure that the engine has for other callers while requests run."""
         self.num_requests = self._num_parts = 0
         self._parts: dict[int, tuple[int, int]] = {}
-        """Key of a request in the adapter -> (index of the caller's request, sample that it continues)."""
+        """Key of a request in the adapter -> (index of the caller's request, sample that it
+        continues)."""
         self._ended: list[int] = []
         """Requests whose samples had all ended when the loop was interrupted."""
 
     def add(self, requests: list[Request]) -> range:
-        """Begin requests; return their indices, which count all requests of the loop. Raises ValueError, and begins none, if a
-        request is invalid.
+        """Begin requests; return their indices, which count all requests of the loop.
+
+        Raises ValueError, and begins none, if a request is invalid.
         """
         indices = range(self.num_requests, self.num_requests + len(requests))
         readable = self.engine.begin_requests(requests, self)
@@ -78,16 +84,21 @@ class RequestLoop:
         return indices
 
     def add_alone(self, requests: list[Request]) -> range:
-        """Begin requests of this rank's own, or of the ranks that share an engine, at a time at which other ranks add none."""
+        """Begin requests of this rank's own, or of the ranks that share an engine, at a time at
+        which other ranks add none.
+        """
         return self.add(requests)
 
     def step(self) -> list[tuple[int, list[Completion]]]:
-        """Continue the samples that run; return (index, its `n` completions) of each request that has ended.
+        """Continue the samples that run; return (index, its `n` completions) of each request that
+        has ended.
 
-        A step of vllm and hf computes one token of each sample in the batch; one of sglang takes a moment.
+        A step of vllm and hf computes one token of each sample in the batch; one of sglang takes a
+        moment.
         """
         with self.engine.generating(self):
-            ended, self._ended = self._ended, []
+            ended = self._ended
+            self._ended = []
             for key, samples in list(self.engine._step()) if self._parts else ():
                 index, place = self._parts.pop(key)
                 for sample in self.running[index].take(place, samples, self.engine.version):
@@ -95,20 +106,31 @@ class RequestLoop:
                 if not self.running[index].missing:
                     ended.append(index)
             finished = [(index, self.running.pop(index)) for index in ended]
-        return [(index, self.engine._cut(each.samples, each.request.sampling.stop)) for index, each in finished]
+
+        return [
+            (index, self.engine._cut(each.samples, each.request.sampling.stop))
+            for index, each in finished
+        ]
 
     def abort(self, indices: Collection[int] | None = None) -> dict[int, list[Completion]]:
-        """End requests, by default all; return index -> completions so far. Unfinished ones have the finish reason `abort`."""
+        """End requests, by default all; return index -> completions so far.
+
+        Unfinished ones have the finish reason `abort`.
+        """
         ended = self._withdraw(self.running if indices is None else indices)
         self._ended = [index for index in self._ended if index not in ended]
-        return {index: self.engine._cut(each.abort(), each.request.sampling.stop) for index, each in sorted(ended.items())}
+        return {
+            index: self.engine._cut(each.abort(), each.request.sampling.stop)
+            for index, each in sorted(ended.items())
+        }
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """Take all requests out of the engine for the duration of the context, in which it can load weights.
+        """Take all requests out of the engine for the duration of the context, in which it can load
+        weights.
 
-        Afterwards unfinished samples go on after their tokens, whose keys and values are computed again. The log-probs of tokens
-        stay those of the weights that sampled them.
+        Afterwards unfinished samples go on after their tokens, whose keys and values are computed
+        again. The log-probs of tokens stay those of the weights that sampled them.
         """
         withdrawn = self._withdraw(self.running)
         yield
@@ -120,7 +142,9 @@ class RequestLoop:
             self._ended = [index for index, each in withdrawn.items() if not each.missing]
 
     def _withdraw(self, indices: Collection[int]) -> "dict[int, _Running]":
-        """End the parts of requests in the adapter; return the requests, which do not run any longer, with their samples."""
+        """End the parts of requests in the adapter; return the requests, which do not run any
+        longer, with their samples.
+        """
         with self.engine.generating(self):
             for key, (index, place) in list(self._parts.items()):
                 if index in indices:
@@ -136,12 +160,18 @@ class RequestLoop:
 
     def _continue(self, index: int, place: int) -> None:
         running = self.running[index]
-        self._submit(index, place, _rest_of(running.request, running.request.seeds[place], running.samples[place]))
+        self._submit(
+            index,
+            place,
+            _rest_of(running.request, running.request.seeds[place], running.samples[place]),
+        )
 
 
 @dataclass(slots=True)
 class _Running:
-    """A request in the loop: one part, which is followed by one part for each sample that it left unfinished."""
+    """A request in the loop: one part, which is followed by one part for each sample that it left
+    unfinished.
+    """
 
     request: Request
     samples: list[Completion] = field(default_factory=list)
@@ -149,7 +179,9 @@ class _Running:
     """Number of its parts that run."""
 
     def take(self, place: int, samples: list[Completion], version: int) -> list[int]:
-        """Take the completions of a part that has ended; return the samples in it that are unfinished."""
+        """Take the completions of a part that has ended; return the samples in it that are
+        unfinished.
+        """
         self.missing -= 1
         for sample in samples:
             sample.weight_versions = [version] * len(sample.token_ids)
@@ -168,12 +200,18 @@ class _Running:
     def unfinished(self, places: Iterable[int]) -> list[int]:
         """Return the samples among these that were aborted, or have only their first tokens."""
         limit = self.request.sampling.max_tokens
-        return [place for place in places
-                if self.samples[place].finish_reason != "stop" and len(self.samples[place].token_ids) < limit]  # fmt: skip
+        return [
+            place
+            for place in places
+            if self.samples[place].finish_reason != "stop"
+            and len(self.samples[place].token_ids) < limit
+        ]
 
 
 def _part(request: Request, length: int) -> Request:
-    """Build the request for the tokens after the first `length` that are sampled from one distribution."""
+    """Build the request for the tokens after the first `length` that are sampled from one
+    distribution.
+    """
     sampling = request.sampling
     hot = None if length else sampling.first_token_temperature
     must_not_end = length < sampling.min_tokens
@@ -183,15 +221,21 @@ def _part(request: Request, length: int) -> Request:
     own = {"max_tokens": 1 if hot is not None else most, "first_token_temperature": None}
     if hot is not None:
         own["temperature"] = hot
+
     if sampling.min_tokens:
-        early = sampling.truncation.while_early.banned if must_not_end else sampling.banned_token_ids
+        early = (
+            sampling.truncation.while_early.banned if must_not_end else sampling.banned_token_ids
+        )
         own |= {"min_tokens": 0, "end_token_ids": (), "banned_token_ids": early}
+
     return replace(request, sampling=replace(sampling, **own))
 
 
 def _rest_of(request: Request, seed: int, completion: Completion) -> Request:
-    """Build the request that continues a sample. A derived seed makes its noise independent of that of the tokens before, also in
-    an engine that counts positions from the end of the prompt.
+    """Build the request that continues a sample.
+
+    A derived seed makes its noise independent of that of the tokens before, also in an engine that
+    counts positions from the end of the prompt.
     """
     length = len(completion.token_ids)
     seeds = (derived_seed(seed, length) if length else seed,)
@@ -202,6 +246,11 @@ def _rest_of(request: Request, seed: int, completion: Completion) -> Request:
 
 def _concatenate(first: Completion, rest: Completion) -> Completion:
     """Join the first tokens of a sample and its continuation."""
-    return replace(rest, token_ids=first.token_ids + rest.token_ids, logprobs=first.logprobs + rest.logprobs,
-                   num_cached_tokens=first.num_cached_tokens, drafts=first.drafts.plus(rest.drafts),
-                   weight_versions=first.weight_versions + rest.weight_versions)
+    return replace(
+        rest,
+        token_ids=first.token_ids + rest.token_ids,
+        logprobs=first.logprobs + rest.logprobs,
+        num_cached_tokens=first.num_cached_tokens,
+        drafts=first.drafts.plus(rest.drafts),
+        weight_versions=first.weight_versions + rest.weight_versions,
+    )

@@ -1,4 +1,6 @@
-"""Images, videos and audio of a prompt: their common form for all engines, and their expansion to transformers' model inputs."""
+"""Images, videos and audio of a prompt: their common form for all engines, and their expansion to
+transformers' model inputs.
+"""
 
 import hashlib
 import wave
@@ -21,8 +23,8 @@ from lightrft.engine.requests import MEDIA, Request
 from lightrft.types import Expanded
 
 FRAMES_ALONE = ("Qwen2_5OmniProcessor",)
-"""Processors of models that compute the frames of each clip only: clips are padded to the longest of them, not to the 300 s that
-such a model accepts, which would take a hundred times as long.
+"""Processors of models that compute the frames of each clip only: clips are padded to the longest
+of them, not to the 300 s that such a model accepts, which would take a hundred times as long.
 """
 SAMPLE_BYTES = {1: np.uint8, 2: np.int16, 4: np.int32}
 
@@ -38,17 +40,32 @@ class Video:
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Build a video from a Video, {"frames", "fps"}, an array of frames, or a list of PIL images of equal size."""
+        """Build a video from a Video, {"frames", "fps"}, an array of frames, or a list of PIL
+        images of equal size.
+        """
         if isinstance(value, cls):
             return value
         if isinstance(value, Mapping) and value.keys() >= {"frames", "fps"}:
             return replace(cls.of(value["frames"]), fps=float(value["fps"]))
-        if isinstance(value, list | tuple) and value and all(isinstance(frame, Image.Image) for frame in value):
+
+        if (
+            isinstance(value, list | tuple)
+            and value
+            and all(isinstance(frame, Image.Image) for frame in value)
+        ):
             value = np.stack([np.asarray(frame.convert("RGB")) for frame in value])
+
         if not isinstance(value, np.ndarray):
-            raise ValueError(f"a {type(value).__name__} is not a video: pass frames as an array or as PIL images, or a Video")
+            raise ValueError(
+                f"a {type(value).__name__} is not a video: pass frames as an array or as PIL"
+                " images, or a Video"
+            )
         if value.dtype != np.uint8 or value.ndim != 4 or value.shape[-1] != 3 or not len(value):
-            raise ValueError(f"frames must be [T, H, W, 3] of uint8, and these are {list(value.shape)} of {value.dtype}")
+            raise ValueError(
+                f"frames must be [T, H, W, 3] of uint8, and these are {list(value.shape)} of"
+                f" {value.dtype}"
+            )
+
         return cls(value)
 
 
@@ -63,19 +80,29 @@ class Clip:
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Build a clip from a Clip, a .wav file's path, (waveform, sampling rate), or `datasets`' {"array", "sampling_rate"}."""
+        """Build a clip from a Clip, a .wav file's path, (waveform, sampling rate), or `datasets`'
+        {"array", "sampling_rate"}.
+        """
         if isinstance(value, cls):
             return value
         if isinstance(value, str | Path):
             return cls._from_file(value)
+
         if isinstance(value, Mapping) and value.keys() >= {"array", "sampling_rate"}:
             value = value["array"], value["sampling_rate"]
         if not is_clip(value):
-            raise ValueError(f"a {type(value).__name__} is not an audio clip: pass (waveform, sampling rate), a mapping with "
-                             "array and sampling_rate, the path of a .wav file, or a Clip")
+            raise ValueError(
+                f"a {type(value).__name__} is not an audio clip: pass (waveform, sampling rate), a"
+                " mapping with array and sampling_rate, the path of a .wav file, or a Clip"
+            )
+
         waveform = np.asarray(value[0])
         if waveform.dtype.kind != "f" or waveform.ndim != 1 or not len(waveform):
-            raise ValueError(f"a waveform must be [N] of floats, and this one is {list(waveform.shape)} of {waveform.dtype}")
+            raise ValueError(
+                f"a waveform must be [N] of floats, and this one is {list(waveform.shape)} of"
+                f" {waveform.dtype}"
+            )
+
         return cls(waveform.astype(np.float32), int(value[1]))
 
     @classmethod
@@ -86,15 +113,19 @@ class Clip:
                 kind = SAMPLE_BYTES.get(file.getsampwidth())
                 if kind is None:
                     raise ValueError(
-                        f"{path} has samples of {file.getsampwidth()} bytes, but must have samples of "
-                        f"{list(SAMPLE_BYTES)}"
+                        f"{path} has samples of {file.getsampwidth()} bytes, but must have samples"
+                        f" of {list(SAMPLE_BYTES)}"
                     )
                 samples = np.frombuffer(file.readframes(file.getnframes()), kind).astype(np.float32)
-                channels, rate = file.getnchannels(), file.getframerate()
+                channels = file.getnchannels()
+                rate = file.getframerate()
         except (wave.Error, EOFError) as error:
             raise ValueError(f"{path} is not a .wav file of integers: {error}") from error
+
         half = 2.0 ** (8 * np.dtype(kind).itemsize - 1)
-        return cls.of((((samples - half * (kind is np.uint8)) / half).reshape(-1, channels).mean(1), rate))
+        return cls.of(
+            (((samples - half * (kind is np.uint8)) / half).reshape(-1, channels).mean(1), rate)
+        )
 
 
 def is_clip(value: Any) -> bool:
@@ -103,7 +134,9 @@ def is_clip(value: Any) -> bool:
 
 
 def _image(value: Any) -> Image.Image:
-    """Convert to RGB and drop transparency, as transformers does; vLLM would render transparent pixels on white."""
+    """Convert to RGB and drop transparency, as transformers does; vLLM would render transparent
+    pixels on white.
+    """
     if not isinstance(value, Image.Image):
         raise ValueError(f"a {type(value).__name__} is not an image: pass PIL images")
     return value.convert("RGB")
@@ -114,7 +147,9 @@ FORMS: dict[str, Callable[[Any], Any]] = {"images": _image, "videos": Video.of, 
 
 
 def read(multi_modal: Mapping[str, Iterable[Any]]) -> dict[str, list]:
-    """Convert media to the common form; ValueError for items of another kind, or that cannot be read."""
+    """Convert media to the common form; ValueError for items of another kind, or that cannot be
+    read.
+    """
     media: dict[str, list] = {}
     for name, items in multi_modal.items():
         try:
@@ -144,19 +179,27 @@ def _array(item: Image.Image | Video | Clip) -> tuple[np.ndarray, *tuple[float, 
 
 
 class MediaReader:
-    """Reader of media with the processor of a model's folder, which processes media only and leaves the prompt's tokens as is.
+    """Reader of media with the processor of a model's folder, which processes media only and leaves
+    the prompt's tokens as is.
 
     The text is not tokenized again, because a second tokenization can give different tokens.
     """
 
     def __init__(
-        self, model_path: str, placeholders: Mapping[str, frozenset[int]], *, trust_remote_code: bool = False,
+        self,
+        model_path: str,
+        placeholders: Mapping[str, frozenset[int]],
+        *,
+        trust_remote_code: bool = False,
         media_alone: bool = False,
-    ):  # fmt: skip
+    ):
         """Create a reader; `placeholders` by medium, as in Vocabulary."""
-        self.model_path, self.placeholders, self.trust_remote_code = model_path, placeholders, trust_remote_code
+        self.model_path = model_path
+        self.placeholders = placeholders
+        self.trust_remote_code = trust_remote_code
         self.media_alone = media_alone
-        """True for an engine that computes token_type_ids itself, so that those of the processor are dropped."""
+        """True for an engine that computes token_type_ids itself, so that those of the processor
+        are dropped."""
         self._lock = Lock()
         """Lock of the processor, whose tokenizer fails when two threads call it."""
 
@@ -164,15 +207,22 @@ class MediaReader:
     def processor(self) -> ProcessorMixin:
         """Load the processor at its first use; ValueError if the folder has none."""
         try:
-            processor = AutoProcessor.from_pretrained(self.model_path, trust_remote_code=self.trust_remote_code)
+            processor = AutoProcessor.from_pretrained(
+                self.model_path, trust_remote_code=self.trust_remote_code
+            )
         except (OSError, ValueError, ImportError) as error:
-            raise ValueError(f"{self.model_path} has no processor that transformers can load: {error}") from error
+            raise ValueError(
+                f"{self.model_path} has no processor that transformers can load: {error}"
+            ) from error
+
         if not isinstance(processor, ProcessorMixin):
             raise ValueError(f"{self.model_path} has no processor for images, videos or audio")
         return processor
 
     def expand(self, request: Request) -> Expanded:
-        """Return the prompt with each placeholder replaced by the tokens of its item, and the tensors of all items."""
+        """Return the prompt with each placeholder replaced by the tokens of its item, and the
+        tensors of all items.
+        """
         texts: dict[int, Iterator[list[int]]] = {}
         features: dict[str, Tensor] = {}
         for name, items in read(request.multi_modal).items():
@@ -184,10 +234,12 @@ class MediaReader:
         return Expanded(self.splice(request.token_ids, texts), features)
 
     def splice(self, token_ids: list[int], texts: Mapping[int, Iterator[list[int]]]) -> list[int]:
-        """Return the prompt with each placeholder replaced by the next of its texts, which are tokens.
+        """Return the prompt with each placeholder replaced by the next of its texts, which are
+        tokens.
 
-        The text of an image of Gemma 3 has two line breaks at each end. With those of the prompt beside them, they become the
-        tokenizer's tokens of three and four, in the order in which vLLM joins them.
+        The text of an image of Gemma 3 has two line breaks at each end. With those of the prompt
+        beside them, they become the tokenizer's tokens of three and four, in the order in which
+        vLLM joins them.
         """
         segments: list[list[int]] = [[]]
         for token in token_ids:
@@ -195,58 +247,104 @@ class MediaReader:
                 segments += [list(next(texts[token])), []]
             else:
                 segments[-1].append(token)
-        segments, breaks = [segment for segment in segments if segment], self._line_breaks
+
+        segments = [segment for segment in segments if segment]
+        breaks = self._line_breaks
         for first, second in ((1, 2), (2, 1), (2, 2)) if breaks else ():
             for left, right in pairwise(segments):
                 if left and right and (left[-1], right[0]) == (breaks[first], breaks[second]):
                     left.pop()
                     right[0] = breaks[first + second]
+
         return [token for segment in segments for token in segment]
 
     @cached_property
     def _line_breaks(self) -> dict[int, int]:
-        """Return the tokens of one to four line breaks by their number; empty if the tokenizer does not have all of them."""
+        """Return the tokens of one to four line breaks by their number; empty if the tokenizer does
+        not have all of them.
+        """
         vocabulary = self.processor.tokenizer.get_vocab()
         texts = {count: "\n" * count for count in range(1, 5)}
-        return {count: vocabulary[text] for count, text in texts.items()} if vocabulary.keys() >= {*texts.values()} else {}
+        return (
+            {count: vocabulary[text] for count, text in texts.items()}
+            if vocabulary.keys() >= {*texts.values()}
+            else {}
+        )
 
     def heard(self, clips: list[Clip]) -> list[Clip]:
-        """Return the clips; ValueError for a sampling rate other than the model's, or a clip that the model would truncate."""
+        """Return the clips; ValueError for a sampling rate other than the model's, or a clip that
+        the model would truncate.
+        """
         for clip in clips:
             audio = self.processor.feature_extractor
             longest = getattr(audio, "n_samples", None)
             seconds = len(clip.waveform) / clip.sampling_rate
             if clip.sampling_rate != audio.sampling_rate:
-                raise ValueError(f"{clip.sampling_rate} samples per second; the model needs {audio.sampling_rate}: resample it")
+                raise ValueError(
+                    f"{clip.sampling_rate} samples per second; the model needs"
+                    f" {audio.sampling_rate}: resample it"
+                )
+
             if longest and len(clip.waveform) > longest:
-                raise ValueError(f"{seconds:.1f} s, and the model accepts at most {longest / audio.sampling_rate:.0f} s: cut it")
+                raise ValueError(
+                    f"{seconds:.1f} s, and the model accepts at most"
+                    f" {longest / audio.sampling_rate:.0f} s: cut it"
+                )
+
         return clips
 
     def _processed(self, name: str, items: list) -> tuple[list[list[int]], dict[str, Tensor]]:
         """Return the tokens of each item, and the tensors of all items."""
         token = getattr(self.processor, f"{MEDIA[name]}_token")
-        output = self.processor(text=[token] * len(items), add_special_tokens=False, padding=True, return_tensors="pt",
-                                **self._arguments(name, items))
-        ids, real = output.pop("input_ids"), output.pop("attention_mask").bool()
+        output = self.processor(
+            text=[token] * len(items),
+            add_special_tokens=False,
+            padding=True,
+            return_tensors="pt",
+            **self._arguments(name, items),
+        )
+        ids = output.pop("input_ids")
+        real = output.pop("attention_mask").bool()
+
         others = [name for name in output if name.endswith("token_type_ids")]
         if others and not self.media_alone:
-            raise ValueError(f"the hf engine does not support the model's {', '.join(others)}; use --engine_type vllm")
+            raise ValueError(
+                f"the hf engine does not support the model's {', '.join(others)}; use --engine_type"
+                " vllm"
+            )
+
         if name == "audios" and self._frames_alone:
             longest = int(output["feature_attention_mask"].sum(-1).max())
-            output |= {name: output[name][..., :longest].clone() for name in ("input_features", "feature_attention_mask")}
+            output |= {
+                name: output[name][..., :longest].clone()
+                for name in ("input_features", "feature_attention_mask")
+            }
+
         texts = [row[mask].tolist() for row, mask in zip(ids, real, strict=True)]
-        return texts, {name: torch.as_tensor(tensor) for name, tensor in output.items() if name not in others}
+        return texts, {
+            name: torch.as_tensor(tensor) for name, tensor in output.items() if name not in others
+        }
 
     def _arguments(self, name: str, items: list) -> dict[str, Any]:
         if name == "images":
             return {"images": [[image] for image in items]}
+
         if name == "videos":
-            return {"videos": [video.frames for video in items], "do_sample_frames": False,
-                    "video_metadata": [metadata(video) for video in items]}
-        sound = {"audio": [clip.waveform for clip in self.heard(items)], "sampling_rate": items[0].sampling_rate}
+            return {
+                "videos": [video.frames for video in items],
+                "do_sample_frames": False,
+                "video_metadata": [metadata(video) for video in items],
+            }
+
+        sound = {
+            "audio": [clip.waveform for clip in self.heard(items)],
+            "sampling_rate": items[0].sampling_rate,
+        }
         if not self._frames_alone:
             return sound
-        longest, silence = max(map(len, sound["audio"])), self.processor.feature_extractor.n_fft  # its last frame reads beyond it
+
+        longest = max(map(len, sound["audio"]))  # its last frame reads beyond it
+        silence = self.processor.feature_extractor.n_fft
         return sound | {"audio_kwargs": {"max_length": longest + silence}}
 
     @property
@@ -257,4 +355,9 @@ class MediaReader:
 def metadata(video: Video) -> dict[str, Any]:
     """Return the metadata of a video under the names of transformers and vLLM."""
     count = len(video.frames)
-    return {"total_num_frames": count, "fps": video.fps, "frames_indices": list(range(count)), "duration": count / video.fps}
+    return {
+        "total_num_frames": count,
+        "fps": video.fps,
+        "frames_indices": list(range(count)),
+        "duration": count / video.fps,
+    }

@@ -21,12 +21,16 @@ from lightrft.engine.requests import MEDIA
 from lightrft.thinker import load_config, load_generation_config
 from lightrft.weight_sync.names import DRAFT, PublishedNames
 
-PLACEHOLDERS = {medium: (f"{medium}_token_id", f"{medium}_token_index") for medium in MEDIA.values()}
+PLACEHOLDERS = {
+    medium: (f"{medium}_token_id", f"{medium}_token_index") for medium in MEDIA.values()
+}
 """Medium -> fields of a model configuration that may contain its placeholder token."""
 HEARS_ONLY = ("qwen2_5_omni_thinker",)
-"""Families of which only sound was compared with transformers, although they also read images and videos."""
+"""Families of which only sound was compared with transformers, although they also read images and
+videos."""
 IN_PROMPTS: Mapping[str, Mapping[str, str]] = {"gemma3": {"image": "boi_token_id"}}
-"""Model type -> medium -> field with the token that represents it in prompts, if that is another one than in the expansion."""
+"""Model type -> medium -> field with the token that represents it in prompts, if that is another
+one than in the expansion."""
 FRAME = ("vision_start_token_id", "vision_end_token_id")
 """Fields with the tokens that some models need before and after a placeholder."""
 
@@ -39,7 +43,8 @@ class Vocabulary:
     """Number of rows of the output embedding."""
     end_token_ids: frozenset[int]
     placeholder_token_ids: tuple[int, ...]
-    """Tokens that represent media in prompts; a response that contains one cannot be processed as input."""
+    """Tokens that represent media in prompts; a response that contains one cannot be processed as
+    input."""
     model_path: str
     trust_remote_code: bool = False
     placeholders: dict[str, frozenset[int]] = field(default_factory=dict)
@@ -47,74 +52,128 @@ class Vocabulary:
     frame: tuple[int, int] | None = None
     """Tokens before and after a placeholder, if the model has them."""
     unknown_token_ids: tuple[int, ...] = ()
-    """Rows of the output embedding without a token of the tokenizer, mostly its padding: no text would contain them."""
+    """Rows of the output embedding without a token of the tokenizer, mostly its padding: no text
+    would contain them."""
 
     @classmethod
-    def of(cls, model_path: str, config: PretrainedConfig, *, trust_remote_code: bool = False) -> Self:
+    def of(
+        cls, model_path: str, config: PretrainedConfig, *, trust_remote_code: bool = False
+    ) -> Self:
         ends = end_token_ids(model_path, config)
         frame = tuple(token for name in FRAME if (token := getattr(config, name, None)) is not None)
         size = config.get_text_config().vocab_size
-        vocabulary = cls(size, ends, placeholder_token_ids(config), model_path, trust_remote_code, placeholders(config),
-                         frame if len(frame) == len(FRAME) else None)
+        vocabulary = cls(
+            size,
+            ends,
+            placeholder_token_ids(config),
+            model_path,
+            trust_remote_code,
+            placeholders(config),
+            frame if len(frame) == len(FRAME) else None,
+        )
+
         try:
-            return replace(vocabulary, unknown_token_ids=unknown_token_ids(vocabulary.tokenizer, size))
+            return replace(
+                vocabulary, unknown_token_ids=unknown_token_ids(vocabulary.tokenizer, size)
+            )
         except ValueError:  # a folder without a tokenizer serves prompts of tokens
             return vocabulary
 
     @cached_property
     def never_sampled(self) -> tuple[int, ...]:
-        """Return the tokens that no response contains: placeholders of media, and ids that the tokenizer does not have."""
+        """Return the tokens that no response contains: placeholders of media, and ids that the
+        tokenizer does not have.
+        """
         return tuple(sorted({*self.placeholder_token_ids, *self.unknown_token_ids}))
 
     def num_placeholders(self, token_ids: list[int], medium: str) -> int:
         return sum(token in self.placeholders.get(medium, ()) for token in token_ids)
 
     def without_placeholders(self, token_ids: list[int], medium: str) -> list[int]:
-        """Return the prompt without the placeholders of this medium and the tokens that frame them."""
+        """Return the prompt without the placeholders of this medium and the tokens that frame
+        them.
+        """
         gone = self.placeholders.get(medium, frozenset())
         before, after = self.frame or (None, None)
         around = zip([None, *token_ids], token_ids, [*token_ids[1:], None], strict=False)
-        return [token for left, token, right in around
-                if not (token in gone or (token == before and right in gone) or (token == after and left in gone))]
+
+        return [
+            token
+            for left, token, right in around
+            if not (
+                token in gone
+                or (token == before and right in gone)
+                or (token == after and left in gone)
+            )
+        ]
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer at its first use; only stop strings and text prompts need it. ValueError if there is none."""
+        """Load the tokenizer at its first use; only stop strings and text prompts need it.
+
+        ValueError if there is none.
+        """
         try:
-            return AutoTokenizer.from_pretrained(self.model_path, trust_remote_code=self.trust_remote_code)
+            return AutoTokenizer.from_pretrained(
+                self.model_path, trust_remote_code=self.trust_remote_code
+            )
         except (OSError, ValueError) as error:
-            raise ValueError(f"text prompts need a tokenizer, and there is none in {self.model_path}: {error}") from error
+            raise ValueError(
+                f"text prompts need a tokenizer, and there is none in {self.model_path}: {error}"
+            ) from error
 
 
-def model_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForMultimodalLM]:
-    """Return the auto class: multimodal if that is the only form of the model that generates text, else the text-only causal LM.
+def model_class(
+    config: PretrainedConfig,
+) -> type[AutoModelForCausalLM] | type[AutoModelForMultimodalLM]:
+    """Return the auto class: multimodal if that is the only form of the model that generates text,
+    else the text-only causal LM.
 
     The text-only form is the one that is trained.
     """
     seeing = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     reading = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return AutoModelForMultimodalLM if seeing is not None and reading in (None, seeing) else AutoModelForCausalLM
+    return (
+        AutoModelForMultimodalLM
+        if seeing is not None and reading in (None, seeing)
+        else AutoModelForCausalLM
+    )
 
 
 def most_of_each(section: EngineSection, config: PretrainedConfig) -> dict[str, int]:
     """Return the media that the model reads, with the maximum number of each in a prompt."""
     if model_class(config) is AutoModelForCausalLM:
         return {}
-    flags = {"images": section.limit_mm_image_per_prompt, "videos": section.limit_mm_video_per_prompt,
-             "audios": section.limit_mm_audio_per_prompt}
+
+    flags = {
+        "images": section.limit_mm_image_per_prompt,
+        "videos": section.limit_mm_video_per_prompt,
+        "audios": section.limit_mm_audio_per_prompt,
+    }
     media_tokens = placeholders(config)
     reads = [name for name, medium in MEDIA.items() if media_tokens[medium]]
-    return {name: flags[name] for name in reads if name == "audios" or config.model_type not in HEARS_ONLY}
+
+    return {
+        name: flags[name]
+        for name in reads
+        if name == "audios" or config.model_type not in HEARS_ONLY
+    }
 
 
 def published_names(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PublishedNames:
-    """Return the names and shapes of the weights that one stream must bring, and their published names."""
+    """Return the names and shapes of the weights that one stream must bring, and their published
+    names.
+    """
     with torch.device("meta"):
-        return PublishedNames(model_class(config).from_config(config, trust_remote_code=trust_remote_code))
+        return PublishedNames(
+            model_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        )
 
 
 def draft_names(section: EngineSection, *, trust_remote_code: bool = False) -> PublishedNames:
-    """Return the names and shapes of the weights of --draft_pretrain, without the prefix that they have in a stream."""
+    """Return the names and shapes of the weights of --draft_pretrain, without the prefix that they
+    have in a stream.
+    """
     config = load_config(section.draft_pretrain, trust_remote_code=trust_remote_code)
     return published_names(config, trust_remote_code=trust_remote_code)
 
@@ -125,19 +184,31 @@ def with_prefix(names: PublishedNames) -> dict[str, torch.Size]:
 
 
 def end_token_ids(model_path: str, config: PretrainedConfig) -> frozenset[int]:
-    """Return the tokens that end a response, from generation_config.json if it has any, else from the model's configuration."""
+    """Return the tokens that end a response, from generation_config.json if it has any, else from
+    the model's configuration.
+    """
     generation = load_generation_config(model_path)
     ids = generation.eos_token_id if generation else None
     if ids is None:
         parts = config.get_text_config(), config
-        ids = next((part.eos_token_id for part in parts if getattr(part, "eos_token_id", None) is not None), None)
+        ids = next(
+            (
+                part.eos_token_id
+                for part in parts
+                if getattr(part, "eos_token_id", None) is not None
+            ),
+            None,
+        )
+
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 
 def unknown_token_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[int, ...]:
-    """Return the ids below `size` that the tokenizer does not have, in order; none if it has no vocabulary at all."""
+    """Return the ids below `size` that the tokenizer does not have, in order; none if it has no
+    vocabulary at all.
+    """
     vocabulary = tokenizer.get_vocab()
     if set(vocabulary) <= set(tokenizer.all_special_tokens):
         return ()  # of a folder without the files of a tokenizer
@@ -159,18 +230,32 @@ def never_sampled(
 
 
 def placeholder_token_ids(config: PretrainedConfig) -> tuple[int, ...]:
-    """Return the tokens that represent media in prompts, expanded or not; none for a text-only model."""
-    return tuple(sorted(frozenset().union(*placeholders(config).values(), *_expanded_tokens(config).values())))
+    """Return the tokens that represent media in prompts, expanded or not; none for a text-only
+    model.
+    """
+    return tuple(
+        sorted(
+            frozenset().union(*placeholders(config).values(), *_expanded_tokens(config).values())
+        )
+    )
 
 
 def placeholders(config: PretrainedConfig) -> dict[str, frozenset[int]]:
     """Return the placeholder tokens by medium."""
     others = IN_PROMPTS.get(config.model_type, {})
-    return _expanded_tokens(config) | {medium: frozenset([getattr(config, name)]) for medium, name in others.items()}
+    return _expanded_tokens(config) | {
+        medium: frozenset([getattr(config, name)]) for medium, name in others.items()
+    }
 
 
 def _expanded_tokens(config: PretrainedConfig) -> dict[str, frozenset[int]]:
     """Return the tokens whose embeddings media replace, by medium."""
     parts = config, config.get_text_config()
-    values = {medium: [getattr(part, name, None) for part in parts for name in names] for medium, names in PLACEHOLDERS.items()}
-    return {medium: frozenset(token for token in tokens if isinstance(token, int)) for medium, tokens in values.items()}
+    values = {
+        medium: [getattr(part, name, None) for part in parts for name in names]
+        for medium, names in PLACEHOLDERS.items()
+    }
+    return {
+        medium: frozenset(token for token in tokens if isinstance(token, int))
+        for medium, tokens in values.items()
+    }

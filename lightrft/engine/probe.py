@@ -1,8 +1,10 @@
-"""Outputs of a decoder's parts for one sequence, by name, to find where two implementations of a model diverge.
+"""Outputs of a decoder's parts for one sequence, by name, to find where two implementations of a
+model diverge.
 
-Names are those of the text-only Hugging Face model, with two additions: `self_attn.qkv_proj`, the concatenated outputs of q_proj,
-k_proj and v_proj, as engines fuse them, and `self_attn.heads`, the input of o_proj. `embed_tokens` is the input of the first
-layer, because some models scale the embeddings inside of that module and others after it.
+Names are those of the text-only Hugging Face model, with two additions: `self_attn.qkv_proj`, the
+concatenated outputs of q_proj, k_proj and v_proj, as engines fuse them, and `self_attn.heads`, the
+input of o_proj. `embed_tokens` is the input of the first layer, because some models scale the
+embeddings inside of that module and others after it.
 """
 
 from collections.abc import Iterator
@@ -14,13 +16,30 @@ import torch
 from torch import Tensor, nn
 
 PARTS = (
-    *("embed_tokens", "input_layernorm", "q_proj", "k_proj", "v_proj", "qkv_proj", "q_norm", "k_norm", "o_proj"),
-    *("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm", "mlp", "norm"),
+    *(
+        "embed_tokens",
+        "input_layernorm",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "qkv_proj",
+        "q_norm",
+        "k_norm",
+        "o_proj",
+    ),
+    *(
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+        "mlp",
+        "norm",
+    ),
 )
 """Last name components of the modules that are observed."""
 LOGITS = "lm_head"
 BESIDE_TOWERS = {"language_model", "text_model"}
-"""Names of the language part in multimodal models; its position in the path differs between implementations."""
+"""Names of the language part in multimodal models; its position in the path differs between
+implementations."""
 MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Mean difference between an engine's log-probs and a trainer's that rounding explains."""
 ELSEWHERE = {"block_sparse_moe": "mlp"}
@@ -28,14 +47,20 @@ ELSEWHERE = {"block_sparse_moe": "mlp"}
 
 
 def logits_processor(model: nn.Module) -> nn.Module:
-    """Return the module of an engine's model that computes logits from hidden states; multimodal models have it in their language
-    part.
+    """Return the module of an engine's model that computes logits from hidden states; multimodal
+    models have it in their language part.
     """
-    return next(part for name, part in model.named_modules() if name.rpartition(".")[2] == "logits_processor")
+    return next(
+        part
+        for name, part in model.named_modules()
+        if name.rpartition(".")[2] == "logits_processor"
+    )
 
 
 class Probe:
-    """Recorder of the outputs of a model's parts while attached: [T, ...], float32 in host memory, in order of computation."""
+    """Recorder of the outputs of a model's parts while attached: [T, ...], float32 in host memory,
+    in order of computation.
+    """
 
     def __init__(self, num_tokens: int):
         self.num_tokens = num_tokens
@@ -54,18 +79,34 @@ class Probe:
         """Attach to a model; return handles, each with remove()."""
         handles = []
         for path, module in model.named_modules():
-            parts = [ELSEWHERE.get(part, part) for part in path.split(".") if part not in BESIDE_TOWERS]
-            name = ".".join(part for part, _ in groupby(parts))  # a thinker's decoder is model.model
+            parts = [
+                ELSEWHERE.get(part, part) for part in path.split(".") if part not in BESIDE_TOWERS
+            ]
+            # a thinker's decoder is model.model
+            name = ".".join(part for part, _ in groupby(parts))
             if name.rpartition(".")[2] in PARTS:
                 handles.append(module.register_forward_hook(self._hook(name)))
+
             if name.endswith("layers.0.input_layernorm"):
-                handles.append(module.register_forward_pre_hook(self._hook(name.split("layers.")[0] + "embed_tokens")))
+                handles.append(
+                    module.register_forward_pre_hook(
+                        self._hook(name.split("layers.")[0] + "embed_tokens")
+                    )
+                )
+
             if name.endswith(".o_proj"):
-                handles.append(module.register_forward_pre_hook(self._hook(name.removesuffix("o_proj") + "heads")))
+                handles.append(
+                    module.register_forward_pre_hook(
+                        self._hook(name.removesuffix("o_proj") + "heads")
+                    )
+                )
+
         return handles
 
     def add(self, name: str, value: Tensor) -> None:
-        """Record `value` [..., T, ...], or [1, H, T, D] by heads, as in some models before a norm."""
+        """Record `value` [..., T, ...], or [1, H, T, D] by heads, as in some models before a
+        norm.
+        """
         if value.dim() == 4 and self.num_tokens == value.shape[2] != value.shape[1]:
             value = value.transpose(1, 2)
         if value.numel() % self.num_tokens == 0:

@@ -17,8 +17,8 @@ MEDIA = {"images": "image", "videos": "video", "audios": "audio"}
 class Sampling:
     """Sampling parameters of all requests of a call, or of one request.
 
-    Banned tokens are removed first, then logits are divided by the temperature, then the top k tokens are kept, then the top p
-    of those; the remaining probabilities are normalised to 1.
+    Banned tokens are removed first, then logits are divided by the temperature, then the top k
+    tokens are kept, then the top p of those; the remaining probabilities are normalised to 1.
     """
 
     n: int = 1
@@ -27,8 +27,8 @@ class Sampling:
     temperature: float = 1.0
     """Temperature of the samples; 0 is greedy and ignores top_p and top_k."""
     seed: int = 0
-    """Seed of a call, for requests without seeds of their own. It is equal within an engine's tensor-parallel group, and
-    different between replicas and steps."""
+    """Seed of a call, for requests without seeds of their own. It is equal within an engine's
+    tensor-parallel group, and different between replicas and steps."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, as the tokenizer's end token does; the token itself is kept."""
     top_p: float = 1.0
@@ -36,16 +36,18 @@ class Sampling:
     top_k: int = 0
     """Number of most likely tokens that are kept; 0: all."""
     stop: tuple[str, ...] = ()
-    """Strings, which may include special tokens, that end a response. Its last token is the one that completes a string."""
+    """Strings, which may include special tokens, that end a response. Its last token is the one
+    that completes a string."""
     first_token_temperature: float | None = None
-    """Temperature of the first token only, for diversity: FIRE (Chen et al., arXiv 2410.21236). None: `temperature`."""
+    """Temperature of the first token only, for diversity: FIRE (Chen et al., arXiv 2410.21236).
+    None: `temperature`."""
     min_tokens: int = 0
     """Smallest number of tokens of a response: before it, tokens that would end it are banned."""
     end_token_ids: tuple[int, ...] = ()
     """All tokens that end a response. resolved() sets them if there is a smallest length."""
     banned_token_ids: tuple[int, ...] = ()
-    """Tokens that are never sampled. Always banned in addition are placeholders of images, videos and audio, and ids that the
-    tokenizer does not have."""
+    """Tokens that are never sampled. Always banned in addition are placeholders of images, videos
+    and audio, and ids that the tokenizer does not have."""
 
     @property
     def num_draws(self) -> int:
@@ -63,7 +65,8 @@ class Sampling:
         )
 
     def resolved(self, never_sampled: tuple[int, ...], ends: Iterable[int] = ()) -> Self:
-        """Return the parameters for adapters: all banned tokens listed, and defaults for those that greedy sampling ignores.
+        """Return the parameters for adapters: all banned tokens listed, and defaults for those that
+        greedy sampling ignores.
 
         `ends` are the model's own tokens for the end of a response.
         """
@@ -90,7 +93,12 @@ class Sampling:
         }
         broken = [rule for rule, holds in rules.items() if not holds]
         outside = out_of_vocabulary((*self.stop_token_ids, *self.banned_token_ids), vocabulary_size)
-        broken += [f"token {outside} is not in the vocabulary of {vocabulary_size}"] if outside is not None else []
+        broken += (
+            [f"token {outside} is not in the vocabulary of {vocabulary_size}"]
+            if outside is not None
+            else []
+        )
+
         return f"cannot sample with {self}: {'; '.join(broken)}" if broken else None
 
 
@@ -98,20 +106,24 @@ class Sampling:
 class Request:
     """One prompt to complete.
 
-        Request([4, 86, 104, 97, 116, 63], multi_modal={"images": [image]})      # 4 is the placeholder of an image
+    Request([4, 86, 104, 97, 116, 63], multi_modal={"images": [image]})  # 4 stands for an image
     """
 
     token_ids: list[int]
-    """Tokens of the prompt, with one placeholder for each image, video or clip, as a chat template writes it."""
+    """Tokens of the prompt, with one placeholder for each image, video or clip, as a chat template
+    writes it."""
     multi_modal: dict[str, Any] = field(default_factory=dict)
-    """Lists under `images`, `videos` and `audios`, in the order of their placeholders and in any form that media.py accepts."""
+    """Lists under `images`, `videos` and `audios`, in the order of their placeholders and in any
+    form that media.py accepts."""
     sampling: Sampling | None = None
     """Sampling parameters that replace those of the call, except for the seed."""
     seeds: tuple[int, ...] = ()
-    """One seed for each sample, from derived_seed(): it alone determines the sample's noise, independent of batch and engine. If
-    empty, seeds are derived from the call's seed and the index of the request in the call."""
+    """One seed for each sample, from derived_seed(): it alone determines the sample's noise,
+    independent of batch and engine. If empty, seeds are derived from the call's seed and the index
+    of the request in the call."""
     group: int | None = None
-    """Number that requests of one group have in common, which --speculative group drafts from; None: its samples are a group."""
+    """Number that requests of one group have in common, which --speculative group drafts from;
+    None: its samples are a group."""
     expanded: Expanded | None = None
     """Prompt with expanded media, which the engine sets."""
 
@@ -122,7 +134,9 @@ class Request:
 
     def followed_by(self, token_ids: list[int]) -> Self:
         """Return the request with tokens appended to its prompt."""
-        expanded = self.expanded and replace(self.expanded, token_ids=self.expanded.token_ids + token_ids)
+        expanded = self.expanded and replace(
+            self.expanded, token_ids=self.expanded.token_ids + token_ids
+        )
         return replace(self, token_ids=self.token_ids + token_ids, expanded=expanded)
 
 
@@ -131,12 +145,16 @@ def _is_temperature(value: float) -> bool:
 
 
 def derived_seed(*parts: int | str) -> int:
-    """Return a seed of 63 bits that depends on all parts and their order, and is the same in every process."""
+    """Return a seed of 63 bits that depends on all parts and their order, and is the same in every
+    process.
+    """
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 def out_of_vocabulary(token_ids: Iterable[int], vocabulary_size: int | None) -> int | None:
-    """Return the first token outside of the vocabulary; None if there is none or the size is unknown."""
+    """Return the first token outside of the vocabulary; None if there is none or the size is
+    unknown.
+    """
     if vocabulary_size is None:
         return None
     return next((token for token in token_ids if not 0 <= token < vocabulary_size), None)

@@ -8,42 +8,75 @@ from lightrft.config.sections import RolloutSection
 from lightrft.engine.requests import Sampling
 
 RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-IGNORED = ("detokenize", "skip_special_tokens", "include_stop_str_in_output", "logprobs", "spaces_between_special_tokens")
-"""Parameters about the presentation of a response, which are ignored: responses here are token ids with their log-probs."""
-NEUTRAL = {"min_p": (0, None), "repetition_penalty": (1, None), "presence_penalty": (0, None), "frequency_penalty": (0, None),
-           "ignore_eos": (False, None), "best_of": (1, None)}  # fmt: skip
-"""Parameters that no engine here supports, with the values that have no effect and are therefore accepted."""
+IGNORED = (
+    "detokenize",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "logprobs",
+    "spaces_between_special_tokens",
+)
+"""Parameters about the presentation of a response, which are ignored: responses here are token ids
+with their log-probs."""
+NEUTRAL = {
+    "min_p": (0, None),
+    "repetition_penalty": (1, None),
+    "presence_penalty": (0, None),
+    "frequency_penalty": (0, None),
+    "ignore_eos": (False, None),
+    "best_of": (1, None),
+}
+"""Parameters that no engine here supports, with the values that have no effect and are therefore
+accepted."""
 
 
 def sampling_of(section: RolloutSection, **own: Any) -> Sampling:
     """Build the sampling parameters from the flags, with `own` values overriding them."""
     from_flags = {
-        "n": section.n_samples_per_prompt, "max_tokens": section.generate_max_len, "temperature": section.temperature,
-        "top_p": section.top_p, "top_k": section.top_k, "stop": tuple(section.stop),
-        "stop_token_ids": tuple(section.stop_token_ids), "first_token_temperature": section.first_token_temperature,
+        "n": section.n_samples_per_prompt,
+        "max_tokens": section.generate_max_len,
+        "temperature": section.temperature,
+        "top_p": section.top_p,
+        "top_k": section.top_k,
+        "stop": tuple(section.stop),
+        "stop_token_ids": tuple(section.stop_token_ids),
+        "first_token_temperature": section.first_token_temperature,
         "min_tokens": section.min_tokens,
-    }  # fmt: skip
+    }
     return Sampling(**from_flags | own)
 
 
 def greedy_sampling(section: RolloutSection, **own: Any) -> Sampling:
     """Build parameters for one greedy response, with the flags' limits."""
-    return sampling_of(section, **{"n": 1, "temperature": 0.0, "first_token_temperature": None} | own)
+    return sampling_of(
+        section, **{"n": 1, "temperature": 0.0, "first_token_temperature": None} | own
+    )
 
 
 def sampling_from_dict(parameters: Mapping[str, Any], seed: int) -> Sampling:
-    """Convert a dictionary of vLLM or SGLang sampling parameters to Sampling; `seed` is used if the dictionary has none.
+    """Convert a dictionary of vLLM or SGLang sampling parameters to Sampling; `seed` is used if the
+    dictionary has none.
 
-    Raises ValueError for parameters that are unknown, or that would change sampling in a way that engines here do not support.
+    Raises ValueError for parameters that are unknown, or that would change sampling in a way that
+    engines here do not support.
     """
-    renamed = {RENAMED.get(name, name): value for name, value in parameters.items() if name not in IGNORED}
+    renamed = {
+        RENAMED.get(name, name): value for name, value in parameters.items() if name not in IGNORED
+    }
     names = {field.name for field in fields(Sampling)}
-    wrong = [f"{name}={value!r}" for name, value in renamed.items() if name not in names and value not in NEUTRAL.get(name, ())]
+    wrong = [
+        f"{name}={value!r}"
+        for name, value in renamed.items()
+        if name not in names and value not in NEUTRAL.get(name, ())
+    ]
     if wrong:
-        raise ValueError(f"cannot sample with {', '.join(wrong)}; known: {', '.join(sorted(names))}")
+        raise ValueError(
+            f"cannot sample with {', '.join(wrong)}; known: {', '.join(sorted(names))}"
+        )
+
     values = {name: value for name, value in renamed.items() if name in names and value is not None}
     values["top_k"] = max(values.get("top_k", 0), 0)  # vLLM and SGLang write -1 for all tokens
     for name in ("stop", "stop_token_ids", "banned_token_ids"):
         each = values.get(name, ())
         values[name] = (each,) if isinstance(each, str) else tuple(each)
+
     return Sampling(**{"seed": seed} | values)

@@ -10,21 +10,32 @@ from packaging.version import Version
 from transformers import PretrainedConfig
 
 from lightrft.engine.base import Engine, EngineError, EngineSetup
-from lightrft.engine.model_info import Vocabulary, draft_names, most_of_each, published_names, with_prefix
+from lightrft.engine.model_info import (
+    Vocabulary,
+    draft_names,
+    most_of_each,
+    published_names,
+    with_prefix,
+)
 from lightrft.thinker import load_config
 from lightrft.versions import ENGINES
 
 MEMORY = (
-    "If memory is the cause: --engine_mem_util is the engine's share of an accelerator, --engine_kv_cache_gb its cache on a CPU, "
-    "--prompt_max_len + --generate_max_len its longest sequence, and --engine_tp_size ranks share one engine's weights."
+    "If memory is the cause: --engine_mem_util is the engine's share of an accelerator,"
+    " --engine_kv_cache_gb its cache on a CPU, --prompt_max_len + --generate_max_len its longest"
+    " sequence, and --engine_tp_size ranks share one engine's weights."
 )
 
 
 class LibraryEngine(Engine):
-    """Engine of another library, which reads the model's folder itself and loads weights under published names."""
+    """Engine of another library, which reads the model's folder itself and loads weights under
+    published names.
+    """
 
     def __init__(self, library: str, version: str, setup: EngineSetup):
-        """Start the engine; `version` is reported by the library. All ranks construct and close their engines together."""
+        """Start the engine; `version` is reported by the library. All ranks construct and close
+        their engines together.
+        """
         warn_if_untested(library, version)
         config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
@@ -32,8 +43,13 @@ class LibraryEngine(Engine):
         self.draft_names = draft_names(setup.section, **trust) if setup.streams_draft else None
         """Names of the weights of --draft_pretrain, if streams bring them."""
         streamed = self.names.shapes | (with_prefix(self.draft_names) if self.draft_names else {})
-        super().__init__(streamed, sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
-                         max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
+        super().__init__(
+            streamed,
+            sleep_level=setup.section.engine_sleep_level,
+            axis=setup.axis,
+            max_model_len=setup.max_model_len,
+            vocabulary=Vocabulary.of(setup.model_path, config, **trust),
+        )
         most_of_media = most_of_each(setup.section, config)
         self.model_reads = tuple(most_of_media)
         self.limits = {name: most for name, most in most_of_media.items() if name in self.media}
@@ -41,24 +57,35 @@ class LibraryEngine(Engine):
         self.on_cpu = setup.device.type == "cpu"
         with starting(library, setup):
             unknown = self._start(setup, config)
+
         if unknown:
             names = self.names.unknown_weights_message(unknown, library)
             logger.warning("--verify_weight_sync skips weights that it cannot find: {}", names)
+
         self.weights_valid = not setup.from_stream
 
     @abstractmethod
     def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
-        """Start the library's engine; return the names of expected weights that were not located in it."""
+        """Start the library's engine; return the names of expected weights that were not located in
+        it.
+        """
 
 
 @contextmanager
 def starting(name: str, setup: EngineSetup) -> Iterator[None]:
-    """Convert errors of the library's start: ValueError if it rejects its arguments, EngineError for other failures."""
+    """Convert errors of the library's start: ValueError if it rejects its arguments, EngineError
+    for other failures.
+    """
     try:
         yield
     except Exception as error:
-        message = f"--engine_type {name} does not start with {setup.model_path}: {type(error).__name__}: {error}\n{MEMORY}"
-        raise (ValueError(message) if isinstance(error, ValueError) else EngineError(message)) from error
+        message = (
+            f"--engine_type {name} does not start with {setup.model_path}: {type(error).__name__}:"
+            f" {error}\n{MEMORY}"
+        )
+        raise (
+            ValueError(message) if isinstance(error, ValueError) else EngineError(message)
+        ) from error
 
 
 def warn_if_untested(name: str, version: str) -> None:

@@ -8,29 +8,46 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.types import Completion
 
 BYTES_OF_A_CHARACTER = 4
-"""Maximum number of bytes of a character, and therefore of tokens per character, since a token has at least one byte."""
+"""Maximum number of bytes of a character, and therefore of tokens per character, since a token has
+at least one byte."""
 
 
 class StopStrings:
-    """Search for any of several strings in decoded tokens; special tokens are decoded to text too."""
+    """Search for any of several strings in decoded tokens; special tokens are decoded to text
+    too.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]):
-        self.tokenizer, self.stop = tokenizer, stop
+        self.tokenizer = tokenizer
+        self.stop = stop
         self.window = BYTES_OF_A_CHARACTER * (max(map(len, stop)) + 1)
 
     def match(self, token_ids: list[int], every: int = 1) -> bool:
-        """Return True if the last tokens contain a stop string; to be called after every token, or after each `every` tokens."""
+        """Return True if the last tokens contain a stop string; to be called after every token, or
+        after each `every` tokens.
+        """
         return self._inside(token_ids[-self.window - every + 1 :])
 
     def cut(self, completion: Completion) -> Completion:
-        """Return the completion without the tokens after the one that completes the first stop string."""
+        """Return the completion without the tokens after the one that completes the first stop
+        string.
+        """
         tokens = completion.token_ids
         if not self._inside(tokens):
             return completion
-        length = bisect_left(range(len(tokens)), True, key=lambda count: self._inside(tokens[:count]))
-        shortened = {name: getattr(completion, name)[:length] for name in ("token_ids", "logprobs", "weight_versions")}
+
+        length = bisect_left(
+            range(len(tokens)), True, key=lambda count: self._inside(tokens[:count])
+        )
+        shortened = {
+            name: getattr(completion, name)[:length]
+            for name in ("token_ids", "logprobs", "weight_versions")
+        }
+
         return replace(completion, **shortened, finish_reason="stop")
 
     def _inside(self, token_ids: list[int]) -> bool:
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(
+            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return any(stop in text for stop in self.stop)

@@ -11,9 +11,25 @@ from torch import Tensor
 
 from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
 from lightrft.engine.loop import RequestLoop
-from lightrft.engine.model_info import Vocabulary, draft_names, most_of_each, published_names, with_prefix
+from lightrft.engine.model_info import (
+    Vocabulary,
+    draft_names,
+    most_of_each,
+    published_names,
+    with_prefix,
+)
 from lightrft.engine.remote.weights import WeightBroadcast
-from lightrft.engine.remote.wire import CAPACITY, PRETRAIN, Abort, Closed, Finished, Generate, LoadWeights, Peer, connect
+from lightrft.engine.remote.wire import (
+    CAPACITY,
+    PRETRAIN,
+    Abort,
+    Closed,
+    Finished,
+    Generate,
+    LoadWeights,
+    Peer,
+    connect,
+)
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.parallel.processes import RunProcesses
 from lightrft.thinker import load_config
@@ -25,10 +41,13 @@ STEP_SECONDS = 0.01
 
 
 class RemoteEngine(Engine):
-    """Engine whose calls are answered by the engines of all ranks that generate. It has no memory on this rank.
+    """Engine whose calls are answered by the engines of all ranks that generate.
 
-    The ranks that train make the same calls, each with its own requests. Engines begin the requests of a call of all ranks
-    together, while those of earlier calls decode. Weights come between two calls.
+    It has no memory on this rank.
+
+    The ranks that train make the same calls, each with its own requests. Engines begin the requests
+    of a call of all ranks together, while those of earlier calls decode. Weights come between two
+    calls.
     """
 
     def __init__(self, setup: EngineSetup, processes: RunProcesses):
@@ -36,8 +55,11 @@ class RemoteEngine(Engine):
         config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
         drafts = with_prefix(draft_names(setup.section, **trust)) if setup.streams_draft else {}
-        super().__init__(published_names(config, **trust).shapes | drafts, max_model_len=setup.max_model_len,
-                         vocabulary=Vocabulary.of(setup.model_path, config, **trust))
+        super().__init__(
+            published_names(config, **trust).shapes | drafts,
+            max_model_len=setup.max_model_len,
+            vocabulary=Vocabulary.of(setup.model_path, config, **trust),
+        )
         self.limits = most_of_each(setup.section, config)
         self.model_reads = tuple(self.limits)
         self._broadcast: WeightBroadcast | None = None
@@ -45,11 +67,16 @@ class RemoteEngine(Engine):
         if processes.rank == 0:
             processes.store.set(PRETRAIN, setup.model_path)
         self._inbox: SimpleQueue[tuple[Peer, Any]] = SimpleQueue()
-        first, step = processes.size - processes.rollout_ranks, setup.section.engine_tp_size
-        self._engines = [connect(processes, rank, self._inbox) for rank in range(first, processes.size, step)]
+        first = processes.size - processes.rollout_ranks
+        step = setup.section.engine_tp_size
+        self._engines = [
+            connect(processes, rank, self._inbox) for rank in range(first, processes.size, step)
+        ]
+
         if processes.rank == 0:
             limit = bucket_limit(setup.section.weight_sync_bucket_mb, self.axis, setup.device)
             self._broadcast = WeightBroadcast(processes, setup.device, bucket_bytes=limit)
+
         self._first = processes.rank % len(self._engines)
         self._call = self._calls_alone = 0
         self._arrived: dict[int, list[Finished]] = {}
@@ -57,7 +84,8 @@ class RemoteEngine(Engine):
         self._processes = processes
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Send the weights to all engines, which check and verify them; this returns when they are sent.
+        """Send the weights to all engines, which check and verify them; this returns when they are
+        sent.
 
         Requests that run then go on as --weight_update says (server.py).
         """
@@ -70,7 +98,9 @@ class RemoteEngine(Engine):
             for engine in self._engines:
                 engine.send(LoadWeights(version, self._call))
             self._broadcast.send(stream)
-        self.version, self.weights_valid = version, True
+
+        self.version = version
+        self.weights_valid = True
 
     def reset_cache(self) -> None:
         """Do nothing: engines drop their caches when they load weights."""
@@ -85,12 +115,17 @@ class RemoteEngine(Engine):
         return RemoteLoop(self, sampling)
 
     def prompts_at_once(self, n: int) -> int:
-        """Return this rank's share of the prompts that all engines decode at the same time. It waits until they have started."""
+        """Return this rank's share of the prompts that all engines decode at the same time.
+
+        It waits until they have started.
+        """
         capacity = int(self._processes.store.get(CAPACITY)) * len(self._engines)
         return max(1, capacity // n // (self._processes.size - self._processes.rollout_ranks))
 
     def send(self, requests: list[Request]) -> int:
-        """Send the requests of a call, also none, because those of other ranks wait for them; return its number."""
+        """Send the requests of a call, also none, because those of other ranks wait for them;
+        return its number.
+        """
         self._call += 1
         return self._send(self._call, requests)
 
@@ -105,11 +140,15 @@ class RemoteEngine(Engine):
         first = self._first - call if call < 0 else self._first
         for place, engine in enumerate(self._engines):
             chosen = range((place - first) % len(self._engines), len(requests), len(self._engines))
-            engine.send(Generate(call, [(index, requests[index]) for index in chosen], self.version))
+            engine.send(
+                Generate(call, [(index, requests[index]) for index in chosen], self.version)
+            )
         return call
 
     def abort(self, calls: Iterable[int]) -> None:
-        """End the requests of calls where they are; they are received as those that end by themselves."""
+        """End the requests of calls where they are; they are received as those that end by
+        themselves.
+        """
         for engine in self._engines:
             for call in calls:
                 engine.send(Abort(call))
@@ -131,8 +170,11 @@ class RemoteEngine(Engine):
 
     def _sort(self, peer: Peer, message: Any) -> None:
         if not isinstance(message, Finished):
-            closed = dist.DistNetworkError("a rank of this run has ended")  # whose own failure is reported before this one
-            raise EngineError(f"rank {peer.rank}, which generates, has closed its connection") from closed
+            # whose own failure is reported before this one
+            closed = dist.DistNetworkError("a rank of this run has ended")
+            raise EngineError(
+                f"rank {peer.rank}, which generates, has closed its connection"
+            ) from closed
         self._arrived[message.call].append(message)
 
     def _add(self, key: int, request: Request) -> None:
@@ -164,19 +206,27 @@ class RemoteEngine(Engine):
 
 
 class RemoteLoop(RequestLoop):
-    """Loop whose requests run on other ranks. The ranks that train call add() equally often, and abort together."""
+    """Loop whose requests run on other ranks.
+
+    The ranks that train call add() equally often, and abort together.
+    """
 
     def __init__(self, engine: RemoteEngine, sampling: Sampling):
         super().__init__(engine, sampling)
         self.remote = engine
         self._calls: dict[int, tuple[int, int]] = {}
-        """Call -> (index of its first request in the loop, number of requests that have not ended)."""
+        """Call -> (index of its first request in the loop, number of requests that have not ended).
+        """
 
     def add(self, requests: list[Request]) -> range:
         return self._added(requests, self.remote.send)
 
     def add_alone(self, requests: list[Request]) -> range:
-        return self._added(requests, self.remote.send_alone) if requests else range(self.num_requests, self.num_requests)
+        return (
+            self._added(requests, self.remote.send_alone)
+            if requests
+            else range(self.num_requests, self.num_requests)
+        )
 
     def _added(self, requests: list[Request], send: Callable[[list[Request]], int]) -> range:
         readable = self.remote.begin_requests(requests, self)
@@ -203,7 +253,9 @@ class RemoteLoop(RequestLoop):
 
     def abort(self, indices: Collection[int] | None = None) -> dict[int, list[Completion]]:
         if indices is not None:
-            raise EngineError("the requests of a loop of engines on other ranks are aborted together")
+            raise EngineError(
+                "the requests of a loop of engines on other ranks are aborted together"
+            )
         self.remote.abort(self._calls)
         ended: dict[int, list[Completion]] = {}
         while self.running:

@@ -44,6 +44,7 @@ class Codec:
             return {
                 "dict": {str(name): self._encode(each, buffers) for name, each in value.items()}
             }
+
         if kind.__name__ in self.kinds:
             # A record that both ends know by its name.
             values = (
@@ -52,6 +53,7 @@ class Codec:
                 else value
             )
             return {kind.__name__: [self._encode(each, buffers) for each in values]}
+
         if kind is tuple:
             return {"tuple": [self._encode(each, buffers) for each in value]}
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:

@@ -52,8 +52,7 @@ class Door:
         threading.Thread(target=self._listen, name="door", daemon=True).start()
 
     def admit(self, number: int) -> dict[int, socket.socket]:
-        """Wait for connections of so many ranks, then listen no longer; return rank -> connection.
-        """
+        """Wait for connections of so many ranks, then stop listening; return rank -> connection."""
         connections: dict[int, socket.socket] = {}
         while len(connections) < number:
             rank, connection = self._admitted.get()
@@ -83,7 +82,8 @@ class Door:
 
     def _hear(self, connection: socket.socket) -> None:
         try:
-            deadline, nonce = time.monotonic() + GREETING_SECONDS, secrets.token_bytes(NONCE)
+            deadline = time.monotonic() + GREETING_SECONDS
+            nonce = secrets.token_bytes(NONCE)
             connection.settimeout(GREETING_SECONDS)
             connection.sendall(nonce)
             rank, other, digest = ANSWER.unpack(_receive(connection, ANSWER.size, deadline))
@@ -111,8 +111,9 @@ def enter(host: str, port: int, secret: str, rank: int) -> socket.socket:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConnectionError(
-                    f"rank {rank} on {socket.gethostname()} cannot connect to {host}:{port}, where a rank that generates "
-                    f"(--rollout_ranks) listens: {error}. A firewall between the nodes must allow these connections"
+                    f"rank {rank} on {socket.gethostname()} cannot connect to {host}:{port}, where"
+                    f" a rank that generates (--rollout_ranks) listens: {error}. A firewall between"
+                    " the nodes must allow these connections"
                 ) from error
             time.sleep(0.5)
 
@@ -120,7 +121,8 @@ def enter(host: str, port: int, secret: str, rank: int) -> socket.socket:
 def _enter(host: str, port: int, secret: bytes, rank: int) -> socket.socket:
     connection = socket.create_connection((host, port), timeout=GREETING_SECONDS)
     try:
-        deadline, nonce = time.monotonic() + GREETING_SECONDS, secrets.token_bytes(NONCE)
+        deadline = time.monotonic() + GREETING_SECONDS
+        nonce = secrets.token_bytes(NONCE)
         other = _receive(connection, NONCE, deadline)
         connection.sendall(ANSWER.pack(rank, nonce, _digest(secret, b"comes", rank, other, nonce)))
         expected = _digest(secret, b"is met", rank, other, nonce)

@@ -1,4 +1,6 @@
-"""Loop of the ranks that generate: they load the weights and answer the requests that ranks which train send."""
+"""Loop of the ranks that generate: they load the weights and answer the requests that ranks which
+train send.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -11,7 +13,16 @@ import torch
 from lightrft.engine.base import Engine
 from lightrft.engine.loop import RequestLoop
 from lightrft.engine.remote.weights import WeightBroadcast
-from lightrft.engine.remote.wire import CAPACITY, Abort, Closed, Finished, Generate, LoadWeights, Peer, accept
+from lightrft.engine.remote.wire import (
+    CAPACITY,
+    Abort,
+    Closed,
+    Finished,
+    Generate,
+    LoadWeights,
+    Peer,
+    accept,
+)
 from lightrft.engine.requests import Sampling
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.processes import RunProcesses
@@ -20,36 +31,53 @@ from lightrft.types import Completion
 WAIT_SECONDS = 1.0
 """Seconds after which a rank that has nothing to do meets the other ranks of its engine."""
 STEPS = 4
-"""Number of steps of the engine between looks for messages, which the ranks of an engine exchange."""
+"""Number of steps of the engine between looks for messages, which the ranks of an engine exchange.
+"""
 
 
 class EngineServer:
-    """Serves the engine of this rank, or of the ranks of `engine.axis`, until the ranks that train close their connections.
+    """Serves the engine of this rank, or of the ranks of `engine.axis`, until the ranks that train
+    close their connections.
 
-    All ranks of the engine take the same decisions, by the messages that its first rank has received. Calls begin in their order,
-    each when its requests have arrived from all ranks that train, while earlier ones decode. Weights that come between two calls
-    wait for the requests that run (`--weight_update wait`), or interrupt them, and they go on with the new weights (`in_flight`).
-    Calls that a rank makes alone, the turns of its episodes, begin when the weights are loaded that the rank had before them.
+    All ranks of the engine take the same decisions, by the messages that its first rank has
+    received. Calls begin in their order, each when its requests have arrived from all ranks that
+    train, while earlier ones decode. Weights that come between two calls wait for the requests that
+    run (`--weight_update wait`), or interrupt them, and they go on with the new weights
+    (`in_flight`). Calls that a rank makes alone, the turns of its episodes, begin when the weights
+    are loaded that the rank had before them.
     """
 
-    def __init__(self, engine: Engine, processes: RunProcesses, device: torch.device, announce: Callable[[str], None], *,
-                 in_flight: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        engine: Engine,
+        processes: RunProcesses,
+        device: torch.device,
+        announce: Callable[[str], None],
+        *,
+        in_flight: bool = False,
+    ):
         """Accept the connections of all ranks that train, on the first rank of the engine."""
-        self.engine, self.in_flight, self._announce = engine, in_flight, announce
+        self.engine = engine
+        self.in_flight = in_flight
+        self._announce = announce
         self.axis: Axis = engine.axis
         capacity = engine.prompts_at_once(1)
         self._inbox: SimpleQueue[tuple[Peer, Any]] = SimpleQueue()
         self._peers: dict[int, Peer] = {}
+
         if self.axis.rank == 0:
             processes.store.set(CAPACITY, str(capacity))
             self._peers = {peer.rank: peer for peer in accept(processes, self._inbox)}
+
         self._broadcast = WeightBroadcast(processes, device)
         self._num_peers = processes.size - processes.rollout_ranks
         self._loop: RequestLoop | None = None
         self._owners: dict[int, tuple[int, int, int]] = {}
-        """Index in the loop -> (rank, call, index in the call of the rank) of each request that runs."""
+        """Index in the loop -> (rank, call, index in the call of the rank) of each request that
+        runs."""
         self._calls: dict[int, dict[int, Generate]] = defaultdict(dict)
-        """Call -> rank -> its requests, for calls that wait for the requests of other ranks or for weights."""
+        """Call -> rank -> its requests, for calls that wait for the requests of other ranks or for
+        weights."""
         self._alone: list[tuple[int, Generate]] = []
         """Rank and requests of calls that ranks make alone, and that wait for weights."""
         self._loads: list[LoadWeights] = []
@@ -74,11 +102,13 @@ class EngineServer:
                     self._alone.append((rank, message))
                 else:
                     self._calls[message.call][rank] = message
+
             self._advance()
             self._abort()
             for _ in range(STEPS):
                 if self._owners:
                     self._send(self._loop.step())
+
             self._advance()
 
     def _advance(self) -> None:
@@ -98,6 +128,7 @@ class EngineServer:
             return True
         if len(self._calls.get(self._last_call + 1, {})) < self._num_peers:
             return False
+
         self._last_call += 1
         self._begin(self._last_call, self._calls.pop(self._last_call))
         return True
@@ -109,18 +140,29 @@ class EngineServer:
         self._announce("generate" if self._owners else "")
 
     def _begin(self, call: int, parts: dict[int, Generate]) -> None:
-        chosen = [(rank, index, request) for rank in sorted(parts) for index, request in parts[rank].requests]
+        chosen = [
+            (rank, index, request)
+            for rank in sorted(parts)
+            for index, request in parts[rank].requests
+        ]
         if chosen:
             self._loop = self._loop or self.engine.open(Sampling())
             places = self._loop.add([request for _, _, request in chosen])
-            self._owners |= {place: (rank, call, index) for place, (rank, index, _) in zip(places, chosen, strict=True)}
+            self._owners |= {
+                place: (rank, call, index)
+                for place, (rank, index, _) in zip(places, chosen, strict=True)
+            }
 
     def _abort(self) -> None:
         """End the requests of calls that have begun and are not wanted any longer."""
         waiting = {(rank, message.call) for rank, message in self._alone}
-        aborted = {each for each in self._aborts if each[1] <= self._last_call and each not in waiting}
+        aborted = {
+            each for each in self._aborts if each[1] <= self._last_call and each not in waiting
+        }
         self._aborts = [each for each in self._aborts if each not in aborted]
-        places = [place for place, (rank, call, _) in self._owners.items() if (rank, call) in aborted]
+        places = [
+            place for place, (rank, call, _) in self._owners.items() if (rank, call) in aborted
+        ]
         if places:
             self._send(list(self._loop.abort(places).items()))
 
@@ -132,7 +174,9 @@ class EngineServer:
                     self._peers[rank].send(Finished(call, index, completions))
 
     def _messages(self) -> list[tuple[int, Any]]:
-        """Return the messages that have arrived, with the ranks that sent them; the same on all ranks of the engine."""
+        """Return the messages that have arrived, with the ranks that sent them; the same on all
+        ranks of the engine.
+        """
         return self.axis.broadcast(self._receive() if self.axis.rank == 0 else [])
 
     def _receive(self) -> list[tuple[int, Any]]:

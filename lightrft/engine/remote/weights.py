@@ -14,13 +14,21 @@ from lightrft.weight_sync.names import NamedTensor
 
 
 class WeightBroadcast:
-    """Group of the first rank, which sends, and of all ranks that generate, which receive the same weights."""
+    """Group of the first rank, which sends, and of all ranks that generate, which receive the same
+    weights.
+    """
 
     def __init__(self, processes: RunProcesses, device: torch.device, *, bucket_bytes: int = 0):
-        """Build the group; all of its ranks call this together. Only the sender needs a limit for its buckets."""
-        self.device, self.bucket_bytes = device, bucket_bytes
+        """Build the group; all of its ranks call this together.
+
+        Only the sender needs a limit for its buckets.
+        """
+        self.device = device
+        self.bucket_bytes = bucket_bytes
         first = processes.size - processes.rollout_ranks
-        place, size = processes.rank - first + 1 if processes.generates else 0, processes.rollout_ranks + 1
+        place = processes.rank - first + 1 if processes.generates else 0
+
+        size = processes.rollout_ranks + 1
         store = dist.PrefixStore(f"{KEY}/weights", processes.store)
         if device.type == "cpu":
             self._group: dist.Backend = dist.ProcessGroupGloo(store, place, size, processes.timeout)
@@ -37,9 +45,11 @@ class WeightBroadcast:
             nbytes = tensor.numel() * tensor.itemsize
             if bucket and size + nbytes > self.bucket_bytes:
                 self._send(bucket)
-                bucket, size = [], 0
+                bucket = []
+                size = 0
             bucket.append((name, tensor))
             size += nbytes
+
         if bucket:
             self._send(bucket)
         self._send([])
@@ -48,18 +58,22 @@ class WeightBroadcast:
         """Yield the tensors; each is valid until the next bucket is requested."""
         while True:
             length = self._broadcast(torch.zeros(1, dtype=torch.int64, device=self.device))
-            header = self._broadcast(torch.empty(int(length), dtype=torch.uint8, device=self.device))
+            header = self._broadcast(
+                torch.empty(int(length), dtype=torch.uint8, device=self.device)
+            )
             contents = [
                 (name, shape, getattr(torch, dtype))
                 for name, shape, dtype in json.loads(header.cpu().numpy().tobytes())
             ]
             if not contents:
                 return
+
             size = sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in contents)
             flat = self._broadcast(torch.empty(size, dtype=torch.uint8, device=self.device))
             for name, shape, dtype in contents:
                 nbytes = math.prod(shape) * dtype.itemsize
-                part, flat = flat[:nbytes], flat[nbytes:]
+                part = flat[:nbytes]
+                flat = flat[nbytes:]
                 yield name, part.view(dtype).view(shape)
 
     def _send(self, bucket: list[NamedTensor]) -> None:
@@ -72,8 +86,12 @@ class WeightBroadcast:
         header = torch.frombuffer(bytearray(contents), dtype=torch.uint8).to(self.device)
         self._broadcast(torch.tensor([len(header)], device=self.device))
         self._broadcast(header)
+
         if bucket:
-            parts = [tensor.detach().to(self.device).contiguous().flatten().view(torch.uint8) for _, tensor in bucket]
+            parts = [
+                tensor.detach().to(self.device).contiguous().flatten().view(torch.uint8)
+                for _, tensor in bucket
+            ]
             self._broadcast(torch.cat(parts))
 
     def _broadcast(self, tensor: Tensor) -> Tensor:

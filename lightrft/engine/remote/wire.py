@@ -23,7 +23,9 @@ CAPACITY = f"{KEY}/capacity"
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """One call's requests for one engine. The ranks that train make the same calls, and each sends its own to every engine.
+    """One call's requests for one engine.
+
+    The ranks that train make the same calls, and each sends its own to every engine.
 
     Calls with negative numbers are those of one rank.
     """
@@ -32,7 +34,8 @@ class Generate:
     requests: list[tuple[int, Request]]
     """Requests with their indices in the call of the rank."""
     version: int
-    """Version of the weights that the engine must have loaded before it begins a call of one rank."""
+    """Version of the weights that the engine must have loaded before it begins a call of one rank.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End of the requests of a call that this rank has sent; each is answered with its completions so far."""
+    """End of the requests of a call that this rank has sent; each is answered with its completions
+    so far.
+    """
 
     call: int
 
@@ -81,7 +86,10 @@ CODEC = Codec(
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """Connection to a process of the other side. A thread receives its messages at once, so that the other side never waits."""
+    """Connection to a process of the other side.
+
+    A thread receives its messages at once, so that the other side never waits.
+    """
 
     rank: int
     connection: socket.socket
@@ -89,7 +97,9 @@ class Peer:
     _thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._receive, name=f"messages of rank {self.rank}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._receive, name=f"messages of rank {self.rank}", daemon=True
+        )
         self._thread.start()
 
     def send(self, message: Any) -> None:
@@ -102,7 +112,9 @@ class Peer:
             self.connection.shutdown(socket.SHUT_WR)
 
     def _receive(self) -> None:
-        """Pass the messages on until the other side closes; the last one is `Closed`, and comes once."""
+        """Pass the messages on until the other side closes; the last one is `Closed`, and comes
+        once.
+        """
         message: Any = None
         with self.connection.makefile("rb") as file:
             while not isinstance(message, Closed):
@@ -121,8 +133,11 @@ def _read(file: Any, size: int) -> bytes:
 
 
 def accept(processes: RunProcesses, inbox: "SimpleQueue[tuple[Peer, Any]]") -> list[Peer]:
-    """Listen on this rank, which generates, and return the connections of all ranks that train, in rank order."""
-    secret, address = secrets.token_hex(16), own_address(processes)
+    """Listen on this rank, which generates, and return the connections of all ranks that train, in
+    rank order.
+    """
+    secret = secrets.token_hex(16)
+    address = own_address(processes)
     door = Door(address, secret)
     processes.store.set(
         f"{KEY}/{processes.rank}", f"{address or socket.gethostname()} {door.port} {secret}"

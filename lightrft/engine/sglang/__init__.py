@@ -1,7 +1,9 @@
-"""SGLang on the trainer's devices: the first of `engine_tp_size` consecutive ranks owns the engine and its processes.
+"""SGLang on the trainer's devices: the first of `engine_tp_size` consecutive ranks owns the engine
+and its processes.
 
-adapter.py implements the engine's interface, samples.py the conversion of requests and results, shim.py the access to SGLang's
-engine, lifetime.py start and end of its processes, scheduler.py our code inside of those processes.
+adapter.py implements the engine's interface, samples.py the conversion of requests and results,
+shim.py the access to SGLang's engine, lifetime.py start and end of its processes, scheduler.py our
+code inside of those processes.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""Adapter of SGLang to the interface of all engines: the first rank of an axis calls it and broadcasts the results."""
+"""Adapter of SGLang to the interface of all engines: the first rank of an axis calls it and
+broadcasts the results.
+"""
 
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -27,14 +29,14 @@ LATER_SUMMED = ("o_proj", "mlp")
 """Parts of a model whose outputs are partial sums on each tensor-parallel rank."""
 
 SEEN_OTHERWISE = ("gemma3",)
-"""Model families whose images SGLang processes differently from transformers without a warning: its vision tower has another
-GELU, and except with Triton no token of an image attends to a later one.
+"""Model families whose images SGLang processes differently from transformers without a warning: its
+vision tower has another GELU, and except with Triton no token of an image attends to a later one.
 """
 
 
 class SGLangEngine(LibraryEngine):
-    """SGLang engine that draws each sample from its own seed, so that samples are reproducible independent of batching, up to the
-    rounding of kernels that depends on the batch.
+    """SGLang engine that draws each sample from its own seed, so that samples are reproducible
+    independent of batching, up to the rounding of kernels that depends on the batch.
     """
 
     media = ("images",)
@@ -44,13 +46,20 @@ class SGLangEngine(LibraryEngine):
         self._shim: SGLangShim | None = None
         self._samples: Samples | None = None
         super().__init__("sglang", sglang.__version__, setup)
-        self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, media_alone=True,
-                                  trust_remote_code=setup.trust_remote_code)
+        self.reader = MediaReader(
+            setup.model_path,
+            self.vocabulary.placeholders,
+            media_alone=True,
+            trust_remote_code=setup.trust_remote_code,
+        )
         self.bucket_mb = setup.section.weight_sync_bucket_mb
 
     def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
-        multiprocessing.current_process().authkey = self.axis.broadcast(bytes(multiprocessing.current_process().authkey))
-        options, places = arguments(setup, config), engine_names(self.names)
+        multiprocessing.current_process().authkey = self.axis.broadcast(
+            bytes(multiprocessing.current_process().authkey)
+        )
+        options = arguments(setup, config)
+        places = engine_names(self.names)
         if config.model_type in SEEN_OTHERWISE:
             self.limits.pop("images", None)
         unknown = self._on_first_rank(lambda: self._launch(options, places))
@@ -88,7 +97,9 @@ class SGLangEngine(LibraryEngine):
         return self._on_first_rank(lambda: self._samples.abort(key))
 
     def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """Return Probe.parts(); for a model with tensor parallelism without parts that are sharded over ranks."""
+        """Return Probe.parts(); for a model with tensor parallelism without parts that are sharded
+        over ranks.
+        """
         self._on_first_rank(lambda: self._shim.ask("watch", num_tokens=len(token_ids)))
         try:
             self._compute(token_ids)
@@ -120,12 +131,18 @@ class SGLangEngine(LibraryEngine):
         del shared_memory  # not earlier: all ranks' payloads have been read now
 
     def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
-        return Fingerprints(self.expected, dtype, slices=self.axis.size, bits=self._places, round=round)
+        return Fingerprints(
+            self.expected, dtype, slices=self.axis.size, bits=self._places, round=round
+        )
 
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
-        """Return the numbers of all weights on the first rank, and zeros on the others, so that they add up."""
+        """Return the numbers of all weights on the first rank, and zeros on the others, so that
+        they add up.
+        """
         comparison = {"dtype": prints.dtype, "round": prints.round, "slices": self.axis.size}
-        numbers = self._on_first_rank(lambda: self._shim.ask("held", places=self._places, shapes=self.expected, **comparison))
+        numbers = self._on_first_rank(
+            lambda: self._shim.ask("held", places=self._places, shapes=self.expected, **comparison)
+        )
         totals = [sum(of_ranks) for of_ranks in zip(*numbers, strict=True)]
         return tuple(totals) if self.axis.rank == 0 else tuple(map(torch.zeros_like, totals))
 
@@ -135,10 +152,14 @@ class SGLangEngine(LibraryEngine):
     # -- memory
 
     def _sleep(self, level: int) -> None:
-        """Sleep; level 1 keeps the weights on the device unless SGLang was started to keep a copy on the host."""
+        """Sleep; level 1 keeps the weights on the device unless SGLang was started to keep a copy
+        on the host.
+        """
         if level == 2 and self.on_cpu:
             self._on_first_rank(lambda: self._shim.destroy_weights())
-        tags = {"kv_cache", "cuda_graph"} | ({"weights"} if level == 2 or self.sleep_level == 1 else set())
+        tags = {"kv_cache", "cuda_graph"} | (
+            {"weights"} if level == 2 or self.sleep_level == 1 else set()
+        )
         self._on_first_rank(lambda: self._shim.release(sorted(tags - self._asleep)))
         self._asleep |= tags
 
@@ -155,23 +176,32 @@ class SGLangEngine(LibraryEngine):
     # -- the first rank and the others
 
     def _on_first_rank(self, call: Callable[[], Any]) -> Any:
-        """Run `call` on the first rank; return its result, or raise its error, on all ranks of the axis."""
-        outcome, failure = None, None
+        """Run `call` on the first rank; return its result, or raise its error, on all ranks of the
+        axis.
+        """
+        outcome = None
+        failure = None
         if self.axis.rank == 0:
             try:
                 outcome = call()
             except Exception as error:
                 failure = error
-        outcome, problem = self.axis.broadcast((outcome, failure and f"{type(failure).__name__}: {failure}"))
+
+        outcome, problem = self.axis.broadcast(
+            (outcome, failure and f"{type(failure).__name__}: {failure}")
+        )
         if failure is not None:
             raise failure
         if problem is not None:
             raise EngineError(f"on the first rank of this engine: {problem}")
+
         return outcome
 
 
 def _joined_parts(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the parts that are equal on all ranks, and the sums of partial outputs that SGLang adds up later."""
+    """Return the parts that are equal on all ranks, and the sums of partial outputs that SGLang
+    adds up later.
+    """
     first, *others = of_ranks
     joined = {}
     for name, part in first.items():
@@ -183,14 +213,18 @@ def _joined_parts(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return joined
 
 
-def _buckets(named_tensors: Iterator[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
+def _buckets(
+    named_tensors: Iterator[NamedTensor], bucket_bytes: int
+) -> Iterator[list[NamedTensor]]:
     bucket: list[NamedTensor] = []
     size = 0
     for name, tensor in named_tensors:
         if bucket and size + tensor.nbytes > bucket_bytes:
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append((name, tensor))
         size += tensor.nbytes
+
     if bucket:
         yield bucket

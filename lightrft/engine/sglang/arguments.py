@@ -10,11 +10,13 @@ from lightrft.engine.base import EngineSetup
 from lightrft.parallel.device import free_memory
 
 SPARE_TOKENS = 8
-"""Number of tokens added to the context length, because SGLang rejects prompts within 6 tokens of it."""
+"""Number of tokens added to the context length, because SGLang rejects prompts within 6 tokens of
+it."""
 
 
 def arguments(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
-    section, on_cpu = setup.section, setup.device.type == "cpu"
+    section = setup.section
+    on_cpu = setup.device.type == "cpu"
     return (_on_cpu(setup, config) if on_cpu else _on_accelerator(setup)) | {
         "model_path": setup.model_path,
         "trust_remote_code": setup.trust_remote_code,
@@ -27,7 +29,8 @@ def arguments(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
         "log_level": "error",
         "sampling_backend": "pytorch",  # the only one that supports seeds
         "grammar_backend": "none",
-        "sleep_on_idle": True,  # otherwise each of its processes would keep a core busy while the trainer computes
+        # otherwise each of its processes would keep a core busy while the trainer computes
+        "sleep_on_idle": True,
         "skip_tokenizer_init": True,  # input and output are token ids
         "enable_custom_logit_processor": True,
         "enable_weights_cpu_backup": section.engine_sleep_level == 1 and not on_cpu,
@@ -44,27 +47,34 @@ def _on_accelerator(setup: EngineSetup) -> dict[str, Any]:
 
 
 def _share_of_free(setup: EngineSetup) -> float:
-    """Return --engine_mem_util, a share of the accelerator, as a share of the memory that is free now.
+    """Return --engine_mem_util, a share of the accelerator, as a share of the memory that is free
+    now.
 
-    SGLang applies it to the free memory of the rank with the least, for weights and cache; activations and graphs are extra.
+    SGLang applies it to the free memory of the rank with the least, for weights and cache;
+    activations and graphs are extra.
     """
-    share, (free, total) = setup.section.engine_mem_util, free_memory(setup.device)
+    share = setup.section.engine_mem_util
+    free, total = free_memory(setup.device)
     free = min(setup.axis.gather(free))
     if share * total >= free:
         raise ConfigError(
-            f"--engine_mem_util {share} of {total / 1e9:.1f} GB is more than the {free / 1e9:.1f} GB that are free on the "
-            "accelerator; set a lower value, or end the other programs there"
+            f"--engine_mem_util {share} of {total / 1e9:.1f} GB is more than the {free / 1e9:.1f}"
+            " GB that are free on the accelerator; set a lower value, or end the other programs"
+            " there"
         )
     return share * total / free
 
 
 def _on_cpu(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
-    tokens = int(setup.section.engine_kv_cache_gb * 2**30) // _cache_bytes_of_a_token(config, setup.dtype, setup.axis.size)
+    tokens = int(setup.section.engine_kv_cache_gb * 2**30) // _cache_bytes_of_a_token(
+        config, setup.dtype, setup.axis.size
+    )
     if tokens < setup.max_model_len + SPARE_TOKENS:
         raise ValueError(
-            f"--engine_kv_cache_gb {setup.section.engine_kv_cache_gb} holds {tokens} tokens, less than one "
-            f"sequence of {setup.max_model_len}: increase it"
+            f"--engine_kv_cache_gb {setup.section.engine_kv_cache_gb} holds {tokens} tokens, less"
+            f" than one sequence of {setup.max_model_len}: increase it"
         )
+
     return {
         "attention_backend": "torch_native",
         "mm_attention_backend": "sdpa",

@@ -17,14 +17,18 @@ from lightrft.engine.base import EngineError
 SECONDS_TO_NOTICE = 1.0
 """Maximum delay until a waiting call detects the death of one of SGLang's processes."""
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"
-"""Variable with the cores of each process of one engine; a default is not kept, as another engine may have more processes."""
+"""Variable with the cores of each process of one engine; a default is not kept, as another engine
+may have more processes."""
 LOAD_FILES = "/dev/shm/sglang_loads_"
-"""Prefix of the 16 kB files in which SGLang's processes publish their load, and which they never remove."""
+"""Prefix of the 16 kB files in which SGLang's processes publish their load, and which they never
+remove."""
 
 
 @contextmanager
 def contain_start(num_ranks: int) -> Iterator[None]:
-    """Contain SGLang's start with `num_ranks` tensor-parallel ranks; if it fails, end the processes that it has started."""
+    """Contain SGLang's start with `num_ranks` tensor-parallel ranks; if it fails, end the processes
+    that it has started.
+    """
     before = set(psutil.Process().children())
     with _settings_kept():
         os.environ.setdefault(CORES, _cores_of_each(num_ranks))
@@ -44,7 +48,8 @@ def kill(processes: set[psutil.Process]) -> None:
 
 
 def unlink_load_files(processes: Iterable[psutil.Process]) -> None:
-    """Unlink the files in which these processes publish their load; the memory is freed when the processes end.
+    """Unlink the files in which these processes publish their load; the memory is freed when the
+    processes end.
 
     Versions of SGLang without such files have none open.
     """
@@ -59,7 +64,9 @@ def unlink_load_files(processes: Iterable[psutil.Process]) -> None:
 
 
 def raise_engine_error(number: int, frame: Any) -> None:
-    """Raise EngineError on SIGQUIT, which dying SGLang processes send; its own handler would kill this process silently."""
+    """Raise EngineError on SIGQUIT, which dying SGLang processes send; its own handler would kill
+    this process silently.
+    """
     raise EngineError("a process of SGLang died; the log above has its message")
 
 
@@ -70,11 +77,15 @@ class NoHandlers:
 
     def sigterm_handler(self, number: int | None = None, frame: Any = None) -> None: ...
 
-    def running_phase_sigquit_handler(self, number: int | None = None, frame: Any = None) -> None: ...
+    def running_phase_sigquit_handler(
+        self, number: int | None = None, frame: Any = None
+    ) -> None: ...
 
 
 class Loop:
-    """SGLang's event loop, which is left regularly, because it does not propagate exceptions of signal handlers."""
+    """SGLang's event loop, which is left regularly, because it does not propagate exceptions of
+    signal handlers.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
@@ -104,17 +115,26 @@ class Loop:
 
 @contextmanager
 def _settings_kept() -> Iterator[None]:
-    """Restore what SGLang's start changes in this process: environment, signals, the start method, the state of `random`.
+    """Restore what SGLang's start changes in this process: environment, signals, the start method,
+    the state of `random`.
 
-    It also hides from its processes that torchrun started this one, because they would wait for torchrun's store.
+    It also hides from its processes that torchrun started this one, because they would wait for
+    torchrun's store.
     """
-    environment, handler, state = dict(os.environ), signal.getsignal(signal.SIGTERM), random.getstate()
+    environment = dict(os.environ)
+    handler = signal.getsignal(signal.SIGTERM)
+    state = random.getstate()
     start_method = multiprocessing.get_start_method(allow_none=True)
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+
     try:
         yield
     finally:
-        own = {name: value for name, value in os.environ.items() if name.startswith("SGLANG") and name != CORES}
+        own = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith("SGLANG") and name != CORES
+        }
         os.environ.clear()
         os.environ.update(environment | own)
         multiprocessing.set_start_method(start_method, force=True)
@@ -123,6 +143,8 @@ def _settings_kept() -> Iterator[None]:
 
 
 def _cores_of_each(tp: int) -> str:
-    """Return this process's cores divided among `tp` processes, such as `0,1|2,3`; processes share one if there are too few."""
+    """Return this process's cores divided among `tp` processes, such as `0,1|2,3`; processes share
+    one if there are too few.
+    """
     cores = sorted(os.sched_getaffinity(0))
     return "|".join(",".join(map(str, cores[rank::tp] or cores[:1])) for rank in range(tp))

@@ -17,17 +17,21 @@ from lightrft.engine.stops import StopStrings
 from lightrft.types import Completion
 
 LOOK_EVERY = 8
-"""Number of tokens between checks for stop strings, which abort a request; RARELY if there are none."""
+"""Number of tokens between checks for stop strings, which abort a request; RARELY if there are
+none."""
 RARELY = 2**30
 
 
 class Samples:
-    """Requests that run in SGLang's processes. Those that begin together are a task of its event loop, and arrive there as one
-    message: their batches, and thereby the rounding of their log-probs, then do not depend on timing.
+    """Requests that run in SGLang's processes.
+
+    Those that begin together are a task of its event loop, and arrive there as one message: their
+    batches, and thereby the rounding of their log-probs, then do not depend on timing.
     """
 
     def __init__(self, shim: SGLangShim, vocabulary: Vocabulary):
-        self.shim, self.vocabulary = shim, vocabulary
+        self.shim = shim
+        self.vocabulary = vocabulary
         self.running: dict[int, _Running] = {}
         """Key of a request -> its state."""
         self.waiting: list[_Running] = []
@@ -40,7 +44,9 @@ class Samples:
         self.waiting.append(self.running[key])
 
     def step(self) -> list[tuple[int, list[Completion]]]:
-        """Let SGLang work until a request has ended, or for a moment; return the requests that have ended."""
+        """Let SGLang work until a request has ended, or for a moment; return the requests that have
+        ended.
+        """
         self._work()
         ended, self.ended = self.ended, []
         return [(key, self.running.pop(key).completions) for key in ended]
@@ -66,35 +72,58 @@ class Samples:
             task.result()
 
     async def _complete(self, batch: list["_Running"]) -> None:
-        """Complete requests. Every sample is a request of SGLang, sent after one that puts the common prompt into the cache."""
+        """Complete requests.
+
+        Every sample is a request of SGLang, sent after one that puts the common prompt into the
+        cache.
+        """
         shared = [running for running in batch if running.request.sampling.num_draws > 1]
         if shared:
-            async for place, answer in self._answers([(running, _prefill_only(), None) for running in shared]):
+            async for place, answer in self._answers(
+                [(running, _prefill_only(), None) for running in shared]
+            ):
                 shared[place].num_cached = answer["meta_info"]["cached_tokens"]
-        samples = [(running, self._parameters(running.request, seed), _processor(running.request))
-                   for running in batch for seed in running.request.seeds[: running.request.sampling.num_draws]]
+
+        samples = [
+            (running, self._parameters(running.request, seed), _processor(running.request))
+            for running in batch
+            for seed in running.request.seeds[: running.request.sampling.num_draws]
+        ]
         completions: list[Completion | None] = [None] * len(samples)
+
         async for place, answer in self._answers(samples):
             running = samples[place][0]
             completions[place] = self._completion(answer, running)
             running.missing -= 1
             if not running.missing:
-                own = [completion for sample, completion in zip(samples, completions, strict=True) if sample[0] is running]
+                own = [
+                    completion
+                    for sample, completion in zip(samples, completions, strict=True)
+                    if sample[0] is running
+                ]
                 running.end(own)
                 self.ended.append(running.key)
 
-    async def _answers(self, entries: list[tuple["_Running", dict, str | None]]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-        """Yield place and final result of each request that SGLang gets. A stop string or an abort ends one early."""
+    async def _answers(
+        self, entries: list[tuple["_Running", dict, str | None]]
+    ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        """Yield place and final result of each request that SGLang gets.
+
+        A stop string or an abort ends one early.
+        """
         names = [uuid.uuid4().hex for _ in entries]
         for name, (running, _, _) in zip(names, entries, strict=True):
             running.names.add(name)
         async for place, answer in self.shim.generate(names, entries):
-            running, stop = entries[place][0], entries[place][0].request.sampling.stop
+            running = entries[place][0]
+            stop = entries[place][0].request.sampling.stop
             if answer["meta_info"]["finish_reason"] is not None:
                 running.names.discard(names[place])
                 yield place, answer
             elif stop and names[place] not in running.stopped:
-                if StopStrings(self.vocabulary.tokenizer, stop).match(answer["output_ids"], LOOK_EVERY):
+                if StopStrings(self.vocabulary.tokenizer, stop).match(
+                    answer["output_ids"], LOOK_EVERY
+                ):
                     running.stopped.add(names[place])
                     self.shim.abort(names[place])
 
@@ -104,6 +133,7 @@ class Samples:
         reason = about["finish_reason"]
         if reason["type"] == ABORTED and not running.aborted and about["id"] not in running.stopped:
             raise EngineError(f"SGLang aborted a request: {reason.get('message')}")
+
         logprobs = [logprob for logprob, *_ in about.get("output_token_logprobs") or ()]
         tokens = list(answer["output_ids"])[: len(logprobs)]
         ended = "stop" if about["id"] in running.stopped else reason["type"]
@@ -113,6 +143,7 @@ class Samples:
                 ended = "stop"
             elif len(tokens) == sampling.max_tokens:
                 ended = "length"
+
         return Completion(tokens, logprobs, ended, about.get("cached_tokens", 0))
 
     def _ends(self, sampling: Sampling) -> frozenset[int]:

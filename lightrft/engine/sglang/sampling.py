@@ -1,4 +1,6 @@
-"""Sampling in SGLang's processes: each sample from its own seed, restricted to a part of the vocabulary."""
+"""Sampling in SGLang's processes: each sample from its own seed, restricted to a part of the
+vocabulary.
+"""
 
 import random
 from collections import defaultdict
@@ -14,7 +16,9 @@ from lightrft.algorithms.truncation import Truncation
 
 
 def with_seeds(make: Callable) -> Callable:
-    """Make SGLang draw each request from its own seed always, and not only if every kernel is deterministic too."""
+    """Make SGLang draw each request from its own seed always, and not only if every kernel is
+    deterministic too.
+    """
 
     def from_schedule_batch(cls: type, batch: Any, vocab_size: int) -> SamplingBatchInfo:
         info = make(cls, batch, vocab_size)
@@ -26,31 +30,55 @@ def with_seeds(make: Callable) -> Callable:
 
 
 def draw(logprobs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """Return [R, 1] int64 tokens: for each row of logprobs [R, V] the inverse of its cumulative distribution at a point that
-    depends only on the row's seed and position. SGLang's own function needs its kernels.
+    """Return [R, 1] int64 tokens: for each row of logprobs [R, V] the inverse of its cumulative
+    distribution at a point that depends only on the row's seed and position. SGLang's own function
+    needs its kernels.
     """
-    places = [random.Random(f"{of_row} {at}").random() for of_row, at in zip(seed.tolist(), position.tolist(), strict=True)]
+    places = [
+        random.Random(f"{of_row} {at}").random()
+        for of_row, at in zip(seed.tolist(), position.tolist(), strict=True)
+    ]
     cumulative = logprobs.double().exp().cumsum(-1)
     total = cumulative[:, -1:]
-    below_total = torch.nextafter(total, torch.zeros_like(total))  # rounding must not select beyond the last token
-    return torch.searchsorted(cumulative, torch.minimum(torch.tensor(places)[:, None].double() * total, below_total), right=True)
+    # rounding must not select beyond the last token
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+
+    return torch.searchsorted(
+        cumulative,
+        torch.minimum(torch.tensor(places)[:, None].double() * total, below_total),
+        right=True,
+    )
 
 
 class Truncate(CustomLogitProcessor):
-    """Processor that sets the logits of excluded tokens to -inf, before they are divided by the temperature.
+    """Processor that sets the logits of excluded tokens to -inf, before they are divided by the
+    temperature.
 
-    Log-probs are thereby normalised over the tokens that are sampled; SGLang's own log-probs and top p cover all tokens.
+    Log-probs are thereby normalised over the tokens that are sampled; SGLang's own log-probs and
+    top p cover all tokens.
     """
 
-    def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
+    def __call__(
+        self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None
+    ) -> Tensor:
         rows_of = defaultdict(list)
-        logits[:, min(parameters["size"] for parameters in custom_param_list) :] = -torch.inf  # all are of one model
+        # all are of one model
+        logits[:, min(parameters["size"] for parameters in custom_param_list) :] = -torch.inf
         for row, parameters in enumerate(custom_param_list):
-            rows_of[parameters["top_k"], parameters["top_p"], tuple(parameters["banned"]), parameters["temperature"]].append(row)
+            rows_of[
+                parameters["top_k"],
+                parameters["top_p"],
+                tuple(parameters["banned"]),
+                parameters["temperature"],
+            ].append(row)
+
         for (top_k, top_p, banned, temperature), rows in rows_of.items():
             part = Truncation(top_k, top_p, banned)
             if not part.active:
                 continue
             scaled = logits[rows].float() / (temperature or 1.0)
-            logits[rows] = logits[rows].masked_fill(part.outside(scaled, part.threshold(scaled)), -torch.inf)
+            logits[rows] = logits[rows].masked_fill(
+                part.outside(scaled, part.threshold(scaled)), -torch.inf
+            )
+
         return logits

@@ -1,4 +1,6 @@
-"""Code for SGLang's scheduler processes, which hold weights and generate: modifications, and queries that they answer."""
+"""Code for SGLang's scheduler processes, which hold weights and generate: modifications, and
+queries that they answer.
+"""
 
 import gc
 from collections.abc import Callable, Collection
@@ -19,17 +21,25 @@ from lightrft.parallel.gloo import share_gloo_device
 from lightrft.weight_sync.fused_layout import FusedWeights
 from lightrft.weight_sync.verify import Fingerprints
 
-CALLED_OTHERWISE = {"model.language_model.": "model.", "model.visual.": "visual.", ".attn.qkv.": ".attn.qkv_proj.",
-                    ".self_attn.out_proj.": ".self_attn.proj."}
+CALLED_OTHERWISE = {
+    "model.language_model.": "model.",
+    "model.visual.": "visual.",
+    ".attn.qkv.": ".attn.qkv_proj.",
+    ".self_attn.out_proj.": ".self_attn.proj.",
+}
 """Parts of names: published -> in some of SGLang's multimodal models."""
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """Run a scheduler process of SGLang with the modifications of this module."""
-    gc.freeze()  # on a CPU dropping a cache collects garbage, which takes half a second if all imported objects are scanned
+    # on a CPU dropping a cache collects garbage, which takes half a second if all imported objects
+    # are scanned
+    gc.freeze()
     share_gloo_device()
     setattr(Scheduler, answer_question.__name__, answer_question)
-    SamplingBatchInfo.from_schedule_batch = classmethod(with_seeds(SamplingBatchInfo.from_schedule_batch.__func__))
+    SamplingBatchInfo.from_schedule_batch = classmethod(
+        with_seeds(SamplingBatchInfo.from_schedule_batch.__func__)
+    )
     loader.initialize_dummy_weights = _with_buffers_kept(loader.initialize_dummy_weights)
     if not torch.accelerator.is_available():
         sampler.multinomial_with_seed = draw
@@ -37,7 +47,9 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
 
 def _with_buffers_kept(fill: Callable) -> Callable:
-    """Wrap SGLang's initialisation with random weights so that original buffers are kept, since they are not streamed."""
+    """Wrap SGLang's initialisation with random weights so that original buffers are kept, since
+    they are not streamed.
+    """
 
     def fill_parameters(model: nn.Module) -> None:
         saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -61,16 +73,25 @@ def _fill_with_nan(scheduler: Scheduler) -> None:
             parameter.fill_(torch.nan)
 
 
-def _weights(scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size]) -> FusedWeights:
-    """Locate the weights; layers get tp_rank and tp_size, since from version 0.5.22 on they have only their group."""
+def _weights(
+    scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size]
+) -> FusedWeights:
+    """Locate the weights; layers get tp_rank and tp_size, since from version 0.5.22 on they have
+    only their group.
+    """
     model = scheduler.tp_worker.model_runner.model
     layers = dict(model.named_modules(remove_duplicate=False))
     for layer in layers.values():
         attributes = vars(layer)
         if "tp_group" in attributes and "tp_rank" not in attributes:
             group = layer.tp_group
-            layer.tp_rank, layer.tp_size = (0, 1) if group is None else (group.rank_in_group, group.world_size)
-    return FusedWeights(model, {name: _place(place, layers) for name, place in places.items()}, shapes)
+            layer.tp_rank, layer.tp_size = (
+                (0, 1) if group is None else (group.rank_in_group, group.world_size)
+            )
+
+    return FusedWeights(
+        model, {name: _place(place, layers) for name, place in places.items()}, shapes
+    )
 
 
 def _place(place: str, layers: Collection[str]) -> str:
@@ -82,18 +103,29 @@ def _place(place: str, layers: Collection[str]) -> str:
     return place
 
 
-def _unknown_weights(scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size]) -> list[str]:
+def _unknown_weights(
+    scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size]
+) -> list[str]:
     """Return the weights that are not found under `places`, name -> engine's name."""
     return _weights(scheduler, places, shapes).unknown
 
 
 def _engine_fingerprints(
-    scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size], dtype: torch.dtype, slices: int,
+    scheduler: Scheduler,
+    places: dict[str, str],
+    shapes: dict[str, torch.Size],
+    dtype: torch.dtype,
+    slices: int,
     round: int | None,
 ) -> list[Tensor]:
     prints = Fingerprints(shapes, dtype, slices=slices, bits=places, round=round)
     _weights(scheduler, places, shapes).add_to(prints)
-    return [numbers.cpu() for numbers in prints.numbers(next(scheduler.tp_worker.model_runner.model.parameters()).device)]
+    return [
+        numbers.cpu()
+        for numbers in prints.numbers(
+            next(scheduler.tp_worker.model_runner.model.parameters()).device
+        )
+    ]
 
 
 def _num_slots(scheduler: Scheduler) -> int:
@@ -116,19 +148,33 @@ _watches: list[tuple[Probe, list[Tensor], list[Any]]] = []
 
 def _watch(scheduler: Scheduler, num_tokens: int) -> None:
     """Record the outputs of the model's parts until _seen() is called."""
-    model, probe, logits = scheduler.tp_worker.model_runner.model, Probe(num_tokens), []
-    head = logits_processor(model).register_forward_hook(lambda module, inputs, output: logits.append(output.next_token_logits))
+    model = scheduler.tp_worker.model_runner.model
+    probe = Probe(num_tokens)
+    logits = []
+    head = logits_processor(model).register_forward_hook(
+        lambda module, inputs, output: logits.append(output.next_token_logits)
+    )
     _watches.append((probe, logits, [head, *probe.attach(model)]))
 
 
 def _seen(scheduler: Scheduler) -> dict[str, Tensor]:
-    """End the recording; return Probe.parts() of this rank with the last logits of the first forward pass."""
+    """End the recording; return Probe.parts() of this rank with the last logits of the first
+    forward pass.
+    """
     probe, logits, handles = _watches.pop()
     for handle in handles:
         handle.remove()
     return probe.parts(logits[0][-1])
 
 
-QUESTIONS = {"fill_with_nan": _fill_with_nan, "unknown_weights": _unknown_weights, "held": _engine_fingerprints,
-             "num_slots": _num_slots, "num_cached": _num_cached, "forget_images": _forget_images, "watch": _watch, "seen": _seen}
+QUESTIONS = {
+    "fill_with_nan": _fill_with_nan,
+    "unknown_weights": _unknown_weights,
+    "held": _engine_fingerprints,
+    "num_slots": _num_slots,
+    "num_cached": _num_cached,
+    "forget_images": _forget_images,
+    "watch": _watch,
+    "seen": _seen,
+}
 """Queries and actions that SGLang's processes run in their own memory, by name."""

@@ -18,7 +18,14 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
 from lightrft.engine.base import EngineError
 from lightrft.engine.requests import Request
-from lightrft.engine.sglang.lifetime import Loop, NoHandlers, contain_start, kill, raise_engine_error, unlink_load_files
+from lightrft.engine.sglang.lifetime import (
+    Loop,
+    NoHandlers,
+    contain_start,
+    kill,
+    raise_engine_error,
+    unlink_load_files,
+)
 from lightrft.engine.sglang.scheduler import answer_question, run_scheduler
 from lightrft.weight_sync.names import NamedTensor
 
@@ -31,22 +38,28 @@ IDLE_SECONDS = 60
 
 
 class SGLangShim:
-    """SGLang's engine with its processes, and every access to internals that may change between its versions."""
+    """SGLang's engine with its processes, and every access to internals that may change between its
+    versions.
+    """
 
     def __init__(self, arguments: dict[str, Any]):
         if arguments["device"] != "cpu":
             from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-            monkey_patch_torch_reductions()  # makes device-memory handles identify devices as SGLang's processes do
-        logging.getLogger("sglang.srt.entrypoints.engine").setLevel(logging.CRITICAL)  # it logs our handler as an error
+            # makes device-memory handles identify devices as SGLang's processes do
+            monkey_patch_torch_reductions()
+        # it logs our handler as an error
+        logging.getLogger("sglang.srt.entrypoints.engine").setLevel(logging.CRITICAL)
         with contain_start(arguments["tp_size"]):
             self.engine = _SGLang(**arguments, custom_sigquit_handler=raise_engine_error)
             self.engine.tokenizer_manager.signal_handler_class = NoHandlers
-            self.flush_cache()  # its first call replaces the signal handlers, which contain_start() restores
+            # its first call replaces the signal handlers, which contain_start() restores
+            self.flush_cache()
             unlink_load_files(self._processes())  # now, so that a killed run leaves none
         self.engine.loop = Loop(self.engine.loop)
         signal.signal(signal.SIGQUIT, self.engine.loop.on_death)
-        atexit.unregister(self.engine.shutdown)  # it kills every child of this process, including the trainer's own
+        # it kills every child of this process, including the trainer's own
+        atexit.unregister(self.engine.shutdown)
         atexit.register(self.shutdown)
 
     async def generate(
@@ -57,11 +70,19 @@ class SGLangShim:
         `entries` has for each an object with the request, its parameters and its processor.
         """
         requests: list[Request] = [running.request for running, _, _ in entries]
-        images = [[each.expanded.features | {"format": "processor_output"}] if each.expanded else [] for each in requests]
+        images = [
+            [each.expanded.features | {"format": "processor_output"}] if each.expanded else []
+            for each in requests
+        ]
         answers = await self.engine.async_generate(
-            input_ids=[each.prompt for each in requests], sampling_params=[parameters for _, parameters, _ in entries],
-            image_data=images if any(images) else None, custom_logit_processor=[processor for _, _, processor in entries],
-            return_logprob=True, stream=True, rid=names)  # fmt: skip
+            input_ids=[each.prompt for each in requests],
+            sampling_params=[parameters for _, parameters, _ in entries],
+            image_data=images if any(images) else None,
+            custom_logit_processor=[processor for _, _, processor in entries],
+            return_logprob=True,
+            stream=True,
+            rid=names,
+        )
         async for answer in answers:
             yield answer["index"], answer
 
@@ -70,11 +91,15 @@ class SGLangShim:
         return self.engine.loop.task(coroutine)
 
     def work_until(self, reached: Callable[[], bool], tasks: set[asyncio.Task]) -> None:
-        """Run the event loop until a condition is reached or a task has ended, for at most MOMENT seconds."""
+        """Run the event loop until a condition is reached or a task has ended, for at most MOMENT
+        seconds.
+        """
 
         async def wait() -> None:
             end = time.monotonic() + MOMENT
-            while not reached() and not any(task.done() for task in tasks) and time.monotonic() < end:
+            while (
+                not reached() and not any(task.done() for task in tasks) and time.monotonic() < end
+            ):
                 await asyncio.sleep(BETWEEN_LOOKS)
 
         self.engine.loop.run_until_complete(wait())
@@ -91,18 +116,29 @@ class SGLangShim:
 
     def update_weights(self, payloads: list[str]) -> None:
         """Update weights with one payload for each tensor-parallel rank."""
-        _checked(self.engine.update_weights_from_tensor(payloads, load_format="flattened_bucket", flush_cache=False))
+        _checked(
+            self.engine.update_weights_from_tensor(
+                payloads, load_format="flattened_bucket", flush_cache=False
+            )
+        )
 
     def flush_cache(self) -> None:
-        """Drop the cache, retrying until the scheduler is idle, which it becomes shortly after its last result."""
+        """Drop the cache, retrying until the scheduler is idle, which it becomes shortly after its
+        last result.
+        """
         deadline = time.monotonic() + IDLE_SECONDS
         while not self.engine.flush_cache().success:
             if time.monotonic() > deadline:
-                raise EngineError(f"SGLang was not idle for {IDLE_SECONDS} s: its cache cannot be cleared")
+                raise EngineError(
+                    f"SGLang was not idle for {IDLE_SECONDS} s: its cache cannot be cleared"
+                )
             time.sleep(0.01)
 
     def release(self, tags: list[str]) -> None:
-        """Release memory by tags. The scheduler would die if it were not idle, or if a tag had been released before."""
+        """Release memory by tags.
+
+        The scheduler would die if it were not idle, or if a tag had been released before.
+        """
         self.flush_cache()
         self.engine.release_memory_occupation(tags=tags)
 
@@ -110,15 +146,23 @@ class SGLangShim:
         self.engine.resume_memory_occupation(tags=tags)
 
     def destroy_weights(self) -> None:
-        """Fill the weights with NaN, as a substitute for sleep level 2 on a CPU, where SGLang releases nothing."""
+        """Fill the weights with NaN, as a substitute for sleep level 2 on a CPU, where SGLang
+        releases nothing.
+        """
         self.ask("fill_with_nan")
 
     def ask(self, question: str, **arguments: Any) -> list[Any]:
-        """Return the results of one of QUESTIONS from SGLang's processes, by tensor-parallel rank."""
+        """Return the results of one of QUESTIONS from SGLang's processes, by tensor-parallel
+        rank.
+        """
         with tempfile.TemporaryDirectory() as folder:
             torch.save((question, arguments), Path(folder, "question"))
-            self.engine.collective_rpc(answer_question.__name__, folder=folder)  # it transfers plain values only, and no results
-            return [torch.load(Path(folder, str(rank))) for rank in range(self.engine.server_args.tp_size)]
+            # it transfers plain values only, and no results
+            self.engine.collective_rpc(answer_question.__name__, folder=folder)
+            return [
+                torch.load(Path(folder, str(rank)))
+                for rank in range(self.engine.server_args.tp_size)
+            ]
 
     def shutdown(self) -> None:
         """End SGLang's own processes only."""
@@ -128,12 +172,20 @@ class SGLangShim:
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
     def _processes(self) -> set[psutil.Process]:
-        return {psutil.Process(pid) for pid in self.engine.get_all_child_pids() if psutil.pid_exists(pid)}
+        return {
+            psutil.Process(pid)
+            for pid in self.engine.get_all_child_pids()
+            if psutil.pid_exists(pid)
+        }
 
     @staticmethod
     def payload(bucket: list[NamedTensor]) -> tuple[Any, str]:
-        """Return an object that must be kept until the update is done, because the payload refers to it, and the payload."""
-        flat = FlattenedTensorBucket(named_tensors=[(name, tensor.detach()) for name, tensor in bucket])
+        """Return an object that must be kept until the update is done, because the payload refers
+        to it, and the payload.
+        """
+        flat = FlattenedTensorBucket(
+            named_tensors=[(name, tensor.detach()) for name, tensor in bucket]
+        )
         content = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
         return content, MultiprocessingSerializer.serialize(content, output_str=True)
 
@@ -148,7 +200,9 @@ class _SGLang(SGLang):
 
 
 def _checked(answer: tuple[bool, str]) -> None:
-    """Raise EngineError for a refused update, for which SGLang raises no error and keeps the old weights."""
+    """Raise EngineError for a refused update, for which SGLang raises no error and keeps the old
+    weights.
+    """
     success, message = answer
     if not success:
         raise EngineError(f"SGLang reported an error: {message}")

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 def tool_parser(
     name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]]
 ) -> Callable[[str], tuple[str, list[tuple[str, str]]]]:
-    """Return a function from the text of a turn, with its special tokens, to its text without calls, and the name and the JSON
-    arguments of each call.
+    """Return a function from the text of a turn, with its special tokens, to its text without
+    calls, and the name and the JSON arguments of each call.
 
     Raises ValueError for an unknown name, or a parser that does not fit the tokenizer.
     """
@@ -23,7 +23,9 @@ def tool_parser(
     try:
         FunctionCallParser(tools, name, tokenizer)
     except Exception as error:  # of many classes, one for each parser
-        raise ValueError(f"--tool_parser {name} does not fit the tokenizer: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"--tool_parser {name} does not fit the tokenizer: {type(error).__name__}: {error}"
+        ) from error
 
     def parse(text: str) -> tuple[str, list[tuple[str, str]]]:
         parser = FunctionCallParser(tools, name, tokenizer)  # it numbers the calls of one turn

@@ -1,9 +1,11 @@
-"""vLLM inside this process: one engine per rank, or one per `engine_tp_size` consecutive ranks, next to the trainer.
+"""vLLM inside this process: one engine per rank, or one per `engine_tp_size` consecutive ranks,
+next to the trainer.
 
-adapter.py implements the engine's interface, arguments.py the arguments of its start, shim.py every access to vLLM beyond its
-documented offline interface, layers.py replacements for vLLM's model loader and layers. On CPUs, cpu_sampler.py samples, and
-shared_prompts.py shares all of a prompt. With --speculative, text_drafter.py drafts, verification.py verifies, and speculation.py
-decides when.
+adapter.py implements the engine's interface, arguments.py the arguments of its start, shim.py every
+access to vLLM beyond its documented offline interface, layers.py replacements for vLLM's model
+loader and layers. On CPUs, cpu_sampler.py samples, and shared_prompts.py shares all of a prompt.
+With --speculative, text_drafter.py drafts, verification.py verifies, and speculation.py decides
+when.
 """
 
 import logging
@@ -17,30 +19,50 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several ranks share the cores
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it samples no request with a seed, but would be looked for, compiled and warned of
-    "TRITON_F32_DEFAULT": "ieee",  # attention of float32 models; Triton would round factors to 10 bits (TensorFloat32)
+    # it samples no request with a seed, but would be looked for, compiled and warned of
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # attention of float32 models; Triton would round factors to 10 bits (TensorFloat32)
+    "TRITON_F32_DEFAULT": "ieee",
     "DO_NOT_TRACK": "1",
 }
-"""Default environment variables, which vLLM reads at its import; values that the user has set are kept."""
+"""Default environment variables, which vLLM reads at its import; values that the user has set are
+kept."""
 EXPECTED = {
     "vllm.engine.arg_utils": (
         "The global random seed is set to",  # the process's generators are restored
-        "This model does not officially support disabling chunked prefill",  # see arguments.py; vLLM's scheduler supports it
+        # see arguments.py; vLLM's scheduler supports it
+        "This model does not officially support disabling chunked prefill",
     ),
-    "vllm.config.speculative": ("Using a custom class-based proposer backend",),  # see text_drafter.py
-    "vllm.config.vllm": ("Async scheduling not supported with custom_class", "max_num_scheduled_tokens is set to",
-                         "Model Runner V2 does not yet support speculative method 'custom_class'"),
-    "vllm.v1.sample.logits_processor": ("min_p and logit_bias parameters won't work",),  # banned tokens are bad words then
-    "vllm.utils.jit_monitor": ("Triton kernel JIT compilation during inference",),  # once for each kernel
-    "vllm.renderers.base": ("Using None for EOS token id", "Chat template warmup failed"),  # it receives token ids and end tokens
+    # see text_drafter.py
+    "vllm.config.speculative": ("Using a custom class-based proposer backend",),
+    "vllm.config.vllm": (
+        "Async scheduling not supported with custom_class",
+        "max_num_scheduled_tokens is set to",
+        "Model Runner V2 does not yet support speculative method 'custom_class'",
+    ),
+    # banned tokens are bad words then
+    "vllm.v1.sample.logits_processor": ("min_p and logit_bias parameters won't work",),
+    # once for each kernel
+    "vllm.utils.jit_monitor": ("Triton kernel JIT compilation during inference",),
+    # it receives token ids and end tokens
+    "vllm.renderers.base": ("Using None for EOS token id", "Chat template warmup failed"),
 }
-"""Logger -> prefixes of its warnings about choices made here, which are suppressed; other warnings are shown."""
+"""Logger -> prefixes of its warnings about choices made here, which are suppressed; other warnings
+are shown."""
 EXPECTED_ON_CPU = {
-    "vllm.config.vllm": (*EXPECTED["vllm.config.vllm"], "Enforce eager set", "Inductor compilation was disabled",
-                         "Model Runner V2 requires Triton"),
+    "vllm.config.vllm": (
+        *EXPECTED["vllm.config.vllm"],
+        "Enforce eager set",
+        "Inductor compilation was disabled",
+        "Model Runner V2 requires Triton",
+    ),
     "vllm.platforms.cpu": ("Triton is not installed", "CPU MLA backend requires block_size=16"),
-    "vllm.v1.worker.cpu_worker": ("libtcmalloc is not found", "libiomp is not found", "Speculative decoding on CPU without",
-                                  "CPU backend doesn't allow to use"),
+    "vllm.v1.worker.cpu_worker": (
+        "libtcmalloc is not found",
+        "libiomp is not found",
+        "Speculative decoding on CPU without",
+        "CPU backend doesn't allow to use",
+    ),
 }
 """Further suppressed warnings on CPUs, where nothing is compiled."""
 
@@ -50,8 +72,11 @@ def _without(beginnings: tuple[str, ...]) -> Callable[[logging.LogRecord], bool]
 
 
 if "VLLM_LOGGING_LEVEL" not in os.environ:
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # during its import; the engine sets the level at its start
-    for name, beginnings in (EXPECTED if torch.accelerator.is_available() else EXPECTED | EXPECTED_ON_CPU).items():
+    # during its import; the engine sets the level at its start
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    for name, beginnings in (
+        EXPECTED if torch.accelerator.is_available() else EXPECTED | EXPECTED_ON_CPU
+    ).items():
         logging.getLogger(name).addFilter(_without(beginnings))
 for variable, default in ENVIRONMENT.items():
     os.environ.setdefault(variable, default)

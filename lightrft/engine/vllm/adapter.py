@@ -37,16 +37,20 @@ from lightrft.weight_sync.names import DRAFT, NamedTensor
 from lightrft.weight_sync.verify import Fingerprints
 
 OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
-"""Model families whose positions of text after a video longer than it is wide differ from transformers'."""
+"""Model families whose positions of text after a video longer than it is wide differ from
+transformers'."""
 CAUSAL_ON_CPU = ("gemma3",)
-"""Model families whose image tokens attend to each other in both directions, except in vLLM on a CPU."""
+"""Model families whose image tokens attend to each other in both directions, except in vLLM on a
+CPU."""
 
 
 class VLLMEngine(LibraryEngine):
-    """vLLM engine that submits each sample as a separate request with its own seed, in both of vLLM's model runners.
+    """vLLM engine that submits each sample as a separate request with its own seed, in both of
+    vLLM's model runners.
 
-    For requests without a seed, runner V2 would draw from numpy's global generator and V1 from torch's. Samples are reproducible
-    for equal seeds, independent of batching, up to the rounding of kernels that depends on the batch or on cached prefixes.
+    For requests without a seed, runner V2 would draw from numpy's global generator and V1 from
+    torch's. Samples are reproducible for equal seeds, independent of batching, up to the rounding
+    of kernels that depends on the batch or on cached prefixes.
     """
 
     def __init__(self, setup: EngineSetup):
@@ -54,13 +58,27 @@ class VLLMEngine(LibraryEngine):
 
     def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
         if isinstance(config, OmniThinkerConfig) and whole_config(setup.model_path) is None:
-            raise ValueError("the folder has the thinker of a Qwen2.5-Omni alone, and vLLM reads whole folders only: use the "
-                             "whole folder, of which the thinker alone is loaded, or --engine_type hf")  # fmt: skip
+            raise ValueError(
+                "the folder has the thinker of a Qwen2.5-Omni alone, and vLLM reads whole folders"
+                " only: use the whole folder, of which the thinker alone is loaded, or"
+                " --engine_type hf"
+            )
+
         if config.model_type in OTHER_TIMES:
             self.limits.pop("videos", None)
-        self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, trust_remote_code=setup.trust_remote_code)
+        self.reader = MediaReader(
+            setup.model_path,
+            self.vocabulary.placeholders,
+            trust_remote_code=setup.trust_remote_code,
+        )
+
         memory = VLLMShim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
-        with random_state_kept(self.device), memory, VLLMShim.rank_in_environment(), warnings.catch_warnings():
+        with (
+            random_state_kept(self.device),
+            memory,
+            VLLMShim.rank_in_environment(),
+            warnings.catch_warnings(),
+        ):
             for category in (DeprecationWarning, FutureWarning):  # from vLLM's own calls
                 warnings.simplefilter("ignore", category)
             self._llm = LLM(**arguments(setup, config, self.limits))
@@ -68,21 +86,29 @@ class VLLMEngine(LibraryEngine):
                 self.limits.pop("images", None)
             self._shim = VLLMShim(self._llm, self.names, self.draft_names)
             # Of hundreds of banned ids, vLLM would build a list for each request in each step.
-            self._num_ids, _ = Truncation(banned=self.vocabulary.unknown_token_ids).cut(self.vocabulary.size)
+            self._num_ids, _ = Truncation(banned=self.vocabulary.unknown_token_ids).cut(
+                self.vocabulary.size
+            )
             if self._num_ids < self.vocabulary.size:
                 self._shim.limit_vocabulary(self._num_ids)
             if self.on_cpu and not self._llm.llm_engine.vllm_config.use_v2_model_runner:
                 use_fast_sampling(self._shim.sampler)
             self._shares_last_blocks = self.on_cpu and share_last_blocks(self._shim.cache)
             self._held: list[tuple[str, TokensInput | MultiModalInput, SamplingParams]] = []
-            """Samples that wait for one step, until the first samples of their requests have computed the prompts."""
+            """Samples that wait for one step, until the first samples of their requests have
+            computed the prompts."""
             self._outputs: dict[int, dict[int, RequestOutput]] = {}
             """Key of a request that runs -> outputs of its samples that have ended."""
             self._samplings: dict[int, Sampling] = {}
+
             speculates = setup.section.speculative != "none"
             with self._stance():
-                self._speculation = Speculation(self._llm, setup.section, setup.axis) if speculates else None
+                self._speculation = (
+                    Speculation(self._llm, setup.section, setup.axis) if speculates else None
+                )
+
             self.reset_cache()
+
         return self._shim.weights.unknown
 
     def prompts_at_once(self, n: int) -> int:
@@ -99,13 +125,17 @@ class VLLMEngine(LibraryEngine):
         return Expanded(prompt["prompt_token_ids"], prompt)
 
     def _add(self, key: int, request: Request) -> None:
-        """Submit a request for each sample. The first computes the prompt, and the others find it in the cache."""
+        """Submit a request for each sample.
+
+        The first computes the prompt, and the others find it in the cache.
+        """
         if request.sampling.stop:
             self._shim.decode_with(self.vocabulary.tokenizer)
         common = self._parameters(request.sampling, request.seeds[0])
         prompt = tokens_input(request.token_ids)
         if request.expanded:
             prompt = {**request.expanded.features, "prompt_token_ids": request.prompt}
+
         for sample, seed in enumerate(request.seeds[: request.sampling.num_draws]):
             parameters = copy.copy(common)
             parameters.seed = seed
@@ -116,6 +146,7 @@ class VLLMEngine(LibraryEngine):
             if self._speculation:
                 group = f"{key}" if request.group is None else f"group {request.group}"
                 self._speculation.begin(f"{key}/{sample}", group, len(request.prompt))
+
         self._outputs[key], self._samplings[key] = {}, request.sampling
 
     def _step(self) -> Iterator[tuple[int, list[Completion]]]:
@@ -131,7 +162,8 @@ class VLLMEngine(LibraryEngine):
                 yield key, self._completions(key)
 
     def _submit_held(self) -> None:
-        held, self._held = self._held, []
+        held = self._held
+        self._held = []
         for sample in held:
             self._shim.submit(*sample)
 
@@ -152,35 +184,59 @@ class VLLMEngine(LibraryEngine):
         banned = [token for token in sampling.banned_token_ids if token < self._num_ids]
         parameters = SamplingParams(
             seed=seed,
-            max_tokens=sampling.max_tokens, temperature=min(sampling.temperature, 1.0),
-            top_p=sampling.top_p, top_k=sampling.top_k,
-            ignore_eos=True,  # the end token that vLLM knows for some models; all end tokens are in stop_token_ids
+            max_tokens=sampling.max_tokens,
+            temperature=min(sampling.temperature, 1.0),
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            # the end token that vLLM knows for some models; all end tokens are in stop_token_ids
+            ignore_eos=True,
             stop_token_ids=sorted(self.vocabulary.end_token_ids | set(sampling.stop_token_ids)),
-            stop=list(sampling.stop), detokenize=bool(sampling.stop), skip_special_tokens=False, include_stop_str_in_output=True,
+            stop=list(sampling.stop),
+            detokenize=bool(sampling.stop),
+            skip_special_tokens=False,
+            include_stop_str_in_output=True,
             logprobs=0,  # of the sampled token only
-            flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # a clone would be checked again
         )
+
         if self._speculation:  # with drafts vLLM supports no biases
             parameters._bad_words_token_ids = [[token] for token in banned]
         else:
             parameters.logit_bias = dict.fromkeys(banned, -math.inf) or None
-        parameters.temperature = sampling.temperature  # vLLM's check allows at most 2, but any value works
+
+        # vLLM's check allows at most 2, but any value works
+        parameters.temperature = sampling.temperature
         return parameters
 
     def _completions(self, key: int) -> list[Completion]:
         """Return the completions of a request, and forget it."""
-        completions, sampling = [], self._samplings.pop(key)
+        completions = []
+        sampling = self._samplings.pop(key)
         for _, output in sorted(self._outputs.pop(key).items()):
             (sample,) = output.outputs
-            completions.append(Completion(list(sample.token_ids), list(sample.logprobs.logprobs), sample.finish_reason,
-                                    output.num_cached_tokens or 0, _drafts_of(output)))
-        return completions if len(completions) == sampling.n else [copy.deepcopy(completions[0]) for _ in range(sampling.n)]
+            completions.append(
+                Completion(
+                    list(sample.token_ids),
+                    list(sample.logprobs.logprobs),
+                    sample.finish_reason,
+                    output.num_cached_tokens or 0,
+                    _drafts_of(output),
+                )
+            )
+
+        return (
+            completions
+            if len(completions) == sampling.n
+            else [copy.deepcopy(completions[0]) for _ in range(sampling.n)]
+        )
 
     def _stance(self) -> AbstractContextManager:
         """Return a context that disables compilation on a CPU.
 
-        Compiling functions of vLLM, such as the routing of some mixtures, takes seconds there, and needs a C++ compiler.
+        Compiling functions of vLLM, such as the routing of some mixtures, takes seconds there, and
+        needs a C++ compiler.
         """
         return torch.compiler.set_stance("force_eager") if self.on_cpu else nullcontext()
 
@@ -188,9 +244,14 @@ class VLLMEngine(LibraryEngine):
         failures: list[Exception] = []
         with self._fatal("load_weights"), torch.no_grad():
             try:
-                for is_draft, part in groupby(_until_failure(named_tensors, failures), lambda named: named[0].startswith(DRAFT)):
+                for is_draft, part in groupby(
+                    _until_failure(named_tensors, failures),
+                    lambda named: named[0].startswith(DRAFT),
+                ):
                     if is_draft:
-                        self._shim.reload_draft_weights((name.removeprefix(DRAFT), tensor) for name, tensor in part)
+                        self._shim.reload_draft_weights(
+                            (name.removeprefix(DRAFT), tensor) for name, tensor in part
+                        )
                     else:
                         self._shim.reload_weights(part, direct=self.places_verified)
             except (ValueError, KeyError) as error:
@@ -198,6 +259,7 @@ class VLLMEngine(LibraryEngine):
                     raise
                 message = self.names.unknown_weights_message(unknown, "vllm")
                 raise ValueError(f"{message}. vLLM's message: {error!s:.300}") from error
+
         if failures:
             raise failures[0]
 
@@ -213,13 +275,18 @@ class VLLMEngine(LibraryEngine):
         return self._shim.num_cached_blocks()
 
     def _parts(self, token_ids: list[int]) -> dict[str, torch.Tensor]:
-        probe, logits = Probe(len(token_ids)), []
-        hook = logits_processor(self._shim.model).register_forward_hook(lambda module, inputs, output: logits.append(output))
+        probe = Probe(len(token_ids))
+        logits = []
+        hook = logits_processor(self._shim.model).register_forward_hook(
+            lambda module, inputs, output: logits.append(output)
+        )
+
         try:
             with probe.attached(self._shim.model):
                 self._compute(token_ids)
         finally:
             hook.remove()
+
         return probe.parts(logits[0][-1])
 
     def _sleep(self, level: int) -> None:
@@ -245,15 +312,25 @@ class VLLMEngine(LibraryEngine):
 
 
 def _drafts_of(output: RequestOutput) -> Drafts:
-    """Return the drafts that were verified for a sample, without the steps for which there was none."""
+    """Return the drafts that were verified for a sample, without the steps for which there was
+    none.
+    """
     metrics = output.outputs[0].spec_decode_metrics
     if metrics is None:
         return Drafts()
-    return Drafts(sum(metrics.histogram), metrics.num_draft_tokens, sum(j * count for j, count in enumerate(metrics.histogram)))
+    return Drafts(
+        sum(metrics.histogram),
+        metrics.num_draft_tokens,
+        sum(j * count for j, count in enumerate(metrics.histogram)),
+    )
 
 
-def _until_failure(named_tensors: Iterator[NamedTensor], failures: list[Exception]) -> Iterator[NamedTensor]:
-    """Yield the stream, and end it at an exception, so that vLLM finishes its reload in order and can load the next stream."""
+def _until_failure(
+    named_tensors: Iterator[NamedTensor], failures: list[Exception]
+) -> Iterator[NamedTensor]:
+    """Yield the stream, and end it at an exception, so that vLLM finishes its reload in order and
+    can load the next stream.
+    """
     try:
         yield from named_tensors
     except Exception as error:
@@ -262,8 +339,11 @@ def _until_failure(named_tensors: Iterator[NamedTensor], failures: list[Exceptio
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Restore the states of the caller's generators (torch on host and device, numpy, random) afterwards."""
-    python, numpy = random.getstate(), np.random.get_state()
+    """Restore the states of the caller's generators (torch on host and device, numpy, random)
+    afterwards.
+    """
+    python = random.getstate()
+    numpy = np.random.get_state()
     try:
         with torch_state_kept(device):
             yield
@@ -273,6 +353,8 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 
 def torch_state_kept(device: torch.device) -> AbstractContextManager:
-    """Restore torch's generators afterwards: vLLM's V1 sampler draws from them, even for requests that have a seed."""
+    """Restore torch's generators afterwards: vLLM's V1 sampler draws from them, even for requests
+    that have a seed.
+    """
     devices = [] if device.type == "cpu" else [device]
     return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")

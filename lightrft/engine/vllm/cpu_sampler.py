@@ -1,4 +1,6 @@
-"""Sampling of vLLM's model runner V1 on CPUs, with noise for blocks of the vocabulary and for the tokens of one block."""
+"""Sampling of vLLM's model runner V1 on CPUs, with noise for blocks of the vocabulary and for the
+tokens of one block.
+"""
 
 from weakref import WeakKeyDictionary
 
@@ -17,15 +19,17 @@ BLOCK = 256
 """Number of tokens in a block."""
 
 _drawn: WeakKeyDictionary[torch.Generator, list[list[int]]] = WeakKeyDictionary()
-"""Seeds that have been drawn from the generator of a request and are not used yet, two for each token, the next token's last."""
+"""Seeds that have been drawn from the generator of a request and are not used yet, two for each
+token, the next token's last."""
 
 
 def use_fast_sampling(sampler: Sampler) -> None:
     """Replace the parts of a sampler that vLLM 0.32 computes slowly on a CPU.
 
-    vLLM draws noise for the whole vocabulary for each token. It also compares the log-probs of the vocabulary with that of the
-    sampled token to find its rank, which no one reads, by a function that needs a C++ compiler. The parts here pass probabilities
-    to each other instead of log-probs, and compute the logarithm for sampled tokens only.
+    vLLM draws noise for the whole vocabulary for each token. It also compares the log-probs of the
+    vocabulary with that of the sampled token to find its rank, which no one reads, by a function
+    that needs a C++ compiler. The parts here pass probabilities to each other instead of log-probs,
+    and compute the logarithm for sampled tokens only.
     """
     if sampler.topk_topp_sampler.forward == sampler.topk_topp_sampler.forward_cpu:
         sampler.topk_topp_sampler.forward = _FastSampling()
@@ -42,11 +46,13 @@ def copy_of(generator: torch.Generator) -> torch.Generator:
 
 
 def draw(probabilities: Tensor, seeds: Tensor) -> Tensor:
-    """Return tokens [R] drawn from `probabilities` [R, V] with `seeds` [2, R]: first a block, then one of its tokens.
+    """Return tokens [R] drawn from `probabilities` [R, V] with `seeds` [2, R]: first a block, then
+    one of its tokens.
 
-    Noise takes several times as long as a softmax, and here it is for V / BLOCK + BLOCK places of a row instead of V. Rows with
-    the same seeds and similar probabilities mostly draw the same token, and drafts depend on that. One number and running sums
-    would not do: a difference at one token moves the numbers of all later ones.
+    Noise takes several times as long as a softmax, and here it is for V / BLOCK + BLOCK places of a
+    row instead of V. Rows with the same seeds and similar probabilities mostly draw the same token,
+    and drafts depend on that. One number and running sums would not do: a difference at one token
+    moves the numbers of all later ones.
     """
     num_tokens = probabilities.shape[1]
     if num_tokens <= BLOCK:
@@ -54,12 +60,16 @@ def draw(probabilities: Tensor, seeds: Tensor) -> Tensor:
     blocks, rest = probabilities.tensor_split((num_tokens // BLOCK * BLOCK,), 1)
     sums = torch.cat([blocks.unflatten(1, (-1, BLOCK)).sum(2), rest.sum(1, keepdim=True)], 1)
     tokens = BLOCK * _draw(sums, seeds[0])[:, None] + torch.arange(BLOCK)
-    inside = probabilities.gather(1, tokens.clamp(max=num_tokens - 1)).masked_fill_(tokens >= num_tokens, 0)
+    inside = probabilities.gather(1, tokens.clamp(max=num_tokens - 1)).masked_fill_(
+        tokens >= num_tokens, 0
+    )
     return tokens.gather(1, _draw(inside, seeds[1])[:, None]).squeeze(1)
 
 
 def _draw(weights: Tensor, seeds: Tensor) -> Tensor:
-    """Return places [R], drawn with probabilities in proportion to weights [R, N] (the Gumbel-max trick)."""
+    """Return places [R], drawn with probabilities in proportion to weights [R, N] (the Gumbel-max
+    trick).
+    """
     return torch.ops._C.fused_gumbel_argmax(weights.log(), seeds)
 
 
@@ -73,12 +83,17 @@ class _FastSampling:
         self._seeds: list[list[list[int]]] = []
 
     def __call__(
-        self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
+        self,
+        logits: Tensor,
+        generators: dict[int, torch.Generator],
+        k: Tensor | None,
+        p: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the sampled tokens [R] of logits [R, V] at the temperature, and the probabilities [R, V] of all tokens.
+        """Return the sampled tokens [R] of logits [R, V] at the temperature, and the probabilities
+        [R, V] of all tokens.
 
-        The probabilities replace the logits: new memory would take several times as long. Rows without a generator are greedy:
-        vLLM does not use their tokens.
+        The probabilities replace the logits: new memory would take several times as long. Rows
+        without a generator are greedy: vLLM does not use their tokens.
         """
         logits = apply_top_k_top_p(logits, k, p).float()
         probabilities = torch.softmax(logits, -1, out=logits)
@@ -87,19 +102,26 @@ class _FastSampling:
     def _next_seeds(self, num_rows: int, generators: dict[int, torch.Generator]) -> Tensor:
         items = list(generators.items())
         if items != self._items:
-            self._items, self._rows = items, list(generators)
+            self._items = items
+            self._rows = list(generators)
             self._seeds = [_drawn.setdefault(generator, []) for generator in generators.values()]
+
         if not all(self._seeds):
             for seeds, generator in zip(self._seeds, generators.values(), strict=True):
                 if not seeds:
                     seeds += torch.randint(0, SEEDS, (AHEAD, 2), generator=generator).tolist()[::-1]
+
         result = np.zeros((2, num_rows), dtype=np.int64)
         result[:, self._rows] = np.array([seeds.pop() for seeds in self._seeds]).T
         return torch.from_numpy(result)
 
 
-def _gather_logprobs(probabilities: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-    """Return the log-probs of sampled tokens [R], from probabilities of the vocabulary [R, V], with rank 0 for each."""
+def _gather_logprobs(
+    probabilities: Tensor, num_logprobs: int, token_ids: Tensor
+) -> LogprobsTensors:
+    """Return the log-probs of sampled tokens [R], from probabilities of the vocabulary [R, V], with
+    rank 0 for each.
+    """
     if num_logprobs:
         return Sampler.gather_logprobs(probabilities.log(), num_logprobs, token_ids)
     ranks = torch.zeros(len(token_ids), dtype=torch.int64)

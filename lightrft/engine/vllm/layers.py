@@ -1,4 +1,6 @@
-"""Replacements for a model loader and a layer of vLLM, which the import of this module registers."""
+"""Replacements for a model loader and a layer of vLLM, which the import of this module
+registers.
+"""
 
 import torch
 from vllm.config import LoadConfig, ModelConfig
@@ -10,7 +12,8 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 @register_model_loader("dummy")
 class _NoWeights(DummyModelLoader):
-    """Dummy loader for engines that await a stream: vLLM's random weights, but original buffers, since they are not streamed.
+    """Dummy loader for engines that await a stream: vLLM's random weights, but original buffers,
+    since they are not streamed.
 
     Models that draft start with the weights of their folder: those of most are never streamed.
     """
@@ -27,22 +30,27 @@ class _NoWeights(DummyModelLoader):
 
 @RMSNorm.register_oot(name="RMSNorm")
 class _HostRMSNorm(RMSNorm):
-    """RMSNorm with vLLM's CPU kernel, which vLLM does not select by default: 5 to 10 times as fast as separate torch operations.
+    """RMSNorm with vLLM's CPU kernel, which vLLM does not select by default: 5 to 10 times as fast
+    as separate torch operations.
 
-    Its vectors have up to 16 elements. It is used in float32 only: in bfloat16 its rounding differs from transformers'.
+    Its vectors have up to 16 elements. It is used in float32 only: in bfloat16 its rounding differs
+    from transformers'.
     """
 
     def forward_cpu(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        weight, plain = self.weight.data, self.has_weight and self.variance_size_override is None
+        weight = self.weight.data
+        plain = self.has_weight and self.variance_size_override is None
         if not plain or not x.dtype == weight.dtype == torch.float32 or x.shape[-1] % 16:
             return self.forward_native(x, residual)
         if residual is None:
             normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             torch.ops._C.rms_norm.default(normed, x.contiguous(), weight, self.variance_epsilon)
             return normed
+
         if not x.is_contiguous() or not residual.is_contiguous():
             return self.forward_native(x, residual)
+
         torch.ops._C.fused_add_rms_norm.default(x, residual, weight, self.variance_epsilon)
         return x, residual

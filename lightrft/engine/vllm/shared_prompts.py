@@ -1,8 +1,9 @@
 """The last block of a prompt, computed once for all samples of a request.
 
-vLLM shares whole blocks of the cache. It can also give a request a copy of a block that is shared in part, but it looks for such
-blocks only in models with recurrent states. Here the first sample of a request is computed one step before the others. These get
-a copy of the block that the prompt ends in, and compute only the prompt's last token.
+vLLM shares whole blocks of the cache. It can also give a request a copy of a block that is shared
+in part, but it looks for such blocks only in models with recurrent states. Here the first sample of
+a request is computed one step before the others. These get a copy of the block that the prompt ends
+in, and compute only the prompt's last token.
 """
 
 from weakref import WeakValueDictionary
@@ -13,15 +14,22 @@ from vllm.v1.request import Request
 
 
 def share_last_blocks(cache: KVCacheManager) -> bool:
-    """Let samples find the last block of their prompt too. Return False if the model has other layers than full attention."""
+    """Let samples find the last block of their prompt too.
+
+    Return False if the model has other layers than full attention.
+    """
     managers = cache.coordinator.single_type_managers
     if [type(manager) for manager in managers] != [FullAttentionManager]:
         return False
+
     (manager,), whole_blocks = managers, cache.get_computed_blocks
     firsts: WeakValueDictionary[str, Request] = WeakValueDictionary()
 
     def computed_blocks(request: Request) -> tuple[KVCacheBlocks, int, int]:
-        """Return blocks that the request starts with and the number of computed tokens in them. The last number is 0 here."""
+        """Return blocks that the request starts with and the number of computed tokens in them.
+
+        The last number is 0 here.
+        """
         key, _, _ = request.request_id.rpartition("/")
         first = firsts.setdefault(key, request)
         blocks = manager.req_to_blocks.get(first.request_id)

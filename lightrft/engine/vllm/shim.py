@@ -41,32 +41,47 @@ from lightrft.weight_sync.fused_layout import PARTS, CopyTarget, FusedWeights, e
 from lightrft.weight_sync.names import NamedTensor, PublishedNames
 
 PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
-"""Weight methods of vLLM that leave weights as they were loaded, except for kernels that are handled here."""
+"""Weight methods of vLLM that leave weights as they were loaded, except for kernels that are
+handled here."""
 
 
 class VLLMShim:
-    """Every access to vLLM beyond its documented offline interface; check this class for each new version."""
+    """Every access to vLLM beyond its documented offline interface; check this class for each new
+    version.
+    """
 
     def __init__(self, llm: LLM, names: PublishedNames, draft_names: PublishedNames | None):
-        """Detach vLLM's finalizer, which would destroy the trainer's process group when its client is collected or at exit."""
+        """Detach vLLM's finalizer, which would destroy the trainer's process group when its client
+        is collected or at exit.
+        """
         self.llm = llm
         llm.llm_engine.engine_core._finalizer.detach()
-        atexit.register(gc.unfreeze)  # vLLM froze all objects; unfrozen ones are collected in order, without warnings
+        # vLLM froze all objects; unfrozen ones are collected in order, without warnings
+        atexit.register(gc.unfreeze)
         (self.model,) = llm.apply_model(lambda model: model)
         (self.draft_model,) = llm.collective_rpc("get_draft_model")
         """Model that drafts, or None."""
         self.draft_names = draft_names
-        """Names of its weights in a stream. None: none brings them, except for embeddings and an output layer that both share."""
+        """Names of its weights in a stream. None: none brings them, except for embeddings and an
+        output layer that both share."""
         self._draft_weights: dict[str, torch.Tensor] = {}
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         parts = PARTS | getattr(self.model, "packed_modules_mapping", {})
         own_names = engine_names(names)
-        own_names = {name: mapper.map_name(published) for name, published in own_names.items()} if mapper else own_names
+        own_names = (
+            {name: mapper.map_name(published) for name, published in own_names.items()}
+            if mapper
+            else own_names
+        )
         self.names = names
         self.weights = FusedWeights(
-            self.model, own_names, names.shapes, parts=parts, packs=_packs,
+            self.model,
+            own_names,
+            names.shapes,
+            parts=parts,
+            packs=_packs,
             keeps=lambda piece: names.is_alone(piece.name) and _keeps(piece.layer, piece.attribute),
-        )  # fmt: skip
+        )
 
     def limit_vocabulary(self, size: int) -> None:
         """Give all ids from `size` on the logit -inf, so that none of them is sampled.
@@ -84,13 +99,15 @@ class VLLMShim:
                     layer.register_forward_hook(limit)
 
     def reload_weights(self, named_tensors: Iterator[NamedTensor], *, direct: bool) -> None:
-        """Load full tensors under transformers' names; vLLM slices, fuses and repacks them layer by layer.
+        """Load full tensors under transformers' names; vLLM slices, fuses and repacks them layer by
+        layer.
 
-        With `direct`, tensors that vLLM would only slice and copy are copied directly to their locations: vLLM buffers, counts
-        and wraps each tensor, which takes longer than copying a small one. Its reload restores the memory of layers that it loads
-        nothing into.
+        With `direct`, tensors that vLLM would only slice and copy are copied directly to their
+        locations: vLLM buffers, counts and wraps each tensor, which takes longer than copying a
+        small one. Its reload restores the memory of layers that it loads nothing into.
 
-        The stream must reach its end: an exception before leaves half of the layers without storage.
+        The stream must reach its end: an exception before leaves half of the layers without
+        storage.
         """
         targets = self.weights.copy_targets() if direct else {}
         experts = unpacked_experts(self.model, self.weights.direct_layers() if direct else ())
@@ -101,21 +118,31 @@ class VLLMShim:
         _renew_tied_layers(self.model)
 
     def reload_draft_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
-        """Load full tensors of the model that drafts under transformers' names, as reload_weights() does for the other model."""
+        """Load full tensors of the model that drafts under transformers' names, as reload_weights()
+        does for the other model.
+        """
         config = self.llm.llm_engine.vllm_config
         with set_current_vllm_config(config), _missing_by_intent():
             initialize_layerwise_reload(self.draft_model)
             self.draft_model.load_weights(self.draft_names.rename(named_tensors))
-            finalize_layerwise_reload(self.draft_model, config.speculative_config.draft_model_config)
+            finalize_layerwise_reload(
+                self.draft_model, config.speculative_config.draft_model_config
+            )
         _renew_tied_layers(self.draft_model)
 
     def with_media(self, token_ids: list[int], media: dict[str, list]) -> MultiModalInput:
         """Return the prompt with processed media and expanded placeholders."""
-        data = {MEDIA[name]: [_item(item) for item in items] for name, items in media.items() if items}
-        (prompt,) = self.llm.renderer.render_cmpl([TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=data)])
+        data = {
+            MEDIA[name]: [_item(item) for item in items] for name, items in media.items() if items
+        }
+        (prompt,) = self.llm.renderer.render_cmpl(
+            [TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=data)]
+        )
         return prompt
 
-    def submit(self, name: str, prompt: TokensInput | MultiModalInput, parameters: SamplingParams) -> None:
+    def submit(
+        self, name: str, prompt: TokensInput | MultiModalInput, parameters: SamplingParams
+    ) -> None:
         self.llm.llm_engine.add_request(name, prompt, parameters)
 
     def step(self) -> list[RequestOutput]:
@@ -126,7 +153,9 @@ class VLLMShim:
         """End a submitted request; return what it has generated, which vLLM itself drops."""
         engine = self.llm.llm_engine
         (internal,) = engine.output_processor.external_req_ids[name]
-        output = engine.output_processor.request_states[internal].make_request_output([], None, FinishReason.ABORT, None)
+        output = engine.output_processor.request_states[internal].make_request_output(
+            [], None, FinishReason.ABORT, None
+        )
         engine.abort_request([name])
         return output
 
@@ -138,7 +167,8 @@ class VLLMShim:
         if not self.llm.reset_prefix_cache():
             raise EngineError("vLLM did not clear its prefix cache: requests are still in it")
         self.llm.reset_mm_cache()
-        self.llm.llm_engine.reset_encoder_cache()  # the scheduler's; reload_weights clears only the runner's
+        # the scheduler's; reload_weights clears only the runner's
+        self.llm.llm_engine.reset_encoder_cache()
 
     @property
     def sampler(self) -> Sampler:
@@ -153,18 +183,24 @@ class VLLMShim:
         return len(self.cache.block_pool.cached_block_hash_to_block)
 
     def destroy_weights(self) -> None:
-        """Fill the weights with NaN, as a substitute for sleep level 2 where vLLM does not support it."""
+        """Fill the weights with NaN, as a substitute for sleep level 2 where vLLM does not support
+        it.
+        """
         _fill_with_nan(self.model)
         if self.draft_model is not None:
             _fill_with_nan(self.draft_model)
 
     def keep_draft_weights(self) -> None:
-        """Copy the draft model's own weights to host memory, before a sleep that drops all weights, unless streams bring them.
+        """Copy the draft model's own weights to host memory, before a sleep that drops all weights,
+        unless streams bring them.
 
         Weights that no stream brings never change.
         """
         if not self._draft_weights and self.draft_names is None:
-            self._draft_weights = {name: weight.detach().cpu().clone() for name, weight in self._own_draft_weights().items()}
+            self._draft_weights = {
+                name: weight.detach().cpu().clone()
+                for name, weight in self._own_draft_weights().items()
+            }
 
     def restore_draft_weights(self) -> None:
         with torch.no_grad():
@@ -180,8 +216,9 @@ class VLLMShim:
     def shutdown(self) -> None:
         """Shut down vLLM's workers and their process groups only.
 
-        The models are released first: vLLM frees the memory pools of their weights and of the cache here, and can start again in
-        this process only if nothing is left in them. Its records of reloaded layers refer to the layers, and would keep them.
+        The models are released first: vLLM frees the memory pools of their weights and of the cache
+        here, and can start again in this process only if nothing is left in them. Its records of
+        reloaded layers refer to the layers, and would keep them.
         """
         _forget_reloads(self.model)
         if self.draft_model is not None:
@@ -206,6 +243,7 @@ class VLLMShim:
         }
         os.environ.setdefault("RANK", str(dist.get_rank()))
         os.environ.setdefault("LOCAL_RANK", str(local_rank()))
+
         try:
             yield
         finally:
@@ -215,16 +253,22 @@ class VLLMShim:
     @staticmethod
     @contextmanager
     def own_shared_memory(axis: Axis) -> Iterator[None]:
-        """Use a unique name, while an engine starts on CPUs, for the shared memory through which its ranks exchange tensors.
+        """Use a unique name, while an engine starts on CPUs, for the shared memory through which
+        its ranks exchange tensors.
 
-        vLLM's name is the same for every engine on the machine, so that two runs collide, and the remains of a killed run block
-        the next one. The name is unlinked as soon as all ranks have mapped the memory, so that nothing can be left behind.
+        vLLM's name is the same for every engine on the machine, so that two runs collide, and the
+        remains of a killed run block the next one. The name is unlinked as soon as all ranks have
+        mapped the memory, so that nothing can be left behind.
         """
-        from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
+        from vllm.distributed.device_communicators.cpu_communicator import (
+            _CPUSHMDistributed as SharedMemory,
+        )
 
         name = axis.broadcast(f"lightrft-{uuid.uuid4().hex}")
         original = SharedMemory.make_group_name
-        SharedMemory.make_group_name = staticmethod(lambda communicator: f"{name}-{communicator.unique_name}")
+        SharedMemory.make_group_name = staticmethod(
+            lambda communicator: f"{name}-{communicator.unique_name}"
+        )
         try:
             yield
             axis.barrier()
@@ -237,11 +281,16 @@ class VLLMShim:
 def _item(item: Image | Video | Clip) -> Image | tuple:
     """Convert a media item to vLLM's form."""
     if isinstance(item, Video):
-        return item.frames, metadata(item) | {"video_backend": "lightrft", "do_sample_frames": False}
+        return item.frames, metadata(item) | {
+            "video_backend": "lightrft",
+            "do_sample_frames": False,
+        }
     return (item.waveform, item.sampling_rate) if isinstance(item, Clip) else item
 
 
-def _without_copied(named_tensors: Iterator[NamedTensor], targets: Mapping[str, list[CopyTarget]]) -> Iterator[NamedTensor]:
+def _without_copied(
+    named_tensors: Iterator[NamedTensor], targets: Mapping[str, list[CopyTarget]]
+) -> Iterator[NamedTensor]:
     """Copy the tensors that have targets, and yield the others."""
     for name, tensor in named_tensors:
         if name not in targets:
@@ -252,15 +301,23 @@ def _without_copied(named_tensors: Iterator[NamedTensor], targets: Mapping[str, 
 
 @contextmanager
 def _missing_by_intent() -> Iterator[None]:
-    """Suppress the warnings of vLLM's reload about layers that it loads nothing into; the stream is checked elsewhere.
+    """Suppress the warnings of vLLM's reload about layers that it loads nothing into; the stream is
+    checked elsewhere.
 
-    Tied output layers, layers without weights, and those whose tensors are copied directly get nothing.
+    Tied output layers, layers without weights, and those whose tensors are copied directly get
+    nothing.
     """
 
     def shown(record: logging.LogRecord) -> bool:
-        return not ("Failed to load weights" in record.msg or record.msg.startswith("Following weights were not loaded"))
+        return not (
+            "Failed to load weights" in record.msg
+            or record.msg.startswith("Following weights were not loaded")
+        )
 
-    loggers = [logging.getLogger(f"vllm.model_executor.model_loader.reload.{name}") for name in ("layerwise", "inplace")]
+    loggers = [
+        logging.getLogger(f"vllm.model_executor.model_loader.reload.{name}")
+        for name in ("layerwise", "inplace")
+    ]
     for logger in loggers:
         logger.addFilter(shown)
     try:
@@ -271,8 +328,13 @@ def _missing_by_intent() -> Iterator[None]:
 
 
 def _keeps(layer: torch.nn.Module, attribute: str) -> bool:
-    """Return True if a parameter still has its original layout and vLLM's postprocessing keeps it, or packs known experts."""
-    if type(getattr(layer, "quant_method", None)).__name__ not in PLAIN or attribute not in layer._parameters:
+    """Return True if a parameter still has its original layout and vLLM's postprocessing keeps it,
+    or packs known experts.
+    """
+    if (
+        type(getattr(layer, "quant_method", None)).__name__ not in PLAIN
+        or attribute not in layer._parameters
+    ):
         return False
     created = get_layerwise_info(layer).restore_metadata[0].get(attribute)
     now = layer._parameters[attribute]
@@ -282,21 +344,31 @@ def _keeps(layer: torch.nn.Module, attribute: str) -> bool:
 
 
 def _packs(layer: torch.nn.Module) -> bool:
-    """Return True if the layer multiplies with a packed copy of its weight, as on CPUs; mostly it keeps only that copy."""
+    """Return True if the layer multiplies with a packed copy of its weight, as on CPUs; mostly it
+    keeps only that copy.
+    """
     return "cpu_linear" in vars(layer)
 
 
 def _renew_tied_layers(model: torch.nn.Module) -> None:
-    """Give tied output layers the packed copy of the layer that loads the weight; a reload packs it for that layer only."""
+    """Give tied output layers the packed copy of the layer that loads the weight; a reload packs it
+    for that layer only.
+    """
     first: dict[int, torch.nn.Module] = {}
     for layer in model.modules():
         weight = layer._parameters.get("weight")
-        if weight is not None and _packs(layer) and first.setdefault(id(weight), layer) is not layer:
+        if (
+            weight is not None
+            and _packs(layer)
+            and first.setdefault(id(weight), layer) is not layer
+        ):
             layer.cpu_linear = first[id(weight)].cpu_linear
 
 
 def _forget_world() -> None:
-    """Destroy vLLM's groups of all ranks, but not the trainer's: the next engine of this process makes its own."""
+    """Destroy vLLM's groups of all ranks, but not the trainer's: the next engine of this process
+    makes its own.
+    """
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()
     parallel_state._WORLD = None

@@ -1,7 +1,8 @@
 """Drafter of one vLLM engine, and the measurement of the batch sizes at which drafts are verified.
 
-Verifying a draft takes longer than a plain step, the more so the larger the batch is, and saves the steps of the accepted tokens.
-So it pays below a batch size that depends on the machine, the model, and the share of drafted tokens that are accepted.
+Verifying a draft takes longer than a plain step, the more so the larger the batch is, and saves the
+steps of the accepted tokens. So it pays below a batch size that depends on the machine, the model,
+and the share of drafted tokens that are accepted.
 """
 
 from collections.abc import Callable
@@ -19,15 +20,18 @@ from lightrft.engine.vllm.verification import Verifier, with_the_noise_of_sample
 from lightrft.parallel.collectives import Axis
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-"""Batch sizes at which the cost of verification is measured; others have the cost of the next larger one."""
+"""Batch sizes at which the cost of verification is measured; others have the cost of the next
+larger one."""
 ROUNDS = 5
 """Number of measurements of each kind at one batch size, of which the fastest counts."""
 PROMPT = [0, 0, 0, 0]
 """Prompt of the measured requests."""
 WINDOW = 64
-"""Number of verified drafts of a model over which their acceptance is averaged, with less weight on older ones."""
+"""Number of verified drafts of a model over which their acceptance is averaged, with less weight on
+older ones."""
 CREDIT = 2.0
-"""Number of plain steps by which drafts of a model may delay an engine before they are switched off."""
+"""Number of plain steps by which drafts of a model may delay an engine before they are switched
+off."""
 TOLERANCE = 0.005
 """Credit for each step, relative to a plain one."""
 
@@ -35,16 +39,22 @@ TOLERANCE = 0.005
 class Speculation:
     """Drafts of one engine, and when they are verified.
 
-    In runner V1 samples are the same as without drafts (verification.py). Runner V2 verifies with vLLM's own rejection sampling,
-    whose draws depend on a request's seed alone and follow the same distribution, but differ from those without drafts.
+    In runner V1 samples are the same as without drafts (verification.py). Runner V2 verifies with
+    vLLM's own rejection sampling, whose draws depend on a request's seed alone and follow the same
+    distribution, but differ from those without drafts.
 
-    A model that drafts reads all tokens, also those of steps that verify no drafts, so that it can continue them. An account of
-    what its drafts have saved and cost, in plain steps, decides whether it is used until the next weights: see count_step().
+    A model that drafts reads all tokens, also those of steps that verify no drafts, so that it can
+    continue them. An account of what its drafts have saved and cost, in plain steps, decides
+    whether it is used until the next weights: see count_step().
     """
 
     def __init__(self, llm: LLM, section: EngineSection, axis: Axis):
-        """Set up the drafter of a started engine, and measure what its drafts cost. The ranks of the engine do it together."""
-        self._engine, self._axis = llm.llm_engine, axis
+        """Set up the drafter of a started engine, and measure what its drafts cost.
+
+        The ranks of the engine do it together.
+        """
+        self._engine = llm.llm_engine
+        self._axis = axis
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._most = section.num_draft_tokens
@@ -52,22 +62,35 @@ class Speculation:
         self._text = self._runner.drafter if section.speculative in TEXT else None
         self._off = False
         """True while a model neither drafts nor reads. In runner V2 it still reads."""
+
         if not self._engine.vllm_config.use_v2_model_runner:
             self._runner.rejection_sampler = Verifier(self._runner.sampler)
             if self._text is None:
                 with_the_noise_of_samples(self._runner.drafter, self._runner.sampler)
-            if not self._engine.model_config.is_hybrid:  # states of recurrent layers depend on whether a step has drafts
-                _plain_while(self._runner, self._text.skips_step if self._text else lambda: self._off)
+            # states of recurrent layers depend on whether a step has drafts
+            if not self._engine.model_config.is_hybrid:
+                _plain_while(
+                    self._runner, self._text.skips_step if self._text else lambda: self._off
+                )
+
         if self._text is not None:
             self._text.batch = self._runner.input_batch
-            self._runner.effective_drafter_max_model_len = 2**31  # vLLM drafts zeros for sequences near the limit
+            # vLLM drafts zeros for sequences near the limit
+            self._runner.effective_drafter_max_model_len = 2**31
+
         self._costs, self._reading = self._measure()
-        logger.debug("--speculative {}: a step with drafts takes longer than one without by {}", section.speculative, self._costs)
+        logger.debug(
+            "--speculative {}: a step with drafts takes longer than one without by {}",
+            section.speculative,
+            self._costs,
+        )
         self._count = self._accepted = 1.0
-        """Number of verified drafts, and of accepted tokens in them, with less weight on older ones; at first a guess."""
+        """Number of verified drafts, and of accepted tokens in them, with less weight on older
+        ones; at first a guess."""
         self._credit = CREDIT
         self._of_step = [0, 0]
         """Drafts that the last step has verified, and tokens accepted in them."""
+
         if self._text is not None:
             self._text.costs = self._costs
         else:
@@ -87,47 +110,63 @@ class Speculation:
             self._text.end(name, token_ids)
 
     def count_step(self) -> None:
-        """Enter a step into the account of a model that drafts, and switch the model off when its credit is spent.
+        """Enter a step into the account of a model that drafts, and switch the model off when its
+        credit is spent.
 
-        Until the next weights, as it has not read the tokens since. Steps without it earn credit, with which it is tried again.
+        Until the next weights, as it has not read the tokens since. Steps without it earn credit,
+        with which it is tried again.
         """
         size = len(self._scheduler.running)
         if self._text is not None or not size:
             return
+
         (count, accepted), self._of_step = self._of_step, [0, 0]
         saved = accepted / size - self._costs.of(size) if count else -self._reading.of(size)
         self._credit = min(CREDIT, self._credit + TOLERANCE + (0.0 if self._off else saved))
         weight = max(0.0, 1 - count / WINDOW)
-        self._count, self._accepted = weight * self._count + count, weight * self._accepted + accepted
+        self._count = weight * self._count + count
+        self._accepted = weight * self._accepted + accepted
         self._off |= self._credit < 0
         if count or self._off:
             self._schedule()
 
     def renew(self) -> None:
-        """Forget what was said with earlier weights, and try the drafts of a model that has earned its credit.
+        """Forget what was said with earlier weights, and try the drafts of a model that has earned
+        its credit.
 
         No request may be running.
         """
         if self._text is not None:
             self._text.clear()
         elif self._off and self._credit >= CREDIT:
-            self._off, self._count, self._accepted = False, 1.0, 1.0
+            self._off = False
+            self._count = 1.0
+            self._accepted = 1.0
             self._schedule()
 
     def _schedule(self) -> None:
-        """Set the batch sizes at which drafts of a model are verified: those at which they are expected to save time."""
+        """Set the batch sizes at which drafts of a model are verified: those at which they are
+        expected to save time.
+        """
         expected = 0.0 if self._off else self._accepted / self._count
         sizes = range(1, self._scheduler.max_num_running_reqs + 1)
-        self._scheduler.dynamic_sd_lookup = [0] + [self._most * (self._costs.of(size) < expected) for size in sizes]
+        self._scheduler.dynamic_sd_lookup = [0] + [
+            self._most * (self._costs.of(size) < expected) for size in sizes
+        ]
 
     def _watch_scheduler(self) -> None:
         """Let vLLM's scheduler report each draft that was verified."""
         report = self._scheduler.make_spec_decoding_stats
 
-        def counted(*args: Any, num_draft_tokens: int, num_accepted_tokens: int, **options: Any) -> Any:
+        def counted(
+            *args: Any, num_draft_tokens: int, num_accepted_tokens: int, **options: Any
+        ) -> Any:
             self._of_step[0] += 1
             self._of_step[1] += num_accepted_tokens
-            counts = {"num_draft_tokens": num_draft_tokens, "num_accepted_tokens": num_accepted_tokens}
+            counts = {
+                "num_draft_tokens": num_draft_tokens,
+                "num_accepted_tokens": num_accepted_tokens,
+            }
             return report(*args, **counts, **options)
 
         self._scheduler.make_spec_decoding_stats = counted
@@ -135,9 +174,11 @@ class Speculation:
     # -- the measurement
 
     def _measure(self) -> tuple[Costs, Costs]:
-        """Return the costs of verifying drafts, and of a model that only reads, up to a size at which drafts cannot pay.
+        """Return the costs of verifying drafts, and of a model that only reads, up to a size at
+        which drafts cannot pay.
 
-        Where other programs disturb the measurement, a larger batch may seem to cost less: the larger cost is returned for both.
+        Where other programs disturb the measurement, a larger batch may seem to cost less: the
+        larger cost is returned for both.
         """
         drafts: dict[int, float] = {}
         reading: dict[int, float] = {}
@@ -149,25 +190,33 @@ class Speculation:
             cost = drafts[size] = max(cost, *(each for each, _ in measured))
             if cost < float("inf"):
                 least = reading[size] = max(least, *(each for _, each in measured))
+
         self._force(None)
         return Costs(drafts), Costs(reading)
 
     def _cost(self, size: int) -> tuple[float, float]:
-        """Return the ratios of the times of steps with drafts, and of those in which a model only reads, to that of plain ones,
-        less 1; infinite if the batch does not fit.
+        """Return the ratios of the times of steps with drafts, and of those in which a model only
+        reads, to that of plain ones, less 1; infinite if the batch does not fit.
 
         Drafts are verified one step after the switch, which is therefore not timed.
         """
         limit = self._engine.model_config.max_model_len - len(PROMPT)
         names = [f"cost/{size}/{number}" for number in range(size)]
         for number, name in enumerate(names):
-            parameters = SamplingParams(seed=number, max_tokens=limit, ignore_eos=True, logprobs=0, detokenize=False)
+            parameters = SamplingParams(
+                seed=number, max_tokens=limit, ignore_eos=True, logprobs=0, detokenize=False
+            )
             self._engine.add_request(name, tokens_input(PROMPT), parameters)
+
         self._force("plain")
         for _ in range(size):
             if self._scheduler.waiting:
                 self._engine.step()
-        fastest = dict.fromkeys(("plain", "reads", "drafts") if self._text is None else ("plain", "drafts"), float("inf"))
+
+        fastest = dict.fromkeys(
+            ("plain", "reads", "drafts") if self._text is None else ("plain", "drafts"),
+            float("inf"),
+        )
         for _ in range(ROUNDS):
             for mode in fastest:
                 self._force(mode)
@@ -177,10 +226,14 @@ class Speculation:
                 seconds = perf_counter() - begin
                 if len(self._scheduler.running) == size:
                     fastest[mode] = min(fastest[mode], seconds)
+
         self._engine.abort_request(names)
         if max(fastest.values()) == float("inf"):
             return float("inf"), float("inf")
-        return fastest["drafts"] / fastest["plain"] - 1, max(0.0, fastest.get("reads", 0.0) / fastest["plain"] - 1)
+
+        return fastest["drafts"] / fastest["plain"] - 1, max(
+            0.0, fastest.get("reads", 0.0) / fastest["plain"] - 1
+        )
 
     def _force(self, mode: str | None) -> None:
         """Draft in every step, let a model only read, or do neither (`plain`); None: what pays."""
@@ -189,15 +242,19 @@ class Speculation:
         else:
             self._off = mode == "plain"
             lengths = self._most * (mode == "drafts")
-            self._scheduler.dynamic_sd_lookup = [lengths] * (self._scheduler.max_num_running_reqs + 1)
+            self._scheduler.dynamic_sd_lookup = [lengths] * (
+                self._scheduler.max_num_running_reqs + 1
+            )
 
 
 def _plain_while(runner: Any, skips_step: Callable[[], bool]) -> None:
-    """Make vLLM's runner compute steps that neither verify drafts nor need new ones as it does without speculation.
+    """Make vLLM's runner compute steps that neither verify drafts nor need new ones as it does
+    without speculation.
 
     Its preparations of drafts take time even where there are none.
     """
-    config, execute = runner.speculative_config, runner.execute_model
+    config = runner.speculative_config
+    execute = runner.execute_model
 
     def execute_model(scheduled: Any, *args: Any, **options: Any) -> Any:
         plain = skips_step() and not scheduled.scheduled_spec_decode_tokens

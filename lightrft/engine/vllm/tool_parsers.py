@@ -11,22 +11,28 @@ from vllm.tool_parsers import ToolParserManager
 def tool_parser(
     name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]]
 ) -> Callable[[str], tuple[str, list[tuple[str, str]]]]:
-    """Return a function from the text of a turn, with its special tokens, to its text without calls, and the name and the JSON
-    arguments of each call.
+    """Return a function from the text of a turn, with its special tokens, to its text without
+    calls, and the name and the JSON arguments of each call.
 
     Raises ValueError for an unknown name, or a parser that does not fit the tokenizer.
     """
     names = sorted(ToolParserManager.list_registered())
     if name not in names:
         raise ValueError(f"--tool_parser {name}: vLLM has {', '.join(names)}")
-    request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], model="", tools=schemas)
+    request = ChatCompletionRequest(
+        messages=[{"role": "user", "content": ""}], model="", tools=schemas
+    )
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
     except Exception as error:  # of many classes, one for each parser
-        raise ValueError(f"--tool_parser {name} does not fit the tokenizer: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"--tool_parser {name} does not fit the tokenizer: {type(error).__name__}: {error}"
+        ) from error
 
     def parse(text: str) -> tuple[str, list[tuple[str, str]]]:
         result = parser.extract_tool_calls(text, request)
-        return result.content or "", [(call.function.name, call.function.arguments) for call in result.tool_calls]
+        return result.content or "", [
+            (call.function.name, call.function.arguments) for call in result.tool_calls
+        ]
 
     return parse

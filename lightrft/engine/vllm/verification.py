@@ -1,8 +1,10 @@
-"""Verification of drafts in vLLM's model runner V1, with the noise that samples have without drafts.
+"""Verification of drafts in vLLM's model runner V1, with the noise that samples have without
+drafts.
 
-The sampler draws the token of each position as it would without a draft; a drafted token is accepted if it is the one drawn. So
-drafts change no sample. The probability of acceptance is that of the token, as in rejection sampling of a single guess (Leviathan
-et al., arXiv 2211.17192). vLLM's own rejection sampler draws other numbers, and without Triton it computes with memory that it
+The sampler draws the token of each position as it would without a draft; a drafted token is
+accepted if it is the one drawn. So drafts change no sample. The probability of acceptance is that
+of the token, as in rejection sampling of a single guess (Leviathan et al., arXiv 2211.17192).
+vLLM's own rejection sampler draws other numbers, and without Triton it computes with memory that it
 has not set: `expand_batch_to_tokens` of version 0.32 writes its result into a copy.
 """
 
@@ -30,66 +32,110 @@ class Verifier:
         self.sampler = sampler
 
     def __call__(
-        self, metadata: SpecDecodeMetadata, draft_probs: Tensor | None, logits: Tensor, sampling: SamplingMetadata
+        self,
+        metadata: SpecDecodeMetadata,
+        draft_probs: Tensor | None,
+        logits: Tensor,
+        sampling: SamplingMetadata,
     ) -> SamplerOutput:
-        """Return the accepted tokens of each draft and the one after them: [R, D + 1], padded with NO_TOKEN, with log-probs.
+        """Return the accepted tokens of each draft and the one after them: [R, D + 1], padded with
+        NO_TOKEN, with log-probs.
 
-        `logits` [sum(drafted + 1), V] has the positions of each request one after another. Each position is sampled for the
-        requests whose drafts were right so far, so a request's generator advances by one draw for each token of its response.
+        `logits` [sum(drafted + 1), V] has the positions of each request one after another. Each
+        position is sampled for the requests whose drafts were right so far, so a request's
+        generator advances by one draw for each token of its response.
         """
         if not metadata.max_spec_len:
             return self.sampler(logits=logits, sampling_metadata=sampling)
+
         counts = metadata.num_draft_tokens
         drafts = [draft.tolist() for draft in metadata.draft_token_ids.cpu().split(counts)]
         begins = list(accumulate(counts, lambda begin, count: begin + count + 1, initial=0))
         running = list(range(len(counts)))
+
         places: list[Tensor] = []
         outputs: list[SamplerOutput] = []
         for place in range(metadata.max_spec_len + 1):
             rows = torch.tensor([begins[row] + place for row in running], device=logits.device)
-            output = self.sampler(logits=logits[rows], sampling_metadata=_of_requests(sampling, running))
-            places.append(torch.tensor([row * (metadata.max_spec_len + 1) + place for row in running], device=logits.device))
+            output = self.sampler(
+                logits=logits[rows], sampling_metadata=_of_requests(sampling, running)
+            )
+            places.append(
+                torch.tensor(
+                    [row * (metadata.max_spec_len + 1) + place for row in running],
+                    device=logits.device,
+                )
+            )
             outputs.append(output)
             sampled = output.sampled_token_ids[:, 0].tolist()
-            running = [row for row, token in zip(running, sampled, strict=True) if drafts[row][place : place + 1] == [token]]
+            running = [
+                row
+                for row, token in zip(running, sampled, strict=True)
+                if drafts[row][place : place + 1] == [token]
+            ]
+
             if not running:
                 break
+
         return _padded(outputs, torch.cat(places), (len(counts), metadata.max_spec_len + 1))
 
 
 def with_the_noise_of_samples(drafter: Any, sampler: Sampler) -> None:
-    """Make a drafter with a model sample its drafts with the noise that the next tokens of the response will have.
+    """Make a drafter with a model sample its drafts with the noise that the next tokens of the
+    response will have.
 
-    A draft is right where the two distributions and the same noise lead to the same token; equal distributions always do.
+    A draft is right where the two distributions and the same noise lead to the same token; equal
+    distributions always do.
     """
     propose = drafter.propose
 
     def propose_ahead(*args: Any, sampling_metadata: SamplingMetadata, **options: Any) -> Tensor:
-        generators = {row: copy_of(generator) for row, generator in sampling_metadata.generators.items()}
-        return propose(*args, sampling_metadata=replace(sampling_metadata, generators=generators), **options)
+        generators = {
+            row: copy_of(generator) for row, generator in sampling_metadata.generators.items()
+        }
+        return propose(
+            *args, sampling_metadata=replace(sampling_metadata, generators=generators), **options
+        )
 
     def sample(hidden_states: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, None]:
         logits = drafter.model.compute_logits(hidden_states)
         sampling = _of_requests(replace(sampling, max_num_logprobs=None), range(len(logits)))
-        return sampler(logits=logits, sampling_metadata=sampling).sampled_token_ids[:, 0].long(), None
+        return sampler(logits=logits, sampling_metadata=sampling).sampled_token_ids[
+            :, 0
+        ].long(), None
 
-    drafter.propose, drafter._sample_draft_tokens = propose_ahead, sample
+    drafter.propose = propose_ahead
+    drafter._sample_draft_tokens = sample
 
 
 def _of_requests(sampling: SamplingMetadata, rows: Sequence[int]) -> SamplingMetadata:
-    """Return the parameters of these requests. Penalties are not supported, nor are banned words of several tokens."""
+    """Return the parameters of these requests.
+
+    Penalties are not supported, nor are banned words of several tokens.
+    """
 
     def of(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[torch.tensor(rows, device=values.device)]
 
     return replace(
-        sampling, temperature=of(sampling.temperature), top_p=of(sampling.top_p), top_k=of(sampling.top_k),
+        sampling,
+        temperature=of(sampling.temperature),
+        top_p=of(sampling.top_p),
+        top_k=of(sampling.top_k),
         allowed_token_ids_mask=of(sampling.allowed_token_ids_mask),
-        generators={place: sampling.generators[row] for place, row in enumerate(rows) if row in sampling.generators},
-        bad_words_token_ids={place: sampling.bad_words_token_ids[row]
-                             for place, row in enumerate(rows) if row in sampling.bad_words_token_ids},
-        output_token_ids=[[]] * len(rows), spec_token_ids=None,
-    )  # fmt: skip
+        generators={
+            place: sampling.generators[row]
+            for place, row in enumerate(rows)
+            if row in sampling.generators
+        },
+        bad_words_token_ids={
+            place: sampling.bad_words_token_ids[row]
+            for place, row in enumerate(rows)
+            if row in sampling.bad_words_token_ids
+        },
+        output_token_ids=[[]] * len(rows),
+        spec_token_ids=None,
+    )
 
 
 def _padded(outputs: list[SamplerOutput], places: Tensor, shape: tuple[int, int]) -> SamplerOutput:
@@ -106,4 +152,7 @@ def _padded(outputs: list[SamplerOutput], places: Tensor, shape: tuple[int, int]
     if logprobs[0] is None:
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
     parts = zip(*(each[:3] for each in logprobs), strict=True)
-    return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=LogprobsTensors(*(joined(part, 0) for part in parts)))
+    return SamplerOutput(
+        sampled_token_ids=tokens,
+        logprobs_tensors=LogprobsTensors(*(joined(part, 0) for part in parts)),
+    )
