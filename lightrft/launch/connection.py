@@ -12,10 +12,12 @@ from typing import Any
 Message = dict[str, Any]
 
 LOST_AFTER = 45
-"""Seconds without a reply from the other machine's kernel after which a connection counts as lost. A process that dies closes
-its connections at once, whatever kills it; this limit is for failures of machines and networks."""
+"""Seconds without a reply from the other machine's kernel after which a connection counts as lost.
+A process that dies closes its connections at once, whatever kills it; this limit is for failures of
+machines and networks."""
 PENDING = 65536
-"""Maximum number of bytes buffered for a receiver that does not read, beyond which messages are dropped; and of a line."""
+"""Maximum number of bytes buffered for a receiver that does not read, beyond which messages are
+dropped; and of a line."""
 FIRST = 1024
 """Maximum number of bytes of a line from a peer that has not been authenticated yet."""
 
@@ -34,7 +36,8 @@ class Connection:
         connected.setblocking(False)
         _notice_loss(connected)
         keep_from_children(connected)
-        self.socket, self.longest = connected, longest
+        self.socket = connected
+        self.longest = longest
         self._lock = threading.Lock()
         self._unsent = self._unread = b""
 
@@ -48,7 +51,9 @@ class Connection:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
 
     def receive(self) -> Iterator[Message]:
-        """Yield the messages that have arrived since the last call; ConnectionLost if no more can arrive."""
+        """Yield the messages that have arrived since the last call; ConnectionLost if no more can
+        arrive.
+        """
         try:
             data = self.socket.recv(PENDING)
         except BlockingIOError:
@@ -57,8 +62,10 @@ class Connection:
             data = b""
         except OSError as error:
             raise ConnectionLost(error.strerror) from error
+
         if not data:
             raise ConnectionLost("connection closed")
+
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
             yield self._read(line)
@@ -83,7 +90,9 @@ class Connection:
 
 
 def keep_from_children(opened: socket.socket) -> None:
-    """Close the socket in forked children, which would otherwise keep the connection open when this process dies."""
+    """Close the socket in forked children, which would otherwise keep the connection open when this
+    process dies.
+    """
     _open.add(opened)
 
 

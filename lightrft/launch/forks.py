@@ -1,7 +1,8 @@
 """Worker processes with a user's code: one process imports it once, and forks the workers.
 
-The rank communicates with that process, and with each worker, over sockets. A killed worker is replaced by a fork, without a
-second import. They start without the rank's memory, threads, sockets and devices, and end with the rank in any case. Linux only.
+The rank communicates with that process, and with each worker, over sockets. A killed worker is
+replaced by a fork, without a second import. They start without the rank's memory, threads, sockets
+and devices, and end with the rank in any case. Linux only.
 """
 
 import ctypes
@@ -31,7 +32,8 @@ HEAD = struct.Struct("!i")
 """Length of a message, as a multiprocessing.Connection writes it."""
 LARGEST_MESSAGE = (1 << 31) - 1
 STACK_SIGNAL = signal.SIGUSR1
-"""Signal at which a worker writes its stack to its socket; the socket is of no further use after that."""
+"""Signal at which a worker writes its stack to its socket; the socket is of no further use after
+that."""
 
 
 class WorkerSetup(Protocol):
@@ -131,7 +133,8 @@ class Forks:
     def fork(self) -> tuple[int, Connection]:
         """Start a worker; return the values of a Worker.
 
-        Raises OSError or EOFError if the process that forks has ended, and ValueError if it cannot import the user's code.
+        Raises OSError or EOFError if the process that forks has ended, and ValueError if it cannot
+        import the user's code.
         """
         if self._parent is None:
             self._start()
@@ -162,10 +165,16 @@ class Forks:
     def _start(self) -> None:
         self._control, child_end = Pipe()
         path = [str(folder) for folder in sys.path]
-        program = f"import sys; sys.path[:] = {path!r}; from lightrft.launch.forks import main; main({child_end.fileno()})"
-        self._parent = subprocess.Popen([sys.executable, "-c", program], pass_fds=[child_end.fileno()], start_new_session=True)
+        program = (
+            f"import sys; sys.path[:] = {path!r}; from lightrft.launch.forks import main;"
+            f" main({child_end.fileno()})"
+        )
+        self._parent = subprocess.Popen(
+            [sys.executable, "-c", program], pass_fds=[child_end.fileno()], start_new_session=True
+        )
         child_end.close()
         self._control.send_bytes(pickle.dumps(self.setup))
+
         if problem := self._control.recv():
             self.close()
             raise ValueError(problem)
@@ -175,7 +184,9 @@ class Forks:
 
 
 def main(fd: int) -> None:
-    """Import the code of the setup that comes over the socket `fd`, then fork workers until the rank closes the socket."""
+    """Import the code of the setup that comes over the socket `fd`, then fork workers until the
+    rank closes the socket.
+    """
     end_with(os.getppid())
     control = Connection(fd)
     setup: WorkerSetup = pickle.loads(control.recv_bytes())
@@ -184,6 +195,7 @@ def main(fd: int) -> None:
     except Exception as error:
         control.send(f"{type(error).__name__}: {error}"[:LONGEST_PROBLEM])
         return
+
     control.send("")
     while True:
         try:
@@ -199,7 +211,8 @@ def main(fd: int) -> None:
 def _fork(control: Connection, work: Callable[[Connection], None], memory: int) -> None:
     """Start a worker, and send its process id and its socket to the rank."""
     parent_end, child_end = Pipe()
-    parent, process = os.getpid(), os.fork()
+    parent = os.getpid()
+    process = os.fork()
     if process == 0:
         control.close()
         parent_end.close()
@@ -209,6 +222,7 @@ def _fork(control: Connection, work: Callable[[Connection], None], memory: int) 
         faulthandler.register(STACK_SIGNAL, file=child_end.fileno(), all_threads=False)
         work(child_end)
         os._exit(0)
+
     child_end.close()
     control.send(process)
     send_handle(control, parent_end.fileno(), 0)
@@ -216,7 +230,9 @@ def _fork(control: Connection, work: Callable[[Connection], None], memory: int) 
 
 
 def end_with(parent: int) -> None:
-    """End this process when its parent ends; at once if that has already ended, as the kernel then sends no signal."""
+    """End this process when its parent ends; at once if that has already ended, as the kernel then
+    sends no signal.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -225,6 +241,10 @@ def end_with(parent: int) -> None:
 def _limit_memory(memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory:
-        used = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+        used = next(
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("VmData")
+        )
         limit = int(used.split()[1]) * 1024 + memory
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -1,4 +1,6 @@
-"""Heartbeats of all ranks to rank 0, which ends all ranks with one cause when a rank fails, dies or stalls."""
+"""Heartbeats of all ranks to rank 0, which ends all ranks with one cause when a rank fails, dies or
+stalls.
+"""
 
 import atexit
 import ipaddress
@@ -29,8 +31,9 @@ from lightrft.parallel.processes import RunProcesses
 BEAT = 5.0
 """Seconds between two heartbeats of a rank; less if the time limit is short."""
 GRACE = 3.0
-"""Seconds by which ranks outlive the failed rank of their node, so that their launcher sees that one end first. Ranks of other
-nodes do not wait: a launcher fails without a report on its ranks if the launcher of another node ends before them."""
+"""Seconds by which ranks outlive the failed rank of their node, so that their launcher sees that
+one end first. Ranks of other nodes do not wait: a launcher fails without a report on its ranks if
+the launcher of another node ends before them."""
 LOOPBACK = "127.0.0.1"
 MARGIN = timedelta(seconds=60)
 """Time that collectives have beyond the limit, because their own timeouts report less."""
@@ -47,41 +50,57 @@ _count = 0
 class Watchdog:
     """Thread on every rank with a connection to the monitor on rank 0.
 
-    It reports the rank's phase, its current line, and the number of collectives that it has begun in each of its groups. It ends
-    this process when the monitor announces a failure: a rank failed or died, or a collective waited longer than `limit` seconds.
+    It reports the rank's phase, its current line, and the number of collectives that it has begun
+    in each of its groups. It ends this process when the monitor announces a failure: a rank failed
+    or died, or a collective waited longer than `limit` seconds.
     """
 
     def __init__(self, processes: RunProcesses, *, limit: float, phase_limit: float):
-        """Connect to rank 0; all ranks call it together. Their store is used only to exchange rank 0's address."""
+        """Connect to rank 0; all ranks call it together.
+
+        Their store is used only to exchange rank 0's address.
+        """
         global _count
         _count += 1
-        store, rank, world_size = processes.store, processes.rank, processes.size
-        self.rank, self.side, self.limit, self.beat = rank, processes.side, limit, min(BEAT, limit / 4, phase_limit / 4)
+        store = processes.store
+        rank = processes.rank
+        world_size = processes.size
+        self.rank = rank
+        self.side = processes.side
+        self.limit = limit
+        self.beat = min(BEAT, limit / 4, phase_limit / 4)
         self._process = os.getpid()
         self._failure: dict[str, Any] | None = None
-        self._complete, self._decided = threading.Event(), threading.Event()
+        self._complete = threading.Event()
+        self._decided = threading.Event()
         self._closed = self._unwatched = False
         self._failed = False
         self._next_beat = self._stalled = 0.0
         self._monitor: Monitor | None = None
         self._phase_of_rank_0 = "start-up"
+
         key = f"lightrft/watchdog/{_count}"
         if rank == 0:
-            token, address = secrets.token_hex(16), _listening_address(world_size)
+            token = secrets.token_hex(16)
+            address = _listening_address(world_size)
             limits = {"limit": limit, "phase_limit": phase_limit, "beat": self.beat}
             self._monitor = Monitor(world_size, address=address, token=token, **limits)
             store.set(key, json.dumps({**_self(), "port": self._monitor.port, "token": token}))
+
         self._rank_0 = json.loads(store.get(key))
         self._connection = _connect(self._rank_0, world_size)
         self._connection.send({"hello": {**_self(), "rank": rank, "token": self._rank_0["token"]}})
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         atexit.register(self.close)
-        self._hook, sys.excepthook = sys.excepthook, self._uncaught
+        self._hook = sys.excepthook
+        sys.excepthook = self._uncaught
         self._complete.wait(2 * ARRIVAL)  # if a rank does not arrive, the run ends before that
 
     @classmethod
-    def start(cls, processes: RunProcesses, limit: timedelta, phase_limit: timedelta) -> "Self | SingleRankWatchdog":
+    def start(
+        cls, processes: RunProcesses, limit: timedelta, phase_limit: timedelta
+    ) -> "Self | SingleRankWatchdog":
         """Start the watchdog of all processes; a single one watches itself."""
         if processes.size == 1:
             return SingleRankWatchdog(phase_limit.total_seconds())
@@ -92,12 +111,16 @@ class Watchdog:
         self._connection.send({"phase": phase})
 
     def fail(self, error: BaseException, *, code: int = 1, brief: bool = False) -> NoReturn:
-        """End all ranks; the rank that failed first logs its error, `brief`ly or with the traceback."""
+        """End all ranks; the rank that failed first logs its error, `brief`ly or with the
+        traceback.
+        """
         message = str(error) if brief else "".join(traceback.format_exception(error)).rstrip()
         echo = is_secondary(error)
         self._failed = True
         summary = f"{type(error).__name__}: {error}"[:2000]
-        self._connection.send({"failed": {"error": summary, "code": code, "brief": brief, "echo": echo}})
+        self._connection.send(
+            {"failed": {"error": summary, "code": code, "brief": brief, "echo": echo}}
+        )
         self._decided.wait(2 * PATIENCE)
         if self._failure is not None and self._failure["root"] != self.rank:
             time.sleep(GRACE + PATIENCE)  # the thread ends this process meanwhile
@@ -110,6 +133,7 @@ class Watchdog:
         """End the watchdog of a rank that ends regularly."""
         if self._closed or os.getpid() != self._process:
             return
+
         self._closed = True
         atexit.unregister(self.close)
         sys.excepthook = self._hook
@@ -122,16 +146,22 @@ class Watchdog:
         self._thread.join(self.beat)
 
     def _run(self) -> None:
-        before, issued = time.monotonic(), self._collectives_begun()
+        before = time.monotonic()
+        issued = self._collectives_begun()
         while True:
             now = time.monotonic()
-            self._stalled, before = self._stalled + min(now - before, 2 * self.beat), now  # more: the process was stopped
+            # more: the process was stopped
+            self._stalled = self._stalled + min(now - before, 2 * self.beat)
+            before = now
+
             if now >= self._next_beat:
-                issued_before, issued = issued, self._collectives_begun()
+                issued_before = issued
+                issued = self._collectives_begun()
                 if issued != issued_before:
                     self._stalled = 0.0
                 self._connection.send({"state": {"place": place(), "issued": issued}})
                 self._next_beat = now + self.beat
+
             if self._stalled > self.limit and not (self._closed or self._unwatched):
                 self._end(self._silence_of_rank_0())
             select.select([self._connection.socket], [], [], self._next_beat - now)
@@ -143,11 +173,16 @@ class Watchdog:
                 if not (self._closed or self._unwatched):
                     self._end(self._death_of_rank_0(reason))
                 break
+
         self._connection.close()
 
     def _collectives_begun(self) -> dict[str, int]:
-        """Return the number of collectives in each group; groups of the two sides have equal names."""
-        return {f"{self.side} {name}".lstrip(): count for name, count in collectives_begun().items()}
+        """Return the number of collectives in each group; groups of the two sides have equal
+        names.
+        """
+        return {
+            f"{self.side} {name}".lstrip(): count for name, count in collectives_begun().items()
+        }
 
     def _receive(self, message: dict[str, Any]) -> None:
         if "phase" in message:
@@ -167,8 +202,11 @@ class Watchdog:
         is_root = failure["root"] == self.rank
         if is_root and self._failed:
             time.sleep(GRACE + PATIENCE)  # the failing thread ends this process meanwhile
+
         if failure["brief"]:
-            time.sleep(0.5)  # most user errors occur on all ranks: this one may be about to report the same
+            # most user errors occur on all ranks: this one may be about to report the same
+            time.sleep(0.5)
+
         if not (failure["brief"] and self._failed):
             logger.error(f"this run ends: {failure['cause']}")
         if failure["node"] == _self()["node"] and not is_root:
@@ -177,14 +215,18 @@ class Watchdog:
 
     def _death_of_rank_0(self, reason: ConnectionLost) -> dict[str, Any]:
         """Return the failure for the death of rank 0, which its monitor can no longer announce."""
-        return self._failure_of_rank_0(death(self._name_of_rank_0, self._rank_0["host"], self._phase_of_rank_0, reason))
+        return self._failure_of_rank_0(
+            death(self._name_of_rank_0, self._rank_0["host"], self._phase_of_rank_0, reason)
+        )
 
     def _silence_of_rank_0(self) -> dict[str, Any]:
-        """Return the failure for `limit` seconds without a message from the monitor and without a new collective of this rank."""
+        """Return the failure for `limit` seconds without a message from the monitor and without a
+        new collective of this rank.
+        """
         return self._failure_of_rank_0(
-            f"{self._name_of_rank_0} has sent no heartbeat for more than {self.limit:.0f} s (--timeout_minutes), the last one "
-            f"{when(self._phase_of_rank_0)}: its process is suspended, or holds Python's global interpreter lock. This rank "
-            f"is at {place()}"
+            f"{self._name_of_rank_0} has sent no heartbeat for more than {self.limit:.0f} s"
+            f" (--timeout_minutes), the last one {when(self._phase_of_rank_0)}: its process is"
+            f" suspended, or holds Python's global interpreter lock. This rank is at {place()}"
         )
 
     @property
@@ -201,16 +243,21 @@ class Watchdog:
 
 
 class SingleRankWatchdog:
-    """Watchdog of a run with one rank: a thread that ends the process when a phase has taken too long."""
+    """Watchdog of a run with one rank: a thread that ends the process when a phase has taken too
+    long.
+    """
 
     def __init__(self, phase_limit: float):
-        self._limit, self._phase, self._deadline = phase_limit, "", 0.0
+        self._limit = phase_limit
+        self._phase = ""
+        self._deadline = 0.0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def enter(self, phase: str) -> None:
         with self._changed:
-            self._phase, self._deadline = phase, time.monotonic() + self._limit
+            self._phase = phase
+            self._deadline = time.monotonic() + self._limit
             if self._thread is None and phase not in OUTSIDE:
                 self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
                 self._thread.start()
@@ -229,14 +276,19 @@ class SingleRankWatchdog:
             while self._deadline:
                 left = self._deadline - time.monotonic()
                 if left <= 0 and self._phase not in OUTSIDE:
-                    cause = f"phase {self._phase} has taken more than {self._limit:.0f} s (--phase_minutes), at {place()}"
+                    cause = (
+                        f"phase {self._phase} has taken more than {self._limit:.0f} s"
+                        f" (--phase_minutes), at {place()}"
+                    )
                     logger.error(f"this run ends: {cause}")
                     exit_process(cause, 1)
                 self._changed.wait(left if left > 0 else self._limit)
 
 
 def is_secondary(error: BaseException | None) -> bool:
-    """Return True for an error that another rank has caused: a collective or the store failed or timed out."""
+    """Return True for an error that another rank has caused: a collective or the store failed or
+    timed out.
+    """
     while error is not None:
         if isinstance(error, dist.DistError) or "/gloo/transport/" in str(error):
             return True
@@ -245,7 +297,9 @@ def is_secondary(error: BaseException | None) -> bool:
 
 
 def exit_process(cause: str, code: int) -> NoReturn:
-    """End this process immediately, since the main thread may be in a collective that cannot be interrupted."""
+    """End this process immediately, since the main thread may be in a collective that cannot be
+    interrupted.
+    """
     tell_launcher(cause)
     if sys.__stderr__ is not None and sys.__stderr__.isatty():
         sys.__stderr__.write("\x1b[?25h")  # show the cursor, which a live display hides
@@ -260,15 +314,20 @@ def place() -> str:
 
 
 def code_position(thread: int) -> str:
-    """Return the position of a thread in our code or the user's: the innermost line and up to two of its callers."""
+    """Return the position of a thread in our code or the user's: the innermost line and up to two
+    of its callers.
+    """
     lines: list[str] = []
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None and len(lines) < 3:
         file = frame.f_code.co_filename
-        if file.startswith(PACKAGE) or not (file.startswith((*STANDARD_LIBRARY, "<")) or LIBRARIES & set(Path(file).parts)):
+        if file.startswith(PACKAGE) or not (
+            file.startswith((*STANDARD_LIBRARY, "<")) or LIBRARIES & set(Path(file).parts)
+        ):
             short = file.removeprefix(str(Path(PACKAGE).parent) + os.sep)
             lines.append(f"{short}:{frame.f_lineno} ({frame.f_code.co_qualname})")
         frame = frame.f_back
+
     return " < ".join(lines) or "no line of its own"
 
 
@@ -282,7 +341,9 @@ def _one_node(world_size: int) -> bool:
 
 
 def _listening_address(world_size: int) -> str | None:
-    """Return the address at which ranks reach rank 0; None (all addresses) if its name resolves to loopback or not at all."""
+    """Return the address at which ranks reach rank 0; None (all addresses) if its name resolves to
+    loopback or not at all.
+    """
     if _one_node(world_size):
         return LOOPBACK
     host = os.environ.get("MASTER_ADDR", socket.gethostname())
@@ -300,6 +361,7 @@ def _connect(listener: dict[str, Any], world_size: int) -> Connection:
         return Connection(socket.create_connection((host, listener["port"]), timeout=60))
     except OSError as error:
         raise RuntimeError(
-            f"{socket.gethostname()} cannot connect to rank 0 at {host}:{listener['port']} ({error}). Ranks communicate over "
-            "ports that the system chooses: a firewall between the nodes must allow these connections"
+            f"{socket.gethostname()} cannot connect to rank 0 at {host}:{listener['port']}"
+            f" ({error}). Ranks communicate over ports that the system chooses: a firewall between"
+            " the nodes must allow these connections"
         ) from error

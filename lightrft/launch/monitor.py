@@ -1,4 +1,6 @@
-"""Monitor on rank 0: collects the state of all ranks, detects dead and late ones, and announces the failure that ends the run."""
+"""Monitor on rank 0: collects the state of all ranks, detects dead and late ones, and announces the
+failure that ends the run.
+"""
 
 import secrets
 import selectors
@@ -9,10 +11,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrft.launch.connection import FIRST, PENDING, Connection, ConnectionLost, keep_from_children
+from lightrft.launch.connection import (
+    FIRST,
+    PENDING,
+    Connection,
+    ConnectionLost,
+    keep_from_children,
+)
 
 PATIENCE = 5.0
-"""Seconds that the report of a failed collective waits for its cause, a rank that failed by itself or died."""
+"""Seconds that the report of a failed collective waits for its cause, a rank that failed by itself
+or died."""
 BACKLOG = 128
 """Fewest connections that may wait to be accepted, so that a few strangers keep no rank out."""
 RETRY = 0.1
@@ -39,7 +48,8 @@ class RankStatus:
     place: str = ""
     """Position of its main thread in our code or the user's at its last heartbeat."""
     issued: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Group -> number of collectives that this rank has begun in it, and time when that number was first observed."""
+    """Group -> number of collectives that this rank has begun in it, and time when that number was
+    first observed."""
     heard: float = field(default_factory=time.monotonic)
     left: bool = False
     """True if the rank has ended regularly."""
@@ -49,8 +59,10 @@ class RankStatus:
         return f"rank {self.rank} (pid {self.pid} on {self.host})"
 
     def observe(self, state: dict[str, Any]) -> None:
-        before, now = self.issued, time.monotonic()
-        self.place, self.heard = state["place"], now
+        before = self.issued
+        now = time.monotonic()
+        self.place = state["place"]
+        self.heard = now
         self.issued = {
             group: before[group] if group in before and before[group][0] == count else (count, now)
             for group, count in state["issued"].items()
@@ -60,13 +72,28 @@ class RankStatus:
 class Monitor:
     """Monitor thread of rank 0, which is idle except for one line from each rank per heartbeat."""
 
-    def __init__(self, world_size: int, *, address: str | None, limit: float, phase_limit: float, beat: float, token: str):
-        """Start the monitor. Ranks connect to `address`; None listens on all addresses of this machine.
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        address: str | None,
+        limit: float,
+        phase_limit: float,
+        beat: float,
+        token: str,
+    ):
+        """Start the monitor.
 
-        In seconds: `limit` is the longest wait of a collective, `phase_limit` the longest time that all ranks may be in a phase,
-        `beat` the time between two checks.
+        Ranks connect to `address`; None listens on all addresses of this machine.
+
+        In seconds: `limit` is the longest wait of a collective, `phase_limit` the longest time that
+        all ranks may be in a phase, `beat` the time between two checks.
         """
-        self.world_size, self.limit, self.phase_limit, self.beat, self.token = world_size, limit, phase_limit, beat, token
+        self.world_size = world_size
+        self.limit = limit
+        self.phase_limit = phase_limit
+        self.beat = beat
+        self.token = token
         self.statuses: dict[int, RankStatus] = {}
         self._senders: dict[Connection, RankStatus] = {}
         self._strangers: dict[Connection, float] = {}
@@ -78,7 +105,8 @@ class Monitor:
         self._failure: dict[str, Any] | None = None
         self._echo: tuple[float, dict[str, Any]] | None = None
         self.closing = threading.Event()
-        """Event to set before rank 0 leaves; the other ranks are then informed that the monitor has ended."""
+        """Event to set before rank 0 leaves; the other ranks are then informed that the monitor has
+        ended."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
@@ -88,23 +116,31 @@ class Monitor:
         self._thread.join(2 * self.beat)
 
     def _run(self) -> None:
-        look, next_look, next_beat = min(self.beat, PATIENCE / 5), 0.0, 0.0
+        look = min(self.beat, PATIENCE / 5)
+        next_look = 0.0
+        next_beat = 0.0
         while not self.closing.is_set():
             for key, _ in self._selector.select(look):
                 if key.fileobj is self._listening:
                     self._accept()
                 else:
                     self._receive(key.data)
+
             now = time.monotonic()
             if self._failure is None and now >= next_look:
                 self._check(now)
                 next_look = now + look
                 self._close_strangers(now)
+
             if now >= next_beat:
                 self._tell_all({"beat": True})
                 next_beat = now + self.beat
+
         self._tell_all({"bye": True})
-        for connection in [self._listening, *(status.connection for status in self.statuses.values())]:
+        for connection in [
+            self._listening,
+            *(status.connection for status in self.statuses.values()),
+        ]:
             connection.close()
 
     def _accept(self) -> None:
@@ -140,7 +176,8 @@ class Monitor:
                     status = self._admit(message["hello"], connection)
                 else:
                     self._note(status, message)
-        except (ConnectionLost, ValueError, KeyError, TypeError) as reason:  # invalid messages come from strangers
+        except (ConnectionLost, ValueError, KeyError, TypeError) as reason:
+            # invalid messages come from strangers
             self._close(connection)
             if status is not None and not status.left:
                 self._end(death(status.name, status.host, status.phase, reason), root=status.rank)
@@ -160,7 +197,8 @@ class Monitor:
         if "state" in message:
             status.observe(message["state"])
         elif "phase" in message:
-            status.phase, status.phase_began = message["phase"], time.monotonic()
+            status.phase = message["phase"]
+            status.phase_began = time.monotonic()
             if status.rank == 0:  # if it dies, the others must report its phase
                 self._tell_all(message)
         elif "failed" in message:
@@ -171,8 +209,12 @@ class Monitor:
     # -- failure detection
 
     def _failed(self, status: RankStatus, report: dict[str, Any]) -> None:
-        failure = {"root": status.rank, "code": report["code"], "brief": report["brief"],
-                   "cause": f"{status.name} failed {when(status.phase)}: {report['error']}"}
+        failure = {
+            "root": status.rank,
+            "code": report["code"],
+            "brief": report["brief"],
+            "cause": f"{status.name} failed {when(status.phase)}: {report['error']}",
+        }
         if not report["echo"]:
             self._end(**failure)
         elif self._echo is None:
@@ -182,25 +224,43 @@ class Monitor:
     def _check(self, now: float) -> None:
         if self._echo and now > self._echo[0]:
             failure = self._echo[1]
-            failure["cause"] += f"\nNo rank died or failed otherwise. {self._report(self._late_in_collectives(), now)}"
+            failure["cause"] += (
+                "\nNo rank died or failed otherwise."
+                f" {self._report(self._late_in_collectives(), now)}"
+            )
             self._end(**failure)
         elif self._longest_wait(now) > self.limit:
             late = self._late_in_collectives()
-            headline = f"a collective has waited for more than {self.limit:.0f} s (--timeout_minutes)"
-            waiting = (status.rank for status in self.statuses.values() if status.rank not in late and not status.left)
+            headline = (
+                f"a collective has waited for more than {self.limit:.0f} s (--timeout_minutes)"
+            )
+            waiting = (
+                status.rank
+                for status in self.statuses.values()
+                if status.rank not in late and not status.left
+            )
             root = min(waiting, default=0)
             self._end(f"{headline}. {self._report(late, now)}", root=root)
         elif phases := self._endless(now):
-            headline = f"phase {', '.join(phases)} has taken all ranks more than {self.phase_limit:.0f} s (--phase_minutes)"
+            headline = (
+                f"phase {', '.join(phases)} has taken all ranks more than {self.phase_limit:.0f} s"
+                " (--phase_minutes)"
+            )
             self._end(f"{headline}. {self._report({}, now)}", root=0)
         elif now - self._began > ARRIVAL and len(self.statuses) < self.world_size:
             absent = names(set(range(self.world_size)) - set(self.statuses))
             self._end(f"{absent} ended, or hung, before it could send its position", root=0)
 
     def _endless(self, now: float) -> list[str]:
-        """Return the phases of all ranks if all of them have been in theirs for too long, else none."""
+        """Return the phases of all ranks if all of them have been in theirs for too long, else
+        none.
+        """
         present = [status for status in self.statuses.values() if not status.left]
-        late = [status for status in present if status.phase not in OUTSIDE and now - status.phase_began > self.phase_limit]
+        late = [
+            status
+            for status in present
+            if status.phase not in OUTSIDE and now - status.phase_began > self.phase_limit
+        ]
         return sorted({status.phase for status in late}) if len(late) == len(present) else []
 
     def _counts(self) -> dict[str, dict[int, tuple[int, float]]]:
@@ -212,7 +272,9 @@ class Monitor:
         return groups
 
     def _longest_wait(self, now: float) -> float:
-        """Return the seconds that the longest-waiting collective has waited for ranks that have not begun it; 0 without one."""
+        """Return the seconds that the longest-waiting collective has waited for ranks that have not
+        begun it; 0 without one.
+        """
         waits = [0.0]
         for members in self._counts().values():
             fewest = min(count for count, _ in members.values())
@@ -220,32 +282,63 @@ class Monitor:
         return max(waits)
 
     def _late_in_collectives(self) -> dict[int, str]:
-        """Return rank -> description of the collectives that it has not begun although others of its group have."""
+        """Return rank -> description of the collectives that it has not begun although others of
+        its group have.
+        """
         late = {}
         for group, members in self._counts().items():
             most = max(count for count, _ in members.values())
-            late.update({rank: f"has begun {count} of {most} collectives in {group}"
-                         for rank, (count, _) in members.items() if count < most})
+            late.update(
+                {
+                    rank: f"has begun {count} of {most} collectives in {group}"
+                    for rank, (count, _) in members.items()
+                    if count < most
+                }
+            )
+
         return late
 
     def _report(self, late: dict[int, str], now: float) -> str:
-        """Return a report of late ranks and the positions of all ranks; ranks at the same position share a line."""
+        """Return a report of late ranks and the positions of all ranks; ranks at the same position
+        share a line.
+        """
         groups: dict[str, list[RankStatus]] = {}
         for status in self.statuses.values():
             lateness = f"late: {late[status.rank]}; " if status.rank in late else ""
-            silent = f"; no heartbeat for {now - status.heard:.0f} s" if now - status.heard > 3 * self.beat else ""
-            state = "has left the run" if status.left else f"{lateness}{when(status.phase)}, at {status.place}{silent}"
+            silent = (
+                f"; no heartbeat for {now - status.heard:.0f} s"
+                if now - status.heard > 3 * self.beat
+                else ""
+            )
+            state = (
+                "has left the run"
+                if status.left
+                else f"{lateness}{when(status.phase)}, at {status.place}{silent}"
+            )
             groups.setdefault(state, []).append(status)
-        lines = [f"  {_name(statuses)}: {state} (for {now - min(status.phase_began for status in statuses):.0f} s)"
-                 for state, statuses in groups.items()]
+
+        lines = [
+            f"  {_name(statuses)}: {state} (for"
+            f" {now - min(status.phase_began for status in statuses):.0f} s)"
+            for state, statuses in groups.items()
+        ]
         headline = f"Late: {names(late)}." if late else "No rank is behind the others."
         return "\n".join([headline, *lines])
 
     def _end(self, cause: str, *, root: int, code: int = 1, brief: bool = False) -> None:
-        """Announce a failure; only the first one counts. Rank 0 gets it last, so that all have it when this process ends."""
+        """Announce a failure; only the first one counts.
+
+        Rank 0 gets it last, so that all have it when this process ends.
+        """
         if self._failure is None:
             node = self.statuses[root].node if root in self.statuses else ""
-            self._failure = {"cause": cause, "root": root, "node": node, "code": code, "brief": brief}
+            self._failure = {
+                "cause": cause,
+                "root": root,
+                "node": node,
+                "code": code,
+                "brief": brief,
+            }
             self._tell_all({"failure": self._failure})
 
     def _tell_all(self, message: dict[str, Any]) -> None:
@@ -256,7 +349,8 @@ class Monitor:
 def listening_socket(address: str | None, backlog: int) -> socket.socket:
     """Open a socket on a port chosen by the system.
 
-    It listens on all addresses if `address` is not local but is routed here, such as that of a cluster service.
+    It listens on all addresses if `address` is not local but is routed here, such as that of a
+    cluster service.
     """
     if address is not None:
         for family, _, _, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
@@ -268,8 +362,11 @@ def listening_socket(address: str | None, backlog: int) -> socket.socket:
 
 
 def death(process: str, host: str, phase: str, reason: Exception) -> str:
-    return (f"{process} ended without an error message {when(phase)}: it was killed or crashed ({reason}). "
-            f"Its own log may show the cause; if not, check whether {host} ran out of memory (dmesg)")
+    return (
+        f"{process} ended without an error message {when(phase)}: it was killed or crashed"
+        f" ({reason}). Its own log may show the cause; if not, check whether {host} ran out of"
+        " memory (dmesg)"
+    )
 
 
 def when(phase: str) -> str:

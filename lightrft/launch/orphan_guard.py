@@ -1,8 +1,10 @@
-"""Guard process for each rank of torchrun, which ends all processes of the rank when torchrun or the rank ends.
+"""Guard process for each rank of torchrun, which ends all processes of the rank when torchrun or
+the rank ends.
 
-torchrun makes each rank the leader of a process group and ends the group by signals. It cannot do so if it is killed itself, and
-it does not end the processes that a killed rank has started. The guard is a process and not a thread of the rank, so that it can
-end a rank that hangs in native code; it has its own session, so that signals to the group do not reach it. Linux only.
+torchrun makes each rank the leader of a process group and ends the group by signals. It cannot do
+so if it is killed itself, and it does not end the processes that a killed rank has started. The
+guard is a process and not a thread of the rank, so that it can end a rank that hangs in native
+code; it has its own session, so that signals to the group do not reach it. Linux only.
 """
 
 import os
@@ -15,17 +17,24 @@ from pathlib import Path
 BEAT = 0.5
 """Seconds between two checks."""
 CLEANUP = 2.0
-"""Seconds in which the processes that a rank has started may end by themselves, and free shared resources."""
+"""Seconds in which the processes that a rank has started may end by themselves, and free shared
+resources."""
 
 
 def main(rank: int, launcher: int) -> None:
-    """Watch the processes with these ids, of which `rank` is the parent of this one, and clean up when one of them ends."""
+    """Watch the processes with these ids, of which `rank` is the parent of this one, and clean up
+    when one of them ends.
+    """
     while os.getppid() == rank and _parent(rank) == launcher:
         time.sleep(BEAT)
     if os.getppid() == rank:
         number = os.environ.get("RANK", "")
-        sys.stderr.write(f"torchrun (pid {launcher}) ended without an error message: rank {number} (pid {rank}) is killed\n")
+        sys.stderr.write(
+            f"torchrun (pid {launcher}) ended without an error message: rank {number} (pid {rank})"
+            " is killed\n"
+        )
         os.kill(rank, signal.SIGKILL)
+
     deadline = time.monotonic() + CLEANUP
     with suppress(ProcessLookupError):
         while time.monotonic() < deadline:

@@ -1,4 +1,6 @@
-"""Creation of the process group from the launcher's environment: torchrun, Slurm, or one process without a launcher."""
+"""Creation of the process group from the launcher's environment: torchrun, Slurm, or one process
+without a launcher.
+"""
 
 import json
 import os
@@ -25,11 +27,17 @@ from lightrft.parallel.gloo import INTERFACE, RANKS_IN_ADDRESSES, share_gloo_dev
 from lightrft.parallel.processes import RunProcesses
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+SLURM = {
+    "RANK": "SLURM_PROCID",
+    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
+    "LOCAL_RANK": "SLURM_LOCALID",
+}
 MEETING_POINT = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID")
-"""Slurm variables for MASTER_ADDR, the first node, and MASTER_PORT, derived from the job, unless the user has set them."""
+"""Slurm variables for MASTER_ADDR, the first node, and MASTER_PORT, derived from the job, unless
+the user has set them."""
 NUMBERS_OF_NODES = ("NNODES", "PET_NNODES", "SKYPILOT_NUM_NODES")
-"""Variables of launchers, Kubeflow and SkyPilot with the number of nodes, as a number or as MIN:MAX."""
+"""Variables of launchers, Kubeflow and SkyPilot with the number of nodes, as a number or as
+MIN:MAX."""
 NUMBERS_IN_A_JOB = ("SLURM_NNODES", "SLURM_NTASKS")
 """The same of a Slurm job, whose steps may be smaller."""
 NUMBERS_OF_PROCESSES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -38,23 +46,32 @@ NUMBERS_OF_PROCESSES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE
 NOTICE = timedelta(seconds=30)
 """Interval between warnings about ranks that have not arrived."""
 FEW_RANKS = 8
-"""Up to so many ranks share one gloo device among their groups; more publish one address each instead, see parallel/gloo.py."""
-ADVICE = "start the run with `torchrun --standalone --nproc-per-node=N ...`, or unset all of these variables to run one process"
+"""Up to so many ranks share one gloo device among their groups; more publish one address each
+instead, see parallel/gloo.py."""
+ADVICE = (
+    "start the run with `torchrun --standalone --nproc-per-node=N ...`, or unset all of these"
+    " variables to run one process"
+)
 _guard: subprocess.Popen | None = None
 _num_groups = 0
 """Number of default process groups that this process has joined, which is equal on all ranks."""
 
 
 def adopt_slurm(environment: MutableMapping[str, str]) -> None:
-    """Set torchrun's variables from those of `srun`. Nothing is changed under torchrun, for one task, or without srun."""
+    """Set torchrun's variables from those of `srun`.
+
+    Nothing is changed under torchrun, for one task, or without srun.
+    """
     if "RANK" in environment or int(environment.get("SLURM_STEP_NUM_TASKS", 1)) == 1:
         return
+
     absent = [name for name in (*SLURM.values(), *MEETING_POINT) if name not in environment]
     if absent:
         raise ConfigError(
-            f"srun started {environment['SLURM_STEP_NUM_TASKS']} tasks, but {', '.join(absent)} is not set: "
-            "pass srun's variables on with --export=ALL"
+            f"srun started {environment['SLURM_STEP_NUM_TASKS']} tasks, but {', '.join(absent)} is"
+            " not set: pass srun's variables on with --export=ALL"
         )
+
     environment.update({name: environment[source] for name, source in SLURM.items()})
     environment.setdefault("MASTER_ADDR", _first_host(environment["SLURM_STEP_NODELIST"]))
     environment.setdefault("MASTER_PORT", str(20000 + int(environment["SLURM_JOB_ID"]) % 10000))
@@ -69,32 +86,41 @@ def check_environment(environment: Mapping[str, str]) -> None:
 
 
 def check_launched(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError for a process without RANK whose other variables say that it is one of several: it would run alone.
+    """Raise ConfigError for a process without RANK whose other variables say that it is one of
+    several: it would run alone.
 
     The same for variables of a launcher that must be numbers, and are not.
     """
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         if name in environment and not environment[name].isdecimal():
             raise ConfigError(f"{name}={environment[name]!r} is not a number: {ADVICE}")
+
     if "RANK" in environment:
         return
+
     counts = NUMBERS_OF_NODES + NUMBERS_OF_PROCESSES
     counts += () if "SLURM_STEP_NUM_TASKS" in environment else NUMBERS_IN_A_JOB
-    settings = {name: environment[name].rpartition(":")[2] for name in counts if name in environment}
+    settings = {
+        name: environment[name].rpartition(":")[2] for name in counts if name in environment
+    }
     several = [name for name, count in settings.items() if count.isdecimal() and int(count) > 1]
     if environment.get("JOB_COMPLETION_INDEX", "0") != "0":
         several.append("JOB_COMPLETION_INDEX")
+
     if several:
         values = ", ".join(f"{name}={environment[name]}" for name in several)
         raise ConfigError(
-            f"{values}: this process is one of several, but it has no rank (RANK is not set) and would run alone. Start the "
-            "command on every node with `bash scripts/launch.sh COMMAND ...`, with torchrun, or with srun (docs/launching.md). "
-            f"For a process that is meant to run alone: `env {' '.join(f'-u {name}' for name in several)} COMMAND ...`"
+            f"{values}: this process is one of several, but it has no rank (RANK is not set) and"
+            " would run alone. Start the command on every node with `bash scripts/launch.sh"
+            " COMMAND ...`, with torchrun, or with srun (docs/launching.md). For a process that is"
+            f" meant to run alone: `env {' '.join(f'-u {name}' for name in several)} COMMAND ...`"
         )
 
 
 def ranks_per_node(environment: Mapping[str, str]) -> int | None:
-    """Return the number of ranks of each node as torchrun or srun say it; None if they do not, or if nodes differ."""
+    """Return the number of ranks of each node as torchrun or srun say it; None if they do not, or
+    if nodes differ.
+    """
     if "LOCAL_WORLD_SIZE" in environment:
         return int(environment["LOCAL_WORLD_SIZE"])
     per_node = re.fullmatch(r"(\d+)(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
@@ -102,64 +128,101 @@ def ranks_per_node(environment: Mapping[str, str]) -> int | None:
 
 
 def adopt_node_size(environment: MutableMapping[str, str], num_gpu_per_node: int) -> None:
-    """Set LOCAL_RANK, which determines a rank's device, for launchers that set only RANK; an existing LOCAL_RANK is kept."""
+    """Set LOCAL_RANK, which determines a rank's device, for launchers that set only RANK; an
+    existing LOCAL_RANK is kept.
+    """
     if "RANK" in environment:
         environment.setdefault("LOCAL_RANK", str(int(environment["RANK"]) % num_gpu_per_node))
 
 
 def end_with_launcher(launcher: int) -> None:
-    """Start a guard so that a rank of torchrun, with process id `launcher`, and the rank's children do not outlive it."""
+    """Start a guard so that a rank of torchrun, with process id `launcher`, and the rank's children
+    do not outlive it.
+    """
     global _guard
-    if _guard is None and "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux" and os.getpgid(0) == os.getpid():
+    if (
+        _guard is None
+        and "TORCHELASTIC_RUN_ID" in os.environ
+        and sys.platform == "linux"
+        and os.getpgid(0) == os.getpid()
+    ):
         command = [sys.executable, "-IS", orphan_guard.__file__, str(os.getpid()), str(launcher)]
-        _guard = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        _guard = subprocess.Popen(
+            command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
 
 
-def join_process_group(device: torch.device, timeout: timedelta, arrival: timedelta, rollout_ranks: int = 0) -> RunProcesses:
-    """Create the default process group, unless it exists already. `timeout` is that of its store from then on.
+def join_process_group(
+    device: torch.device, timeout: timedelta, arrival: timedelta, rollout_ranks: int = 0
+) -> RunProcesses:
+    """Create the default process group, unless it exists already.
 
-    `arrival` is the longest wait until all processes have started, imported their packages and connected. Raises ConfigError
-    for an environment that no launcher has set up, and RuntimeError for `rollout_ranks` in a group that exists.
+    `timeout` is that of its store from then on.
+
+    `arrival` is the longest wait until all processes have started, imported their packages and
+    connected. Raises ConfigError for an environment that no launcher has set up, and RuntimeError
+    for `rollout_ranks` in a group that exists.
     """
     if dist.is_initialized():
         if rollout_ranks:
-            raise RuntimeError("--rollout_ranks needs two process groups, but this process has joined one already")
-        return RunProcesses(_get_default_store(), dist.get_rank(), dist.get_world_size(), timeout, created=False)
+            raise RuntimeError(
+                "--rollout_ranks needs two process groups, but this process has joined one already"
+            )
+        return RunProcesses(
+            _get_default_store(), dist.get_rank(), dist.get_world_size(), timeout, created=False
+        )
+
     end_with_launcher(os.getppid())
     adopt_slurm(os.environ)
     check_environment(os.environ)
     check_launched(os.environ)
     backend = collective_backend(device)
     share_gloo_device()
+
     if "RANK" not in os.environ:
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return RunProcesses(store, 0, 1, timeout)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     store = _prefixed_store(_meeting_point(rank, arrival))
     _meet(store, rank, world_size, arrival)
     choose_interface(dist.PrefixStore("arrivals", store), world_size)
     one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
     processes = RunProcesses(store, rank, world_size, timeout, rollout_ranks, one_node)
-    first, last = (world_size - rollout_ranks, world_size) if processes.generates else (0, world_size - rollout_ranks)
+    first, last = (
+        (world_size - rollout_ranks, world_size)
+        if processes.generates
+        else (0, world_size - rollout_ranks)
+    )
     own_store = dist.PrefixStore(processes.side, store) if processes.side else store
     if world_size > FEW_RANKS:
         os.environ.setdefault(RANKS_IN_ADDRESSES, "1")
+
     try:
-        dist.init_process_group(backend, store=own_store, rank=rank - first, world_size=last - first, timeout=arrival)
+        dist.init_process_group(
+            backend, store=own_store, rank=rank - first, world_size=last - first, timeout=arrival
+        )
     except RuntimeError as error:  # gloo's errors are not DistError
         raise RuntimeError(
-            f"rank {rank} on {socket.gethostname()} met the other {world_size - 1} at {_address()}, but cannot connect to all of "
-            "them: one has ended since, and its log has the cause, or a firewall blocks the connections, or a rank listens "
-            f"on an address that others cannot reach. {_own_interface()}. torch's message: {error}"
+            f"rank {rank} on {socket.gethostname()} met the other {world_size - 1} at {_address()},"
+            " but cannot connect to all of them: one has ended since, and its log has the cause,"
+            " or a firewall blocks the connections, or a rank listens on an address that others"
+            f" cannot reach. {_own_interface()}. torch's message: {error}"
         ) from error
+
     store.set_timeout(timeout)
     return processes
 
 
 def _own_interface() -> str:
     chosen = os.environ.get(INTERFACE)
-    used = f"This rank listens on the interface {chosen} ({INTERFACE})" if chosen else f"{INTERFACE} is not set"
+    used = (
+        f"This rank listens on the interface {chosen} ({INTERFACE})"
+        if chosen
+        else f"{INTERFACE} is not set"
+    )
     return interface_problem() or f"{used}: it must be the interface between the nodes"
 
 
@@ -170,29 +233,38 @@ def _address() -> str:
 def _meeting_point(rank: int, arrival: timedelta) -> dist.Store:
     """Return the store, which torchrun serves on the first node, else rank 0.
 
-    Torch's own rendezvous is not used, because it waits for all ranks without reporting which are missing.
+    Torch's own rendezvous is not used, because it waits for all ranks without reporting which are
+    missing.
     """
     serves = rank == 0 and not _launcher_serves()
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     try:
-        return dist.TCPStore(host, port, is_master=serves, timeout=arrival, wait_for_workers=False, multi_tenant=True)
+        return dist.TCPStore(
+            host, port, is_master=serves, timeout=arrival, wait_for_workers=False, multi_tenant=True
+        )
     except dist.DistError as error:
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
             raise RuntimeError(
-                f"MASTER_PORT {os.environ['MASTER_PORT']} on {os.environ['MASTER_ADDR']} is in use by another program. "
-                "Choose another with `torchrun --master-port PORT`, or let torchrun find a free one: `torchrun --standalone`"
+                f"MASTER_PORT {os.environ['MASTER_PORT']} on {os.environ['MASTER_ADDR']} is in use"
+                " by another program. Choose another with `torchrun --master-port PORT`, or let"
+                " torchrun find a free one: `torchrun --standalone`"
             ) from error
+
         raise RuntimeError(
-            f"rank {rank} on {socket.gethostname()} found no other rank at {_address()} (MASTER_ADDR and MASTER_PORT) within "
-            f"{_minutes(arrival)}. Either the first node has not started its ranks, or they ended, and its log has the cause, or "
-            f"this node cannot reach that address. torch's message: {error}"
+            f"rank {rank} on {socket.gethostname()} found no other rank at {_address()}"
+            f" (MASTER_ADDR and MASTER_PORT) within {_minutes(arrival)}. Either the first node has"
+            " not started its ranks, or they ended, and its log has the cause, or this node cannot"
+            f" reach that address. torch's message: {error}"
         ) from error
 
 
 def _prefixed_store(store: dist.Store) -> dist.Store:
-    """Return the store with a key prefix for this process group, since torchrun's store outlives groups and restarts.
+    """Return the store with a key prefix for this process group, since torchrun's store outlives
+    groups and restarts.
 
-    A store of rank 0 is new in each restart; the restarts that torchruns count differ when a node is lost or added.
+    A store of rank 0 is new in each restart; the restarts that torchruns count differ when a node
+    is lost or added.
     """
     global _num_groups
     _num_groups += 1
@@ -205,11 +277,16 @@ def _launcher_serves() -> bool:
 
 
 def _meet(store: dist.Store, rank: int, world_size: int, arrival: timedelta) -> None:
-    """Wait until all ranks have arrived; meanwhile one rank of each node logs which are missing. RuntimeError at the deadline."""
+    """Wait until all ranks have arrived; meanwhile one rank of each node logs which are missing.
+
+    RuntimeError at the deadline.
+    """
     arrivals = dist.PrefixStore("arrivals", store)
     arrivals.set(str(rank), master_address())
-    if arrivals.add("number", 1) == world_size:  # the store answers one key of each rank, not all keys of each
+    # the store answers one key of each rank, not all keys of each
+    if arrivals.add("number", 1) == world_size:
         arrivals.set("complete", "")
+
     deadline = time.monotonic() + arrival.total_seconds()
     while True:
         left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
@@ -219,16 +296,21 @@ def _meet(store: dist.Store, rank: int, world_size: int, arrival: timedelta) -> 
             absent = names(other for other in range(world_size) if not arrivals.check([str(other)]))
             if time.monotonic() >= deadline:
                 raise RuntimeError(
-                    f"{absent} did not connect to {_address()} within {_minutes(arrival)}, where rank {rank} on "
-                    f"{socket.gethostname()} waited. Either they failed before, and the log of their node has the cause, or "
-                    "they cannot reach that address"
+                    f"{absent} did not connect to {_address()} within {_minutes(arrival)}, where"
+                    f" rank {rank} on {socket.gethostname()} waited. Either they failed before, and"
+                    " the log of their node has the cause, or they cannot reach that address"
                 ) from late
+
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                logger.warning(f"waiting at {_address()} for {absent}, at most {left.total_seconds():.0f} s: have they failed?")
+                logger.warning(
+                    f"waiting at {_address()} for {absent}, at most {left.total_seconds():.0f} s:"
+                    " have they failed?"
+                )
         except dist.DistError as error:
             raise RuntimeError(
-                f"rank {rank} on {socket.gethostname()} waited at {_address()} for the others, and the rendezvous server is "
-                f"gone: the first node has ended, and its log has the cause. torch's message: {error}"
+                f"rank {rank} on {socket.gethostname()} waited at {_address()} for the others, and"
+                " the rendezvous server is gone: the first node has ended, and its log has the"
+                f" cause. torch's message: {error}"
             ) from error
 
 
@@ -237,7 +319,9 @@ def _minutes(arrival: timedelta) -> str:
 
 
 def launcher() -> str:
-    """Return a name for the torchrun that started this process, which is the same for all its restarts; empty without one."""
+    """Return a name for the torchrun that started this process, which is the same for all its
+    restarts; empty without one.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
     try:
@@ -248,10 +332,15 @@ def launcher() -> str:
 
 
 def tell_launcher(cause: str) -> None:
-    """Write why this process ends to torchrun's error file; torchrun reports the earliest error of all ranks."""
+    """Write why this process ends to torchrun's error file; torchrun reports the earliest error of
+    all ranks.
+    """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        about = {"message": cause, "extraInfo": {"py_callstack": cause, "timestamp": str(int(time.time()))}}
+        about = {
+            "message": cause,
+            "extraInfo": {"py_callstack": cause, "timestamp": str(int(time.time()))},
+        }
         Path(file).write_text(json.dumps({"message": about}))
 
 

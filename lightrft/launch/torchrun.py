@@ -1,8 +1,9 @@
-"""Plug-in of torchrun: a run that a signal stops has time for its checkpoint, and ends with one line instead of a traceback.
+"""Plug-in of torchrun: a run that a signal stops has time for its checkpoint, and ends with one
+line instead of a traceback.
 
-torchrun passes Ctrl-C and SIGTERM on to the ranks, kills them after 30 seconds, and then raises. A step may take longer, and
-nothing that a rank does can change that. So torchrun loads this module, through the entry point `torchrun.handlers`. It does
-nothing for other programs.
+torchrun passes Ctrl-C and SIGTERM on to the ranks, kills them after 30 seconds, and then raises. A
+step may take longer, and nothing that a rank does can change that. So torchrun loads this module,
+through the entry point `torchrun.handlers`. It does nothing for other programs.
 """
 
 import os
@@ -22,14 +23,18 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def install() -> Callable[[Any], NoReturn]:
-    """Prepare a torchrun that starts a module of lightrft; return what torchrun registers as a rendezvous backend."""
+    """Prepare a torchrun that starts a module of lightrft; return what torchrun registers as a
+    rendezvous backend.
+    """
     if any(argument.startswith("lightrft.") for argument in sys.argv[1:]):
         os.environ.setdefault(SHUTDOWN_SECONDS, LONG_ENOUGH)
         sys.excepthook = partial(_end, sys.excepthook)
     return _no_backend
 
 
-def _end(before: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _end(
+    before: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     if kind.__name__ != "SignalException":
         before(kind, error, trace)
         return
@@ -39,4 +44,6 @@ def _end(before: Hook, kind: type[BaseException], error: BaseException, trace: T
 
 
 def _no_backend(parameters: Any) -> NoReturn:
-    raise ValueError("lightrft is a plug-in of torchrun and no rendezvous backend: use --rdzv-backend c10d")
+    raise ValueError(
+        "lightrft is a plug-in of torchrun and no rendezvous backend: use --rdzv-backend c10d"
+    )
