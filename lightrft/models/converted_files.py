@@ -1,8 +1,9 @@
-"""Safetensors files read under the names and in the shapes of a transformers model, whatever the files use.
+"""Safetensors files read under the names and in the shapes of a transformers model, whatever the
+files use.
 
-Published folders often store one tensor per expert, where transformers stacks the experts of a layer in one tensor.
-from_pretrained() converts the whole model. This module converts a tensor when it is read, from the parts that are needed, with
-transformers' own conversions.
+Published folders often store one tensor per expert, where transformers stacks the experts of a
+layer in one tensor. from_pretrained() converts the whole model. This module converts a tensor when
+it is read, from the parts that are needed, with transformers' own conversions.
 """
 
 import copy
@@ -29,8 +30,10 @@ from lightrft.models.weight_files import WeightFiles
 Part = tuple[slice, ...]
 Index = tuple[int | slice, ...]
 
-NUM_BLOCKS, MIN_BLOCK = 16, 2**19
-"""Number of blocks of rows in which a tensor is read, and the smallest number of elements of a block."""
+NUM_BLOCKS = 16
+MIN_BLOCK = 2**19
+"""Number of blocks of rows in which a tensor is read, and the smallest number of elements of a
+block."""
 
 
 @dataclass(slots=True)
@@ -39,31 +42,51 @@ class Conversion:
 
     converter: WeightConverter
     target: str
-    """Name of the first converted tensor, from which transformers derives the names of the others."""
+    """Name of the first converted tensor, from which transformers derives the names of the others.
+    """
     sources: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     """Source pattern of the converter -> stored names, in natural (numeric) order."""
 
     @property
     def stacks(self) -> bool:
-        """Return True if row i of the result is the i-th stored tensor or a concatenation of i-th ones, as with experts."""
+        """Return True if row i of the result is the i-th stored tensor or a concatenation of i-th
+        ones, as with experts.
+        """
         first, *others = self.converter.operations
-        merges = isinstance(first, MergeModulelist) and first.dim == 0 and (others or len(self.sources) == 1)
-        return bool(merges) and all(isinstance(other, Concatenate) and other.dim > 0 for other in others)
+        merges = (
+            isinstance(first, MergeModulelist)
+            and first.dim == 0
+            and (others or len(self.sources) == 1)
+        )
+        return bool(merges) and all(
+            isinstance(other, Concatenate) and other.dim > 0 for other in others
+        )
 
     def rows(self, files: WeightFiles, rows: slice, part: Part) -> Iterator[tuple[Index, Tensor]]:
-        """Read some rows of stacked tensors: yield (index in these rows of the part, values) for each stored tensor."""
+        """Read some rows of stacked tensors: yield (index in these rows of the part, values) for
+        each stored tensor.
+        """
         dim = next((op.dim for op in self.converter.operations if isinstance(op, Concatenate)), 1)
-        first, stop, offset = part[dim].start, part[dim].stop, 0
+        first = part[dim].start
+
+        stop = part[dim].stop
+        offset = 0
         for pattern in self.converter.source_patterns:
             tensors = files.read_all(self.sources[pattern][rows]) if pattern in self.sources else []
             for row, tensor in enumerate(tensors):
-                begin, end = max(first, offset), min(stop, offset + tensor.shape[dim - 1])
+                begin = max(first, offset)
+                end = min(stop, offset + tensor.shape[dim - 1])
                 if begin < end:
                     stored = (*part[1:dim], slice(begin - offset, end - offset), *part[dim + 1 :])
-                    yield (row, *[slice(None)] * (dim - 1), slice(begin - first, end - first)), tensor[stored]
+                    yield (
+                        (row, *[slice(None)] * (dim - 1), slice(begin - first, end - first)),
+                        tensor[stored],
+                    )
             offset += tensors[0].shape[dim - 1] if tensors else 0
 
-    def convert(self, model: PreTrainedModel, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+    def convert(
+        self, model: PreTrainedModel, tensors: dict[str, list[Tensor]]
+    ) -> dict[str, Tensor]:
         """Convert the tensors and return the results by name in the model. `tensors` is emptied.
 
         Raise ValueError if transformers cannot convert them.
@@ -73,50 +96,82 @@ class Conversion:
         try:
             converted = converter.convert(self.target, model=model, config=model.config)
         except (RuntimeError, ValueError, LookupError) as error:
-            raise ValueError(f"transformers cannot convert the stored tensors to {self.target} ({error})") from error
-        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in converted.items()}
+            raise ValueError(
+                f"transformers cannot convert the stored tensors to {self.target} ({error})"
+            ) from error
+
+        return {
+            name: tensor[0] if isinstance(tensor, list) else tensor
+            for name, tensor in converted.items()
+        }
 
 
 class ConvertedFiles:
-    """Tensors of a folder under the names and in the shapes of a model. Names unknown to the model are included."""
+    """Tensors of a folder under the names and in the shapes of a model.
+
+    Names unknown to the model are included.
+    """
 
     def __init__(self, model: PreTrainedModel, files: WeightFiles):
-        """Read the headers of `files` only. `model` must be neither distributed nor adapted; it may be empty."""
-        self.model, self.files = model, files
+        """Read the headers of `files` only.
+
+        `model` must be neither distributed nor adapted; it may be empty.
+        """
+        self.model = model
+        self.files = files
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Name in the model -> shape of the whole tensor."""
         self._stored: dict[str, str] = {}
         """Name in the model -> stored name, for tensors that need no conversion."""
         self._conversions: dict[str, Conversion] = {}
         """Name in the model -> conversion that produces the tensor."""
+
         stored = files.shapes()
         for conversion in self._find(stored):
-            sources = {pattern: [torch.empty(stored[name], device="meta") for name in names]
-                       for pattern, names in conversion.sources.items()}  # fmt: skip
+            sources = {
+                pattern: [torch.empty(stored[name], device="meta") for name in names]
+                for pattern, names in conversion.sources.items()
+            }
             for name, tensor in conversion.convert(model, sources).items():
                 self._conversions[name], self.shapes[name] = conversion, tuple(tensor.shape)
+
         self.shapes |= {name: stored[stored_name] for name, stored_name in self._stored.items()}
 
     def read(self, name: str, part: Part) -> Iterator[tuple[Index, Tensor]]:
-        """Read part of a tensor in pieces: yield (index in the part, values), on the host and in the stored dtype.
+        """Read part of a tensor in pieces: yield (index in the part, values), on the host and in
+        the stored dtype.
 
-        Rows outside of the part are not read. The pieces are views of the files, of which a few rows are mapped at a time;
-        only a conversion that does more than to stack and concatenate returns the whole part in memory of its own.
+        Rows outside of the part are not read. The pieces are views of the files, of which a few
+        rows are mapped at a time; only a conversion that does more than to stack and concatenate
+        returns the whole part in memory of its own.
         """
         conversion = self._conversions.get(name)
         if conversion is not None and not conversion.stacks:
-            sources = {pattern: self.files.read_all(names) for pattern, names in conversion.sources.items()}
+            sources = {
+                pattern: self.files.read_all(names) for pattern, names in conversion.sources.items()
+            }
             yield (), conversion.convert(self.model, sources)[name][part]
             return
+
         if not part:
             yield (), self.files.read(self._stored[name], part)
             return
-        first, stop = part[0].start, part[0].stop
-        step = max(1, math.ceil((stop - first) / NUM_BLOCKS), MIN_BLOCK // max(1, math.prod(self.shapes[name][1:])))
+
+        first = part[0].start
+        stop = part[0].stop
+        step = max(
+            1,
+            math.ceil((stop - first) / NUM_BLOCKS),
+            MIN_BLOCK // max(1, math.prod(self.shapes[name][1:])),
+        )
+
         for begin in range(first, stop, step):
             rows = slice(begin, min(begin + step, stop))
             if conversion is None:
-                yield (slice(rows.start - first, rows.stop - first),), self.files.read(self._stored[name], (rows, *part[1:]))
+                yield (
+                    (slice(rows.start - first, rows.stop - first),),
+                    self.files.read(self._stored[name], (rows, *part[1:])),
+                )
             else:
                 for (row, *index), values in conversion.rows(self.files, rows, part):
                     yield (row + rows.start - first, *index), values
@@ -126,15 +181,24 @@ class ConvertedFiles:
         if name in self._stored:
             return f"{self.files.files[self._stored[name]]}: {self._stored[name]}"
         names = [stored for names in self._conversions[name].sources.values() for stored in names]
-        return f"{self.files.files[names[0]].parent}: {name}, converted from {names[0]} and {len(names) - 1} more,"
+        return (
+            f"{self.files.files[names[0]].parent}: {name}, converted from {names[0]} and"
+            f" {len(names) - 1} more,"
+        )
 
     def _find(self, stored: dict[str, tuple[int, ...]]) -> list[Conversion]:
-        """Rename the stored tensors as from_pretrained() does, and return the conversions for those that need more."""
-        parameters, prefix = self.model.state_dict(keep_vars=True), self.model.base_model_prefix
+        """Rename the stored tensors as from_pretrained() does, and return the conversions for those
+        that need more.
+        """
+        parameters = self.model.state_dict(keep_vars=True)
+        prefix = self.model.base_model_prefix
         mapping = get_model_conversion_mapping(self.model)
         renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
         converters = [step for step in mapping if isinstance(step, WeightConverter)]
-        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        by_pattern = {
+            pattern: converter for converter in converters for pattern in converter.source_patterns
+        }
+
         conversions: dict[str, Conversion] = {}
         for original in sorted(stored, key=dot_natural_key):
             name, pattern = rename_source_key(original, renamings, converters, prefix, parameters)
@@ -145,4 +209,5 @@ class ConvertedFiles:
                 conversion.sources[pattern].append(original)
             else:
                 self._stored.setdefault(name, original)
+
         return list(conversions.values())

@@ -1,4 +1,6 @@
-"""Models whose parameters have shapes but no memory yet, so that a model of any size is built instantly on every rank."""
+"""Models whose parameters have shapes but no memory yet, so that a model of any size is built
+instantly on every rank.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +13,10 @@ _register_real: Register = nn.Module.register_parameter
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Create the parameters of new modules on the meta device. Buffers, which only the constructor can compute, are real."""
+    """Create the parameters of new modules on the meta device.
+
+    Buffers, which only the constructor can compute, are real.
+    """
     with _registering(_register_empty):
         yield
 
@@ -44,8 +49,13 @@ def _registering(register: Register) -> Iterator[None]:
 
 
 def _register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """Register the parameter on the meta device. A parameter already there stays the same object, so tied ones stay tied."""
+    """Register the parameter on the meta device.
+
+    A parameter already there stays the same object, so tied ones stay tied.
+    """
     if parameter is not None and not parameter.is_meta:
-        parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        parameter = nn.Parameter(
+            parameter.detach().to("meta"), requires_grad=parameter.requires_grad
+        )
         parameter._is_hf_initialized = True  # transformers would draw values for it
     _register_real(module, name, parameter)

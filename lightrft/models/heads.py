@@ -1,4 +1,6 @@
-"""Models with the heads that training needs: log-probs of given tokens instead of logits, or one score per token."""
+"""Models with the heads that training needs: log-probs of given tokens instead of logits, or one
+score per token.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,18 +23,29 @@ from lightrft.parallel.sequence_parallel import (
     SequenceParallelModule,
     select_tokens,
 )
-from lightrft.types import Batch, Expanded, Features, append_sequence, concatenated_features, padded, to_device, unpadded
+from lightrft.types import (
+    Batch,
+    Expanded,
+    Features,
+    append_sequence,
+    concatenated_features,
+    padded,
+    to_device,
+    unpadded,
+)
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 MULTIPLIED = {"cohere", "cohere2"}
 DIVIDED = {"granite", "granitemoe", "granitemoeshared"}
-"""Model types whose logits are divided by their entry of SCALES; those in MULTIPLIED multiply by it."""
+"""Model types whose logits are divided by their entry of SCALES; those in MULTIPLIED multiply by
+it."""
 
 
 class Actor(SequenceParallelModule):
     """Causal language model whose forward returns log-probs and entropy of the batch's own tokens.
 
-    The product of the head and the hidden states is computed inside, in chunks, so the full logits never exist.
+    The product of the head and the hidden states is computed inside, in chunks, so the full logits
+    never exist.
     """
 
     def __init__(self, language_model: PreTrainedModel):
@@ -40,33 +53,48 @@ class Actor(SequenceParallelModule):
         self.language_model = language_model
         self.logit_scale = logit_scale(language_model)
         self.blank: tuple[Expanded, ...] = ()
-        """Sequences with an item of each medium, excluded from the loss, that are appended to batches without this medium: while
-        other ranks train on it, all ranks must run the same collectives, and trained towers need a gradient of zeros. Empty if
-        all batches are text."""
+        """Sequences with an item of each medium, excluded from the loss, that are appended to
+        batches without this medium: while other ranks train on it, all ranks must run the same
+        collectives, and trained towers need a gradient of zeros. Empty if all batches are text."""
 
     def forward(
-        self, batch: Batch, temperature: float, truncation: Truncation = ALL, *, entropy: bool = True, top: int = 0,
+        self,
+        batch: Batch,
+        temperature: float,
+        truncation: Truncation = ALL,
+        *,
+        entropy: bool = True,
+        top: int = 0,
         gradients: TokenGradients | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Return log p(token | previous tokens of its sequence) at `temperature` and the entropy, [T] float32 each.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return log p(token | previous tokens of its sequence) at `temperature` and the entropy,
+        [T] float32 each.
 
-        With a truncation, both refer to the part of the vocabulary that was sampled from. They are 0 for tokens outside of the
-        loss mask, for which the head is not computed at all. The entropy is None unless `entropy` is set. With `gradients` of
-        the objective, the gradients of the head are computed in the forward pass, which saves one matrix product; see
+        With a truncation, both refer to the part of the vocabulary that was sampled from. They are
+        0 for tokens outside of the loss mask, for which the head is not computed at all. The
+        entropy is None unless `entropy` is set. With `gradients` of the objective, the gradients of
+        the head are computed in the forward pass, which saves one matrix product; see
         token_logprobs().
 
-        With `top`, return instead the `top` likeliest next tokens after each token, over the whole vocabulary, likeliest first:
-        log-probs [T, top] float32 and ids [T, top] int64, without gradient.
+        With `top`, return instead the `top` likeliest next tokens after each token, over the whole
+        vocabulary, likeliest first: log-probs [T, top] float32 and ids [T, top] int64, without
+        gradient.
         """
         padded = pad_to_multiple(with_blank(batch, self.blank), self.sequence.multiple)
         hidden = hidden_states(self.language_model, padded, self.sequence)
         if top:
             return self._top(hidden, padded, top, temperature / self.logit_scale, batch.num_tokens)
-        before = padded.learned_tokens - 1  # each position predicts the next token; the first token is never in the loss
-        indices, local = self.sequence.own(padded.shared.places[before] if padded.shared else before, padded.num_computed)
+
+        # each position predicts the next token; the first token is never in the loss
+        before = padded.learned_tokens - 1
+        indices, local = self.sequence.own(
+            padded.shared.places[before] if padded.shared else before, padded.num_computed
+        )
         next_, local = (to_device(rows, hidden.device) for rows in (before[indices] + 1, local))
+
         weight = self.language_model.get_output_embeddings().weight
-        # Separate tensors: in a joint one, an output that the loss does not use would get a full backward pass of zeros.
+        # Separate tensors: in a joint one, an output that the loss does not use would get a full
+        # backward pass of zeros.
         outputs = [torch.zeros(batch.num_tokens, device=hidden.device)] * (1 + entropy)
         for rows, part in parts_of_truncation(truncation, batch, next_):
             tokens = next_[rows]
@@ -83,12 +111,18 @@ class Actor(SequenceParallelModule):
                 output.index_put((tokens,), value)
                 for output, value in zip(outputs, values, strict=False)
             ]
+
         logprobs, *entropies = self.sequence.sums(*outputs)
         return logprobs, entropies[0] if entropy else None
 
-    def _top(self, hidden: Tensor, batch: Batch, top: int, temperature: float, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def _top(
+        self, hidden: Tensor, batch: Batch, top: int, temperature: float, num_tokens: int
+    ) -> tuple[Tensor, Tensor]:
         weight = self.language_model.get_output_embeddings().weight
-        columns = (self.sequence.gather(each) for each in top_logprobs(hidden, weight, top, temperature=temperature))
+        columns = (
+            self.sequence.gather(each)
+            for each in top_logprobs(hidden, weight, top, temperature=temperature)
+        )
         logprobs, ids = (batch.shared.spread(each) if batch.shared else each for each in columns)
         return logprobs[:num_tokens].clone(), ids[:num_tokens].clone()
 
@@ -102,12 +136,16 @@ class Actor(SequenceParallelModule):
 
 
 class Scorer(SequenceParallelModule):
-    """Model with one score per token, used by critics and reward models; a reward model may have several heads."""
+    """Model with one score per token, used by critics and reward models; a reward model may have
+    several heads.
+    """
 
     def __init__(self, model: PreTrainedModel, *, num_heads: int = 1, learn_scale: bool = False):
-        """Raise ValueError unless `model` is a backbone with one linear layer of `num_heads` outputs.
+        """Raise ValueError unless `model` is a backbone with one linear layer of `num_heads`
+        outputs.
 
-        With `learn_scale`, the scores of each head are multiplied by a positive factor, at first 1, that is learned.
+        With `learn_scale`, the scores of each head are multiplied by a positive factor, at first 1,
+        that is learned.
         """
         super().__init__()
         heads = [name for name, child in model.named_children() if child is not model.base_model]
@@ -115,26 +153,37 @@ class Scorer(SequenceParallelModule):
         if len(heads) != 1 or linear != heads or getattr(model, heads[0]).out_features != num_heads:
             outputs = "one output" if num_heads == 1 else f"{num_heads} outputs"
             raise ValueError(
-                f"{type(model).__name__} has {', '.join(heads) or 'nothing'} above its backbone, not a head with {outputs}"
+                f"{type(model).__name__} has {', '.join(heads) or 'nothing'} above its backbone,"
+                f" not a head with {outputs}"
             )
-        self.scored_model, self.head = model, heads[0]
+
+        self.scored_model = model
+        self.head = heads[0]
         self.blank: tuple[Expanded, ...] = ()
         """As those of Actor."""
         self.log_scale: nn.Parameter | None = None
+
         if learn_scale:
             with real_parameters():
                 self.log_scale = nn.Parameter(torch.zeros(num_heads))
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the head's output at each token: [T] float32, computed in float32; [T, K] of K heads."""
+        """Return the head's output at each token: [T] float32, computed in float32; [T, K] of K
+        heads.
+        """
         padded = pad_to_multiple(with_blank(batch, self.blank), self.sequence.multiple)
         hidden = hidden_states(self.scored_model, padded, self.sequence).float()
         head: nn.Linear = getattr(self.scored_model, self.head)
-        scores = F.linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())
+        scores = F.linear(
+            hidden, head.weight.float(), None if head.bias is None else head.bias.float()
+        )
         if self.log_scale is not None:
             scores = scores * self.log_scale.float().exp()
         scores = self.sequence.gather(scores[:, 0] if scores.shape[1] == 1 else scores)
-        return (padded.shared.spread(scores) if padded.shared else scores)[: batch.num_tokens].clone()
+
+        return (padded.shared.spread(scores) if padded.shared else scores)[
+            : batch.num_tokens
+        ].clone()
 
     @property
     def hf_model(self) -> PreTrainedModel:
@@ -159,50 +208,83 @@ def parts_of_truncation(
 
 
 def of_rows(gradients: TokenGradients, tokens: Tensor, num_tokens: int) -> Upstream:
-    """Adapt the gradients of an objective to rows of the head, where row i belongs to token `tokens[i]` of `num_tokens`.
+    """Adapt the gradients of an objective to rows of the head, where row i belongs to token
+    `tokens[i]` of `num_tokens`.
 
-    The objective receives 0 for the log-probs of all other tokens: the gradients of the rows do not depend on them.
+    The objective receives 0 for the log-probs of all other tokens: the gradients of the rows do not
+    depend on them.
     """
 
-    def upstream(rows: slice, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        zeros, places = torch.zeros(num_tokens, device=logprobs.device), tokens[rows]
-        scattered = [None if value is None else zeros.index_put((places,), value) for value in (logprobs, entropy)]
-        of_logprobs, of_entropy = (None if grad is None else grad[places] for grad in gradients(*scattered))
+    def upstream(
+        rows: slice, logprobs: Tensor, entropy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        zeros = torch.zeros(num_tokens, device=logprobs.device)
+        places = tokens[rows]
+        scattered = [
+            None if value is None else zeros.index_put((places,), value)
+            for value in (logprobs, entropy)
+        ]
+        of_logprobs, of_entropy = (
+            None if grad is None else grad[places] for grad in gradients(*scattered)
+        )
         return of_logprobs, of_entropy
 
     return upstream
 
 
-def hidden_states(model: PreTrainedModel, batch: Batch, sequence: SequenceParallel = NO_SEQUENCE_PARALLEL) -> Tensor:
+def hidden_states(
+    model: PreTrainedModel, batch: Batch, sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
+) -> Tensor:
     """Return the backbone's output at each token that this rank computes: [t, H].
 
-    A token attends to its own sequence only, up to itself or to the end of its image (see Layout.bidirectional). Ranks split the
-    computed tokens: all tokens of the batch, or each shared prefix once (see `Batch.shared`). Towers compute all media on each of
-    these ranks, and only the decoder's work is split.
+    A token attends to its own sequence only, up to itself or to the end of its image (see
+    Layout.bidirectional). Ranks split the computed tokens: all tokens of the batch, or each shared
+    prefix once (see `Batch.shared`). Towers compute all media on each of these ranks, and only the
+    decoder's work is split.
     """
-    device, shared = batch.input_ids.device, batch.shared
+    device = batch.input_ids.device
+    shared = batch.shared
     if rope_window(model) is not None:
         check_window(model, int(batch.lengths.max()))
     token_positions = sequence.positions(batch.num_computed, device)
-    computed = to_device(shared.computed, device) if shared else torch.arange(batch.num_tokens, device=device)
-    features = {name: to_device(value, device) for name, value in concatenated_features(computed_images(batch)).items()}
+    computed = (
+        to_device(shared.computed, device)
+        if shared
+        else torch.arange(batch.num_tokens, device=device)
+    )
+
+    features = {
+        name: to_device(value, device)
+        for name, value in concatenated_features(computed_images(batch)).items()
+    }
     read = computed if features else computed[token_positions]
-    with split_in_decoder(model, token_positions) if features and sequence.axis.size > 1 else nullcontext():
+
+    with (
+        split_in_decoder(model, token_positions)
+        if features and sequence.axis.size > 1
+        else nullcontext()
+    ):
         return model.base_model(
             input_ids=batch.input_ids[read].unsqueeze(0),
             position_ids=positions(model, batch)[..., read].unsqueeze(-2),
             attention_mask=None,
             use_cache=False,
-            layout=Layout(batch.lengths, device, sequence, shared, bidirectional_tokens(model, batch)),
+            layout=Layout(
+                batch.lengths, device, sequence, shared, bidirectional_tokens(model, batch)
+            ),
             **features,
         ).last_hidden_state[0]
 
 
 @contextmanager
 def split_in_decoder(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
-    """Let the decoder compute only the tokens `places` [t] that the model reads, after media have replaced their embeddings."""
+    """Let the decoder compute only the tokens `places` [t] that the model reads, after media have
+    replaced their embeddings.
+    """
 
-    def split(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def split(
+        decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         own = select_tokens(kwargs, places)
         return args, kwargs | own | {"position_ids": kwargs["position_ids"][..., places]}
 
@@ -214,20 +296,37 @@ def split_in_decoder(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
 
 
 def positions(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Return position ids [T], or [3, T] (time, row, column) for images and videos of models with M-RoPE (arXiv 2409.12191)."""
+    """Return position ids [T], or [3, T] (time, row, column) for images and videos of models with
+    M-RoPE (arXiv 2409.12191).
+    """
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    grids = concatenated_features([{name: value for name, value in each.items() if "grid" in name} for each in batch.media or ()])
+    grids = concatenated_features(
+        [
+            {name: value for name, value in each.items() if "grid" in name}
+            for each in batch.media or ()
+        ]
+    )
     if "mrope_section" not in rope or not grids:  # sound has positions like those of text
         return batch.position_ids
+
     ids = padded(batch.input_ids.cpu(), batch.lengths, int(batch.lengths.max()))
     real = padded(torch.ones_like(batch.input_ids, device="cpu"), batch.lengths, ids.shape[1])
-    kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
-    rows = model.base_model.get_rope_index(ids, mm_token_type_ids=kinds, attention_mask=real, **grids)[0]
-    return to_device(torch.stack([unpadded(axis, batch.lengths) for axis in rows]), batch.input_ids.device)
+    kinds = (ids == model.config.image_token_id).int() + 2 * (
+        ids == model.config.video_token_id
+    ).int()
+    rows = model.base_model.get_rope_index(
+        ids, mm_token_type_ids=kinds, attention_mask=real, **grids
+    )[0]
+
+    return to_device(
+        torch.stack([unpadded(axis, batch.lengths) for axis in rows]), batch.input_ids.device
+    )
 
 
 def bidirectional_tokens(model: PreTrainedModel, batch: Batch) -> Tensor | None:
-    """Return a mask [T] bool, on the host, of the tokens that attend to all tokens of their image; None if there are none."""
+    """Return a mask [T] bool, on the host, of the tokens that attend to all tokens of their image;
+    None if there are none.
+    """
     token = bidirectional_token(model.config)
     return None if token is None or not any(batch.media or ()) else batch.input_ids.cpu() == token
 
@@ -241,7 +340,9 @@ def computed_images(batch: Batch) -> list[Features]:
 
 
 def with_blank(batch: Batch, blank: Sequence[Expanded]) -> Batch:
-    """Append the sequences of `blank` whose media the batch does not have: a model runs its tower once for each medium."""
+    """Append the sequences of `blank` whose media the batch does not have: a model runs its tower
+    once for each medium.
+    """
     names = {name for features in batch.media or () for name in features}
     for each in blank:
         if not each.features.keys() <= names:
@@ -250,24 +351,33 @@ def with_blank(batch: Batch, blank: Sequence[Expanded]) -> Batch:
 
 
 def pad_to_multiple(batch: Batch, multiple: int) -> Batch:
-    """Append a sequence that is excluded from the loss so that the number of computed tokens is a multiple of `multiple`."""
+    """Append a sequence that is excluded from the loss so that the number of computed tokens is a
+    multiple of `multiple`.
+    """
     missing = -batch.num_computed % multiple
     return append_sequence(batch, batch.input_ids.new_zeros(missing)) if missing else batch
 
 
 def rope_window(model: PreTrainedModel) -> int | None:
-    """Return the maximum sequence length with fixed rotary frequencies; None if the frequencies never depend on the length.
+    """Return the maximum sequence length with fixed rotary frequencies; None if the frequencies
+    never depend on the length.
 
-    Beyond it, `dynamic` and `longrope` use other frequencies for everything that is computed together: transformers chooses them
-    by the longest sequence of a micro-batch, so that log-probs would depend on the other samples; vLLM by the maximum model
-    length.
+    Beyond it, `dynamic` and `longrope` use other frequencies for everything that is computed
+    together: transformers chooses them by the longest sequence of a micro-batch, so that log-probs
+    would depend on the other samples; vLLM by the maximum model length.
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     each = [value for value in rope.values() if isinstance(value, dict)] or [rope]
-    changing = [parameters for parameters in each if parameters.get("rope_type") in ("dynamic", "longrope")]
+    changing = [
+        parameters for parameters in each if parameters.get("rope_type") in ("dynamic", "longrope")
+    ]
     most = config.max_position_embeddings
-    return min((parameters.get("original_max_position_embeddings") or most for parameters in changing), default=None)
+
+    return min(
+        (parameters.get("original_max_position_embeddings") or most for parameters in changing),
+        default=None,
+    )
 
 
 def check_window(model: PreTrainedModel, longest: int) -> None:
@@ -275,9 +385,10 @@ def check_window(model: PreTrainedModel, longest: int) -> None:
     window = rope_window(model)
     if window is not None and longest > window:
         raise ConfigError(
-            f"a sequence of {longest} tokens is longer than the {window} for which {type(model).__name__} has fixed "
-            "rotary frequencies (type dynamic or longrope): shorten --prompt_max_len and --generate_max_len, or use a model "
-            "with frequencies of type yarn, llama3 or linear"
+            f"a sequence of {longest} tokens is longer than the {window} for which"
+            f" {type(model).__name__} has fixed rotary frequencies (type dynamic or longrope):"
+            " shorten --prompt_max_len and --generate_max_len, or use a model with frequencies of"
+            " type yarn, llama3 or linear"
         )
 
 
@@ -291,12 +402,19 @@ def logit_scale(model: PreTrainedModel) -> float:
     for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
         if getattr(config, name, None) is not None:
             problems.append(f"its final logits are soft-capped ({name})")
+
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         problems.append("its output layer has a bias")
-    scaled = {name: getattr(config, name) for name in SCALES if getattr(config, name, None) is not None}
+    scaled = {
+        name: getattr(config, name) for name in SCALES if getattr(config, name, None) is not None
+    }
     if scaled and config.model_type not in MULTIPLIED | DIVIDED:
         problems.append(f"its logits are scaled ({', '.join(scaled)})")
     if problems:
-        raise ValueError(f"{type(model).__name__} is not supported: {'; '.join(problems)}, and log-probs would be wrong")
+        raise ValueError(
+            f"{type(model).__name__} is not supported: {'; '.join(problems)}, and log-probs would"
+            " be wrong"
+        )
+
     scale = next(iter(scaled.values()), 1.0)
     return 1 / scale if config.model_type in DIVIDED else scale

@@ -1,7 +1,9 @@
-"""Fused kernels for norms, rotary embeddings and feed-forwards from the package liger-kernel (Hsu et al., arXiv 2410.10989).
+"""Fused kernels for norms, rotary embeddings and feed-forwards from the package liger-kernel (Hsu
+et al., arXiv 2410.10989).
 
-The package patches the model and the transformers module of its family, so that later models of the family in this process use
-the kernels too. In float32, log-probs and gradients are within 1e-5 of those of transformers.
+The package patches the model and the transformers module of its family, so that later models of the
+family in this process use the kernels too. In float32, log-probs and gradients are within 1e-5 of
+those of transformers.
 """
 
 import os
@@ -26,20 +28,32 @@ def fuse(module: nn.Module, device: torch.device) -> None:
         return
     problems = model_problems(module, device)
     if problems:
-        raise ValueError(f"--fused_kernels liger cannot be used for {type(module).__name__}: {'; '.join(problems)}")
+        raise ValueError(
+            f"--fused_kernels liger cannot be used for {type(module).__name__}:"
+            f" {'; '.join(problems)}"
+        )
     import liger_kernel.transformers as liger
 
     apply = getattr(liger, f"apply_liger_kernel_to_{module.config.model_type}")
-    apply(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=module)
+    apply(
+        rope=True,
+        rms_norm=True,
+        swiglu=True,
+        cross_entropy=False,
+        fused_linear_cross_entropy=False,
+        model=module,
+    )
 
 
 def model_problems(model: PreTrainedModel, device: torch.device) -> list[str]:
     """Return all reasons why the kernels cannot compute this model on this device."""
-    problems, config = [], model.config
+    problems = []
+    config = model.config
     if config.model_type not in FAMILIES:
         problems.append(f"its family {config.model_type!r} is not one of {', '.join(FAMILIES)}")
     elif config.hidden_act not in ("silu", "swish"):
         problems.append(f"its activation is {config.hidden_act}, not silu")
+
     if find_spec("liger_kernel") is None:
         problems.append("the package is not installed (pip install liger-kernel)")
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":

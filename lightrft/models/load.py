@@ -24,7 +24,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.utils import cached_file
 
 from lightrft.attention.flat import ATTENTION
@@ -33,7 +36,13 @@ from lightrft.config.sections import ModelSection
 from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.empty import makes_empty, real_parameters
 from lightrft.models.lora import is_adapter_folder
-from lightrft.models.weight_files import WeightFiles, check_finite, is_backbone, missing_and_unexpected, stored_tensors
+from lightrft.models.weight_files import (
+    WeightFiles,
+    check_finite,
+    is_backbone,
+    missing_and_unexpected,
+    stored_tensors,
+)
 from lightrft.thinker import load_config, load_generation_config
 
 SCORE = "score"
@@ -41,22 +50,32 @@ SCORE = "score"
 
 
 def load_model(section: ModelSection, flag: str = "pretrain", *, name: str = "") -> PreTrainedModel:
-    """Load the causal language model given by `flag` in float32 (the master weights), with attention over flat batches.
+    """Load the causal language model given by `flag` in float32 (the master weights), with
+    attention over flat batches.
 
-    `name` is that of the model if its flag is in another section. Vision towers are included if the family has no other form;
-    they are neither used nor trained while prompts are text. Inside init_model_context() the model may be empty: its parameters
-    get memory when it is sharded. Raise ValueError for missing weights and for weights that the model does not have.
+    `name` is that of the model if its flag is in another section. Vision towers are included if the
+    family has no other form; they are neither used nor trained while prompts are text. Inside
+    init_model_context() the model may be empty: its parameters get memory when it is sharded. Raise
+    ValueError for missing weights and for weights that the model does not have.
     """
     return _load(None, section, flag, name=name)
 
 
 def load_scorer(
-    section: ModelSection, flag: str = "pretrain", *, name: str = "", new_head: bool = True, num_heads: int = 1
+    section: ModelSection,
+    flag: str = "pretrain",
+    *,
+    name: str = "",
+    new_head: bool = True,
+    num_heads: int = 1,
 ) -> PreTrainedModel:
-    """Load a model with `num_heads` scores per token instead of logits. `name` selects one of several models given by `flag`.
+    """Load a model with `num_heads` scores per token instead of logits.
 
-    If the folder has no head, a new random one is created; without `new_head` that is an error like any missing weight. For
-    families without such a model in transformers, which are those that see or hear, it is scorer_class().
+    `name` selects one of several models given by `flag`.
+
+    If the folder has no head, a new random one is created; without `new_head` that is an error like
+    any missing weight. For families without such a model in transformers, which are those that see
+    or hear, it is scorer_class().
     """
     return _load(Scores, section, flag, name=name, new_head=new_head, num_labels=num_heads)
 
@@ -66,34 +85,52 @@ class Scores:
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> Any:
-        config = options.get("config") or load_config(name, trust_remote_code=options["trust_remote_code"])
+        config = options.get("config") or load_config(
+            name, trust_remote_code=options["trust_remote_code"]
+        )
         return cls._of(config).from_pretrained(name, **options)
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
         kind = cls._of(config)
-        return kind.from_config(config, **options) if kind is AutoModelForSequenceClassification else kind._from_config(
-            config, **{name: value for name, value in options.items() if name != "trust_remote_code"})  # fmt: skip
+        return (
+            kind.from_config(config, **options)
+            if kind is AutoModelForSequenceClassification
+            else kind._from_config(
+                config,
+                **{name: value for name, value in options.items() if name != "trust_remote_code"},
+            )
+        )
 
     @staticmethod
     def _of(config: PretrainedConfig) -> Any:
         is_media = _generation_class(config) is AutoModelForMultimodalLM
-        return scorer_class(MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]) if is_media else AutoModelForSequenceClassification
+        return (
+            scorer_class(MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)])
+            if is_media
+            else AutoModelForSequenceClassification
+        )
 
 
 @cache
 def scorer_class(generating: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the class of a model of the same family whose tokens have scores, `num_labels`, instead of logits."""
+    """Return the class of a model of the same family whose tokens have scores, `num_labels`,
+    instead of logits.
+    """
     family = next(base for base in generating.__mro__[1:] if issubclass(base, PreTrainedModel))
 
     class SeeingScorer(family):  # type: ignore[misc, valid-type]
         def __init__(self, config: PretrainedConfig):
             super().__init__(config)
             self.model = AutoModel.from_config(config)
-            self.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False)
+            self.score = nn.Linear(
+                config.get_text_config().hidden_size, config.num_labels, bias=False
+            )
             self.post_init()
 
-    SeeingScorer.__name__ = generating.__name__.replace("ForConditionalGeneration", "") + "ForSequenceClassification"
+    SeeingScorer.__name__ = (
+        generating.__name__.replace("ForConditionalGeneration", "") + "ForSequenceClassification"
+    )
     names = (generating.__name__, generating.config_class.model_type)
     conversions = next(filter(None, map(get_checkpoint_conversion_mapping, names)), None)
     if conversions is not None:  # of the names in released folders
@@ -102,36 +139,48 @@ def scorer_class(generating: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def stored_heads(section: ModelSection, flag: str = "pretrain", *, name: str = "") -> list[str]:
-    """Return the names of the scores of a model's head; empty for a model that generates. `name` is that of load_scorer()."""
+    """Return the names of the scores of a model's head; empty for a model that generates.
+
+    `name` is that of load_scorer().
+    """
     name = name or getattr(section, flag)
     source = f"--{flag} {name}"
     try:
         config = load_config(_check_name(name, source), trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(str(error) if str(error).startswith(source) else f"{source}: {error}") from error
+        raise ValueError(
+            str(error) if str(error).startswith(source) else f"{source}: {error}"
+        ) from error
     scores = any(each.endswith("ForSequenceClassification") for each in config.architectures or ())
     return [config.id2label[place] for place in sorted(config.id2label)] if scores else []
 
 
 def head_names(section: ModelSection, requested: Sequence[str]) -> list[str]:
-    """Return the names of the heads of a reward model that is trained: those `requested`, of --pretrain, or a single one.
+    """Return the names of the heads of a reward model that is trained: those `requested`, of
+    --pretrain, or a single one.
 
     Raise ConfigError if --pretrain already has heads with other names.
     """
     stored = stored_heads(section)
-    named = [name for name in stored if not name.startswith("LABEL_")]  # those that transformers invents
+    # those that transformers invents
+    named = [name for name in stored if not name.startswith("LABEL_")]
     if requested and named and set(requested) != set(named):
         raise ConfigError(
-            f"--reward_heads {' '.join(requested)}: the model in --pretrain has the heads {', '.join(named)}; omit the flag, or "
-            "start from a model without heads"
+            f"--reward_heads {' '.join(requested)}: the model in --pretrain has the heads"
+            f" {', '.join(named)}; omit the flag, or start from a model without heads"
         )
     return named or list(requested) or stored or [SCORE]
 
 
-def load_reward_model(section: ModelSection, heads: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Load --pretrain with a score for each of the named heads, which are new if it generates text."""
+def load_reward_model(
+    section: ModelSection, heads: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel:
+    """Load --pretrain with a score for each of the named heads, which are new if it generates
+    text.
+    """
     model = load_scorer(section, num_heads=len(heads))
-    model.config.id2label, model.config.label2id = dict(enumerate(heads)), {name: place for place, name in enumerate(heads)}
+    model.config.id2label = dict(enumerate(heads))
+    model.config.label2id = {name: place for place, name in enumerate(heads)}
     config = model.config.get_text_config()
     if config.pad_token_id is None:  # transformers finds the last token of padded rows by it
         config.pad_token_id = tokenizer.pad_token_id
@@ -139,10 +188,17 @@ def load_reward_model(section: ModelSection, heads: Sequence[str], tokenizer: Pr
 
 
 def _load(
-    kind: type | None, section: ModelSection, flag: str, *, name: str = "", new_head: bool = False, **options: Any
+    kind: type | None,
+    section: ModelSection,
+    flag: str,
+    *,
+    name: str = "",
+    new_head: bool = False,
+    **options: Any,
 ) -> PreTrainedModel:
     options |= {"trust_remote_code": section.trust_remote_code}
     name = name or getattr(section, flag)
+
     source = f"--{flag} {name}"
     name = _check_name(name, source)
     try:
@@ -151,56 +207,105 @@ def _load(
             files.check(quantized=getattr(config, "quantization_config", None) is not None)
     except (OSError, ValueError) as error:
         raise ValueError(f"{source}: {error}") from error
+
     kind = kind or _generation_class(config)
     try:
         model = _empty(kind, name, new_head, options) if makes_empty() else None
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
+
     if model is None:
         with real_parameters():
-            model = _load_checked(kind, name, config, source, new_head, trust_remote_code=section.trust_remote_code)
+            model = _load_checked(
+                kind, name, config, source, new_head, trust_remote_code=section.trust_remote_code
+            )
+
     problems = _not_flat(model)
     if problems:
         name = type(model).__name__
-        raise ValueError(f"{source}: {name} cannot be trained on flat batches: {'; '.join(problems)}")
+        raise ValueError(
+            f"{source}: {name} cannot be trained on flat batches: {'; '.join(problems)}"
+        )
+
     model.config.use_cache = False
     return model
 
 
 def _generation_class(config: PretrainedConfig) -> type:
     """Return the Auto class that generates text: the text-only one if the family has both."""
-    sees_or_hears = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    sees_or_hears = (
+        type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+        and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    )
     return AutoModelForMultimodalLM if sees_or_hears else AutoModelForCausalLM
 
 
 def _attention(config: PretrainedConfig) -> dict[str, str | None]:
-    """Return the attention of each sub-model: over flat batches for the decoder, the default of transformers for towers."""
+    """Return the attention of each sub-model: over flat batches for the decoder, the default of
+    transformers for towers.
+    """
     language = config.get_text_config()
-    return {"": ATTENTION} | {name: ATTENTION if getattr(config, name, None) is language else None for name in config.sub_configs}
+    return {"": ATTENTION} | {
+        name: ATTENTION if getattr(config, name, None) is language else None
+        for name in config.sub_configs
+    }
 
 
 def _load_checked(
-    kind: type, name: str, config: PretrainedConfig, source: str, new_head: bool, *, trust_remote_code: bool
+    kind: type,
+    name: str,
+    config: PretrainedConfig,
+    source: str,
+    new_head: bool,
+    *,
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
-    """Load the whole model on this rank with from_pretrained(), which converts the weights where necessary."""
+    """Load the whole model on this rank with from_pretrained(), which converts the weights where
+    necessary.
+    """
     try:
         with _without_load_report():
             model, info = kind.from_pretrained(
-                name, config=config, dtype=torch.float32, attn_implementation=_attention(config), output_loading_info=True,
-                trust_remote_code=trust_remote_code, ignore_mismatched_sizes=True,  # mismatched shapes raise below
-            )  # fmt: skip
+                name,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation=_attention(config),
+                output_loading_info=True,
+                # mismatched shapes raise below
+                trust_remote_code=trust_remote_code,
+                ignore_mismatched_sizes=True,
+            )
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{source}: transformers cannot read the weights ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"{source}: transformers cannot read the weights ({type(error).__name__}: {error})"
+        ) from error
+
     for stored, actual, expected in sorted(info["mismatched_keys"]):
-        raise ValueError(f"{source}: {stored} has shape {tuple(actual)} in the folder, but {tuple(expected)} in the model")
-    missing, unexpected = info["missing_keys"], info["unexpected_keys"]
+        raise ValueError(
+            f"{source}: {stored} has shape {tuple(actual)} in the folder, but {tuple(expected)} in"
+            " the model"
+        )
+
+    missing = info["missing_keys"]
+    unexpected = info["unexpected_keys"]
     if new_head:
         missing, unexpected = _without_head(model, missing, unexpected)
-    for names, problem in ((missing, "of the model are not in the folder"), (unexpected, "in the folder are not in the model")):
+
+    for names, problem in (
+        (missing, "of the model are not in the folder"),
+        (unexpected, "in the folder are not in the model"),
+    ):
         if names:
             without_head = not model.can_generate() and min(names) == "score.weight"
-            hint = ": it has a model that generates; train_rm and train_prm make models with scores" if without_head else ""
-            raise ValueError(f"{source}: {len(names)} tensors {problem}, the first is {min(names)}{hint}")
+            hint = (
+                ": it has a model that generates; train_rm and train_prm make models with scores"
+                if without_head
+                else ""
+            )
+            raise ValueError(
+                f"{source}: {len(names)} tensors {problem}, the first is {min(names)}{hint}"
+            )
+
     for parameter_name, parameter in model.named_parameters():
         check_finite(f"{source}: {parameter_name}", parameter.detach())
     return model
@@ -208,9 +313,11 @@ def _load_checked(
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
-    """Suppress the load report of transformers on every rank: problems with weights raise ValueError here.
+    """Suppress the load report of transformers on every rank: problems with weights raise
+    ValueError here.
 
-    A report about weights that could not be converted is printed, because the error of transformers refers to it.
+    A report about weights that could not be converted is printed, because the error of transformers
+    refers to it.
     """
     logger = logging.getLogger("transformers.modeling_utils")
 
@@ -225,30 +332,47 @@ def _without_load_report() -> Iterator[None]:
         logger.removeFilter(is_needed)
 
 
-def _empty(kind: type, name: str, new_head: bool, options: dict[str, Any]) -> PreTrainedModel | None:
-    """Build the model without memory for the tensors in the folder; return None if from_pretrained() has to read it whole."""
+def _empty(
+    kind: type, name: str, new_head: bool, options: dict[str, Any]
+) -> PreTrainedModel | None:
+    """Build the model without memory for the tensors in the folder; return None if
+    from_pretrained() has to read it whole.
+    """
     folder = _local_folder(name)
     files = WeightFiles.of(folder)
     config = load_config(folder, **options)
     if files is None or getattr(config, "quantization_config", None) is not None:
         logger.info("{} has no plain safetensors files: every rank reads the whole folder", name)
         return None
+
     model = kind.from_config(
-        config, dtype=torch.float32, attn_implementation=_attention(config), trust_remote_code=options["trust_remote_code"]
+        config,
+        dtype=torch.float32,
+        attn_implementation=_attention(config),
+        trust_remote_code=options["trust_remote_code"],
     )
     converted = ConvertedFiles(model, files)
+
     missing, unexpected = missing_and_unexpected(model, converted.shapes)
     heads = {name for name in missing if not is_backbone(model, name)} if new_head else set()
     if any(_without_head(model, missing, unexpected) if new_head else (missing, unexpected)):
-        logger.info("the weights in {} are not those of {}: every rank reads the whole folder", name, type(model).__name__)
+        logger.info(
+            "the weights in {} are not those of {}: every rank reads the whole folder",
+            name,
+            type(model).__name__,
+        )
         return None
-    shapes, tensors = converted.shapes, stored_tensors(model)
+
+    shapes = converted.shapes
+    tensors = stored_tensors(model)
     for tensor_name in sorted(shapes.keys() & tensors.keys()):
         if shapes[tensor_name] != tuple(tensors[tensor_name].shape):
             shape = tuple(tensors[tensor_name].shape)
             raise ValueError(
-                f"{converted.origin(tensor_name)} has shape {shapes[tensor_name]} in the folder, but {shape} in the model"
+                f"{converted.origin(tensor_name)} has shape {shapes[tensor_name]} in the folder,"
+                f" but {shape} in the model"
             )
+
     for child_name in {name.split(".")[0] for name in heads}:
         _fill_new_head(model, child_name)
     if model.can_generate():
@@ -256,8 +380,12 @@ def _empty(kind: type, name: str, new_head: bool, options: dict[str, Any]) -> Pr
     return model.eval()
 
 
-def _without_head(model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
-    """Remove a scorer's head from the missing names, and the head that it replaces from the unexpected names."""
+def _without_head(
+    model: PreTrainedModel, missing: set[str], unexpected: set[str]
+) -> tuple[set[str], set[str]]:
+    """Remove a scorer's head from the missing names, and the head that it replaces from the
+    unexpected names.
+    """
     head = {name for name in missing if not is_backbone(model, name)}
     if model.can_generate() or not head:
         return missing, unexpected
@@ -270,29 +398,41 @@ def _fill_new_head(model: PreTrainedModel, name: str) -> None:
 
 
 def _local_folder(name: str) -> Path:
-    """Return the folder itself, or the local folder of the hub's files, downloading them if necessary."""
+    """Return the folder itself, or the local folder of the hub's files, downloading them if
+    necessary.
+    """
     if Path(name).is_dir():
         return Path(name)
-    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.py", "spk_dict.pt"]))
+    return Path(
+        snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.py", "spk_dict.pt"])
+    )
 
 
-def check_vocabulary(section: ModelSection, flag: str, tokenizer: PreTrainedTokenizerBase, *, name: str = "") -> None:
-    """Raise ValueError if the model given by `flag` has other ids for the tokens of `tokenizer`; it may have more tokens.
+def check_vocabulary(
+    section: ModelSection, flag: str, tokenizer: PreTrainedTokenizerBase, *, name: str = ""
+) -> None:
+    """Raise ValueError if the model given by `flag` has other ids for the tokens of `tokenizer`; it
+    may have more tokens.
 
     `name` selects one of several models given by `flag`.
     """
     name = name or getattr(section, flag)
-    vocabulary, other_vocabulary = tokenizer.get_vocab(), load_tokenizer(section, flag, name=name).get_vocab()
+    vocabulary = tokenizer.get_vocab()
+
+    other_vocabulary = load_tokenizer(section, flag, name=name).get_vocab()
     different = [token for token in vocabulary if other_vocabulary.get(token) != vocabulary[token]]
     if different:
         token = min(different, key=lambda token: vocabulary[token])
         raise ValueError(
-            f"--{flag} {name} has another vocabulary: {len(different)} of the {len(vocabulary)} tokens of --pretrain differ, the "
-            f"first is {token!r}, {vocabulary[token]} in --pretrain and {other_vocabulary.get(token, 'nothing')} there"
+            f"--{flag} {name} has another vocabulary: {len(different)} of the {len(vocabulary)}"
+            f" tokens of --pretrain differ, the first is {token!r}, {vocabulary[token]} in"
+            f" --pretrain and {other_vocabulary.get(token, 'nothing')} there"
         )
 
 
-def load_tokenizer(section: ModelSection, flag: str = "pretrain", *, name: str = "") -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    section: ModelSection, flag: str = "pretrain", *, name: str = ""
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the model given by `flag`; `name` selects one of several.
 
     Raise ValueError if there is no tokenizer, or if it has no end token.
@@ -303,66 +443,100 @@ def load_tokenizer(section: ModelSection, flag: str = "pretrain", *, name: str =
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     except Exception as error:  # those of the tokenizers package have no class of their own
-        raise ValueError(f"{source} has no tokenizer that transformers can load: {error}") from error
+        raise ValueError(
+            f"{source} has no tokenizer that transformers can load: {error}"
+        ) from error
+
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{source}: its tokenizer has no end token, so responses would never stop")
+
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(
-            f"{source} has no tokenizer: the folder has no vocabulary (tokenizer.json, tokenizer.model, or vocab.json and "
-            "merges.txt); copy the files of the model's tokenizer"
+            f"{source} has no tokenizer: the folder has no vocabulary (tokenizer.json,"
+            " tokenizer.model, or vocab.json and merges.txt); copy the files of the model's"
+            " tokenizer"
         )
+
     _check_rows(source, name, tokenizer, trust_remote_code=section.trust_remote_code)
     return tokenizer
 
 
-def _check_rows(source: str, name: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool) -> None:
-    """Raise ValueError for tokens that have no row in the model's embedding; a model may have more rows than tokens."""
+def _check_rows(
+    source: str, name: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
+) -> None:
+    """Raise ValueError for tokens that have no row in the model's embedding; a model may have more
+    rows than tokens.
+    """
     try:
         config = load_config(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):  # loading the model says what is wrong
         return
+
     rows = config.get_text_config().vocab_size
-    without = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items() if token_id >= rows)
+    without = sorted(
+        (token_id, token) for token, token_id in tokenizer.get_vocab().items() if token_id >= rows
+    )
     if without:
         raise ValueError(
-            f"{source}: {len(without)} tokens of its tokenizer have no row in the embedding, which has {rows}; the first is "
-            f"{without[0][1]!r}, {without[0][0]}: add rows with resize_token_embeddings() and save the model, or use the "
-            "tokenizer that belongs to it"
+            f"{source}: {len(without)} tokens of its tokenizer have no row in the embedding, which"
+            f" has {rows}; the first is {without[0][1]!r}, {without[0][0]}: add rows with"
+            " resize_token_embeddings() and save the model, or use the tokenizer that belongs"
+            " to it"
         )
 
 
 def _not_flat(model: PreTrainedModel) -> list[str]:
-    """Return the reasons why tokens would see other sequences of a flat batch, or too little of their own; may be empty."""
+    """Return the reasons why tokens would see other sequences of a flat batch, or too little of
+    their own; may be empty.
+    """
     config = model.config.get_text_config()
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    others = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
     reasons = {
-        "its attention implementation cannot be replaced in transformers": not model.get_decoder()._supports_attention_backend,
+        "its attention implementation cannot be replaced in transformers": (
+            not model.get_decoder()._supports_attention_backend
+        ),
         "it carries a recurrent state from token to token": model._is_stateful,
         f"it has layers of type {', '.join(sorted(others))}": bool(others),
         "its attention is bidirectional": getattr(config, "use_bidirectional_attention", None),
         "its attention is soft-capped": getattr(config, "attn_logit_softcapping", None) is not None,
     }
+
     return [reason for reason, holds in reasons.items() if holds]
 
 
 def _check_name(name: str, source: str) -> str:
-    """Return the expanded folder, or the hub name. `source` is the flag with its value, for error messages.
+    """Return the expanded folder, or the hub name.
 
-    Raise ValueError for a folder that is missing or holds no model, and for a hub name that cannot be read.
+    `source` is the flag with its value, for error messages.
+
+    Raise ValueError for a folder that is missing or holds no model, and for a hub name that cannot
+    be read.
     """
     folder = Path(name).expanduser()
     if is_adapter_folder(folder):
         raise ValueError(
-            f"{source}: the folder contains an adapter but no model: `lightrft export {name} FOLDER` "
-            "merges it into its base model"
+            f"{source}: the folder contains an adapter but no model: `lightrft export {name}"
+            " FOLDER` merges it into its base model"
         )
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ValueError(f"{source}: the folder has no config.json, so it is not a Hugging Face model")
+        raise ValueError(
+            f"{source}: the folder has no config.json, so it is not a Hugging Face model"
+        )
     if not folder.exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
-        raise ValueError(f"{source}: neither an existing folder nor a hub name (owner/name, or a single name such as gpt2)")
+        raise ValueError(
+            f"{source}: neither an existing folder nor a hub name (owner/name, or a single name"
+            " such as gpt2)"
+        )
+
     if not folder.exists():
         try:
             cached_file(name, "config.json")
         except OSError as error:
-            raise ValueError(f"{source}: neither an existing folder nor a hub name that can be loaded: {error}") from error
+            raise ValueError(
+                f"{source}: neither an existing folder nor a hub name that can be loaded: {error}"
+            ) from error
+
     return str(folder)

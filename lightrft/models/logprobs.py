@@ -1,17 +1,20 @@
 """Log-probabilities of tokens, without materializing all logits.
 
-Only the logits of one chunk of tokens exist at a time. If the gradient of the objective is known as soon as the log-probs are,
-the gradients of hidden states and weight are computed from the same logits: three products of size T x V x H. Otherwise the
-backward pass recomputes the logits, in products of the same shape, which makes four; if all tokens fit into one chunk, the
-values that the gradient needs are kept instead. A truncation is decided once, in the forward pass, and kept as one bit per
-logit.
+Only the logits of one chunk of tokens exist at a time. If the gradient of the objective is known as
+soon as the log-probs are, the gradients of hidden states and weight are computed from the same
+logits: three products of size T x V x H. Otherwise the backward pass recomputes the logits, in
+products of the same shape, which makes four; if all tokens fit into one chunk, the values that the
+gradient needs are kept instead. A truncation is decided once, in the forward pass, and kept as one
+bit per logit.
 
-From the first exponential on everything is float32, whatever the dtype of the model. The products accumulate and return float32
-on an accelerator; a CPU rounds products of bfloat16 to bfloat16. The temperature divides a chunk's own float32 logits, never a
-tensor of the caller. The steps after the product run in the kernels of triton.py on CUDA, and in vocab_parallel.py elsewhere.
+From the first exponential on everything is float32, whatever the dtype of the model. The products
+accumulate and return float32 on an accelerator; a CPU rounds products of bfloat16 to bfloat16. The
+temperature divides a chunk's own float32 logits, never a tensor of the caller. The steps after the
+product run in the kernels of triton.py on CUDA, and in vocab_parallel.py elsewhere.
 
-The vocabulary may be split over tensor-parallel ranks; vocab_parallel.py has the collectives. The gradient of the hidden states,
-to which every part of the vocabulary contributes, is then summed once.
+The vocabulary may be split over tensor-parallel ranks; vocab_parallel.py has the collectives. The
+gradient of the hidden states, to which every part of the vocabulary contributes, is then summed
+once.
 
 Shapes: T tokens, H hidden size, V vocabulary, v of it on this rank, K targets at each position.
 """
@@ -30,11 +33,14 @@ from lightrft.models.vocab_parallel import Distribution, LocalTargets, Vocabular
 from lightrft.parallel.sequence_parallel import all_gather_tensor
 from lightrft.parallel.tensor_parallel import copy_to_parallel_region, vocabulary_shard
 
-HOST_CHUNK, DEVICE_CHUNK = 2**25, 2**28
-"""Maximum number of logits of a chunk: 128 MB on a host, 1 GB on an accelerator, which needs larger products."""
+HOST_CHUNK = 2**25
+DEVICE_CHUNK = 2**28
+"""Maximum number of logits of a chunk: 128 MB on a host, 1 GB on an accelerator, which needs larger
+products."""
 
 Upstream = Callable[[slice, Tensor, Tensor | None], tuple[Tensor | None, Tensor | None]]
-"""(rows, their log-probs, their entropy) -> gradients of the objective with respect to both, in the same shapes."""
+"""(rows, their log-probs, their entropy) -> gradients of the objective with respect to both, in the
+same shapes."""
 
 
 def token_logprobs(
@@ -48,32 +54,40 @@ def token_logprobs(
     entropy: bool = True,
     upstream: Upstream | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log softmax(hidden @ weight.T / temperature) at `targets`, and the entropy of that distribution.
+    """Return log softmax(hidden @ weight.T / temperature) at `targets`, and the entropy of that
+    distribution.
 
-    hidden is [T, H], weight [V, H]; targets [T], or [T, K] for several tokens at each position. Return the log-probs in the
-    shape of the targets and the entropy [T] (None without `entropy`), both float32 and differentiable. A negative target (-100)
-    is ignored: its log-prob is 0 and has no gradient. `chunk` is the number of tokens at a time: 0 derives it from the
-    vocabulary size, None takes all tokens.
+    hidden is [T, H], weight [V, H]; targets [T], or [T, K] for several tokens at each position.
+    Return the log-probs in the shape of the targets and the entropy [T] (None without `entropy`),
+    both float32 and differentiable. A negative target (-100) is ignored: its log-prob is 0 and has
+    no gradient. `chunk` is the number of tokens at a time: 0 derives it from the vocabulary size,
+    None takes all tokens.
 
-    With `upstream` the gradients of hidden states and weight are computed in the forward pass. Only one backward pass is then
-    possible, and its gradients must be those that `upstream` returned, or a multiple of them; otherwise raise RuntimeError.
+    With `upstream` the gradients of hidden states and weight are computed in the forward pass. Only
+    one backward pass is then possible, and its gradients must be those that `upstream` returned, or
+    a multiple of them; otherwise raise RuntimeError.
 
-    A weight that parallelize() has split is used in place; hidden states and targets must then be equal on all ranks of its axis,
-    and so are the results and the gradient of the hidden states. A truncation and `upstream` each need a few collectives per
-    chunk in the forward pass.
+    A weight that parallelize() has split is used in place; hidden states and targets must then be
+    equal on all ranks of its axis, and so are the results and the gradient of the hidden states. A
+    truncation and `upstream` each need a few collectives per chunk in the forward pass.
     """
     shard = vocabulary_shard(weight)
     if shard is None:
         size, truncation = truncation.cut(len(weight))
-        part, rows = VocabularyPart.full(size), chunk_rows(weight, size)
+        part = VocabularyPart.full(size)
+        rows = chunk_rows(weight, size)
         options = _Options(part, temperature, truncation, _rows(hidden, chunk, rows), entropy)
         return _logprobs(hidden, weight, targets, options, upstream)
+
     size, truncation = truncation.cut(shard.size)
     num = max(0, min(len(shard.weight), size - shard.first))
     part = VocabularyPart(shard.first, num, shard.axis)
     rows = chunk_rows(shard.weight, -(-shard.size // shard.axis.size))  # equal on all ranks
     options = _Options(part, temperature, truncation, _rows(hidden, chunk, rows), entropy)
-    return _logprobs(copy_to_parallel_region(hidden, shard.axis), shard.weight, targets, options, upstream)
+
+    return _logprobs(
+        copy_to_parallel_region(hidden, shard.axis), shard.weight, targets, options, upstream
+    )
 
 
 def logprobs_of_logits(
@@ -85,42 +99,67 @@ def logprobs_of_logits(
     truncation: Truncation = ALL,
     chunk: int | None = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropy, as token_logprobs() does, from existing logits [T, V], which are not modified.
+    """Return log-probs and entropy, as token_logprobs() does, from existing logits [T, V], which
+    are not modified.
 
-    With a `part` the logits are [T, v], this rank's part of the vocabulary, and each rank gets the gradient of its own logits.
+    With a `part` the logits are [T, v], this rank's part of the vocabulary, and each rank gets the
+    gradient of its own logits.
     """
     part = part or VocabularyPart.full(logits.shape[1])
     rows = chunk_rows(logits, max(part.num, 1))
-    if truncation.active and not chunk:  # equal number of chunks on all ranks, whose parts may differ
+    # equal number of chunks on all ranks, whose parts may differ
+    if truncation.active and not chunk:
         rows = int(part.axis.min(torch.tensor(rows, device=logits.device)))
-    return _logprobs(logits, None, targets, _Options(part, temperature, truncation, _rows(logits, chunk, rows), True), None)
+
+    return _logprobs(
+        logits,
+        None,
+        targets,
+        _Options(part, temperature, truncation, _rows(logits, chunk, rows), True),
+        None,
+    )
 
 
 @torch.no_grad()
-def top_logprobs(hidden: Tensor, weight: Tensor, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return log-probs [T, k] float32 and ids [T, k] of the k likeliest tokens at each position, likeliest first.
+def top_logprobs(
+    hidden: Tensor, weight: Tensor, k: int, *, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return log-probs [T, k] float32 and ids [T, k] of the k likeliest tokens at each position,
+    likeliest first.
 
-    A weight that parallelize() has split needs three collectives; results are equal on all ranks of its axis. Raise ValueError
-    if k exceeds the size of the vocabulary.
+    A weight that parallelize() has split needs three collectives; results are equal on all ranks of
+    its axis. Raise ValueError if k exceeds the size of the vocabulary.
     """
     shard = vocabulary_shard(weight)
     if shard is None:
         return _top(hidden, weight, VocabularyPart.full(len(weight)), len(weight), k, temperature)
-    return _top(hidden, shard.weight, VocabularyPart(shard.first, len(shard.weight), shard.axis), shard.size, k, temperature)
+
+    return _top(
+        hidden,
+        shard.weight,
+        VocabularyPart(shard.first, len(shard.weight), shard.axis),
+        shard.size,
+        k,
+        temperature,
+    )
 
 
 @torch.no_grad()
 def top_logprobs_of_logits(
     logits: Tensor, k: int, *, part: VocabularyPart | None = None, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the same as top_logprobs() from logits [T, V], or [T, v] for this rank's `part` of the vocabulary."""
+    """Return the same as top_logprobs() from logits [T, V], or [T, v] for this rank's `part` of the
+    vocabulary.
+    """
     part = part or VocabularyPart.full(logits.shape[1])
     size = int(part.axis.sum(torch.tensor(part.num, device=logits.device)))
     return _top(logits, None, part, size, k, temperature)
 
 
 def chunk_rows(like: Tensor, vocabulary: int) -> int:
-    """Return the number of tokens per chunk for a vocabulary of this size on the device of `like`."""
+    """Return the number of tokens per chunk for a vocabulary of this size on the device of
+    `like`.
+    """
     return max(1, (HOST_CHUNK if like.device.type == "cpu" else DEVICE_CHUNK) // vocabulary)
 
 
@@ -130,7 +169,8 @@ class _Options:
     temperature: float
     truncation: Truncation
     chunk: int
-    """Rows whose logits exist together. Both passes use the same chunks: a product of another shape rounds differently."""
+    """Rows whose logits exist together. Both passes use the same chunks: a product of another shape
+    rounds differently."""
     entropy: bool
 
 
@@ -139,15 +179,27 @@ def _rows(inputs: Tensor, chunk: int | None, rows: int) -> int:
 
 
 def _logprobs(
-    inputs: Tensor, weight: Tensor | None, targets: Tensor, options: _Options, upstream: Upstream | None
+    inputs: Tensor,
+    weight: Tensor | None,
+    targets: Tensor,
+    options: _Options,
+    upstream: Upstream | None,
 ) -> tuple[Tensor, Tensor | None]:
     columns = targets if targets.dim() == 2 else targets[:, None]
-    learns = torch.is_grad_enabled() and (inputs.requires_grad or (weight is not None and weight.requires_grad))
+    learns = torch.is_grad_enabled() and (
+        inputs.requires_grad or (weight is not None and weight.requires_grad)
+    )
     if learns and upstream is not None and len(inputs) > options.chunk:
 
-        def of_columns(rows: slice, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-            grad_logprobs, grad_entropy = upstream(rows, logprobs.view(targets[rows].shape), entropy)
-            return None if grad_logprobs is None else grad_logprobs.view(logprobs.shape), grad_entropy
+        def of_columns(
+            rows: slice, logprobs: Tensor, entropy: Tensor | None
+        ) -> tuple[Tensor | None, Tensor | None]:
+            grad_logprobs, grad_entropy = upstream(
+                rows, logprobs.view(targets[rows].shape), entropy
+            )
+            return (
+                None if grad_logprobs is None else grad_logprobs.view(logprobs.shape)
+            ), grad_entropy
 
         logprobs, entropy = _KnownUpstream.apply(inputs, weight, columns, options, of_columns)
     else:
@@ -156,52 +208,108 @@ def _logprobs(
 
 
 def _top(
-    inputs: Tensor, weight: Tensor | None, part: VocabularyPart, size: int, k: int, temperature: float
+    inputs: Tensor,
+    weight: Tensor | None,
+    part: VocabularyPart,
+    size: int,
+    k: int,
+    temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """Select the k likeliest tokens from the k likeliest of each rank. Raise ValueError if k exceeds the vocabulary size."""
+    """Select the k likeliest tokens from the k likeliest of each rank.
+
+    Raise ValueError if k exceeds the vocabulary size.
+    """
     if k > size:
-        raise ValueError(f"the {k} most likely tokens were requested, but the vocabulary has {size}")
-    values = torch.full((len(inputs), k), -torch.inf, device=inputs.device)  # remains if a rank has fewer than k
+        raise ValueError(
+            f"the {k} most likely tokens were requested, but the vocabulary has {size}"
+        )
+
+    # remains if a rank has fewer than k
+    values = torch.full((len(inputs), k), -torch.inf, device=inputs.device)
     ids = torch.zeros(len(inputs), k, dtype=torch.int64, device=inputs.device)
+
     sums = torch.full((len(inputs),), -torch.inf, device=inputs.device)
     local_k = min(k, part.num)
     for rows, logits in row_chunks(inputs, part.num, chunk_rows(inputs, max(part.num, 1))):
         scaled_logits(inputs[rows], weight, temperature, out=logits)
         values[rows, :local_k], ids[rows, :local_k] = logits.topk(local_k)
         sums[rows] = logits.logsumexp(-1)
+
     axis = part.axis
     if axis.size > 1:
-        values, ids, sums = (all_gather_tensor(x, axis).view(axis.size, *x.shape) for x in (values, ids + part.first, sums))
+        values, ids, sums = (
+            all_gather_tensor(x, axis).view(axis.size, *x.shape)
+            for x in (values, ids + part.first, sums)
+        )
         values, places = values.transpose(0, 1).flatten(1).topk(k)
-        ids, sums = ids.transpose(0, 1).flatten(1).gather(1, places), sums.logsumexp(0)
+        ids = ids.transpose(0, 1).flatten(1).gather(1, places)
+        sums = sums.logsumexp(0)
+
     return values - sums[:, None], ids
 
 
 class _Logprobs(torch.autograd.Function):
-    """Log-probs [T, K] and entropy [T] from hidden states [T, H] and a weight [v, H], or from logits [T, v] without a weight."""
+    """Log-probs [T, K] and entropy [T] from hidden states [T, H] and a weight [v, H], or from
+    logits [T, v] without a weight.
+    """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, inputs: Tensor, weight: Tensor | None, targets: Tensor, options: _Options, learns: bool
+        ctx: FunctionCtx,
+        inputs: Tensor,
+        weight: Tensor | None,
+        targets: Tensor,
+        options: _Options,
+        learns: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        num, local_targets, bits = options.part.num, LocalTargets(targets, options.part), None
-        memory = torch.empty(min(options.chunk, len(inputs)), num, dtype=torch.float32, device=inputs.device)
+        num = options.part.num
+        local_targets = LocalTargets(targets, options.part)
+        bits = None
+        memory = torch.empty(
+            min(options.chunk, len(inputs)), num, dtype=torch.float32, device=inputs.device
+        )
+
         if learns and options.truncation.active:
-            bits = torch.empty(len(inputs), vocab_parallel.packed_width(num), dtype=torch.uint8, device=inputs.device)
+            bits = torch.empty(
+                len(inputs),
+                vocab_parallel.packed_width(num),
+                dtype=torch.uint8,
+                device=inputs.device,
+            )
+
         result = _distribution(inputs, weight, local_targets, options, memory, bits)
-        ctx.memory = memory if learns and weight is not None and len(inputs) <= options.chunk else None
-        ctx.save_for_backward(inputs, weight, targets, bits, result.entropy, result.largest, result.total, result.scale)
+        ctx.memory = (
+            memory if learns and weight is not None and len(inputs) <= options.chunk else None
+        )
+        ctx.save_for_backward(
+            inputs,
+            weight,
+            targets,
+            bits,
+            result.entropy,
+            result.largest,
+            result.total,
+            result.scale,
+        )
         ctx.options = options
         ctx.set_materialize_grads(False)
+
         return result.logprobs, result.entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: FunctionCtx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         inputs, weight, targets, bits, *saved = ctx.saved_tensors
-        options, distribution = ctx.options, Distribution(None, *saved)
+        options = ctx.options
+        distribution = Distribution(None, *saved)
         local_targets = LocalTargets(targets, options.part)
-        grad_logprobs = torch.zeros(targets.shape, device=inputs.device) if grad_logprobs is None else grad_logprobs
+        grad_logprobs = (
+            torch.zeros(targets.shape, device=inputs.device)
+            if grad_logprobs is None
+            else grad_logprobs
+        )
         upstream = _of_logits_scaled(targets, grad_logprobs, grad_entropy, options)
 
         def computed_again() -> Iterator[tuple[slice, Tensor]]:
@@ -212,52 +320,80 @@ class _Logprobs(torch.autograd.Function):
                 chunk = distribution.rows(rows), local_targets.rows(rows), upstream.rows(rows)
                 yield rows, _gradient(logits, *chunk, options, inputs.dtype, again=True)
 
-        memory, ctx.memory = ctx.memory, None  # overwritten by the gradient, so a second backward pass recomputes
+        # overwritten by the gradient, so a second backward pass recomputes
+        memory, ctx.memory = ctx.memory, None
         if memory is None:
             gradients = computed_again()
         else:
-            gradients = [(slice(None), _gradient(memory, distribution, local_targets, upstream, options, inputs.dtype))]
+            gradients = [
+                (
+                    slice(None),
+                    _gradient(memory, distribution, local_targets, upstream, options, inputs.dtype),
+                )
+            ]
+
         if weight is None:
             return *_of_logits(inputs, gradients), None, None, None
+
         learned = ctx.needs_input_grad[1]
         grad_inputs, grad_weight = _of_product(inputs, weight, gradients, learned=learned)
         return grad_inputs, grad_weight.to(weight.dtype) if learned else None, None, None, None
 
 
 class _KnownUpstream(torch.autograd.Function):
-    """Log-probs and entropy whose gradients are computed in the forward pass; the backward pass only scales them."""
+    """Log-probs and entropy whose gradients are computed in the forward pass; the backward pass
+    only scales them.
+    """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, options: _Options, upstream: Upstream
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        options: _Options,
+        upstream: Upstream,
     ) -> tuple[Tensor, Tensor | None]:
-        logprobs, entropies, gradients_of_chunks = [], [], []
+        logprobs = []
+        entropies = []
+        gradients_of_chunks = []
 
         def gradients() -> Iterator[tuple[slice, Tensor]]:
             for rows, memory in row_chunks(hidden, options.part.num, options.chunk):
                 local_targets = LocalTargets(targets[rows], options.part)
                 distribution = _distribution(hidden[rows], weight, local_targets, options, memory)
-                grad_logprobs, grad_entropy = upstream(rows, distribution.logprobs, distribution.entropy)
+                grad_logprobs, grad_entropy = upstream(
+                    rows, distribution.logprobs, distribution.entropy
+                )
                 if grad_logprobs is None:
                     grad_logprobs = torch.zeros_like(distribution.logprobs)
                 gradients_of_chunks.append((grad_logprobs, grad_entropy))
                 logprobs.append(distribution.logprobs)
                 entropies.append(distribution.entropy)
                 some = _of_logits_scaled(local_targets.ids, *gradients_of_chunks[-1], options)
-                yield rows, _gradient(memory, distribution, local_targets, some, options, hidden.dtype)
+                yield (
+                    rows,
+                    _gradient(memory, distribution, local_targets, some, options, hidden.dtype),
+                )
 
         ctx.gradients = _of_product(hidden, weight, gradients(), learned=ctx.needs_input_grad[1])
         of_logprobs, of_entropy = zip(*gradients_of_chunks, strict=True)
-        ctx.upstream_gradients = torch.cat(of_logprobs), None if of_entropy[0] is None else torch.cat(of_entropy)
+        ctx.upstream_gradients = (
+            torch.cat(of_logprobs),
+            None if of_entropy[0] is None else torch.cat(of_entropy),
+        )
         ctx.dtype = weight.dtype
         ctx.set_materialize_grads(False)
+
         return torch.cat(logprobs), torch.cat(entropies) if options.entropy else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("gradients computed in the forward pass can be used for only one backward pass")
+            raise RuntimeError(
+                "gradients computed in the forward pass can be used for only one backward pass"
+            )
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
         factor = _proportion(ctx.upstream_gradients, upstream)
         if grad_weight is not None:
@@ -266,28 +402,39 @@ class _KnownUpstream(torch.autograd.Function):
 
 
 def _proportion(assumed: tuple[Tensor | None, ...], exact: tuple[Tensor | None, ...]) -> Tensor:
-    """Return the factor (a scalar tensor) between the `assumed` gradients and the `exact` ones, without synchronizing a device.
+    """Return the factor (a scalar tensor) between the `assumed` gradients and the `exact` ones,
+    without synchronizing a device.
 
-    It is 1, or the factor that the loss was multiplied by. Raise RuntimeError if the gradients are not proportional. Values that
-    are not finite pass this check and appear in the gradient norm.
+    It is 1, or the factor that the loss was multiplied by. Raise RuntimeError if the gradients are
+    not proportional. Values that are not finite pass this check and appear in the gradient norm.
     """
     pairs = [
-        (torch.zeros_like(other) if one is None else one, torch.zeros_like(one) if other is None else other)
+        (
+            torch.zeros_like(other) if one is None else one,
+            torch.zeros_like(one) if other is None else other,
+        )
         for one, other in zip(assumed, exact, strict=True)
         if one is not None or other is not None
     ]
-    expected, actual = (torch.cat([each.flatten() for each in side]) for side in zip(*pairs, strict=True))
+    expected, actual = (
+        torch.cat([each.flatten() for each in side]) for side in zip(*pairs, strict=True)
+    )
     largest = expected.abs().argmax(keepdim=True)
     top = expected[largest]
     factor = torch.where(top == 0, 1.0, actual[largest] / top)
     far = (actual - factor * expected).abs().amax() > 1e-3 * actual.abs().amax()
-    torch._assert_async(~far, "the gradient of the log-probs is not the `upstream` of the forward pass")
+    torch._assert_async(
+        ~far, "the gradient of the log-probs is not the `upstream` of the forward pass"
+    )
+
     return factor[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Gradients of the objective with respect to log-probs [t, K] and entropy [t], divided by the temperature."""
+    """Gradients of the objective with respect to log-probs [t, K] and entropy [t], divided by the
+    temperature.
+    """
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -296,23 +443,31 @@ class _Gradients:
         return _Gradients(self.logprobs[rows], None if self.entropy is None else self.entropy[rows])
 
 
-def _of_logits_scaled(targets: Tensor, logprobs: Tensor, entropy: Tensor | None, options: _Options) -> _Gradients:
+def _of_logits_scaled(
+    targets: Tensor, logprobs: Tensor, entropy: Tensor | None, options: _Options
+) -> _Gradients:
     scaled = torch.where(targets < 0, 0.0, logprobs) / options.temperature
     return _Gradients(scaled, None if entropy is None else entropy / options.temperature)
 
 
 def _distribution(
-    inputs: Tensor, weight: Tensor | None, local_targets: LocalTargets, options: _Options, memory: Tensor,
+    inputs: Tensor,
+    weight: Tensor | None,
+    local_targets: LocalTargets,
+    options: _Options,
+    memory: Tensor,
     bits: Tensor | None = None,
 ) -> Distribution:
     """Compute the distribution of each row [t] in `memory`, a chunk of rows at a time.
 
     Afterwards `memory` holds what _gradient() needs for the last chunk, and `bits` the truncation.
     """
-    fused, sums = _fused(inputs, options.part), []
+    fused = _fused(inputs, options.part)
+    sums = []
     for start in range(0, len(inputs), options.chunk):
         rows = slice(start, min(start + options.chunk, len(inputs)))
-        logits, some = memory[: rows.stop - start], local_targets.rows(rows)
+        logits = memory[: rows.stop - start]
+        some = local_targets.rows(rows)
         scaled_logits(inputs[rows], weight, options.temperature, out=logits)
         if options.truncation.active:
             _truncate(logits, some, options, None if bits is None else bits[rows])
@@ -322,12 +477,18 @@ def _distribution(
             sums.append(triton.local_sums(logits, some))
         else:
             masked = options.truncation.active or weight is None
-            sums.append(vocab_parallel.local_sums(logits, some, masked=masked, entropy=options.entropy))
+            sums.append(
+                vocab_parallel.local_sums(logits, some, masked=masked, entropy=options.entropy)
+            )
     return vocab_parallel.join_sums(sums, local_targets, entropy=options.entropy)
 
 
-def _truncate(logits: Tensor, local_targets: LocalTargets, options: _Options, bits: Tensor | None) -> None:
-    """Write -inf to the truncated logits, a part of the rows at a time, because the search needs several times the memory."""
+def _truncate(
+    logits: Tensor, local_targets: LocalTargets, options: _Options, bits: Tensor | None
+) -> None:
+    """Write -inf to the truncated logits, a part of the rows at a time, because the search needs
+    several times the memory.
+    """
     step = max(1, options.chunk // 4)
     for start in range(0, len(logits), step):
         rows = slice(start, start + step)
@@ -338,13 +499,20 @@ def _truncate(logits: Tensor, local_targets: LocalTargets, options: _Options, bi
 
 
 def _gradient(
-    memory: Tensor, distribution: Distribution, local_targets: LocalTargets, upstream: _Gradients, options: _Options,
-    dtype: torch.dtype, *,
+    memory: Tensor,
+    distribution: Distribution,
+    local_targets: LocalTargets,
+    upstream: _Gradients,
+    options: _Options,
+    dtype: torch.dtype,
+    *,
     again: bool = False,
-) -> Tensor:  # fmt: skip
-    """Return the gradient of some rows' logits from what _distribution() left in `memory`, or, with `again`, from the logits.
+) -> Tensor:
+    """Return the gradient of some rows' logits from what _distribution() left in `memory`, or, with
+    `again`, from the logits.
 
-    It overwrites `memory`. With the Triton kernels `memory` holds the logits in both cases, and the gradient has `dtype`.
+    It overwrites `memory`. With the Triton kernels `memory` holds the logits in both cases, and the
+    gradient has `dtype`.
     """
     gradients = upstream.logprobs, upstream.entropy
     if _fused(memory, options.part):
@@ -352,13 +520,19 @@ def _gradient(
 
         return triton.gradient(memory, distribution, local_targets, *gradients, dtype)
     if again:
-        return local_targets.add(vocab_parallel.gradient(memory, distribution, *gradients), upstream.logprobs)
-    return local_targets.add(vocab_parallel.gradient_of_exponentials(memory, distribution, *gradients), upstream.logprobs)
+        return local_targets.add(
+            vocab_parallel.gradient(memory, distribution, *gradients), upstream.logprobs
+        )
+    return local_targets.add(
+        vocab_parallel.gradient_of_exponentials(memory, distribution, *gradients), upstream.logprobs
+    )
 
 
 def _fused(like: Tensor, part: VocabularyPart) -> bool:
     """Return True if the Triton kernels are used: on CUDA, and on a CPU with TRITON_INTERPRET=1."""
-    return part.num > 0 and (like.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    return part.num > 0 and (
+        like.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    )
 
 
 def _of_logits(logits: Tensor, gradients: Iterator[tuple[slice, Tensor]]) -> tuple[Tensor, None]:
@@ -376,15 +550,18 @@ def _of_product(
     The gradient of the weight is float32, 0 in rows of padding, as these have no logits, and None
     unless the weight is `learned`.
     """
-    grad_hidden, grad_weight = torch.empty_like(hidden), None
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = None
     if learned:
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+
     for rows, grad in gradients:
         grad = grad.to(hidden.dtype)
         torch.mm(grad, weight[: grad.shape[1]], out=grad_hidden[rows])
         if grad_weight is not None:
             _add_product(grad_weight[: grad.shape[1]], grad, hidden[rows])
         del grad  # the next one takes its memory
+
     return grad_hidden, grad_weight
 
 
@@ -401,7 +578,8 @@ def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
 def row_chunks(like: Tensor, num: int, size: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of `size` rows of `like` [T, ...], each with the same memory, [t, num] float32.
 
-    New memory for every chunk would cost a host more than the exponentials, because it is paged in at the first touch.
+    New memory for every chunk would cost a host more than the exponentials, because it is paged in
+    at the first touch.
     """
     memory = torch.empty(min(size, len(like)), num, dtype=torch.float32, device=like.device)
     for start in range(0, len(like), size):
@@ -410,10 +588,11 @@ def row_chunks(like: Tensor, num: int, size: int) -> Iterator[tuple[slice, Tenso
 
 
 def scaled_logits(inputs: Tensor, weight: Tensor | None, temperature: float, out: Tensor) -> Tensor:
-    """Write float32 logits / temperature [t, v] to `out`, from hidden states [t, H] and weight [v, H] or from logits [t, v].
+    """Write float32 logits / temperature [t, v] to `out`, from hidden states [t, H] and weight [v,
+    H] or from logits [t, v].
 
-    Rows of the weight beyond v are padding.
-    An accelerator writes its float32 sums, whereas a CPU first rounds logits to bfloat16 if the model has this dtype.
+    Rows of the weight beyond v are padding. An accelerator writes its float32 sums, whereas a CPU
+    first rounds logits to bfloat16 if the model has this dtype.
     """
     if weight is not None:
         weight = weight[: out.shape[1]]
@@ -425,4 +604,5 @@ def scaled_logits(inputs: Tensor, weight: Tensor | None, temperature: float, out
         out.copy_(inputs @ weight.T)
     else:
         torch.mm(inputs, weight.T, out_dtype=torch.float32, out=out)
+
     return out if temperature == 1.0 else out.div_(temperature)

@@ -55,13 +55,17 @@ class MergedProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scaling: float
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, a, b)
         ctx.scaling = scaling
         return F.linear(x, merge(weight, a, b, scaling))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
         x, weight, a, b = ctx.saved_tensors
         grad_x = grad_a = grad_b = None
         if ctx.needs_input_grad[0]:

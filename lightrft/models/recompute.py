@@ -14,13 +14,20 @@ PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 def recompute(module: nn.Module, *, selective: bool) -> None:
     """Enable activation checkpointing for the blocks of every transformers model inside `module`.
 
-    A block keeps only its input. With `selective` it also keeps the results of attention and matrix products, so that the
-    recomputation costs next to nothing.
+    A block keeps only its input. With `selective` it also keeps the results of attention and matrix
+    products, so that the recomputation costs next to nothing.
     """
     if isinstance(module, PreTrainedModel):
-        options = {"context_fn": partial(create_selective_checkpoint_contexts, keep_expensive)} if selective else {}
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **options})
+        options = (
+            {"context_fn": partial(create_selective_checkpoint_contexts, keep_expensive)}
+            if selective
+            else {}
+        )
+        module.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False, **options}
+        )
         return
+
     for child in module.children():
         recompute(child, selective=selective)
 
@@ -28,13 +35,21 @@ def recompute(module: nn.Module, *, selective: bool) -> None:
 def keep_expensive(_: Any, op: OpOverload, *args: Any, **options: Any) -> CheckpointPolicy:
     """Return the checkpoint policy of an operation inside a block.
 
-    Attention with dropout is recomputed: if skipped, it would not draw its random numbers, and all later draws would differ.
+    Attention with dropout is recomputed: if skipped, it would not draw its random numbers, and all
+    later draws would differ.
     """
     name = op.name()
     attention = ("attn" in name or "attention" in name) and not _dropout(op, args, options)
-    return CheckpointPolicy.MUST_SAVE if attention or name in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if attention or name in PRODUCTS
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 def _dropout(op: OpOverload, args: tuple, options: dict[str, Any]) -> float:
-    arguments = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | options
+    arguments = (
+        dict(zip((argument.name for argument in op._schema.arguments), args, strict=False))
+        | options
+    )
     return arguments.get("dropout_p", 0.0)

@@ -1,9 +1,10 @@
 """Triton kernels for log-probs and merged adapters.
 
-local_sums() and gradient() are the steps after the product with the head's weight, each in one pass over the logits. They
-return the same values as the functions of these names in vocab_parallel.py, for which torch needs about ten passes. The first
-pass does not modify the logits, so the gradient is computed from them. One program reads one row in the first pass, and one
-block of a row in the second.
+local_sums() and gradient() are the steps after the product with the head's weight, each in one pass
+over the logits. They return the same values as the functions of these names in vocab_parallel.py,
+for which torch needs about ten passes. The first pass does not modify the logits, so the gradient
+is computed from them. One program reads one row in the first pass, and one block of a row in the
+second.
 
 merge() returns what merge() of peft.py returns, without a copy of the matrix in float32.
 
@@ -25,32 +26,50 @@ MERGED_RANK = 16
 
 
 def local_sums(logits: Tensor, local_targets: LocalTargets) -> tuple[Tensor, ...]:
-    """Return the largest logit [t], the sum of exponentials relative to it [t], their first moment [t], and target logits [t, K].
+    """Return the largest logit [t], the sum of exponentials relative to it [t], their first moment
+    [t], and target logits [t, K].
 
     `logits` [t, v] float32, some of which may be -inf, are not modified.
     """
     top, total, moment = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
-    _sums[(len(logits),)](logits, top, total, moment, logits.shape[1], logits.stride(0), BLOCK=BLOCK, num_warps=8)
+    _sums[(len(logits),)](
+        logits, top, total, moment, logits.shape[1], logits.stride(0), BLOCK=BLOCK, num_warps=8
+    )
     return top, total, moment, local_targets.pick(logits)
 
 
 def gradient(
-    logits: Tensor, distribution: Distribution, local_targets: LocalTargets, grad_logprobs: Tensor, grad_entropy: Tensor | None,
+    logits: Tensor,
+    distribution: Distribution,
+    local_targets: LocalTargets,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient of the logits [t, v] in `dtype`, computed in float32; a float32 gradient overwrites the logits.
+    """Return the gradient of the logits [t, v] in `dtype`, computed in float32; a float32 gradient
+    overwrites the logits.
 
     With p the softmax: d log p_k / dz = onehot_k - p, and d entropy / dz = -p (log p + entropy).
     """
     out = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
     rows = [grad_logprobs.sum(-1), distribution.largest, distribution.total]
-    rows += [distribution.total] * 2 if grad_entropy is None else [distribution.entropy, grad_entropy]
+    rows += (
+        [distribution.total] * 2 if grad_entropy is None else [distribution.entropy, grad_entropy]
+    )
     asked_for = torch.where(local_targets.is_local, local_targets.places, -1), grad_logprobs
     _gradient[(len(logits), triton.cdiv(logits.shape[1], BLOCK))](
-        logits, out, *(each.contiguous() for each in (*asked_for, *rows)),
-        logits.shape[1], logits.stride(0), out.stride(0), local_targets.ids.shape[1],
-        BY_ENTROPY=grad_entropy is not None, BLOCK=BLOCK, num_warps=8,
-    )  # fmt: skip
+        logits,
+        out,
+        *(each.contiguous() for each in (*asked_for, *rows)),
+        logits.shape[1],
+        logits.stride(0),
+        out.stride(0),
+        local_targets.ids.shape[1],
+        BY_ENTROPY=grad_entropy is not None,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
+
     return out
 
 
@@ -77,7 +96,19 @@ def _threshold(number, SEED: tl.constexpr):
 
 
 @triton.jit
-def _merge(weight, a, b, out, scaling, height, width, rank, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr):
+def _merge(
+    weight,
+    a,
+    b,
+    out,
+    scaling,
+    height,
+    width,
+    rank,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+):
     """Merge one tile. The products are sums of the same order in every tile and call."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -91,7 +122,9 @@ def _merge(weight, a, b, out, scaling, height, width, rank, ROWS: tl.constexpr, 
         of_row = row.to(tl.int64)[:, None] * rank + k[None, :]
         left = tl.load(b + of_row, mask=(row < height)[:, None] & (k < rank)[None, :], other=0.0)
         of_column = k[:, None] * width + column[None, :]
-        right = tl.load(a + of_column, mask=(k < rank)[:, None] & (column < width)[None, :], other=0.0)
+        right = tl.load(
+            a + of_column, mask=(k < rank)[:, None] & (column < width)[None, :], other=0.0
+        )
         product = tl.dot(left.to(tl.float32), right.to(tl.float32), product, input_precision="ieee")
     merged = frozen + scaling * product
 
@@ -103,15 +136,17 @@ def _merge(weight, a, b, out, scaling, height, width, rank, ROWS: tl.constexpr, 
 
 @triton.jit
 def _sums(logits, top, total, moment, num, stride, BLOCK: tl.constexpr):
-    """Compute the largest logit, the sum and the moment of each lane's own columns, and combine the lanes at the end.
+    """Compute the largest logit, the sum and the moment of each lane's own columns, and combine the
+    lanes at the end.
 
-    Lowering the exponents by d turns a sum into exp(-d) * sum and its moment m into exp(-d) * (m - d * sum). All terms of a
-    moment are at most 0, so none cancels.
+    Lowering the exponents by d turns a sum into exp(-d) * sum and its moment m into exp(-d) * (m -
+    d * sum). All terms of a moment are at most 0, so none cancels.
     """
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
     columns = tl.arange(0, BLOCK)
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+
     sums = tl.zeros((BLOCK,), tl.float32)
     moments = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, num, BLOCK):
@@ -124,6 +159,7 @@ def _sums(logits, top, total, moment, num, stride, BLOCK: tl.constexpr):
         moments = factor * (moments + lower * sums) + weight * below
         sums = factor * sums + weight
         largest = higher
+
     highest = tl.max(largest, axis=0)
     lower = tl.where(largest == float("-inf"), 0.0, largest - highest)
     factor = tl.exp(lower)
@@ -134,20 +170,44 @@ def _sums(logits, top, total, moment, num, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gradient(
-    logits, out, places, grad_logprobs, asked_for, largest, total, entropy, grad_entropy, num, stride, out_stride, num_targets,
-    BY_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    out,
+    places,
+    grad_logprobs,
+    asked_for,
+    largest,
+    total,
+    entropy,
+    grad_entropy,
+    num,
+    stride,
+    out_stride,
+    num_targets,
+    BY_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row.to(tl.int64) * stride + columns, mask=columns < num, other=float("-inf"))
+    x = tl.load(
+        logits + row.to(tl.int64) * stride + columns, mask=columns < num, other=float("-inf")
+    )
     below = tl.where(x == float("-inf"), 0.0, x - tl.load(largest + row))
     row_total = tl.load(total + row)
     p = tl.where(x == float("-inf"), 0.0, tl.exp(below) / row_total)
     upstream = tl.load(asked_for + row)
+
     if BY_ENTROPY:
-        upstream += (below - tl.log(row_total) + tl.load(entropy + row)) * tl.load(grad_entropy + row)
+        upstream += (below - tl.log(row_total) + tl.load(entropy + row)) * tl.load(
+            grad_entropy + row
+        )
+
     gradient = -p * upstream
     for k in range(num_targets):
         target = tl.load(places + row * num_targets + k)
         gradient += tl.where(columns == target, tl.load(grad_logprobs + row * num_targets + k), 0.0)
-    tl.store(out + row.to(tl.int64) * out_stride + columns, gradient.to(out.dtype.element_ty), mask=columns < num)
+
+    tl.store(
+        out + row.to(tl.int64) * out_stride + columns,
+        gradient.to(out.dtype.element_ty),
+        mask=columns < num,
+    )

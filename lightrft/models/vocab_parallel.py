@@ -1,8 +1,8 @@
 """Token distributions over a vocabulary that may be split over ranks.
 
-For each row of logits a rank keeps the largest, the sum of exponentials relative to it, their first moment, and the logits of
-the targets in its part. Two collectives combine them, whatever the number of chunks: the maximum, then all sums at once. The
-gradient of the logits needs none.
+For each row of logits a rank keeps the largest, the sum of exponentials relative to it, their first
+moment, and the logits of the targets in its part. Two collectives combine them, whatever the number
+of chunks: the maximum, then all sums at once. The gradient of the logits needs none.
 
 Shapes: T tokens, t of one chunk, V vocabulary, v of it on this rank, K targets at each position.
 """
@@ -19,7 +19,9 @@ from lightrft.parallel.sequence_parallel import all_gather_tensor
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """Range of consecutive token ids that this rank of the axis holds; the whole vocabulary if the axis has one rank."""
+    """Range of consecutive token ids that this rank of the axis holds; the whole vocabulary if the
+    axis has one rank.
+    """
 
     first: int
     num: int
@@ -32,7 +34,9 @@ class VocabularyPart:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Distribution of each row over the vocabulary of all ranks, restricted to the tokens that a truncation keeps."""
+    """Distribution of each row over the vocabulary of all ranks, restricted to the tokens that a
+    truncation keeps.
+    """
 
     logprobs: Tensor
     """Log-probs of the targets [T, K], 0 for ignored ones."""
@@ -41,10 +45,11 @@ class Distribution:
     largest: Tensor
     """Largest logit [T]."""
     total: Tensor
-    """Sum of the exponentials relative to the largest logit [T]. It is kept separately, because a combined log-sum-exp would lose
-    as many digits as the largest logit has."""
+    """Sum of the exponentials relative to the largest logit [T]. It is kept separately, because a
+    combined log-sum-exp would lose as many digits as the largest logit has."""
     scale: Tensor
-    """Factor [T] that turns an exponential relative to this rank's largest logit into a probability."""
+    """Factor [T] that turns an exponential relative to this rank's largest logit into a
+    probability."""
 
     def rows(self, rows: slice) -> "Distribution":
         values = (getattr(self, each.name) for each in fields(self))
@@ -55,7 +60,8 @@ class LocalTargets:
     """Targets [T, K] located in this rank's part of the vocabulary; negative ones are ignored."""
 
     def __init__(self, ids: Tensor, part: VocabularyPart):
-        self.ids, self.part = ids, part
+        self.ids = ids
+        self.part = part
         self.is_local = (ids >= part.first) & (ids < part.first + part.num)
         self.places = torch.where(self.is_local, ids - part.first, 0)
 
@@ -75,19 +81,29 @@ class LocalTargets:
         return gradient.scatter_add_(-1, self.places, torch.where(self.is_local, values, 0.0))
 
     def local_ids(self) -> Tensor:
-        """Return the columns [T, K] of the targets, which no truncation removes; `part.num` for targets on other ranks."""
+        """Return the columns [T, K] of the targets, which no truncation removes; `part.num` for
+        targets on other ranks.
+        """
         return torch.where(self.is_local, self.places, self.part.num)
 
 
 def outside(logits: Tensor, truncation: Truncation, local_targets: LocalTargets) -> Tensor:
-    """Return a mask [t, v] bool of the truncated tokens, decided on whole rows, which the ranks divide among themselves."""
+    """Return a mask [t, v] bool of the truncated tokens, decided on whole rows, which the ranks
+    divide among themselves.
+    """
     part = local_targets.part
-    threshold = truncation.threshold(logits) if part.axis.size == 1 else _threshold(logits, truncation, part.axis)
+    threshold = (
+        truncation.threshold(logits)
+        if part.axis.size == 1
+        else _threshold(logits, truncation, part.axis)
+    )
     return truncation.outside(logits, threshold, first=part.first, keep=local_targets.local_ids())
 
 
 def _threshold(logits: Tensor, truncation: Truncation, axis: Axis) -> Tensor:
-    """Return the smallest logit that is kept in each row, [t, 1], from this rank's columns [t, v] of all rows."""
+    """Return the smallest logit that is kept in each row, [t, 1], from this rank's columns [t, v]
+    of all rows.
+    """
     each = -(-len(logits) // axis.size)
     padded = torch.nn.functional.pad(logits, (0, 0, 0, each * axis.size - len(logits)))
     columns = torch.cat(axis.exchange([part.T.contiguous() for part in padded.split(each)])).T
@@ -95,7 +111,9 @@ def _threshold(logits: Tensor, truncation: Truncation, axis: Axis) -> Tensor:
 
 
 def pack_mask(mask: Tensor) -> Tensor:
-    """Pack a mask [t, v] bool into bits [t, ceil(v / 8)] uint8: bit i of all bytes holds the i-th eighth of the columns."""
+    """Pack a mask [t, v] bool into bits [t, ceil(v / 8)] uint8: bit i of all bytes holds the i-th
+    eighth of the columns.
+    """
     width = packed_width(mask.shape[-1])
     bits = torch.zeros(len(mask), width, dtype=torch.uint8, device=mask.device)
     for place, part in enumerate(mask.split(max(width, 1), -1)):
@@ -108,17 +126,22 @@ def packed_width(num_columns: int) -> int:
 
 
 def fill_packed(logits: Tensor, bits: Tensor, value: float) -> Tensor:
-    """Write `value` to the logits [t, v] whose bit in `bits`, as returned by pack_mask(), is set."""
+    """Write `value` to the logits [t, v] whose bit in `bits`, as returned by pack_mask(), is
+    set.
+    """
     for place, part in enumerate(logits.split(max(bits.shape[-1], 1), -1)):
         part.masked_fill_((bits[:, : part.shape[-1]] & (1 << place)) > 0, value)
     return logits
 
 
-def local_sums(logits: Tensor, local_targets: LocalTargets, *, masked: bool, entropy: bool) -> tuple[Tensor, ...]:
-    """Return the largest logit [t], the sum of exponentials relative to it [t], their first moment [t], and target logits [t, K].
+def local_sums(
+    logits: Tensor, local_targets: LocalTargets, *, masked: bool, entropy: bool
+) -> tuple[Tensor, ...]:
+    """Return the largest logit [t], the sum of exponentials relative to it [t], their first moment
+    [t], and target logits [t, K].
 
-    The exponentials overwrite the `logits` [t, v]. `masked` indicates that some logits may be -inf. Only the `entropy` needs the
-    moment, which is 0 without it.
+    The exponentials overwrite the `logits` [t, v]. `masked` indicates that some logits may be -inf.
+    Only the `entropy` needs the moment, which is 0 without it.
     """
     picked = local_targets.pick(logits)
     if not local_targets.part.num:
@@ -130,7 +153,8 @@ def local_sums(logits: Tensor, local_targets: LocalTargets, *, masked: bool, ent
 
 def _block_sums(logits: Tensor, masked: bool, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     top = logits.amax(-1)
-    # At most 0, so nothing overflows and no digits of the entropy cancel. All logits of a part may be -inf.
+    # At most 0, so nothing overflows and no digits of the entropy cancel. All logits of a part may
+    # be -inf.
     below = logits.sub_(torch.where(top.isneginf(), 0.0, top)[:, None])
     if not entropy:
         return top, below.exp_().sum(-1), torch.zeros_like(top)
@@ -140,7 +164,9 @@ def _block_sums(logits: Tensor, masked: bool, entropy: bool) -> tuple[Tensor, Te
 
 
 def blocks(logits: Tensor) -> tuple[Tensor, ...]:
-    """Split the rows of `logits` [t, v] into blocks: on a host, as many rows as stay in its cache from pass to pass."""
+    """Split the rows of `logits` [t, v] into blocks: on a host, as many rows as stay in its cache
+    from pass to pass.
+    """
     if logits.device.type != "cpu":
         return logits.split(max(1, len(logits)))
     return logits.split(max(1, HOST_BLOCK // max(1, logits.shape[-1])))
@@ -151,28 +177,40 @@ def finite(values: Tensor) -> Tensor:
     return values.nan_to_num_(nan=torch.nan, neginf=0.0)
 
 
-def join_sums(parts: list[tuple[Tensor, ...]], local_targets: LocalTargets, *, entropy: bool) -> Distribution:
-    """Combine the local_sums() of all chunks and ranks. A target that no rank has gets NaN, so that it is not overlooked."""
-    ids, axis = local_targets.ids, local_targets.part.axis
+def join_sums(
+    parts: list[tuple[Tensor, ...]], local_targets: LocalTargets, *, entropy: bool
+) -> Distribution:
+    """Combine the local_sums() of all chunks and ranks.
+
+    A target that no rank has gets NaN, so that it is not overlooked.
+    """
+    ids = local_targets.ids
+    axis = local_targets.part.axis
     if not parts:
         empty = torch.zeros(0, device=ids.device)
         return Distribution(empty.view(ids.shape), empty if entropy else None, *[empty] * 3)
+
     top, total, moment, picked = (torch.cat(values) for values in zip(*parts, strict=True))
     largest = axis.max(top)
     lower = torch.where(top.isneginf(), 0.0, top - largest)  # at most 0
     scale = lower.exp()
     at_largest = torch.where(local_targets.is_local, picked - largest[:, None], 0.0)
-    totals, moments = (total * scale)[:, None], ((moment + total * lower) * scale)[:, None]
+    totals = (total * scale)[:, None]
+    moments = ((moment + total * lower) * scale)[:, None]
     sums = torch.cat([totals, moments, at_largest, local_targets.is_local], dim=1)
     total, moment, picked, num_owners = axis.sum(sums).tensor_split([1, 2, 2 + ids.shape[1]], dim=1)
     log_total = total.log()
     logprobs = torch.where(ids < 0, 0.0, torch.where(num_owners > 0, picked - log_total, torch.nan))
     entropies = (log_total - moment / total)[:, 0] if entropy else None
+
     return Distribution(logprobs, entropies, largest, total[:, 0], scale / total[:, 0])
 
 
-def gradient(logits: Tensor, distribution: Distribution, grad_logprobs: Tensor, grad_entropy: Tensor | None) -> Tensor:
-    """Return the gradient of the logits [t, v] without the onehot_k terms of the targets; it overwrites the logits.
+def gradient(
+    logits: Tensor, distribution: Distribution, grad_logprobs: Tensor, grad_entropy: Tensor | None
+) -> Tensor:
+    """Return the gradient of the logits [t, v] without the onehot_k terms of the targets; it
+    overwrites the logits.
 
     With p the softmax: d log p_k / dz = onehot_k - p, and d entropy / dz = -p (log p + entropy).
     """
@@ -185,26 +223,41 @@ def gradient(logits: Tensor, distribution: Distribution, grad_logprobs: Tensor, 
     return logits
 
 
-def _block_gradient(logits: Tensor, distribution: Distribution, grad_logprobs: Tensor, grad_entropy: Tensor | None) -> None:
+def _block_gradient(
+    logits: Tensor, distribution: Distribution, grad_logprobs: Tensor, grad_entropy: Tensor | None
+) -> None:
     asked_for = grad_logprobs.sum(-1, keepdim=True)
-    below, total = logits.sub_(distribution.largest[:, None]), distribution.total[:, None]
+    below = logits.sub_(distribution.largest[:, None])
+    total = distribution.total[:, None]
     if grad_entropy is None:
         below.exp_().mul_(-asked_for / total)
         return
-    through_entropy = finite(below.clone()).add_(distribution.entropy[:, None] - total.log()).mul_(grad_entropy[:, None])
+
+    through_entropy = (
+        finite(below.clone())
+        .add_(distribution.entropy[:, None] - total.log())
+        .mul_(grad_entropy[:, None])
+    )
     below.exp_().div_(total).mul_(through_entropy.add_(asked_for).neg_())
 
 
 def gradient_of_exponentials(
-    exponentials: Tensor, distribution: Distribution, grad_logprobs: Tensor, grad_entropy: Tensor | None
+    exponentials: Tensor,
+    distribution: Distribution,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Return the same as gradient() from the exponentials [t, v] of local_sums(), which it overwrites.
+    """Return the same as gradient() from the exponentials [t, v] of local_sums(), which it
+    overwrites.
 
-    The logarithm of an exponential recovers its exponent up to the rounding of the exponential, wherever that is not negligible.
+    The logarithm of an exponential recovers its exponent up to the rounding of the exponential,
+    wherever that is not negligible.
     """
-    asked_for, scale = grad_logprobs.sum(-1, keepdim=True), distribution.scale[:, None]
+    asked_for = grad_logprobs.sum(-1, keepdim=True)
+    scale = distribution.scale[:, None]
     if grad_entropy is None:
         return exponentials.mul_(-asked_for * scale)
+
     slope = grad_entropy[:, None] * scale
     factor = asked_for * scale + slope * (finite(scale.log()) + distribution.entropy[:, None])
     start = 0
@@ -213,4 +266,5 @@ def gradient_of_exponentials(
         moments = torch.xlogy(block, block).mul_(slope[rows])
         block.mul_(factor[rows]).add_(moments).neg_()
         start = rows.stop
+
     return exponentials

@@ -15,12 +15,22 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-NAME, INDEX = "model.safetensors", "model.safetensors.index.json"
-SAMPLES, SAMPLE_BYTES = 4, 1024
-"""Number of byte ranges of each tensor that enter a fingerprint, and the length of each range in bytes."""
+NAME = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SAMPLES = 4
+SAMPLE_BYTES = 1024
+"""Number of byte ranges of each tensor that enter a fingerprint, and the length of each range in
+bytes."""
 
 
-NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
+NOT_THE_MODEL = {
+    "_name_or_path",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "architectures",
+}
 """Entries of a model's configuration that may differ between folders of the same model."""
 INTEGERS = {"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}
 WEIGHTS = ("weight", "bias", "_proj")
@@ -47,28 +57,39 @@ class WeightFiles:
                 return cls({name: folder / file for name, file in weight_map.items()})
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 reason = f"{type(error).__name__}: {error}"
-                raise ValueError(f"{folder / INDEX} is not an index of safetensors files ({reason})") from error
+                raise ValueError(
+                    f"{folder / INDEX} is not an index of safetensors files ({reason})"
+                ) from error
+
         if (folder / NAME).is_file():
             with _open(folder / NAME) as file:
                 return cls(dict.fromkeys(file.keys(), folder / NAME))
+
         return None
 
     def check(self, *, quantized: bool) -> None:
-        """Raise ValueError for a missing or damaged file, and for integer weights unless the model is `quantized`.
+        """Raise ValueError for a missing or damaged file, and for integer weights unless the model
+        is `quantized`.
 
         Only headers are read.
         """
         for path in sorted(set(self.files.values())):
             with _open(path) as file:
-                absent = {name for name, other in self.files.items() if other == path}.difference(file.keys())
+                absent = {name for name, other in self.files.items() if other == path}.difference(
+                    file.keys()
+                )
                 if absent:
-                    raise ValueError(f"{path} lacks {len(absent)} tensors that {INDEX} lists for it, the first is {min(absent)}")
+                    raise ValueError(
+                        f"{path} lacks {len(absent)} tensors that {INDEX} lists for it, the first"
+                        f" is {min(absent)}"
+                    )
+
                 for name in file.keys():
                     dtype = file.get_slice(name).get_dtype()
                     if not quantized and name.endswith(WEIGHTS) and dtype in INTEGERS:
                         raise ValueError(
-                            f"{path}: {name} is of dtype {dtype}: the weights are quantized, but config.json has no "
-                            "quantization settings; use the unquantized model"
+                            f"{path}: {name} is of dtype {dtype}: the weights are quantized, but"
+                            " config.json has no quantization settings; use the unquantized model"
                         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -80,7 +101,10 @@ class WeightFiles:
         return shapes
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """Return part of a tensor, on the host. Nothing else is read, and the file is mapped only during the call."""
+        """Return part of a tensor, on the host.
+
+        Nothing else is read, and the file is mapped only during the call.
+        """
         with _open(self.files[name]) as file:
             return file.get_slice(name)[part] if part else file.get_tensor(name)
 
@@ -89,7 +113,9 @@ class WeightFiles:
         tensors = {}
         for path in dict.fromkeys(self.files[name] for name in names):
             with _open(path) as file:
-                tensors |= {name: file.get_slice(name)[:] for name in names if self.files[name] == path}
+                tensors |= {
+                    name: file.get_slice(name)[:] for name in names if self.files[name] == path
+                }
         return [tensors[name] for name in names]
 
 
@@ -108,10 +134,15 @@ def _damage(path: Path, error: Exception) -> str:
         return f"does not exist, but {INDEX} lists it"
     if path.stat().st_size == 0:
         return "is empty: 0 bytes"
+
     with open(path, "rb") as file:
         if file.read(32).startswith(b"version https://git-lfs"):
             return "is a git-lfs pointer without weights: download them with git lfs pull"
-    return f"is damaged or incomplete: {path.stat().st_size} bytes ({error}); download or copy it again"
+
+    return (
+        f"is damaged or incomplete: {path.stat().st_size} bytes ({error}); download or copy it"
+        " again"
+    )
 
 
 def check_finite(name: str, weights: Tensor) -> None:
@@ -119,15 +150,20 @@ def check_finite(name: str, weights: Tensor) -> None:
 
     Dtypes of one byte are not checked: they belong to quantized models, which have scales.
     """
-    if weights.dtype.itemsize > 1 and not torch.isfinite(weights.sum()) and not torch.isfinite(weights).all():
+    if (
+        weights.dtype.itemsize > 1
+        and not torch.isfinite(weights.sum())
+        and not torch.isfinite(weights).all()
+    ):
         raise ValueError(f"{name} has values that are not finite")
 
 
 def fingerprint(folder: Path | str) -> str:
-    """Return a hash of names, shapes, dtypes and some bytes of all tensors in a folder; empty without safetensors files.
+    """Return a hash of names, shapes, dtypes and some bytes of all tensors in a folder; empty
+    without safetensors files.
 
-    It distinguishes the versions of a model during training at the cost of reading a few MB. It does not protect against
-    deliberate manipulation.
+    It distinguishes the versions of a model during training at the cost of reading a few MB. It
+    does not protect against deliberate manipulation.
     """
     files = WeightFiles.of(folder)
     hasher = hashlib.sha256()
@@ -140,13 +176,18 @@ def fingerprint(folder: Path | str) -> str:
                 begin, end = entry["data_offsets"]
                 hasher.update(f"{name} {entry['dtype']} {entry['shape']}".encode())
                 for part in range(SAMPLES):
-                    file.seek(start + begin + max(0, end - begin - SAMPLE_BYTES) * part // (SAMPLES - 1))
+                    file.seek(
+                        start + begin + max(0, end - begin - SAMPLE_BYTES) * part // (SAMPLES - 1)
+                    )
                     hasher.update(file.read(min(SAMPLE_BYTES, end - begin)))
+
     return hasher.hexdigest()[:16] if files else ""
 
 
 def weights_of(name: str) -> str:
-    """Return the fingerprint of a model's folder or of its files in the local hub cache; empty if they cannot be read."""
+    """Return the fingerprint of a model's folder or of its files in the local hub cache; empty if
+    they cannot be read.
+    """
     try:
         folder = cached_folder(name)
         return fingerprint(folder) if folder else ""
@@ -155,7 +196,9 @@ def weights_of(name: str) -> str:
 
 
 def cached_folder(name: str) -> Path | None:
-    """Return a model's folder, or that of its files in the local hub cache; None if there is neither."""
+    """Return a model's folder, or that of its files in the local hub cache; None if there is
+    neither.
+    """
     folder = Path(name).expanduser()
     if not name or folder.is_dir():
         return folder if name else None
@@ -164,7 +207,9 @@ def cached_folder(name: str) -> Path | None:
 
 
 def tied_names(model: PreTrainedModel) -> list[list[str]]:
-    """Return the names of all parameters and persistent buffers of `model`, grouped by tensor: tied names form one group."""
+    """Return the names of all parameters and persistent buffers of `model`, grouped by tensor: tied
+    names form one group.
+    """
     together: dict[int, list[str]] = defaultdict(list)
     for name, tensor in stored_tensors(model).items():
         together[id(tensor)].append(name)
@@ -172,16 +217,25 @@ def tied_names(model: PreTrainedModel) -> list[list[str]]:
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by their names in a folder, which are the names without adapters."""
-    return {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    """Return parameters and persistent buffers by their names in a folder, which are the names
+    without adapters.
+    """
+    return {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }
 
 
-def missing_and_unexpected(model: PreTrainedModel, stored: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Return the names of `model` that are not stored, and the stored names that it neither has nor may ignore.
+def missing_and_unexpected(
+    model: PreTrainedModel, stored: Iterable[str]
+) -> tuple[set[str], set[str]]:
+    """Return the names of `model` that are not stored, and the stored names that it neither has nor
+    may ignore.
 
     Tied names are missing only if none of them is stored; the first of them is returned.
     """
-    stored, groups = set(stored), tied_names(model)
+    stored = set(stored)
+    groups = tied_names(model)
     missing = {group[0] for group in groups if stored.isdisjoint(group)}
     ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ()) or "$^")
     return missing, {name for name in stored.difference(*groups) if not ignored.search(name)}
