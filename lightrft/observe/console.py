@@ -52,23 +52,29 @@ HELD_OUT = {
     "eval/loss": "loss",
     "eval/margin": "margin",
 }
-"""Metrics of an evaluation that the terminal shows; those of the sets of --eval_data follow by name."""
+"""Metrics of an evaluation that the terminal shows; those of the sets of --eval_data follow by
+name."""
 
-NARROWEST, LINES_PER_HEADER = 6, 20
+NARROWEST = 6
+LINES_PER_HEADER = 20
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def headlines(metrics: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of the metrics of a step that the terminal shows, each with its label.
 
-    The loss of a policy gradient is left out: it says nothing about progress, and its lines are long.
+    The loss of a policy gradient is left out: it says nothing about progress, and its lines are
+    long.
     """
     hidden = {"train/loss"} if "rollout/reward" in metrics else set()
-    return {name: label for name, label in HEADLINES.items() if name in metrics and name not in hidden}
+    return {
+        name: label for name, label in HEADLINES.items() if name in metrics and name not in hidden
+    }
 
 
 def held_out(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of the metrics of an evaluation that the terminal shows, each with its label.
+    """Return the names of the metrics of an evaluation that the terminal shows, each with its
+    label.
 
     A reward that is the accuracy is left out.
     """
@@ -85,10 +91,12 @@ def held_out(metrics: Mapping[str, Any]) -> dict[str, str]:
 
 
 class Console(Sink):
-    """Terminal sink: phase, progress, time left, every headline metric with its course, and the latest sample.
+    """Terminal sink: phase, progress, time left, every headline metric with its course, and the
+    latest sample.
 
-    Without a terminal (a file, a job's log) it prints a table: one line per call of `log`, and one for each evaluation. Log
-    messages written to `sys.stderr`, looked up at the time of writing, appear above the live view.
+    Without a terminal (a file, a job's log) it prints a table: one line per call of `log`, and one
+    for each evaluation. Log messages written to `sys.stderr`, looked up at the time of writing,
+    appear above the live view.
     """
 
     def __init__(self, console: RichConsole | None = None):
@@ -99,9 +107,13 @@ class Console(Sink):
         self._columns: dict[str, str] = {}
         self._since_header = 0
 
-    def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
+    def start(
+        self, config: dict[str, Any], total_steps: int, resume_step: int | None = None
+    ) -> None:
         self._progress = _progress(self._console)
-        self._task = self._progress.add_task("", total=total_steps, completed=resume_step or 0, phase="starting")
+        self._task = self._progress.add_task(
+            "", total=total_steps, completed=resume_step or 0, phase="starting"
+        )
         self._total = total_steps
         if self._console.is_terminal:
             self._live = Live(self._view(), console=self._console, refresh_per_second=2)
@@ -132,19 +144,30 @@ class Console(Sink):
             self._live.stop()
         else:
             elapsed = self._progress.tasks[0].elapsed or 0
-            self._console.print(f"{status} after {duration(elapsed)}", highlight=False, markup=False)
+            self._console.print(
+                f"{status} after {duration(elapsed)}", highlight=False, markup=False
+            )
 
     def _lines(self, step: int, metrics: dict[str, float]) -> Iterator[str]:
-        """Yield the header where it is due, the metrics of the step in columns, and an evaluation's metrics."""
-        if headlines(metrics).keys() - self._columns.keys() or self._since_header % LINES_PER_HEADER == 0:
+        """Yield the header where it is due, the metrics of the step in columns, and an evaluation's
+        metrics.
+        """
+        if (
+            headlines(metrics).keys() - self._columns.keys()
+            or self._since_header % LINES_PER_HEADER == 0
+        ):
             self._columns |= headlines(metrics)
-            self._columns = {name: label for name, label in HEADLINES.items() if name in self._columns}
+            self._columns = {
+                name: label for name, label in HEADLINES.items() if name in self._columns
+            }
             self._since_header = 0
             yield self._row("step", dict(self._columns), "left")
+
         self._since_header += 1
         left = self._progress.tasks[0].time_remaining
         values = {name: short(metrics[name]) for name in self._columns if name in metrics}
         yield self._row(f"{step}/{self._total}", values, duration(left) if left else "")
+
         if shown := held_out(metrics):
             numbers = "  ".join(f"{label} {short(metrics[name])}" for name, label in shown.items())
             yield f"{'':{self._width}}  held-out: {numbers}"
@@ -155,21 +178,33 @@ class Console(Sink):
 
     def _row(self, step: str, cells: dict[str, str], left: str) -> str:
         """Return a line with a cell for each column, aligned on the right."""
-        aligned = [f"{cells.get(name, ''):>{max(len(label), NARROWEST)}}" for name, label in self._columns.items()]
+        aligned = [
+            f"{cells.get(name, ''):>{max(len(label), NARROWEST)}}"
+            for name, label in self._columns.items()
+        ]
         return "  ".join([f"{step:>{self._width}}", *aligned, left]).rstrip()
 
     def _view(self) -> RenderableType:
-        """Build the content of the terminal; it is complete before it is handed over, because another thread draws it."""
+        """Build the content of the terminal; it is complete before it is handed over, because
+        another thread draws it.
+        """
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         table.add_column(justify="right", style="bold")
         table.add_column(style="cyan", no_wrap=True)
         table.add_column(style="dim", no_wrap=True)
+
         latest = {name: values[-1] for name, values in self._history.items()}
         evaluated = {name: f"held-out {label}" for name, label in held_out(latest).items()}
         for name, label in (headlines(self._history) | evaluated).items():
             values = self._history[name]
-            table.add_row(label, short(values[-1]), sparkline(values), f"from {short(values[0])}" if len(values) > 1 else "")
+            table.add_row(
+                label,
+                short(values[-1]),
+                sparkline(values),
+                f"from {short(values[0])}" if len(values) > 1 else "",
+            )
+
         return Group(self._progress, table, *([self._sample_line()] if self._sample else []))
 
     def _sample_line(self) -> Text:
@@ -187,11 +222,19 @@ class Console(Sink):
 def sparkline(values: Sequence[float], width: int = 32) -> str:
     """Return the course of a metric in `width` characters; non-finite values are gaps."""
     chunk = max(1, -(-len(values) // width))
-    means = [sum(values[i : i + chunk]) / len(values[i : i + chunk]) for i in range(0, len(values), chunk)]
+    means = [
+        sum(values[i : i + chunk]) / len(values[i : i + chunk])
+        for i in range(0, len(values), chunk)
+    ]
     finite = [value for value in means if abs(value) < float("inf")]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    low = min(finite, default=0.0)
+    high = max(finite, default=0.0)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((value - low) * scale)] if abs(value) < float("inf") else " " for value in means)
+
+    return "".join(
+        BLOCKS[round((value - low) * scale)] if abs(value) < float("inf") else " "
+        for value in means
+    )
 
 
 def _one_line(text: str, length: int = 60) -> str:
@@ -200,7 +243,9 @@ def _one_line(text: str, length: int = 60) -> str:
 
 
 def _progress(console: RichConsole) -> Progress:
-    """Build the progress display, drawn as part of the live view only; elsewhere it measures the time."""
+    """Build the progress display, drawn as part of the live view only; elsewhere it measures the
+    time.
+    """
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.fields[phase]:<12}", markup=False),
@@ -210,5 +255,6 @@ def _progress(console: RichConsole) -> Progress:
         TextColumn("left", style="dim"),
         TimeRemainingColumn(),
         console=console,
-        speed_estimate_period=3600,  # a step takes minutes; the default of 30 seconds would never cover two of them
+        # a step takes minutes; the default of 30 seconds would never cover two of them
+        speed_estimate_period=3600,
     )

@@ -1,8 +1,8 @@
 """Metrics of one step: accumulated on the device, reduced once over all ranks.
 
-    metrics.mean("train/kl", kl, weight=batch.loss_mask)     # per micro-batch, no host sync
-    metrics.max("engine/logprob_mismatch_max", gap, mask=batch.loss_mask)
-    row = metrics.reduce(mesh.world)                         # once per step; the same dictionary on every rank
+metrics.mean("train/kl", kl, weight=batch.loss_mask)     # per micro-batch, no host sync
+metrics.max("engine/logprob_mismatch_max", gap, mask=batch.loss_mask)
+row = metrics.reduce(mesh.world)  # once per step; the same dictionary on every rank
 """
 
 import math
@@ -14,7 +14,8 @@ from torch import Tensor
 
 Number = float | int
 Row = tuple[float, float, float]
-"""Values of one metric on one rank: weight, value, spread. See `_fold` for their meaning per kind."""
+"""Values of one metric on one rank: weight, value, spread. See `_fold` for their meaning per kind.
+"""
 
 
 class Gathers(Protocol):
@@ -24,26 +25,33 @@ class Gathers(Protocol):
 
 
 class Metrics:
-    """Global metrics: the result is the same for any distribution of the values over ranks and micro-batches.
+    """Global metrics: the result is the same for any distribution of the values over ranks and
+    micro-batches.
 
-    Elements of weight 0 contribute nothing, whatever their value; a metric of zero total weight is left out of the result.
-    Each call keeps three numbers, on the values' device: summed in their precision (float32 at least) within a call, and in
-    float64 over calls and ranks.
+    Elements of weight 0 contribute nothing, whatever their value; a metric of zero total weight is
+    left out of the result. Each call keeps three numbers, on the values' device: summed in their
+    precision (float32 at least) within a call, and in float64 over calls and ranks.
     """
 
     def __init__(self) -> None:
         self._kinds: dict[str, str] = {}
         self._rows: dict[str, list[Tensor]] = {}
 
-    def mean(self, name: str, values: Tensor | Number, weight: Tensor | Number | None = None) -> None:
+    def mean(
+        self, name: str, values: Tensor | Number, weight: Tensor | Number | None = None
+    ) -> None:
         """Add to the weighted mean of all elements.
 
         `values` may have any shape; `weight` has the same shape (bool for a mask) or is a number.
         """
         self._add("mean", name, *_weigh(name, values, weight))
 
-    def std(self, name: str, values: Tensor | Number, weight: Tensor | Number | None = None) -> None:
-        """Add to the standard deviation of all elements as a population (divided by the weight, not by one less)."""
+    def std(
+        self, name: str, values: Tensor | Number, weight: Tensor | Number | None = None
+    ) -> None:
+        """Add to the standard deviation of all elements as a population (divided by the weight, not
+        by one less).
+        """
         values, weight = _weigh(name, values, weight)
         center = (values * weight).sum() / weight.sum().clamp_min(torch.finfo(weight.dtype).tiny)
         self._add("std", name, values, weight, spread=((values - center).square() * weight).sum())
@@ -62,27 +70,38 @@ class Metrics:
         self._extreme("min", name, values, mask, empty=math.inf)
 
     def reduce(self, axis: Gathers) -> dict[str, float]:
-        """Return the metrics over all ranks of the axis, and clear them for the next step. Every rank of the axis must call it.
+        """Return the metrics over all ranks of the axis, and clear them for the next step.
 
-        Ranks may have different metrics. One transfer from the device and one gather, whatever the number of metrics.
+        Every rank of the axis must call it.
+
+        Ranks may have different metrics. One transfer from the device and one gather, whatever the
+        number of metrics.
         """
         gathered = axis.gather(self._local())
         self.clear()
+
         kinds: dict[str, str] = {}
         rows: dict[str, list[Row]] = {}
         for rank, local in enumerate(gathered):
             for name, (kind, row) in local.items():
                 if kinds.setdefault(name, kind) != kind:
-                    raise ValueError(f"metric {name!r} is a {kinds[name]} on some ranks and a {kind} on rank {rank}")
+                    raise ValueError(
+                        f"metric {name!r} is a {kinds[name]} on some ranks and a {kind} on rank"
+                        f" {rank}"
+                    )
                 rows.setdefault(name, []).append(row)
+
         folded = {name: _fold(kinds[name], rows[name]) for name in rows}
         return {name: _result(kinds[name], row) for name, row in folded.items() if row[0] > 0}
 
     def clear(self) -> None:
-        self._kinds, self._rows = {}, {}
+        self._kinds = {}
+        self._rows = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's numbers, on the host, each as it was added: sums are the same to the last bit."""
+        """Return this rank's numbers, on the host, each as it was added: sums are the same to the
+        last bit.
+        """
         rows = {name: [row.to("cpu") for row in values] for name, values in self._rows.items()}
         return {"kinds": dict(self._kinds), "rows": rows}
 
@@ -96,67 +115,96 @@ class Metrics:
         """Return this rank's share, folded to one row per metric."""
         if not self._rows:
             return {}
+
         devices = {row.device for rows in self._rows.values() for row in rows}
         host = {}
         for device in devices:  # one transfer each, for numbers of the accelerator and of the host
             rows = [row for values in self._rows.values() for row in values if row.device == device]
             host[device] = iter(torch.stack(rows).to("cpu", torch.float64).tolist())
-        return {name: (kind, _fold(kind, [next(host[row.device]) for row in self._rows[name]]))
-                for name, kind in self._kinds.items()}  # fmt: skip
 
-    def _add(self, kind: str, name: str, values: Tensor, weight: Tensor, spread: Tensor | None = None) -> None:
+        return {
+            name: (kind, _fold(kind, [next(host[row.device]) for row in self._rows[name]]))
+            for name, kind in self._kinds.items()
+        }
+
+    def _add(
+        self, kind: str, name: str, values: Tensor, weight: Tensor, spread: Tensor | None = None
+    ) -> None:
         self._append(kind, name, weight.sum(), (values * weight).sum(), spread)
 
-    def _extreme(self, kind: str, name: str, values: Tensor | Number, mask: Tensor | None, empty: float) -> None:
+    def _extreme(
+        self, kind: str, name: str, values: Tensor | Number, mask: Tensor | None, empty: float
+    ) -> None:
         values = _tensor(values)
         mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-        assert mask.shape == values.shape, f"metric {name!r}: mask {tuple(mask.shape)} for values {tuple(values.shape)}"
+        assert mask.shape == values.shape, (
+            f"metric {name!r}: mask {tuple(mask.shape)} for values {tuple(values.shape)}"
+        )
         if values.numel():
             values = values.where(mask, empty)
             self._append(kind, name, mask.any(), values.amax() if kind == "max" else values.amin())
 
-    def _append(self, kind: str, name: str, weight: Tensor, value: Tensor, spread: Tensor | None = None) -> None:
+    def _append(
+        self, kind: str, name: str, weight: Tensor, value: Tensor, spread: Tensor | None = None
+    ) -> None:
         if self._kinds.setdefault(name, kind) != kind:
             raise ValueError(f"metric {name!r} is a {self._kinds[name]} and cannot be a {kind} too")
-        row = torch.stack([weight.to(value.dtype), value, value.new_zeros(()) if spread is None else spread])
+        row = torch.stack(
+            [weight.to(value.dtype), value, value.new_zeros(()) if spread is None else spread]
+        )
         self._rows.setdefault(name, []).append(row)
 
 
 def _tensor(values: Tensor | Number) -> Tensor:
-    """Convert to a tensor: numbers keep their precision on the host; types below float32 on a device become float32."""
+    """Convert to a tensor: numbers keep their precision on the host; types below float32 on a
+    device become float32.
+    """
     if isinstance(values, Tensor):
         return values.detach().to(torch.promote_types(values.dtype, torch.float32))
     return torch.tensor(float(values), dtype=torch.float64)
 
 
-def _weigh(name: str, values: Tensor | Number, weight: Tensor | Number | None) -> tuple[Tensor, Tensor]:
-    """Return values and weights of one shape; elements without weight are 0, so that a masked infinity cannot become NaN."""
-    if isinstance(weight, Tensor) and not isinstance(values, Tensor):  # a number whose weight, such as a count, is on the device
+def _weigh(
+    name: str, values: Tensor | Number, weight: Tensor | Number | None
+) -> tuple[Tensor, Tensor]:
+    """Return values and weights of one shape; elements without weight are 0, so that a masked
+    infinity cannot become NaN.
+    """
+    # a number whose weight, such as a count, is on the device
+    if isinstance(weight, Tensor) and not isinstance(values, Tensor):
         values = torch.full((), values, dtype=torch.float32, device=weight.device)
     values = _tensor(values)
     if not isinstance(weight, Tensor):
         weight = torch.full_like(values, 1.0 if weight is None else weight)
     weight = weight.detach().to(values.dtype)
-    assert weight.shape == values.shape, f"metric {name!r}: weight {tuple(weight.shape)} for values {tuple(values.shape)}"
+    assert weight.shape == values.shape, (
+        f"metric {name!r}: weight {tuple(weight.shape)} for values {tuple(values.shape)}"
+    )
     return values.where(weight != 0, 0.0), weight
 
 
 def _fold(kind: str, rows: Iterable[Sequence[float]]) -> Row:
     """Fold many rows into one.
 
-    mean, std: sum of weights, sum of weighted values, weighted squared distance from the row's own mean.
-    sum, max, min: 1 if there is any value, the value, unused.
+    mean, std: sum of weights, sum of weighted values, weighted squared distance from the row's own
+    mean. sum, max, min: 1 if there is any value, the value, unused.
     """
     rows = [row for row in rows if row[0] > 0]
     if not rows:
         return 0.0, 0.0, 0.0
+
     weights, values, spreads = zip(*rows, strict=True)
     if kind in ("max", "min"):
         extreme = max(values) if kind == "max" else min(values)
         return 1.0, math.nan if any(map(math.isnan, values)) else extreme, 0.0
-    weight, value, spread = sum(weights), sum(values), sum(spreads)
-    if kind == "std":  # Chan's formula: exact, where E[x^2] - E[x]^2 loses all digits of a small spread
+
+    weight = sum(weights)
+    value = sum(values)
+    spread = sum(spreads)
+    # Chan's formula: exact, where E[x^2] - E[x]^2 loses all digits of a small spread
+    if kind == "std":
         spread += sum(each * (own / each - value / weight) ** 2 for each, own, _ in rows)
+
     return weight, value, spread
 
 

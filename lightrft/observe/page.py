@@ -1,4 +1,6 @@
-"""Frame of the HTML report: one self-contained file, in light and dark, for wide and narrow screens."""
+"""Frame of the HTML report: one self-contained file, in light and dark, for wide and narrow
+screens.
+"""
 
 import base64
 import hashlib
@@ -126,13 +128,21 @@ for (const plot of document.querySelectorAll('.plot')) {
 def page(title: str, body: str) -> str:
     """Return the whole document. `body` is markup whose texts are already escaped.
 
-    The content security policy in the head lets the browser run this one script, identified by its hash, and load nothing, as
-    images are inside the page: a text that was not escaped by mistake could still not run.
+    The content security policy in the head lets the browser run this one script, identified by its
+    hash, and load nothing, as images are inside the page: a text that was not escaped by mistake
+    could still not run.
     """
-    colors = (f".c{i} {{ stroke: var(--s{i}); }} .f{i} {{ fill: var(--s{i}); color: var(--s{i}); }}\n" for i in range(8))
+    colors = (
+        f".c{i} {{ stroke: var(--s{i}); }} .f{i} {{ fill: var(--s{i}); color: var(--s{i}); }}\n"
+        for i in range(8)
+    )
     style = STYLE + "".join(colors)
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    policy = (
+        "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src"
+        f" 'sha256-{digest}'"
+    )
+
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -157,7 +167,9 @@ def player(uri: Any) -> str:
 
 
 def safe(value: Any, longest: int | None = LONGEST_TEXT) -> str:
-    """Return any text as markup: escaped, with visible control characters, and cut if it is very long."""
+    """Return any text as markup: escaped, with visible control characters, and cut if it is very
+    long.
+    """
     text = visible(str(value))
     hidden = len(text) - (longest or len(text))
     excerpt = f"{text[:longest]} … ({hidden:,} more characters)" if hidden > 0 else text

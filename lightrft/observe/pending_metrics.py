@@ -1,4 +1,6 @@
-"""Metrics of steps for which no row has been written yet (--logging_steps), as a part of a checkpoint."""
+"""Metrics of steps for which no row has been written yet (--logging_steps), as a part of a
+checkpoint.
+"""
 
 from typing import Any
 
@@ -10,7 +12,8 @@ class PendingMetrics:
     """Metrics of all ranks as a state; with another number of ranks they are redistributed."""
 
     def __init__(self, metrics: Metrics, world: Axis):
-        self.metrics, self.world = metrics, world
+        self.metrics = metrics
+        self.world = world
 
     def state_dict(self) -> dict[str, Any]:
         return {"ranks": self.world.gather(self.metrics.state_dict())}

@@ -1,8 +1,9 @@
 """Report of a run's folder as one HTML page: its results, its course, and samples of the model.
 
-It reads metrics.jsonl, samples.jsonl, config.yaml, run.json and summary.json, if they exist. run.json describes the run:
-`status`, `engine`, `strategy`, `world_size`, `seconds`, `versions`. summary.json adds headline numbers: `eval_before_sft`,
-`eval_after_sft`, `eval_after_rl`, `reward_first`, `reward_last`, `logprob_mismatch_max`, `wall_s`, and any others. `eval_*` are
+It reads metrics.jsonl, samples.jsonl, config.yaml, run.json and summary.json, if they exist.
+run.json describes the run: `status`, `engine`, `strategy`, `world_size`, `seconds`, `versions`.
+summary.json adds headline numbers: `eval_before_sft`, `eval_after_sft`, `eval_after_rl`,
+`reward_first`, `reward_last`, `logprob_mismatch_max`, `wall_s`, and any others. `eval_*` are
 shares, `*_s` seconds, `*_gb` GB.
 """
 
@@ -25,7 +26,8 @@ from lightrft.observe.text import duration, is_number, percent, short
 FILES = ("metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "summary.json")
 
 FACTS = {"world_size": "processes", "engine_tp_size": "processes of an engine", "seed": "seed"}
-"""Names of those numbers of the summary that describe the setup of the run instead of its results."""
+"""Names of those numbers of the summary that describe the setup of the run instead of its results.
+"""
 
 RESULTS = ("eval", "reward", "accuracy")
 """Beginnings of the names of numbers that say how good the model is: they come first."""
@@ -61,10 +63,27 @@ CHARTS = (
     Chart("Held-out reward", "mean of greedy responses", {"eval/reward": "reward"}, look="marked"),
     Chart("Response length", "tokens", {"rollout/response_length": "length"}),
     Chart("Loss", "", {"train/loss": "loss", "eval/loss": "held-out"}),
-    Chart("Accuracy", "share of the judgements", {"train/accuracy": "training", "eval/accuracy": "held-out"}, form=percent),
-    Chart("Margin", "reward of the chosen answer minus the other", {"train/margin": "training", "eval/margin": "held-out"}),
-    Chart("Rewards of answers", "", {"train/reward_chosen": "chosen", "train/reward_rejected": "rejected"}),
-    Chart("Rewards of answers", "", {"train/reward_desirable": "good", "train/reward_undesirable": "bad"}),
+    Chart(
+        "Accuracy",
+        "share of the judgements",
+        {"train/accuracy": "training", "eval/accuracy": "held-out"},
+        form=percent,
+    ),
+    Chart(
+        "Margin",
+        "reward of the chosen answer minus the other",
+        {"train/margin": "training", "eval/margin": "held-out"},
+    ),
+    Chart(
+        "Rewards of answers",
+        "",
+        {"train/reward_chosen": "chosen", "train/reward_rejected": "rejected"},
+    ),
+    Chart(
+        "Rewards of answers",
+        "",
+        {"train/reward_desirable": "good", "train/reward_undesirable": "bad"},
+    ),
     Chart(
         "Probability of a right step",
         "",
@@ -83,9 +102,19 @@ CHARTS = (
     Chart("Value loss of the critic", "", {"critic/loss": "loss"}),
     Chart("Explained variance of returns", "by the critic", {"critic/explained_variance": "share"}),
     Chart("KL to the reference", "nats per token", {"train/kl": "KL"}),
-    Chart("Clipped ratios", "share of tokens", {"train/clip_low": "below", "train/clip_high": "above"}, form=percent),
+    Chart(
+        "Clipped ratios",
+        "share of tokens",
+        {"train/clip_low": "below", "train/clip_high": "above"},
+        form=percent,
+    ),
     Chart("Truncated responses", "share", {"rollout/truncated": "truncated"}, form=percent),
-    Chart("Accepted drafts", "share of drafted tokens", {"rollout/draft_acceptance": "accepted"}, form=percent),
+    Chart(
+        "Accepted drafts",
+        "share of drafted tokens",
+        {"rollout/draft_acceptance": "accepted"},
+        form=percent,
+    ),
     Chart("Learning rate", "", {"train/learning_rate": "rate"}, look="exact"),
     Chart("Memory", "GB", {"memory/peak_gb": "peak", "memory/now_gb": "end of step"}, look="exact"),
 )
@@ -95,7 +124,10 @@ def write_report(folder: Path) -> Path:
     """Write `report.html` into the run's folder; return its path."""
     folder = Path(folder)
     if not any((folder / name).exists() for name in FILES):
-        raise FileNotFoundError(f"{folder} is not the folder of a run: it contains none of {', '.join(FILES)}")
+        raise FileNotFoundError(
+            f"{folder} is not the folder of a run: it contains none of {', '.join(FILES)}"
+        )
+
     history = read_history(folder / "metrics.jsonl")
     if len(history.get("eval/accuracy", ())) == len(history.get("eval/reward", ())):
         history.pop("eval/reward", None)  # they are the same numbers
@@ -109,14 +141,21 @@ def write_report(folder: Path) -> Path:
         _curves(history),
         _time(history),
         _speed(folder),
-        sample_table(read_ends(folder / "samples.jsonl", ENDS), config.get("rollout", {}).get("n_samples_per_prompt", 0)),
+        sample_table(
+            read_ends(folder / "samples.jsonl", ENDS),
+            config.get("rollout", {}).get("n_samples_per_prompt", 0),
+        ),
         _others(history),
         _setup(history, config, summary),
         _configuration(written),
-        "<footer>Bold lines: centred moving average. Faint lines: every step. All metrics are over all ranks.</footer>",
+        (
+            "<footer>Bold lines: centred moving average. Faint lines: every step. All metrics are"
+            " over all ranks.</footer>"
+        ),
     ]
     path = folder / "report.html"
     path.write_text(page(f"{name} · lightrft", "\n".join(body)), encoding="utf-8")
+
     return path
 
 
@@ -153,11 +192,19 @@ def read_history(path: Path) -> History:
 
 
 def _header(name: str, history: History, summary: dict[str, Any]) -> str:
-    kind = KINDS.get(summary.get("command", "")) or ("Reinforcement" if _from_rewards(history) else "Supervised") + " fine-tuning"
+    kind = (
+        KINDS.get(summary.get("command", ""))
+        or ("Reinforcement" if _from_rewards(history) else "Supervised") + " fine-tuning"
+    )
     steps = max((points[-1][0] for points in history.values()), default=0)
-    warnings = "".join(f'<p class="warn">{safe(warning)}</p>' for warning in summary.get("warnings", ()))
+    warnings = "".join(
+        f'<p class="warn">{safe(warning)}</p>' for warning in summary.get("warnings", ())
+    )
     ended = f", {summary['status']}" if summary.get("status") else ""
-    return f'<h1>{safe(name)}</h1><p class="lead">{kind}, {steps:,} steps{safe(ended)}</p>{warnings}'
+
+    return (
+        f'<h1>{safe(name)}</h1><p class="lead">{kind}, {steps:,} steps{safe(ended)}</p>{warnings}'
+    )
 
 
 def _from_rewards(history: History) -> bool:
@@ -167,10 +214,17 @@ def _from_rewards(history: History) -> bool:
 def _setup(history: History, config: dict[str, Any], summary: dict[str, Any]) -> str:
     """Return what ran, and where."""
     facts = _facts(config, rollout=_from_rewards(history))
-    facts |= {key.replace("_", " "): value for key, value in summary.items() if isinstance(value, str) and value}
+    facts |= {
+        key.replace("_", " "): value
+        for key, value in summary.items()
+        if isinstance(value, str) and value
+    }
     facts |= {label: str(summary[key]) for key, label in FACTS.items() if key in summary}
     facts |= summary.get("versions", {})
-    items = "".join(f"<li><span>{safe(key)}</span> {safe(value)}</li>" for key, value in facts.items())
+    items = "".join(
+        f"<li><span>{safe(key)}</span> {safe(value)}</li>" for key, value in facts.items()
+    )
+
     return f'<h2>Setup</h2><ul class="facts">{items}</ul>' if items else ""
 
 
@@ -187,25 +241,41 @@ def _facts(config: dict[str, Any], *, rollout: bool) -> dict[str, str]:
 
 
 def _tiles(history: History, summary: dict[str, Any]) -> str:
-    """Return the headline numbers: those of the run's summary, and others from the metrics that the summary does not have."""
-    numbers = {key: value for key, value in summary.items() if is_number(value) and key not in (*FACTS, "steps")}
-    of_summary = {key: (_label(key), _summary_value(key, value), "") for key, value in numbers.items()}
+    """Return the headline numbers: those of the run's summary, and others from the metrics that the
+    summary does not have.
+    """
+    numbers = {
+        key: value
+        for key, value in summary.items()
+        if is_number(value) and key not in (*FACTS, "steps")
+    }
+    of_summary = {
+        key: (_label(key), _summary_value(key, value), "") for key, value in numbers.items()
+    }
     text = " ".join(summary)
     tiles = [tile for key, tile in of_summary.items() if key.startswith(RESULTS)]
     tiles += [tile[1:] for tile in _headline_numbers(history) if tile[0] not in text]
     tiles += [tile for key, tile in of_summary.items() if not key.startswith(RESULTS)]
     cards = "".join(
-        f'<div class="card tile"><div class="label">{safe(label)}</div><div class="value">{safe(value)}</div>'
-        f'<div class="note">{safe(note)}</div></div>'
+        f'<div class="card tile"><div class="label">{safe(label)}</div><div'
+        f' class="value">{safe(value)}</div><div class="note">{safe(note)}</div></div>'
         for label, value, note in tiles
     )
+
     return f'<div class="tiles">{cards}</div>' if cards else ""
 
 
 def _headline_numbers(history: History) -> list[tuple[str, str, str, str]]:
-    """Return topic, label, value and note of each headline number that can be computed from the metrics."""
-    finite = {name: values for name, points in history.items() if (values := [value for _, value in points if value is not None])}
+    """Return topic, label, value and note of each headline number that can be computed from the
+    metrics.
+    """
+    finite = {
+        name: values
+        for name, points in history.items()
+        if (values := [value for _, value in points if value is not None])
+    }
     tiles = []
+
     for topic, name, label, form in (
         ("reward", "rollout/reward", "Reward", short),
         ("eval", "eval/accuracy", "Held-out accuracy", percent),
@@ -217,15 +287,27 @@ def _headline_numbers(history: History) -> list[tuple[str, str, str, str]]:
         ("loss", "train/loss", "Loss", short),
     ):
         if values := finite.get(name):
-            # an evaluation counts by itself; noisy per-step numbers are averaged over a tenth of the run, at most ten steps
+            # an evaluation counts by itself; noisy per-step numbers are averaged over a tenth of
+            # the run, at most ten steps
             part = 1 if topic == "eval" else min(10, max(1, len(values) // 10))
-            tiles.append((topic, label, form(fmean(values[-part:])), f"at first {form(fmean(values[:part]))}"))
+            tiles.append(
+                (
+                    topic,
+                    label,
+                    form(fmean(values[-part:])),
+                    f"at first {form(fmean(values[:part]))}",
+                )
+            )
+
     if values := finite.get("engine/logprob_mismatch_max", finite.get("engine/logprob_mismatch")):
         tiles.append(("mismatch", "Engine mismatch", short(max(values)), "largest log-prob gap"))
     if values := finite.get("perf/tokens_per_second"):
         tiles.append(("tokens", "Tokens per second", short(median(values)), "median step"))
     if values := finite.get("time/step"):
-        tiles.append(("wall", "Time in steps", duration(sum(values)), f"{duration(fmean(values))} per step"))
+        tiles.append(
+            ("wall", "Time in steps", duration(sum(values)), f"{duration(fmean(values))} per step")
+        )
+
     if values := finite.get("memory/peak_gb"):
         tiles.append(("memory", "Peak memory", f"{short(max(values))} GB", "largest rank"))
     return tiles
@@ -235,7 +317,12 @@ def _curves(history: History) -> str:
     sets = {name: name.split("/")[1] for name in history if re.fullmatch("eval/[^/]+/reward", name)}
     held_out = Chart("Held-out sets", "mean reward of greedy responses", sets, look="marked")
     judged = "train/accuracy" in history  # then the chart of the accuracy has the held-out one, too
-    shown = [chart for chart in (*CHARTS, held_out) if chart.title != ("Held-out accuracy" if judged else "Accuracy")]
+    shown = [
+        chart
+        for chart in (*CHARTS, held_out)
+        if chart.title != ("Held-out accuracy" if judged else "Accuracy")
+    ]
+
     cards = "".join(_card(chart, history) for chart in shown)
     if not cards:
         return "<p>No step has been finished yet.</p>"
@@ -244,16 +331,28 @@ def _curves(history: History) -> str:
 
 def _card(chart: Chart, history: History) -> str:
     """Return a chart of those of its metrics that the run has; nothing if it has none."""
-    lines = [Line(label, history[name], chart.look) for name, label in chart.metrics.items() if name in history]
+    lines = [
+        Line(label, history[name], chart.look)
+        for name, label in chart.metrics.items()
+        if name in history
+    ]
     if not lines:
         return ""
+
     values = [value for _, value in lines[0].points if value is not None]
     broken = sorted({step for line in lines for step, value in line.points if value is None})
-    steps = ", ".join(str(step) for step in broken[:5]) + (f" and {len(broken) - 5} more" if len(broken) > 5 else "")
+    steps = ", ".join(str(step) for step in broken[:5]) + (
+        f" and {len(broken) - 5} more" if len(broken) > 5 else ""
+    )
     warning = f'<p class="warn">Not finite at step {steps}.</p>' if broken else ""
-    legend = "".join(f'<span><i class="key f{index}"></i>{safe(line.label)}</span>' for index, line in enumerate(lines))
+    legend = "".join(
+        f'<span><i class="key f{index}"></i>{safe(line.label)}</span>'
+        for index, line in enumerate(lines)
+    )
+
     return (
-        f'<section class="card chart"><header><h3>{safe(chart.title)} <span>{safe(chart.unit)}</span></h3>'
+        f'<section class="card chart"><header><h3>{safe(chart.title)}'
+        f" <span>{safe(chart.unit)}</span></h3>"
         f'<span class="last">{chart.form(values[-1]) if values else ""}</span></header>'
         f"{line_chart(lines, log=chart.log, form=chart.form)}"
         f"{f'<p class=legend>{legend}</p>' if len(lines) > 1 else ''}{warning}</section>"
@@ -261,25 +360,36 @@ def _card(chart: Chart, history: History) -> str:
 
 
 def _time(history: History) -> str:
-    """Chart the seconds of each step by phase. Nested phases (`time/generate/weights`) are part of their outer one."""
+    """Chart the seconds of each step by phase.
+
+    Nested phases (`time/generate/weights`) are part of their outer one.
+    """
     totals = {step: value for step, value in history.get("time/step", []) if value is not None}
     if not totals:
         return ""
+
     steps = list(totals)
     parts = {
         name.removeprefix("time/"): [dict(points).get(step) or 0.0 for step in steps]
         for name, points in history.items()
-        if name.startswith("time/") and name.count("/") == 1 and name not in ("time/step", "time/idle_share")
+        if name.startswith("time/")
+        and name.count("/") == 1
+        and name not in ("time/step", "time/idle_share")
     }
     parts = _largest(parts, 7)  # together with the rest, as many as there are colours
-    parts["other"] = [max(0.0, totals[step] - sum(values[i] for values in parts.values())) for i, step in enumerate(steps)]
+    parts["other"] = [
+        max(0.0, totals[step] - sum(values[i] for values in parts.values()))
+        for i, step in enumerate(steps)
+    ]
     mean = fmean(totals[step] for step in steps)
+
     return (
-        '<h2>Time per step</h2><div class="split"><section class="card chart">'
-        '<header><h3>Time of a step <span>by phase</span></h3>'
-        f'<span class="last">{duration(totals[steps[-1]])}</span></header>{stacked_chart(parts, steps, duration)}</section>'
-        f'<section class="card chart"><header><h3>Mean step</h3><span class="last">{duration(mean)}</span></header>'
-        f'<div class="phases">{_phases(parts)}</div></section></div>'
+        '<h2>Time per step</h2><div class="split"><section class="card chart"><header><h3>Time of'
+        " a step <span>by phase</span></h3><span"
+        f' class="last">{duration(totals[steps[-1]])}</span></header>{stacked_chart(parts, steps, duration)}</section><section'
+        ' class="card chart"><header><h3>Mean step</h3><span'
+        f' class="last">{duration(mean)}</span></header><div'
+        f' class="phases">{_phases(parts)}</div></section></div>'
     )
 
 
@@ -300,10 +410,12 @@ def _phases(parts: dict[str, list[float]]) -> str:
     for index, (name, values) in enumerate(parts.items()):
         share = sum(values) / total
         rows.append(
-            f'<div><i class="key f{index}"></i>{safe(name)}</div>'
-            f'<div class="bar"><i class="f{index}" style="width: {100 * share:.1f}%"></i></div>'
-            f'<div class="number">{duration(fmean(values))}</div><div class="share">{percent(share)}</div>'
+            f'<div><i class="key f{index}"></i>{safe(name)}</div><div class="bar"><i'
+            f' class="f{index}" style="width: {100 * share:.1f}%"></i></div><div'
+            f' class="number">{duration(fmean(values))}</div><div'
+            f' class="share">{percent(share)}</div>'
         )
+
     return "".join(rows)
 
 
@@ -316,21 +428,40 @@ def _largest(parts: dict[str, list[float]], most: int) -> dict[str, list[float]]
 def _others(history: History) -> str:
     """Chart the metrics that no chart above has, such as a user's own, and the nested phases."""
     charted = {name for chart in CHARTS for name in chart.metrics}
-    charted |= {name for name in history if name.startswith("time/") and name.count("/") == 1} - {"time/idle_share"}
-    cards = "".join(_card(Chart(name, "", {name: name}), history) for name in sorted(set(history) - charted))
-    return f'<details class="card"><summary>Other metrics</summary><div class="charts">{cards}</div></details>' if cards else ""
+    charted |= {name for name in history if name.startswith("time/") and name.count("/") == 1} - {
+        "time/idle_share"
+    }
+    cards = "".join(
+        _card(Chart(name, "", {name: name}), history) for name in sorted(set(history) - charted)
+    )
+
+    return (
+        '<details class="card"><summary>Other metrics</summary><div'
+        f' class="charts">{cards}</div></details>'
+        if cards
+        else ""
+    )
 
 
 def _configuration(written: str) -> str:
     if not written:
         return ""
-    return f'<details class="card"><summary>Resolved configuration</summary><pre>{safe(written, longest=None)}</pre></details>'
+    return (
+        '<details class="card"><summary>Resolved'
+        f" configuration</summary><pre>{safe(written, longest=None)}</pre></details>"
+    )
 
 
 def _label(key: str) -> str:
     """Return a label: `eval_after_rl` -> `Accuracy after RL`, `wall_s` -> `Wall time`."""
     key = f"{key.removesuffix('_s')}_time" if key.endswith("_s") else key.removesuffix("_gb")
-    spelled = {"eval": "accuracy", "sft": "SFT", "rl": "RL", "logprob": "log-prob", "max": "(largest)"}
+    spelled = {
+        "eval": "accuracy",
+        "sft": "SFT",
+        "rl": "RL",
+        "logprob": "log-prob",
+        "max": "(largest)",
+    }
     words = " ".join(spelled.get(word, word) for word in key.split("_"))
     return words[:1].upper() + words[1:]
 

@@ -9,20 +9,33 @@ from lightrft.observe.text import percent, short
 from lightrft.parallel.peaks import DEVICES, known_device
 
 ADVICE = {
-    "generate": "more sequences at once (--engine_mem_util), a smaller --engine_tp_size, or --speculative group",
+    "generate": (
+        "more sequences at once (--engine_mem_util), a smaller --engine_tp_size, or --speculative"
+        " group"
+    ),
     "generate, weight sync": "a larger --weight_sync_bucket_mb",
-    "generate, waiting for other ranks": "--rollout_schedule longest_first, or tail_rounds with --over_sampling",
+    "generate, waiting for other ranks": (
+        "--rollout_schedule longest_first, or tail_rounds with --over_sampling"
+    ),
     "reward": "more --reward_workers, or a reward that takes less time",
     "experience": "a larger --max_tokens_per_logprob_microbatch, or --overlap",
-    "train": "a larger --max_tokens_per_microbatch, --fused_kernels liger, or no --gradient_checkpointing if there is room",
+    "train": (
+        "a larger --max_tokens_per_microbatch, --fused_kernels liger, or no"
+        " --gradient_checkpointing if there is room"
+    ),
     "critic": "a larger --max_tokens_per_microbatch, or an estimator without a critic",
     "draft": "a smaller model in --draft_pretrain, or --draft_learning_rate 0",
     "evaluate": "a larger --eval_steps",
-    "checkpoint": "a larger --save_steps; without --no_async_save, twice the copies must fit into host memory",
+    "checkpoint": (
+        "a larger --save_steps; without --no_async_save, twice the copies must fit into host memory"
+    ),
     "data": "--data_cache",
 }
 """Phase -> flags that make it faster."""
-NESTED = {"time/generate/weight_sync": "generate, weight sync", "time/generate/wait": "generate, waiting for other ranks"}
+NESTED = {
+    "time/generate/weight_sync": "generate, weight sync",
+    "time/generate/wait": "generate, waiting for other ranks",
+}
 """Parts of phases that have advice of their own, if they take more than half of their phase."""
 
 
@@ -45,8 +58,8 @@ class Scoreboard:
     """Mean difference of log-probs between engine and trainer."""
     idle_share: float
     mfu: float | None
-    """Share of the peak of the devices that train which their products of tokens and matrices reach while they train
-    (roles/operations.py); None for an unknown device."""
+    """Share of the peak of the devices that train which their products of tokens and matrices reach
+    while they train (roles/operations.py); None for an unknown device."""
     bottleneck: str
     advice: str
     lines: list[str] = field(default_factory=list)
@@ -54,7 +67,9 @@ class Scoreboard:
 
 
 def scoreboard(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> Scoreboard | None:
-    """Return the scoreboard of the rows of metrics.jsonl and the description of run.json; None without a complete step."""
+    """Return the scoreboard of the rows of metrics.jsonl and the description of run.json; None
+    without a complete step.
+    """
     steps = [row for row in rows if "time/step" in row]
     steps = steps[1:] or steps
     if not steps:
@@ -67,20 +82,32 @@ def scoreboard(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> Scoreboar
         """Return the median for a step: with --logging_steps a row has the sum of several."""
         return median((row.get(name) or 0.0) / row.get("perf/steps", 1) for row in steps)
 
-    seconds, training_ranks = typical("time/step"), run.get("world_size", 1)
+    seconds = typical("time/step")
+    training_ranks = run.get("world_size", 1)
     world = training_ranks + run.get("rollout_ranks", 0)
-    phases = sorted({name for row in steps for name in row if name.startswith("time/") and name.count("/") == 1})
-    shares = {name.removeprefix("time/"): sum(row.get(name) or 0.0 for row in steps) / sum(row["time/step"] for row in steps)
-              for name in phases if name not in ("time/step", "time/idle_share")}  # fmt: skip
+    phases = sorted(
+        {name for row in steps for name in row if name.startswith("time/") and name.count("/") == 1}
+    )
+    shares = {
+        name.removeprefix("time/"): (
+            sum(row.get(name) or 0.0 for row in steps) / sum(row["time/step"] for row in steps)
+        )
+        for name in phases
+        if name not in ("time/step", "time/idle_share")
+    }
     tokens = typical_sum("rollout/tokens") or typical_sum("train/tokens")
-    operations, training = typical_sum("perf/train_flops"), typical("time/train")
-    device, mfu = known_device(run.get("device", "")), None
+    operations = typical_sum("perf/train_flops")
+    training = typical("time/train")
+    device = known_device(run.get("device", ""))
+    mfu = None
     if device and operations and training:
         mfu = operations / (training * training_ranks * DEVICES[device].flops)
+
     bottleneck = max(shares, key=shares.__getitem__, default="")
     for name, part in NESTED.items():
         if bottleneck == "generate" and typical(name) > typical("time/generate") / 2:
             bottleneck = part
+
     advice = ADVICE.get(bottleneck, "")
     if run.get("engine_tp_size") == 1:
         advice = advice.replace(" a smaller --engine_tp_size,", "")
@@ -99,22 +126,33 @@ def scoreboard(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> Scoreboar
         advice=advice,
     )
     board.lines = _lines(board)
+
     return board
 
 
 def _lines(board: Scoreboard) -> list[str]:
     """Return a table with the names on the left."""
-    rows = [("tokens/s per device", short(board.tokens_per_second)),
-            ("a step", f"{short(board.seconds)} s (median of {board.steps})"),
-            *((f"  {name}", percent(share)) for name, share in sorted(board.shares.items(), key=lambda each: -each[1])),
-            ("idle", percent(board.idle_share)), ("peak memory", f"{short(board.peak_gb)} GB")]  # fmt: skip
+    rows = [
+        ("tokens/s per device", short(board.tokens_per_second)),
+        ("a step", f"{short(board.seconds)} s (median of {board.steps})"),
+        *(
+            (f"  {name}", percent(share))
+            for name, share in sorted(board.shares.items(), key=lambda each: -each[1])
+        ),
+        ("idle", percent(board.idle_share)),
+        ("peak memory", f"{short(board.peak_gb)} GB"),
+    ]
     if board.sync_seconds:
         size = f" for {short(board.sync_bytes / 1e6)} MB" if board.sync_bytes else ""
-        rows += [("weight sync", f"{short(board.sync_seconds)} s{size}"),
-                 ("engine - trainer", f"log-probs differ by {short(board.mismatch)}")]  # fmt: skip
+        rows += [
+            ("weight sync", f"{short(board.sync_seconds)} s{size}"),
+            ("engine - trainer", f"log-probs differ by {short(board.mismatch)}"),
+        ]
+
     if board.mfu is not None:
         rows.append(("MFU in training", percent(board.mfu)))
     if board.advice:
         rows.append(("takes longest", f"{board.bottleneck}: try {board.advice}"))
     width = max(len(name) for name, _ in rows)
+
     return [f"{name:{width}}  {value}" for name, value in rows]

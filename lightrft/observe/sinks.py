@@ -1,4 +1,7 @@
-"""Sinks for metrics and samples: the interface and the files. The terminal is in console.py, trackers are in trackers.py."""
+"""Sinks for metrics and samples: the interface and the files.
+
+The terminal is in console.py, trackers are in trackers.py.
+"""
 
 import json
 import math
@@ -16,7 +19,10 @@ from loguru import logger
 
 from lightrft.observe.text import is_number
 
-PROMPT_IDS, RESPONSE_IDS, THUMBNAILS, SOUNDS = "prompt_token_ids", "response_token_ids", "thumbnails", "sounds"
+PROMPT_IDS = "prompt_token_ids"
+RESPONSE_IDS = "response_token_ids"
+THUMBNAILS = "thumbnails"
+SOUNDS = "sounds"
 """Columns of samples that are not text for people: token ids, and images and sound as data URIs."""
 BRANCHES = "branches"
 """Column of the other conversations of an episode, each a list of messages."""
@@ -27,9 +33,11 @@ BACKLOG = 16
 
 
 class Writer:
-    """A thread that makes calls one after another, such as those that write files, while the caller goes on.
+    """A thread that makes calls one after another, such as those that write files, while the caller
+    goes on.
 
-    After a call that fails it makes no others: its error is raised by every later submit() and flush().
+    After a call that fails it makes no others: its error is raised by every later submit() and
+    flush().
     """
 
     def __init__(self) -> None:
@@ -68,23 +76,33 @@ class Writer:
 
 
 class Sink:
-    """Base of all sinks, whose methods do nothing. Steps count from 1; step 0 is before the first update."""
+    """Base of all sinks, whose methods do nothing.
+
+    Steps count from 1; step 0 is before the first update.
+    """
 
     in_background = False
     """True if an observer calls log() and samples() in the thread of its writer."""
 
-    def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
-        """Start, once, before anything else. `resume_step` is the last step that a resumed run keeps; None for a fresh run."""
+    def start(
+        self, config: dict[str, Any], total_steps: int, resume_step: int | None = None
+    ) -> None:
+        """Start, once, before anything else.
+
+        `resume_step` is the last step that a resumed run keeps; None for a fresh run.
+        """
 
     def phase(self, name: str) -> None:
         """Report that the run enters this phase."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Take the global metrics of a finished step; may be called more than once per step, with other metrics."""
+        """Take the global metrics of a finished step; may be called more than once per step, with
+        other metrics.
+        """
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Take samples, group by group: prompt, response, label, reward, finish_reason, length (response tokens), group; and
-        columns for programs (see readable()).
+        """Take samples, group by group: prompt, response, label, reward, finish_reason, length
+        (response tokens), group; and columns for programs (see readable()).
         """
 
     def close(self, status: str) -> None:
@@ -92,7 +110,10 @@ class Sink:
 
 
 class Observer(Sink):
-    """Forwards every call to all sinks. Rank 0 has some, all other ranks have none, so the training loop is the same on all."""
+    """Forwards every call to all sinks.
+
+    Rank 0 has some, all other ranks have none, so the training loop is the same on all.
+    """
 
     def __init__(self, sinks: Iterable[Sink] = ()):
         self._sinks = list(sinks)
@@ -100,7 +121,9 @@ class Observer(Sink):
         self.writer = Writer()
         """Writer of the files of this rank."""
 
-    def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
+    def start(
+        self, config: dict[str, Any], total_steps: int, resume_step: int | None = None
+    ) -> None:
         for sink in self._sinks:
             sink.start(config, total_steps, resume_step)
             self._started.append(sink)
@@ -118,7 +141,8 @@ class Observer(Sink):
             self._call(sink, partial(sink.samples, step, rows))
 
     def close(self, status: str) -> None:
-        with ExitStack() as stack:  # every sink that was started is closed, even when another one fails to close
+        # every sink that was started is closed, even when another one fails to close
+        with ExitStack() as stack:
             for sink in self._started:
                 stack.callback(sink.close, status)
             if status == "failed":  # with an error of its own
@@ -134,10 +158,11 @@ class Observer(Sink):
 
 
 class JsonLines(Sink):
-    """`metrics.jsonl` and `samples.jsonl` in the run's folder, one JSON object per line; NaN and infinity are null.
+    """`metrics.jsonl` and `samples.jsonl` in the run's folder, one JSON object per line; NaN and
+    infinity are null.
 
-    A resumed run first drops the rows after its checkpoint, so no step is there twice. A fresh run in a used folder moves the
-    earlier files to `*.previous.jsonl`.
+    A resumed run first drops the rows after its checkpoint, so no step is there twice. A fresh run
+    in a used folder moves the earlier files to `*.previous.jsonl`.
     """
 
     in_background = True
@@ -146,7 +171,9 @@ class JsonLines(Sink):
         self._paths = [Path(folder) / "metrics.jsonl", Path(folder) / "samples.jsonl"]
         self._files: list[IO[bytes]] = []
 
-    def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
+    def start(
+        self, config: dict[str, Any], total_steps: int, resume_step: int | None = None
+    ) -> None:
         for path in self._paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
@@ -174,19 +201,26 @@ class JsonLines(Sink):
 
 
 class TensorBoard(Sink):
-    """Event files in `tensorboard/` of the run's folder; a resumed run hides the steps that it repeats."""
+    """Event files in `tensorboard/` of the run's folder; a resumed run hides the steps that it
+    repeats.
+    """
 
     in_background = True
 
     def __init__(self, folder: Path | str):
         self._folder = Path(folder) / "tensorboard"
 
-    def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # a second of imports that only this sink needs
+    def start(
+        self, config: dict[str, Any], total_steps: int, resume_step: int | None = None
+    ) -> None:
+        # a second of imports that only this sink needs
+        from torch.utils.tensorboard import SummaryWriter
 
         first_step = 0 if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(self._folder, purge_step=first_step)
-        self._writer.add_text("config", _code_block(json.dumps(config, indent=2, default=str)), first_step)
+        self._writer.add_text(
+            "config", _code_block(json.dumps(config, indent=2, default=str)), first_step
+        )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -195,7 +229,9 @@ class TensorBoard(Sink):
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         for index, row in enumerate(readable(rows)):
-            self._writer.add_text(f"samples/{index}", _code_block(json.dumps(row, indent=2, ensure_ascii=False)), step)
+            self._writer.add_text(
+                f"samples/{index}", _code_block(json.dumps(row, indent=2, ensure_ascii=False)), step
+            )
 
     def close(self, status: str) -> None:
         self._writer.close()
@@ -209,32 +245,45 @@ def readable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def encode_row(row: dict[str, Any]) -> bytes:
     """Encode a row as one line of JSON, with non-finite numbers as null."""
-    finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
     # a lone surrogate, which UTF-8 cannot encode, becomes its escape, which JSON can
     return json.dumps(finite, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON Lines file; none if it does not exist. Each row is an object with a number `step`.
+    """Return the rows of a JSON Lines file; none if it does not exist.
+
+    Each row is an object with a number `step`.
 
     A kill or a power failure can leave a broken line anywhere: it is dropped with a warning.
     """
     if not path.exists():
         return []
-    rows, broken = [], []
+
+    rows = []
+    broken = []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if (row := _row_of(line)) is not None:
                 rows.append(row)
             else:
                 broken.append(number)
+
     if broken:
-        logger.warning("{}: {} invalid lines are skipped, the first is line {}", path, len(broken), broken[0])
+        logger.warning(
+            "{}: {} invalid lines are skipped, the first is line {}", path, len(broken), broken[0]
+        )
+
     return rows
 
 
 def read_ends(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the first and the last `count` rows of a JSON Lines file of any size; all rows of a short one."""
+    """Return the first and the last `count` rows of a JSON Lines file of any size; all rows of a
+    short one.
+    """
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -252,11 +301,18 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if line.endswith(b"\n") and isinstance(row, dict) and is_number(row.get("step")) else None
+    return (
+        row
+        if line.endswith(b"\n") and isinstance(row, dict) and is_number(row.get("step"))
+        else None
+    )
 
 
 def truncate_rows(path: Path, last_step: int) -> None:
-    """Keep the rows up to this step. The file is replaced atomically: after a kill it is either the old one or the new one."""
+    """Keep the rows up to this step.
+
+    The file is replaced atomically: after a kill it is either the old one or the new one.
+    """
     rows = [row for row in read_rows(path) if row["step"] <= last_step]
     part = path.with_suffix(".part")
     with part.open("wb") as file:

@@ -12,6 +12,7 @@ def short(value: float, digits: int = 3) -> str:
     """
     if not math.isfinite(value):
         return str(value)
+
     size = abs(value)
     if size >= 1e7:
         return f"{value:.2e}"
@@ -20,6 +21,7 @@ def short(value: float, digits: int = 3) -> str:
         return f"{value:,.{decimals}f}".rstrip("0").rstrip(".") if decimals else f"{value:,.0f}"
     if size >= 1e-3 or size == 0:
         return f"{value:.{digits}g}"
+
     mantissa, exponent = f"{value:.{digits - 2}e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
 
@@ -39,7 +41,8 @@ def duration(seconds: float, digits: int = 3) -> str:
 
 
 def visible(text: str) -> str:
-    """Return the text with invisible characters as escapes: control characters, direction marks, lone surrogates.
+    """Return the text with invisible characters as escapes: control characters, direction marks,
+    lone surrogates.
 
     Line breaks and tabs stay. The result can mislead neither a terminal nor a reader.
     """

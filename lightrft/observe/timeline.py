@@ -8,27 +8,37 @@ from typing import Any
 
 from lightrft.observe.trace import Span
 
-BEGINNING, END = "[\n", "\n]\n"
+BEGINNING = "[\n"
+END = "\n]\n"
 
 
 def extend_timeline(path: Path, step: int, spans_of_ranks: Sequence[Sequence[Span]]) -> None:
-    """Add what each rank did in a step to a file of trace events, which is complete after every step.
+    """Add what each rank did in a step to a file of trace events, which is complete after every
+    step.
 
-    The format is Google's Trace Event Format, a JSON array. A rank is a process: its phases are complete events (X), which are
-    nested, and calls of other tracks are asynchronous events (b, e), which may overlap. An idle phase has the category `idle`.
+    The format is Google's Trace Event Format, a JSON array. A rank is a process: its phases are
+    complete events (X), which are nested, and calls of other tracks are asynchronous events (b, e),
+    which may overlap. An idle phase has the category `idle`.
     """
     numbers = count()
-    events = [event for rank, spans in enumerate(spans_of_ranks) for event in _events(step, rank, spans, numbers)]
+    events = [
+        event
+        for rank, spans in enumerate(spans_of_ranks)
+        for event in _events(step, rank, spans, numbers)
+    ]
     text = ",\n".join(map(json.dumps, events)) + END
     if not path.is_file():
         path.write_text(BEGINNING + text)
         return
+
     with path.open("r+") as file:
         file.seek(path.stat().st_size - len(END))
         file.write(",\n" + text)
 
 
-def _events(step: int, rank: int, spans: Sequence[Span], numbers: Iterator[int]) -> Iterator[dict[str, Any]]:
+def _events(
+    step: int, rank: int, spans: Sequence[Span], numbers: Iterator[int]
+) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     for span in spans:
         began, ended = (round(1e6 * seconds, 1) for seconds in (span.began, span.ended))
@@ -38,5 +48,6 @@ def _events(step: int, rank: int, spans: Sequence[Span], numbers: Iterator[int])
             yield call | {"ph": "b"}
             yield call | {"ph": "e", "ts": ended}
         else:
-            name, kind = span.name.rpartition("/")[2], "idle" if span.idle else "phase"
+            name = span.name.rpartition("/")[2]
+            kind = "idle" if span.idle else "phase"
             yield common | {"ph": "X", "name": name, "cat": kind, "dur": round(ended - began, 1)}

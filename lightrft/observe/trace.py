@@ -17,7 +17,8 @@ class Span(NamedTuple):
     idle: bool = False
     """True if the device had nothing to do."""
     track: str = ""
-    """Track of the timeline on which the span is drawn, in addition to the phases of the rank; its spans may overlap."""
+    """Track of the timeline on which the span is drawn, in addition to the phases of the rank; its
+    spans may overlap."""
 
 
 def _nothing() -> None:
@@ -38,14 +39,15 @@ class Untraced:
 class Trace(Untraced):
     """Wall-clock seconds per phase of a step, and the memory.
 
-        trace = Trace(peak_memory=partial(device.peak_memory, gpu), memory_in_use=..., synchronize=...)
+        trace = Trace(peak_memory=..., memory_in_use=..., synchronize=...)
         with trace.phase("generate"):
-            with trace.phase("weight_sync"): ...       # time/generate/weight_sync, part of time/generate too
+            with trace.phase("weight_sync"): ...  # time/generate/weight_sync, in time/generate too
         for name, value in trace.step().items():
             metrics.max(name, value)                    # a step waits for the slowest rank
 
-    A nested phase is named by its path, and the time of the outer phase contains it: the phases without a further slash add up
-    to at most `time/step`. `time/idle_share` is the share of the step in phases that leave the device idle.
+    A nested phase is named by its path, and the time of the outer phase contains it: the phases
+    without a further slash add up to at most `time/step`. `time/idle_share` is the share of the
+    step in phases that leave the device idle.
     """
 
     def __init__(
@@ -56,13 +58,18 @@ class Trace(Untraced):
         synchronize: Callable[[], None] = _nothing,
         on_phase: Callable[[str], None] | None = None,
     ):
-        """Start the clock. Memory is in bytes. `synchronize` waits for the device, so that a phase includes the kernels it
-        launched; `on_phase` is called with the path of the phase that begins, or an empty string between phases.
+        """Start the clock.
+
+        Memory is in bytes. `synchronize` waits for the device, so that a phase includes the kernels
+        it launched; `on_phase` is called with the path of the phase that begins, or an empty string
+        between phases.
         """
         self.failed = ""
         """Path of the innermost phase that an exception left; empty if there was none."""
-        self._peak_memory, self._memory_in_use = peak_memory, memory_in_use
-        self._synchronize, self._on_phase = synchronize, on_phase
+        self._peak_memory = peak_memory
+        self._memory_in_use = memory_in_use
+        self._synchronize = synchronize
+        self._on_phase = on_phase
         self._path: list[str] = []
         self._seconds: dict[str, float] = {}
         self._idle_seconds = 0.0
@@ -72,18 +79,22 @@ class Trace(Untraced):
 
     @property
     def current(self) -> str:
-        """Return the path of the current phase, such as `generate/weight_sync`; empty between phases."""
+        """Return the path of the current phase, such as `generate/weight_sync`; empty between
+        phases.
+        """
         return "/".join(self._path)
 
     @contextmanager
     def phase(self, name: str, *, idle: bool = False) -> Iterator[None]:
-        """Measure the enclosed code as this phase; the seconds of the same phase within a step add up.
+        """Measure the enclosed code as this phase; the seconds of the same phase within a step add
+        up.
 
         `idle`: the device has nothing to do meanwhile. An idle phase contains no other one.
         """
         self._path.append(name)
         path = self.current
         self._announce()
+
         began = time.perf_counter()
         try:
             yield
@@ -97,19 +108,26 @@ class Trace(Untraced):
             self._idle_seconds += idle * (ended - began)
             self._spans.append(Span(path, self._epoch + began, self._epoch + ended, idle))
             self._path.pop()
+
         self._announce()
 
     def record(self, track: str, name: str, began: float) -> None:
-        """Add what ends now on a track of its own; `began` is in seconds of time.perf_counter(). Any thread may call it."""
-        self._spans.append(Span(name, self._epoch + began, self._epoch + time.perf_counter(), track=track))
+        """Add what ends now on a track of its own; `began` is in seconds of time.perf_counter().
+        Any thread may call it.
+        """
+        self._spans.append(
+            Span(name, self._epoch + began, self._epoch + time.perf_counter(), track=track)
+        )
 
     def take_spans(self) -> list[Span]:
         """Return what was recorded since the last call."""
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         return spans
 
     def step(self) -> dict[str, float]:
-        """Return `time/<phase>` and `time/step` in seconds, and `time/idle_share`, since the last call.
+        """Return `time/<phase>` and `time/step` in seconds, and `time/idle_share`, since the last
+        call.
 
         The row also has `memory/peak_gb` and `memory/now_gb` in 1e9 bytes.
         """
@@ -120,7 +138,10 @@ class Trace(Untraced):
         row["time/idle_share"] = self._idle_seconds / row["time/step"]
         row["memory/peak_gb"] = self._peak_memory() / GB
         row["memory/now_gb"] = self._memory_in_use() / GB
-        self._seconds, self._idle_seconds, self._step_began = {}, 0.0, now
+        self._seconds = {}
+        self._idle_seconds = 0.0
+        self._step_began = now
+
         return row
 
     def _announce(self) -> None:

@@ -1,4 +1,5 @@
-"""Trackers of experiments, Weights & Biases, MLflow, SwanLab, Trackio and Comet, through the interface of accelerate.
+"""Trackers of experiments, Weights & Biases, MLflow, SwanLab, Trackio and Comet, through the
+interface of accelerate.
 
 The package of a tracker is imported when a run chooses it with --report_to.
 """
@@ -24,23 +25,31 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ObserveSection
 from lightrft.observe.sinks import Sink, readable
 
-START_SECONDS, CLOSE_SECONDS = 300.0, 120.0
+START_SECONDS = 300.0
+CLOSE_SECONDS = 120.0
 """Time limits for the start of a tracker, and at the end of a run for what it has not sent yet."""
 SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
 """Pattern of the environment variables whose values no tracker receives."""
 SHORTEST_SECRET = 6
 QUERY = re.compile(r"(https?://[^\s,?]+\?)[^\s,]+")
 """Pattern of an address with a query, which may contain a key."""
-EXIT_STATES = {"finished": ("FINISHED", "success"), "interrupted": ("KILLED", "aborted"), "failed": ("FAILED", "crashed")}
+EXIT_STATES = {
+    "finished": ("FINISHED", "success"),
+    "interrupted": ("KILLED", "aborted"),
+    "failed": ("FAILED", "crashed"),
+}
 """Status of a run -> its names in MLflow and in SwanLab."""
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """Differences between the packages; `tracker` is a tracker of accelerate, and `tracker.tracker` the package's own run."""
+    """Differences between the packages; `tracker` is a tracker of accelerate, and `tracker.tracker`
+    the package's own run.
+    """
 
     options: Callable[[ObserveSection, Path, str | None], dict[str, Any]]
-    """Function of the section, the run's folder and the id of the run to continue; returns the options of the start."""
+    """Function of the section, the run's folder and the id of the run to continue; returns the
+    options of the start."""
     run_id: Callable[[Any], str]
     samples: Callable[[Any, list[dict[str, str]], int], None]
     finish: Callable[[Any, str], None]
@@ -53,32 +62,49 @@ class Package:
 class Tracker(Sink):
     """Sends metrics, samples and the configuration to one tracker, in a thread of its own.
 
-    Training never waits for the tracker between its start and the end of the run. A resumed run continues the run whose id is in
-    the folder. The first call that fails is reported; later ones are still attempted, and the run goes on. Secrets of the
-    environment, and queries of addresses, are replaced by *** in everything that is sent at the start.
+    Training never waits for the tracker between its start and the end of the run. A resumed run
+    continues the run whose id is in the folder. The first call that fails is reported; later ones
+    are still attempted, and the run goes on. Secrets of the environment, and queries of addresses,
+    are replaced by *** in everything that is sent at the start.
     """
 
     def __init__(self, name: str, folder: Path | str, section: ObserveSection):
-        """Set up the tracker `name` of PACKAGES; it must be built after the process group, which accelerate would create."""
-        self._name, self._folder, self._section = name, Path(folder), section
+        """Set up the tracker `name` of PACKAGES; it must be built after the process group, which
+        accelerate would create.
+        """
+        self._name = name
+        self._folder = Path(folder)
+        self._section = section
         self._package = PACKAGES[name]
         self._calls: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
         self._failed = False
 
-    def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
-        """Start the tracker and wait for it. Raises ConfigError if it cannot start, for example without a login."""
+    def start(
+        self, config: dict[str, Any], total_steps: int, resume_step: int | None = None
+    ) -> None:
+        """Start the tracker and wait for it.
+
+        Raises ConfigError if it cannot start, for example without a login.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         id_file = self._folder / f"{self._name}_run_id"
         run_id = id_file.read_text() if resume_step is not None and id_file.exists() else None
         threading.Thread(target=self._work, name=f"tracker {self._name}", daemon=True).start()
+
         try:
-            id_file.write_text(self._submit(partial(self._open, flat(config), run_id)).result(START_SECONDS))
+            id_file.write_text(
+                self._submit(partial(self._open, flat(config), run_id)).result(START_SECONDS)
+            )
         except TimeoutError as error:
             self._calls.put(None)
-            raise ConfigError(f"--report_to {self._name}: no answer within {START_SECONDS:g} seconds") from error
+            raise ConfigError(
+                f"--report_to {self._name}: no answer within {START_SECONDS:g} seconds"
+            ) from error
         except Exception as error:
             self._calls.put(None)
-            raise ConfigError(f"--report_to {self._name} cannot start: {describe(error)}") from error
+            raise ConfigError(
+                f"--report_to {self._name} cannot start: {describe(error)}"
+            ) from error
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._attempt(lambda: self._tracker.log(metrics, step=step))
@@ -88,7 +114,9 @@ class Tracker(Sink):
             self._attempt(lambda: self._package.samples(self._tracker, rows, step))
 
     def close(self, status: str) -> None:
-        """Wait for what was not sent yet, at most CLOSE_SECONDS, and end the tracker's run with the status of this run."""
+        """Wait for what was not sent yet, at most CLOSE_SECONDS, and end the tracker's run with the
+        status of this run.
+        """
         done = self._attempt(lambda: self._package.finish(self._tracker, status))
         self._calls.put(None)
         try:
@@ -113,7 +141,9 @@ class Tracker(Sink):
 
     def _attempt(self, call: Callable[[], Any]) -> Future:
         future = self._submit(call)
-        future.add_done_callback(lambda done: self._report(done.exception()) if done.exception() else None)
+        future.add_done_callback(
+            lambda done: self._report(done.exception()) if done.exception() else None
+        )
         return future
 
     def _submit(self, call: Callable[[], Any]) -> Future:
@@ -122,7 +152,9 @@ class Tracker(Sink):
         return future
 
     def _work(self) -> None:
-        """Make the calls one after another: some packages keep their run in variables of the thread."""
+        """Make the calls one after another: some packages keep their run in variables of the
+        thread.
+        """
         while (item := self._calls.get()) is not None:
             future, call = item
             try:
@@ -135,8 +167,11 @@ class Tracker(Sink):
     def _report(self, problem: BaseException) -> None:
         if not self._failed:
             self._failed = True
-            logger.warning("--report_to {}: {}; the run continues, and metrics.jsonl has every metric",
-                           self._name, describe(problem))  # fmt: skip
+            logger.warning(
+                "--report_to {}: {}; the run continues, and metrics.jsonl has every metric",
+                self._name,
+                describe(problem),
+            )
 
 
 def check_login(names: Sequence[str]) -> None:
@@ -147,7 +182,9 @@ def check_login(names: Sequence[str]) -> None:
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested sections as one level, `{"train": {"seed": 1}}` as `{"train.seed": 1}`, with hidden secrets."""
+    """Return nested sections as one level, `{"train": {"seed": 1}}` as `{"train.seed": 1}`, with
+    hidden secrets.
+    """
     flattened: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict):
@@ -165,8 +202,14 @@ def describe(problem: BaseException) -> str:
 
 
 def hide_secrets(text: str) -> str:
-    """Replace the values of keys, tokens and passwords of the environment, and the queries of addresses, by ***."""
-    secrets = {value for name, value in os.environ.items() if SECRET_NAME.search(name.upper()) and len(value) >= SHORTEST_SECRET}
+    """Replace the values of keys, tokens and passwords of the environment, and the queries of
+    addresses, by ***.
+    """
+    secrets = {
+        value
+        for name, value in os.environ.items()
+        if SECRET_NAME.search(name.upper()) and len(value) >= SHORTEST_SECRET
+    }
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
     return QUERY.sub(r"\1***", text)
@@ -184,7 +227,9 @@ def secrets_hidden_in_argv() -> Iterator[None]:
 
 
 def share_process_group() -> None:
-    """Create the state that the logger of accelerate requires, from the present process group; it may set torch's threads."""
+    """Create the state that the logger of accelerate requires, from the present process group; it
+    may set torch's threads.
+    """
     from accelerate import PartialState
 
     threads = torch.get_num_threads()
@@ -194,7 +239,11 @@ def share_process_group() -> None:
 
 def _wandb(section: ObserveSection, folder: Path, run_id: str | None) -> dict[str, Any]:
     resumed = {"id": run_id, "resume": "allow"} if run_id else {}
-    names = {"name": section.tracker_run_name, "entity": section.tracker_org, "group": section.tracker_group}
+    names = {
+        "name": section.tracker_run_name,
+        "entity": section.tracker_org,
+        "group": section.tracker_group,
+    }
     return {**names, "dir": str(folder), **resumed}
 
 
@@ -205,7 +254,11 @@ def _trackio(section: ObserveSection, folder: Path, run_id: str | None) -> dict[
 
 def _swanlab(section: ObserveSection, folder: Path, run_id: str | None) -> dict[str, Any]:
     resumed = {"id": run_id, "resume": "allow"} if run_id else {}
-    names = {"name": section.tracker_run_name, "workspace": section.tracker_org, "group": section.tracker_group}
+    names = {
+        "name": section.tracker_run_name,
+        "workspace": section.tracker_org,
+        "group": section.tracker_group,
+    }
     return {**names, "log_dir": str(folder / "swanlog"), **resumed}
 
 
@@ -223,14 +276,21 @@ def _comet(section: ObserveSection, folder: Path, run_id: str | None) -> dict[st
 
 def _wandb_samples(tracker: Any, rows: list[dict[str, str]], step: int) -> None:
     columns = list(rows[0])
-    tracker.log_table("samples", columns=columns, data=[[row.get(name, "") for name in columns] for row in rows], step=step)
+    tracker.log_table(
+        "samples",
+        columns=columns,
+        data=[[row.get(name, "") for name in columns] for row in rows],
+        step=step,
+    )
 
 
 def _trackio_samples(tracker: Any, rows: list[dict[str, str]], step: int) -> None:
     import trackio
 
     columns = list(rows[0])
-    table = trackio.Table(columns=columns, data=[[row.get(name, "") for name in columns] for row in rows])
+    table = trackio.Table(
+        columns=columns, data=[[row.get(name, "") for name in columns] for row in rows]
+    )
     tracker.log({"samples": table}, step=step)
 
 
@@ -257,14 +317,21 @@ def _wandb_login() -> str:
     """Look where the package looks for a key, without the network."""
     from requests.utils import get_netrc_auth  # which comes with wandb
 
-    settings = [Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser() / "settings", Path("wandb/settings")]
+    settings = [
+        Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser() / "settings",
+        Path("wandb/settings"),
+    ]
     known = (
         os.environ.get("WANDB_MODE", "online") not in ("online", "run", "shared"),
         any(name in os.environ for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")),
         get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")) is not None,
         any("api_key" in file.read_text() for file in settings if file.is_file()),
     )
-    return "" if any(known) else "there is no login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
+    return (
+        ""
+        if any(known)
+        else "there is no login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
+    )
 
 
 def _finish_mlflow(tracker: Any, status: str) -> None:
@@ -275,14 +342,26 @@ def _finish_mlflow(tracker: Any, status: str) -> None:
 
 PACKAGES = {
     "wandb": Package(
-        _wandb, lambda run: run.id, _wandb_samples, lambda tracker, status: tracker.tracker.finish(int(status != "finished")),
+        _wandb,
+        lambda run: run.id,
+        _wandb_samples,
+        lambda tracker, status: tracker.tracker.finish(int(status != "finished")),
         _wandb_login,
     ),
-    "mlflow": Package(_mlflow, lambda run: run.info.run_id, _mlflow_samples, _finish_mlflow, takes_changes=False),
-    "swanlab": Package(
-        _swanlab, lambda run: run.id, _swanlab_samples, lambda tracker, status: tracker.tracker.finish(EXIT_STATES[status][1])
+    "mlflow": Package(
+        _mlflow, lambda run: run.info.run_id, _mlflow_samples, _finish_mlflow, takes_changes=False
     ),
-    "trackio": Package(_trackio, lambda run: run.name, _trackio_samples, lambda tracker, status: tracker.finish()),
-    "comet_ml": Package(_comet, lambda run: run.get_key(), _comet_samples, lambda tracker, status: tracker.finish()),
+    "swanlab": Package(
+        _swanlab,
+        lambda run: run.id,
+        _swanlab_samples,
+        lambda tracker, status: tracker.tracker.finish(EXIT_STATES[status][1]),
+    ),
+    "trackio": Package(
+        _trackio, lambda run: run.name, _trackio_samples, lambda tracker, status: tracker.finish()
+    ),
+    "comet_ml": Package(
+        _comet, lambda run: run.get_key(), _comet_samples, lambda tracker, status: tracker.finish()
+    ),
 }
 """Name of a tracker in --report_to, which is that of its package -> how it is used."""
