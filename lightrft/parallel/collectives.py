@@ -46,7 +46,10 @@ class Axis:
         return self._reduce(value, dist.ReduceOp.MIN)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's picklable object, in rank order. For small objects only: numbers, names, plans."""
+        """Return every rank's picklable object, in rank order.
+
+        For small objects only: numbers, names, plans.
+        """
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
@@ -54,7 +57,10 @@ class Axis:
         return gathered
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Return the object of the axis's rank `source` on all its ranks. For small objects only."""
+        """Return the object of the axis's rank `source` on all its ranks.
+
+        For small objects only.
+        """
         if self.size == 1:
             return value
         box = [value]
@@ -75,7 +81,8 @@ class Axis:
         sent = torch.tensor([len(part) for part in parts], device=parts[0].device)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        counts, flat = received.tolist(), torch.cat(parts)
+        counts = received.tolist()
+        flat = torch.cat(parts)
         out = flat.new_empty(sum(counts), *flat.shape[1:])
         dist.all_to_all_single(out, flat, counts, sent.tolist(), group=self.group)
         return list(out.split(counts))
@@ -87,6 +94,7 @@ class Axis:
         """
         if self.size == 1:
             return [rows], [note]
+
         while True:
             (most,) = self.largest
             part = rows.new_zeros(1 + most, rows.shape[1])
@@ -94,15 +102,20 @@ class Axis:
             part[1 : 1 + len(rows)] = rows[:most]
             gathered = rows.new_empty(self.size * len(part), rows.shape[1])
             dist.all_gather_into_tensor(gathered, part, group=self.group)
+
             parts = gathered.split(len(part))
             counts = [int(each[0, 0]) for each in parts]
             if max(counts) <= most:
                 notes = [int(each[0, 1]) for each in parts]
-                return [each[1 : 1 + count] for each, count in zip(parts, counts, strict=True)], notes
+                return [
+                    each[1 : 1 + count] for each, count in zip(parts, counts, strict=True)
+                ], notes
             self.largest[0] = max(counts)
 
     def all_to_all(self, flat: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send `sent[r]` consecutive elements of `flat` to rank r; return the `received[r]` elements of all ranks, end to end."""
+        """Send `sent[r]` consecutive elements of `flat` to rank r; return the `received[r]`
+        elements of all ranks, end to end.
+        """
         if self.size == 1:
             return flat
         out = flat.new_empty(sum(received))
@@ -118,22 +131,32 @@ class Axis:
         return tensor
 
     def exchange_objects(self, parts: list[Any]) -> list[Any]:
-        """Exchange picklable objects as exchange() does, on the host; an object that a part holds repeatedly is sent once.
+        """Exchange picklable objects as exchange() does, on the host; an object that a part holds
+        repeatedly is sent once.
 
-        This rank's own part is returned itself. It takes the memory of what is sent to others and of what arrives, once.
+        This rank's own part is returned itself. It takes the memory of what is sent to others and
+        of what arrives, once.
         """
         if self.size == 1:
             return list(parts)
+
         packed = [[] if rank == self.rank else _pack(part) for rank, part in enumerate(parts)]
         sent = torch.tensor([sum(map(len, each)) for each in packed])
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(piece for each in packed for piece in each)])
+        flat = torch.cat(
+            [torch.empty(0, dtype=torch.uint8), *(piece for each in packed for piece in each)]
+        )
         arrived = self.all_to_all(flat, sent.tolist(), received.tolist()).split(received.tolist())
-        return [parts[rank] if rank == self.rank else _unpack(part) for rank, part in enumerate(arrived)]
+
+        return [
+            parts[rank] if rank == self.rank else _unpack(part) for rank, part in enumerate(arrived)
+        ]
 
     def broadcast_tensors(self, value: Any) -> Any:
-        """Return the picklable object of the axis's rank 0 on all its ranks, on the host, without pickling its tensors."""
+        """Return the picklable object of the axis's rank 0 on all its ranks, on the host, without
+        pickling its tensors.
+        """
         if self.size == 1:
             return value
         sent = _pack(value) if self.rank == 0 else []
@@ -159,30 +182,53 @@ class _Pickler(pickle.Pickler):
     """Pickler that does not copy the values of tensors on the host."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is not Tensor or value.device.type != "cpu" or value.layout != torch.strided or value.requires_grad:
+        if (
+            type(value) is not Tensor
+            or value.device.type != "cpu"
+            or value.layout != torch.strided
+            or value.requires_grad
+        ):
             return NotImplemented
         contents = value.contiguous().flatten().view(torch.uint8).numpy()
         return _tensor, (pickle.PickleBuffer(contents), value.dtype, value.shape)
 
 
 def _tensor(contents: memoryview, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    return torch.frombuffer(contents, dtype=dtype).view(shape) if len(contents) else torch.empty(shape, dtype=dtype)
+    return (
+        torch.frombuffer(contents, dtype=dtype).view(shape)
+        if len(contents)
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
 def _pack(value: Any) -> list[Tensor]:
-    """Return [bytes] uint8 tensors for _unpack(), which share the memory of the tensors of `value`: sizes, pickle, values."""
-    stream, buffers = io.BytesIO(), []
+    """Return [bytes] uint8 tensors for _unpack(), which share the memory of the tensors of `value`:
+    sizes, pickle, values.
+    """
+    stream = io.BytesIO()
+    buffers = []
     _Pickler(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append).dump(value)
-    parts = [torch.frombuffer(part, dtype=torch.uint8) for part in (stream.getbuffer(), *(each.raw() for each in buffers))
-             if part.nbytes]  # fmt: skip
-    sizes = torch.tensor([1 + len(buffers), stream.getbuffer().nbytes, *(each.raw().nbytes for each in buffers)])
-    return [piece for part in (sizes.view(torch.uint8), *parts) for piece in (part, part.new_zeros(-len(part) % ALIGNMENT))]
+    parts = [
+        torch.frombuffer(part, dtype=torch.uint8)
+        for part in (stream.getbuffer(), *(each.raw() for each in buffers))
+        if part.nbytes
+    ]
+    sizes = torch.tensor(
+        [1 + len(buffers), stream.getbuffer().nbytes, *(each.raw().nbytes for each in buffers)]
+    )
+
+    return [
+        piece
+        for part in (sizes.view(torch.uint8), *parts)
+        for piece in (part, part.new_zeros(-len(part) % ALIGNMENT))
+    ]
 
 
 def _unpack(flat: Tensor) -> Any:
     """Return the object of the [bytes] uint8 of _pack(); its tensors share their memory."""
     (count,) = flat[:8].view(torch.int64).tolist()
-    place, parts = 8 * (1 + count), []
+    place = 8 * (1 + count)
+    parts = []
     for size in flat[8:place].view(torch.int64).tolist():
         place += -place % ALIGNMENT
         parts.append(flat[place : place + size].numpy().data)

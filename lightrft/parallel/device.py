@@ -41,8 +41,8 @@ def select_device() -> torch.device:
 def seed_generators(seed: int, device: torch.device) -> None:
     """Seed torch's generators of the host and of this device.
 
-    torch.manual_seed() also stores a pending seed for every device type that was never used, each with a stack trace, which
-    takes longer than many layers.
+    torch.manual_seed() also stores a pending seed for every device type that was never used, each
+    with a stack trace, which takes longer than many layers.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
@@ -52,13 +52,16 @@ def seed_generators(seed: int, device: torch.device) -> None:
 def check_device_index(index: int, visible: int) -> None:
     if index >= visible:
         raise RuntimeError(
-            f"LOCAL_RANK is {index}, but this process sees {visible} device(s): start as many processes as the node has devices, "
-            "and make all of them visible to each process (Slurm: --gpus-per-node, not --gpus-per-task)"
+            f"LOCAL_RANK is {index}, but this process sees {visible} device(s): start as many"
+            " processes as the node has devices, and make all of them visible to each process"
+            " (Slurm: --gpus-per-node, not --gpus-per-task)"
         )
 
 
 def collective_backend(device: torch.device) -> str:
-    """Return the backends of the process group: gloo for host tensors, and that of the accelerator if there is one."""
+    """Return the backends of the process group: gloo for host tensors, and that of the accelerator
+    if there is one.
+    """
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{torch.distributed.get_default_backend_for_device(device)}"
@@ -71,18 +74,21 @@ CONTAINER = Path("/sys/fs/cgroup")
 def bucket_bytes(device: torch.device, limit: int) -> int:
     """Return the number of bytes to gather at once, at most `limit`.
 
-    On a CPU, allocations above 32 MB always get new memory, whose first use takes longer than the gather. On an accelerator two
-    buckets exist at a time (see ahead()), which share the limit.
+    On a CPU, allocations above 32 MB always get new memory, whose first use takes longer than the
+    gather. On an accelerator two buckets exist at a time (see ahead()), which share the limit.
     """
     return min(limit, 16 * 2**20) if device.type == "cpu" else limit // 2
 
 
 def ahead(items: Iterator[list[Tensor]], device: torch.device) -> Iterator[list[Tensor]]:
-    """Yield the same tensors; on an accelerator, compute the next ones on a separate stream while the caller uses these."""
+    """Yield the same tensors; on an accelerator, compute the next ones on a separate stream while
+    the caller uses these.
+    """
     if device.type == "cpu":
         yield from items
         return
-    side, main = torch.Stream(device), torch.accelerator.current_stream(device)
+    side = torch.Stream(device)
+    main = torch.accelerator.current_stream(device)
 
     def make() -> tuple[list[Tensor] | None, torch.Event]:
         side.wait_stream(main)  # wait for the inputs, and for the use of previous tensors
@@ -100,11 +106,17 @@ def ahead(items: Iterator[list[Tensor]], device: torch.device) -> Iterator[list[
 
 def has_flash_attention(device: torch.device) -> bool:
     """Return True if the device can run flash attention kernels: NVIDIA Ampere and later."""
-    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return (
+        device.type == "cuda"
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak bytes of the accelerator since the start, or of the process (resident set) on the CPU."""
+    """Return the peak bytes of the accelerator since the start, or of the process (resident set) on
+    the CPU.
+    """
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
     return _resident_peak()
@@ -123,18 +135,29 @@ def free_memory(device: torch.device) -> tuple[int, int]:
 
 
 def free_host_memory() -> int:
-    """Return the bytes of host memory that processes can still take, within the limit of their container."""
+    """Return the bytes of host memory that processes can still take, within the limit of their
+    container.
+    """
     free = psutil.virtual_memory().available
     try:
-        limit, used = (int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
-        cached = next(int(line.split()[1]) for line in (CONTAINER / "memory.stat").open() if line.startswith("inactive_file "))
+        limit, used = (
+            int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current")
+        )
+        cached = next(
+            int(line.split()[1])
+            for line in (CONTAINER / "memory.stat").open()
+            if line.startswith("inactive_file ")
+        )
     except (OSError, ValueError, StopIteration):  # not in a container, or without a limit
         return free
+
     return min(free, limit - used + cached)
 
 
 def occupied_memory(device: torch.device) -> int:
-    """Return the occupied bytes of the accelerator, including engines with their own allocators; resident ones on the CPU."""
+    """Return the occupied bytes of the accelerator, including engines with their own allocators;
+    resident ones on the CPU.
+    """
     if device.type != "cpu":
         free, total = torch.accelerator.get_memory_info(device)
         return total - free
@@ -149,8 +172,11 @@ def release_cached_memory(device: torch.device) -> None:
 
 @contextmanager
 def host_cores() -> Iterator[None]:
-    """Use this rank's share of the host's cores, for AdamW in host memory: launchers set one thread per rank."""
-    before, share = torch.get_num_threads(), len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """Use this rank's share of the host's cores, for AdamW in host memory: launchers set one thread
+    per rank.
+    """
+    before = torch.get_num_threads()
+    share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     torch.set_num_threads(max(before, share))
     try:
         yield

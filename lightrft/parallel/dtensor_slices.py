@@ -10,7 +10,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 @dataclass(frozen=True, slots=True)
 class ShardSlice:
-    """Sharding of a tensor along `dim` over the ranks of `group`. `shape` is the shape before this sharding."""
+    """Sharding of a tensor along `dim` over the ranks of `group`.
+
+    `shape` is the shape before this sharding.
+    """
 
     dim: int
     shape: torch.Size
@@ -49,16 +52,24 @@ def shard_slices(tensor: Tensor) -> list[ShardSlice]:
     """
     if not isinstance(tensor, DTensor):
         return []
-    mesh, shape, slices = tensor.device_mesh, list(tensor.shape), []
+
+    mesh = tensor.device_mesh
+    shape = list(tensor.shape)
+    slices = []
     for mesh_dim in _sharding_dims(tensor):
-        shard = ShardSlice(tensor.placements[mesh_dim].dim, torch.Size(shape), mesh.get_group(mesh_dim))
+        shard = ShardSlice(
+            tensor.placements[mesh_dim].dim, torch.Size(shape), mesh.get_group(mesh_dim)
+        )
         shape[shard.dim] = shard.own.stop - shard.own.start
         slices.append(shard)
+
     return slices[::-1]
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the slices of the full tensor that this rank holds; the whole tensor if it is plain or replicated."""
+    """Return the slices of the full tensor that this rank holds; the whole tensor if it is plain or
+    replicated.
+    """
     part = [slice(0, size) for size in tensor.shape]
     for shard in reversed(shard_slices(tensor)):
         begin = part[shard.dim].start
@@ -69,17 +80,23 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 def _sharding_dims(tensor: DTensor) -> list[int]:
     """Return the mesh dims that shard the tensor, in the order in which they were applied.
 
-    FSDP shards the result of tensor parallelism, and marks this with a strided placement if both shard the same dim; otherwise
-    the order does not matter. Plain shards of one dim are applied from left to right. Raise ValueError for partial tensors and
-    for more than two shardings.
+    FSDP shards the result of tensor parallelism, and marks this with a strided placement if both
+    shard the same dim; otherwise the order does not matter. Plain shards of one dim are applied
+    from left to right. Raise ValueError for partial tensors and for more than two shardings.
     """
     mesh = tensor.device_mesh
-    dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate() and mesh.size(dim) > 1]
+    dims = [
+        dim
+        for dim, placement in enumerate(tensor.placements)
+        if not placement.is_replicate() and mesh.size(dim) > 1
+    ]
     placements = [tensor.placements[dim] for dim in dims]
     if len(dims) > 2 or any(placement.is_partial() for placement in placements):
         raise ValueError(
-            f"only replicated parameters, and parameters sharded at most twice, are supported, not {tensor.placements}"
+            "only replicated parameters, and parameters sharded at most twice, are supported, not"
+            f" {tensor.placements}"
         )
+
     on_one_dim = len({placement.dim for placement in placements}) < len(placements)
     plain_on_one_dim = on_one_dim and all(type(placement) is Shard for placement in placements)
     return dims if plain_on_one_dim else dims[::-1]

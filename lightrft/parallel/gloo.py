@@ -1,7 +1,9 @@
-"""One device of gloo for all gloo groups of a process, and so one thread that waits for their sockets.
+"""One device of gloo for all gloo groups of a process, and so one thread that waits for their
+sockets.
 
-torch opens a device for each group. The thread of a device wakes a hundred times a second, also while nothing is sent: a rank
-with vLLM on a CPU has 17 groups, whose threads take 2 % of a core together.
+torch opens a device for each group. The thread of a device wakes a hundred times a second, also
+while nothing is sent: a rank with vLLM on a CPU has 17 groups, whose threads take 2 % of a core
+together.
 """
 
 import os
@@ -14,8 +16,9 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 RANKS_IN_ADDRESSES = "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"
-"""Variable of gloo: each rank publishes one address instead of one for each other rank, which all ranks would read. A device then
-knows its connections by the rank of the other process alone, so groups of several processes cannot share it."""
+"""Variable of gloo: each rank publishes one address instead of one for each other rank, which all
+ranks would read. A device then knows its connections by the rank of the other process alone, so
+groups of several processes cannot share it."""
 
 _create = ProcessGroupGloo.__init__
 
@@ -29,7 +32,12 @@ def share_gloo_device() -> None:
 
 
 def _create_with_shared_device(
-    group: ProcessGroupGloo, store: Store, rank: int, size: int, timeout: timedelta | Any, **options: Any
+    group: ProcessGroupGloo,
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta | Any,
+    **options: Any,
 ) -> None:
     by_rank = RANKS_IN_ADDRESSES in os.environ
     if options or not isinstance(timeout, timedelta) or (by_rank and size > 1):
@@ -43,9 +51,11 @@ def _create_with_shared_device(
 
 @cache
 def _devices(process: int, interfaces: str, by_rank: bool) -> list[ProcessGroupGloo.Device]:
-    """Return the devices of a process, as a forked one does not have the threads of those that it inherits.
+    """Return the devices of a process, as a forked one does not have the threads of those that it
+    inherits.
 
-    A device reads the variable of `by_rank` when it is created, and serves only groups that are created with the same value.
+    A device reads the variable of `by_rank` when it is created, and serves only groups that are
+    created with the same value.
     """
     if not interfaces:
         return [ProcessGroupGloo.create_default_device()]

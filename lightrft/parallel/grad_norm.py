@@ -10,36 +10,51 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 Axes = frozenset[str]
-"""Names of the process groups over which a tensor is sharded; empty if every rank has the whole tensor."""
+"""Names of the process groups over which a tensor is sharded; empty if every rank has the whole
+tensor."""
 
 
-def global_grad_norm(parameters: Iterable[nn.Parameter], device: torch.device, p: float = 2.0) -> Tensor:
-    """Return the p-norm of all gradients over all shards: [] float32 on `device`, equal on all ranks; p is 1, 2, ... or inf.
+def global_grad_norm(
+    parameters: Iterable[nn.Parameter], device: torch.device, p: float = 2.0
+) -> Tensor:
+    """Return the p-norm of all gradients over all shards: [] float32 on `device`, equal on all
+    ranks; p is 1, 2, ... or inf.
 
-    The placements of the gradient itself count: it may be whole although its parameter is sharded, and a partial one is summed
-    first. Local parts are summed over the axes that shard them, never over those that replicate them: one collective per axis,
-    whatever the number of meshes, in the order in which the parameters meet the axes, because the groups of one axis have other
-    names on other ranks. A parameter without a gradient counts as 0; plain gradients are assumed to be equal on all
-    ranks. All ranks must call this with the same parameters.
+    The placements of the gradient itself count: it may be whole although its parameter is sharded,
+    and a partial one is summed first. Local parts are summed over the axes that shard them, never
+    over those that replicate them: one collective per axis, whatever the number of meshes, in the
+    order in which the parameters meet the axes, because the groups of one axis have other names on
+    other ranks. A parameter without a gradient counts as 0; plain gradients are assumed to be equal
+    on all ranks. All ranks must call this with the same parameters.
     """
     parameters = list(parameters)
-    gradients = [_sum_partial(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    groups = dict(chain.from_iterable(_sharding_groups(tensor) for tensor in chain(parameters, gradients)))
+    gradients = [
+        _sum_partial(parameter.grad) for parameter in parameters if parameter.grad is not None
+    ]
+    groups = dict(
+        chain.from_iterable(_sharding_groups(tensor) for tensor in chain(parameters, gradients))
+    )
     by_axes: dict[Axes, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         by_axes[frozenset(name for name, _ in _sharding_groups(gradient))].append(_local(gradient))
+
     subsets = _subsets(list(groups))
     totals = torch.stack([_sum_of_powers(by_axes.get(subset, []), p, device) for subset in subsets])
     for name in groups:
         cut = [index for index, subset in enumerate(subsets) if name in subset]
         part = totals[cut]
-        dist.all_reduce(part, op=dist.ReduceOp.MAX if p == torch.inf else dist.ReduceOp.SUM, group=groups[name])
+        dist.all_reduce(
+            part, op=dist.ReduceOp.MAX if p == torch.inf else dist.ReduceOp.SUM, group=groups[name]
+        )
         totals[cut] = part
+
     return totals.amax() if p == torch.inf else totals.sum() ** (1 / p)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients by max_norm / norm if that is below 1, with `norm` from global_grad_norm()."""
+    """Scale all gradients by max_norm / norm if that is below 1, with `norm` from
+    global_grad_norm().
+    """
     gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -47,11 +62,20 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
 
 
 def _sum_of_powers(gradients: list[Tensor], p: float, device: torch.device) -> Tensor:
-    """Return the sum of |x|^p, or the maximum for p = inf: []. There NaN becomes inf, because a maximum would lose it."""
+    """Return the sum of |x|^p, or the maximum for p = inf: [].
+
+    There NaN becomes inf, because a maximum would lose it.
+    """
     if not gradients:
         return torch.zeros((), device=device)
-    norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(gradients, p, torch.float32)])
-    return norms.amax().nan_to_num(nan=torch.inf, posinf=torch.inf) if p == torch.inf else norms.pow(p).sum()
+    norms = torch.stack(
+        [norm.to(device) for norm in torch._foreach_norm(gradients, p, torch.float32)]
+    )
+    return (
+        norms.amax().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        if p == torch.inf
+        else norms.pow(p).sum()
+    )
 
 
 def _sharding_groups(tensor: Tensor) -> list[tuple[str, dist.ProcessGroup]]:
@@ -59,7 +83,11 @@ def _sharding_groups(tensor: Tensor) -> list[tuple[str, dist.ProcessGroup]]:
     if not isinstance(tensor, DTensor):
         return []
     mesh = tensor.device_mesh
-    dims = [dim for dim, place in enumerate(tensor.placements) if not place.is_replicate() and mesh.size(dim) > 1]
+    dims = [
+        dim
+        for dim, place in enumerate(tensor.placements)
+        if not place.is_replicate() and mesh.size(dim) > 1
+    ]
     return [(mesh.get_group(dim).group_name, mesh.get_group(dim)) for dim in dims]
 
 
@@ -72,9 +100,13 @@ def _subsets(names: list[str]) -> list[Axes]:
 
 
 def _sum_partial(gradient: Tensor) -> Tensor:
-    if not isinstance(gradient, DTensor) or not any(place.is_partial() for place in gradient.placements):
+    if not isinstance(gradient, DTensor) or not any(
+        place.is_partial() for place in gradient.placements
+    ):
         return gradient
-    return gradient.redistribute(placements=[Replicate() if place.is_partial() else place for place in gradient.placements])
+    return gradient.redistribute(
+        placements=[Replicate() if place.is_partial() else place for place in gradient.placements]
+    )
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -19,23 +19,33 @@ DEVICE_AXES = ("dp_replicate", "dp_shard_sp", "tp")
 
 
 _meshes: dict[tuple[Any, ...], "Mesh"] = {}
-"""Cached meshes of a process and its default group, see Mesh.shared(). A forked process keeps those that it inherits, because a
-group of gloo waits for its threads when it is destroyed, and they are in the other process.
+"""Cached meshes of a process and its default group, see Mesh.shared(). A forked process keeps those
+that it inherits, because a group of gloo waits for its threads when it is destroyed, and they are
+in the other process.
 """
 
 
 class Mesh:
     """Mesh of all processes as dp_replicate x dp_shard x sp x tp, where tp varies fastest.
 
-    `data` combines dp_replicate and dp_shard: its size is the number of data-parallel replicas, which samplers, accumulation,
-    denominators and metrics count. `model_parallel` combines sp and tp: the ranks of one data-parallel replica, which hold the
-    same prompts and samples; its rank 0 acts for all of them where only one may act. `world` combines all axes.
+    `data` combines dp_replicate and dp_shard: its size is the number of data-parallel replicas,
+    which samplers, accumulation, denominators and metrics count. `model_parallel` combines sp and
+    tp: the ranks of one data-parallel replica, which hold the same prompts and samples; its rank 0
+    acts for all of them where only one may act. `world` combines all axes.
     """
 
     def __init__(
-        self, device_type: str, *, dp_replicate: int = 1, sp: int = 1, tp: int = 1, timeout: timedelta | None = None
+        self,
+        device_type: str,
+        *,
+        dp_replicate: int = 1,
+        sp: int = 1,
+        tp: int = 1,
+        timeout: timedelta | None = None,
     ):
-        """Build the axes. `timeout` limits each collective; subgroups do not inherit the timeout of the world.
+        """Build the axes.
+
+        `timeout` limits each collective; subgroups do not inherit the timeout of the world.
 
         Raise ValueError, with all reasons, for sizes that cannot form a mesh.
         """
@@ -43,22 +53,44 @@ class Mesh:
         problems = mesh_problems(world_size, dp_replicate=dp_replicate, sp=sp, tp=tp)
         if problems:
             raise ValueError("; ".join(problems))
+
         sizes = (dp_replicate, world_size // (dp_replicate * sp * tp), sp, tp)
-        self.device_type, self._timeout = device_type, timeout
+        self.device_type = device_type
+        self._timeout = timeout
         self._ranks = torch.arange(world_size).view(sizes)
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(world_size)): dist.group.WORLD}
-        groups = [self._group(("dp_replicate",)), self._group(("dp_shard", "sp")), self._group(("tp",))]
-        self.device_mesh = DeviceMesh.from_group(groups, device_type, self._ranks.flatten(1, 2), mesh_dim_names=DEVICE_AXES)
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {
+            tuple(range(world_size)): dist.group.WORLD
+        }
+        groups = [
+            self._group(("dp_replicate",)),
+            self._group(("dp_shard", "sp")),
+            self._group(("tp",)),
+        ]
+        self.device_mesh = DeviceMesh.from_group(
+            groups, device_type, self._ranks.flatten(1, 2), mesh_dim_names=DEVICE_AXES
+        )
         self.world = _axis("world", dist.group.WORLD)
         self.data = _axis("data", self._group(("dp_replicate", "dp_shard")))
         self.shard = _axis("shard", self._group(("dp_shard", "sp")))
-        self.replicate, self.sp, self.tp = (_axis(name, self._group((name,))) for name in ("dp_replicate", "sp", "tp"))
+
+        self.replicate, self.sp, self.tp = (
+            _axis(name, self._group((name,))) for name in ("dp_replicate", "sp", "tp")
+        )
         self.model_parallel = _axis("model_parallel", self._group(("sp", "tp")))
         self._engine_axes: dict[int, Axis] = {}
         self._replica_axes: dict[int, Axis] = {}
         self._background_axis: Axis | None = None
         self._exchange_axis: Axis | None = None
-        for axis in (self.world, self.data, self.shard, self.replicate, self.sp, self.tp, self.model_parallel):
+
+        for axis in (
+            self.world,
+            self.data,
+            self.shard,
+            self.replicate,
+            self.sp,
+            self.tp,
+            self.model_parallel,
+        ):
             if timeout is not None and axis.group is not None:
                 _set_pg_timeout(timeout, axis.group)
 
@@ -66,10 +98,12 @@ class Mesh:
     def shared(cls, device_type: str, **sizes: Any) -> "Mesh":
         """Return the mesh of these sizes in the default process group, built at the first call.
 
-        Groups cost threads, and torch caches results by the shape of a mesh: so consecutive strategies use the same groups,
-        which end with the process group. All ranks must call this together.
+        Groups cost threads, and torch caches results by the shape of a mesh: so consecutive
+        strategies use the same groups, which end with the process group. All ranks must call this
+        together.
         """
-        process, world = os.getpid(), dist.group.WORLD
+        process = os.getpid()
+        world = dist.group.WORLD
         for key in [key for key in _meshes if key[0] == process and key[1] is not world]:
             del _meshes[key]
         key = (process, world, device_type, *sorted(sizes.items()))
@@ -79,8 +113,12 @@ class Mesh:
 
     @property
     def parameters(self) -> DeviceMesh:
-        """Return the mesh over which FSDP shards: [shard], or [replicate, shard] for hybrid sharding."""
-        return self.device_mesh["dp_shard_sp" if self.replicate.size == 1 else ("dp_replicate", "dp_shard_sp")]
+        """Return the mesh over which FSDP shards: [shard], or [replicate, shard] for hybrid
+        sharding.
+        """
+        return self.device_mesh[
+            "dp_shard_sp" if self.replicate.size == 1 else ("dp_replicate", "dp_shard_sp")
+        ]
 
     @property
     def tensor(self) -> DeviceMesh:
@@ -88,12 +126,16 @@ class Mesh:
         return self.device_mesh["tp"]
 
     def engine(self, size: int) -> Axis:
-        """Return the engine's tensor-parallel axis: `size` consecutive ranks of the world, whatever the training layout.
+        """Return the engine's tensor-parallel axis: `size` consecutive ranks of the world, whatever
+        the training layout.
 
-        Raise ValueError if `size` does not divide the number of processes. All ranks must make the first call together.
+        Raise ValueError if `size` does not divide the number of processes. All ranks must make the
+        first call together.
         """
         if self.world.size % size:
-            raise ValueError(f"--engine_tp_size {size} does not divide the {self.world.size} processes")
+            raise ValueError(
+                f"--engine_tp_size {size} does not divide the {self.world.size} processes"
+            )
         if size not in self._engine_axes:
             self._engine_axes[size] = self._new_axis("engine", self._ranks.view(-1, size))
         return self._engine_axes[size]
@@ -108,41 +150,63 @@ class Mesh:
         return self._replica_axes[size]
 
     def background_axis(self) -> Axis:
-        """Return all processes with a separate gloo group, for a thread whose collectives run concurrently with others."""
+        """Return all processes with a separate gloo group, for a thread whose collectives run
+        concurrently with others.
+        """
         if self._background_axis is None:
-            self._background_axis = _axis("background", dist.new_group(backend="gloo", timeout=self._timeout))
+            self._background_axis = _axis(
+                "background", dist.new_group(backend="gloo", timeout=self._timeout)
+            )
         return self._background_axis
 
     def exchange_axis(self) -> Axis:
-        """Return all processes with a separate gloo group, for sums that are exchanged while the engines decode.
+        """Return all processes with a separate gloo group, for sums that are exchanged while the
+        engines decode.
 
         All ranks must make the first call together.
         """
         if self._exchange_axis is None:
-            self._exchange_axis = _axis("exchange", dist.new_group(backend="gloo", timeout=self._timeout))
+            self._exchange_axis = _axis(
+                "exchange", dist.new_group(backend="gloo", timeout=self._timeout)
+            )
         return self._exchange_axis
 
     def _group(self, dims: tuple[str, ...]) -> dist.ProcessGroup:
-        """Return the group of the ranks that differ from this one in these dimensions only; equal ranks have one group."""
+        """Return the group of the ranks that differ from this one in these dimensions only; equal
+        ranks have one group.
+        """
         order = sorted(range(len(AXES)), key=lambda dim: AXES[dim] in dims)
-        partition = self._ranks.permute(order).reshape(-1, prod(self._ranks.shape[AXES.index(name)] for name in dims))
+        partition = self._ranks.permute(order).reshape(
+            -1, prod(self._ranks.shape[AXES.index(name)] for name in dims)
+        )
         key = tuple(_row_of_this_rank(partition))
         if key not in self._groups:
             self._groups[key] = self._new_group(partition, f"mesh_{'_'.join(dims)}")
         return self._groups[key]
 
     def _new_axis(self, name: str, partition: Tensor) -> Axis:
-        return Axis(name, 1, 0, None) if partition.shape[1] == 1 else _axis(name, self._new_group(partition, name))
+        return (
+            Axis(name, 1, 0, None)
+            if partition.shape[1] == 1
+            else _axis(name, self._new_group(partition, name))
+        )
 
     def _new_group(self, partition: Tensor, name: str) -> dist.ProcessGroup:
-        """Create the group of this rank's row of [groups, ranks of a group], in which only its members meet.
+        """Create the group of this rank's row of [groups, ranks of a group], in which only its
+        members meet.
 
-        If the default group is bound to a device, NCCL splits its communicator instead, which takes all ranks for every group.
+        If the default group is bound to a device, NCCL splits its communicator instead, which takes
+        all ranks for every group.
         """
         ranks = _row_of_this_rank(partition)
         if dist.group.WORLD.bound_device_id is None:
-            return dist.new_group(ranks, timeout=self._timeout, group_desc=name, use_local_synchronization=True)
-        groups = [dist.new_group(row, timeout=self._timeout, group_desc=name) for row in partition.tolist()]
+            return dist.new_group(
+                ranks, timeout=self._timeout, group_desc=name, use_local_synchronization=True
+            )
+        groups = [
+            dist.new_group(row, timeout=self._timeout, group_desc=name)
+            for row in partition.tolist()
+        ]
         return groups[partition.tolist().index(ranks)]
 
 
@@ -151,20 +215,27 @@ def _row_of_this_rank(partition: Tensor) -> list[int]:
 
 
 def collectives_begun() -> dict[str, int]:
-    """Return the number of collectives that this process has started, by group and device type; groups of libraries included.
+    """Return the number of collectives that this process has started, by group and device type;
+    groups of libraries included.
 
-    A group has the same name on all its ranks, and they start the same collectives: a rank with a lower count is late.
+    A group has the same name on all its ranks, and they start the same collectives: a rank with a
+    lower count is late.
     """
     groups = [group for group in list(_world.pg_map) if group.size() > 1]
     counts = {
-        f"{group.group_desc} #{group.group_name[:8]} ({device.type})": _num_collectives(group, device)
-        for group in groups for device in group._device_types
+        f"{group.group_desc} #{group.group_name[:8]} ({device.type})": _num_collectives(
+            group, device
+        )
+        for group in groups
+        for device in group._device_types
     }
     return {name: count for name, count in counts.items() if count is not None}
 
 
 def _num_collectives(group: dist.ProcessGroup, device: torch.device) -> int | None:
-    """Return the number of collectives started in a group; None if the backend does not count them."""
+    """Return the number of collectives started in a group; None if the backend does not count
+    them.
+    """
     try:
         return group._get_backend(device)._get_sequence_number_for_group()
     except RuntimeError:
@@ -173,15 +244,21 @@ def _num_collectives(group: dist.ProcessGroup, device: torch.device) -> int | No
 
 def mesh_problems(world_size: int, *, dp_replicate: int, sp: int, tp: int) -> list[str]:
     """Return all reasons why these sizes cannot form a mesh; empty if they can."""
-    problems = [f"{name} must be at least 1, not {size}" for name, size in
-                (("dp_replicate", dp_replicate), ("sp_size", sp), ("tp_size", tp)) if size < 1]
+    problems = [
+        f"{name} must be at least 1, not {size}"
+        for name, size in (("dp_replicate", dp_replicate), ("sp_size", sp), ("tp_size", tp))
+        if size < 1
+    ]
     if problems:
         return problems
+
     product = dp_replicate * sp * tp
     if world_size % product:
         problems.append(
-            f"{world_size} processes cannot be split into dp_replicate {dp_replicate} x sp_size {sp} x tp_size {tp} = {product}"
+            f"{world_size} processes cannot be split into dp_replicate {dp_replicate} x sp_size"
+            f" {sp} x tp_size {tp} = {product}"
         )
+
     return problems
 
 

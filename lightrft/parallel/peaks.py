@@ -28,6 +28,8 @@ DEVICES = {
 
 
 def known_device(name: str) -> str:
-    """Return the key of DEVICES that is a word of a device's name, such as "NVIDIA H100 80GB HBM3"; empty for others."""
+    """Return the key of DEVICES that is a word of a device's name, such as "NVIDIA H100 80GB HBM3";
+    empty for others.
+    """
     words = name.lower().replace("-", " ").split()
     return next((device for device in DEVICES if device in words), "")

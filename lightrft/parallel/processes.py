@@ -10,8 +10,8 @@ import torch.distributed as dist
 class RunProcesses:
     """All processes of a run and this one's place among them.
 
-    With `rollout_ranks` the last ranks only generate. They have a default process group of their own, and so do the others, so
-    that each side is the whole world to the code that runs there.
+    With `rollout_ranks` the last ranks only generate. They have a default process group of their
+    own, and so do the others, so that each side is the whole world to the code that runs there.
     """
 
     store: dist.Store
@@ -34,5 +34,7 @@ class RunProcesses:
 
     @property
     def side(self) -> str:
-        """Return the name of this rank's world, which distinguishes its groups; empty if there is one."""
+        """Return the name of this rank's world, which distinguishes its groups; empty if there is
+        one.
+        """
         return "" if not self.rollout_ranks else "rollout" if self.generates else "training"

@@ -18,13 +18,21 @@ from lightrft.parallel.collectives import Axis
 
 
 class SequenceParallel:
-    """Split of the tokens of a batch over the ranks of an axis, one chunk each, in rank order. Base of Ulysses and Zigzag."""
+    """Split of the tokens of a batch over the ranks of an axis, one chunk each, in rank order.
+
+    Base of Ulysses and Zigzag.
+    """
 
     chunks_per_rank = 1
 
     def __init__(self, axis: Axis | None = None, *, parts: int = 1):
-        """Split over `axis`. A rank's tokens must also be divisible by `parts`, the ranks that split them between attentions."""
-        self.axis, self.parts = axis or Axis("sp", 1, 0, None), parts
+        """Split over `axis`.
+
+        A rank's tokens must also be divisible by `parts`, the ranks that split them between
+        attentions.
+        """
+        self.axis = axis or Axis("sp", 1, 0, None)
+        self.parts = parts
 
     @property
     def num_chunks(self) -> int:
@@ -36,17 +44,27 @@ class SequenceParallel:
         return lcm(self.num_chunks, self.axis.size * self.parts)
 
     def chunks(self, rank: int) -> list[int]:
-        """Return the indices of a rank's chunks among the `num_chunks` equal chunks of the batch, in the rank's order."""
+        """Return the indices of a rank's chunks among the `num_chunks` equal chunks of the batch,
+        in the rank's order.
+        """
         return [rank]
 
     def problems(self, num_heads: int) -> list[str]:
-        """Return all reasons why a model with `num_heads` attention heads per rank cannot be split this way."""
+        """Return all reasons why a model with `num_heads` attention heads per rank cannot be split
+        this way.
+        """
         return []
 
     def spans(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Return start and end of each chunk of this rank. Raise ValueError if `num_tokens` is no multiple of `multiple`."""
+        """Return start and end of each chunk of this rank.
+
+        Raise ValueError if `num_tokens` is no multiple of `multiple`.
+        """
         if num_tokens % self.multiple:
-            raise ValueError(f"{num_tokens} tokens are not a multiple of {self.multiple}, which {self.axis.size} ranks require")
+            raise ValueError(
+                f"{num_tokens} tokens are not a multiple of {self.multiple}, which {self.axis.size}"
+                " ranks require"
+            )
         size = num_tokens // self.num_chunks
         return [(chunk * size, (chunk + 1) * size) for chunk in self.chunks(self.axis.rank)]
 
@@ -55,8 +73,12 @@ class SequenceParallel:
         return torch.cat([torch.arange(*span, device=device) for span in self.spans(num_tokens)])
 
     def own(self, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return the indices of `positions` that belong to this rank, and the indices of their local tokens: [m] int64 each."""
-        indices, local, before = [], [], 0
+        """Return the indices of `positions` that belong to this rank, and the indices of their
+        local tokens: [m] int64 each.
+        """
+        indices = []
+        local = []
+        before = 0
         for start, end in self.spans(num_tokens):
             indices.append(((positions >= start) & (positions < end)).nonzero()[:, 0])
             local.append(positions[indices[-1]] - start + before)
@@ -64,15 +86,20 @@ class SequenceParallel:
         return torch.cat(indices), torch.cat(local)
 
     def gather(self, values: Tensor) -> Tensor:
-        """Gather values [t, ...] of each rank's tokens to [T, ...] of all tokens in their order, equal on all ranks.
+        """Gather values [t, ...] of each rank's tokens to [T, ...] of all tokens in their order,
+        equal on all ranks.
 
-        The gradient of a rank's values is its own slice: if all ranks compute the same loss, the sum of the resulting parameter
-        gradients over the ranks is the gradient of that loss, counted once.
+        The gradient of a rank's values is its own slice: if all ranks compute the same loss, the
+        sum of the resulting parameter gradients over the ranks is the gradient of that loss,
+        counted once.
         """
         return self.gather_all(values)[0]
 
     def gather_all(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Gather several tensors of one shape and dtype in one collective. An unused result has no gradient, instead of zeros."""
+        """Gather several tensors of one shape and dtype in one collective.
+
+        An unused result has no gradient, instead of zeros.
+        """
         if self.axis.size == 1:
             return values
         return tuple(self.in_order(value) for value in Gather.apply(self.axis, *values))
@@ -81,7 +108,9 @@ class SequenceParallel:
         """Sum each tensor, of any shape, over the ranks; gradients are those of gather_all()."""
         if self.axis.size == 1:
             return values
-        return tuple(parts.sum(0) for parts in Gather.apply(self.axis, *(value[None] for value in values)))
+        return tuple(
+            parts.sum(0) for parts in Gather.apply(self.axis, *(value[None] for value in values))
+        )
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum one tensor over the ranks, as sums() does."""
@@ -96,10 +125,14 @@ class SequenceParallel:
         return torch.cat([chunks[number] for number in range(len(numbers))])
 
     def queries(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Return start and end of the runs of tokens whose queries this rank has in attention; it has the keys of all tokens."""
+        """Return start and end of the runs of tokens whose queries this rank has in attention; it
+        has the keys of all tokens.
+        """
         return [(0, num_tokens)]
 
-    def before_attention(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before_attention(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Convert [t, H, D] of this rank's tokens to the inputs of its attention."""
         return query, key, value
 
@@ -116,7 +149,9 @@ NO_SEQUENCE_PARALLEL = NoSequenceParallel()
 
 
 class SequenceParallelModule(nn.Module, ABC):
-    """Module that computes flat batches with a transformers model, and splits them over the ranks of `sequence`."""
+    """Module that computes flat batches with a transformers model, and splits them over the ranks
+    of `sequence`.
+    """
 
     sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
 
@@ -129,33 +164,48 @@ class SequenceParallelModule(nn.Module, ABC):
 def set_sequence_parallel(module: nn.Module, sequence: SequenceParallel, *, tp: int = 1) -> bool:
     """Split the batches of every SequenceParallelModule inside `module` over ranks with `sequence`.
 
-    `tp` is the number of tensor-parallel ranks that split the attention heads. Return True if there is such a module: any other
-    module is computed whole on each of these ranks. Raise ValueError, with all reasons, for a model that cannot be split.
+    `tp` is the number of tensor-parallel ranks that split the attention heads. Return True if there
+    is such a module: any other module is computed whole on each of these ranks. Raise ValueError,
+    with all reasons, for a model that cannot be split.
     """
     divided = sequence.axis.size > 1
-    name = f"--sp_size {sequence.axis.size} --sp_impl {type(sequence).__name__.lower()}" if divided else "--tp_sequence_parallel"
+    name = (
+        f"--sp_size {sequence.axis.size} --sp_impl {type(sequence).__name__.lower()}"
+        if divided
+        else "--tp_sequence_parallel"
+    )
+
     parts = [part for part in module.modules() if isinstance(part, SequenceParallelModule)]
     for part in parts:
         model = part.hf_model
         problems = sequence.problems(model.config.get_text_config().num_attention_heads // tp)
         if problems:
-            raise ValueError(f"{name} does not support {type(model).__name__}: {'; '.join(problems)}")
+            raise ValueError(
+                f"{name} does not support {type(model).__name__}: {'; '.join(problems)}"
+            )
         part.sequence = sequence
+
     return bool(parts)
 
 
 def select_tokens(
-    inputs: Mapping[str, Any], positions: Tensor, shared: Callable[[Tensor], Tensor] = lambda values: values
+    inputs: Mapping[str, Any],
+    positions: Tensor,
+    shared: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> dict[str, Any]:
-    """Return a decoder's embeddings at the tokens `positions` [t] of its inputs [1, T, H], and what it adds to them.
+    """Return a decoder's embeddings at the tokens `positions` [t] of its inputs [1, T, H], and what
+    it adds to them.
 
-    `shared` is applied to the embeddings of all tokens, and to the features that the tower of Qwen3-VL adds in several layers.
+    `shared` is applied to the embeddings of all tokens, and to the features that the tower of
+    Qwen3-VL adds in several layers.
     """
     selected = {"inputs_embeds": shared(inputs["inputs_embeds"])[:, positions]}
     if (places := inputs.get("visual_pos_masks")) is not None:
         rows = (places[0].cumsum(0) - 1)[positions][places[0, positions]]
         selected["visual_pos_masks"] = places[:, positions]
-        selected["deepstack_visual_embeds"] = [shared(each)[rows] for each in inputs["deepstack_visual_embeds"]]
+        selected["deepstack_visual_embeds"] = [
+            shared(each)[rows] for each in inputs["deepstack_visual_embeds"]
+        ]
     return selected
 
 
@@ -169,14 +219,19 @@ def all_gather_tensor(values: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_scatter_tensor(values: Tensor, axis: Axis) -> Tensor:
-    """Return this rank's [T / ranks, ...] of the sum of [T, ...] over the ranks, without gradient."""
+    """Return this rank's [T / ranks, ...] of the sum of [T, ...] over the ranks, without
+    gradient.
+    """
     result = values.new_empty(len(values) // axis.size, *values.shape[1:])
     dist.reduce_scatter_tensor(result, values.contiguous(), group=axis.group)
     return result
 
 
 class Gather(torch.autograd.Function):
-    """Gather of [t, ...] to [T, ...]. All ranks use the result in the same way, so the gradient is a rank's own slice."""
+    """Gather of [t, ...] to [T, ...].
+
+    All ranks use the result in the same way, so the gradient is a rank's own slice.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, axis: Axis, *values: Tensor) -> tuple[Tensor, ...]:
@@ -184,17 +239,25 @@ class Gather(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if len(values) == 1:
             return (all_gather_tensor(values[0], axis),)
-        return tuple(value.contiguous() for value in all_gather_tensor(torch.stack(values, 1), axis).unbind(1))
+        return tuple(
+            value.contiguous()
+            for value in all_gather_tensor(torch.stack(values, 1), axis).unbind(1)
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        size, rank = ctx.axis.size, ctx.axis.rank
-        return None, *(None if gradient is None else gradient.chunk(size)[rank] for gradient in gradients)
+        size = ctx.axis.size
+        rank = ctx.axis.rank
+        return None, *(
+            None if gradient is None else gradient.chunk(size)[rank] for gradient in gradients
+        )
 
 
 class GatherSummed(Gather):
-    """Gather of one tensor whose gradient is summed over the ranks, because each uses the result differently."""
+    """Gather of one tensor whose gradient is summed over the ranks, because each uses the result
+    differently.
+    """
 
     @staticmethod
     @once_differentiable

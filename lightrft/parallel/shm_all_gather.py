@@ -1,7 +1,10 @@
-"""All-gathers of large tensors. On CPUs, ranks of one host use shared memory, which is many times faster than sockets.
+"""All-gathers of large tensors.
 
-The memory has no name in a file system (memfd): the first rank creates it, the others open it through that rank's files in
-/proc, and it is freed with the last of them, however they end. The size of /dev/shm does not matter.
+On CPUs, ranks of one host use shared memory, which is many times faster than sockets.
+
+The memory has no name in a file system (memfd): the first rank creates it, the others open it
+through that rank's files in /proc, and it is freed with the last of them, however they end. The
+size of /dev/shm does not matter.
 """
 
 import mmap
@@ -22,19 +25,29 @@ HALF_BYTES = 20 * 2**20
 
 
 class AllGather:
-    """All-gather of `count` elements of each rank of a group: fill `local`, call run(), read `gathered` [ranks, count].
+    """All-gather of `count` elements of each rank of a group: fill `local`, call run(), read
+    `gathered` [ranks, count].
 
-    If `in_shared_memory` is True, `gathered` is overwritten by the second all-gather after this one.
+    If `in_shared_memory` is True, `gathered` is overwritten by the second all-gather after this
+    one.
     """
 
-    def __init__(self, count: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup):
-        self.group, rank, size = group, dist.get_rank(group), dist.get_world_size(group)
+    def __init__(
+        self, count: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+    ):
+        self.group = group
+        rank = dist.get_rank(group)
+        size = dist.get_world_size(group)
         self.shared = _shared_memory(group) if device.type == "cpu" else None
-        self.in_shared_memory = self.shared is not None and size * count * dtype.itemsize <= HALF_BYTES
+        self.in_shared_memory = (
+            self.shared is not None and size * count * dtype.itemsize <= HALF_BYTES
+        )
+
         if self.in_shared_memory:
             self.gathered = self.shared.slots(size, count, dtype)
         else:
             self.gathered = torch.empty(size, count, dtype=dtype, device=device)
+
         self.local = self.gathered[rank]
 
     def run(self) -> None:
@@ -49,11 +62,13 @@ class AllGather:
 class SharedMemory:
     """Two halves of HALF_BYTES, which are written alternately.
 
-    One barrier for each is enough: a rank that reaches it has read the other half, which is written next.
+    One barrier for each is enough: a rank that reaches it has read the other half, which is written
+    next.
     """
 
     def __init__(self, memory: mmap.mmap, axis: Axis):
-        self.memory, self.axis = memory, axis
+        self.memory = memory
+        self.axis = axis
         self.begin = 0
         """Start of the current half, in bytes."""
 
@@ -63,12 +78,16 @@ class SharedMemory:
         return half[: size * count * dtype.itemsize].view(dtype).view(size, count)
 
     def meet(self) -> None:
-        """Wait until all ranks have written, so that every rank can read, and switch to the other half."""
+        """Wait until all ranks have written, so that every rank can read, and switch to the other
+        half.
+        """
         self.axis.barrier()
         self.begin = HALF_BYTES - self.begin
 
     def gather(self, gathered: Tensor, local: Tensor) -> None:
-        """Gather `local` [N] of every rank into `gathered` [ranks, N], in parts that fit into one half."""
+        """Gather `local` [N] of every rank into `gathered` [ranks, N], in parts that fit into one
+        half.
+        """
         count = HALF_BYTES // self.axis.size // local.itemsize
         for part, parts in zip(local.split(count), gathered.split(count, dim=1), strict=True):
             slots = self.slots(*parts.shape, local.dtype)
@@ -81,7 +100,9 @@ _of_groups: WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None] = WeakKeyD
 
 
 def _shared_memory(group: dist.ProcessGroup) -> SharedMemory | None:
-    """Return the shared memory of a group, created when all of its ranks first call this; None if they cannot share memory."""
+    """Return the shared memory of a group, created when all of its ranks first call this; None if
+    they cannot share memory.
+    """
     if group not in _of_groups:
         axis = Axis("shared", dist.get_world_size(group), dist.get_rank(group), group)
         memory = _mapped_together(axis)
@@ -90,22 +111,35 @@ def _shared_memory(group: dist.ProcessGroup) -> SharedMemory | None:
 
 
 def _mapped_together(axis: Axis) -> mmap.mmap | None:
-    """Map the first rank's memory on all ranks. Return None on all ranks if one is on another host or may not open the file."""
+    """Map the first rank's memory on all ranks.
+
+    Return None on all ranks if one is on another host or may not open the file.
+    """
     hosts = set(axis.gather(_host()))
     if len(hosts) > 1 or "" in hosts:
         return None
+
     file = _new_file() if axis.rank == 0 else -1
-    path, memory, problem = axis.broadcast(f"/proc/{os.getpid()}/fd/{file}"), None, ""
+    path = axis.broadcast(f"/proc/{os.getpid()}/fd/{file}")
+    memory = None
+    problem = ""
+
     try:
         with open(path, "r+b") as opened:
             memory = mmap.mmap(opened.fileno(), 2 * HALF_BYTES)
     except OSError as error:
         problem = str(error)
+
     problems = [each for each in axis.gather(problem) if each]
     if axis.rank == 0:
         os.close(file)
         if problems:
-            logger.warning("{} ranks gather through sockets, because they cannot share memory: {}", axis.size, problems[0])
+            logger.warning(
+                "{} ranks gather through sockets, because they cannot share memory: {}",
+                axis.size,
+                problems[0],
+            )
+
     return None if problems else memory
 
 
@@ -116,7 +150,9 @@ def _new_file() -> int:
 
 
 def _host() -> str:
-    """Return an identifier that is equal for ranks that see each other's files in /proc; empty on systems other than Linux."""
+    """Return an identifier that is equal for ranks that see each other's files in /proc; empty on
+    systems other than Linux.
+    """
     if sys.platform != "linux":
         return ""
     return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")

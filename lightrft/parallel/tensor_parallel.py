@@ -1,17 +1,20 @@
-"""Tensor parallelism for transformers models: attention heads, feed-forward columns and the vocabulary are split over ranks.
+"""Tensor parallelism for transformers models: attention heads, feed-forward columns and the
+vocabulary are split over ranks.
 
-The residual stream is replicated on all ranks, with one all-reduce after the attention and one after the feed-forward of each
-block, and one for each in the backward pass (arXiv 1909.08053). With sequence parallelism (arXiv 2205.05198) each rank keeps a
-part of the tokens instead: the all-reduces become reduce-scatters, all-gathers precede attention and feed-forward, and norms
-process a part of the tokens. The code of the models is not changed: forward hooks exchange activations, and let each module
-compute with this rank's part of its weights. Weights are DTensors outside of forward; apply this before fully_shard, which then
-shards the local parts over the data ranks.
+The residual stream is replicated on all ranks, with one all-reduce after the attention and one
+after the feed-forward of each block, and one for each in the backward pass (arXiv 1909.08053). With
+sequence parallelism (arXiv 2205.05198) each rank keeps a part of the tokens instead: the
+all-reduces become reduce-scatters, all-gathers precede attention and feed-forward, and norms
+process a part of the tokens. The code of the models is not changed: forward hooks exchange
+activations, and let each module compute with this rank's part of its weights. Weights are DTensors
+outside of forward; apply this before fully_shard, which then shards the local parts over the data
+ranks.
 
-Activations are plain tensors. As DTensors they would cost the host milliseconds per micro-batch: torch plans each operation once
-for each shape, and micro-batches differ in their number of tokens.
+Activations are plain tensors. As DTensors they would cost the host milliseconds per micro-batch:
+torch plans each operation once for each shape, and micro-batches differ in their number of tokens.
 
-This file is the one to adapt to changes of torch or transformers that concern tensor parallelism; versions.py lists the tested
-versions.
+This file is the one to adapt to changes of torch or transformers that concern tensor parallelism;
+versions.py lists the tested versions.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -25,7 +28,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lightrft.parallel.collectives import Axis
@@ -38,8 +48,15 @@ from lightrft.parallel.sequence_parallel import (
 )
 
 FAMILIES = (
-    "llama", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "qwen3", "qwen3_vl_text", "gemma3_text",
-)  # fmt: skip
+    "llama",
+    "qwen2",
+    "qwen2_vl_text",
+    "qwen2_5_vl_text",
+    "qwen2_5_omni_text",
+    "qwen3",
+    "qwen3_vl_text",
+    "gemma3_text",
+)
 """Supported values of model_type."""
 BRANCHES = ("self_attn", "mlp")
 """Modules of a block whose input is the residual stream."""
@@ -50,7 +67,8 @@ class VocabularyShard:
     """Consecutive rows of an output embedding [V, H] that this rank holds."""
 
     weight: Tensor
-    """Plain tensor [V of this rank, H] whose gradient flows to the sharded parameter. It may have no rows."""
+    """Plain tensor [V of this rank, H] whose gradient flows to the sharded parameter. It may have
+    no rows."""
     first: int
     """Token id of the first row."""
     size: int
@@ -59,19 +77,29 @@ class VocabularyShard:
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> None:
-    """Split every language model inside `module` over the one-dimensional `mesh`, in place. All ranks must hold equal weights.
+    """Split every language model inside `module` over the one-dimensional `mesh`, in place.
 
-    Of a model that reads media, the language part is split; each rank computes the towers whole, with equal gradients. Tied
-    embeddings stay tied. With `sequence` the number of tokens of a batch must be a multiple of the number of ranks. Raise
-    ValueError, with all reasons, for a model that cannot be split, and for a module without a transformers model.
+    All ranks must hold equal weights.
+
+    Of a model that reads media, the language part is split; each rank computes the towers whole,
+    with equal gradients. Tied embeddings stay tied. With `sequence` the number of tokens of a batch
+    must be a multiple of the number of ranks. Raise ValueError, with all reasons, for a model that
+    cannot be split, and for a module without a transformers model.
     """
     models = list(_language_models(module))
     if not models:
-        raise ValueError(f"--tp_size {mesh.size()}: {type(module).__name__} contains no transformers model to split")
+        raise ValueError(
+            f"--tp_size {mesh.size()}: {type(module).__name__} contains no transformers model to"
+            " split"
+        )
+
     for model in models:
         problems = model_problems(model.config, mesh.size()) or plan_problems(model)
         if problems:
-            raise ValueError(f"--tp_size {mesh.size()} cannot split {type(model).__name__}: {'; '.join(problems)}")
+            raise ValueError(
+                f"--tp_size {mesh.size()} cannot split {type(model).__name__}:"
+                f" {'; '.join(problems)}"
+            )
         _split(model, mesh, sequence)
 
 
@@ -79,7 +107,9 @@ def model_problems(config: PretrainedConfig, tp: int) -> list[str]:
     """Return all reasons why a model of this configuration cannot be split over `tp` ranks."""
     config = config.get_text_config()
     if config.model_type not in FAMILIES:
-        return [f"its family {config.model_type!r} has no plan; supported are {', '.join(FAMILIES)}"]
+        return [
+            f"its family {config.model_type!r} has no plan; supported are {', '.join(FAMILIES)}"
+        ]
     return [
         *head_problems(config.num_attention_heads, config.num_key_value_heads, tp),
         *part_problems(config.vocab_size, "rows of the vocabulary", tp),
@@ -88,45 +118,74 @@ def model_problems(config: PretrainedConfig, tp: int) -> list[str]:
 
 
 def part_problems(size: int, name: str, tp: int) -> list[str]:
-    """Return why so many rows leave a rank without any: each has as many as the first, and the last ones have the rest."""
+    """Return why so many rows leave a rank without any: each has as many as the first, and the last
+    ones have the rest.
+    """
     with_rows = -(-size // -(-size // tp))
-    return [f"its {size} {name} are too few: only {with_rows} ranks have some"] if with_rows < tp else []
+    return (
+        [f"its {size} {name} are too few: only {with_rows} ranks have some"]
+        if with_rows < tp
+        else []
+    )
 
 
 def head_problems(num_heads: int, num_kv_heads: int, tp: int) -> list[str]:
     heads = {"attention heads": num_heads, "key-value heads": num_kv_heads}
-    return [f"tp_size {tp} does not divide its {count} {name}" for name, count in heads.items() if count % tp]
+    return [
+        f"tp_size {tp} does not divide its {count} {name}"
+        for name, count in heads.items()
+        if count % tp
+    ]
 
 
 def plan_problems(model: PreTrainedModel) -> list[str]:
-    """Return how the blocks differ from those of the plan: another version of transformers may have renamed modules."""
+    """Return how the blocks differ from those of the plan: another version of transformers may have
+    renamed modules.
+    """
     problems = []
     for block in model.get_decoder().layers[:1]:
-        names = {name for name, part in block.named_modules() if next(part.parameters(recurse=False), None) is not None}
+        names = {
+            name
+            for name, part in block.named_modules()
+            if next(part.parameters(recurse=False), None) is not None
+        }
         planned = _block_plan(block, sequence=True).keys()
         if names != planned:
-            problems.append(f"its blocks have {', '.join(sorted(names))}, the plan is for {', '.join(sorted(planned))}")
+            problems.append(
+                f"its blocks have {', '.join(sorted(names))}, the plan is for"
+                f" {', '.join(sorted(planned))}"
+            )
+
     return problems
 
 
 def vocabulary_shard(weight: Tensor) -> VocabularyShard | None:
-    """Return this rank's part of an output embedding that parallelize() has split; None for a plain tensor.
+    """Return this rank's part of an output embedding that parallelize() has split; None for a plain
+    tensor.
 
     Raise RuntimeError if it is sharded in another way, as outside of the module's forward.
     """
     if not isinstance(weight, DTensor):
         return None
+
     mesh = weight.device_mesh
     if mesh.ndim != 1 or weight.placements != (Shard(0),):
         raise RuntimeError(
-            f"the output embedding is sharded as {weight.placements} on {mesh}: use it inside the module's forward"
+            f"the output embedding is sharded as {weight.placements} on {mesh}: use it inside the"
+            " module's forward"
         )
-    axis, rows = _axis(mesh), -(-weight.shape[0] // mesh.size())
-    return VocabularyShard(weight.to_local(), min(axis.rank * rows, weight.shape[0]), weight.shape[0], axis)
+
+    axis = _axis(mesh)
+    rows = -(-weight.shape[0] // mesh.size())
+    return VocabularyShard(
+        weight.to_local(), min(axis.rank * rows, weight.shape[0]), weight.shape[0], axis
+    )
 
 
 def copy_to_parallel_region(hidden: Tensor, axis: Axis) -> Tensor:
-    """Return the same tensor, equal on all ranks, for use in different computations: its gradient is summed over the ranks."""
+    """Return the same tensor, equal on all ranks, for use in different computations: its gradient
+    is summed over the ranks.
+    """
     return hidden if axis.size == 1 else _Copy.apply(hidden, axis)
 
 
@@ -145,7 +204,9 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum the input over the ranks; its gradient is that of the sum, which is equal on all ranks."""
+    """Sum the input over the ranks; its gradient is that of the sum, which is equal on all
+    ranks.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, part: Tensor, axis: Axis) -> Tensor:
@@ -172,12 +233,16 @@ class _ScatterTokens(torch.autograd.Function):
 
 
 class _GatherLogits(torch.autograd.Function):
-    """Gather the logits of all parts of the vocabulary, [..., part] -> [..., V]. Their gradient is equal on all ranks."""
+    """Gather the logits of all parts of the vocabulary, [..., part] -> [..., V].
+
+    Their gradient is equal on all ranks.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, logits: Tensor, axis: Axis, size: int) -> Tensor:
         rows = -(-size // axis.size)
-        ctx.first, ctx.count = rows * axis.rank, logits.shape[-1]
+        ctx.first = rows * axis.rank
+        ctx.count = logits.shape[-1]
         padded = F.pad(logits, (0, rows - ctx.count)) if ctx.count < rows else logits
         return all_gather_tensor(padded[None], axis).movedim(0, -2).flatten(-2)[..., :size]
 
@@ -199,38 +264,60 @@ def _language_models(module: nn.Module) -> Iterator[PreTrainedModel]:
 def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
     """Split a model. With `sequence` the ranks divide the tokens of the residual stream [1, T, H].
 
-    Where media replace embeddings between the embedding layer and the decoder, the decoder divides the tokens.
+    Where media replace embeddings between the embedding layer and the decoder, the decoder divides
+    the tokens.
     """
-    axis, decoder = _axis(mesh), model.get_decoder()
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    axis = _axis(mesh)
+    decoder = model.get_decoder()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
+
     for block in decoder.layers:
         for name, split in _block_plan(block, sequence=sequence).items():
             split(block.get_submodule(name), mesh)
         for name in BRANCHES:
             branch = block.get_submodule(name)
-            branch.register_forward_pre_hook(partial(_prepare_branch, axis=axis, sequence=sequence), with_kwargs=True)
+            branch.register_forward_pre_hook(
+                partial(_prepare_branch, axis=axis, sequence=sequence), with_kwargs=True
+            )
+
     inside = decoder is model.base_model
     _split_embedding(embedding, mesh, sequence=sequence and inside)
     if sequence and not inside:
         decoder.register_forward_pre_hook(partial(_divide_tokens, axis=axis), with_kwargs=True)
+
     if sequence:
         _replicate(decoder.norm, mesh)
-        decoder.norm.register_forward_hook(lambda module, args, hidden: Gather.apply(axis, hidden[0])[0][None])
+        decoder.norm.register_forward_hook(
+            lambda module, args, hidden: Gather.apply(axis, hidden[0])[0][None]
+        )
+
     if head is not None:
         size = head.weight.shape[0]
         _split_columns(head, mesh)
-        head.register_forward_pre_hook(lambda module, args: (copy_to_parallel_region(args[0], axis),))
-        head.register_forward_hook(lambda module, args, logits: _GatherLogits.apply(logits, axis, size))
+        head.register_forward_pre_hook(
+            lambda module, args: (copy_to_parallel_region(args[0], axis),)
+        )
+        head.register_forward_hook(
+            lambda module, args, logits: _GatherLogits.apply(logits, axis, size)
+        )
+
     if tied:
         head.weight = embedding.weight
 
 
-def _divide_tokens(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], *, axis: Axis) -> tuple[tuple, dict[str, Any]]:
-    """Keep this rank's part of a decoder's inputs, whose gradient is summed over the ranks: a forward pre-hook."""
+def _divide_tokens(
+    decoder: nn.Module, args: tuple, kwargs: dict[str, Any], *, axis: Axis
+) -> tuple[tuple, dict[str, Any]]:
+    """Keep this rank's part of a decoder's inputs, whose gradient is summed over the ranks: a
+    forward pre-hook.
+    """
     embedded = kwargs["inputs_embeds"]
     positions = torch.arange(embedded.shape[1], device=embedded.device).chunk(axis.size)[axis.rank]
-    return args, kwargs | select_tokens(kwargs, positions, lambda values: copy_to_parallel_region(values, axis))
+    return args, kwargs | select_tokens(
+        kwargs, positions, lambda values: copy_to_parallel_region(values, axis)
+    )
 
 
 def _axis(mesh: DeviceMesh) -> Axis:
@@ -238,15 +325,33 @@ def _axis(mesh: DeviceMesh) -> Axis:
     return Axis("tp", mesh.size(), dist.get_rank(group), group if mesh.size() > 1 else None)
 
 
-def _block_plan(block: nn.Module, *, sequence: bool) -> dict[str, Callable[[nn.Module, DeviceMesh], None]]:
+def _block_plan(
+    block: nn.Module, *, sequence: bool
+) -> dict[str, Callable[[nn.Module, DeviceMesh], None]]:
     """Return how to split each module of a block that has parameters.
 
-    The norms of queries and keys process this rank's heads, and with `sequence` the other norms process its tokens.
+    The norms of queries and keys process this rank's heads, and with `sequence` the other norms
+    process its tokens.
     """
-    columns, rows = _split_columns, partial(_split_rows, sequence=sequence)
-    plan = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"), columns)
+    columns = _split_columns
+    rows = partial(_split_rows, sequence=sequence)
+    plan = dict.fromkeys(
+        (
+            "self_attn.q_proj",
+            "self_attn.k_proj",
+            "self_attn.v_proj",
+            "mlp.gate_proj",
+            "mlp.up_proj",
+        ),
+        columns,
+    )
     plan |= dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), rows)
-    norms = [f"self_attn.{name}" for name, _ in block.self_attn.named_children() if name in ("q_norm", "k_norm")]
+
+    norms = [
+        f"self_attn.{name}"
+        for name, _ in block.self_attn.named_children()
+        if name in ("q_norm", "k_norm")
+    ]
     if sequence:
         norms += [name for name, _ in block.named_children() if name.endswith("layernorm")]
     return plan | dict.fromkeys(norms, _replicate)
@@ -255,10 +360,16 @@ def _block_plan(block: nn.Module, *, sequence: bool) -> dict[str, Callable[[nn.M
 def _prepare_branch(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], *, axis: Axis, sequence: bool
 ) -> tuple[tuple, dict[str, Any]]:
-    """Give attention or feed-forward all tokens, whose gradient is summed over the ranks: a forward pre-hook."""
+    """Give attention or feed-forward all tokens, whose gradient is summed over the ranks: a forward
+    pre-hook.
+    """
 
     def prepare(hidden: Tensor) -> Tensor:
-        return GatherSummed.apply(axis, hidden[0])[0][None] if sequence else copy_to_parallel_region(hidden, axis)
+        return (
+            GatherSummed.apply(axis, hidden[0])[0][None]
+            if sequence
+            else copy_to_parallel_region(hidden, axis)
+        )
 
     if args:
         return (prepare(args[0]), *args[1:]), kwargs
@@ -272,8 +383,12 @@ def _split_columns(linear: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Keep this rank's inputs of a layer, whose outputs are summed over the ranks. The bias is added to the sum."""
-    axis, reduce = _axis(mesh), _ScatterTokens if sequence else _Sum
+    """Keep this rank's inputs of a layer, whose outputs are summed over the ranks.
+
+    The bias is added to the sum.
+    """
+    axis = _axis(mesh)
+    reduce = _ScatterTokens if sequence else _Sum
     _distribute(linear, mesh, weight=Shard(1), bias=Replicate())
     _LocalParameters(linear, hidden=("bias",))
 
@@ -281,19 +396,27 @@ def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
         output = reduce.apply(part, axis)
         if module.bias is None:
             return output
-        return output + module.bias.to_local(grad_placements=[Partial() if sequence else Replicate()])
+        return output + module.bias.to_local(
+            grad_placements=[Partial() if sequence else Replicate()]
+        )
 
     linear.register_forward_hook(reduce_parts)
 
 
 def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Keep this rank's rows of an embedding layer, whose outputs are summed over the ranks: those of other rows are zero."""
-    axis, reduce = _axis(mesh), _ScatterTokens if sequence else _Sum
+    """Keep this rank's rows of an embedding layer, whose outputs are summed over the ranks: those
+    of other rows are zero.
+    """
+    axis = _axis(mesh)
+    reduce = _ScatterTokens if sequence else _Sum
     _distribute(embedding, mesh, weight=Shard(0))
     shard = vocabulary_shard(embedding.weight)
-    first, rows = shard.first, len(shard.weight)
+    first = shard.first
+    rows = len(shard.weight)
     if embedding.padding_idx is not None:
-        embedding.padding_idx = embedding.padding_idx - first if first <= embedding.padding_idx < first + rows else None
+        embedding.padding_idx = (
+            embedding.padding_idx - first if first <= embedding.padding_idx < first + rows else None
+        )
     _LocalParameters(embedding)
     outside: Tensor
 
@@ -311,7 +434,8 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: boo
 
 
 def _replicate(norm: nn.Module, mesh: DeviceMesh) -> None:
-    """Let each rank process its own part of the input of a norm, whose weight has a partial gradient on each.
+    """Let each rank process its own part of the input of a norm, whose weight has a partial
+    gradient on each.
 
     As a DTensor the gradient is marked as partial, and FSDP sums it.
     """
@@ -320,17 +444,26 @@ def _replicate(norm: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
-    """Make DTensors of a module's parameters without communication: each rank keeps its own part. Frozen ones stay frozen."""
+    """Make DTensors of a module's parameters without communication: each rank keeps its own part.
+
+    Frozen ones stay frozen.
+    """
     for name, parameter in list(module.named_parameters(recurse=False)):
         tensor = distribute_tensor(parameter.data, mesh, [placements[name]], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
 
 
 class _LocalParameters:
-    """Forward hooks by which a module computes with this rank's parts of its parameters, as plain tensors."""
+    """Forward hooks by which a module computes with this rank's parts of its parameters, as plain
+    tensors.
+    """
 
-    def __init__(self, module: nn.Module, *, gradient: Placement | None = None, hidden: Collection[str] = ()):
-        """`gradient` is the placement of gradients, by default that of the parameter; parameters in `hidden` are None."""
+    def __init__(
+        self, module: nn.Module, *, gradient: Placement | None = None, hidden: Collection[str] = ()
+    ):
+        """`gradient` is the placement of gradients, by default that of the parameter; parameters in
+        `hidden` are None.
+        """
         self.gradient = None if gradient is None else [gradient]
         self.hidden = hidden
         module.register_forward_pre_hook(self.replace)
@@ -338,7 +471,9 @@ class _LocalParameters:
 
     def replace(self, module: nn.Module, args: tuple) -> None:
         self.distributed = module._parameters
-        module._parameters = {name: self._local(name, parameter) for name, parameter in self.distributed.items()}
+        module._parameters = {
+            name: self._local(name, parameter) for name, parameter in self.distributed.items()
+        }
 
     def restore(self, module: nn.Module, args: tuple, output: Any) -> None:
         module._parameters = self.distributed

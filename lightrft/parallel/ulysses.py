@@ -1,7 +1,7 @@
 """Ulysses: ranks split the tokens, and within attention the heads (arXiv 2309.14509).
 
-An all-to-all before attention gives each rank all tokens of H / ranks heads, so attention itself is the same as for a whole
-batch; an all-to-all after attention undoes the exchange.
+An all-to-all before attention gives each rank all tokens of H / ranks heads, so attention itself is
+the same as for a whole batch; an all-to-all after attention undoes the exchange.
 """
 
 from math import lcm
@@ -16,27 +16,44 @@ from lightrft.parallel.sequence_parallel import SequenceParallel
 
 
 class Ulysses(SequenceParallel):
-    """Split into consecutive tokens; the attention of each rank has H / ranks heads of all tokens."""
+    """Split into consecutive tokens; the attention of each rank has H / ranks heads of all
+    tokens.
+    """
 
     def problems(self, num_heads: int) -> list[str]:
         return head_problems(num_heads, self.axis.size)
 
-    def before_attention(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange [t, H, D] for [T, H / ranks, D] in one all-to-all; key and value may have fewer heads.
+    def before_attention(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Exchange [t, H, D] for [T, H / ranks, D] in one all-to-all; key and value may have fewer
+        heads.
 
-        Key-value heads are repeated until the number of ranks divides their number: each rank gets those that its queries use.
+        Key-value heads are repeated until the number of ranks divides their number: each rank gets
+        those that its queries use.
         """
         copies = lcm(key.shape[1], self.axis.size) // key.shape[1]
         if copies > 1:
-            key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+            key = key.repeat_interleave(copies, 1)
+            value = value.repeat_interleave(copies, 1)
+
         parts = [self._by_rank(x) for x in (query, key, value)]
-        mixed = _Exchange.apply(torch.cat([part.flatten(2) for part in parts], -1), self.axis).flatten(0, 1)
+        mixed = _Exchange.apply(
+            torch.cat([part.flatten(2) for part in parts], -1), self.axis
+        ).flatten(0, 1)
         exchanged = mixed.split([part[0, 0].numel() for part in parts], -1)
-        return tuple(x.unflatten(-1, part.shape[2:]) for x, part in zip(exchanged, parts, strict=True))
+
+        return tuple(
+            x.unflatten(-1, part.shape[2:]) for x, part in zip(exchanged, parts, strict=True)
+        )
 
     def after_attention(self, output: Tensor) -> Tensor:
         """Exchange [T, H / ranks, D] for [t, H, D]."""
-        return _Exchange.apply(output.unflatten(0, (self.axis.size, -1)), self.axis).transpose(0, 1).flatten(1, 2)
+        return (
+            _Exchange.apply(output.unflatten(0, (self.axis.size, -1)), self.axis)
+            .transpose(0, 1)
+            .flatten(1, 2)
+        )
 
     def _by_rank(self, x: Tensor) -> Tensor:
         """Group the heads by rank: [t, H, D] -> [ranks, t, H / ranks, D]."""
@@ -46,11 +63,17 @@ class Ulysses(SequenceParallel):
 def head_problems(num_heads: int, sp: int) -> list[str]:
     if num_heads % sp == 0:
         return []
-    return [f"sp_size {sp} does not divide its {num_heads} attention heads (--sp_impl zigzag has no such condition)"]
+    return [
+        f"sp_size {sp} does not divide its {num_heads} attention heads (--sp_impl zigzag has no"
+        " such condition)"
+    ]
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchange of [ranks, ...]: entry r is sent to rank r and replaced by the entry from rank r. So is the gradient."""
+    """Exchange of [ranks, ...]: entry r is sent to rank r and replaced by the entry from rank r.
+
+    So is the gradient.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, parts: Tensor, axis: Axis) -> Tensor:
