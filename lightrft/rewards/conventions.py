@@ -1,13 +1,13 @@
-"""Calling conventions of reward functions, recognised by their signatures: ours, or that of TRL, OpenRLHF, verl or EasyR1.
+"""Calling conventions of reward functions, recognised by their signatures: ours, or that of TRL,
+OpenRLHF, verl or EasyR1.
 
-| | recognised by | called with |
-|---|---|---|
-| here | anything else | `samples`, and the columns by name |
-| TRL | `completions` | `prompts`, `completions`, `completion_ids`, and the columns by name |
-| OpenRLHF | `queries`, `prompts`, `labels` | these; a dictionary's `rewards` count |
-| verl | `solution_str`, `ground_truth` | these, `data_source`, `extra_info`, for each response; a dictionary's `score` counts |
-| verl | `solution_strs`, `ground_truths` | the same in lists, `data_sources`, `extra_infos` |
-| EasyR1 | `reward_inputs`, or `reward_input` for each | `response`, `response_length`, `ground_truth`; `overall` counts |
+| | recognised by | called with | |---|---|---| | here | anything else | `samples`, and the columns
+by name | | TRL | `completions` | `prompts`, `completions`, `completion_ids`, and the columns by
+name | | OpenRLHF | `queries`, `prompts`, `labels` | these; a dictionary's `rewards` count | | verl
+| `solution_str`, `ground_truth` | these, `data_source`, `extra_info`, for each response; a
+dictionary's `score` counts | | verl | `solution_strs`, `ground_truths` | the same in lists,
+`data_sources`, `extra_infos` | | EasyR1 | `reward_inputs`, or `reward_input` for each | `response`,
+`response_length`, `ground_truth`; `overall` counts |
 """
 
 import asyncio
@@ -34,7 +34,8 @@ class Convention:
 
     recognised_by: frozenset[str]
     arguments: Callable[[list[Sample], Columns, bool], dict[str, Any]]
-    """Function that returns the arguments by name, from samples, columns, and True if prompts are chats.
+    """Function that returns the arguments by name, from samples, columns, and True if prompts are
+    chats.
 
     Raises KeyError for a missing column.
     """
@@ -45,10 +46,13 @@ class Convention:
 
 
 def _trl(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, Any]:
-    prompts, texts = [sample.prompt.text for sample in samples], [sample.text for sample in samples]
+    prompts = [sample.prompt.text for sample in samples]
+    texts = [sample.text for sample in samples]
     return columns | {
         "prompts": [[{"role": "user", "content": text}] for text in prompts] if chat else prompts,
-        "completions": [[{"role": "assistant", "content": text}] for text in texts] if chat else texts,
+        "completions": (
+            [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
+        ),
         "completion_ids": [sample.token_ids for sample in samples],
     }
 
@@ -77,6 +81,7 @@ def _easy_r1(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, A
     answers = _ground_truths(columns)
     if not samples and any(map(_is_null, answers)):
         raise ValueError("the ground truth (--label_key) is null, and the function needs it")
+
     return {
         "reward_input": [
             {
@@ -84,7 +89,8 @@ def _easy_r1(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, A
                 "response_length": len(sample.token_ids),
                 "ground_truth": answer,
             }
-            for sample, answer in zip(samples, answers, strict=False)  # no samples: a row is checked
+            # no samples: a row is checked
+            for sample, answer in zip(samples, answers, strict=False)
         ]
     }
 
@@ -102,12 +108,16 @@ def _ground_truths(columns: Columns) -> list[Any]:
 
 def _ground_truth(entry: Any) -> Any:
     if entry is not None and not isinstance(entry, Mapping):
-        raise ValueError(f"the column reward_model is not an object with a ground_truth: {entry!r:.80}")
+        raise ValueError(
+            f"the column reward_model is not an object with a ground_truth: {entry!r:.80}"
+        )
     return (entry or {})["ground_truth"]
 
 
 def _object(value: Any) -> Any:
-    """Return the object of a JSON text, as some files have it for a struct; any other value as it is."""
+    """Return the object of a JSON text, as some files have it for a struct; any other value as it
+    is.
+    """
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:
@@ -118,11 +128,19 @@ def _object(value: Any) -> Any:
 
 CONVENTIONS = {
     "TRL": Convention(frozenset({"completions"}), _trl),
-    "OpenRLHF": Convention(frozenset({"queries", "prompts", "labels"}), _openrlhf, result="rewards"),
-    "verl": Convention(frozenset({"solution_str", "ground_truth"}), _verl, each=True, result="score"),
-    "verl, in batches": Convention(frozenset({"solution_strs", "ground_truths"}), _verl_batch, result="score"),
+    "OpenRLHF": Convention(
+        frozenset({"queries", "prompts", "labels"}), _openrlhf, result="rewards"
+    ),
+    "verl": Convention(
+        frozenset({"solution_str", "ground_truth"}), _verl, each=True, result="score"
+    ),
+    "verl, in batches": Convention(
+        frozenset({"solution_strs", "ground_truths"}), _verl_batch, result="score"
+    ),
     "EasyR1": Convention(frozenset({"reward_input"}), _easy_r1, each=True, result="overall"),
-    "EasyR1, in batches": Convention(frozenset({"reward_inputs"}), _easy_r1_batch, result="overall"),
+    "EasyR1, in batches": Convention(
+        frozenset({"reward_inputs"}), _easy_r1_batch, result="overall"
+    ),
 }
 
 
@@ -130,27 +148,46 @@ class RewardFunction:
     """A reward function of any convention."""
 
     def __init__(self, function: Callable[..., Any], *, chat: bool = False):
-        """Inspect the function. `chat`: prompts go through a chat template, so TRL's functions expect messages."""
-        self.function, self.chat = function, chat
+        """Inspect the function.
+
+        `chat`: prompts go through a chat template, so TRL's functions expect messages.
+        """
+        self.function = function
+        self.chat = chat
         self.signature = _signature(function)
         names = set(self.signature.parameters) if self.signature else set()
-        recognised = [convention for convention in CONVENTIONS.values() if convention.recognised_by <= names]
+        recognised = [
+            convention for convention in CONVENTIONS.values() if convention.recognised_by <= names
+        ]
         self.convention = recognised[0] if recognised and "samples" not in names else None
         self._loop: asyncio.Runner | None = None
 
     def __call__(self, samples: list[Sample], **columns: list) -> Any:
-        """Return what the function returns; a coroutine function is run to its end, always in the same event loop."""
+        """Return what the function returns; a coroutine function is run to its end, always in the
+        same event loop.
+        """
         if self.convention is None:
             return self._finish([self.function(samples, **columns)])[0]
+
         arguments = self._accepted(self.convention.arguments(samples, columns, self.chat))
         if self.convention.each:
-            calls = [{name: values[row] for name, values in arguments.items()} for row in range(len(samples))]
-            return [self._reward(value) for value in self._finish([self.function(**call) for call in calls])]
+            calls = [
+                {name: values[row] for name, values in arguments.items()}
+                for row in range(len(samples))
+            ]
+            return [
+                self._reward(value)
+                for value in self._finish([self.function(**call) for call in calls])
+            ]
+
         return self._reward(self._finish([self.function(**arguments)])[0])
 
     def judge(self, samples: list[Sample]) -> Any:
         """Call the function with samples and the columns that all of them have."""
-        columns = {name: [sample.prompt.columns[name] for sample in samples] for name in common_columns(samples)}
+        columns = {
+            name: [sample.prompt.columns[name] for sample in samples]
+            for name in common_columns(samples)
+        }
         return self(samples, **columns)
 
     @property
@@ -167,29 +204,46 @@ class RewardFunction:
                 raise ConfigError(f"{problem}. The data has the columns {columns}{hint}")
 
     def row_problem(self, columns: Mapping[str, Any]) -> str:
-        """Return the reason why the function cannot score responses to a row with these columns; empty if none can be seen.
+        """Return the reason why the function cannot score responses to a row with these columns;
+        empty if none can be seen.
 
         Problems that all rows share are found by check().
         """
         if not self.signature:
             return ""
-        arguments, needed = {name: [value] for name, value in columns.items()}, _required(self.signature)
+
+        arguments = {name: [value] for name, value in columns.items()}
+        needed = _required(self.signature)
         try:
-            arguments = self.convention.arguments([], arguments, self.chat) if self.convention else arguments
+            arguments = (
+                self.convention.arguments([], arguments, self.chat)
+                if self.convention
+                else arguments
+            )
         except ValueError as error:
             return str(error)
         except KeyError as missing:
-            return f"the function needs the column {missing}: {_shown(self.signature)}. {_present(columns)}"
+            return (
+                f"the function needs the column {missing}: {_shown(self.signature)}."
+                f" {_present(columns)}"
+            )
+
         if self.convention is None:
             needed -= set(list(self.signature.parameters)[:1])
         if absent := needed - set(arguments):
-            return f"the function needs {', '.join(sorted(absent))}: {_shown(self.signature)}. {_present(columns)}"
+            return (
+                f"the function needs {', '.join(sorted(absent))}: {_shown(self.signature)}."
+                f" {_present(columns)}"
+            )
+
         for name in RIGHT_ANSWERS:
             if name in needed & set(arguments) and _is_null(arguments[name][0]):
                 return (
-                    f"{name} (--label_key) is {arguments[name][0]}, and the function needs it: {_shown(self.signature)}. A "
-                    f"function with a default for it, such as {name}=None, accepts such rows"
+                    f"{name} (--label_key) is {arguments[name][0]}, and the function needs it:"
+                    f" {_shown(self.signature)}. A function with a default for it, such as"
+                    f" {name}=None, accepts such rows"
                 )
+
         return self._unread(columns)
 
     def _unread(self, columns: Mapping[str, Any]) -> str:
@@ -207,30 +261,57 @@ class RewardFunction:
             return f"{self.function!r:.80} is not callable"
         if self.signature is None:
             return ""
+
         if self.convention is None:
-            required, accepted = _required(self.signature), _accepts(self.signature)
+            required = _required(self.signature)
+            accepted = _accepts(self.signature)
+
             first = next(iter(self.signature.parameters.values()), None)
-            if first is None or first.kind is inspect.Parameter.KEYWORD_ONLY or first.kind is inspect.Parameter.VAR_KEYWORD:
+            if (
+                first is None
+                or first.kind is inspect.Parameter.KEYWORD_ONLY
+                or first.kind is inspect.Parameter.VAR_KEYWORD
+            ):
                 return f"the function has no parameter for samples: {_shown(self.signature)}"
+
             if first.kind is not inspect.Parameter.VAR_POSITIONAL:
-                required, accepted = required - {first.name}, accepted and accepted - {first.name}
+                required = required - {first.name}
+                accepted = accepted and accepted - {first.name}
+
             if accepted is not None and columns - accepted:
                 surplus = ", ".join(sorted(columns - accepted))
-                return f"the function does not take {surplus}: add **columns to {_shown(self.signature)}"
+                return (
+                    f"the function does not take {surplus}: add **columns to"
+                    f" {_shown(self.signature)}"
+                )
+
             if required - columns:
-                return f"the function needs {', '.join(sorted(required - columns))}: {_shown(self.signature)}"
+                return (
+                    f"the function needs {', '.join(sorted(required - columns))}:"
+                    f" {_shown(self.signature)}"
+                )
             return ""
+
         try:
             arguments = self.convention.arguments([], {name: [] for name in columns}, self.chat)
         except KeyError as missing:
             return f"the function needs the column {missing}: {_shown(self.signature)}"
+
         missing = _required(self.signature) - set(arguments)
-        return f"the function needs {', '.join(sorted(missing))}: {_shown(self.signature)}" if missing else ""
+        return (
+            f"the function needs {', '.join(sorted(missing))}: {_shown(self.signature)}"
+            if missing
+            else ""
+        )
 
     def _accepted(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that the function accepts: not every one has **kwargs."""
         accepted = _accepts(self.signature)
-        return arguments if accepted is None else {name: value for name, value in arguments.items() if name in accepted}
+        return (
+            arguments
+            if accepted is None
+            else {name: value for name, value in arguments.items() if name in accepted}
+        )
 
     def _finish(self, returned: list[Any]) -> list[Any]:
         """Return the results of calls; those of coroutines are awaited together."""
@@ -241,9 +322,14 @@ class RewardFunction:
 
     def _reward(self, returned: Any) -> Any:
         entry = self.convention.result
-        if entry and isinstance(returned, list):  # of a function that is called for several responses
+        # of a function that is called for several responses
+        if entry and isinstance(returned, list):
             return [self._reward(value) for value in returned]
-        return returned[entry] if entry and isinstance(returned, Mapping) and entry in returned else returned
+        return (
+            returned[entry]
+            if entry and isinstance(returned, Mapping) and entry in returned
+            else returned
+        )
 
 
 def common_columns(samples: list[Sample]) -> set[str]:
@@ -265,10 +351,13 @@ def num_rewards(values: Any) -> int | None:
 
 
 def as_number(value: Any) -> float:
-    """Return a reward as a float, also from a tensor or an array with one element; NaN for what is not a number."""
+    """Return a reward as a float, also from a tensor or an array with one element; NaN for what is
+    not a number.
+    """
     try:
         return math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError comes from a tensor with several elements
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        # RuntimeError comes from a tensor with several elements
         return math.nan
 
 
@@ -277,7 +366,9 @@ async def _gather(coroutines: list[Awaitable[Any]]) -> list[Any]:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature; None if it is not available, as for some built-in functions, or if the object is not callable."""
+    """Return the signature; None if it is not available, as for some built-in functions, or if the
+    object is not callable.
+    """
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -286,7 +377,11 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
 
 def _required(signature: inspect.Signature) -> set[str]:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {one.name for one in signature.parameters.values() if one.default is one.empty and one.kind not in variable}
+    return {
+        one.name
+        for one in signature.parameters.values()
+        if one.default is one.empty and one.kind not in variable
+    }
 
 
 def _accepts(signature: inspect.Signature) -> set[str] | None:

@@ -1,4 +1,6 @@
-"""The model that is trained judges its own responses, in the engine that generated them: `--judge_url engine`."""
+"""The model that is trained judges its own responses, in the engine that generated them:
+`--judge_url engine`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,27 +22,49 @@ from lightrft.strategy.strategy_base import StrategyBase
 class EngineJudge:
     """Scores of the judge, which are kept for each sample until add() adds them to the rewards."""
 
-    def __init__(self, term: RewardTerm, config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase):
+    def __init__(
+        self,
+        term: RewardTerm,
+        config: Config,
+        strategy: StrategyBase,
+        tokenizer: PreTrainedTokenizerBase,
+    ):
         """Set up the judge. Raises ValueError for settings that cannot be used."""
-        self.term, self.config, self.strategy, self.tokenizer = term, config, strategy, tokenizer
-        self.data, self.settings = strategy.mesh.data, JudgeSettings.of(config.reward)
+        self.term = term
+        self.config = config
+        self.strategy = strategy
+        self.tokenizer = tokenizer
+        self.data = strategy.mesh.data
+        self.settings = JudgeSettings.of(config.reward)
         self.settings.check()
         self._replies: dict[int, tuple[Sample, str]] = {}
         """id() of a sample -> the sample, and the judge's last reply."""
 
     def ask(self, samples: Sequence[Sample]) -> None:
-        """Generate replies about samples that have none yet. All ranks call it together, best with the engine awake."""
-        left = [sample for sample in samples if self._is_chosen(sample) and id(sample) not in self._replies]
+        """Generate replies about samples that have none yet.
+
+        All ranks call it together, best with the engine awake.
+        """
+        left = [
+            sample
+            for sample in samples
+            if self._is_chosen(sample) and id(sample) not in self._replies
+        ]
         for attempt in range(ATTEMPTS):
             count = torch.tensor(float(len(left)))
             if not float(self.data.sum(count)):
                 return
             for sample, reply in zip(left, self._generated(left, attempt), strict=True):
                 self._replies[id(sample)] = sample, reply
-            left = [sample for sample in left if self.settings.score(self._replies[id(sample)][1]) is None]
+            left = [
+                sample
+                for sample in left
+                if self.settings.score(self._replies[id(sample)][1]) is None
+            ]
 
     def add(self, samples: Sequence[Sample]) -> list[tuple[Sample, str]]:
-        """Add the weighted scores to the rewards; return the samples without a score, each with a message.
+        """Add the weighted scores to the rewards; return the samples without a score, each with a
+        message.
 
         All ranks call it together.
         """
@@ -60,19 +84,36 @@ class EngineJudge:
         return label in chosen_labels(sample.prompt.columns, self.config.reward.reward_key, {label})
 
     def _generated(self, samples: list[Sample], attempt: int) -> list[str]:
-        """Return a reply for each sample; empty for one whose request is too long for the engine."""
+        """Return a reply for each sample; empty for one whose request is too long for the
+        engine.
+        """
         texts = [self.settings.text(sample, sample.prompt.columns) for sample in samples]
         prompts = [self._tokens(text) for text in texts]
         most = longest_sequence(self.config) - self.settings.max_tokens
-        ends = tuple(turn_end_ids(replace(self.config.data, apply_chat_template=True), self.tokenizer))
-        sampling = Sampling(max_tokens=self.settings.max_tokens, temperature=1.0 if attempt else 0.0, stop_token_ids=ends)
+        ends = tuple(
+            turn_end_ids(replace(self.config.data, apply_chat_template=True), self.tokenizer)
+        )
+        sampling = Sampling(
+            max_tokens=self.settings.max_tokens,
+            temperature=1.0 if attempt else 0.0,
+            stop_token_ids=ends,
+        )
         fitting = [place for place, ids in enumerate(prompts) if len(ids) <= most]
         requests = [
-            Request(prompts[place], sampling=sampling, seeds=(derived_seed("judge", attempt, texts[place]),)) for place in fitting
+            Request(
+                prompts[place],
+                sampling=sampling,
+                seeds=(derived_seed("judge", attempt, texts[place]),),
+            )
+            for place in fitting
         ]
+
         replies = [""] * len(samples)
-        for place, (completion,) in zip(fitting, self.strategy.gather_and_generate(sampling, requests=requests), strict=True):
+        for place, (completion,) in zip(
+            fitting, self.strategy.gather_and_generate(sampling, requests=requests), strict=True
+        ):
             replies[place] = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+
         return replies
 
     def _tokens(self, text: str) -> list[int]:

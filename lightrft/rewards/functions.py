@@ -1,14 +1,16 @@
 """Reward functions: `f(samples, **columns) -> list[float]`, one number for each sample.
 
     def short_and_right(samples, label, **columns):
-        return [float(s.text == right) - 0.01 * len(s.token_ids) for s, right in zip(samples, label)]
+        return [s.text == right for s, right in zip(samples, label)]
 
-A function is called once for each prompt, as soon as the last of its samples is complete, while others are still generated; it
-may be `async`. Each column of the data set is passed as a list, aligned with the samples; `label` is the column of --label_key.
-The built-in functions take a label as one right answer, or as a list of alternatives (labels.py).
-For a response that is rewarded step by step it returns a list instead of a number: a number for each of its tokens, or None for
-a token without a reward. A reward with parts is a dictionary of numbers: the reward is their sum, and each part is a metric.
-Functions with the signature of TRL, OpenRLHF, verl or EasyR1 are called as those libraries call them (conventions.py).
+A function is called once for each prompt, as soon as the last of its samples is complete, while
+others are still generated; it may be `async`. Each column of the data set is passed as a list,
+aligned with the samples; `label` is the column of --label_key. The built-in functions take a label
+as one right answer, or as a list of alternatives (labels.py). For a response that is rewarded step
+by step it returns a list instead of a number: a number for each of its tokens, or None for a token
+without a reward. A reward with parts is a dictionary of numbers: the reward is their sum, and each
+part is a metric. Functions with the signature of TRL, OpenRLHF, verl or EasyR1 are called as those
+libraries call them (conventions.py).
 
 Functions run in worker processes (worker.py), so this module imports neither torch nor an engine.
 """
@@ -28,22 +30,27 @@ from lightrft.samples import Sample
 Reward = Callable[..., list[float | list[float | None] | dict[str, float]]]
 rewards = Registry("reward", flag="--reward")
 
-FAST_REWARDS = frozenset({"choice", "environment", "exact_match", "f1", "format", "gsm8k", "length", "none", "number"})
+FAST_REWARDS = frozenset(
+    {"choice", "environment", "exact_match", "f1", "format", "gsm8k", "length", "none", "number"}
+)
 """Functions that take microseconds: a call of another process would take longer."""
 NUMBER = r"(?:(?<![\w)])[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
-"""Pattern of 1,234.5 and -3 and .5; the dash of 10-3 is no sign, and the commas of 1,2,3 do not join. U+2212 is a minus sign."""
+"""Pattern of 1,234.5 and -3 and .5; the dash of 10-3 is no sign, and the commas of 1,2,3 do not
+join. U+2212 is a minus sign."""
 FRACTION = rf"(?<![\d/])({NUMBER})/(\d*[1-9]\d*)(?![\d/]|[.,]\d)|({NUMBER})"
 """Pattern of 1/2, or of a number alone: 1/2/2024 is a date."""
 
 JOINED = r"[ \t]*(?:(?:,[ \t]*)?\b(?i:or|and)\b|[,/;&])[ \t]*"
 ONE = (
-    r"[*_($]{0,3}(?![AI][ \t]+(?!(?i:because|since|as|or|and)\b)\w)"  # not the word A or I of a sentence
+    # not the word A or I of a sentence
+    r"[*_($]{0,3}(?![AI][ \t]+(?!(?i:because|since|as|or|and)\b)\w)"
     r"[A-J](?![^\W_]|['\u2019])[*_)$]{0,3}"
 )
 """Pattern of a letter that a response chooses, such as B, (B) and **B**."""
 SEVERAL = rf"{ONE}(?:{JOINED}{ONE})*"
 CHOICE = re.compile(
-    rf"(?i:\banswer(?:[*_]{{0,2}}[ ]?:|[ ]is[ ]?:?))[*_]{{0,2}}[ \t]*(?i:option[ ]|choice[ ])?(?P<named>{SEVERAL})"
+    r"(?i:\banswer(?:[*_]{0,2}[ ]?:|[ ]is[ ]?:?))[*_]{0,2}[ \t]*(?i:option[ ]|choice["
+    rf" ])?(?P<named>{SEVERAL})"
     rf"|(?<![\w(])(?P<in_parentheses>\([A-J]\)(?:{JOINED}{ONE})*)"
     rf"|^[ \t]*(?P<alone>{SEVERAL}|\(?[a-j]\)?)[.)]?[*_]{{0,2}}[ \t]*\r?$",
     re.MULTILINE,
@@ -61,7 +68,9 @@ NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @rewards.register("environment")
 def environment(samples: list[Sample], **columns: Any) -> list[float | list[float | None]]:
-    """Return the rewards of the environment: their sum at the end, or each at its turn if several turns have one."""
+    """Return the rewards of the environment: their sum at the end, or each at its turn if several
+    turns have one.
+    """
     return [_of_episode(sample) for sample in samples]
 
 
@@ -87,7 +96,9 @@ def exact_match(samples: list[Sample], label: list[Any], **_: Any) -> list[float
 @rewards.register("number", "gsm8k")
 @reads(label=right_answers)
 def number(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
-    """Return 1 if the last number of the response equals that of the label, else 0, also if there is no number."""
+    """Return 1 if the last number of the response equals that of the label, else 0, also if there
+    is no number.
+    """
     return [
         float(_last_number(sample.text) in {*map(_last_number, right_answers(right))} - {None})
         for sample, right in zip(samples, label, strict=True)
@@ -101,10 +112,11 @@ def _right_letters(label: Any) -> set[str]:
 @rewards.register("choice")
 @reads(label=_right_letters)
 def choice(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
-    r"""Return 1 if the last letter from A to J that the response chooses is the label, such as B, (B) or b, else 0.
+    r"""Return 1 if the last letter from A to J that the response chooses is the label, such as B,
+    (B) or b, else 0.
 
-    A letter is chosen as `\boxed{B}`, `(B)`, `answer is B`, `Answer: B`, or on a line of its own. `(A) or (B)` chooses none.
-    Raises ValueError for a label that is no letter.
+    A letter is chosen as `\boxed{B}`, `(B)`, `answer is B`, `Answer: B`, or on a line of its own.
+    `(A) or (B)` chooses none. Raises ValueError for a label that is no letter.
     """
     return [
         float(_chosen_letter(sample.text) in _right_letters(right))
@@ -114,37 +126,51 @@ def choice(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
 
 @rewards.register("format")
 def think_and_answer(samples: list[Sample], **_: Any) -> list[float]:
-    """Return 1 if the response is <think>...</think><answer>...</answer> with each tag once, else 0.
+    """Return 1 if the response is <think>...</think><answer>...</answer> with each tag once, else
+    0.
 
-    Only whitespace may stand before, between and after the two parts. If the prompt ends with <think>, as some chat templates
-    end it, the response begins after that tag.
+    Only whitespace may stand before, between and after the two parts. If the prompt ends with
+    <think>, as some chat templates end it, the response begins after that tag.
     """
     return [float(_is_think_and_answer(sample)) for sample in samples]
 
 
 @rewards.register("length")
 def length(samples: list[Sample], **_: Any) -> list[float]:
-    """Return the number of thousands of tokens of the response; with a negative weight it is a penalty."""
+    """Return the number of thousands of tokens of the response; with a negative weight it is a
+    penalty.
+    """
     return [len(sample.token_ids) / 1000 for sample in samples]
 
 
 @rewards.register("f1")
 @reads(label=right_answers)
 def f1(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
-    """Return the F1 score of the response's words as in SQuAD: without case, punctuation and articles.
+    """Return the F1 score of the response's words as in SQuAD: without case, punctuation and
+    articles.
 
-    Of several right answers the best counts. If the response has an <answer> tag, only the text of the last one counts.
+    Of several right answers the best counts. If the response has an <answer> tag, only the text of
+    the last one counts.
     """
     return [
-        max(_f1(_words(tagged_answer(sample.text)), _words(answer)) for answer in right_answers(right))
+        max(
+            _f1(_words(tagged_answer(sample.text)), _words(answer))
+            for answer in right_answers(right)
+        )
         for sample, right in zip(samples, label, strict=True)
     ]
 
 
-rewards.register_deferred("math", "lightrft.rewards.verifiers.math_verify:equal_in_mathematics", "math-verify")
-rewards.register_deferred("json_schema", "lightrft.rewards.verifiers.jsonschema:satisfies_schema", "jsonschema")
+rewards.register_deferred(
+    "math", "lightrft.rewards.verifiers.math_verify:equal_in_mathematics", "math-verify"
+)
+rewards.register_deferred(
+    "json_schema", "lightrft.rewards.verifiers.jsonschema:satisfies_schema", "jsonschema"
+)
 rewards.register_deferred("code", "lightrft.rewards.verifiers.code:passes_tests")
-rewards.register_deferred("reasoning_gym", "lightrft.rewards.verifiers.reasoning_gym:score_of_task", "reasoning-gym")
+rewards.register_deferred(
+    "reasoning_gym", "lightrft.rewards.verifiers.reasoning_gym:score_of_task", "reasoning-gym"
+)
 
 
 @rewards.register("none")
@@ -158,13 +184,23 @@ def _last_number(text: str) -> Fraction | None:
     numbers = re.findall(FRACTION, text)
     if not numbers:
         return None
-    numerator, denominator, number = (part.replace(",", "").replace("\u2212", "-") for part in numbers[-1])
-    return Fraction(Decimal(numerator)) / Fraction(Decimal(denominator)) if denominator else Fraction(Decimal(number))
+
+    numerator, denominator, number = (
+        part.replace(",", "").replace("\u2212", "-") for part in numbers[-1]
+    )
+    return (
+        Fraction(Decimal(numerator)) / Fraction(Decimal(denominator))
+        if denominator
+        else Fraction(Decimal(number))
+    )
 
 
 def boxes(text: str) -> list[tuple[int, str]]:
-    r"""Return (position, content) of each complete `\boxed{...}`, with balanced braces, in the order of their beginnings."""
-    contents, open_braces = [], []
+    r"""Return (position, content) of each complete `\boxed{...}`, with balanced braces, in the
+    order of their beginnings.
+    """
+    contents = []
+    open_braces = []
     for brace in BRACES.finditer(text):
         if brace["boxed"] or brace["brace"] == "{":
             open_braces.append(brace)
@@ -176,7 +212,9 @@ def boxes(text: str) -> list[tuple[int, str]]:
 
 
 def _chosen_letter(text: str) -> str | None:
-    """Return the letter that the text chooses last, or None if it chooses none, or several in one place."""
+    """Return the letter that the text chooses last, or None if it chooses none, or several in one
+    place.
+    """
     places = [(match.start(), match[match.lastgroup]) for match in CHOICE.finditer(text)]
     for position, content in boxes(text):
         if match := BOXED_CHOICE.fullmatch(LATEX.sub("", content).strip()):
@@ -195,11 +233,15 @@ def _letter(answer: str) -> str:
 def _is_think_and_answer(sample: Sample) -> bool:
     opened = "<think>" if sample.prompt.text.rstrip().endswith("<think>") else ""
     text = opened + sample.text
-    return all(text.count(tag) == 1 for tag in TAGS) and THINK_AND_ANSWER.fullmatch(text) is not None
+    return (
+        all(text.count(tag) == 1 for tag in TAGS) and THINK_AND_ANSWER.fullmatch(text) is not None
+    )
 
 
 def tagged_answer(text: str) -> str:
-    """Return the text of the last <answer> tag, which may be unclosed; the whole text if there is none."""
+    """Return the text of the last <answer> tag, which may be unclosed; the whole text if there is
+    none.
+    """
     return text.rpartition("<answer>")[2].partition("</answer>")[0] if "<answer>" in text else text
 
 

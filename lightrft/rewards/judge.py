@@ -19,28 +19,40 @@ class Judge:
     """
 
     def __init__(self, settings: JudgeSettings, *, seconds: float, patience: float):
-        """Set up the judge. A request takes at most `seconds`, and the server may be away for `patience` seconds.
+        """Set up the judge.
+
+        A request takes at most `seconds`, and the server may be away for `patience` seconds.
 
         Raises ValueError for settings that cannot be used.
         """
         settings.check()
         self.settings = settings
-        self._server = Endpoint("--judge_url", settings.url, JUDGE_KEY, seconds=seconds, patience=patience)
+        self._server = Endpoint(
+            "--judge_url", settings.url, JUDGE_KEY, seconds=seconds, patience=patience
+        )
 
     def __call__(self, samples: list[Sample], **columns: list[Any]) -> list[float]:
-        rows = [{name: values[row] for name, values in columns.items()} for row in range(len(samples))]
+        rows = [
+            {name: values[row] for name, values in columns.items()} for row in range(len(samples))
+        ]
         with ThreadPoolExecutor(REQUESTS) as threads:
             return list(threads.map(self._score, samples, rows))
 
     def _score(self, sample: Sample, row: dict[str, Any]) -> float:
-        messages, reply = [{"role": "user", "content": self.settings.text(sample, row)}], ""
+        messages = [{"role": "user", "content": self.settings.text(sample, row)}]
+        reply = ""
         for attempt in range(ATTEMPTS):
-            request = {"model": self.settings.model, "messages": messages, "temperature": 1.0 if attempt else 0.0,
-                       "max_tokens": self.settings.max_tokens}  # fmt: skip
+            request = {
+                "model": self.settings.model,
+                "messages": messages,
+                "temperature": 1.0 if attempt else 0.0,
+                "max_tokens": self.settings.max_tokens,
+            }
             reply = _content(self._server.ask("POST", "chat/completions", request))
             score = self.settings.score(reply)
             if score is not None:
                 return score
+
         raise ValueError(self.settings.no_score(reply))
 
 

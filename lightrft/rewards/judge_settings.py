@@ -1,4 +1,6 @@
-"""Requests to a language model that judges responses, and the reading of its replies: the reward `judge`."""
+"""Requests to a language model that judges responses, and the reading of its replies: the reward
+`judge`.
+"""
 
 import math
 import re
@@ -29,7 +31,9 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """Address of the judge, its template, and the pattern of its score: the fields of the configuration."""
+    """Address of the judge, its template, and the pattern of its score: the fields of the
+    configuration.
+    """
 
     url: str
     model: str
@@ -42,8 +46,15 @@ class JudgeSettings:
     @classmethod
     def of(cls, section: RewardSection) -> Self:
         low, high = section.judge_range
-        return cls(section.judge_url, section.judge_model, section.judge_template, section.judge_pattern, low, high,
-                   section.judge_max_tokens)  # fmt: skip
+        return cls(
+            section.judge_url,
+            section.judge_model,
+            section.judge_template,
+            section.judge_pattern,
+            low,
+            high,
+            section.judge_max_tokens,
+        )
 
     @property
     def in_engine(self) -> bool:
@@ -57,11 +68,18 @@ class JudgeSettings:
 
     def text(self, sample: Sample, columns: Mapping[str, Any]) -> str:
         """Return the text that asks for a score of the sample; `columns` are those of its row."""
-        own = {"prompt": sample.prompt.text, "response": sample.text, "low": f"{self.low:g}", "high": f"{self.high:g}"}
+        own = {
+            "prompt": sample.prompt.text,
+            "response": sample.text,
+            "low": f"{self.low:g}",
+            "high": f"{self.high:g}",
+        }
         return fill_template(_template(self.template), {**columns, **own})
 
     def score(self, reply: str) -> float | None:
-        """Return the last score of a reply, scaled to 0 to 1; None if there is none within the range."""
+        """Return the last score of a reply, scaled to 0 to 1; None if there is none within the
+        range.
+        """
         for match in reversed(list(_compile(self.pattern).finditer(reply))):
             try:
                 score = float(match[1])
@@ -74,13 +92,15 @@ class JudgeSettings:
     def no_score(self, reply: str) -> str:
         """Return a message for a response that no reply scores; `reply` is the last one."""
         return (
-            f"no score from {self.low:g} to {self.high:g} (--judge_pattern, --judge_range) in {ATTEMPTS} replies of the judge, "
-            f"the last of which is {reply!r:.300}"
+            f"no score from {self.low:g} to {self.high:g} (--judge_pattern, --judge_range) in"
+            f" {ATTEMPTS} replies of the judge, the last of which is {reply!r:.300}"
         )
 
 
 def fill_template(template: str, values: Mapping[str, Any]) -> str:
-    """Replace each {name} of `values` once; other braces, and those of inserted texts, stay as they are."""
+    """Replace each {name} of `values` once; other braces, and those of inserted texts, stay as they
+    are.
+    """
     names = "|".join(map(re.escape, values))
     return re.sub(rf"\{{({names})\}}", lambda match: as_text(values[match[1]]), template)
 
@@ -104,5 +124,7 @@ def _compile(pattern: str) -> re.Pattern:
     except re.error as error:
         raise ValueError(f"--judge_pattern {pattern}: {error}") from error
     if compiled.groups != 1:
-        raise ValueError(f"--judge_pattern {pattern} has {compiled.groups} groups instead of one, the score")
+        raise ValueError(
+            f"--judge_pattern {pattern} has {compiled.groups} groups instead of one, the score"
+        )
     return compiled

@@ -1,6 +1,6 @@
 """Readers of a row's columns for the built-in rewards, first of all of the label.
 
-    right_answers("7") == right_answers(7.0) == ["7"]        right_answers(["7", 8.5]) == ["7", "8.5"]
+right_answers("7") == right_answers(7.0) == ["7"]        right_answers(["7", 8.5]) == ["7", "8.5"]
 """
 
 import json
@@ -57,7 +57,9 @@ def number_text(value: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Return a value of a row as a text for people and models: JSON if it is neither text nor number."""
+    """Return a value of a row as a text for people and models: JSON if it is neither text nor
+    number.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, float | Decimal) and math.isfinite(value):

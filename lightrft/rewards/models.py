@@ -1,4 +1,6 @@
-"""Scores of reward models for whole responses, or for their steps, which are added to the rewards of the reward function."""
+"""Scores of reward models for whole responses, or for their steps, which are added to the rewards
+of the reward function.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,23 +27,37 @@ class ScoringModel:
     model: RewardModel
     weight: float = 1.0
     steps: StepRewards | None = None
-    """Rewards of the steps of a response, for a process reward model; None: the score at the last token is the reward."""
+    """Rewards of the steps of a response, for a process reward model; None: the score at the last
+    token is the reward."""
 
 
 class ModelRewards:
     """Reward models that score prompt and response, as tokens."""
 
-    def __init__(self, models: Sequence[ScoringModel], *, key: str | None = None, expand: Expand | None = None):
-        """Set up the models. `key` is the column that names those of its row, by label; None: all models score every row.
+    def __init__(
+        self,
+        models: Sequence[ScoringModel],
+        *,
+        key: str | None = None,
+        expand: Expand | None = None,
+    ):
+        """Set up the models.
+
+        `key` is the column that names those of its row, by label; None: all models score every row.
 
         `expand` is for prompts with media.
         """
-        self.models, self.key, self.expand = models, key, expand
+        self.models = models
+        self.key = key
+        self.expand = expand
         self._early: dict[tuple[str, int], tuple[Sample, Tensor]] = {}
-        """(label of a model, id() of a sample) -> the sample, so that its id stays its own, and its scores."""
+        """(label of a model, id() of a sample) -> the sample, so that its id stays its own, and its
+        scores."""
 
     def __call__(self, samples: list[Sample]) -> None:
-        """Add the scores of every model to the rewards of samples. All ranks call it together, with any number of samples.
+        """Add the scores of every model to the rewards of samples.
+
+        All ranks call it together, with any number of samples.
 
         Raises ValueError, on all ranks, for a score that is not finite.
         """
@@ -53,37 +69,62 @@ class ModelRewards:
                     add_score(sample, each.label, each.weight * row.item())
                 elif sample.token_ids:
                     of_tokens = each.steps(sample.token_ids, row)
-                    _add_to_tokens(sample, each.label, [None if one is None else each.weight * one for one in of_tokens])
+                    _add_to_tokens(
+                        sample,
+                        each.label,
+                        [None if one is None else each.weight * one for one in of_tokens],
+                    )
+
         self._early.clear()
 
     def compute_early(self, samples: list[Sample]) -> None:
-        """Compute the scores of samples that have none yet; the call that adds them does not compute them again.
+        """Compute the scores of samples that have none yet; the call that adds them does not
+        compute them again.
 
         All ranks call it together, with any number of samples.
         """
         for each in self.models:
-            scored = [sample for sample in self._scored_samples(each, samples) if (each.label, id(sample)) not in self._early]
-            answered = [(sample.prompt, Answer(sample.token_ids, [True] * len(sample.token_ids))) for sample in scored]
+            scored = [
+                sample
+                for sample in self._scored_samples(each, samples)
+                if (each.label, id(sample)) not in self._early
+            ]
+            answered = [
+                (sample.prompt, Answer(sample.token_ids, [True] * len(sample.token_ids)))
+                for sample in scored
+            ]
             columns = flat_columns(answered, self.expand)
             rows = each.model.get_flat_scores(columns).split(columns["lengths"].tolist())
             counts = [1 if each.steps is None else len(sample.token_ids) for sample in scored]
             scores = [row[len(row) - count :] for row, count in zip(rows, counts, strict=True)]
             _check(each, scores)
-            self._early |= {(each.label, id(sample)): (sample, row) for sample, row in zip(scored, scores, strict=True)}
+            self._early |= {
+                (each.label, id(sample)): (sample, row)
+                for sample, row in zip(scored, scores, strict=True)
+            }
 
     def _scored_samples(self, each: ScoringModel, samples: list[Sample]) -> list[Sample]:
         """Return the samples that a model scores."""
-        return [sample for sample in samples if each.label in chosen_labels(sample.prompt.columns, self.key, {each.label})]
+        return [
+            sample
+            for sample in samples
+            if each.label in chosen_labels(sample.prompt.columns, self.key, {each.label})
+        ]
 
 
 def _check(each: ScoringModel, scores: list[Tensor]) -> None:
     wrong = torch.tensor([float(sum(not row.isfinite().all() for row in scores))])
     if count := int(each.model.strategy.mesh.data.sum(wrong)):
-        raise ValueError(f"the reward model {each.label} returned scores that are not finite for {count} responses")
+        raise ValueError(
+            f"the reward model {each.label} returned scores that are not finite for {count}"
+            " responses"
+        )
 
 
 def add_score(sample: Sample, name: str, score: float) -> None:
-    """Add a score for the whole response to the reward, at the last token if tokens have rewards."""
+    """Add a score for the whole response to the reward, at the last token if tokens have
+    rewards.
+    """
     sample.reward_parts = (sample.reward_parts or {FUNCTION: sample.reward}) | {name: score}
     sample.reward += score
     if sample.token_rewards is not None:
@@ -98,5 +139,6 @@ def _add_to_tokens(sample: Sample, name: str, rewards: TokenRewards) -> None:
     sample.reward_parts = (sample.reward_parts or {FUNCTION: sample.reward}) | {name: total}
     sample.reward += total
     sample.token_rewards = [
-        None if old is None and new is None else (old or 0.0) + (new or 0.0) for old, new in zip(before, rewards, strict=True)
+        None if old is None and new is None else (old or 0.0) + (new or 0.0)
+        for old, new in zip(before, rewards, strict=True)
     ]

@@ -1,7 +1,8 @@
 """Calls of a reward function: in worker processes during generation, or in this process.
 
-Both kinds have `begin(samples)`, which returns an object whose result() is what the function returned. It raises CallFailed for a
-call that raises, dies, or takes too long; whatever a worker does, every call gets a result.
+Both kinds have `begin(samples)`, which returns an object whose result() is what the function
+returned. It raises CallFailed for a call that raises, dies, or takes too long; whatever a worker
+does, every call gets a result.
 """
 
 import math
@@ -42,17 +43,26 @@ class CallFailed(Exception):
     """Raised when a call of a reward function returned no rewards; the message gives the reason."""
 
     def __init__(self, problem: str, sample: Sample | None = None, hint: str = ""):
-        """Set the message. `sample` is the one for which the call failed, if it is known. `hint` follows the message."""
+        """Set the message.
+
+        `sample` is the one for which the call failed, if it is known. `hint` follows the message.
+        """
         super().__init__(problem)
-        self.sample, self.hint = sample, hint
+        self.sample = sample
+        self.hint = hint
 
 
 class WrongCount(CallFailed):
-    """Raised when a call did not return one reward for each sample, which is no matter of one of them."""
+    """Raised when a call did not return one reward for each sample, which is no matter of one of
+    them.
+    """
 
 
 def out_of_time(limit: float, place: str) -> CallFailed:
-    return CallFailed(f"a call has taken more than {limit:g} s (--reward_minutes)", hint=f". It is at {place}" if place else "")
+    return CallFailed(
+        f"a call has taken more than {limit:g} s (--reward_minutes)",
+        hint=f". It is at {place}" if place else "",
+    )
 
 
 class Result(Protocol):
@@ -69,19 +79,30 @@ class Calls(Protocol):
     """Trace that records the calls of worker processes."""
 
     def begin(self, samples: list[Sample], *, first: bool = False) -> Result:
-        """Call the function with these samples, now or later; `first`: before all calls that wait.
-        """
+        """Call the function with these samples, now or later; `first`: before all waiting calls."""
 
 
 class InProcess:
-    """Calls in this process, made when their results are needed: the function shares its memory, devices and globals."""
+    """Calls in this process, made when their results are needed: the function shares its memory,
+    devices and globals.
+    """
 
-    def __init__(self, function: RewardFunction, *, limit: float | None, too_late: Callable[[list[Sample], int], None]):
+    def __init__(
+        self,
+        function: RewardFunction,
+        *,
+        limit: float | None,
+        too_late: Callable[[list[Sample], int], None],
+    ):
         """Set up the calls. `too_late` ends the process.
 
-        It is called in a thread, with the samples and the thread of a call that takes more than `limit` s.
+        It is called in a thread, with the samples and the thread of a call that takes more than
+        `limit` s.
         """
-        self.function, self.limit, self.too_late, self.trace = function, limit, too_late, Untraced()
+        self.function = function
+        self.limit = limit
+        self.too_late = too_late
+        self.trace = Untraced()
 
     def begin(self, samples: list[Sample], *, first: bool = False) -> Result:
         return _Deferred(lambda: self._call(samples))
@@ -113,7 +134,9 @@ def _called(function: RewardFunction, samples: list[Sample]) -> Any:
 
 
 def _failure_of(problem: str, samples: list[Sample]) -> CallFailed:
-    """Return the failure of a function that raised: it may lack a column, so the message lists them."""
+    """Return the failure of a function that raised: it may lack a column, so the message lists
+    them.
+    """
     columns = ", ".join(sorted(common_columns(samples))) or "none"
     return CallFailed(problem, hint=f". The data has the columns {columns}")
 
@@ -123,7 +146,8 @@ class _Call:
     samples: list[Sample]
     future: Future = field(default_factory=Future)
     died: bool = False
-    """True if a worker has died during this call: something else may have killed it, so the call is repeated once."""
+    """True if a worker has died during this call: something else may have killed it, so the call is
+    repeated once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,13 +163,20 @@ class _Worker(Worker):
 class Processes:
     """Calls in worker processes: one that takes too long is killed with its worker.
 
-    The workers are forked by a process of their own (worker.py), which is started with the first call. A thread sends calls and
-    receives results, so the rank's interpreter spends no time on a call except for pickling the samples.
+    The workers are forked by a process of their own (worker.py), which is started with the first
+    call. A thread sends calls and receives results, so the rank's interpreter spends no time on a
+    call except for pickling the samples.
     """
 
     def __init__(self, setup: Setup, *, workers: int, limit: float):
-        """Set up the calls. At most `workers` of them run at once, each for at most `limit` seconds."""
-        self.setup, self.workers, self.limit, self.trace = setup, workers, limit, Untraced()
+        """Set up the calls.
+
+        At most `workers` of them run at once, each for at most `limit` seconds.
+        """
+        self.setup = setup
+        self.workers = workers
+        self.limit = limit
+        self.trace = Untraced()
         self._waiting: deque[_Call] = deque()
         self._pool: list[_Worker] = []
         self._forks = Forks(setup)
@@ -164,9 +195,11 @@ class Processes:
                 call.future.set_exception(CallFailed(self._ended))
                 return call.future
             self._waiting.appendleft(call) if first else self._waiting.append(call)
+
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="reward", daemon=True)
             self._thread.start()
+
         self._wake()
         return call.future
 
@@ -178,7 +211,11 @@ class Processes:
             self._thread.join(PATIENCE)
 
     def _wake(self) -> None:
-        """Wake the thread. The caller, which is the loop of an engine, never waits: a full pipe will wake the thread as well."""
+        """Wake the thread.
+
+        The caller, which is the loop of an engine, never waits: a full pipe will wake the thread as
+        well.
+        """
         with suppress(BlockingIOError):
             os.write(self._wake_send, b"w")
 
@@ -209,20 +246,28 @@ class Processes:
         while not self._closed:
             self._hand_out()
             busy = [worker for worker in self._pool if worker.call]
-            left = min((worker.began + self.limit - time.perf_counter() for worker in busy), default=math.inf)
+            left = min(
+                (worker.began + self.limit - time.perf_counter() for worker in busy),
+                default=math.inf,
+            )
             if any(worker.mailbox.is_full for worker in busy):
                 left = min(left, FLUSH_SECONDS)
             sockets = [worker.socket for worker in self._pool]
-            ready = wait([self._wake_receive, *sockets], None if left == math.inf else max(left, 0.0))
+            ready = wait(
+                [self._wake_receive, *sockets], None if left == math.inf else max(left, 0.0)
+            )
             if self._wake_receive in ready:
                 os.read(self._wake_receive, LARGEST_STACK)
+
             for worker in list(self._pool):
                 if worker.socket.closed:  # it was killed together with others
                     continue
+
                 if worker.socket.poll():  # also if it has answered while another one was ended
                     self._take_in(worker)
                 elif worker.mailbox.is_full:
                     self._flush(worker)
+
                 if (
                     worker in self._pool
                     and worker.call
@@ -235,10 +280,12 @@ class Processes:
             idle = next((worker for worker in self._pool if worker.call is None), None)
             if idle is None and len(self._pool) == self.workers:
                 return
+
             call = self._waiting.popleft()
             try:
                 worker = idle or self._fork()
-                worker.call, worker.began = call, time.perf_counter()
+                worker.call = call
+                worker.began = time.perf_counter()
                 worker.mailbox.send(pickle.dumps(call.samples, protocol=pickle.HIGHEST_PROTOCOL))
             except (OSError, EOFError):
                 if idle is None:
@@ -261,14 +308,24 @@ class Processes:
         except (OSError, EOFError):
             self._has_ended(worker)
             return
-        except Exception as error:  # raised by pickle: values of a class that only the worker has, or what the function wrote
-            values, problem, usable = None, f"{type(error).__name__}: {error}", False
+        except Exception as error:
+            # raised by pickle: values of a class that only the worker has, or what the function
+            # wrote
+            values = None
+            problem = f"{type(error).__name__}: {error}"
+            usable = False
+
         call, worker.call = worker.call, None
         if call is None:  # the function, or what it left running, writes to the socket
             self._end(worker)
             return
+
         self.trace.record("rewards", f"reward of {len(call.samples)} responses", worker.began)
-        call.future.set_exception(_failure_of(problem, call.samples)) if problem else call.future.set_result(values)
+        (
+            call.future.set_exception(_failure_of(problem, call.samples))
+            if problem
+            else call.future.set_result(values)
+        )
         if not usable:
             self._end(worker)
 
@@ -280,7 +337,8 @@ class Processes:
             self._has_ended(worker)
 
     def _has_ended(self, worker: _Worker) -> None:
-        call, how = worker.call, self._end(worker)
+        call = worker.call
+        how = self._end(worker)
         if call is not None:
             self._repeat(call, how)
 
@@ -292,20 +350,27 @@ class Processes:
             self._waiting.appendleft(call)
 
     def _out_of_time(self, worker: _Worker) -> None:
-        call, stack = worker.call, ""
+        call = worker.call
+        stack = ""
         with suppress(OSError):
             os.kill(worker.process, STACK_SIGNAL)
-            while worker.socket.poll(0.1 if stack else PATIENCE) and (more := os.read(worker.socket.fileno(), LARGEST_STACK)):
+            while worker.socket.poll(0.1 if stack else PATIENCE) and (
+                more := os.read(worker.socket.fileno(), LARGEST_STACK)
+            ):
                 stack += more.decode(errors="replace")
+
         self._end(worker)
         assert call is not None, "only a call can be late"
-        self.trace.record("rewards", f"reward of {len(call.samples)} responses: out of time", worker.began)
+        self.trace.record(
+            "rewards", f"reward of {len(call.samples)} responses: out of time", worker.began
+        )
         call.future.set_exception(out_of_time(self.limit, _innermost(stack)))
 
     def _fork(self) -> _Worker:
         """Fork a worker.
 
-        Raises OSError or EOFError if the process that forks has ended, and CallFailed if it cannot import the function.
+        Raises OSError or EOFError if the process that forks has ended, and CallFailed if it cannot
+        import the function.
         """
         try:
             self._pool.append(_Worker(*self._forks.fork()))
@@ -327,7 +392,8 @@ class Processes:
         if not self._forks.running:
             return
         self._forks.close()
-        workers, self._pool = self._pool, []
+        workers = self._pool
+        self._pool = []
         for worker in workers:
             worker.kill()
             if worker.call is not None:
@@ -335,7 +401,9 @@ class Processes:
 
 
 def _innermost(stack: str) -> str:
-    """Return the innermost lines of a stack written by faulthandler, up to three, without those of this package."""
+    """Return the innermost lines of a stack written by faulthandler, up to three, without those of
+    this package.
+    """
     frames = [frame for frame in STACK_LINE.findall(stack) if not frame[0].endswith(STARTING)]
     lines = [f"{file}:{line} ({name})" for file, line, name in frames]
     return " < ".join(lines[:3])

@@ -1,8 +1,10 @@
 """A reward function on a server, which may compute it on another machine.
 
-    POST URL  {"query": [prompt and response], "prompts": [...], "responses": [...], "labels": [...]}  ->  {"rewards": [...]}
+    POST URL  {"query": [prompt and response], "prompts": [...], "responses": [...], "labels": [...]}
+    ->        {"rewards": [...]}
 
-There is one request for each prompt, with all its responses; a reward is anything that a local function may return for a sample.
+There is one request for each prompt, with all its responses; a reward is anything that a local
+function may return for a sample.
 """
 
 from typing import Any
@@ -13,16 +15,31 @@ from lightrft.samples import Sample
 
 
 class RemoteReward:
-    """Reward function on a server. Raises ValueError for a server that stays away, or returns something else."""
+    """Reward function on a server.
+
+    Raises ValueError for a server that stays away, or returns something else.
+    """
 
     def __init__(self, url: str, *, seconds: float, patience: float):
-        """Connect to the server. A request takes at most `seconds`, and the server may be away for `patience` seconds."""
+        """Connect to the server.
+
+        A request takes at most `seconds`, and the server may be away for `patience` seconds.
+        """
         self._server = Endpoint("--reward", url, REWARD_KEY, seconds=seconds, patience=patience)
 
-    def __call__(self, samples: list[Sample], label: list[Any] | None = None, **_: Any) -> list[Any]:
-        prompts, responses = [sample.prompt.text for sample in samples], [sample.text for sample in samples]
+    def __call__(
+        self, samples: list[Sample], label: list[Any] | None = None, **_: Any
+    ) -> list[Any]:
+        prompts = [sample.prompt.text for sample in samples]
+        responses = [sample.text for sample in samples]
         queries = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-        request = {"query": queries, "prompts": prompts, "responses": responses, "labels": label or [None] * len(samples)}
+        request = {
+            "query": queries,
+            "prompts": prompts,
+            "responses": responses,
+            "labels": label or [None] * len(samples),
+        }
+
         answer = self._server.ask("POST", request=request)
         if not isinstance(answer, dict) or "rewards" not in answer:
             raise ValueError(f'the response is not {{"rewards": [...]}}: {answer!r:.200}')

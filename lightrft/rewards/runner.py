@@ -1,4 +1,6 @@
-"""Rewards of samples: call the reward function for each prompt, check what it returns, and set the rewards."""
+"""Rewards of samples: call the reward function for each prompt, check what it returns, and set the
+rewards.
+"""
 
 import math
 import sys
@@ -22,12 +24,21 @@ from lightrft.registry import OBJECTS
 from lightrft.rewards.conventions import as_number, num_rewards
 from lightrft.rewards.functions import FAST_REWARDS, rewards
 from lightrft.rewards.judge_settings import JudgeSettings
-from lightrft.rewards.pool import CallFailed, Calls, InProcess, Processes, Result, WrongCount, out_of_time
+from lightrft.rewards.pool import (
+    CallFailed,
+    Calls,
+    InProcess,
+    Processes,
+    Result,
+    WrongCount,
+    out_of_time,
+)
 from lightrft.rewards.worker import Setup
 from lightrft.types import Prompt, Sample
 
 LARGEST = 1e18
-"""Largest absolute reward: the squares of rewards, such as in a group's deviation, have to fit into float32."""
+"""Largest absolute reward: the squares of rewards, such as in a group's deviation, have to fit into
+float32."""
 FAILURES_IN_A_ROW = 32
 """Number of failed calls in a row that end a run, because the function itself must be broken."""
 LOGGED = 5
@@ -66,27 +77,40 @@ class ModelScores(Protocol):
 class RewardRunner:
     """Calls a reward function for the samples of each prompt, and checks what it returns.
 
-    A call fails when the function raises, dies, takes too long or returns something that is not a reward. --reward_failure
-    determines what follows: `stop` ends the run; `zero` gives 0 to the samples that fail; `drop` learns nothing from any sample
-    of the call. A failed call of several samples is repeated for each alone, to find those that fail.
+    A call fails when the function raises, dies, takes too long or returns something that is not a
+    reward. --reward_failure determines what follows: `stop` ends the run; `zero` gives 0 to the
+    samples that fail; `drop` learns nothing from any sample of the call. A failed call of several
+    samples is repeated for each alone, to find those that fail.
     """
 
     def __init__(
-        self, name: str, model_parallel: Axis | None = None, section: RewardSection | None = None, *, chat: bool = False,
-        fail: Callable[..., Any] | None = None, models: Sequence[str] = (),
-    ):  # fmt: skip
-        """Import the function. `model_parallel`: ranks with the same samples, of which the first calls the function for all.
+        self,
+        name: str,
+        model_parallel: Axis | None = None,
+        section: RewardSection | None = None,
+        *,
+        chat: bool = False,
+        fail: Callable[..., Any] | None = None,
+        models: Sequence[str] = (),
+    ):
+        """Import the function.
 
-        `section` has the limits. `chat`: prompts are chats. `fail` ends all ranks (StrategyBase.fail), for a call that hangs in
-        this process. `models` are the labels of reward models. Raises ValueError if there is no such function.
+        `model_parallel`: ranks with the same samples, of which the first calls the function for
+        all.
+
+        `section` has the limits. `chat`: prompts are chats. `fail` ends all ranks
+        (StrategyBase.fail), for a call that hangs in this process. `models` are the labels of
+        reward models. Raises ValueError if there is no such function.
         """
-        self.name, self.model_parallel = name, model_parallel or Axis("model_parallel", 1, 0, None)
-        self.section, self.fail = section or RewardSection(), fail
+        self.name = name
+        self.model_parallel = model_parallel or Axis("model_parallel", 1, 0, None)
+        self.section = section or RewardSection()
+        self.fail = fail
         setup = self._setup(chat, tuple(models))
         self.function = setup.function()
         self.models: ModelScores | None = None
-        """Reward models that score in addition to the function, while the engine sleeps: not all fit on the device at once.
-        With --overlap they stay there, and compute scores earlier."""
+        """Reward models that score in addition to the function, while the engine sleeps: not all
+        fit on the device at once. With --overlap they stay there, and compute scores earlier."""
         self.judge: LaterJudge | None = None
         """The judge of --judge_url engine, which scores in addition to the function."""
         self._failures = self._in_a_row = 0
@@ -95,7 +119,9 @@ class RewardRunner:
 
     @property
     def trace(self) -> Untraced:
-        """Return the trace that records the calls, and how long the rank waits for their results."""
+        """Return the trace that records the calls, and how long the rank waits for their
+        results.
+        """
         return self._calls.trace
 
     @trace.setter
@@ -105,26 +131,50 @@ class RewardRunner:
     def _setup(self, chat: bool, models: tuple[str, ...]) -> Setup:
         section = self.section
         limits = {"seconds": 60 * section.reward_minutes, "patience": 60 * section.server_minutes}
-        memory, judge = int(section.reward_memory_gb * 1e9), JudgeSettings.of(section)
-        return Setup(self.name, key=section.reward_key, models=models, chat=chat, memory=memory, judge=judge, **limits)
+        memory = int(section.reward_memory_gb * 1e9)
+        judge = JudgeSettings.of(section)
+
+        return Setup(
+            self.name,
+            key=section.reward_key,
+            models=models,
+            chat=chat,
+            memory=memory,
+            judge=judge,
+            **limits,
+        )
 
     def _way_to_call(self, setup: Setup) -> Calls:
-        terms, workers = reward_terms(self.name), self.section.reward_workers
+        terms = reward_terms(self.name)
+        workers = self.section.reward_workers
         limit = self._limit(terms)
         if workers is None:
             workers = 0 if all(term.name in FAST_REWARDS for term in terms) else WORKERS
+
         importable = importable_terms(terms)
         if workers and importable is None:
-            logger.info("--reward {}: no other process can import the function, so it is called in this process, when all "
-                        "responses are complete; move it to its own file to call it in worker processes", self.name)  # fmt: skip
+            logger.info(
+                "--reward {}: no other process can import the function, so it is called in this"
+                " process, when all responses are complete; move it to its own file to call it in"
+                " worker processes",
+                self.name,
+            )
+
         if not workers or importable is None:
             return InProcess(self.function, limit=limit, too_late=self._end)
-        calls = Processes(replace(setup, name=importable), workers=workers, limit=math.inf if limit is None else limit)
+
+        calls = Processes(
+            replace(setup, name=importable),
+            workers=workers,
+            limit=math.inf if limit is None else limit,
+        )
         weakref.finalize(self, calls.close)
         return calls
 
     def _limit(self, terms: list[RewardTerm]) -> float | None:
-        """Return the time limit of a call in seconds; None for servers, whose requests have limits of their own."""
+        """Return the time limit of a call in seconds; None for servers, whose requests have limits
+        of their own.
+        """
         on_server = [*map(_is_on_server, terms)]
         if all(on_server):
             return None
@@ -143,12 +193,17 @@ class RewardRunner:
         return f"{self.name} {self.section.reward_key} {self.function.signatures}"
 
     def row_problem(self, prompt: Prompt) -> str | None:
-        """Return the reason why responses to this prompt cannot be scored: a required column is absent, or null."""
+        """Return the reason why responses to this prompt cannot be scored: a required column is
+        absent, or null.
+        """
         problem = self.function.row_problem(prompt.columns)
         return f"--reward {self.name}: {problem}" if problem else None
 
     def __call__(self, samples: list[Sample]) -> None:
-        """Set the rewards of samples, in one call. Raises ConfigError, on all ranks of `model_parallel`, if it fails."""
+        """Set the rewards of samples, in one call.
+
+        Raises ConfigError, on all ranks of `model_parallel`, if it fails.
+        """
         self.begin(samples)
         self.finish(samples)
 
@@ -158,37 +213,50 @@ class RewardRunner:
             self._pending.append((samples, self._calls.begin(samples)))
 
     def finish(self, samples: list[Sample]) -> None:
-        """Wait for all calls that were begun, then run the reward models. All ranks call it together.
+        """Wait for all calls that were begun, then run the reward models.
+
+        All ranks call it together.
 
         `samples` are those of the calls; the ranks of `model_parallel` pass them in the same order.
         """
         with self.trace.phase("wait", idle=True):
             failure = self._failure()
         if self.model_parallel.size > 1:
-            results = [(one.reward, one.reward_parts, one.token_rewards, one.masked) for one in samples]
+            results = [
+                (one.reward, one.reward_parts, one.token_rewards, one.masked) for one in samples
+            ]
             values, message = self.model_parallel.broadcast((results, failure and str(failure)))
             failure = failure or (message and ConfigError(message))
             for one, value in zip(samples, values, strict=True):
                 one.reward, one.reward_parts, one.token_rewards, one.masked = value
+
         if failure:
             raise failure
+
         if self.judge is not None:
             self._judge(self.judge, samples)
         if self.models is not None:
             self.models(samples)
 
     def ask_judge(self, samples: list[Sample]) -> None:
-        """Let the judge in the engine, if there is one, read samples while the engine is awake. All ranks call it together."""
+        """Let the judge in the engine, if there is one, read samples while the engine is awake.
+
+        All ranks call it together.
+        """
         if self.judge is not None:
             self.judge.ask(samples)
 
     def _judge(self, judge: LaterJudge, samples: list[Sample]) -> None:
         """Add the judge's scores, and treat responses without one as --reward_failure requires."""
         failed = judge.add(samples)
-        messages = [self._describe(CallFailed(message, sample), [sample], name=JUDGE) for sample, message in failed[:LOGGED]]
+        messages = [
+            self._describe(CallFailed(message, sample), [sample], name=JUDGE)
+            for sample, message in failed[:LOGGED]
+        ]
         all_messages = [message for part in judge.data.gather(messages) for message in part]
         if all_messages and self.section.reward_failure == "stop":
             raise ConfigError(all_messages[0])
+
         for message in messages:
             logger.warning(message)
         self._failures += len(failed)
@@ -196,32 +264,49 @@ class RewardRunner:
             sample.masked |= self.section.reward_failure == "drop"
 
     def count_failures(self, name: str, metrics: Metrics) -> None:
-        """Add the number of samples without a reward of their own since the last call, unless a failure ends the run."""
+        """Add the number of samples without a reward of their own since the last call, unless a
+        failure ends the run.
+        """
         if self.section.reward_failure != "stop":
             metrics.sum(name, self._failures)
         self._failures = 0
 
     def _failure(self) -> ConfigError | None:
-        """Process the results of all calls, and return the error that ends the run, if there is one."""
-        pending, self._pending = self._pending, []
+        """Process the results of all calls, and return the error that ends the run, if there is
+        one.
+        """
+        pending = self._pending
+        self._pending = []
+
         logged = 0
         for samples, result in self._in_order(pending):
             error = self._take_in(samples, result)
             if error is None:
                 self._in_a_row = 0
                 continue
+
             alone = self._failures_alone(samples, error)
             messages = [self._describe(each, samples) for each in alone or [error]]
             if self.section.reward_failure == "stop":
                 return ConfigError(messages[0])
+
             for message in messages[: LOGGED - logged]:
                 logger.warning(message)
                 logged += 1
-            failed = [each.sample for each in alone] if self.section.reward_failure == "zero" else samples
+
+            failed = (
+                [each.sample for each in alone]
+                if self.section.reward_failure == "zero"
+                else samples
+            )
             self._replace(failed)
             self._in_a_row = self._in_a_row + 1 if len(failed) == len(samples) else 0
             if self._in_a_row >= FAILURES_IN_A_ROW:
-                return ConfigError(f"{messages[0]}. {self._in_a_row} calls in a row have failed: the function itself is broken")
+                return ConfigError(
+                    f"{messages[0]}. {self._in_a_row} calls in a row have failed: the function"
+                    " itself is broken"
+                )
+
         return None
 
     def _in_order(self, pending: list[Pending]) -> Iterator[Pending]:
@@ -236,7 +321,9 @@ class RewardRunner:
                 yield waiting.pop(result), result
 
     def _take_in(self, samples: list[Sample], result: Result) -> CallFailed | None:
-        """Set the rewards that a call returned; return its failure if there is one, with the sample if it is known."""
+        """Set the rewards that a call returned; return its failure if there is one, with the sample
+        if it is known.
+        """
         try:
             self._set_all(samples, result.result())
         except CallFailed as error:
@@ -245,43 +332,70 @@ class RewardRunner:
         return None
 
     def _failures_alone(self, samples: list[Sample], error: CallFailed) -> list[CallFailed]:
-        """Return the failures of a call's samples alone, as far as they are needed: all for `zero`, otherwise the first.
+        """Return the failures of a call's samples alone, as far as they are needed: all for `zero`,
+        otherwise the first.
 
         A server is not asked again, as it has already been asked repeatedly.
         """
-        zero, on_server = self.section.reward_failure == "zero", any(map(_is_on_server, reward_terms(self.name)))
-        if len(samples) == 1 or not zero and (error.sample or on_server or isinstance(error, WrongCount)):
+        zero = self.section.reward_failure == "zero"
+        on_server = any(map(_is_on_server, reward_terms(self.name)))
+        if (
+            len(samples) == 1
+            or not zero
+            and (error.sample or on_server or isinstance(error, WrongCount))
+        ):
             return [error]
+
         calls = [(sample, self._calls.begin([sample], first=True)) for sample in reversed(samples)][
             ::-1
         ]
-        failures = (failure for sample, result in calls if (failure := self._take_in([sample], result)))
+        failures = (
+            failure for sample, result in calls if (failure := self._take_in([sample], result))
+        )
         return list(islice(failures, None if zero else 1))
 
     def _replace(self, failed: list[Sample]) -> None:
         """Set the rewards of samples that failed as --reward_failure requires."""
         self._failures += len(failed)
         for sample in failed:
-            sample.reward, sample.reward_parts, sample.token_rewards = 0.0, {}, None
+            sample.reward = 0.0
+            sample.reward_parts = {}
+            sample.token_rewards = None
             sample.masked |= self.section.reward_failure == "drop"
 
     def _describe(self, error: CallFailed, samples: list[Sample], *, name: str = "") -> str:
         prompt = (error.sample or samples[0]).prompt
-        texts = [f"{sample.text!r:.200}" for sample in ([error.sample] if error.sample else samples)]
+        texts = [
+            f"{sample.text!r:.200}" for sample in ([error.sample] if error.sample else samples)
+        ]
         others = f" and {len(texts) - LARGEST_GROUP} others" if len(texts) > LARGEST_GROUP else ""
-        responses = f"the response{'s' * (len(texts) > 1)} {', '.join(texts[:LARGEST_GROUP])}{others}"
+        responses = (
+            f"the response{'s' * (len(texts) > 1)} {', '.join(texts[:LARGEST_GROUP])}{others}"
+        )
         row = prompt.location or f"row {prompt.index}"
-        return f"--reward {name or self.name}: {error}, for {responses} to the prompt {prompt.text!r:.200} ({row}){error.hint}"
+
+        return (
+            f"--reward {name or self.name}: {error}, for {responses} to the prompt"
+            f" {prompt.text!r:.200} ({row}){error.hint}"
+        )
 
     def _set_all(self, samples: list[Sample], values: Any) -> None:
         if num_rewards(values) != len(samples):
-            hint = "; to return parts of a reward, return a dictionary for each sample" if isinstance(values, Mapping) else ""
-            raise WrongCount(f"{values!r:.200} is not a list of {len(samples)} rewards, one per sample{hint}")
+            hint = (
+                "; to return parts of a reward, return a dictionary for each sample"
+                if isinstance(values, Mapping)
+                else ""
+            )
+            raise WrongCount(
+                f"{values!r:.200} is not a list of {len(samples)} rewards, one per sample{hint}"
+            )
+
         for sample, value in zip(samples, values, strict=True):
             self._set(sample, value)
 
     def _set(self, sample: Sample, value: Any) -> None:
-        sample.reward_parts, sample.token_rewards = {}, None
+        sample.reward_parts = {}
+        sample.token_rewards = None
         if isinstance(value, list):
             sample.token_rewards = self._per_token(value, sample)
             sample.reward = math.fsum(reward for _, reward in sample.steps)  # exact, in any order
@@ -290,11 +404,15 @@ class RewardRunner:
             sample.reward = math.fsum(sample.reward_parts.values())
         else:
             sample.reward = self._number(value, sample)
+
         self._number(sample.reward, sample)  # a sum may be out of range
 
     def _per_token(self, values: list[float | None], sample: Sample) -> list[float | None]:
         if len(values) != len(sample.token_ids) or all(value is None for value in values):
-            expected = f"a list of {len(sample.token_ids)} numbers or None, one for each token, and at least one number"
+            expected = (
+                f"a list of {len(sample.token_ids)} numbers or None, one for each token, and at"
+                " least one number"
+            )
             raise CallFailed(f"{values!r:.200} is not {expected}", sample)
         return [None if value is None else self._number(value, sample) for value in values]
 
@@ -302,11 +420,17 @@ class RewardRunner:
         number = as_number(value)
         if math.isfinite(number) and abs(number) <= LARGEST:
             return number
-        problem = f"is larger than {LARGEST:g}" if math.isfinite(number) else "is not a finite number"
+        problem = (
+            f"is larger than {LARGEST:g}" if math.isfinite(number) else "is not a finite number"
+        )
         raise CallFailed(f"{value!r:.200} {problem}", sample)
 
     def _end(self, samples: list[Sample], thread: int) -> None:
-        error = ConfigError(self._describe(out_of_time(60 * self.section.reward_minutes, code_position(thread)), samples))
+        error = ConfigError(
+            self._describe(
+                out_of_time(60 * self.section.reward_minutes, code_position(thread)), samples
+            )
+        )
         if self.fail is not None:
             self.fail(error, code=USER_ERROR, brief=True)
         logger.error(str(error))
@@ -331,7 +455,10 @@ def importable_terms(terms: list[RewardTerm]) -> str | None:
 
 
 def importable_name(function: Any) -> str | None:
-    """Return `module:object` of a function that another process can import under this name, else None."""
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    """Return `module:object` of a function that another process can import under this name, else
+    None.
+    """
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", "")
     importable = module != "__main__" and getattr(sys.modules.get(module), name, None) is function
     return f"{module}:{name}" if importable else None

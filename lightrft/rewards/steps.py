@@ -1,4 +1,6 @@
-"""Steps of a response, and their rewards from the scores of a process reward model (Lightman et al., arXiv 2305.20050)."""
+"""Steps of a response, and their rewards from the scores of a process reward model (Lightman et
+al., arXiv 2305.20050).
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -31,9 +33,13 @@ def _minimum(correct: list[float]) -> list[float | None]:
 
 
 FORMS: dict[str, Callable[[list[float]], Sequence[float | None]]] = {
-    "sum": _sum, "mean": _mean, "difference": _difference, "min": _minimum,
-}  # fmt: skip
-"""Values of --step_rewards -> function from the probabilities that the steps are correct to their rewards."""
+    "sum": _sum,
+    "mean": _mean,
+    "difference": _difference,
+    "min": _minimum,
+}
+"""Values of --step_rewards -> function from the probabilities that the steps are correct to their
+rewards."""
 
 
 class StepRewards:
@@ -41,12 +47,17 @@ class StepRewards:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, separator: str, form: str):
         """Set up the rewards. `separator` ends a step and belongs to it; `form` is one of FORMS."""
-        self.ends, self.form = StepEnds(tokenizer, separator), FORMS[form]
+        self.ends = StepEnds(tokenizer, separator)
+        self.form = FORMS[form]
 
     def __call__(self, token_ids: Sequence[int], scores: Tensor) -> TokenRewards:
-        """Return the rewards [t] of the tokens from the scores [t], the logits of the probability that a step is correct."""
+        """Return the rewards [t] of the tokens from the scores [t], the logits of the probability
+        that a step is correct.
+        """
         ends = self.ends(token_ids)
         rewards: TokenRewards = [None] * len(token_ids)
-        for end, reward in zip(ends, self.form(torch.sigmoid(scores.float())[ends].tolist()), strict=True):
+        for end, reward in zip(
+            ends, self.form(torch.sigmoid(scores.float())[ends].tolist()), strict=True
+        ):
             rewards[end] = reward
         return rewards

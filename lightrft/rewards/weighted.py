@@ -1,4 +1,6 @@
-"""Several reward functions whose weighted sum is the reward, for all rows or chosen for each row by a column."""
+"""Several reward functions whose weighted sum is the reward, for all rows or chosen for each row by
+a column.
+"""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -13,28 +15,46 @@ from lightrft.samples import Prompt, Sample
 class WeightedRewards:
     """Reward functions with weights; they are called one after the other, as one function."""
 
-    def __init__(self, functions: list[tuple[RewardTerm, RewardFunction]], key: str | None = None, models: Collection[str] = ()):
-        """Set up the functions. `key` is the column that names those of its row, by label; None: all score every row.
+    def __init__(
+        self,
+        functions: list[tuple[RewardTerm, RewardFunction]],
+        key: str | None = None,
+        models: Collection[str] = (),
+    ):
+        """Set up the functions.
+
+        `key` is the column that names those of its row, by label; None: all score every row.
 
         `models` are the labels of reward models, which that column may name, too.
         """
-        self.functions, self.key = functions, key
+        self.functions = functions
+        self.key = key
         self.labels = {term.label for term, _ in functions} | set(models)
 
     def judge(self, samples: list[Sample]) -> list[Any]:
-        """Return the rewards of samples: a dictionary of weighted parts for each, or a list of numbers for its tokens.
+        """Return the rewards of samples: a dictionary of weighted parts for each, or a list of
+        numbers for its tokens.
 
-        A reward for tokens cannot be combined with named parts; numbers for whole responses are then added at the last token.
-        Raises ValueError for a function that does not return one reward for each sample.
+        A reward for tokens cannot be combined with named parts; numbers for whole responses are
+        then added at the last token. Raises ValueError for a function that does not return one
+        reward for each sample.
         """
         returned: list[list[tuple[str, Any]]] = [[] for _ in samples]
         for term, function in self.functions:
-            chosen = [row for row, sample in enumerate(samples) if term.label in self._choose_term(sample.prompt.columns)]
+            chosen = [
+                row
+                for row, sample in enumerate(samples)
+                if term.label in self._choose_term(sample.prompt.columns)
+            ]
             values = function.judge([samples[row] for row in chosen]) if chosen else []
             if num_rewards(values) != len(chosen):
-                raise ValueError(f"{term.label} returned {values!r:.200}, not a list of {len(chosen)} rewards, one per sample")
+                raise ValueError(
+                    f"{term.label} returned {values!r:.200}, not a list of {len(chosen)} rewards,"
+                    " one per sample"
+                )
             for row, value in zip(chosen, values, strict=True):
                 returned[row] += _weighted(term, value)
+
         return [_combine(parts) for parts in returned]
 
     @property
@@ -43,21 +63,35 @@ class WeightedRewards:
         return " ".join(function.signatures for _, function in self.functions)
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """Raise ConfigError if a function cannot be called with the columns of the prompts that choose it."""
+        """Raise ConfigError if a function cannot be called with the columns of the prompts that
+        choose it.
+        """
         prompts = list(prompts)
         for term, function in self.functions:
             try:
-                function.check(prompt for prompt in prompts if term.label in self._choose_term(prompt.columns))
+                function.check(
+                    prompt for prompt in prompts if term.label in self._choose_term(prompt.columns)
+                )
             except ConfigError as error:
                 raise ConfigError(f"{term.label}: {error}") from error
 
     def row_problem(self, columns: Mapping[str, Any]) -> str:
-        """Return the reason why responses to a row with these columns cannot be scored; empty if none can be seen."""
+        """Return the reason why responses to a row with these columns cannot be scored; empty if
+        none can be seen.
+        """
         chosen = self._choose_term(columns)
         if self.key is not None and (not chosen or chosen - self.labels):
             wrong = ", ".join(sorted(map(str, chosen - self.labels))) or "nothing"
-            return f"the column {self.key} (--reward_key) names {wrong}; the rewards are {', '.join(sorted(self.labels))}"
-        problems = [(term, function.row_problem(columns)) for term, function in self.functions if term.label in chosen]
+            return (
+                f"the column {self.key} (--reward_key) names {wrong}; the rewards are"
+                f" {', '.join(sorted(self.labels))}"
+            )
+
+        problems = [
+            (term, function.row_problem(columns))
+            for term, function in self.functions
+            if term.label in chosen
+        ]
         return next((f"{term.label}: {problem}" for term, problem in problems if problem), "")
 
     def _choose_term(self, columns: Mapping[str, Any]) -> set[str]:
@@ -65,11 +99,23 @@ class WeightedRewards:
 
 
 def _weighted(term: RewardTerm, value: Any) -> list[tuple[str, Any]]:
-    """Return (name, weighted value) of each part of a reward; a list of numbers for tokens is one part."""
+    """Return (name, weighted value) of each part of a reward; a list of numbers for tokens is one
+    part.
+    """
     if isinstance(value, Mapping):
-        return [(f"{term.label}_{name}", term.weight * _number(term, part)) for name, part in value.items()]
+        return [
+            (f"{term.label}_{name}", term.weight * _number(term, part))
+            for name, part in value.items()
+        ]
+
     if isinstance(value, list):
-        return [(term.label, [None if each is None else term.weight * _number(term, each) for each in value])]
+        return [
+            (
+                term.label,
+                [None if each is None else term.weight * _number(term, each) for each in value],
+            )
+        ]
+
     return [(term.label, term.weight * _number(term, value))]
 
 
@@ -85,8 +131,15 @@ def _combine(parts: list[tuple[str, Any]]) -> Any:
     if not of_tokens:
         return dict(parts)
     if len({len(values) for values in of_tokens}) > 1:
-        raise ValueError(f"two rewards for tokens have different lengths: {', '.join(str(len(values)) for values in of_tokens)}")
-    total = [_sum([each for each in column if each is not None]) for column in zip(*of_tokens, strict=True)]
+        raise ValueError(
+            "two rewards for tokens have different lengths:"
+            f" {', '.join(str(len(values)) for values in of_tokens)}"
+        )
+
+    total = [
+        _sum([each for each in column if each is not None])
+        for column in zip(*of_tokens, strict=True)
+    ]
     of_responses = [value for _, value in parts if not isinstance(value, list)]
     return [*total[:-1], _sum([*of_responses, *([] if total[-1] is None else [total[-1]])])]
 

@@ -1,4 +1,6 @@
-"""Worker processes of a reward function, which take one call after the other; pool.py communicates with them."""
+"""Worker processes of a reward function, which take one call after the other; pool.py communicates
+with them.
+"""
 
 import asyncio
 import pickle
@@ -17,8 +19,13 @@ from lightrft.rewards.functions import Reward, rewards
 from lightrft.rewards.judge_settings import JudgeSettings
 from lightrft.rewards.weighted import WeightedRewards
 
-NOT_THE_USERS = Path(__file__).parent, Path(__file__).parents[1] / "roles", Path(asyncio.__file__).parent
-"""Folders whose lines are no place of a mistake: of the calls, of requests to servers, and of the event loop."""
+NOT_THE_USERS = (
+    Path(__file__).parent,
+    Path(__file__).parents[1] / "roles",
+    Path(asyncio.__file__).parent,
+)
+"""Folders whose lines are no place of a mistake: of the calls, of requests to servers, and of the
+event loop."""
 
 
 LONGEST_MESSAGE = 2000
@@ -50,7 +57,11 @@ class Setup:
         """Import the function, or all of them. Raises ValueError if one cannot be imported."""
         functions = [(term, self._function(term.name)) for term in reward_terms(self.name)]
         (term, function), *others = functions
-        return WeightedRewards(functions, self.key, self.models) if others or self.key or term.weight != 1 else function
+        return (
+            WeightedRewards(functions, self.key, self.models)
+            if others or self.key or term.weight != 1
+            else function
+        )
 
     def prepare(self) -> Callable[[Connection], None]:
         """Import the function; return what a worker runs."""
@@ -61,12 +72,17 @@ class Setup:
         if name == JUDGE and self.judge is not None:
             function = _with_http(name, lambda: _judge(self.judge, **limits))
         else:
-            function = _with_http(name, lambda: _on_server(name, **limits)) if name.startswith(SERVER) else rewards[name]
+            function = (
+                _with_http(name, lambda: _on_server(name, **limits))
+                if name.startswith(SERVER)
+                else rewards[name]
+            )
         return RewardFunction(function, chat=self.chat)
 
 
 def _work(calls: Connection, function: RewardFunction | WeightedRewards) -> None:
-    """Reply to each list of samples until the rank closes the socket: (values, "", True), or (None, problem, usable).
+    """Reply to each list of samples until the rank closes the socket: (values, "", True), or (None,
+    problem, usable).
 
     A worker is not usable after a MemoryError, as its memory may not be freed; the rank ends it.
     """
@@ -92,7 +108,9 @@ def said(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Return the last line of the user's file in the error's traceback; empty if the function was not entered."""
+    """Return the last line of the user's file in the error's traceback; empty if the function was
+    not entered.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     frames = list(dropwhile(lambda one: Path(one.filename).parent in NOT_THE_USERS, frames))
     own = [one for one in frames if one.filename == frames[0].filename]
@@ -100,11 +118,15 @@ def place(error: BaseException) -> str:
 
 
 def _with_http(name: str, build: Callable[[], Reward]) -> Reward:
-    """Return what `build` returns; raise ValueError with the command that installs a missing package."""
+    """Return what `build` returns; raise ValueError with the command that installs a missing
+    package.
+    """
     try:
         return build()
     except ModuleNotFoundError as error:
-        raise ValueError(f"--reward {name} needs {error.name}: pip install httpx tenacity") from error
+        raise ValueError(
+            f"--reward {name} needs {error.name}: pip install httpx tenacity"
+        ) from error
 
 
 def _on_server(url: str, **limits: float) -> Reward:

@@ -21,12 +21,20 @@ def _parse_tests(tests: Any) -> Any:
             tests = json.loads(tests)
         except ValueError:
             tests = [tests]
+
     if isinstance(tests, list) and tests and all(isinstance(one, str) for one in tests):
         return tests
+
     if isinstance(tests, dict):
-        inputs, expected = tests.get("inputs"), tests.get("outputs")
-        if isinstance(inputs, list) and isinstance(expected, list) and 0 < len(inputs) == len(expected):
+        inputs = tests.get("inputs")
+        expected = tests.get("outputs")
+        if (
+            isinstance(inputs, list)
+            and isinstance(expected, list)
+            and 0 < len(inputs) == len(expected)
+        ):
             return tests
+
     forms = 'a list of asserts nor {"inputs": [...], "outputs": [...]} of equal length'
     raise ValueError(f"the column tests has {tests!r:.200}, which is neither {forms}")
 

@@ -128,8 +128,12 @@ def _limit(settings: dict[str, Any]) -> None:
 
 def _deny(library: ctypes.CDLL, architecture: int, calls: tuple[int, ...]) -> None:
     """Let these calls of the kernel fail, and all calls of another architecture."""
-    load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
-    allow, refuse = 0x7FFF0000, 0x00050001  # the latter with EPERM
+    load = 0x20
+    equal = 0x15
+    at_least = 0x35
+    end = 0x06
+    allow = 0x7FFF0000  # the latter with EPERM
+    refuse = 0x00050001
     last = len(calls) + 5
     program = [
         (load, 0, 0, 4),
@@ -374,7 +378,8 @@ class Containers:
         """Return the content of each container, null for one that has not changed."""
         table = []
         for place, container in enumerate(self.all):  # their number grows meanwhile
-            known, parts = self.known[place], _parts(container)
+            known = self.known[place]
+            parts = _parts(container)
             same = known and len(known) == len(parts) and all(map(operator.is_, known, parts))
             table.append(None if same else self._content(container))
             self.known[place] = parts
@@ -392,7 +397,8 @@ class Containers:
             self.known[place] = _parts(self.all[place])
 
     def _content(self, container: Any) -> list[Any]:
-        kind, encode = type(container), partial(self.channel.encode, containers=self)
+        kind = type(container)
+        encode = partial(self.channel.encode, containers=self)
         if kind is bytearray:
             return [kind.__name__, repr(bytes(container))]
         if kind in MAPPINGS:
@@ -487,6 +493,7 @@ class Channel:
             kind = type(error) if isinstance(error, RAISED) else RuntimeError
             about = (kind, *map(_simple, (error.args, vars(error))))
             reply = ["raise", self.encode(about, containers)]
+
         self._send([*reply, containers.table()])
         if not self.tests:
             self._keep(verb if reply[0] == "answer" else "", containers, first)
@@ -512,6 +519,7 @@ class Channel:
                 type(one).__module__ == "program" and (public or verb == "special")
             ):
                 raise AttributeError(f"this object of the test permits no {verb}")
+
         match verb:
             case "call":
                 return one(*values, **named)
@@ -531,15 +539,18 @@ class Channel:
                 return _completed(one)
             case "special":
                 return _special(one, *values)
+
         raise ValueError(verb)
 
     def encode(self, value: Any, containers: Containers) -> Any:
         """Return the value in terms of JSON."""
-        kind, encode = type(value), partial(self.encode, containers=containers)
+        kind = type(value)
+        encode = partial(self.encode, containers=containers)
         if value is None or kind in (bool, str, float):
             return value
         if kind is int:
             return value if value.bit_length() < 4096 else {"int": hex(value)}
+
         if kind in MUTABLE:
             # By its place, so that both ends change one container.
             return {"shared": containers.place(value)}
@@ -549,12 +560,14 @@ class Channel:
             return {"slice": [encode(each) for each in (value.start, value.stop, value.step)]}
         if kind in (bytes, complex, range):
             return {kind.__name__: repr(value)}
+
         if (name := (kind.__module__, kind.__name__)) in STANDARD:
             return {"standard": [*name, STANDARD[name][0](value)]}
         if kind is Remote and value._remote_.channel is self:
             return {"own": value._remote_.number}
         if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
             return {"builtin": value.__name__}
+
         if isinstance(value, type) and issubclass(value, RAISED):
             for number, other in self._exceptions.items():
                 if other is value:
@@ -562,12 +575,14 @@ class Channel:
             bases = [each for each in value.__mro__ if issubclass(each, RAISED)]
             named = [[self._number(each), each.__module__, each.__name__] for each in bases]
             return {"exception": named}
+
         return {"object": [self._number(value), _kind(value), *map(encode, _plain(value))]}
 
     def decode(self, content: Any, containers: Containers) -> Any:
         """Return the value of an encoded one."""
         if not isinstance(content, dict):
             return content
+
         decode = partial(self.decode, containers=containers)
         ((name, inner),) = content.items()
         match name:
@@ -598,6 +613,7 @@ class Channel:
                 return _awaited(one) if kind == "coroutine" else one
             case "dict_keys" | "dict_values" | "dict_items":
                 return VIEWS_BY_NAME[name](list(map(decode, inner)))
+
         return BY_NAME[name](map(decode, inner))
 
     def _remote(self, number: int, kind: str) -> Remote:
@@ -786,10 +802,12 @@ def main() -> None:
     if settings["what"] == "program":
         execute(job, "__main__")
         return
+
     try:
         {"module": serve, "tests": test}[settings["what"]](job, settings["socket"])
     except BaseException:
         os._exit(1)
+
     os._exit(0)
 
 

@@ -22,22 +22,33 @@ def _schema(value: Any) -> Any:
         schema = json.loads(value) if isinstance(value, str) else {} if value is None else value
         validator_for(schema).check_schema(schema)
     except (ValueError, RecursionError, SchemaError) as error:
-        raise ValueError(f"the column schema is no JSON schema: {error!s:.200}: {value!r:.200}") from error
+        raise ValueError(
+            f"the column schema is no JSON schema: {error!s:.200}: {value!r:.200}"
+        ) from error
     return schema
 
 
 @reads(schema=_schema)
-def satisfies_schema(samples: list[Sample], schema: list[Any] | None = None, **_: Any) -> list[float]:
-    """Return 1 if the response, or its last ```json block, is JSON that satisfies the schema, else 0.
+def satisfies_schema(
+    samples: list[Sample], schema: list[Any] | None = None, **_: Any
+) -> list[float]:
+    """Return 1 if the response, or its last ```json block, is JSON that satisfies the schema, else
+    0.
 
-    The column `schema` has a dictionary, a boolean, or JSON text; null accepts any JSON. Raises ValueError if it is not a schema.
+    The column `schema` has a dictionary, a boolean, or JSON text; null accepts any JSON. Raises
+    ValueError if it is not a schema.
     """
     schemas = schema or [None] * len(samples)
-    return [float(_satisfies(_candidate(sample.text), required)) for sample, required in zip(samples, schemas, strict=True)]
+    return [
+        float(_satisfies(_candidate(sample.text), required))
+        for sample, required in zip(samples, schemas, strict=True)
+    ]
 
 
 def _candidate(text: str) -> str:
-    """Return the last ```json block, which ends at the next line that begins with ```; the whole text if there is none."""
+    """Return the last ```json block, which ends at the next line that begins with ```; the whole
+    text if there is none.
+    """
     _, marker, rest = text.rpartition(BLOCK)
     return re.split(r"^[ \t]*```", rest, maxsplit=1, flags=re.MULTILINE)[0] if marker else text
 

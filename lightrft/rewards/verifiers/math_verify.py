@@ -1,4 +1,6 @@
-"""Comparison of mathematical answers by the library math-verify, which limits its time with alarms of the main thread."""
+"""Comparison of mathematical answers by the library math-verify, which limits its time with alarms
+of the main thread.
+"""
 
 import logging
 import threading
@@ -17,22 +19,27 @@ SECONDS = 3
 LONGEST = 20_000
 """Number of characters at the end of a response without a box that are searched for an answer."""
 
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it would log the text of each answer that takes too long
+# it would log the text of each answer that takes too long
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 
 @cache
 def load_parser() -> None:
-    """Compare two roots, which loads what the time limit of the first answer must not include: tables, and parts of sympy."""
+    """Compare two roots, which loads what the time limit of the first answer must not include:
+    tables, and parts of sympy.
+    """
     texts = r"$\frac{\sqrt{2}}{2}$", r"$\frac{1}{\sqrt{2}}$"
     verify(*(parse(text, parsing_timeout=None) for text in texts), timeout_seconds=None)
 
 
 @reads(label=right_answers)
 def equal_in_mathematics(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
-    r"""Return 1 if the answer of the response equals the label as mathematics, else 0, also if that takes too long.
+    r"""Return 1 if the answer of the response equals the label as mathematics, else 0, also if that
+    takes too long.
 
-    The answer is the last `\boxed{...}`; without one, what math-verify extracts, such as the text after "the answer is". The
-    label is a number or a text, such as 1/2, \frac{1}{2} and \boxed{0.5}, or a list of alternatives.
+    The answer is the last `\boxed{...}`; without one, what math-verify extracts, such as the text
+    after "the answer is". The label is a number or a text, such as 1/2, \frac{1}{2} and
+    \boxed{0.5}, or a list of alternatives.
     """
     load_parser()
     return [
@@ -42,9 +49,11 @@ def equal_in_mathematics(samples: list[Sample], label: list[Any], **_: Any) -> l
 
 
 def _is_equal(text: str, label: str) -> bool:
-    right, boxed = _content(label), boxes(text)
+    right = _content(label)
+    boxed = boxes(text)
     if boxed and boxed[-1][1].strip() == right:
         return True
+
     answer = rf"\boxed{{{boxed[-1][1]}}}" if boxed else text[-LONGEST:]
     limit = SECONDS if threading.current_thread() is threading.main_thread() else None
     try:

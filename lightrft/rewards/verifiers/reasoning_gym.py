@@ -25,7 +25,10 @@ class OutOfTime(Exception):
 
 
 def _dictionary(value: Any) -> dict[str, Any]:
-    """Return a column that is an object, or JSON text of one; empty if null. Raise ValueError otherwise."""
+    """Return a column that is an object, or JSON text of one; empty if null.
+
+    Raise ValueError otherwise.
+    """
     value = json.loads(value) if isinstance(value, str) else value or {}
     if not isinstance(value, dict):
         raise ValueError(f"not an object of reasoning-gym: {value!r:.80}")
@@ -37,24 +40,33 @@ def _metadata(value: Any) -> dict[str, Any]:
     metadata = _dictionary(value)
     if metadata.get("source_dataset") not in reasoning_gym.factory.DATASETS:
         task = metadata.get("source_dataset")
-        raise ValueError(f"the column metadata names no task of reasoning-gym as source_dataset: {task!r}")
+        raise ValueError(
+            f"the column metadata names no task of reasoning-gym as source_dataset: {task!r}"
+        )
     return metadata
 
 
 @reads(metadata=_metadata, options=_dictionary)
 def score_of_task(
-    samples: list[Sample], answer: list[Any], metadata: list[Any], options: list[Any] | None = None, **_: Any
+    samples: list[Sample],
+    answer: list[Any],
+    metadata: list[Any],
+    options: list[Any] | None = None,
+    **_: Any,
 ) -> list[float]:
     """Return the score of each response, from 0 to 1, by the scorer of the row's task; 1 is right.
 
-    The answer of a response is the text of its last <answer> tag; without one, the last line that is not empty, after any
-    </think>. Some tasks give wrong answers a small score, such as 0.01. The columns are those of the package's rows, `metadata`
-    and `options` dictionaries or JSON text. Raises ValueError for metadata without a task.
+    The answer of a response is the text of its last <answer> tag; without one, the last line that
+    is not empty, after any </think>. Some tasks give wrong answers a small score, such as 0.01. The
+    columns are those of the package's rows, `metadata` and `options` dictionaries or JSON text.
+    Raises ValueError for metadata without a task.
     """
     options = options or [None] * len(samples)
     return [
         score_of_answer(sample.text, right, about, row_options)
-        for sample, right, about, row_options in zip(samples, answer, metadata, options, strict=True)
+        for sample, right, about, row_options in zip(
+            samples, answer, metadata, options, strict=True
+        )
     ]
 
 
@@ -68,10 +80,12 @@ def given_answer(text: str) -> str:
 
 def score_of_answer(text: str, right: str | None, metadata: Any, options: Any = None) -> float:
     """Return the score of one response; the arguments are those of score_of_task()."""
-    answer, metadata = given_answer(text), _metadata(metadata)
+    answer = given_answer(text)
+    metadata = _metadata(metadata)
     task = metadata["source_dataset"]
     if task in WITH_TUPLES:
         metadata = metadata | {"output": tuple(map(tuple, metadata["output"]))}
+
     row = {"answer": right, "metadata": metadata}
     score = _scorer(task, json.dumps(_dictionary(options), sort_keys=True))
     with _time_limit(SECONDS):

@@ -132,6 +132,7 @@ def running(
         passed = [number for number in (settings["job"], settings["socket"]) if number >= 0]
         unbuffered = ["-u"] if streams.get("stderr") == subprocess.STDOUT else []
         command = [*sandbox, *_python(*unbuffered, "-c", INSIDE.read_text(), json.dumps(settings))]
+
         process = subprocess.Popen(command, env={}, cwd=folder, pass_fds=passed, **streams)
         try:
             yield process
@@ -169,6 +170,7 @@ def passes(program: str, asserts: list[str]) -> bool:
 def _bubblewrap() -> tuple[str, ...]:
     if not (path := shutil.which("bwrap")):
         return ()
+
     binds = [part for folder in _folders() for part in ("--ro-bind-try", folder, folder)]
     alone = (
         "--unshare-all",
@@ -183,6 +185,7 @@ def _bubblewrap() -> tuple[str, ...]:
 
     # The root is made read-only last, after everything has its place in it.
     devices = ("--dev", "/dev", *disk, "/dev/shm", "--remount-ro", "/dev")
+
     return (
         *_as_nobody(),
         path,
@@ -204,7 +207,8 @@ def _bubblewrap() -> tuple[str, ...]:
 def _unshare(*, by_root: bool) -> tuple[str, ...]:
     """Return the command that makes namespaces: `by_root`, as whom it mounts, or as a user who is
     root only inside."""
-    path, nobody = shutil.which("unshare"), _as_nobody()
+    path = shutil.which("unshare")
+    nobody = _as_nobody()
     if not path or by_root and not nobody:
         return ()
     spaces = ("--mount", "--net", "--ipc", "--pid", "--fork", "--kill-child")
