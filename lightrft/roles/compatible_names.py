@@ -1,4 +1,7 @@
-"""Names of NVIDIA-NeMo/RL's Policy, for code that was written for it. Each method does what the verb that it calls does."""
+"""Names of NVIDIA-NeMo/RL's Policy, for code that was written for it.
+
+Each method does what the verb that it calls does.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,14 +23,18 @@ class PolicyNames:
     start_profiling: Callable[[str | Path], None]
     stop_profiling: Callable[[], Path]
 
-    def get_reference_policy_logprobs(self, data: Mapping[str, Any], micro_batch_size: int | None = None) -> dict[str, Tensor]:
+    def get_reference_policy_logprobs(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+    ) -> dict[str, Tensor]:
         return self.get_reference_logprobs(data, micro_batch_size)
 
-    def get_topk_logits(self, data: Mapping[str, Any], k: int, micro_batch_size: int | None = None) -> dict[str, Tensor]:
+    def get_topk_logits(
+        self, data: Mapping[str, Any], k: int, micro_batch_size: int | None = None
+    ) -> dict[str, Tensor]:
         """Return `topk_logits` and `topk_indices` [B, S, k].
 
-        The logits are normalised, so they are log-probs: their softmax is the same as that of unnormalised logits, which differ
-        by a constant at each position.
+        The logits are normalised, so they are log-probs: their softmax is the same as that of
+        unnormalised logits, which differ by a constant at each position.
         """
         top = self.get_top_logprobs(data, k, micro_batch_size)
         return {"topk_logits": top["top_logprobs"], "topk_indices": top["top_ids"]}
@@ -50,6 +57,8 @@ class ScorerNames:
 
     get_rewards: Callable[..., Tensor]
 
-    def score(self, data: Mapping[str, Any], micro_batch_size: int | None = None) -> dict[str, Tensor]:
+    def score(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+    ) -> dict[str, Tensor]:
         """Return `scores` [B]."""
         return {"scores": self.get_rewards(data, micro_batch_size)}

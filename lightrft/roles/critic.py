@@ -16,9 +16,11 @@ class Critic(Role):
     """Value model; its module is a models.heads.Scorer."""
 
     def get_values(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
-        """Return `values` [B, S] float32: for each token the value of the state in which it is chosen.
+        """Return `values` [B, S] float32: for each token the value of the state in which it is
+        chosen.
 
-        That is the state after the tokens before it. Column 0 and the padding are 0, as in get_logprobs().
+        That is the state after the tokens before it. Column 0 and the padding are 0, as in
+        get_logprobs().
         """
         return {"values": self._answer(batch, self.module, lambda part: self.forward(part)[0], mbs)}
 
@@ -26,7 +28,9 @@ class Critic(Role):
         """Return the same values for a flat batch: [T] float32 on the host."""
         return self._infer(self.module, lambda part: self.forward(part)[0], batch, rows)
 
-    def forward(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
+    def forward(
+        self, batch: Batch, gradients: TokenGradients | None = None
+    ) -> tuple[Tensor, Report]:
         """Return the values of all tokens [T]; objectives use the learned ones."""
         scores = self.module(batch)
         return torch.where(batch.position_ids > 0, scores.roll(1), 0.0), {}

@@ -14,20 +14,37 @@ from lightrft.types import Batch
 
 
 class Draft(Role):
-    """Language model that learns from the responses of the actor; its module is a models.heads.Actor.
+    """Language model that learns from the responses of the actor; its module is a
+    models.heads.Actor.
 
-    Responses are samples of the actor, so their mean negative log-prob is, up to a constant, an estimate of KL(actor || draft),
-    which is zero for a model whose drafts are always accepted.
+    Responses are samples of the actor, so their mean negative log-prob is, up to a constant, an
+    estimate of KL(actor || draft), which is zero for a model whose drafts are always accepted.
     """
 
     def __init__(
-        self, strategy: StrategyBase, module: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, *,
-        temperature: float, truncation: Truncation, **options: Any,
-    ):  # fmt: skip
-        """Set up the model. Log-probs are at the `temperature` of sampling, over the vocabulary that `truncation` leaves."""
-        super().__init__(strategy, module, optimizer, scheduler, **options)
-        self.temperature, self.truncation = temperature, truncation
+        self,
+        strategy: StrategyBase,
+        module: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler,
+        *,
+        temperature: float,
+        truncation: Truncation,
+        **options: Any,
+    ):
+        """Set up the model.
 
-    def forward(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
+        Log-probs are at the `temperature` of sampling, over the vocabulary that `truncation`
+        leaves.
+        """
+        super().__init__(strategy, module, optimizer, scheduler, **options)
+        self.temperature = temperature
+        self.truncation = truncation
+
+    def forward(
+        self, batch: Batch, gradients: TokenGradients | None = None
+    ) -> tuple[Tensor, Report]:
         """Return log-probs of learned tokens [T], 0 elsewhere."""
-        return self.module(batch, self.temperature, self.truncation, entropy=False, gradients=gradients)[0], {}
+        return self.module(
+            batch, self.temperature, self.truncation, entropy=False, gradients=gradients
+        )[0], {}

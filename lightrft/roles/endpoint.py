@@ -25,25 +25,37 @@ WARN_AFTER = 10.0
 class Endpoint:
     """Client for JSON requests. Every failure is a ValueError that begins with the user's flag."""
 
-    def __init__(self, flag: str, url: str, key: str, *, seconds: float = SECONDS, patience: float = PATIENCE):
+    def __init__(
+        self, flag: str, url: str, key: str, *, seconds: float = SECONDS, patience: float = PATIENCE
+    ):
         """Set up the client.
 
-        `key` is the environment variable whose value goes with every request, so that no secret is in a configuration.
+        `key` is the environment variable whose value goes with every request, so that no secret is
+        in a configuration.
         """
         if problem := address_problem(flag, url, key):
             raise ValueError(problem)
-        self.url, self.named, self.seconds, self.patience = url.rstrip("/"), f"{flag} {url.rstrip('/')}", seconds, patience
+
+        self.url = url.rstrip("/")
+        self.named = f"{flag} {url.rstrip('/')}"
+        self.seconds = seconds
+        self.patience = patience
         secret = os.environ.get(key, "")
         user, separator, password = secret.partition(":")
         self._settings = {
-            "timeout": httpx.Timeout(None, connect=CONNECT),  # a slow trickle of bytes would never exceed other limits
+            # a slow trickle of bytes would never exceed other limits
+            "timeout": httpx.Timeout(None, connect=CONNECT),
             "headers": {"Authorization": f"Bearer {secret}"} if secret and not separator else {},
             "auth": httpx.BasicAuth(user, password) if separator else None,
         }
-        self._process, self._lock = 0, threading.Lock()
+        self._process = 0
+        self._lock = threading.Lock()
 
     def ask(self, method: str, path: str = "", request: Any = None) -> Any:
-        """Return the answer to `request` at `path` below the address. Several threads may call this at once."""
+        """Return the answer to `request` at `path` below the address.
+
+        Several threads may call this at once.
+        """
         attempts = Retrying(
             retry=retry_if_exception(_may_pass),
             wait=wait_exponential(multiplier=0.2, max=15),
@@ -51,33 +63,46 @@ class Endpoint:
             before_sleep=self._warn,
             reraise=True,
         )
-        route, began = f"{method} {path}".strip(), time.monotonic()
+
+        route = f"{method} {path}".strip()
+        began = time.monotonic()
         try:
             return attempts(self._ask_once, method, path, request)
         except httpx.HTTPStatusError as error:
-            code, body = error.response.status_code, error.response.text[:300]
-            raise ValueError(f"{self.named}: {route} ended with {code}: {body}{_duration(began)}") from error
+            code = error.response.status_code
+            body = error.response.text[:300]
+            raise ValueError(
+                f"{self.named}: {route} ended with {code}: {body}{_duration(began)}"
+            ) from error
         except TimeoutError as error:
             raise ValueError(
-                f"{self.named}: {route} sent no complete response within {self.seconds:.0f} s{_duration(began)}"
+                f"{self.named}: {route} sent no complete response within {self.seconds:.0f}"
+                f" s{_duration(began)}"
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ValueError(f"{self.named}: {route}: {type(error).__name__}: {error}{_duration(began)}") from error
+            raise ValueError(
+                f"{self.named}: {route}: {type(error).__name__}: {error}{_duration(began)}"
+            ) from error
 
     def _ask_once(self, method: str, path: str, request: Any) -> Any:
         with self._lock:
             if self._process != os.getpid():  # a fork has no threads
                 self._connect()
+
         answer = self._answer(method, f"{self.url}/{path}" if path else self.url, request)
         response = asyncio.run_coroutine_threadsafe(answer, self._loop).result()
         response.raise_for_status()
+
         try:
             return response.json()
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self.named} did not respond with JSON: {response.text[:300]}") from error
+            raise ValueError(
+                f"{self.named} did not respond with JSON: {response.text[:300]}"
+            ) from error
 
     def _connect(self) -> None:
-        self._process, self._client = os.getpid(), httpx.AsyncClient(**self._settings)
+        self._process = os.getpid()
+        self._client = httpx.AsyncClient(**self._settings)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()
 
@@ -87,10 +112,13 @@ class Endpoint:
 
     def _warn(self, state: Any) -> None:
         """Log once for each outage that the run is waiting."""
-        waited, pause = state.seconds_since_start, state.next_action.sleep
+        waited = state.seconds_since_start
+        pause = state.next_action.sleep
         if waited <= WARN_AFTER < waited + pause:
-            logger.warning(f"{self.named} is unreachable or busy ({state.outcome.exception()}): retrying for at most "
-                           f"{self.patience:.0f} s (--server_minutes)")  # fmt: skip
+            logger.warning(
+                f"{self.named} is unreachable or busy ({state.outcome.exception()}): retrying for"
+                f" at most {self.patience:.0f} s (--server_minutes)"
+            )
 
 
 def _duration(began: float) -> str:
@@ -98,7 +126,9 @@ def _duration(began: float) -> str:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Return True if repeating the request can help: the server is away, or reports that it is busy or broken."""
+    """Return True if repeating the request can help: the server is away, or reports that it is busy
+    or broken.
+    """
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code == 429 or error.response.status_code >= 500
     return isinstance(error, httpx.TransportError)

@@ -16,14 +16,21 @@ MicroBatchIndices = list[list[int]]
 
 
 def micro_batches(batch: B, rows: MicroBatchIndices, device: torch.device) -> Iterator[B]:
-    """Yield the micro-batches on the device. An empty one becomes a single unlearned token, so that ranks stay in step."""
+    """Yield the micro-batches on the device.
+
+    An empty one becomes a single unlearned token, so that ranks stay in step.
+    """
     for members in rows:
         part = batch.select(members) if members else empty_microbatch(batch)
-        shared = find_shared_prefixes(part.input_ids, part.lengths, part.media, min_saving=MIN_SAVING)
+        shared = find_shared_prefixes(
+            part.input_ids, part.lengths, part.media, min_saving=MIN_SAVING
+        )
         yield replace(part, shared=shared).to(device)
 
 
-def infer(forward: Callable[[B], Tensor], batch: B, rows: MicroBatchIndices, device: torch.device) -> Tensor:
+def infer(
+    forward: Callable[[B], Tensor], batch: B, rows: MicroBatchIndices, device: torch.device
+) -> Tensor:
     """Run `forward` on all micro-batches without gradients.
 
     Returns its results, [t, ...] for each, in the batch's order: [T, ...] on the host.
@@ -38,6 +45,11 @@ def infer(forward: Callable[[B], Tensor], batch: B, rows: MicroBatchIndices, dev
 
 
 def empty_microbatch(batch: B) -> B:
-    """Return a batch of one sequence of one token that is not learned, with the columns of `batch`."""
-    zeros = {name: value.new_zeros(1) for name, value in (batch.columns("token") | batch.columns("sequence")).items()}
+    """Return a batch of one sequence of one token that is not learned, with the columns of
+    `batch`.
+    """
+    zeros = {
+        name: value.new_zeros(1)
+        for name, value in (batch.columns("token") | batch.columns("sequence")).items()
+    }
     return batch.with_columns(zeros | {"lengths": batch.lengths.new_ones(1), "media": None})

@@ -28,9 +28,12 @@ class TrainingOperations:
 
     @classmethod
     def of(cls, model: PreTrainedModel, full_shape: Callable[[nn.Parameter], torch.Size]) -> Self:
-        """Count the operations of a model; `full_shape` returns the shape of a parameter over all ranks."""
+        """Count the operations of a model; `full_shape` returns the shape of a parameter over all
+        ranks.
+        """
         head = model.get_output_embeddings()
-        decoder, trained = model.get_decoder(), False
+        decoder = model.get_decoder()
+        trained = False
 
         # A lookup in an embedding is no product.
         tables = {
@@ -54,19 +57,26 @@ class TrainingOperations:
 
     def __call__(self, batch: Batch) -> float:
         """Return the operations of a micro-batch; shared prefixes are computed once."""
-        return (
-            self.per_token * batch.num_computed + self.per_learned_token * len(batch.learned_tokens)
+        return self.per_token * batch.num_computed + self.per_learned_token * len(
+            batch.learned_tokens
         )
 
 
-def count_parameters(shapes: Iterable[tuple[str, torch.Size]], config: PretrainedConfig) -> tuple[int, int]:
-    """Return the number of parameters with these names and shapes, and of those that compute one token.
+def count_parameters(
+    shapes: Iterable[tuple[str, torch.Size]], config: PretrainedConfig
+) -> tuple[int, int]:
+    """Return the number of parameters with these names and shapes, and of those that compute one
+    token.
 
-    The latter has of the experts of each layer, which transformers keeps in tensors [experts, ...], only as many as a token has.
+    The latter has of the experts of each layer, which transformers keeps in tensors [experts, ...],
+    only as many as a token has.
     """
-    total, active = 0, 0.0
+    total = 0
+    active = 0.0
     for name, shape in shapes:
         of_experts = ".experts." in name and len(shape) == 3
         total += shape.numel()
-        active += shape.numel() * (config.get_text_config().num_experts_per_tok / shape[0] if of_experts else 1)
+        active += shape.numel() * (
+            config.get_text_config().num_experts_per_tok / shape[0] if of_experts else 1
+        )
     return total, round(active)

@@ -1,4 +1,6 @@
-"""The policy: the actor that learns and generates, with the reference model that it should stay close to."""
+"""The policy: the actor that learns and generates, with the reference model that it should stay
+close to.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -37,11 +39,11 @@ EVERYTHING = 2**62
 class Policy(Role, PolicyNames):
     """Log-probs, updates and samples of the actor, and log-probs of the frozen reference.
 
-        policy.prepare_for_generation()                     # the newest weights go to the engine
-        samples = policy.generate(prompts)
-        policy.finish_generation()                          # the engine sleeps
-        batch |= policy.get_logprobs(batch) | policy.get_reference_logprobs(batch)
-        policy.train(batch, loss_fn, gbs=512)
+    policy.prepare_for_generation()                     # the newest weights go to the engine
+    samples = policy.generate(prompts)
+    policy.finish_generation()                          # the engine sleeps
+    batch |= policy.get_logprobs(batch) | policy.get_reference_logprobs(batch)
+    policy.train(batch, loss_fn, gbs=512)
     """
 
     def __init__(
@@ -59,15 +61,18 @@ class Policy(Role, PolicyNames):
     ):
         """Set up the policy.
 
-        An actor with adapters may be its own `reference`, computed without the adapters. All log-probs are those of the sampling
-        distribution: at `temperature`, over the part of the vocabulary that `truncation` leaves. `options` are those of Role:
-        average, max_tokens, max_logprob_tokens, batching.
+        An actor with adapters may be its own `reference`, computed without the adapters. All
+        log-probs are those of the sampling distribution: at `temperature`, over the part of the
+        vocabulary that `truncation` leaves. `options` are those of Role: average, max_tokens,
+        max_logprob_tokens, batching.
         """
         super().__init__(strategy, actor, optimizer, scheduler, **options)
         if reference is actor and not adapted_layers(actor.language_model):
             raise ValueError("an actor without adapters cannot be its own reference")
+
         self.reference = reference
-        self.temperature, self.truncation = temperature, truncation
+        self.temperature = temperature
+        self.truncation = truncation
         self.tokenizer = tokenizer
         self.routers: Routers | None = None
         """Routers of the actor if it is a mixture of experts; update() balances their load."""
@@ -82,20 +87,35 @@ class Policy(Role, PolicyNames):
     # -- log-probs
 
     def get_logprobs(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
-        """Return `logprobs` [B, S] float32: log p of every token given those before it. Column 0 and the padding are 0."""
-        return {"logprobs": self._answer(batch, self.actor, lambda part: self._token_logprobs(self.actor, part), mbs)}
+        """Return `logprobs` [B, S] float32: log p of every token given those before it.
 
-    def get_reference_logprobs(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
+        Column 0 and the padding are 0.
+        """
+        return {
+            "logprobs": self._answer(
+                batch, self.actor, lambda part: self._token_logprobs(self.actor, part), mbs
+            )
+        }
+
+    def get_reference_logprobs(
+        self, batch: Mapping[str, Any], mbs: int | None = None
+    ) -> dict[str, Tensor]:
         """Return `reference_logprobs` [B, S]: the same under the reference model."""
         with self._reference() as reference:
-            values = self._answer(batch, reference, lambda part: self._token_logprobs(reference, part), mbs)
+            values = self._answer(
+                batch, reference, lambda part: self._token_logprobs(reference, part), mbs
+            )
         return {"reference_logprobs": values}
 
-    def get_top_logprobs(self, batch: Mapping[str, Any], k: int, mbs: int | None = None) -> dict[str, Tensor]:
-        """Return the k most likely next tokens after each token: `top_logprobs` [B, S, k] float32 and `top_ids` [B, S, k] int64.
+    def get_top_logprobs(
+        self, batch: Mapping[str, Any], k: int, mbs: int | None = None
+    ) -> dict[str, Tensor]:
+        """Return the k most likely next tokens after each token: `top_logprobs` [B, S, k] float32
+        and `top_ids` [B, S, k] int64.
 
-        The most likely comes first; log-probs are at the policy's temperature, over the whole vocabulary. Unlike in
-        get_logprobs(), column t is about the token after column t; the padding is 0.
+        The most likely comes first; log-probs are at the policy's temperature, over the whole
+        vocabulary. Unlike in get_logprobs(), column t is about the token after column t; the
+        padding is 0.
         """
 
         def ask(part: Batch) -> Tensor:
@@ -107,11 +127,17 @@ class Policy(Role, PolicyNames):
         return {"top_logprobs": top[..., :k], "top_ids": top[..., k:].long()}
 
     def logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
-        """Return log p of every learned token of a flat batch under the actor, 0 elsewhere: [T] float32 on the host."""
-        return self._infer(self.actor, lambda part: self._token_logprobs(self.actor, part), batch, rows)
+        """Return log p of every learned token of a flat batch under the actor, 0 elsewhere: [T]
+        float32 on the host.
+        """
+        return self._infer(
+            self.actor, lambda part: self._token_logprobs(self.actor, part), batch, rows
+        )
 
     def logprobs_and_entropy(self, batch: Batch, rows: MicroBatchIndices) -> tuple[Tensor, Tensor]:
-        """Return the same, and the entropy of the distribution that each learned token was drawn from: [T], [T]."""
+        """Return the same, and the entropy of the distribution that each learned token was drawn
+        from: [T], [T].
+        """
 
         def ask(part: Batch) -> Tensor:
             return torch.stack(self.actor(part, self.temperature, self.truncation), dim=1)
@@ -122,41 +148,65 @@ class Policy(Role, PolicyNames):
     def reference_logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
         """Return log p of every learned token under the reference model: [T]."""
         with self._reference() as reference:
-            return self._infer(reference, lambda part: self._token_logprobs(reference, part), batch, rows)
+            return self._infer(
+                reference, lambda part: self._token_logprobs(reference, part), batch, rows
+            )
 
-    def forward(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
+    def forward(
+        self, batch: Batch, gradients: TokenGradients | None = None
+    ) -> tuple[Tensor, Report]:
         """Return log-probs of learned tokens [T], 0 elsewhere; store their entropy in the batch."""
         with self.routers.watch() if self.routers else nullcontext([]) as logits:
-            logprobs, batch.entropy = self.actor(batch, self.temperature, self.truncation, gradients=gradients)
+            logprobs, batch.entropy = self.actor(
+                batch, self.temperature, self.truncation, gradients=gradients
+            )
         if self.routers:
             batch.routing = self.routers.routing(logits, batch, self.actor.sequence)
         return logprobs, {"train/entropy": batch.entropy.detach()}
 
     def update(
-        self, batch: Batch, rows: MicroBatchIndices, objective: Objective, denominator: Denominator, metrics: Metrics,
-        **options: Any
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Take one optimizer step; see Role. With `routers`, a forward pass first measures the load of all its tokens."""
+        self,
+        batch: Batch,
+        rows: MicroBatchIndices,
+        objective: Objective,
+        denominator: Denominator,
+        metrics: Metrics,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Take one optimizer step; see Role.
+
+        With `routers`, a forward pass first measures the load of all its tokens.
+        """
         if self.routers:
             objective = Balanced(objective, self._balance(batch, rows), self.routers.coefficient)
         return super().update(batch, rows, objective, denominator, metrics, **options)
 
-    def supervised(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
-        """Return log-probs of given answers, which were not sampled: at temperature 1, of all tokens, without their entropy."""
+    def supervised(
+        self, batch: Batch, gradients: TokenGradients | None = None
+    ) -> tuple[Tensor, Report]:
+        """Return log-probs of given answers, which were not sampled: at temperature 1, of all
+        tokens, without their entropy.
+        """
         return self.actor(batch, 1.0, entropy=False, gradients=gradients)[0], {}
 
     # -- generation
 
     def generate(self, batch: Mapping[str, Any], greedy: bool = False) -> dict[str, Tensor]:
-        """Generate one response to each prompt of `input_ids`, of at most --generate_max_len tokens; every call draws anew.
+        """Generate one response to each prompt of `input_ids`, of at most --generate_max_len
+        tokens; every call draws anew.
 
-        Returns `output_ids` [B, S_out], prompt and response, then the padding token; S_out is the same on all ranks.
-        `generation_lengths` [B] and `unpadded_sequence_lengths` [B] are the lengths of the response and of both together.
-        `logprobs` [B, S_out] float32 are those of the response's tokens as sampled, 0 elsewhere. Greedy log-probs are at
-        temperature 1. Requires prepare_for_generation() first.
+        Returns `output_ids` [B, S_out], prompt and response, then the padding token; S_out is the
+        same on all ranks. `generation_lengths` [B] and `unpadded_sequence_lengths` [B] are the
+        lengths of the response and of both together. `logprobs` [B, S_out] float32 are those of the
+        response's tokens as sampled, 0 elsewhere. Greedy log-probs are at temperature 1. Requires
+        prepare_for_generation() first.
         """
         if self.strategy.phase is not Phase.GENERATE:
-            raise RuntimeError(f"generate() in phase {self.strategy.phase.value}: call prepare_for_generation() first")
+            raise RuntimeError(
+                f"generate() in phase {self.strategy.phase.value}: call prepare_for_generation()"
+                " first"
+            )
+
         flat = flatten(batch, self.strategy.mesh.data).batch
         prompts = [ids.tolist() for ids in flat.input_ids.split(flat.lengths.tolist())]
         self._generations += 1
@@ -172,34 +222,65 @@ class Policy(Role, PolicyNames):
             seed=self.strategy.seed * 1_000_003 + self._generations,
         )
         completions = self.strategy.gather_and_generate(sampling, prompts, sleep_engine=False)
+
         return self._generated(prompts, [samples[0] for samples in completions])
 
-    def _generated(self, prompts: list[list[int]], completions: list[Completion]) -> dict[str, Tensor]:
-        new = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int64)
+    def _generated(
+        self, prompts: list[list[int]], completions: list[Completion]
+    ) -> dict[str, Tensor]:
+        new = torch.tensor(
+            [len(completion.token_ids) for completion in completions], dtype=torch.int64
+        )
         lengths = new + torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
-        longest = int(self.strategy.mesh.data.max(torch.tensor(max(lengths.tolist(), default=0), device=self.strategy.device)))
-        width, rows = self._rounded_up(longest), list(zip(prompts, completions, strict=True))
-        ids = torch.tensor([token for prompt, each in rows for token in (*prompt, *each.token_ids)], dtype=torch.int64)
-        logprobs = torch.tensor([value for prompt, each in rows for value in (*[0.0] * len(prompt), *each.logprobs)])
+        longest = int(
+            self.strategy.mesh.data.max(
+                torch.tensor(max(lengths.tolist(), default=0), device=self.strategy.device)
+            )
+        )
+        width = self._rounded_up(longest)
+        rows = list(zip(prompts, completions, strict=True))
+        ids = torch.tensor(
+            [token for prompt, each in rows for token in (*prompt, *each.token_ids)],
+            dtype=torch.int64,
+        )
+        logprobs = torch.tensor(
+            [value for prompt, each in rows for value in (*[0.0] * len(prompt), *each.logprobs)]
+        )
+
         return {
-            "output_ids": padded(ids, lengths, width, fill=self._pad_token_id()), "generation_lengths": new,
-            "unpadded_sequence_lengths": lengths, "logprobs": padded(logprobs, lengths, width),
-        }  # fmt: skip
+            "output_ids": padded(ids, lengths, width, fill=self._pad_token_id()),
+            "generation_lengths": new,
+            "unpadded_sequence_lengths": lengths,
+            "logprobs": padded(logprobs, lengths, width),
+        }
 
     # -- phases
 
     def prepare_for_generation(self) -> None:
-        """Wake the engine with the actor's newest weights, and stream them unless that was done since offload_before_refit()."""
-        refitted = self._version_before_refit is not None and self.strategy.engine.version > self._version_before_refit
-        stale = self.strategy.phase in (Phase.TRAIN, Phase.LOGPROB) or (self.strategy.phase is Phase.REFIT and not refitted)
+        """Wake the engine with the actor's newest weights, and stream them unless that was done
+        since offload_before_refit().
+        """
+        refitted = (
+            self._version_before_refit is not None
+            and self.strategy.engine.version > self._version_before_refit
+        )
+        stale = self.strategy.phase in (Phase.TRAIN, Phase.LOGPROB) or (
+            self.strategy.phase is Phase.REFIT and not refitted
+        )
         self.strategy.wakeup_inference_engine(self.actor if stale else None)
 
     def prepare_for_training(self) -> None:
-        """Bring the actor and its optimizer to the device. Raises PhaseError during generation: finish_generation() first."""
+        """Bring the actor and its optimizer to the device.
+
+        Raises PhaseError during generation: finish_generation() first.
+        """
         self.strategy.enter(Phase.TRAIN, self.actor, self.optimizer)
 
     def prepare_for_logprobs(self) -> None:
-        """Bring the actor to the device. Raises PhaseError during generation: finish_generation() first."""
+        """Bring the actor to the device.
+
+        Raises PhaseError during generation: finish_generation() first.
+        """
         self.strategy.enter(Phase.LOGPROB, self.actor)
 
     def finish_generation(self) -> None:
@@ -209,7 +290,9 @@ class Policy(Role, PolicyNames):
     def finish_training(self) -> None:
         """Move actor and optimizer off the device with --offload_idle."""
         if self._step is not None:
-            raise RuntimeError("a train step is open: call finish_train_step() or abort_train_step() first")
+            raise RuntimeError(
+                "a train step is open: call finish_train_step() or abort_train_step() first"
+            )
         self.strategy.enter(Phase.LOGPROB)
 
     def finish_inference(self) -> None:
@@ -229,33 +312,58 @@ class Policy(Role, PolicyNames):
         self.strategy.offload_model(self.actor)
 
     def refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return Hugging Face name -> full shape and dtype of the tensors that stream_weights() yields, in its order."""
-        shapes = ((name, self.strategy.full_shape(parameter)) for name, parameter in hf_parameters(self.actor))
-        learned = {name: (shape, self.strategy.dtype) for name, shape in fold_adapters(shapes, lambda _, base, *adapter: base)}
+        """Return Hugging Face name -> full shape and dtype of the tensors that stream_weights()
+        yields, in its order.
+        """
+        shapes = (
+            (name, self.strategy.full_shape(parameter))
+            for name, parameter in hf_parameters(self.actor)
+        )
+        learned = {
+            name: (shape, self.strategy.dtype)
+            for name, shape in fold_adapters(shapes, lambda _, base, *adapter: base)
+        }
         buffers = persistent_buffers(unwrap(self.actor))
-        return learned | {plain_name(name): (buffer.shape, buffer.dtype) for name, buffer in buffers}
+
+        return learned | {
+            plain_name(name): (buffer.shape, buffer.dtype) for name, buffer in buffers
+        }
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Return an iterator over (Hugging Face name, full tensor) of the actor; all ranks consume it to the end."""
+        """Return an iterator over (Hugging Face name, full tensor) of the actor; all ranks consume
+        it to the end.
+        """
         return self.strategy.full_params(self.actor)
 
     # -- files
 
     def save_checkpoint(
-        self, weights_path: str | Path, optimizer_path: str | Path | None = None, tokenizer_path: str | Path | None = None
+        self,
+        weights_path: str | Path,
+        optimizer_path: str | Path | None = None,
+        tokenizer_path: str | Path | None = None,
     ) -> None:
         """Save the actor as a Hugging Face folder, and optionally two more folders.
 
-        `optimizer_path` gets all that a run needs to continue (weights, optimizer, schedule, random states), for
-        strategy.load_ckpt(actor, its parent, its name, parts={"policy": policy}). `tokenizer_path` gets the tokenizer.
+        `optimizer_path` gets all that a run needs to continue (weights, optimizer, schedule, random
+        states), for strategy.load_ckpt(actor, its parent, its name, parts={"policy": policy}).
+        `tokenizer_path` gets the tokenizer.
         """
         self.strategy.save_model(self.actor, None, weights_path)
         if optimizer_path is not None:
             path = Path(optimizer_path)
             self.strategy.save_ckpt(
-                self.actor, path.parent, path.name, max_num=EVERYTHING, max_mem=EVERYTHING, save_latest=False,
-                optimizer=self.optimizer, scheduler=self.scheduler, parts={"policy": self},
-            )  # fmt: skip
+                self.actor,
+                path.parent,
+                path.name,
+                max_num=EVERYTHING,
+                max_mem=EVERYTHING,
+                save_latest=False,
+                optimizer=self.optimizer,
+                scheduler=self.scheduler,
+                parts={"policy": self},
+            )
+
         if tokenizer_path is not None:
             if self.tokenizer is None:
                 raise ValueError("this policy has no tokenizer to save: create it with a tokenizer")
@@ -280,11 +388,15 @@ class Policy(Role, PolicyNames):
         """Write the record as a Chrome trace and return its path."""
         if self._profiler is None:
             raise RuntimeError("profiling is not active: call start_profiling() first")
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
+        self._profiler = None
         return profiler.stop()
 
     def shutdown(self) -> None:
-        """End profiling, the engine, and the process group if the strategy made it. May be called at any time."""
+        """End profiling, the engine, and the process group if the strategy made it.
+
+        May be called at any time.
+        """
         if self._profiler is not None:
             self.stop_profiling()
         self.strategy.close()
@@ -293,12 +405,16 @@ class Policy(Role, PolicyNames):
         """Compute the load of the experts over the tokens of all ranks, without dropout."""
         self.strategy.enter(Phase.LOGPROB, self.actor)
         self.actor.eval()
+
         sums = []
         with torch.no_grad():
             for part in micro_batches(batch, rows, self.strategy.device):
                 self.forward(part)
                 sums.append(part.routing)
-        local_routing = Routing(*(sum(getattr(each, field.name) for each in sums) for field in fields(Routing)))
+
+        local_routing = Routing(
+            *(sum(getattr(each, field.name) for each in sums) for field in fields(Routing))
+        )
         return Balance.of(local_routing, self.strategy.mesh.data.sum)
 
     def _token_logprobs(self, model: Actor, batch: Batch) -> Tensor:
@@ -309,8 +425,14 @@ class Policy(Role, PolicyNames):
     def _reference(self) -> Iterator[Actor]:
         """Yield the reference model, ready for inference."""
         if self.reference is None:
-            raise ValueError("this policy has no reference model: create it with one (--init_kl_coef)")
-        with adapters_off(self.actor.language_model) if self.reference is self.actor else nullcontext():
+            raise ValueError(
+                "this policy has no reference model: create it with one (--init_kl_coef)"
+            )
+        with (
+            adapters_off(self.actor.language_model)
+            if self.reference is self.actor
+            else nullcontext()
+        ):
             yield self.reference
 
     def _pad_token_id(self) -> int:

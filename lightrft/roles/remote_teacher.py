@@ -1,4 +1,5 @@
-"""A teacher behind an HTTP endpoint: OpenAI's completions API, which echoes the tokens of a prompt with their log-probs.
+"""A teacher behind an HTTP endpoint: OpenAI's completions API, which echoes the tokens of a prompt
+with their log-probs.
 
     POST URL/completions  {"prompt": [ids], "echo": true, "logprobs": 1, "max_tokens": 0, ...}
 
@@ -29,10 +30,18 @@ class RemoteTeacher:
     Raises ValueError at once for a server that does not answer, or has another vocabulary.
     """
 
-    def __init__(self, url: str, tokenizer: PreTrainedTokenizerBase, model_parallel: Axis, *, patience: float = PATIENCE):
+    def __init__(
+        self,
+        url: str,
+        tokenizer: PreTrainedTokenizerBase,
+        model_parallel: Axis,
+        *,
+        patience: float = PATIENCE,
+    ):
         """Connect to the server. `patience`: seconds that the server may be away or busy.
 
-        `url` is like `http://host:8000/v1`. `model_parallel`: ranks with the same batches, which divide the requests.
+        `url` is like `http://host:8000/v1`. `model_parallel`: ranks with the same batches, which
+        divide the requests.
         """
         self.model_parallel = model_parallel
         self._server = Endpoint("--teacher_url", url, KEY, patience=patience)
@@ -40,36 +49,75 @@ class RemoteTeacher:
         self._check_vocabulary(tokenizer)
 
     def logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
-        """Return log p of every learned token, 0 elsewhere: [T] float32. One request for each sequence with learned tokens."""
-        ids, masks = (column.split(batch.lengths.tolist()) for column in (batch.input_ids, batch.loss_mask))
+        """Return log p of every learned token, 0 elsewhere: [T] float32.
+
+        One request for each sequence with learned tokens.
+        """
+        ids, masks = (
+            column.split(batch.lengths.tolist()) for column in (batch.input_ids, batch.loss_mask)
+        )
+
         scored_places = [place for place, mask in enumerate(masks) if mask.any()]
         local = scored_places[self.model_parallel.rank :: self.model_parallel.size]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            scored = dict(zip(local, pool.map(lambda place: self._score(ids[place].tolist())[0], local), strict=True))
+            scored = dict(
+                zip(
+                    local,
+                    pool.map(lambda place: self._score(ids[place].tolist())[0], local),
+                    strict=True,
+                )
+            )
+
         values = torch.zeros(batch.num_tokens)
         for part in self.model_parallel.gather(scored):
             for place, logprobs in part.items():
                 values[batch.offsets[place] : batch.offsets[place + 1]] = torch.tensor(logprobs)
+
         return torch.where(batch.loss_mask, values, 0.0)
 
     def _score(self, ids: list[int]) -> tuple[list[float], list[str]]:
-        """Return the log-prob of every token, 0 for the first, and the tokens as the server writes them."""
-        request = {"model": self._model, "prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 1.0}
-        logprobs = self._server.ask("POST", "completions", request)["choices"][0].get("logprobs") or {}
-        values, tokens = ((logprobs.get(name) or [])[: len(ids)] for name in ("token_logprobs", "tokens"))
+        """Return the log-prob of every token, 0 for the first, and the tokens as the server writes
+        them.
+        """
+        request = {
+            "model": self._model,
+            "prompt": ids,
+            "echo": True,
+            "logprobs": 1,
+            "max_tokens": 0,
+            "temperature": 1.0,
+        }
+        logprobs = (
+            self._server.ask("POST", "completions", request)["choices"][0].get("logprobs") or {}
+        )
+        values, tokens = (
+            (logprobs.get(name) or [])[: len(ids)] for name in ("token_logprobs", "tokens")
+        )
         if len(values) != len(ids) or None in values[1:]:
-            raise ValueError(f"{self._server.named}: {len(ids)} tokens were sent, but {len(values)} log-probs were returned")
+            raise ValueError(
+                f"{self._server.named}: {len(ids)} tokens were sent, but {len(values)} log-probs"
+                " were returned"
+            )
+
         return [0.0, *values[1:]], tokens
 
     def _check_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Compare tokens that are plain text; parts of a character and special tokens are printed in different ways."""
+        """Compare tokens that are plain text; parts of a character and special tokens are printed
+        in different ways.
+        """
         step = max(len(tokenizer) // NUM_PROBED, 1)
-        ids = [token for token in range(0, len(tokenizer), step) if token not in tokenizer.all_special_ids]
+        ids = [
+            token
+            for token in range(0, len(tokenizer), step)
+            if token not in tokenizer.all_special_ids
+        ]
+
         _, server_tokens = self._score(ids)
         for token, server_token in zip(ids, server_tokens, strict=True):
             own = tokenizer.decode([token])
             if own.isascii() and own.isprintable() and own.strip() != server_token.strip():
                 raise ValueError(
-                    f"{self._server.named} has another vocabulary: token {token} is {server_token!r} there and {own!r} in the "
-                    "tokenizer of --pretrain; the teacher needs the same vocabulary"
+                    f"{self._server.named} has another vocabulary: token {token} is"
+                    f" {server_token!r} there and {own!r} in the tokenizer of --pretrain; the"
+                    " teacher needs the same vocabulary"
                 )

@@ -14,7 +14,9 @@ class MicroBatchReports:
         self._rows: list[dict[str, Tensor]] = []
 
     def add(self, report: Report, weight: Tensor) -> None:
-        """Add means of the reports over `weight`, extremes for names in `_max` and `_min`, and the weight as `tokens`."""
+        """Add means of the reports over `weight`, extremes for names in `_max` and `_min`, and the
+        weight as `tokens`.
+        """
         total = weight.sum(dtype=torch.float32)
         row = {"tokens": total}
         for name, entry in report.items():
@@ -25,12 +27,21 @@ class MicroBatchReports:
             elif name.endswith("_min"):
                 row[name] = values.masked_fill(own == 0, torch.inf).amin()
             else:
-                row[name] = values.masked_fill(own == 0, 0.0).mul(own).sum() / own.sum(dtype=torch.float32)
+                row[name] = values.masked_fill(own == 0, 0.0).mul(own).sum() / own.sum(
+                    dtype=torch.float32
+                )
+
         self._rows.append(row)
 
     def gather(self, axis: Axis) -> dict[str, list[float]]:
-        """Return name -> the numbers of all ranks' micro-batches, in rank order, without those that have no learned token."""
+        """Return name -> the numbers of all ranks' micro-batches, in rank order, without those that
+        have no learned token.
+        """
         names = list(self._rows[0])
-        rows = torch.stack([torch.stack([row[name] for name in names]) for row in self._rows]).tolist()
-        all_rows = [row for rank in axis.gather([row for row in rows if row[0] > 0]) for row in rank]
+        rows = torch.stack(
+            [torch.stack([row[name] for name in names]) for row in self._rows]
+        ).tolist()
+        all_rows = [
+            row for rank in axis.gather([row for row in rows if row[0] > 0]) for row in rank
+        ]
         return {name: [row[column] for row in all_rows] for column, name in enumerate(names)}

@@ -16,8 +16,8 @@ from lightrft.types import Batch, JudgedBatch, to_device
 class RewardModel(Role, ScorerNames):
     """Reward model; its module is a models.heads.Scorer, read at the last token of each sequence.
 
-    Of several heads the mean counts. Objectives of train() get scores [N], and their reports are [N]; they use the rows that are
-    not masked.
+    Of several heads the mean counts. Objectives of train() get scores [N], and their reports are
+    [N]; they use the rows that are not masked.
     """
 
     TRAIN_KEYS = (SAMPLE_MASK,)
@@ -29,28 +29,43 @@ class RewardModel(Role, ScorerNames):
     def get_flat_scores(self, columns: Mapping[str, Any], mbs: int | None = None) -> Tensor:
         """Return the score at each token of this rank's rows, [T] float32 on the host.
 
-        `columns` are those of a flat batch without `rows`, see data.conversations.flat_columns(); all ranks call it together.
+        `columns` are those of a flat batch without `rows`, see data.conversations.flat_columns();
+        all ranks call it together.
         """
         counts = [range(count) for count in self.strategy.mesh.data.gather(len(columns["lengths"]))]
-        owners = [[sum(map(len, counts[:rank])) + row for row in rows] for rank, rows in enumerate(counts)]
-        batch = Batch(**columns, rows=torch.tensor(owners[self.strategy.mesh.data.rank], dtype=torch.int64))
-        return self._answer_flat(batch, owners, self.module, lambda part: _mean(self.module(part)), mbs)
+        owners = [
+            [sum(map(len, counts[:rank])) + row for row in rows] for rank, rows in enumerate(counts)
+        ]
+        batch = Batch(
+            **columns, rows=torch.tensor(owners[self.strategy.mesh.data.rank], dtype=torch.int64)
+        )
+        return self._answer_flat(
+            batch, owners, self.module, lambda part: _mean(self.module(part)), mbs
+        )
 
     def get_rewards(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:
         """Return the rewards, [B] float32 on the host: the scores at the last tokens."""
         return self.get_scores(batch, mbs).gather(1, batch[LENGTHS].cpu().long()[:, None] - 1)[:, 0]
 
-    def forward(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
+    def forward(
+        self, batch: Batch, gradients: TokenGradients | None = None
+    ) -> tuple[Tensor, Report]:
         """Return the scores [N]."""
         return _mean(self._last(batch)), {}
 
-    def scores_of_heads(self, batch: JudgedBatch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
+    def scores_of_heads(
+        self, batch: JudgedBatch, gradients: TokenGradients | None = None
+    ) -> tuple[Tensor, Report]:
         """Return for each sequence the score of the head that `batch.heads` names: [N]."""
         scores = self._last(batch)
         return scores if scores.ndim == 1 else scores.gather(1, batch.heads[:, None])[:, 0], {}
 
-    def scores_of_tokens(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
-        """Return the score at each token, [T], of a model with one head: a process reward model is read after each step."""
+    def scores_of_tokens(
+        self, batch: Batch, gradients: TokenGradients | None = None
+    ) -> tuple[Tensor, Report]:
+        """Return the score at each token, [T], of a model with one head: a process reward model is
+        read after each step.
+        """
         return self.module(batch), {}
 
     def weight(self, batch: Batch) -> Tensor:

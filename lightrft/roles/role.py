@@ -1,4 +1,6 @@
-"""Base of all roles: a model that is trained or used for inference in micro-batches, which are planned over all ranks."""
+"""Base of all roles: a model that is trained or used for inference in micro-batches, which are
+planned over all ranks.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +29,8 @@ from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.types import Batch, padded
 
 Objective = Callable[[Tensor, Any, Denominator], tuple[Tensor, Report]]
-"""(the role's values, batch, denominator) -> this micro-batch's share of the loss [], and reports by metric name."""
+"""(the role's values, batch, denominator) -> this micro-batch's share of the loss [], and reports
+by metric name."""
 ALL_MB_METRICS = "all_mb_metrics"
 """NeMo-RL's name for the metrics of all micro-batches."""
 MAX_TOKENS: int = TrainSection.max_tokens_per_microbatch
@@ -35,7 +38,9 @@ MAX_TOKENS: int = TrainSection.max_tokens_per_microbatch
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """A term of the loss of an optimizer step: sequences in micro-batches, and the function for each one's share of the term."""
+    """A term of the loss of an optimizer step: sequences in micro-batches, and the function for
+    each one's share of the term.
+    """
 
     batch: Batch
     rows: MicroBatchIndices
@@ -65,9 +70,10 @@ class TrainStep:
 class Role(ABC):
     """A model under a strategy. It learns if it has an optimizer.
 
-    Batches of the public verbs are mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded, and contain this
-    rank's rows: any number, including none. Results are in the caller's order, and have the same S on all ranks, the largest of
-    theirs rounded up to a multiple of `width_multiple`. All ranks call a verb together.
+    Batches of the public verbs are mappings with `input_ids` [B, S] and `input_lengths` [B],
+    right-padded, and contain this rank's rows: any number, including none. Results are in the
+    caller's order, and have the same S on all ranks, the largest of theirs rounded up to a multiple
+    of `width_multiple`. All ranks call a verb together.
     """
 
     TRAIN_KEYS: ClassVar[Sequence[str]] = (TOKEN_MASK, SAMPLE_MASK)
@@ -87,9 +93,12 @@ class Role(ABC):
         width_multiple: int = 1,
     ):
         self.strategy = strategy
-        self.module, self.optimizer, self.scheduler = module, optimizer, scheduler
+        self.module = module
+        self.optimizer = optimizer
+        self.scheduler = scheduler
         self.average = average
-        """Moving average of the parameters, which update_average() keeps up to date; it is not frozen."""
+        """Moving average of the parameters, which update_average() keeps up to date; it is not
+        frozen."""
         self.max_tokens = max_tokens
         """Maximum number of tokens of one micro-batch on one rank; a longer row is an error."""
         self.max_logprob_tokens = max_logprob_tokens
@@ -99,18 +108,23 @@ class Role(ABC):
         self.width_multiple = width_multiple
         """Number of which the width S of results is a multiple."""
         self.operations = 0.0
-        """Floating-point operations of training so far, on all ranks that share this rank's rows."""
+        """Floating-point operations of training so far, on all ranks that share this rank's rows.
+        """
         self._step: TrainStep | None = None
 
     @abstractmethod
-    def forward(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
+    def forward(
+        self, batch: Batch, gradients: TokenGradients | None = None
+    ) -> tuple[Tensor, Report]:
         """Return the input of objectives, and reports in addition to theirs.
 
         `gradients` are those of the objective, if they are known before it is computed.
         """
 
     def weight(self, batch: Batch) -> Tensor:
-        """Return the weight in a mean of each element of forward()'s values and of reports: [T], the learned tokens."""
+        """Return the weight in a mean of each element of forward()'s values and of reports: [T],
+        the learned tokens.
+        """
         return batch.loss_mask
 
     @cached_property
@@ -127,23 +141,30 @@ class Role(ABC):
         mbs: int | None = None,
         eval_mode: bool = False,
     ) -> dict[str, Any]:
-        """Take an optimizer step for every `gbs` rows of all ranks, counted in rank order; one for all rows when None.
+        """Take an optimizer step for every `gbs` rows of all ranks, counted in rank order; one for
+        all rows when None.
 
-        The batch also has `token_mask` [B, S] and `sample_mask` [B], the tokens and rows that are learned, and any [B, S] or
-        [B] column that `loss_fn` reads. `mbs` bounds the rows of one micro-batch. Returns `loss` [k] and `grad_norm` [k]
-        (before clipping), global, of the k steps, and `metrics`: for each name a list with an entry for each micro-batch of
-        all ranks, its mean over learned tokens, whose number is `tokens`; `all_mb_metrics` is another name for the same. In
-        eval_mode nothing is learned, no gradient is computed, and grad_norm is 0.
+        The batch also has `token_mask` [B, S] and `sample_mask` [B], the tokens and rows that are
+        learned, and any [B, S] or [B] column that `loss_fn` reads. `mbs` bounds the rows of one
+        micro-batch. Returns `loss` [k] and `grad_norm` [k] (before clipping), global, of the k
+        steps, and `metrics`: for each name a list with an entry for each micro-batch of all ranks,
+        its mean over learned tokens, whose number is `tokens`; `all_mb_metrics` is another name for
+        the same. In eval_mode nothing is learned, no gradient is computed, and grad_norm is 0.
         """
         flat, steps = self.redistribute(batch, gbs=gbs, mbs=mbs)
         if not steps:
             raise ValueError("the batch to train on is empty: it has no rows on any rank")
-        numbers, reports = [], MicroBatchReports()
+
+        numbers = []
+        reports = MicroBatchReports()
         for rows in steps:
-            self.begin_train_step(loss_fn, self.denominator(flat, rows), len(rows), eval_mode=eval_mode)
+            self.begin_train_step(
+                loss_fn, self.denominator(flat, rows), len(rows), eval_mode=eval_mode
+            )
             for micro_batch in micro_batches(flat, rows, self.strategy.device):
                 reports.add(self.train_microbatch(micro_batch), self.weight(micro_batch))
             numbers.append(torch.stack(self.finish_train_step()))
+
         losses, norms = torch.stack(numbers).cpu().unbind(1)
         metrics = reports.gather(self.strategy.mesh.data)
         return {"loss": losses, "grad_norm": norms, "metrics": metrics, ALL_MB_METRICS: metrics}
@@ -151,18 +172,28 @@ class Role(ABC):
     def redistribute(
         self, batch: Mapping[str, Any], *, gbs: int | None = None, mbs: int | None = None
     ) -> tuple[Batch, list[MicroBatchIndices]]:
-        """Plan the rows of all ranks; return this rank's as a flat batch, and its micro-batches for each optimizer step."""
+        """Plan the rows of all ranks; return this rank's as a flat batch, and its micro-batches for
+        each optimizer step.
+        """
         flattened = flatten(batch, self.strategy.mesh.data, required=self.TRAIN_KEYS, columns=True)
         return self.redistribute_flat(flattened.batch, gbs, mbs)
 
     def redistribute_flat(
-        self, batch: B, gbs: int | None = None, mbs: int | None = None, *, max_tokens: int | None = None,
-        store: SampleStore | None = None, units: Tensor | None = None,
-    ) -> tuple[B, list[MicroBatchIndices]]:  # fmt: skip
-        """Do the same for a flat batch of this rank's rows. Rows of one prompt are grouped if a micro-batch computes it once.
+        self,
+        batch: B,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        *,
+        max_tokens: int | None = None,
+        store: SampleStore | None = None,
+        units: Tensor | None = None,
+    ) -> tuple[B, list[MicroBatchIndices]]:
+        """Do the same for a flat batch of this rank's rows.
 
-        The rows travel through `store`; None: one of their own. `gbs` counts units, such as episodes, if `units` [N] int64 has
-        the number of each row's, ascending over all ranks.
+        Rows of one prompt are grouped if a micro-batch computes it once.
+
+        The rows travel through `store`; None: one of their own. `gbs` counts units, such as
+        episodes, if `units` [N] int64 has the number of each row's, ascending over all ranks.
         """
         used = store or self.strategy.sample_store()
         part, minibatches = redistribute(
@@ -176,6 +207,7 @@ class Role(ABC):
         )
         if store is None:
             used.clear(part.rows.tolist())
+
         return part, minibatches
 
     # -- one optimizer step on flat batches
@@ -192,10 +224,13 @@ class Role(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Take one optimizer step over the given micro-batches, and those of `extra_term`.
 
-        Returns the global loss and the gradient norm before clipping. Reports are averaged over learned tokens; those whose name
-        ends in `_max` or `_min` are reduced by maximum or minimum.
+        Returns the global loss and the gradient norm before clipping. Reports are averaged over
+        learned tokens; those whose name ends in `_max` or `_min` are reduced by maximum or minimum.
         """
-        terms = [LossTerm(batch, rows, objective, denominator, self.forward), *([extra_term] if extra_term else [])]
+        terms = [
+            LossTerm(batch, rows, objective, denominator, self.forward),
+            *([extra_term] if extra_term else []),
+        ]
         return self.learn(terms, metrics)
 
     def learn(self, terms: Sequence[LossTerm], metrics: Metrics) -> tuple[Tensor, Tensor]:
@@ -203,115 +238,197 @@ class Role(ABC):
         return self._run(terms, lambda name: name, metrics)
 
     def measure(self, term: LossTerm, metrics: Metrics) -> Tensor:
-        """Compute a term without learning; return its global value []. Reports `train/NAME` become `eval/NAME`."""
-        return self._run([term], lambda name: name.replace("train/", "eval/", 1), metrics, eval_mode=True)[0]
+        """Compute a term without learning; return its global value [].
+
+        Reports `train/NAME` become `eval/NAME`.
+        """
+        return self._run(
+            [term], lambda name: name.replace("train/", "eval/", 1), metrics, eval_mode=True
+        )[0]
 
     def _run(
-        self, terms: Sequence[LossTerm], metric: Callable[[str], str], metrics: Metrics, *, eval_mode: bool = False
+        self,
+        terms: Sequence[LossTerm],
+        metric: Callable[[str], str],
+        metrics: Metrics,
+        *,
+        eval_mode: bool = False,
     ) -> tuple[Tensor, Tensor]:
         first = terms[0]
         count = sum(len(term.rows) for term in terms)
         self.begin_train_step(first.objective, first.denominator, count, eval_mode=eval_mode)
+
         for term in terms:
             for micro_batch in micro_batches(term.batch, term.rows, self.strategy.device):
                 report = self.train_microbatch(micro_batch, term)
                 for name, entry in report.items():
-                    values, weight = entry if isinstance(entry, Weighted) else (entry, self.weight(micro_batch))
+                    values, weight = (
+                        entry if isinstance(entry, Weighted) else (entry, self.weight(micro_batch))
+                    )
                     add = {"_max": metrics.max, "_min": metrics.min}.get(name[-4:], metrics.mean)
                     add(metric(name), values, weight)
+
         return self.finish_train_step()
 
     def update_average(self, beta: float) -> None:
-        """Update the average, if there is one: average <- beta * average + (1 - beta) * the trained parameters."""
+        """Update the average, if there is one: average <- beta * average + (1 - beta) * the trained
+        parameters.
+        """
         if self.average is not None:
             self.strategy.moving_average(self.module, self.average, beta)
 
     def begin_train_step(
-        self, objective: Objective, denominator: Denominator, num_microbatches: int, *, eval_mode: bool = False
+        self,
+        objective: Objective,
+        denominator: Denominator,
+        num_microbatches: int,
+        *,
+        eval_mode: bool = False,
     ) -> None:
-        """Begin an optimizer step of `num_microbatches` micro-batches, the same number on every rank."""
+        """Begin an optimizer step of `num_microbatches` micro-batches, the same number on every
+        rank.
+        """
         if self._step is not None:
-            raise RuntimeError("a train step is open: call finish_train_step() or abort_train_step() first")
+            raise RuntimeError(
+                "a train step is open: call finish_train_step() or abort_train_step() first"
+            )
         if not eval_mode and self.optimizer is None:
-            raise ValueError(f"this {type(self).__name__} has no optimizer: create it with one, or pass eval_mode=True")
-        self.strategy.enter(Phase.LOGPROB if eval_mode else Phase.TRAIN, self.module, None if eval_mode else self.optimizer)
+            raise ValueError(
+                f"this {type(self).__name__} has no optimizer: create it with one, or pass"
+                " eval_mode=True"
+            )
+
+        self.strategy.enter(
+            Phase.LOGPROB if eval_mode else Phase.TRAIN,
+            self.module,
+            None if eval_mode else self.optimizer,
+        )
         self.module.train(not eval_mode)
         loss = torch.zeros((), device=self.strategy.device)
         self._step = TrainStep(objective, denominator, num_microbatches, not eval_mode, loss)
 
     def train_microbatch(self, batch: Batch, term: LossTerm | None = None) -> Report:
-        """Add the gradients of one micro-batch, which is on the device; return its reports, on the device.
+        """Add the gradients of one micro-batch, which is on the device; return its reports, on the
+        device.
 
         It belongs to `term`, or to the objective with which the step was begun when None.
         """
         step = self._open_step()
         term = term or LossTerm(batch, [], step.objective, step.denominator, self.forward)
         if step.num_started == step.num_microbatches:
-            raise RuntimeError(f"the train step was begun with {step.num_microbatches} micro-batches, but got another one")
-        step.num_started, step.batch = step.num_started + 1, batch
+            raise RuntimeError(
+                f"the train step was begun with {step.num_microbatches} micro-batches, but got"
+                " another one"
+            )
+
+        step.num_started = step.num_started + 1
+        step.batch = batch
+
         gradients = token_gradients(term.objective, batch, term.denominator) if step.learn else None
         with torch.set_grad_enabled(step.learn):
             values, report = term.forward(batch, gradients)
             loss, more = term.objective(values, batch, term.denominator)
+
         if step.learn:
-            self.strategy.backward(loss, self.module, self.optimizer, last=step.num_started == step.num_microbatches)
+            self.strategy.backward(
+                loss, self.module, self.optimizer, last=step.num_started == step.num_microbatches
+            )
             self.operations += self._training_operations(batch)
+
         step.loss += loss.detach()
         step.done += 1
         return more | report
 
     def finish_train_step(self) -> tuple[Tensor, Tensor]:
-        """Step the optimizer; return the global loss and the gradient norm before clipping, [] each, on the device."""
+        """Step the optimizer; return the global loss and the gradient norm before clipping, []
+        each, on the device.
+        """
         step = self._open_step()
         if step.done < step.num_microbatches:
-            raise RuntimeError(f"finish_train_step() after {step.done} of {step.num_microbatches} micro-batches")
+            raise RuntimeError(
+                f"finish_train_step() after {step.done} of {step.num_microbatches} micro-batches"
+            )
+
         self._step = None
         norm = torch.zeros_like(step.loss)
         if step.learn:
-            norm = self.strategy.optimizer_step(self.optimizer, self.module, self.scheduler, name=type(self).__name__.lower())
+            norm = self.strategy.optimizer_step(
+                self.optimizer, self.module, self.scheduler, name=type(self).__name__.lower()
+            )
+
         return self.strategy.all_reduce(step.loss, "sum"), norm.to(step.loss.device)
 
     def abort_train_step(self) -> None:
-        """Discard the open step: parameters, optimizer and schedule are unchanged, and no gradient is left."""
-        step, self._step = self._open_step(), None
+        """Discard the open step: parameters, optimizer and schedule are unchanged, and no gradient
+        is left.
+        """
+        step = self._open_step()
+        self._step = None
         if step.learn and step.num_started and step.done < step.num_microbatches:
-            # Gradients that wait for the last micro-batch are inside the strategy: an empty one flushes them.
+            # Gradients that wait for the last micro-batch are inside the strategy: an empty one
+            # flushes them.
             values, _ = self.forward(empty_microbatch(step.batch))
             self.strategy.backward(values.sum() * 0, self.module, self.optimizer)
         self.strategy.clear_gradients(self.module)
 
-    def denominator(self, batch: Batch, rows: MicroBatchIndices, *, length: int | None = None) -> Denominator:
-        """Count the learned tokens and sequences of one optimizer step over all ranks; one collective.
+    def denominator(
+        self, batch: Batch, rows: MicroBatchIndices, *, length: int | None = None
+    ) -> Denominator:
+        """Count the learned tokens and sequences of one optimizer step over all ranks; one
+        collective.
 
         `length` is the constant of seq-mean-token-sum-norm: --generate_max_len when None.
         """
         part = batch.select([row for members in rows for row in members])
         learned = torch.zeros(len(part)).index_add(0, part.sequence_ids, part.loss_mask.float())
-        counts = self.strategy.all_reduce(torch.stack([part.num_loss_tokens, (learned > 0).sum(dtype=torch.float32)]), "sum")
+        counts = self.strategy.all_reduce(
+            torch.stack([part.num_loss_tokens, (learned > 0).sum(dtype=torch.float32)]), "sum"
+        )
         tokens, sequences = counts.to(self.strategy.device)
-        return Denominator(tokens, sequences, self.strategy.config.generate_max_len if length is None else length)
+        return Denominator(
+            tokens, sequences, self.strategy.config.generate_max_len if length is None else length
+        )
 
     # -- inference
 
-    def _infer(self, module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch, rows: MicroBatchIndices) -> Tensor:
+    def _infer(
+        self,
+        module: nn.Module,
+        forward: Callable[[Batch], Tensor],
+        batch: Batch,
+        rows: MicroBatchIndices,
+    ) -> Tensor:
         """Compute one value per token, in the batch's order: [T] float32 on the host.
 
-        `rows` are the micro-batches of training; inference regroups them if it has a token budget of its own.
+        `rows` are the micro-batches of training; inference regroups them if it has a token budget
+        of its own.
         """
         if self.max_logprob_tokens is not None:
             limits = {"max_tokens": self.max_logprob_tokens, "batching": self.batching}
             rows = regroup(self.strategy.mesh.data, batch, **limits)
         return self._infer_rows(module, forward, batch, rows)
 
-    def _infer_rows(self, module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch, rows: MicroBatchIndices) -> Tensor:
+    def _infer_rows(
+        self,
+        module: nn.Module,
+        forward: Callable[[Batch], Tensor],
+        batch: Batch,
+        rows: MicroBatchIndices,
+    ) -> Tensor:
         self.strategy.enter(Phase.LOGPROB, module)
         module.eval()
         return infer(forward, batch, rows, self.strategy.device)
 
     def _answer(
-        self, batch: Mapping[str, Any], module: nn.Module, forward: Callable[[Batch], Tensor], mbs: int | None
+        self,
+        batch: Mapping[str, Any],
+        module: nn.Module,
+        forward: Callable[[Batch], Tensor],
+        mbs: int | None,
     ) -> Tensor:
-        """Compute `forward` for each token of the caller's rows: [B, S, ...] float32 on the host, 0 in the padding."""
+        """Compute `forward` for each token of the caller's rows: [B, S, ...] float32 on the host, 0
+        in the padding.
+        """
         flattened = flatten(batch, self.strategy.mesh.data)
         values = self._answer_flat(flattened.batch, flattened.owners, module, forward, mbs)
         return padded(values, flattened.batch.lengths, self._rounded_up(flattened.width))
@@ -320,11 +437,21 @@ class Role(ABC):
         return -(-width // self.width_multiple) * self.width_multiple
 
     def _answer_flat(
-        self, batch: Batch, owners: list[list[int]], module: nn.Module, forward: Callable[[Batch], Tensor], mbs: int | None
+        self,
+        batch: Batch,
+        owners: list[list[int]],
+        module: nn.Module,
+        forward: Callable[[Batch], Tensor],
+        mbs: int | None,
     ) -> Tensor:
-        """Compute `forward` for each token of a flat batch: [T, ...] on the host. `owners` are the rows of each rank."""
+        """Compute `forward` for each token of a flat batch: [T, ...] on the host.
+
+        `owners` are the rows of each rank.
+        """
         store = self.strategy.sample_store()
-        part, steps = self.redistribute_flat(batch, None, mbs, max_tokens=self.max_logprob_tokens, store=store)
+        part, steps = self.redistribute_flat(
+            batch, None, mbs, max_tokens=self.max_logprob_tokens, store=store
+        )
         values = self._infer_rows(module, forward, part, steps[0] if steps else [])
         store.put(part.rows, part.lengths, tokens={"values": values})
         store.move(owners, ["values"])
