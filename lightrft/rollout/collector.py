@@ -1,14 +1,20 @@
-"""Collect the samples of a step: choose the prompts, distribute them over ranks, and select the groups to learn from.
+"""Collect the samples of a step: choose the prompts, distribute them over ranks, and select the
+groups to learn from.
 
-By default there are `rollout_batch_size` prompts, and every response is generated to its end. These can be combined:
+By default there are `rollout_batch_size` prompts, and every response is generated to its end. These
+can be combined:
 
-- dynamic sampling (DAPO, arXiv 2503.14476): groups of equal rewards are replaced by other prompts, round after round
-- over-sampling: more prompts than needed, stopping as soon as enough groups are complete; with tail rounds (RollPacker,
-  arXiv 2509.21009) the others begin anew in later steps, so that nothing is lost and every token is of the newest weights
-- partial rollouts (Kimi k1.5, arXiv 2501.12599): unfinished responses continue in the next step, with their log-probs
+- dynamic sampling (DAPO, arXiv 2503.14476): groups of equal rewards are replaced by other prompts,
+  round after round
+- over-sampling: more prompts than needed, stopping as soon as enough groups are complete; with tail
+  rounds (RollPacker, arXiv 2509.21009) the others begin anew in later steps, so that nothing is
+  lost and every token is of the newest weights
+- partial rollouts (Kimi k1.5, arXiv 2501.12599): unfinished responses continue in the next step,
+  with their log-probs
 - curriculum: prompts that were too easy or too hard are on cooldown for some passes over the data
 
-All ranks make the same decisions, from numbers that all of them have. The order in which responses end does not matter.
+All ranks make the same decisions, from numbers that all of them have. The order in which responses
+end does not matter.
 """
 
 import time
@@ -46,7 +52,9 @@ from lightrft.types import Prompt, Sample
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """Groups of a round, as all ranks have chosen them, and the collector's position once they are drawn."""
+    """Groups of a round, as all ranks have chosen them, and the collector's position once they are
+    drawn.
+    """
 
     drawn: list[Parked]
     """Groups of all ranks."""
@@ -70,14 +78,17 @@ class RoundPlan:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """First round of a step that has not begun: its groups on this rank with the requests for their responses."""
+    """First round of a step that has not begun: its groups on this rank with the requests for their
+    responses.
+    """
 
     plan: RoundPlan
     groups: dict[int, Group]
     """Number of a group -> the group."""
     requests: Requests
     unreadable: dict[int, str]
-    """Row of a prompt that this rank has checked -> reason why its media cannot be read. With any, nothing else is prepared."""
+    """Row of a prompt that this rank has checked -> reason why its media cannot be read. With any,
+    nothing else is prepared."""
 
 
 @dataclass(slots=True)
@@ -99,23 +110,43 @@ LEAST_ACCEPTANCE = 0.25
 
 
 class Collector:
-    """Collector of the samples of each step. A checkpoint has its position in the data, its carried groups, and its history."""
+    """Collector of the samples of each step.
+
+    A checkpoint has its position in the data, its carried groups, and its history.
+    """
 
     def __init__(
-        self, sampler: Sampler, rewards: RewardRunner, prompts: Sequence[Prompt], *, section: RolloutSection, data: Axis,
-        seed: int, greedy: bool = False, order: Order | Blend | None = None,
-    ):  # fmt: skip
-        """Set up the collector. With `greedy` each group also has the greedy response to its prompt.
+        self,
+        sampler: Sampler,
+        rewards: RewardRunner,
+        prompts: Sequence[Prompt],
+        *,
+        section: RolloutSection,
+        data: Axis,
+        seed: int,
+        greedy: bool = False,
+        order: Order | Blend | None = None,
+    ):
+        """Set up the collector.
+
+        With `greedy` each group also has the greedy response to its prompt.
 
         `order` is the order of the prompts; the seed determines it when None.
         """
-        self.sampler, self.rewards, self.prompts, self.section = sampler, rewards, prompts, section
-        self.data, self.seed, self.greedy = data, seed, greedy
+        self.sampler = sampler
+        self.rewards = rewards
+        self.prompts = prompts
+        self.section = section
+        self.data = data
+        self.seed = seed
+        self.greedy = greedy
         self.trace = Untraced()
         """Trace that measures how long this rank waits for the generation of others."""
         self.overlap: Overlap | None = None
-        """Thread that computes the models' outputs for complete groups while others are generated; None without --overlap."""
-        self.order, self.history = order or Order(len(prompts), seed), History(len(prompts))
+        """Thread that computes the models' outputs for complete groups while others are generated;
+        None without --overlap."""
+        self.order = order or Order(len(prompts), seed)
+        self.history = History(len(prompts))
         self.place = 0
         """Number of prompts drawn or passed over, in the order of the data."""
         self.number = 0
@@ -125,65 +156,96 @@ class Collector:
         self.all_carried: list[Carried] = []
         """Summaries of the carried groups of all ranks, the same on every rank."""
         self._ahead: deque[StartedRound] = deque()
-        """First rounds of the next steps, which are generated while this one is learned. A checkpoint does not contain their
-        responses: a resumed run begins their groups anew."""
+        """First rounds of the next steps, which are generated while this one is learned. A
+        checkpoint does not contain their responses: a resumed run begins their groups anew."""
         self.expander: Expander | None = None
         """Expander of prompts with media for the trained model; None for text."""
         self.skips_unreadable = False
-        """True if prompts whose media cannot be read any more are left out (--bad_rows skip); otherwise they end the run."""
+        """True if prompts whose media cannot be read any more are left out (--bad_rows skip);
+        otherwise they end the run."""
         self.left_out: set[int] = set()
         """Rows of these prompts, the same on all ranks; a resumed run finds them again."""
         self._prepared: Prepared | None = None
         self._at_once = 1
-        """Number of responses that the engines of a data replica decode at the same time, known from the first round on."""
+        """Number of responses that the engines of a data replica decode at the same time, known
+        from the first round on."""
         self.parked: list[Parked] = []
-        """Groups that wait to begin anew: of tail rounds, and in a resumed run; the same on every rank."""
+        """Groups that wait to begin anew: of tail rounds, and in a resumed run; the same on every
+        rank."""
 
     def __call__(self, step: int, metrics: Metrics, *, ahead: int = 0) -> list[Group]:
-        """Return this rank's complete groups of a step; all ranks together have `rollout_batch_size`. The engine must be awake.
+        """Return this rank's complete groups of a step; all ranks together have
+        `rollout_batch_size`. The engine must be awake.
 
-        The generation of the next `ahead` steps begins, if it has not yet, with the weights that the engine has now.
+        The generation of the next `ahead` steps begins, if it has not yet, with the weights that
+        the engine has now.
 
         Raises ConfigError if no group of any round has a signal.
         """
-        section, missing, rounds = self.section, self.section.rollout_batch_size, 0
+        section = self.section
+        missing = self.section.rollout_batch_size
+        rounds = 0
         settled_groups: list[Group] = []
+
         chosen: set[int] = set()
         idle: list[int] = []
         while missing and rounds < section.dynamic_sampling_rounds:
             tried = len(chosen) + len(idle)
             began_ahead = self._ahead and not rounds
             acceptance = len(chosen) / tried if tried else 1.0
-            started = self._ahead.popleft() if began_ahead else self._begin(step, rounds, missing, acceptance=acceptance)
-            local_groups, drawn = self._generate(started), started.plan.drawn
-            with_signal, without_signal = self._split_by_signal([group for group in local_groups if group.complete])
+            started = (
+                self._ahead.popleft()
+                if began_ahead
+                else self._begin(step, rounds, missing, acceptance=acceptance)
+            )
+            local_groups = self._generate(started)
+            drawn = started.plan.drawn
+
+            with_signal, without_signal = self._split_by_signal(
+                [group for group in local_groups if group.complete]
+            )
             chosen |= set(with_signal[:missing])
             idle += without_signal
             settled = chosen.union(idle)
             settled_groups += [group for group in local_groups if group.number in settled]
             self._carry([group for group in local_groups if group.number not in settled])
+
             if self._in_tail_rounds:
-                self._park([each for each in drawn if each[1] not in chosen], complete=set(with_signal))
-            missing, rounds = section.rollout_batch_size - len(chosen), rounds + 1
+                self._park(
+                    [each for each in drawn if each[1] not in chosen], complete=set(with_signal)
+                )
+
+            missing = section.rollout_batch_size - len(chosen)
+            rounds = rounds + 1
+
         if section.dynamic_sampling:
             metrics.max("rollout/sampling_rounds", rounds)
             metrics.max("rollout/groups_given_up", len(idle))
+
         metrics.max("rollout/groups_carried", len(self.all_carried))
         if self.skips_unreadable:
             metrics.max("rollout/prompts_left_out", len(self.left_out))
         if self._in_tail_rounds:
             metrics.max("rollout/groups_parked", len(self.parked))
+
         while len(self._ahead) < ahead:
             later = step + 1 + len(self._ahead)
             self._ahead.append(self._begin(later, 0, section.rollout_batch_size, acceptance=1.0))
+
         instead = set(self._substitutes(idle, missing))
         for group in settled_groups:
             if group.number in instead:
                 group.mask()
-        return sorted((group for group in settled_groups if group.number in chosen | instead), key=lambda group: group.number)
+
+        return sorted(
+            (group for group in settled_groups if group.number in chosen | instead),
+            key=lambda group: group.number,
+        )
 
     def score(self, groups: list[Group], metrics: Metrics) -> list[Sample]:
-        """Return the samples of groups, with their rewards, and record the outcomes of all ranks' groups in the history."""
+        """Return the samples of groups, with their rewards, and record the outcomes of all ranks'
+        groups in the history.
+        """
         self._settle(groups)
         self.rewards.count_failures("rollout/reward_failures", metrics)
         return [sample for group in groups for sample in group.samples]
@@ -195,16 +257,23 @@ class Collector:
         return self.section.rollout_schedule == "tail_rounds"
 
     def _plan(self, missing: int, *, acceptance: float, at_once: int) -> RoundPlan:
-        """Choose carried, parked and new groups, which never waited unless they were parked. Nothing is drawn yet."""
+        """Choose carried, parked and new groups, which never waited unless they were parked.
+
+        Nothing is drawn yet.
+        """
         num_started = ceil(missing * self.section.over_sampling / max(acceptance, LEAST_ACCEPTANCE))
         needed = missing if self.section.over_sampling > 1 else num_started
-        carried, all_carried = self.all_carried[:num_started], self.all_carried[num_started:]
+        carried = self.all_carried[:num_started]
+        all_carried = self.all_carried[num_started:]
+
         parked = [each for each in self.parked if each[2] not in self.left_out]
         again = parked[: num_started - len(carried)]
         if self._in_tail_rounds:
             sizes = {"batch": missing - len(carried), "ahead": num_started - len(carried)}
             again, num_new = next_tail_round(parked, self._rows_left, **sizes)
-            num_started, needed = len(carried) + len(again) + num_new, missing
+            num_started = len(carried) + len(again) + num_new
+            needed = missing
+
         rows, place = self._rows(num_started - len(carried) - len(again))
         drawn = [*((0, group.number, group.row) for group in carried), *again]
         drawn += [(0, number, row) for number, row in enumerate(rows, self.number + 1)]
@@ -217,40 +286,66 @@ class Collector:
         shared = self.section.rollout_schedule == "longest_first"
         divided = shared and self.overlap is None and self.sampler.episodes is None
         ranks = group_ranks[: len(carried)] + [None] * len(costs) if shared else group_ranks
-        round = Round(lengths, ranks, responses, num_ranks=self.data.size, needed=needed, at_once=at_once, divided=divided)
-        after = {"place": place, "number": self.number + len(rows), "all_carried": all_carried,
-                 "parked": sorted({*parked}.difference(again))}  # fmt: skip
+        round = Round(
+            lengths,
+            ranks,
+            responses,
+            num_ranks=self.data.size,
+            needed=needed,
+            at_once=at_once,
+            divided=divided,
+        )
+
+        after = {
+            "place": place,
+            "number": self.number + len(rows),
+            "all_carried": all_carried,
+            "parked": sorted({*parked}.difference(again)),
+        }
         numbers = [number for _, number, _ in drawn]
-        return RoundPlan(drawn, round, dict(zip(numbers, group_ranks, strict=True)), divided, **after)
+        return RoundPlan(
+            drawn, round, dict(zip(numbers, group_ranks, strict=True)), divided, **after
+        )
 
     def _balance(self, owners: list[int], work: list[float], costs: list[float]) -> list[int]:
-        """Return the rank of each new group with these costs, beside carried groups with their ranks and work."""
+        """Return the rank of each new group with these costs, beside carried groups with their
+        ranks and work.
+        """
         if not work:
             return fair_owners(self.data.size, costs) if costs else []
+
         loads = [0.0] * self.data.size
         for rank, tokens in zip(owners, work, strict=True):
             loads[rank] += tokens
         ranks = [(load, rank) for rank, load in enumerate(loads)]
         heapify(ranks)
+
         chosen = []
         for cost in costs:
             load, rank = ranks[0]
             chosen.append(rank)
             heapreplace(ranks, (load + cost, rank))
+
         return chosen
 
     @property
     def _rows_left(self) -> int:
-        """Return the number of prompts that have not begun of a pass over the data, which is over when none is parked either."""
+        """Return the number of prompts that have not begun of a pass over the data, which is over
+        when none is parked either.
+        """
         return -self.place % self.order.num_rows or (0 if self.parked else self.order.num_rows)
 
     def _rows(self, count: int) -> tuple[list[int], int]:
-        """Return the next prompts of the data, without those left out or on cooldown, and the place after them."""
+        """Return the next prompts of the data, without those left out or on cooldown, and the place
+        after them.
+        """
         rows: list[int] = []
         place = self.place
         while len(rows) < count:
             for row in self.order.rows(place, count - len(rows)):
-                if row not in self.left_out and not self._on_cooldown(row, place // self.order.num_rows):
+                if row not in self.left_out and not self._on_cooldown(
+                    row, place // self.order.num_rows
+                ):
                     rows.append(row)
                 place += 1
         return rows, place
@@ -258,7 +353,11 @@ class Collector:
     def _on_cooldown(self, row: int, turn: int) -> bool:
         least, most = self.section.curriculum or (0.0, 1.0)
         last = int(self.history.turns[row])
-        return not (last < 0 or least <= self.history.solved[row] <= most or turn - last >= self.section.curriculum_rest)
+        return not (
+            last < 0
+            or least <= self.history.solved[row] <= most
+            or turn - last >= self.section.curriculum_rest
+        )
 
     @property
     def _turn(self) -> int:
@@ -273,40 +372,66 @@ class Collector:
         """Draw the groups of round `number` of a step, and begin this rank's first ones."""
         growth = self.sampler.open(self._seed(step, number))
         self._at_once = growth.at_once
-        prepared, self._prepared = self._prepared, None
+        prepared = self._prepared
+        self._prepared = None
         found = prepared.unreadable if prepared else None
-        plan = prepared.plan if prepared else self._plan(missing, acceptance=acceptance, at_once=growth.at_once)
+        plan = (
+            prepared.plan
+            if prepared
+            else self._plan(missing, acceptance=acceptance, at_once=growth.at_once)
+        )
+
         while self._leave_out(self._unreadable(plan) if found is None else found):
-            plan, prepared, found = self._plan(missing, acceptance=acceptance, at_once=growth.at_once), None, None
-        self.place, self.number, self.all_carried, self.parked = plan.place, plan.number, plan.all_carried, plan.parked
+            plan = self._plan(missing, acceptance=acceptance, at_once=growth.at_once)
+            prepared = None
+            found = None
+
+        self.place = plan.place
+        self.number = plan.number
+        self.all_carried = plan.all_carried
+        self.parked = plan.parked
         started = StartedRound(growth, plan)
         self._take(started, prepared)
+
         return started
 
     def _unreadable(self, plan: RoundPlan) -> dict[int, str]:
-        """Return the unreadable ones of a round's prompts that this rank checks; none unless they are to be left out.
+        """Return the unreadable ones of a round's prompts that this rank checks; none unless they
+        are to be left out.
 
         Groups that have begun go on, so the files of their prompts are not checked.
         """
         if not self.skips_unreadable:
             return {}
+
         begun = {group.row for group in self.all_carried}
         rows = [row for *_, row in plan.drawn if row not in begun]
-        own = {row for (_, _, row), _ in plan.parts_of(self.data.rank)}.difference(begun)  # this rank is about to prepare them
-        reasons = {row: unreadable(self.prompts[row]) for row in own.union(rows[self.data.rank :: self.data.size])}
+        # this rank is about to prepare them
+        own = {row for (_, _, row), _ in plan.parts_of(self.data.rank)}.difference(begun)
+        reasons = {
+            row: unreadable(self.prompts[row])
+            for row in own.union(rows[self.data.rank :: self.data.size])
+        }
+
         return {row: reason for row, reason in reasons.items() if reason}
 
     def _leave_out(self, found: dict[int, str]) -> bool:
-        """Leave out what any rank has found unreadable; return True if the round has to be planned anew. All ranks call it.
+        """Leave out what any rank has found unreadable; return True if the round has to be planned
+        anew. All ranks call it.
 
         Raise DataError if no prompt is left.
         """
         if not self.skips_unreadable:
             return False
+
         axis = self.sampler.exchange
         of_all = {row: reason for part in axis.gather(found) for row, reason in part.items()}
         for row in sorted(of_all) if axis.rank == 0 else ():
-            logger.warning(f"{self.prompts[row].location}: {of_all[row]}; its prompt is left out from now on (--bad_rows skip)")
+            logger.warning(
+                f"{self.prompts[row].location}: {of_all[row]}; its prompt is left out from now on"
+                " (--bad_rows skip)"
+            )
+
         self.left_out |= of_all.keys()
         if len(self.left_out) == self.order.num_rows:
             raise DataError("--bad_rows skip: the media of no prompt can be read any more")
@@ -314,10 +439,12 @@ class Collector:
 
     def _take(self, started: StartedRound, prepared: Prepared | None = None) -> None:
         """Begin the responses that have been assigned to this rank since the last call."""
-        round, parts = started.plan.round, []
+        round = started.plan.round
+        parts = []
         for index in round.started[started.num_taken :]:
             if round.owners[index] == self.data.rank:
-                place, places = round.chunks[index].place, round.chunks[index].responses
+                place = round.chunks[index].place
+                places = round.chunks[index].responses
                 if place not in started.local_groups:
                     _, number, row = started.plan.drawn[place]
                     group = prepared.groups[number] if prepared else self._group(number, row)
@@ -326,6 +453,7 @@ class Collector:
                         self.rewards.begin(group.responses)
                 parts.append((started.local_groups[place], places))
                 started.local_chunks.append(index)
+
         started.num_taken = len(round.started)
         numbers = {group.number for group in started.local_groups.values()}
         self.carried = [group for group in self.carried if group.number not in numbers]
@@ -335,10 +463,12 @@ class Collector:
 
     @contextmanager
     def preparing(self, step: int) -> Iterator[None]:
-        """Prepare the first round of a step during the context, in a thread: its prompts, their media, and the requests.
+        """Prepare the first round of a step during the context, in a thread: its prompts, their
+        media, and the requests.
 
-        All that the choice of prompts depends on is known when the step before has its rewards. Meanwhile nothing is drawn, and
-        the engine does nothing else. Rounds that begin while others learn need no preparation.
+        All that the choice of prompts depends on is known when the step before has its rewards.
+        Meanwhile nothing is drawn, and the engine does nothing else. Rounds that begin while others
+        learn need no preparation.
         """
         if self.section.max_staleness:
             yield
@@ -354,19 +484,28 @@ class Collector:
         plan = self._plan(self.section.rollout_batch_size, acceptance=1.0, at_once=self._at_once)
         if found := self._unreadable(plan):
             return Prepared(plan, {}, {}, found)
-        groups, parts = {}, []
+
+        groups = {}
+        parts = []
         for (_, number, row), places in plan.parts_of(self.data.rank):
             groups[number] = groups.get(number) or self._group(number, row)
             parts.append((groups[number], places))
+
         prepared = Prepared(plan, groups, self.sampler.prepare(parts, self._seed(step, 0)), {})
         if self.expander is not None:
             self.expander.prepare([group.prompt for group in groups.values()])
         self.trace.record("prepare", f"step {step}", began)
+
         return prepared
 
     def _generate(self, started: StartedRound) -> list[Group]:
-        """Generate the groups of a round; return this rank's, of which some are unfinished if the round ended before."""
-        growth, round, drawn = started.growth, started.plan.round, started.plan.drawn
+        """Generate the groups of a round; return this rank's, of which some are unfinished if the
+        round ended before.
+        """
+        growth = started.growth
+        round = started.plan.round
+
+        drawn = started.plan.drawn
         computed: set[int] = set()
         while True:
             exchanges = round.open or self.overlap is not None
@@ -375,50 +514,79 @@ class Collector:
                 self._begin_rewards(started, group)
             if counts is None:
                 break
+
             with self.trace.phase("wait", idle=not growth.running()):
                 round.decide(*counts().tolist())
             if round.over:
                 growth.abort()
                 break
+
             if self.overlap is not None and len(round.complete - computed) * CHUNKS >= len(drawn):
                 places = sorted(round.complete - computed)
-                self.overlap.begin([started.local_groups[place] for place in places if place in started.local_groups])
+                self.overlap.begin(
+                    [
+                        started.local_groups[place]
+                        for place in places
+                        if place in started.local_groups
+                    ]
+                )
                 computed.update(places)
+
             self._take(started)
+
         if self.overlap is not None:
             with self.trace.phase("overlap"):
                 self.overlap.finish()
+
         with self.trace.phase("wait", idle=True):
             self.data.sum(torch.zeros(()))
         for group in growth.finish():
             self._begin_rewards(started, group)
-        return self._move_to_owners(started) if started.plan.divided else list(started.local_groups.values())
+        return (
+            self._move_to_owners(started)
+            if started.plan.divided
+            else list(started.local_groups.values())
+        )
 
     def _begin_rewards(self, started: StartedRound, group: Group) -> None:
-        """Begin the reward call of a group that is complete here, unless another rank has it at the end of the round."""
+        """Begin the reward call of a group that is complete here, unless another rank has it at the
+        end of the round.
+        """
         if not started.plan.divided or started.plan.group_ranks[group.number] == self.data.rank:
             self.rewards.begin(group.responses)
 
     def _move_to_owners(self, started: StartedRound) -> list[Group]:
-        """Move the responses of divided groups to the ranks of their groups; return the groups of this rank."""
+        """Move the responses of divided groups to the ranks of their groups; return the groups of
+        this rank.
+        """
         generated = {group.number: group for group in started.local_groups.values()}
-        groups = {number: group for number, group in generated.items() if started.plan.group_ranks[number] == self.data.rank}
+        groups = {
+            number: group
+            for number, group in generated.items()
+            if started.plan.group_ranks[number] == self.data.rank
+        }
         incomplete = {number for number, group in groups.items() if not group.complete}
         sent = {}
+
         for chunk in (started.plan.round.chunks[index] for index in started.local_chunks):
             group = started.local_groups[chunk.place]
             if group.number not in groups:
                 sent |= {(group.number, place): group.responses[place] for place in chunk.responses}
+
         rows = {number: row for _, number, row in started.plan.drawn}
-        received = move_responses(sent, started.plan.group_ranks, self.data, self.rewards.model_parallel)
+        received = move_responses(
+            sent, started.plan.group_ranks, self.data, self.rewards.model_parallel
+        )
         for (number, place), completion in received.items():
             if number not in groups:
                 groups[number] = self._group(number, rows[number])
                 incomplete.add(number)
             self.sampler.extend(groups[number].responses[place], completion)
+
         for number in sorted(incomplete):
             if groups[number].complete:
                 self.rewards.begin(groups[number].responses)
+
         return [groups[number] for number in sorted(groups)]
 
     def _group(self, number: int, row: int) -> Group:
@@ -426,28 +594,42 @@ class Collector:
         carried = next((group for group in self.carried if group.number == number), None)
         if carried is not None:
             return carried
-        return Group.begin(number, row, self.prompts[row], count=self.section.n_samples_per_prompt, greedy=self.greedy)
+        return Group.begin(
+            number,
+            row,
+            self.prompts[row],
+            count=self.section.n_samples_per_prompt,
+            greedy=self.greedy,
+        )
 
     def _begin_exchange(self, started: StartedRound) -> Callable[[], Tensor]:
-        """Begin to sum, for each chunk, its responses that run and the lengths of those that have ended: [2, chunks] int32.
+        """Begin to sum, for each chunk, its responses that run and the lengths of those that have
+        ended: [2, chunks] int32.
 
         Return a function that waits for the sums.
         """
         started.plan.round.begin_exchange()
-        running, counts = started.growth.running(), torch.zeros(2, len(started.plan.round.chunks), dtype=torch.int32)
+        running = started.growth.running()
+        counts = torch.zeros(2, len(started.plan.round.chunks), dtype=torch.int32)
         for index in started.local_chunks:
             chunk = started.plan.round.chunks[index]
             group = started.local_groups[chunk.place]
-            ended = [len(group.responses[place].token_ids) for place in chunk.responses
-                     if group.responses[place].finish_reason != GROWING]  # fmt: skip
+            ended = [
+                len(group.responses[place].token_ids)
+                for place in chunk.responses
+                if group.responses[place].finish_reason != GROWING
+            ]
             counts[0, index] = sum((group.number, place) in running for place in chunk.responses)
             counts[1, index] = sum(ended)
+
         return self.sampler.exchange.begin_sum(counts)
 
     # -- selecting the groups
 
     def _split_by_signal(self, complete: list[Group]) -> tuple[list[int], list[int]]:
-        """Return the numbers of all ranks' complete groups with a signal, and of those without, ascending."""
+        """Return the numbers of all ranks' complete groups with a signal, and of those without,
+        ascending.
+        """
         if not self.section.dynamic_sampling:
             return sorted(_flatten(self.data.gather([group.number for group in complete]))), []
         outcomes = self._settle(complete)
@@ -455,7 +637,9 @@ class Collector:
         return with_signal, [outcome.number for outcome in outcomes if not outcome.has_signal]
 
     def _settle(self, groups: list[Group]) -> list[GroupOutcome]:
-        """Wait for the rewards of this rank's groups, and record the outcomes of all ranks' groups."""
+        """Wait for the rewards of this rank's groups, and record the outcomes of all ranks'
+        groups.
+        """
         self.rewards.finish([sample for group in groups for sample in group.responses])
         for group in groups:
             group.compare_with_greedy()
@@ -467,55 +651,94 @@ class Collector:
     def _carry(self, left: list[Group]) -> None:
         if self.section.partial_rollout:
             self.carried = sorted([*self.carried, *left], key=lambda group: group.number)
-            others = _flatten(self.data.gather([Carried.of(group, self.data.rank) for group in left]))
+            others = _flatten(
+                self.data.gather([Carried.of(group, self.data.rank) for group in left])
+            )
             self.all_carried = sorted([*self.all_carried, *others], key=lambda group: group.number)
 
     def _park(self, left: list[Parked], *, complete: set[int]) -> None:
-        """Let groups of a tail round wait that are not learned from; those that were not complete wait for a longer round."""
-        self.parked = sorted([*self.parked, *((times + (number not in complete), number, row) for times, number, row in left)])
+        """Let groups of a tail round wait that are not learned from; those that were not complete
+        wait for a longer round.
+        """
+        self.parked = sorted(
+            [
+                *self.parked,
+                *((times + (number not in complete), number, row) for times, number, row in left),
+            ]
+        )
 
     def _substitutes(self, idle: list[int], missing: int) -> list[int]:
-        """Return groups without signal, masked in the loss, that fill a step for which no round found enough."""
+        """Return groups without signal, masked in the loss, that fill a step for which no round
+        found enough.
+        """
         if missing == self.section.rollout_batch_size:
             raise ConfigError(
-                f"--dynamic_sampling: {len(idle)} prompts in {self.section.dynamic_sampling_rounds} rounds, and for each of them "
-                "all responses got the same reward: there is no training signal. Are the data far too easy or too hard, or is "
-                "the reward constant? `lightrft evaluate` shows responses; --dynamic_sampling_rounds allows more rounds"
+                f"--dynamic_sampling: {len(idle)} prompts in {self.section.dynamic_sampling_rounds}"
+                " rounds, and for each of them all responses got the same reward: there is no"
+                " training signal. Are the data far too easy or too hard, or is the reward"
+                " constant? `lightrft evaluate` shows responses; --dynamic_sampling_rounds allows"
+                " more rounds"
             )
+
         if missing and self.data.rank == 0:
-            size, rounds = self.section.rollout_batch_size, self.section.dynamic_sampling_rounds
-            logger.warning("dynamic sampling: {} of {} groups have no signal after {} rounds", missing, size, rounds)
+            size = self.section.rollout_batch_size
+            rounds = self.section.dynamic_sampling_rounds
+            logger.warning(
+                "dynamic sampling: {} of {} groups have no signal after {} rounds",
+                missing,
+                size,
+                rounds,
+            )
+
         return sorted(idle)[:missing]
 
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, the same on all ranks but for the carried groups: rank 0 has those of all ranks, the others none."""
+        """Return the state, the same on all ranks but for the carried groups: rank 0 has those of
+        all ranks, the others none.
+        """
         ranks = range(self.data.size)
         own = [(group.number, self.data.rank, group.state_dict()) for group in self.carried]
         states = _flatten(self.data.exchange_objects([own if rank == 0 else [] for rank in ranks]))
         states.sort(key=lambda each: each[0])
-        carried, owners = [state for _, _, state in states], [rank for _, rank, _ in states]
+        carried = [state for _, _, state in states]
+        owners = [rank for _, rank, _ in states]
         continued = {"carried": carried, "ranks": owners, "num_ranks": self.data.size}
         return {**self._position(), "history": self.history.state_dict(), **continued}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state. Groups longer than a --generate_max_len that has become shorter are dropped.
+        """Restore the state.
 
-        Groups continue on the rank that began them, or round robin over all ranks if the number of ranks has changed or an older
-        version wrote the state.
+        Groups longer than a --generate_max_len that has become shorter are dropped.
+
+        Groups continue on the rank that began them, or round robin over all ranks if the number of
+        ranks has changed or an older version wrote the state.
         """
         groups = [Group.from_state(group, self.prompts) for group in state["carried"]]
-        owners = state["ranks"] if state.get("num_ranks") == self.data.size else [n % self.data.size for n in range(len(groups))]
-        fitting = [(group, rank) for group, rank in zip(groups, owners, strict=True) if group.fits(self.section.generate_max_len)]
+        owners = (
+            state["ranks"]
+            if state.get("num_ranks") == self.data.size
+            else [n % self.data.size for n in range(len(groups))]
+        )
+        fitting = [
+            (group, rank)
+            for group, rank in zip(groups, owners, strict=True)
+            if group.fits(self.section.generate_max_len)
+        ]
         self.all_carried = [Carried.of(group, rank) for group, rank in fitting]
         self._restore(state, [group for group, rank in fitting if rank == self.data.rank])
         self.history.load_state_dict(state["history"])
 
     def begin(self) -> Callable[[], None]:
-        """Return a function that undoes a step that begins now. It copies the tokens of this rank's groups only."""
-        position, carried = self._position(), deepcopy([group.state_dict() for group in self.carried])
-        all_carried, take_history_back = self.all_carried, self.history.begin()
+        """Return a function that undoes a step that begins now.
+
+        It copies the tokens of this rank's groups only.
+        """
+        position = self._position()
+        carried = deepcopy([group.state_dict() for group in self.carried])
+        all_carried = self.all_carried
+        take_history_back = self.history.begin()
 
         def take_back() -> None:
             self._ahead.clear()
@@ -527,12 +750,16 @@ class Collector:
 
     def _position(self) -> dict[str, Any]:
         """Return the position in the data and the groups that begin anew."""
-        parked = sorted([*self.parked, *(each for started in self._ahead for each in started.plan.drawn)])
+        parked = sorted(
+            [*self.parked, *(each for started in self._ahead for each in started.plan.drawn)]
+        )
         return {"place": self.place, "number": self.number, "parked": parked}
 
     def _restore(self, position: dict[str, Any], carried: list[Group]) -> None:
         self._prepared = None
-        self.place, self.number, self.carried = position["place"], position["number"], carried
+        self.place = position["place"]
+        self.number = position["number"]
+        self.carried = carried
         self.parked = [(times, number, row) for times, number, row in position.get("parked", ())]
 
 

@@ -14,7 +14,9 @@ from lightrft.types import Experience, Sample
 
 @dataclass(frozen=True, slots=True)
 class GatheredRewards:
-    """Rewards in rank order: one for a response, or one for each of its rewarded steps. [M] float64 each."""
+    """Rewards in rank order: one for a response, or one for each of its rewarded steps. [M] float64
+    each.
+    """
 
     rows: Tensor
     """Index of the response, counted over all ranks."""
@@ -25,7 +27,8 @@ class GatheredRewards:
     finished: Tensor
     """Number of tokens of the response that ends with this reward, 0 if more rewards follow."""
     greedy: Tensor
-    """Reward of the whole greedy response to the same prompt, for the last reward of a response; 0 for the others."""
+    """Reward of the whole greedy response to the same prompt, for the last reward of a response; 0
+    for the others."""
     local: slice
     """Rewards of this rank."""
 
@@ -35,11 +38,15 @@ class GatheredRewards:
 
         It takes one collective, or two if a rank has more rewards than any had before.
         """
-        lines = [line for row, sample in enumerate(samples, first_row) for line in _lines(row, sample)]
+        lines = [
+            line for row, sample in enumerate(samples, first_row) for line in _lines(row, sample)
+        ]
         table = torch.tensor(lines, dtype=torch.float64).reshape(-1, len(fields(cls)) - 1)
         parts, _ = axis.gather_rows(table.view(torch.int64))  # the same bits
         first = sum(map(len, parts[: axis.rank]))
-        return cls(*torch.cat(parts).view(torch.float64).unbind(1), slice(first, first + len(lines)))
+        return cls(
+            *torch.cat(parts).view(torch.float64).unbind(1), slice(first, first + len(lines))
+        )
 
     def totals(self) -> tuple[Tensor, Tensor]:
         """Return reward and group of each response of all ranks: [N], [N]."""
@@ -61,37 +68,58 @@ class GatheredRewards:
 def _lines(row: int, sample: Sample) -> Iterator[tuple[float, ...]]:
     before = 0
     for place, (token, reward) in enumerate(sample.steps, 1):
-        length, greedy = (len(sample.token_ids), sample.greedy_reward) if place == len(sample.steps) else (0, 0.0)
+        length, greedy = (
+            (len(sample.token_ids), sample.greedy_reward)
+            if place == len(sample.steps)
+            else (0, 0.0)
+        )
         yield row, sample.group, reward, token + 1 - before, length, greedy
         before = token + 1
 
 
 def place_at_tokens(values: Tensor, samples: list[Sample], experience: Experience) -> Tensor:
-    """Return the values of this rank's rewards at the tokens that earned them, 0 elsewhere: [M of this rank] -> [T] float32.
+    """Return the values of this rank's rewards at the tokens that earned them, 0 elsewhere: [M of
+    this rank] -> [T] float32.
 
-    The rows of the experience are those of the samples and of their branches. Each branch has the sum of its sample's values at
-    its last token. The value of a token that is not learned, such as one of an observation, is at the last learned token before
-    it: returns are sums over learned tokens, and those before have led to it. There is none if no token before it is learned.
+    The rows of the experience are those of the samples and of their branches. Each branch has the
+    sum of its sample's values at its last token. The value of a token that is not learned, such as
+    one of an observation, is at the last learned token before it: returns are sums over learned
+    tokens, and those before have led to it. There is none if no token before it is learned.
     """
     result = torch.zeros(experience.num_tokens)
-    ends, row, line = experience.offsets.tolist(), 0, 0
-    places, lines = [], []
+    ends = experience.offsets.tolist()
+    row = 0
+    line = 0
+    places = []
+    lines = []
+
     for sample in samples:
-        steps, start = sample.steps, ends[row] + sample.prompt.num_tokens
+        steps = sample.steps
+        start = ends[row] + sample.prompt.num_tokens
         lines_of_sample = range(line, line + len(steps))
         places += [start + token if token >= 0 else -1 for token, _ in steps]
         lines += [[each] for each in lines_of_sample]
-        row, line = row + len(sample.rows), lines_of_sample.stop
+        row = row + len(sample.rows)
+        line = lines_of_sample.stop
         places += [ends[branch] - 1 for branch in range(row - len(sample.rows) + 2, row + 1)]
         lines += [list(lines_of_sample)] * (len(sample.rows) - 1)
-    sums = torch.tensor([sum(numbers[each] for each in one) for one in lines]) if (numbers := values.tolist()) else values
+
+    sums = (
+        torch.tensor([sum(numbers[each] for each in one) for one in lines])
+        if (numbers := values.tolist())
+        else values
+    )
     places = torch.tensor(places, dtype=torch.int64)
-    sums, places = sums.float()[places >= 0], _latest_learned(experience)[places[places >= 0]]
+    sums = sums.float()[places >= 0]
+    places = _latest_learned(experience)[places[places >= 0]]
+
     return result.index_add(0, places[places >= 0], sums[places >= 0])
 
 
 def _latest_learned(experience: Experience) -> Tensor:
-    """Return the latest learned token of the same sequence up to each token, -1 if there is none: [T] int64."""
+    """Return the latest learned token of the same sequence up to each token, -1 if there is none:
+    [T] int64.
+    """
     tokens = torch.arange(experience.num_tokens)
     if not len(tokens):
         return tokens

@@ -1,4 +1,6 @@
-"""A prompt with its responses during generation, and the outcome that is kept until the prompt is drawn again."""
+"""A prompt with its responses during generation, and the outcome that is kept until the prompt is
+drawn again.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,9 @@ GROWING = ""
 
 @dataclass(slots=True)
 class Group:
-    """The responses to one prompt, from the first token to the last, over as many steps as they take."""
+    """The responses to one prompt, from the first token to the last, over as many steps as they
+    take.
+    """
 
     number: int
     """Number among all groups of the run, in the order in which they were drawn."""
@@ -24,7 +28,8 @@ class Group:
     """Index of the prompt among all prompts."""
     samples: list[Sample]
     greedy: Sample | None = None
-    """Greedy response to the same prompt, for estimators that compare with it. It is not learned from."""
+    """Greedy response to the same prompt, for estimators that compare with it. It is not learned
+    from."""
 
     @classmethod
     def begin(cls, number: int, row: int, prompt: Prompt, *, count: int, greedy: bool) -> Self:
@@ -50,13 +55,20 @@ class Group:
         return all(sample.finish_reason != GROWING for sample in self.responses)
 
     def fits(self, longest: int) -> bool:
-        """Return True if no response is longer than `longest` and the unfinished ones can still grow."""
-        return all(len(sample.token_ids) + (sample.finish_reason == GROWING) <= longest for sample in self.responses)
+        """Return True if no response is longer than `longest` and the unfinished ones can still
+        grow.
+        """
+        return all(
+            len(sample.token_ids) + (sample.finish_reason == GROWING) <= longest
+            for sample in self.responses
+        )
 
     @property
     def has_signal(self) -> bool:
         """Return True if its rewards differ and not all of its samples are masked."""
-        return len({sample.reward for sample in self.samples}) > 1 and not all(sample.masked for sample in self.samples)
+        return len({sample.reward for sample in self.samples}) > 1 and not all(
+            sample.masked for sample in self.samples
+        )
 
     def mask(self) -> None:
         """Mask all samples, so that nothing is learned from them."""
@@ -70,20 +82,41 @@ class Group:
                 sample.greedy_reward = self.greedy.reward
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in plain types, without the prompt. Rewards are not part of it: only complete groups get them."""
-        responses = [(s.token_ids, s.logprobs, s.text, s.finish_reason, s.weight_versions) for s in self.responses]
-        return {"number": self.number, "row": self.row, "responses": responses, "greedy": self.greedy is not None}
+        """Return the state in plain types, without the prompt.
+
+        Rewards are not part of it: only complete groups get them.
+        """
+        responses = [
+            (s.token_ids, s.logprobs, s.text, s.finish_reason, s.weight_versions)
+            for s in self.responses
+        ]
+        return {
+            "number": self.number,
+            "row": self.row,
+            "responses": responses,
+            "greedy": self.greedy is not None,
+        }
 
     @classmethod
     def from_state(cls, state: dict[str, Any], prompts: Sequence[Prompt]) -> Self:
         count = len(state["responses"]) - state["greedy"]
-        group = cls.begin(state["number"], state["row"], prompts[state["row"]], count=count, greedy=state["greedy"])
+        group = cls.begin(
+            state["number"],
+            state["row"],
+            prompts[state["row"]],
+            count=count,
+            greedy=state["greedy"],
+        )
+
         for sample, values in zip(group.responses, state["responses"], strict=True):
             token_ids, logprobs, sample.text, sample.finish_reason, versions = values
             if isinstance(versions, int):  # state of an older version: that of the first token
                 versions = [versions] * len(token_ids)
             # they grow, and the state stays as it is
-            sample.token_ids, sample.logprobs, sample.weight_versions = list(token_ids), list(logprobs), list(versions)
+            sample.token_ids = list(token_ids)
+            sample.logprobs = list(logprobs)
+            sample.weight_versions = list(versions)
+
         return group
 
 
@@ -100,11 +133,15 @@ class Carried:
 
     @classmethod
     def of(cls, group: Group, rank: int) -> Self:
-        lengths = tuple(len(sample.token_ids) for sample in group.responses if sample.finish_reason == GROWING)
+        lengths = tuple(
+            len(sample.token_ids) for sample in group.responses if sample.finish_reason == GROWING
+        )
         return cls(group.number, group.row, rank, lengths)
 
     def work(self, length: float) -> float:
-        """Return the tokens still expected if responses have `length`: at least one for each unfinished response."""
+        """Return the tokens still expected if responses have `length`: at least one for each
+        unfinished response.
+        """
         return sum(max(length - grown, 1.0) for grown in self.lengths) or 1.0
 
 
@@ -124,7 +161,13 @@ class GroupOutcome:
     def of(cls, group: Group) -> Self:
         count = len(group.samples)
         solved = sum(sample.reward > RIGHT for sample in group.samples) / count
-        return cls(group.number, group.row, group.has_signal, solved, sum(len(s.token_ids) for s in group.samples) / count)
+        return cls(
+            group.number,
+            group.row,
+            group.has_signal,
+            solved,
+            sum(len(s.token_ids) for s in group.samples) / count,
+        )
 
 
 class History:
@@ -132,14 +175,18 @@ class History:
 
     def __init__(self, num_prompts: int):
         self.turns = torch.full((num_prompts,), -1)
-        """Pass over the data in which each prompt was last drawn, [prompts] int64; -1 before the first."""
+        """Pass over the data in which each prompt was last drawn, [prompts] int64; -1 before the
+        first."""
         self.solved = torch.zeros(num_prompts)
         self.lengths = torch.zeros(num_prompts)
         self._former: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         """Row that changed since begin() -> its values before."""
 
     def begin(self) -> Callable[[], None]:
-        """Return a function that undoes what is recorded from now on until the next call. Only rows that change are copied."""
+        """Return a function that undoes what is recorded from now on until the next call.
+
+        Only rows that change are copied.
+        """
         former = self._former = {}
 
         def take_back() -> None:
@@ -151,11 +198,19 @@ class History:
     def record(self, outcomes: Iterable[GroupOutcome], turn: int) -> None:
         for outcome in outcomes:
             if outcome.row not in self._former:
-                self._former[outcome.row] = tuple(each[outcome.row].clone() for each in (self.turns, self.solved, self.lengths))
-            self.turns[outcome.row], self.solved[outcome.row], self.lengths[outcome.row] = turn, outcome.solved, outcome.length
+                self._former[outcome.row] = tuple(
+                    each[outcome.row].clone() for each in (self.turns, self.solved, self.lengths)
+                )
+            self.turns[outcome.row], self.solved[outcome.row], self.lengths[outcome.row] = (
+                turn,
+                outcome.solved,
+                outcome.length,
+            )
 
     def expected_lengths(self, rows: list[int]) -> list[float]:
-        """Return the expected tokens of a response to each prompt: that of its last outcome; for new prompts the mean, or 1."""
+        """Return the expected tokens of a response to each prompt: that of its last outcome; for
+        new prompts the mean, or 1.
+        """
         generated = self.turns >= 0
         mean = float(self.lengths[generated].mean()) if generated.any() else 1.0
         return [max(float(self.lengths[row]) if generated[row] else mean, 1.0) for row in rows]

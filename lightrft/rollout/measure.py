@@ -12,43 +12,58 @@ from lightrft.observe.metrics import Metrics
 from lightrft.types import Drafts, Episode, Experience, Sample
 
 SOLVED = ("0", "to_25", "to_50", "to_75", "below_100", "100")
-"""Buckets of the percentage of right samples in a group: 0, up to 25, up to 50, up to 75, below 100, and 100."""
+"""Buckets of the percentage of right samples in a group: 0, up to 25, up to 50, up to 75, below
+100, and 100."""
 
 
 def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> None:
     """Measure this rank's samples; `version` is that of the engine's newest weights."""
     rewards = torch.tensor([sample.reward for sample in samples])
     lengths = torch.tensor([float(len(sample.token_ids)) for sample in samples])
-    staleness = version - torch.tensor([each for sample in samples for each in sample.weight_versions], dtype=torch.float64)
+    staleness = version - torch.tensor(
+        [each for sample in samples for each in sample.weight_versions], dtype=torch.float64
+    )
+
     for name, values in (("rollout/reward", rewards), ("rollout/response_length", lengths)):
         metrics.mean(name, values)
         metrics.std(f"{name}_std", values)
         metrics.min(f"{name}_min", values)
         metrics.max(f"{name}_max", values)
+
     for sample in samples:
         for part, reward in sample.reward_parts.items():
             metrics.mean(f"rollout/reward_of_{part}", reward)
+
     metrics.mean("rollout/truncated", torch.tensor([float(sample.truncated) for sample in samples]))
     metrics.mean("rollout/staleness", staleness)
     metrics.max("rollout/staleness_max", staleness)
     metrics.mean("rollout/off_policy_tokens", staleness > 0)
     metrics.sum("rollout/tokens", sum(row.length for sample in samples for row in sample.rows))
     _measure_episodes([sample.episode for sample in samples if sample.episode is not None], metrics)
+
     drafts = reduce(Drafts.plus, (sample.drafts for sample in samples), Drafts())
     if drafts.num_tokens:
-        metrics.mean("rollout/draft_acceptance", drafts.num_accepted / drafts.num_tokens, drafts.num_tokens)
-        metrics.mean("rollout/draft_accepted_length", drafts.num_accepted / drafts.count, drafts.count)
+        metrics.mean(
+            "rollout/draft_acceptance", drafts.num_accepted / drafts.num_tokens, drafts.num_tokens
+        )
+        metrics.mean(
+            "rollout/draft_accepted_length", drafts.num_accepted / drafts.count, drafts.count
+        )
 
 
 def _measure_episodes(episodes: list[Episode], metrics: Metrics) -> None:
     for episode in episodes:
         conversations = [episode, *(branch.episode for branch in episode.branches)]
-        turns, sampled = sum(each.num_turns for each in conversations), sum(sum(each.sampled) for each in conversations)
+        turns = sum(each.num_turns for each in conversations)
+        sampled = sum(sum(each.sampled) for each in conversations)
         metrics.mean("episodes/turns", float(turns))
         metrics.max("episodes/turns_max", float(turns))
         metrics.mean("episodes/branches", float(len(episode.branches)))
         metrics.mean("episodes/tokens_sampled", float(sampled))
-        metrics.mean("episodes/tokens_observed", float(sum(len(each.sampled) for each in conversations) - sampled))
+        metrics.mean(
+            "episodes/tokens_observed",
+            float(sum(len(each.sampled) for each in conversations) - sampled),
+        )
         metrics.mean("episodes/tool_calls", float(episode.tool_calls))
         metrics.sum("episodes/tool_errors", episode.tool_errors)
         metrics.mean("episodes/tool_seconds", episode.tool_seconds)
@@ -57,7 +72,9 @@ def _measure_episodes(episodes: list[Episode], metrics: Metrics) -> None:
 
 
 def measure_groups(rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:
-    """Measure the groups [N] of all ranks' rewards [N]: shares solved to each degree, and without signal (rewards equal)."""
+    """Measure the groups [N] of all ranks' rewards [N]: shares solved to each degree, and without
+    signal (rewards equal).
+    """
     names, member, sizes = groups.unique(return_inverse=True, return_counts=True)
     zeros = rewards.new_zeros(len(names))
     best = zeros.scatter_reduce(0, member, rewards, "amax", include_self=False)
@@ -71,7 +88,8 @@ def measure_groups(rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:
 
 def measure_experience(experience: Experience, metrics: Metrics) -> None:
     """Measure this rank's part: advantages of learned tokens, and responses that are masked."""
-    advantages, learned = experience.advantages, experience.loss_mask
+    advantages = experience.advantages
+    learned = experience.loss_mask
     metrics.mean("rollout/advantage", advantages, learned)
     metrics.std("rollout/advantage_std", advantages, learned)
     metrics.min("rollout/advantage_min", advantages, learned)
@@ -81,7 +99,9 @@ def measure_experience(experience: Experience, metrics: Metrics) -> None:
 
 
 def measure_values(experience: Experience, total: Sum, metrics: Metrics) -> None:
-    """Measure the critic's values before the step, and how much of the variance of all ranks' returns they explain."""
+    """Measure the critic's values before the step, and how much of the variance of all ranks'
+    returns they explain.
+    """
     learned = experience.loss_mask
     metrics.mean("critic/return", experience.returns, learned)
     explained = explained_variance(experience.values, experience.returns, learned, total)

@@ -26,13 +26,18 @@ FAMILIES: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), (IMAGES, VIDEOS)),
     **dict.fromkeys(("qwen2_audio", "qwen2_5_omni_thinker"), (AUDIOS,)),
 }
-"""Model type -> media whose gradients, and whose numbers of tokens, were compared with those of transformers."""
+"""Model type -> media whose gradients, and whose numbers of tokens, were compared with those of
+transformers."""
 UNTRAINED: Mapping[str, str] = {
-    "qwen2_5_omni_thinker": "positions of its images depend on the sound of a prompt, and were not compared with transformers'",
+    "qwen2_5_omni_thinker": (
+        "positions of its images depend on the sound of a prompt, and were not compared with"
+        " transformers'"
+    ),
 }
 """Model type -> reason why it does not learn from media."""
 UNCOUNTED = ("smolvlm",)
-"""Families whose processors cannot tell how many tokens an image of some size has; one of each size is processed."""
+"""Families whose processors cannot tell how many tokens an image of some size has; one of each size
+is processed."""
 PROBES = ((28, 28), (1000, 300), (300, 1000))
 """Sizes of the images that are processed to verify a processor's count of tokens."""
 BLANK = Image.new("RGB", (28, 28), "white")  # some models treat black as padding
@@ -41,50 +46,89 @@ RATE = 16_000
 
 
 class Expander:
-    """Replaces every placeholder by the tokens of its item, with the tensors that the model needs for them."""
+    """Replaces every placeholder by the tokens of its item, with the tensors that the model needs
+    for them.
+    """
 
-    def __init__(self, section: ModelSection, media: Collection[str] = (IMAGES,), *, most: Mapping[str, int] | None = None):
-        """Load the processor. `media` are those of the data; `most` has the largest number of each in a prompt for the engine."""
-        trust, self.media, self.most = {"trust_remote_code": section.trust_remote_code}, tuple(media), most
+    def __init__(
+        self,
+        section: ModelSection,
+        media: Collection[str] = (IMAGES,),
+        *,
+        most: Mapping[str, int] | None = None,
+    ):
+        """Load the processor.
+
+        `media` are those of the data; `most` has the largest number of each in a prompt for the
+        engine.
+        """
+        trust = {"trust_remote_code": section.trust_remote_code}
+        self.media = tuple(media)
+        self.most = most
         self.frozen_towers = section.freeze_vision_tower
         self.config = load_config(section.pretrain, **trust)
-        self.reader = MediaReader(section.pretrain, placeholders(self.config), media_alone=True, **trust)
+        self.reader = MediaReader(
+            section.pretrain, placeholders(self.config), media_alone=True, **trust
+        )
         self.places = {medium: self.reader.placeholders[KINDS[medium]] for medium in media}
         self._lengths: dict[tuple[str, tuple[int, ...]], int] = {}
         self._prepared: dict[int, tuple[Prompt, Expanded]] = {}
         """id() of a prompt -> the prompt, so that its id stays its own, and its expansion."""
 
     def check_family(self) -> None:
-        """Raise ConfigError for media from which a model of this type was not verified to learn as in transformers."""
+        """Raise ConfigError for media from which a model of this type was not verified to learn as
+        in transformers.
+        """
         learned = FAMILIES.get(self.config.model_type, ())
         for medium in self.media:
             if medium not in learned:
-                kind, others = self.config.model_type, ", ".join(name for name, media in FAMILIES.items() if medium in media)
-                reason = UNTRAINED.get(kind, "its gradients were not compared with those of transformers")
-                raise ConfigError(f"--{medium}_key: models of type {kind} cannot be trained on {medium}: {reason}. Use a model "
-                                  f"of type {others}, or omit the flag to train on text")  # fmt: skip
+                kind = self.config.model_type
+                others = ", ".join(name for name, media in FAMILIES.items() if medium in media)
+                reason = UNTRAINED.get(
+                    kind, "its gradients were not compared with those of transformers"
+                )
+                raise ConfigError(
+                    f"--{medium}_key: models of type {kind} cannot be trained on {medium}:"
+                    f" {reason}. Use a model of type {others}, or omit the flag to train on text"
+                )
 
     def check_same(self, section: ModelSection, flag: str, name: str) -> None:
-        """Raise ConfigError if the processor of another model, given by `flag`, reads media otherwise than this one."""
+        """Raise ConfigError if the processor of another model, given by `flag`, reads media
+        otherwise than this one.
+        """
         other = Expander(replace(section, pretrain=name), self.media)
         try:
             pairs = [*zip(self.blank, other.blank, strict=True), (self._probe, other._probe)]
         except ValueError as error:
-            raise ConfigError(f"--{flag} {name}: {error}; it must read {' and '.join(self.media)} as --pretrain does") from error
+            raise ConfigError(
+                f"--{flag} {name}: {error}; it must read {' and '.join(self.media)} as --pretrain"
+                " does"
+            ) from error
+
         for expanded, reference in pairs:
             names = expanded.features.keys()
-            same = expanded.token_ids == reference.token_ids and names == reference.features.keys() and all(
-                torch.equal(expanded.features[each], reference.features[each]) for each in names)  # fmt: skip
+            same = (
+                expanded.token_ids == reference.token_ids
+                and names == reference.features.keys()
+                and all(
+                    torch.equal(expanded.features[each], reference.features[each]) for each in names
+                )
+            )
             if not same:
-                raise ConfigError(f"--{flag} {name}: its processor reads {' or '.join(self.media)} otherwise than that of "
-                                  f"--pretrain {section.pretrain}; use a model that was trained from it")  # fmt: skip
+                raise ConfigError(
+                    f"--{flag} {name}: its processor reads {' or '.join(self.media)} otherwise than"
+                    f" that of --pretrain {section.pretrain}; use a model that was trained from it"
+                )
 
     @property
     def _probe(self) -> Expanded:
         """Return the expansion of an item that is larger than a blank one."""
         medium = self.media[0]
-        item = {IMAGES: BLANK.resize(PROBES[1]), AUDIOS: _noise(RATE // 2),
-                VIDEOS: Video(np.zeros((4, *PROBES[1], 3), dtype=np.uint8))}[medium]  # fmt: skip
+        item = {
+            IMAGES: BLANK.resize(PROBES[1]),
+            AUDIOS: _noise(RATE // 2),
+            VIDEOS: Video(np.zeros((4, *PROBES[1], 3), dtype=np.uint8)),
+        }[medium]
         return self.reader.expand(Request([min(self.places[medium])], {medium: [item]}))
 
     def __call__(self, prompt: Prompt) -> Expanded:
@@ -96,7 +140,10 @@ class Expander:
         return replace(expanded, tower_tokens=self._tower_work(expanded.features))
 
     def prepare(self, prompts: Iterable[Prompt]) -> None:
-        """Expand prompts that will be called for, and forget those of the last call. Another thread may call it."""
+        """Expand prompts that will be called for, and forget those of the last call.
+
+        Another thread may call it.
+        """
         prepared = {id(prompt): (prompt, self(prompt)) for prompt in prompts if prompt.multi_modal}
         self._prepared = prepared
 
@@ -111,30 +158,47 @@ class Expander:
     @cached_property
     def blank(self) -> tuple[Expanded, ...]:
         """Return the expansion of a small item of each medium."""
-        items = {IMAGES: BLANK, VIDEOS: Video(np.full((2, 28, 28, 3), 255, dtype=np.uint8)), AUDIOS: _noise(RATE // 5)}
-        requests = [Request([min(self.places[medium])], {medium: [items[medium]]}) for medium in self.media]
+        items = {
+            IMAGES: BLANK,
+            VIDEOS: Video(np.full((2, 28, 28, 3), 255, dtype=np.uint8)),
+            AUDIOS: _noise(RATE // 5),
+        }
+        requests = [
+            Request([min(self.places[medium])], {medium: [items[medium]]}) for medium in self.media
+        ]
         return tuple(map(self.reader.expand, requests))
 
     def measure(self, prompt: Prompt) -> int:
         """Return how many tokens the expansion adds to the prompt.
 
-        Raises ValueError if the number of items is not that of the placeholders, or exceeds the limit.
+        Raises ValueError if the number of items is not that of the placeholders, or exceeds the
+        limit.
         """
         added = 0
         for medium in self.media:
-            items, places = prompt.multi_modal.get(medium, []), self.places[medium]
+            items = prompt.multi_modal.get(medium, [])
+            places = self.places[medium]
             if len(items) != (count := sum(token in places for token in prompt.token_ids)):
-                raise ValueError(f"the prompt has {len(items)} {medium} (--{medium}_key) and {count} placeholders for {medium}")
+                raise ValueError(
+                    f"the prompt has {len(items)} {medium} (--{medium}_key) and {count}"
+                    f" placeholders for {medium}"
+                )
             if self.most is not None and len(items) > self.most[medium]:
                 flag = f"--limit_mm_{KINDS[medium]}_per_prompt {self.most[medium]}"
                 raise ValueError(f"the prompt has {len(items)} {medium}, more than {flag}")
             added += sum(self._length(medium, item.size) - 1 for item in items)
+
         return added - self._num_joined(prompt) if prompt.multi_modal else added
 
     def _num_joined(self, prompt: Prompt) -> int:
-        """Return how many tokens less the prompt has because line breaks of its text and of its media are joined."""
-        texts = {token: repeat([each.token_ids[0], token, each.token_ids[-1]])
-                 for medium, each in zip(self.media, self.blank, strict=True) for token in self.places[medium]}  # fmt: skip
+        """Return how many tokens less the prompt has because line breaks of its text and of its
+        media are joined.
+        """
+        texts = {
+            token: repeat([each.token_ids[0], token, each.token_ids[-1]])
+            for medium, each in zip(self.media, self.blank, strict=True)
+            for token in self.places[medium]
+        }
         num_spliced = len(prompt.token_ids) + 2 * sum(token in texts for token in prompt.token_ids)
         return num_spliced - len(self.reader.splice(prompt.token_ids, texts))
 
@@ -143,37 +207,57 @@ class Expander:
         if (medium, size) not in self._lengths:
             frame = self._frame if medium == IMAGES else None
             self._lengths[medium, size] = (
-                self._expanded_length(medium, size) if frame is None else self._counted(size) + frame
+                self._expanded_length(medium, size)
+                if frame is None
+                else self._counted(size) + frame
             )
         return self._lengths[medium, size]
 
     @cached_property
     def _frame(self) -> int | None:
-        """Return the number of tokens around an image that the processor does not count, as Gemma 3's; None if it miscounts.
+        """Return the number of tokens around an image that the processor does not count, as Gemma
+        3's; None if it miscounts.
 
         Images are not processed to be counted, which takes up to half a second for each.
         """
         if self.config.model_type not in FAMILIES or self.config.model_type in UNCOUNTED:
             return None
-        lengths = {size: (self._counted(size), self._expanded_length(IMAGES, size)) for size in PROBES}
+
+        lengths = {
+            size: (self._counted(size), self._expanded_length(IMAGES, size)) for size in PROBES
+        }
         frames = {expanded - counted for counted, expanded in lengths.values()}
         if len(frames) == 1:
             return frames.pop()
+
         for (width, height), (counted, expanded) in lengths.items():
-            logger.warning(f"{self.reader.model_path}: the processor gives {counted} tokens for an image of {width} x {height} "
-                           f"and produces {expanded}; so one image of every size is processed, which takes longer")  # fmt: skip
+            logger.warning(
+                f"{self.reader.model_path}: the processor gives {counted} tokens for an image of"
+                f" {width} x {height} and produces {expanded}; so one image of every size is"
+                " processed, which takes longer"
+            )
+
         return None
 
     def _counted(self, size: tuple[int, ...]) -> int:
-        return self.reader.processor._get_num_multimodal_tokens(image_sizes=[size[::-1]])["num_image_tokens"][0]
+        return self.reader.processor._get_num_multimodal_tokens(image_sizes=[size[::-1]])[
+            "num_image_tokens"
+        ][0]
 
     def _expanded_length(self, medium: str, size: tuple[int, ...]) -> int:
         item: Any
         if medium == IMAGES:
             item = BLANK.resize((size[0], size[1]))
         else:
-            item = Video(np.zeros((*size, 3), dtype=np.uint8)) if medium == VIDEOS else Clip(_noise(size[0]).waveform, size[1])
-        return len(self.reader.expand(Request([min(self.places[medium])], {medium: [item]})).token_ids)
+            item = (
+                Video(np.zeros((*size, 3), dtype=np.uint8))
+                if medium == VIDEOS
+                else Clip(_noise(size[0]).waveform, size[1])
+            )
+
+        return len(
+            self.reader.expand(Request([min(self.places[medium])], {medium: [item]})).token_ids
+        )
 
 
 def _noise(count: int) -> Clip:

@@ -13,20 +13,28 @@ from lightrft.observe.trace import Untraced
 from lightrft.rollout.groups import Group
 
 Compute = Callable[[list[Group]], None]
-"""Function that computes the outputs of complete groups; all ranks call it together, each with groups of its own."""
+"""Function that computes the outputs of complete groups; all ranks call it together, each with
+groups of its own."""
 CHUNKS = 4
-"""Number of parts into which the groups of a round are divided: their outputs are computed when so many are complete."""
+"""Number of parts into which the groups of a round are divided: their outputs are computed when so
+many are complete."""
 
 
 class Overlap:
-    """A thread that computes while the main thread steps the engine. Meanwhile the main thread must not use the models or their
-    process groups; all ranks begin the same calls in the same order.
+    """A thread that computes while the main thread steps the engine.
+
+    Meanwhile the main thread must not use the models or their process groups; all ranks begin the
+    same calls in the same order.
     """
 
     def __init__(self, compute: Compute, device: torch.device):
-        self.compute, self.device, self.trace = compute, device, Untraced()
+        self.compute = compute
+        self.device = device
+        self.trace = Untraced()
         self._stream = None if device.type == "cpu" else torch.Stream(device)
-        self._jobs: queue.SimpleQueue[tuple[list[Group], torch.Event | None, Future[None]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[list[Group], torch.Event | None, Future[None]]] = (
+            queue.SimpleQueue()
+        )
         self._futures: list[Future[None]] = []
         self._thread: threading.Thread | None = None
 
@@ -35,13 +43,18 @@ class Overlap:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="overlap", daemon=True)
             self._thread.start()
-        ready = None if self._stream is None else torch.accelerator.current_stream(self.device).record_event()
+        ready = (
+            None
+            if self._stream is None
+            else torch.accelerator.current_stream(self.device).record_event()
+        )
         self._futures.append(Future())
         self._jobs.put((groups, ready, self._futures[-1]))
 
     def finish(self) -> None:
         """Wait for all calls, and raise the error of the first that failed."""
-        futures, self._futures = self._futures, []
+        futures = self._futures
+        self._futures = []
         for each in futures:
             each.result()
 
@@ -58,7 +71,9 @@ class Overlap:
                 done.set_exception(error)
 
     def _after(self, ready: torch.Event | None) -> AbstractContextManager:
-        """Return the context of the thread's own stream, which begins after what the main thread had launched by then."""
+        """Return the context of the thread's own stream, which begins after what the main thread
+        had launched by then.
+        """
         if self._stream is None:
             return nullcontext()
         self._stream.wait_event(ready)

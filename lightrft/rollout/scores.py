@@ -1,8 +1,8 @@
 """Scores of an evaluation: means over its prompts with 95 % confidence intervals.
 
-A prompt is one independent observation, and its samples are a cluster: the estimate of a prompt, such as the share of its right
-samples, is computed first, and the interval is that of the mean of these estimates. Prompts count as draws from all prompts
-of their kind.
+A prompt is one independent observation, and its samples are a cluster: the estimate of a prompt,
+such as the share of its right samples, is computed first, and the interval is that of the mean of
+these estimates. Prompts count as draws from all prompts of their kind.
 """
 
 import math
@@ -47,15 +47,19 @@ class PromptScores:
     @classmethod
     def of(cls, group: Group) -> Self:
         """Take the numbers of a group with a greedy response, whose rewards are set."""
-        greedy, samples = group.greedy, tuple(sample.reward for sample in group.samples)
-        return cls(greedy.prompt.index, greedy.reward, samples, len(greedy.token_ids), greedy.truncated)
+        greedy = group.greedy
+        samples = tuple(sample.reward for sample in group.samples)
+        return cls(
+            greedy.prompt.index, greedy.reward, samples, len(greedy.token_ids), greedy.truncated
+        )
 
 
 def estimates(scores: Sequence[PromptScores]) -> dict[str, Estimate]:
     """Return each mean over the prompts by name; the order of `scores` does not matter.
 
-    reward: of the greedy responses; accuracy: the same number if every reward of the set is 0 or 1; avg_at_N: of the N samples of
-    a prompt; pass_at_k: see pass_at_k(); response_length, truncated: of the greedy responses.
+    reward: of the greedy responses; accuracy: the same number if every reward of the set is 0 or 1;
+    avg_at_N: of the N samples of a prompt; pass_at_k: see pass_at_k(); response_length, truncated:
+    of the greedy responses.
     """
     measures: dict[str, Callable[[PromptScores], float]] = {"reward": lambda one: one.greedy}
     if all(reward in (0, 1) for one in scores for reward in (one.greedy, *one.samples)):
@@ -63,7 +67,11 @@ def estimates(scores: Sequence[PromptScores]) -> dict[str, Estimate]:
     if count := len(scores[0].samples):
         measures[f"avg_at_{count}"] = lambda one: math.fsum(one.samples) / count
     measures |= {f"pass_at_{k}": lambda one, k=k: pass_at_k(one.samples, k) for k in draws(count)}
-    measures |= {"response_length": lambda one: float(one.length), "truncated": lambda one: float(one.truncated)}
+    measures |= {
+        "response_length": lambda one: float(one.length),
+        "truncated": lambda one: float(one.truncated),
+    }
+
     return {name: estimate([value(one) for one in scores]) for name, value in measures.items()}
 
 
@@ -78,34 +86,44 @@ def pass_at_k(rewards: Sequence[float], k: int) -> float:
     The estimate is unbiased: Chen et al., arXiv 2107.03374, equation 1.
     """
     wrong = sum(reward <= RIGHT for reward in rewards)
-    return 1 - float(share_of_draws(torch.tensor([float(wrong)]), torch.tensor([float(len(rewards))]), k))
+    return 1 - float(
+        share_of_draws(torch.tensor([float(wrong)]), torch.tensor([float(len(rewards))]), k)
+    )
 
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of independent values with its interval of 95 %.
 
-    For values between 0 and 1 it is the score interval of Wilson (1927) at the effective sample size mean * (1 - mean) / error^2,
-    as in surveys of clusters (Korn and Graubard, 1998): it stays within 0 and 1, and has a width where all values are equal. The
-    error is that of the mean, where the sum of squares counts one value more, at a distance of UNSEEN, for rare values that are
-    not among the others. For other values it is mean +- t * error; t is the quantile of Student's distribution.
+    For values between 0 and 1 it is the score interval of Wilson (1927) at the effective sample
+    size mean * (1 - mean) / error^2, as in surveys of clusters (Korn and Graubard, 1998): it stays
+    within 0 and 1, and has a width where all values are equal. The error is that of the mean, where
+    the sum of squares counts one value more, at a distance of UNSEEN, for rare values that are not
+    among the others. For other values it is mean +- t * error; t is the quantile of Student's
+    distribution.
     """
     count = len(values)
     mean = math.fsum(values) / count
     if count == 1:
         return Estimate(mean, math.nan, math.nan)
-    squares, t = math.fsum((value - mean) ** 2 for value in values), student_quantile(count - 1)
+
+    squares = math.fsum((value - mean) ** 2 for value in values)
+    t = student_quantile(count - 1)
     if not all(0 <= value <= 1 for value in values):
         half = t * math.sqrt(squares / (count - 1) / count)
         return Estimate(mean, mean - half, mean + half)
+
     size = max(mean * (1 - mean) * (count - 1) * count / (squares + UNSEEN**2), count - 1)
     scale = 1 + t**2 / size
     center = (mean + t**2 / (2 * size)) / scale
     half = t / scale * math.sqrt(mean * (1 - mean) / size + t**2 / (4 * size**2))
+
     return Estimate(mean, min(max(center - half, 0.0), mean), max(min(center + half, 1.0), mean))
 
 
 def student_quantile(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's distribution, by the expansion of Cornish and Fisher; exact to 0.5 % from 4 on."""
+    """Return the 97.5 % quantile of Student's distribution, by the expansion of Cornish and Fisher;
+    exact to 0.5 % from 4 on.
+    """
     first = (Z**3 + Z) / 4
     second = (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96
     third = (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384
