@@ -1,4 +1,6 @@
-"""Detect a run that learns nothing, and an engine that samples from other weights than those that are trained."""
+"""Detect a run that learns nothing, and an engine that samples from other weights than those that
+are trained.
+"""
 
 import math
 from collections import deque
@@ -11,10 +13,13 @@ from lightrft.config.sections import Config
 from lightrft.engine.probe import MISMATCH
 
 MISMATCH_NAME = "engine/logprob_mismatch"
-HISTORY, ENOUGH = 16, 4
-"""Number of newest steps that determine a run's usual mismatch, and the fewest steps from which it is determined."""
+HISTORY = 16
+ENOUGH = 4
+"""Number of newest steps that determine a run's usual mismatch, and the fewest steps from which it
+is determined."""
 FAR = 10.0
-"""A mismatch is far above its history if it exceeds the median by this many times the larger of median and spread."""
+"""A mismatch is far above its history if it exceeds the median by this many times the larger of
+median and spread."""
 NEVER = {torch.float32: 1e-2, torch.bfloat16: 0.5}
 """A mean mismatch that no rounding explains, not even that of other kernels: the engine has other
 weights, or another model."""
@@ -24,11 +29,19 @@ SAID = (1, 2, 10, 100, 1000, 10_000)
 
 
 class Health:
-    """Checks on the metrics of each reported step. The metrics are the same on all ranks, and so are the findings."""
+    """Checks on the metrics of each reported step.
+
+    The metrics are the same on all ranks, and so are the findings.
+    """
 
     def __init__(self, config: Config, dtype: torch.dtype, *, logs: bool):
-        """Set up the checks. `dtype` is what the models compute in; warnings are logged with `logs`, on one rank."""
-        self.config, self.dtype, self.logs = config, dtype, logs
+        """Set up the checks.
+
+        `dtype` is what the models compute in; warnings are logged with `logs`, on one rank.
+        """
+        self.config = config
+        self.dtype = dtype
+        self.logs = logs
         self.warnings: list[str] = []
         """Warnings about the whole run, which run.json contains."""
         self.steps_without_signal = self.steps_with_signal = 0
@@ -44,59 +57,94 @@ class Health:
             self._check_signal(number, row)
         if MISMATCH_NAME not in row:
             return False
-        return self._check_mismatch(number, row[MISMATCH_NAME], row.get(f"{MISMATCH_NAME}_max", row[MISMATCH_NAME]))
+        return self._check_mismatch(
+            number, row[MISMATCH_NAME], row.get(f"{MISMATCH_NAME}_max", row[MISMATCH_NAME])
+        )
 
     def check_end(self, *, taken: int, skipped: int) -> None:
-        """Warn of a run whose rewards never gave a signal, and of skipped steps. Raises RuntimeError if no step was taken."""
+        """Warn of a run whose rewards never gave a signal, and of skipped steps.
+
+        Raises RuntimeError if no step was taken.
+        """
         if self.steps_without_signal and not self.steps_with_signal:
             self._warn(
-                f"none of the {self.steps_without_signal} reported steps had a training signal: all rewards were equal. "
-                f"Check the responses in samples.jsonl, --reward and --label_key, and --generate_max_len"
+                f"none of the {self.steps_without_signal} reported steps had a training signal: all"
+                " rewards were equal. Check the responses in samples.jsonl, --reward and"
+                " --label_key, and --generate_max_len"
             )
+
         if skipped:
-            self._warn(f"{skipped} optimizer steps were skipped, because the gradient norm was not finite")
+            self._warn(
+                f"{skipped} optimizer steps were skipped, because the gradient norm was not finite"
+            )
+
         if skipped and not taken:
             raise RuntimeError(
-                f"the model was not trained: all {skipped} optimizer steps were skipped, because the gradient norm was never "
-                f"finite. Check the rewards and --learning_rate, and try without --bf16"
+                f"the model was not trained: all {skipped} optimizer steps were skipped, because"
+                " the gradient norm was never finite. Check the rewards and --learning_rate, and"
+                " try without --bf16"
             )
 
     def _check_signal(self, number: int, row: dict[str, float]) -> None:
-        equal = row["rollout/reward_min"] == row["rollout/reward_max"] and not self.config.algorithm.distill_coef
+        equal = (
+            row["rollout/reward_min"] == row["rollout/reward_max"]
+            and not self.config.algorithm.distill_coef
+        )
         if not equal and row.get("rollout/advantage_abs", 0.0) > NO_ADVANTAGE:
             self.steps_with_signal += 1
             return
+
         self.steps_without_signal += 1
         if self.logs and self.steps_without_signal in SAID:
-            finding = f"all rewards are {row['rollout/reward']:.4g}" if equal else "all rewards of each group are equal"
-            so_far = "" if self.steps_without_signal == 1 else f"; {self.steps_without_signal} steps had none so far"
+            finding = (
+                f"all rewards are {row['rollout/reward']:.4g}"
+                if equal
+                else "all rewards of each group are equal"
+            )
+            so_far = (
+                ""
+                if self.steps_without_signal == 1
+                else f"; {self.steps_without_signal} steps had none so far"
+            )
             logger.warning("step {}: {}, so it has no training signal{}", number, finding, so_far)
 
     def _check_mismatch(self, number: int, mismatch: float, largest: float) -> bool:
         limit = self.config.train.mismatch_limit
         if limit is not None and not mismatch <= limit:
             raise RuntimeError(
-                f"step {number}: the log-probs of engine and trainer differ by {mismatch:.2g} on average, {largest:.2g} at most, "
-                f"more than --mismatch_limit {limit:g} allows: the engine does not sample from the weights that are trained"
+                f"step {number}: the log-probs of engine and trainer differ by {mismatch:.2g} on"
+                f" average, {largest:.2g} at most, more than --mismatch_limit {limit:g} allows: the"
+                " engine does not sample from the weights that are trained"
             )
+
         usual = self._usual()
         bound = min(max(MISMATCH.get(self.dtype, 0.0), usual), self._most())
         if math.isfinite(mismatch):
             self._mismatches.append(mismatch)
         if mismatch <= bound:
             return False
+
         if self.logs:
-            verification = ("the next weight sync verifies every weight" if self.config.engine.verify_weight_sync
-                            else "weights are not verified, because of --no_verify_weight_sync")  # fmt: skip
+            verification = (
+                "the next weight sync verifies every weight"
+                if self.config.engine.verify_weight_sync
+                else "weights are not verified, because of --no_verify_weight_sync"
+            )
             than = (
                 f"the {median(self._mismatches):.2g} of the steps before"
                 if mismatch > usual
                 else "rounding explains"
             )
             logger.warning(
-                "step {}: the log-probs of engine and trainer differ by {:.2g} on average, {:.2g} at most, far more than {}; {}",
-                number, mismatch, largest, than, verification,
-            )  # fmt: skip
+                "step {}: the log-probs of engine and trainer differ by {:.2g} on average, {:.2g}"
+                " at most, far more than {}; {}",
+                number,
+                mismatch,
+                largest,
+                than,
+                verification,
+            )
+
         return True
 
     def _most(self) -> float:
@@ -111,7 +159,9 @@ class Health:
         return math.inf if older or set_by_user else NEVER.get(self.dtype, math.inf)
 
     def _usual(self) -> float:
-        """Return the largest mismatch that the steps before explain; infinity while there are too few."""
+        """Return the largest mismatch that the steps before explain; infinity while there are too
+        few.
+        """
         if len(self._mismatches) < ENOUGH:
             return float("inf")
         middle = median(self._mismatches)

@@ -12,7 +12,10 @@ from lightrft.parallel.collectives import Axis
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SERVER_STOPS = "the server stops after the requests that run; interrupt again to stop immediately"
-STOPPING = "stopping at the next safe point, with a checkpoint; interrupt again to stop immediately without one"
+STOPPING = (
+    "stopping at the next safe point, with a checkpoint; interrupt again to stop immediately"
+    " without one"
+)
 
 
 class Interrupted(Exception):
@@ -24,7 +27,9 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """Signal handling of a run: the first signal stops it at its next safe point, the second one at once."""
+    """Signal handling of a run: the first signal stops it at its next safe point, the second one at
+    once.
+    """
 
     def __init__(self, world: Axis, stopping: str = STOPPING):
         """Handle signals of a run. `stopping` is what the log says at the first Ctrl-C."""
@@ -38,7 +43,9 @@ class Interruption:
         _active = self
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         global _active
         _active = None
         for number, handler in self._before.items():
@@ -47,16 +54,21 @@ class Interruption:
     def leave_to_child(self) -> None:
         """Restore the earlier handlers in a forked child, so that SIGTERM ends it.
 
-        The child survives the Ctrl-C that only asks the run to stop: a terminal sends that to both, and the run needs its child
-        until the next safe point.
+        The child survives the Ctrl-C that only asks the run to stop: a terminal sends that to both,
+        and the run needs its child until the next safe point.
         """
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if not self._signal:
-            signal.signal(signal.SIGINT, lambda number, frame: signal.signal(number, self._before[number]))
+            signal.signal(
+                signal.SIGINT, lambda number, frame: signal.signal(number, self._before[number])
+            )
 
     def safe_point(self) -> None:
-        """Raise Interrupted on every rank when any rank received a signal. All ranks must call it."""
+        """Raise Interrupted on every rank when any rank received a signal.
+
+        All ranks must call it.
+        """
         signum = int(self.world.max(torch.tensor(self._signal)))
         if signum:
             raise Interrupted(signum)
@@ -65,7 +77,8 @@ class Interruption:
         if self._signal:
             raise KeyboardInterrupt
         self._signal = number
-        if number == signal.SIGINT:  # when a rank has ended, a launcher sends SIGTERM to the others: nobody reads this message
+        # when a rank has ended, a launcher sends SIGTERM to the others: nobody reads this message
+        if number == signal.SIGINT:
             logger.warning(self.stopping)
 
 
@@ -75,7 +88,9 @@ _masks = threading.local()
 
 
 def _before_fork() -> None:
-    """Block the signals: Python drops one that arrives in the child before the child's handlers are installed."""
+    """Block the signals: Python drops one that arrives in the child before the child's handlers are
+    installed.
+    """
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
@@ -89,4 +104,6 @@ def _after_fork_in_child() -> None:
     _after_fork()
 
 
-os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child, after_in_parent=_after_fork)
+os.register_at_fork(
+    before=_before_fork, after_in_child=_after_fork_in_child, after_in_parent=_after_fork
+)

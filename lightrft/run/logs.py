@@ -12,7 +12,8 @@ def set_up_logging() -> None:
     place = f"rank {rank} " if rank else ""
     logger.remove()
     logger.add(
-        lambda line: sys.stderr.write(line),  # looked up at every message: the live display redirects it
+        # looked up at every message: the live display redirects it
+        lambda line: sys.stderr.write(line),
         format="{time:HH:mm:ss} " + place + "<level>{level: <7}</level> {message}",
         level="INFO",
         colorize=sys.stderr.isatty(),

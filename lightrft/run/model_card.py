@@ -1,4 +1,6 @@
-"""The card of a trained model, README.md beside its weights, and its upload to the Hugging Face hub."""
+"""The card of a trained model, README.md beside its weights, and its upload to the Hugging Face
+hub.
+"""
 
 import math
 import os
@@ -25,44 +27,80 @@ METHODS = {
     "train_rm": "reward modelling on pairs of answers",
     "train_prm": "process reward modelling",
 }
-SHOWN = ("pretrain", "prompt_data", "reward", "advantage_estimator", "learning_rate", "train_batch_size", "lora_rank", "seed")
+SHOWN = (
+    "pretrain",
+    "prompt_data",
+    "reward",
+    "advantage_estimator",
+    "learning_rate",
+    "train_batch_size",
+    "lora_rank",
+    "seed",
+)
 """Settings that a card shows if the command reads them."""
 ON_HUB = "abcdefghijklmnopqrstuvwxyz0123456789-_./"
 
 
-def write_card(folder: Path, config: Config, *, steps: int, results: dict[str, float], version: str) -> None:
+def write_card(
+    folder: Path, config: Config, *, steps: int, results: dict[str, float], version: str
+) -> None:
     """Write the card of the model in `folder`; `results` are its held-out numbers by name."""
     model = config.model
     base = model.pretrain if _is_hub_name(model.pretrain) else ""
-    data = [source.name for source in data_sources(config.data.prompt_data) if _is_hub_name(source.name)]
+    data = [
+        source.name for source in data_sources(config.data.prompt_data) if _is_hub_name(source.name)
+    ]
     about: dict[str, Any] = {"library_name": "transformers", "tags": ["lightrft", config.command]}
     if config.command not in ("train_rm", "train_prm"):
         about["pipeline_tag"] = "text-generation"
-    about |= ({"base_model": base} if base else _of_card(model.pretrain)) | ({"datasets": data} if data else {})
+
+    about |= ({"base_model": base} if base else _of_card(model.pretrain)) | (
+        {"datasets": data} if data else {}
+    )
     lines = [
-        "---", yaml.safe_dump(about, sort_keys=False).strip(), "---", "",
-        f"# {folder.resolve().parent.name}", "",
-        f"Trained from `{_public(model.pretrain)}` by {METHODS[config.command]} with lightrft {version}, in {steps:,} steps.", "",
+        "---",
+        yaml.safe_dump(about, sort_keys=False).strip(),
+        "---",
+        "",
+        f"# {folder.resolve().parent.name}",
+        "",
+        (
+            f"Trained from `{_public(model.pretrain)}` by {METHODS[config.command]} with lightrft"
+            f" {version}, in {steps:,} steps."
+        ),
+        "",
         *_table(("Setting", "Value"), _settings(config)),
-        *(_table(("Held-out", "Value"), {name: short(value) for name, value in results.items()}) if results else []),
-    ]  # fmt: skip
+        *(
+            _table(("Held-out", "Value"), {name: short(value) for name, value in results.items()})
+            if results
+            else []
+        ),
+    ]
     (folder / "README.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 
 def _of_card(folder: str) -> dict[str, Any]:
-    """Return the base model and the licence that the card in a folder names, if it has a card that can be read."""
+    """Return the base model and the licence that the card in a folder names, if it has a card that
+    can be read.
+    """
     try:
         card = metadata_load(Path(folder).expanduser() / "README.md") or {}
-    except (OSError, ValueError, yaml.YAMLError):  # a text of somebody else, which no training depends on
+    except (OSError, ValueError, yaml.YAMLError):
+        # a text of somebody else, which no training depends on
         return {}
     return {name: card[name] for name in ("base_model", "license") if card.get(name)}
 
 
 def held_out_results(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return the numbers of the last evaluation among rows of metrics."""
-    last = next((row for row in reversed(rows) if any(name.startswith("eval/") for name in row)), {})
-    return {name.removeprefix("eval/"): value for name, value in last.items()
-            if name.startswith("eval/") and isinstance(value, float | int) and math.isfinite(value)}  # fmt: skip
+    last = next(
+        (row for row in reversed(rows) if any(name.startswith("eval/") for name in row)), {}
+    )
+    return {
+        name.removeprefix("eval/"): value
+        for name, value in last.items()
+        if name.startswith("eval/") and isinstance(value, float | int) and math.isfinite(value)
+    }
 
 
 def check_hub(repository: str) -> None:
@@ -72,14 +110,20 @@ def check_hub(repository: str) -> None:
         validate_repo_id(repository)
     except HFValidationError as error:
         raise ConfigError(f"{flag}: not the name of a repository, owner/name ({error})") from error
+
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(f"{flag}: HF_HUB_OFFLINE is set, which forbids uploads")
+
     try:
         HfApi().whoami()
     except LocalTokenNotFoundError as error:
-        raise ConfigError(f"{flag}: there is no login: run `hf auth login`, or set HF_TOKEN") from error
+        raise ConfigError(
+            f"{flag}: there is no login: run `hf auth login`, or set HF_TOKEN"
+        ) from error
     except Exception as error:  # of the network, in the types of any HTTP client
-        raise ConfigError(f"{flag}: the hub does not accept the login: {_first_line(error)}") from error
+        raise ConfigError(
+            f"{flag}: the hub does not accept the login: {_first_line(error)}"
+        ) from error
 
 
 def push(folder: Path, repository: str) -> None:
@@ -90,11 +134,19 @@ def push(folder: Path, repository: str) -> None:
     try:
         api = HfApi()
         api.create_repo(repository, private=True, exist_ok=True)
-        commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload the trained model")
+        commit = api.upload_folder(
+            repo_id=repository, folder_path=folder, commit_message="Upload the trained model"
+        )
     except Exception as error:  # of the network, in the types of any HTTP client
-        logger.warning("--push_to_hub {}: the upload failed ({}); repeat it with `hf upload {} {}`",
-                       repository, _first_line(error), repository, folder)  # fmt: skip
+        logger.warning(
+            "--push_to_hub {}: the upload failed ({}); repeat it with `hf upload {} {}`",
+            repository,
+            _first_line(error),
+            repository,
+            folder,
+        )
         return
+
     logger.info("uploaded: {}", commit.repo_url)
 
 
@@ -103,7 +155,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_hub_name(name: str) -> bool:
-    return name.count("/") == 1 and not os.path.exists(name) and not set(name.lower()) - set(ON_HUB) and name[0] not in "./"
+    return (
+        name.count("/") == 1
+        and not os.path.exists(name)
+        and not set(name.lower()) - set(ON_HUB)
+        and name[0] not in "./"
+    )
 
 
 def _public(name: str) -> str:
@@ -112,12 +169,24 @@ def _public(name: str) -> str:
 
 
 def _settings(config: Config) -> dict[str, str]:
-    owners, read = section_of_field(), fields_read(config.command)
+    owners = section_of_field()
+    read = fields_read(config.command)
     values = {name: getattr(getattr(config, owners[name]), name) for name in SHOWN if name in read}
-    shown = {name: _public(str(value)) if name in ("pretrain", "prompt_data") else str(value) for name, value in values.items()}
-    shown["reward"] = ",".join(part.rpartition("/")[2] for part in shown.get("reward", "").split(","))
+    shown = {
+        name: _public(str(value)) if name in ("pretrain", "prompt_data") else str(value)
+        for name, value in values.items()
+    }
+    shown["reward"] = ",".join(
+        part.rpartition("/")[2] for part in shown.get("reward", "").split(",")
+    )
+
     return {f"`--{name}`": f"`{value}`" for name, value in shown.items() if value not in ("", "0")}
 
 
 def _table(head: tuple[str, str], rows: dict[str, str]) -> list[str]:
-    return [f"| {head[0]} | {head[1]} |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items()), ""]
+    return [
+        f"| {head[0]} | {head[1]} |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in rows.items()),
+        "",
+    ]

@@ -1,4 +1,6 @@
-"""OpenAI-compatible server of a model that does not learn, with the routes that agents have in training."""
+"""OpenAI-compatible server of a model that does not learn, with the routes that agents have in
+training.
+"""
 
 import asyncio
 import os
@@ -70,7 +72,10 @@ class ServedSession(Session):
 
 
 class ClientSessions:
-    """Sessions of clients by their `x-session-id`. A request without one has a session of its own, which ends with it."""
+    """Sessions of clients by their `x-session-id`.
+
+    A request without one has a session of its own, which ends with it.
+    """
 
     def __init__(self, format: TurnFormat) -> None:
         self.new: queue.SimpleQueue[Connection] = queue.SimpleQueue()
@@ -84,17 +89,23 @@ class ClientSessions:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[Session]:
-        """Yield the session. Raises ValueError if its time is over; the next request begins another one."""
+        """Yield the session.
+
+        Raises ValueError if its time is over; the next request begins another one.
+        """
         self._forget_ended(name)
         session = self._named.get(name) or self._begin()
         if name:
             self._named[name] = session
             self._busy[name] += 1
+
         try:
             yield session
         except (EOFError, OSError) as error:
             self._forget(name, session)
-            raise ValueError(f"the session {name!r} has ended after --environment_minutes without a request") from error
+            raise ValueError(
+                f"the session {name!r} has ended after --environment_minutes without a request"
+            ) from error
         finally:
             self._busy -= Counter([name])
             if not name:
@@ -105,7 +116,8 @@ class ClientSessions:
     def _begin(self) -> ServedSession:
         if len(self._named) >= self._most:
             raise ValueError(
-                f"the server has {self._most} sessions, as many as it can: use one of them, or none (x-session-id)"
+                f"the server has {self._most} sessions, as many as it can: use one of them, or none"
+                " (x-session-id)"
             )
         client_end, server_end = Pipe()
         self.new.put(server_end)
@@ -134,20 +146,36 @@ def _open_files() -> int:
 
 
 class ModelServer:
-    """Answers requests until the process is interrupted. All ranks of the engine build it and call serve()."""
+    """Answers requests until the process is interrupted.
 
-    def __init__(self, strategy: StrategyBase, sampler: Sampler, served: EndpointModel, section: ServerSection, *, seed: int):
+    All ranks of the engine build it and call serve().
+    """
+
+    def __init__(
+        self,
+        strategy: StrategyBase,
+        sampler: Sampler,
+        served: EndpointModel,
+        section: ServerSection,
+        *,
+        seed: int,
+    ):
         """Listen at the address on rank 0. Raises ValueError on all ranks if it is in use."""
-        self.strategy, self.sampler, self.served, self.seed = strategy, sampler, served, seed
+        self.strategy = strategy
+        self.sampler = sampler
+        self.served = served
+        self.seed = seed
         problem = ""
         format = copy(sampler.episodes.format)
         format.tokenizer = deepcopy(format.tokenizer)  # another thread uses this one
         self.sessions = ClientSessions(format)
+
         if strategy.is_rank_0():
             try:
                 self._listener = listening(section.host, section.port)
             except OSError as error:
                 problem = f"--host {section.host} --port {section.port}: {error.strerror or error}"
+
         if problem := strategy.mesh.world.broadcast(problem):
             raise ValueError(problem)
 
@@ -159,10 +187,14 @@ class ModelServer:
             self.strategy.engine_awake(),
         ):
             if self.strategy.is_rank_0():
-                threading.Thread(target=lambda: asyncio.run(self._listen()), name="model-server", daemon=True).start()
+                threading.Thread(
+                    target=lambda: asyncio.run(self._listen()), name="model-server", daemon=True
+                ).start()
                 host, port = self._listener.getsockname()[:2]
                 logger.info("serving {} at http://{}:{}/v1", self.served.name, host, port)
-            growth, numbers = self.sampler.open(self.seed), count(1)
+
+            growth = self.sampler.open(self.seed)
+            numbers = count(1)
             while True:
                 for connection in self._new_sessions(wait=not growth.running()):
                     group = Group.begin(next(numbers), 0, Prompt(0, "", []), count=1, greedy=False)
@@ -172,7 +204,9 @@ class ModelServer:
                 interruption.safe_point()
 
     def _new_sessions(self, *, wait: bool) -> Iterator[Connection]:
-        """Yield the sessions that have begun, on rank 0; wait a moment for the first one if nothing else is to be done."""
+        """Yield the sessions that have begun, on rank 0; wait a moment for the first one if nothing
+        else is to be done.
+        """
         if self.strategy.is_rank_0():
             with suppress(queue.Empty):
                 yield self.sessions.new.get(block=wait, timeout=POLL_SECONDS)

@@ -46,7 +46,9 @@ def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace
 
 
 def check_logins(config: Config, strategy: StrategyBase) -> None:
-    """Raise ConfigError, on rank 0, for a tracker or a hub without a login: before data and models are loaded."""
+    """Raise ConfigError, on rank 0, for a tracker or a hub without a login: before data and models
+    are loaded.
+    """
     if strategy.is_rank_0():
         check_login(report_names(config.observe.report_to))
         if config.train.push_to_hub:
@@ -54,7 +56,8 @@ def check_logins(config: Config, strategy: StrategyBase) -> None:
 
 
 def _sinks(config: Config) -> list[Sink]:
-    folder, observe = Path(config.train.save_path), config.observe
+    folder = Path(config.train.save_path)
+    observe = config.observe
     sinks: list[Sink] = [Console(), JsonLines(folder)]
     names = report_names(observe.report_to)
     if "tensorboard" in names:

@@ -1,4 +1,6 @@
-"""Prepare the configuration of a run, in the same way for the command line, for Python, and for a trainer built by hand."""
+"""Prepare the configuration of a run, in the same way for the command line, for Python, and for a
+trainer built by hand.
+"""
 
 import os
 import warnings
@@ -17,13 +19,15 @@ from lightrft.versions import check_versions
 
 
 def prepare_config(command: str, config: Config) -> Config:
-    """Resolve and check `config` in place, and log its warnings and the plan of the run; once for each configuration.
+    """Resolve and check `config` in place, and log its warnings and the plan of the run; once for
+    each configuration.
 
-    Models in GGUF files are converted first, so that everything else only knows folders and hub names.
-    Raises ConfigError with everything that cannot run.
+    Models in GGUF files are converted first, so that everything else only knows folders and hub
+    names. Raises ConfigError with everything that cannot run.
     """
     if config.command == command:
         return config
+
     adopt_slurm(os.environ)
     check_launched(os.environ)
     try:
@@ -33,12 +37,17 @@ def prepare_config(command: str, config: Config) -> Config:
         notices += unread_flags(config.algorithm) if command == "train_ppo" else []
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         for notice in notices:
             logger.warning(notice)
+
     if int(os.environ.get("RANK", 0)) == 0:
-        for line in summary(config, command, int(os.environ.get("WORLD_SIZE", 1)), ranks_per_node(os.environ)):
+        for line in summary(
+            config, command, int(os.environ.get("WORLD_SIZE", 1)), ranks_per_node(os.environ)
+        ):
             logger.info(line)
+
     return config
 
 
@@ -46,4 +55,5 @@ def quiet_libraries() -> None:
     """Silence log messages of libraries that users cannot act on."""
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*_tensor` is deprecated", category=FutureWarning)
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # one process is enough
+    # one process is enough
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

@@ -1,4 +1,6 @@
-"""Samples of a run in files, from which the same run can learn again without an engine (--dump_rollouts, --replay_rollouts)."""
+"""Samples of a run in files, from which the same run can learn again without an engine
+(--dump_rollouts, --replay_rollouts).
+"""
 
 import json
 from collections.abc import Collection, Sequence
@@ -13,24 +15,33 @@ from lightrft.observe.sinks import Writer
 from lightrft.parallel.mesh import Mesh
 from lightrft.types import Drafts, Episode, Prompt, Sample
 
-OF_SAMPLE = tuple(field.name for field in fields(Sample) if field.name not in ("prompt", "drafts", "episode"))
-OF_EPISODE = tuple(field.name for field in fields(Episode) if field.name not in ("branches", "rewards"))
+OF_SAMPLE = tuple(
+    field.name for field in fields(Sample) if field.name not in ("prompt", "drafts", "episode")
+)
+OF_EPISODE = tuple(
+    field.name for field in fields(Episode) if field.name not in ("branches", "rewards")
+)
 
 
 class RecordedSamples:
-    """A folder with the samples of each step and each replica of data: `step_000001/replica_0_of_2.jsonl`.
+    """A folder with the samples of each step and each replica of data:
+    `step_000001/replica_0_of_2.jsonl`.
 
-    The first line of a file has the version of the weights that the engine had, each other line a sample with its rewards. Of a
-    prompt it has the index and the tokens; its columns and media are those of the data of the run that reads it.
+    The first line of a file has the version of the weights that the engine had, each other line a
+    sample with its rewards. Of a prompt it has the index and the tokens; its columns and media are
+    those of the data of the run that reads it.
     """
 
     def __init__(self, folder: str, mesh: Mesh):
-        self.folder, self.mesh = Path(folder).expanduser(), mesh
+        self.folder = Path(folder).expanduser()
+        self.mesh = mesh
 
     def write(self, step: int, samples: Sequence[Sample], version: int, writer: Writer) -> None:
         """Let the writer write the samples of this rank's replica."""
         if not self.mesh.model_parallel.rank:
-            writer.submit(partial(self._write, step, [{"version": version}, *map(_as_json, samples)]))
+            writer.submit(
+                partial(self._write, step, [{"version": version}, *map(_as_json, samples)])
+            )
 
     def _write(self, step: int, lines: Sequence[dict[str, Any]]) -> None:
         self._file(step).parent.mkdir(parents=True, exist_ok=True)
@@ -41,14 +52,18 @@ class RecordedSamples:
     ) -> tuple[list[Sample], int]:
         """Return the samples of this rank's replica and the version of the weights.
 
-        Raise DataError if they are not there, or contain a token that the policy does not sample: it has no log-prob.
+        Raise DataError if they are not there, or contain a token that the policy does not sample:
+        it has no log-prob.
         """
         try:
             first, *lines = self._file(step).read_text().splitlines() or [""]
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"--replay_rollouts {self.folder} has no samples of step {step} for {self.mesh.data.size} "
-                            f"replicas of data ({error}); replay at most the steps that were dumped, on the same number of "
-                            "replicas") from error  # fmt: skip
+            raise DataError(
+                f"--replay_rollouts {self.folder} has no samples of step {step} for"
+                f" {self.mesh.data.size} replicas of data ({error}); replay at most the steps that"
+                " were dumped, on the same number of replicas"
+            ) from error
+
         samples: list[Sample] = []
         number = 1
         try:
@@ -67,30 +82,52 @@ class RecordedSamples:
             RecursionError,
         ) as error:
             raise DataError(
-                f"--replay_rollouts {self._file(step)}:{number} is no line of a dump ({type(error).__name__}: {error})"
+                f"--replay_rollouts {self._file(step)}:{number} is no line of a dump"
+                f" ({type(error).__name__}: {error})"
             ) from error
+
         return samples, version
 
     def _file(self, step: int) -> Path:
-        return self.folder / f"step_{step:06d}" / f"replica_{self.mesh.data.rank}_of_{self.mesh.data.size}.jsonl"
+        return (
+            self.folder
+            / f"step_{step:06d}"
+            / f"replica_{self.mesh.data.rank}_of_{self.mesh.data.size}.jsonl"
+        )
 
 
 def _as_json(sample: Sample) -> dict[str, Any]:
-    prompt, episode = sample.prompt, sample.episode
+    prompt = sample.prompt
+    episode = sample.episode
     row = {name: getattr(sample, name) for name in OF_SAMPLE} | {"drafts": list(sample.drafts)}
-    row["prompt"] = {"index": prompt.index, "text": prompt.text, "token_ids": list(prompt.token_ids)}
+    row["prompt"] = {
+        "index": prompt.index,
+        "text": prompt.text,
+        "token_ids": list(prompt.token_ids),
+    }
+
     if episode is not None:
         row["episode"] = {name: getattr(episode, name) for name in OF_EPISODE} | {
-            "rewards": episode.rewards, "branches": list(map(_as_json, episode.branches))}  # fmt: skip
+            "rewards": episode.rewards,
+            "branches": list(map(_as_json, episode.branches)),
+        }
+
     return row
 
 
 def _of_json(values: dict[str, Any], prompts: Sequence[Prompt]) -> Sample:
-    prompt, episode = values.pop("prompt"), values.pop("episode", None)
+    prompt = values.pop("prompt")
+    episode = values.pop("episode", None)
     recorded = prompts[prompt["index"]]
     if list(recorded.token_ids) != prompt["token_ids"]:
         recorded = replace(recorded, text=prompt["text"], token_ids=prompt["token_ids"])
+
     if episode is not None:
         branches = [_of_json(branch, prompts) for branch in episode.pop("branches")]
-        episode = Episode(**episode | {"rewards": [tuple(each) for each in episode["rewards"]]}, branches=branches)
-    return Sample(prompt=recorded, episode=episode, **values | {"drafts": Drafts(*values["drafts"])})
+        episode = Episode(
+            **episode | {"rewards": [tuple(each) for each in episode["rewards"]]}, branches=branches
+        )
+
+    return Sample(
+        prompt=recorded, episode=episode, **values | {"drafts": Drafts(*values["drafts"])}
+    )

@@ -1,4 +1,6 @@
-"""Compare a checkpoint with the run that resumes from it: both need the same data, model and core settings."""
+"""Compare a checkpoint with the run that resumes from it: both need the same data, model and core
+settings.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,74 +17,165 @@ from lightrft.data.prompt_set import PromptSet
 from lightrft.models.weight_files import NOT_THE_MODEL
 from lightrft.strategy.checkpoints import NOTHING
 
-FIXED = ("seed", "rollout_batch_size", "n_samples_per_prompt", "train_batch_size", "max_epochs", "advantage_estimator")
-"""Settings that determine the order of the data, the updates of a step, or the meaning of what is stored."""
-FIXED_BESIDE_FROZEN = ("pretrain", "critic_pretrain", "lora_rank", "lora_alpha", "target_modules", "freeze_prefix",
-                        "freeze_vision_tower")
-"""Settings that are also fixed if frozen parameters come from --pretrain, and settings of what the checkpoint contains."""
+FIXED = (
+    "seed",
+    "rollout_batch_size",
+    "n_samples_per_prompt",
+    "train_batch_size",
+    "max_epochs",
+    "advantage_estimator",
+)
+"""Settings that determine the order of the data, the updates of a step, or the meaning of what is
+stored."""
+FIXED_BESIDE_FROZEN = (
+    "pretrain",
+    "critic_pretrain",
+    "lora_rank",
+    "lora_alpha",
+    "target_modules",
+    "freeze_prefix",
+    "freeze_vision_tower",
+)
+"""Settings that are also fixed if frozen parameters come from --pretrain, and settings of what the
+checkpoint contains."""
 TOWERS = ("vision_config", "audio_config")
 """Parts of a model's configuration that describe modules which are not trained."""
 NO_NUMBER_DEPENDS_ON = {
-    *("save_path", "ckpt_path", "load_checkpoint", "save_steps", "max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt", "async_save",
-       "push_to_hub"),
-    *("save_adapter_only", "overwrite", "mismatch_limit", "dry_run", "dump_rollouts", "replay_rollouts",
-       "media_root", "media_max_mb", "media_urls", "precompute_reference", "data_cache"),
-    *("eval_steps", "timeout_minutes", "arrival_minutes", "phase_minutes", "server_minutes", "reward_minutes",
-       "reward_workers", "reward_memory_gb",
-       *(field.name for field in fields(SECTIONS["observe"]))),
+    *(
+        "save_path",
+        "ckpt_path",
+        "load_checkpoint",
+        "save_steps",
+        "max_ckpt_num",
+        "max_ckpt_mem",
+        "save_hf_ckpt",
+        "async_save",
+        "push_to_hub",
+    ),
+    *(
+        "save_adapter_only",
+        "overwrite",
+        "mismatch_limit",
+        "dry_run",
+        "dump_rollouts",
+        "replay_rollouts",
+        "media_root",
+        "media_max_mb",
+        "media_urls",
+        "precompute_reference",
+        "data_cache",
+    ),
+    *(
+        "eval_steps",
+        "timeout_minutes",
+        "arrival_minutes",
+        "phase_minutes",
+        "server_minutes",
+        "reward_minutes",
+        "reward_workers",
+        "reward_memory_gb",
+        *(field.name for field in fields(SECTIONS["observe"])),
+    ),
 }
 
 
 def identity(
-    config: Config, model: PretrainedConfig, rows: PromptSet, weights: Mapping[str, str] = NOTHING, *,
+    config: Config,
+    model: PretrainedConfig,
+    rows: PromptSet,
+    weights: Mapping[str, str] = NOTHING,
+    *,
     probabilities: Sequence[float] = (),
 ) -> dict[str, Any]:
     """Return the identity of a run, in JSON's types.
 
-    `rows` are the training data after templates, tokenizer and limits. `weights`: name of a model -> fingerprint of
-    the weights that it was built from. `probabilities`: those of the data sets that rows are drawn from.
+    `rows` are the training data after templates, tokenizer and limits. `weights`: name of a model
+    -> fingerprint of the weights that it was built from. `probabilities`: those of the data sets
+    that rows are drawn from.
     """
-    return _plain({
-        "rows": len(rows),
-        "probabilities": probabilities,
-        "pieces": rows.digests,
-        "model": {name: value for name, value in model.to_dict().items() if name not in NOT_THE_MODEL},
-        "weights": dict(weights),
-        "command": config.command,
-        "settings": {name: value for section in asdict(config).values() for name, value in section.items()},
-    })  # fmt: skip
+    return _plain(
+        {
+            "rows": len(rows),
+            "probabilities": probabilities,
+            "pieces": rows.digests,
+            "model": {
+                name: value for name, value in model.to_dict().items() if name not in NOT_THE_MODEL
+            },
+            "weights": dict(weights),
+            "command": config.command,
+            "settings": {
+                name: value
+                for section in asdict(config).values()
+                for name, value in section.items()
+            },
+        }
+    )
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return the changes that are allowed. Raises ConfigError with all those that are not."""
     settings = _changes(before["settings"], now["settings"])
-    partly = any(run["settings"].get(name) for run in (before, now) for name in ("lora_rank", "freeze_prefix"))
+    partly = any(
+        run["settings"].get(name)
+        for run in (before, now)
+        for name in ("lora_rank", "freeze_prefix")
+    )
     partly |= any(name in now["model"] for name in TOWERS)
     fixed = (*FIXED, *FIXED_BESIDE_FROZEN) if partly else FIXED
     problems = [f"--{name} {change}" for name, change in settings.items() if name in fixed]
-    problems += [f"the model's {name} {change}" for name, change in _changes(before["model"], now["model"]).items()]
-    others = [f"the weights of the {name}'s base model have changed, and frozen parameters are not in the checkpoint"
-              for name in _changes(before.get("weights", {}), now["weights"])]  # fmt: skip
+    problems += [
+        f"the model's {name} {change}"
+        for name, change in _changes(before["model"], now["model"]).items()
+    ]
+    others = [
+        f"the weights of the {name}'s base model have changed, and frozen parameters are not in the"
+        " checkpoint"
+        for name in _changes(before.get("weights", {}), now["weights"])
+    ]
+
     problems += others if partly else []
     if before.get("probabilities", now["probabilities"]) != now["probabilities"]:
-        problems.append(f"the probabilities of the data sets were {before['probabilities']}, are {now['probabilities']}")
+        problems.append(
+            f"the probabilities of the data sets were {before['probabilities']}, are"
+            f" {now['probabilities']}"
+        )
+
     if before["rows"] != now["rows"]:
         problems.append(f"the training data had {before['rows']} rows, has {now['rows']}")
-    elif other := [number for number in range(NUM_PIECES) if before["pieces"][number] != now["pieces"][number]]:
+    elif other := [
+        number for number in range(NUM_PIECES) if before["pieces"][number] != now["pieces"][number]
+    ]:
         piece = share_of(other[0], NUM_PIECES, now["rows"])
-        problems.append(f"the training data has changed, first in the rows {piece.start + 1} to {piece.stop} of {now['rows']}")
+        problems.append(
+            f"the training data has changed, first in the rows {piece.start + 1} to {piece.stop} of"
+            f" {now['rows']}"
+        )
+
     if problems:
         raise ConfigError("\n".join(f"  - {problem}" for problem in problems))
-    notices = [f"--{name} {change}" for name, change in settings.items() if name not in NO_NUMBER_DEPENDS_ON]
+
+    notices = [
+        f"--{name} {change}"
+        for name, change in settings.items()
+        if name not in NO_NUMBER_DEPENDS_ON
+    ]
     of_reference = now.get("command") in ("train_dpo", "train_kto")
     of_reference |= bool(now["settings"].get("use_kl_loss") or now["settings"].get("init_kl_coef"))
-    return notices + (["the weights of --pretrain, the reference of the divergence, have changed"]
-                      if others and of_reference else [])  # fmt: skip
+
+    return notices + (
+        ["the weights of --pretrain, the reference of the divergence, have changed"]
+        if others and of_reference
+        else []
+    )
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """Compare the keys that both have: versions of a package differ in their keys."""
-    return {name: f"was {before[name]!r}, is {now[name]!r}" for name in now if name in before and before[name] != now[name]}
+    return {
+        name: f"was {before[name]!r}, is {now[name]!r}"
+        for name in now
+        if name in before and before[name] != now[name]
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,8 @@
-"""Server of reward models, for `--reward http://host:port` of other runs; rewards/remote.py describes the requests.
+"""Server of reward models, for `--reward http://host:port` of other runs; rewards/remote.py
+describes the requests.
 
-All ranks compute: rank 0 receives the requests, collects those that wait, and sends them to the others.
+All ranks compute: rank 0 receives the requests, collects those that wait, and sends them to the
+others.
 """
 
 import base64
@@ -79,61 +81,84 @@ class ServedModel:
         for prompt, response in texts:
             if len(prompt) + len(response) > LETTERS_PER_TOKEN * most:
                 raise ValueError(
-                    f"a text has {len(prompt) + len(response)} letters, more than {LETTERS_PER_TOKEN} "
-                    f"for each token of --max_tokens_per_microbatch {most} here"
+                    f"a text has {len(prompt) + len(response)} letters, more than"
+                    f" {LETTERS_PER_TOKEN} for each token of --max_tokens_per_microbatch {most}"
+                    " here"
                 )
+
         tokens = [self._tokens(*text) for text in texts]
         longest = max((len(prompt) + len(response) for prompt, response in tokens), default=0)
         if longest > most:
             raise ValueError(
                 f"a text has {longest} tokens, more than --max_tokens_per_microbatch {most} here"
             )
+
         return tokens
 
     def scores(self, tokens: Sequence[Tokens]) -> list[float]:
         """Return the weighted reward of each text. All ranks call it together, with any number of
         texts."""
         ids = [torch.tensor(prompt + response) for prompt, response in tokens]
-        padded = pad_sequence(ids, batch_first=True) if ids else torch.zeros(0, 1, dtype=torch.int64)
-        rows = self.model.get_scores({IDS: padded, LENGTHS: torch.tensor([len(row) for row in ids], dtype=torch.int64)})
+        padded = (
+            pad_sequence(ids, batch_first=True) if ids else torch.zeros(0, 1, dtype=torch.int64)
+        )
+        rows = self.model.get_scores(
+            {IDS: padded, LENGTHS: torch.tensor([len(row) for row in ids], dtype=torch.int64)}
+        )
+
         return [
             self.weight * self._reward(row[: len(both)], response)
             for row, both, (_, response) in zip(rows, ids, tokens, strict=True)
         ]
 
     def _tokens(self, prompt: str, response: str) -> Tokens:
-        """Tokenize as training does, with the tokens that begin a text, unless it has them, and the end token after it.
+        """Tokenize as training does, with the tokens that begin a text, unless it has them, and the
+        end token after it.
 
         In a prompt that the chat template has rendered, that is the template's.
         """
-        end, template_end = self.tokenizer.eos_token, ""
+        end = self.tokenizer.eos_token
+        template_end = ""
         if self.tokenizer.chat_template:
             template_end = chat_template(DataSection(), self.tokenizer).closing.token
         is_chat = bool(template_end) and template_end in prompt + response
         texts = [prompt, response] if response else ["", prompt]
         texts[1] = without_ends(texts[1], [end, template_end]) + (template_end if is_chat else end)
-        prompt_ids, answer_ids = consecutive_tokens(self.tokenizer, texts, special_tokens=not is_chat)
+        prompt_ids, answer_ids = consecutive_tokens(
+            self.tokenizer, texts, special_tokens=not is_chat
+        )
+
         return prompt_ids, answer_ids
 
     def _reward(self, scores: torch.Tensor, response: list[int]) -> float:
         if self.steps is None:
             return float(scores[-1])
-        return math.fsum(reward for reward in self.steps(response, scores[-len(response) :]) if reward is not None)
+        return math.fsum(
+            reward
+            for reward in self.steps(response, scores[-len(response) :])
+            if reward is not None
+        )
 
 
 class RewardServer:
     """Answers requests until the process is interrupted. All ranks build it and call serve()."""
 
-    def __init__(self, strategy: StrategyBase, models: Sequence[ServedModel], section: ServerSection):
+    def __init__(
+        self, strategy: StrategyBase, models: Sequence[ServedModel], section: ServerSection
+    ):
         """Listen at the address on rank 0. Raises ValueError on all ranks if it is in use."""
-        self.strategy, self.models = strategy, models
+        self.strategy = strategy
+        self.models = models
         self._waiting: Waiting = queue.Queue()
-        self._http, problem = None, ""
+        self._http = None
+        problem = ""
+
         if strategy.is_rank_0():
             try:
                 self._http = _Listener((section.host, section.port), self._waiting, models)
             except OSError as error:
                 problem = f"--host {section.host} --port {section.port}: {error.strerror or error}"
+
         if problem := strategy.mesh.world.broadcast(problem):
             raise ValueError(problem)
 
@@ -142,9 +167,17 @@ class RewardServer:
         interruption = Interruption(self.strategy.mesh.world, SERVER_STOPS)
         self.strategy.announce("")
         if self._http is not None:
-            threading.Thread(target=self._http.serve_forever, name="reward-server", daemon=True).start()
+            threading.Thread(
+                target=self._http.serve_forever, name="reward-server", daemon=True
+            ).start()
             host, port = self._http.server_address[:2]
-            logger.info("serving {} at http://{}:{}", ", ".join(each.label for each in self.models), host, port)
+            logger.info(
+                "serving {} at http://{}:{}",
+                ", ".join(each.label for each in self.models),
+                host,
+                port,
+            )
+
         try:
             with interruption:
                 while True:
@@ -165,11 +198,13 @@ class RewardServer:
         job = self.strategy.mesh.world.broadcast(joined)
         if not _size(job):
             return
+
         self.strategy.announce("score")
         rewards = self._rewards(job)
         for request, answer in waiting:
             answer.set_result(rewards[: _size(request)])
             rewards = rewards[_size(request) :]
+
         self.strategy.announce("")  # waiting has no time limit
 
     def _take(self) -> list[tuple[Job, Future[list[Reward]]]]:
@@ -268,6 +303,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(400, {"error": "the request is JSON of too many brackets"})
         except ValueError as error:
             return self._send(400, {"error": str(error)})
+
         answer: Future[list[Reward]] = Future()
         self.server.waiting.put((job, answer))
         self._send(200, {"rewards": answer.result() if texts else []})
@@ -284,17 +320,21 @@ class _Handler(BaseHTTPRequestHandler):
                 if not self.rfile.read(min(CHUNK, length)):
                     break
             raise problem
+
         content = self.rfile.read(length)
         if len(content) < length:
             self.close_connection = True
             raise _Unreadable(
                 400,
-                f"the request has {len(content)} bytes, and not {length} as it says (Content-Length)",
+                f"the request has {len(content)} bytes, and not {length} as it says"
+                " (Content-Length)",
             )
+
         return content
 
     def _problem(self, length: int | None) -> _Unreadable | None:
-        expected, received = self.server.authorization, self.headers.get("Authorization", "")
+        expected = self.server.authorization
+        received = self.headers.get("Authorization", "")
         if expected and not hmac.compare_digest(
             received.encode(errors="replace"), expected.encode()
         ):
@@ -303,11 +343,14 @@ class _Handler(BaseHTTPRequestHandler):
             return _Unreadable(
                 411, "the request does not say how many bytes it has (Content-Length)"
             )
+
         if length > LARGEST_REQUEST:
             return _Unreadable(
                 413,
-                f"the request has {length} bytes, more than {LARGEST_REQUEST}: send fewer texts at once",
+                f"the request has {length} bytes, more than {LARGEST_REQUEST}: send fewer texts at"
+                " once",
             )
+
         return None
 
     def _give_up(self) -> None:
@@ -329,22 +372,32 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def authorization(key: str) -> str:
-    """Return the header that a client sends with a key, or with `user:password`; empty without a key."""
+    """Return the header that a client sends with a key, or with `user:password`; empty without a
+    key.
+    """
     if not key:
         return ""
     return f"Basic {base64.b64encode(key.encode()).decode()}" if ":" in key else f"Bearer {key}"
 
 
 def _texts(request: Any) -> list[Text]:
-    """Return prompt and response of each text of a request. Raise ValueError if it has another form."""
+    """Return prompt and response of each text of a request.
+
+    Raise ValueError if it has another form.
+    """
     if not isinstance(request, dict):
         raise ValueError("the request is not a JSON object")
+
     check_text(json.dumps(request, ensure_ascii=False))
     prompts, responses, queries = (request.get(name) for name in ("prompts", "responses", "query"))
     if responses is None and _is_texts(queries):  # others send prompts and labels beside it
         return [(query, "") for query in queries]
     if not (_is_texts(prompts) and _is_texts(responses) and len(prompts) == len(responses)):
-        raise ValueError("the request needs `prompts` and `responses`, two lists of texts of one length, or `query`, one list")
+        raise ValueError(
+            "the request needs `prompts` and `responses`, two lists of texts of one length, or"
+            " `query`, one list"
+        )
+
     return list(zip(prompts, responses, strict=True))
 
 

@@ -1,4 +1,6 @@
-"""The folder of a run: its lock, the run that its files belong to, and the folder to which earlier results are moved."""
+"""The folder of a run: its lock, the run that its files belong to, and the folder to which earlier
+results are moved.
+"""
 
 import datetime
 import fcntl
@@ -25,18 +27,32 @@ from lightrft.launch.connection import LOST_AFTER
 from lightrft.launch.rendezvous import launcher
 from lightrft.parallel.collectives import Axis
 
-LOCK, DESCRIPTION = ".lock", "run.json"
+LOCK = ".lock"
+DESCRIPTION = "run.json"
 RESULTS = ("metrics.jsonl", "samples.jsonl", "model", "model_ema", "critic", "draft")
 """Files and folders that only a run which has trained leaves."""
-BESIDE_RESULTS = (DESCRIPTION, "config.yaml", "report.html", "trace.json", "summary.json", "evaluation.json", "responses.jsonl",
-                  "tensorboard", "wandb", "swanlog", "comet", *(f"{name}_run_id" for name in TRACKERS))  # fmt: skip
+BESIDE_RESULTS = (
+    DESCRIPTION,
+    "config.yaml",
+    "report.html",
+    "trace.json",
+    "summary.json",
+    "evaluation.json",
+    "responses.jsonl",
+    "tensorboard",
+    "wandb",
+    "swanlog",
+    "comet",
+    *(f"{name}_run_id" for name in TRACKERS),
+)
 """Other files and folders of a run, which are moved together with its results."""
 PROCESS_KEY = uuid.uuid4().hex
 """Random name of this process: processes of two containers may have one number on one host."""
 PROBE_BYTES = 4096
 TAKEOVER = LOST_AFTER + 15
-"""Seconds after which a restarted run takes the lock over. By then a rank of a lost machine, whose lock its file server may keep,
-has ended: it had noticed that the connection to the others was lost."""
+"""Seconds after which a restarted run takes the lock over. By then a rank of a lost machine, whose
+lock its file server may keep, has ended: it had noticed that the connection to the others was lost.
+"""
 
 
 def today() -> str:
@@ -44,59 +60,79 @@ def today() -> str:
 
 
 class RunFolder:
-    """Folder --save_path with its checkpoints, locked by this run. The process's end or release() frees the lock."""
+    """Folder --save_path with its checkpoints, locked by this run.
+
+    The process's end or release() frees the lock.
+    """
 
     def __init__(self, config: Config, world: Axis):
         train = config.train
-        self.path, self.world = Path(train.save_path), world
+        self.path = Path(train.save_path)
+        self.world = world
         inside = self.path / "checkpoints"
         self.checkpoints = Path(train.ckpt_path) if train.ckpt_path else inside
         self.outside = self.checkpoints.resolve() != inside.resolve()
         """True if the checkpoints are outside the run's own folder."""
-        self.resumes, self.overwrites = train.load_checkpoint, train.overwrite
+        self.resumes = train.load_checkpoint
+        self.overwrites = train.overwrite
         self.process = world.broadcast(f"process {os.getpid()} on {socket.gethostname()}")
         """Process of rank 0."""
         self.launchers = sorted({name for name in world.gather(launcher()) if name})
         """Names of the torchruns that have started the ranks."""
         self.restarted = world.broadcast(world.rank == 0 and self._is_restarted())
-        """True if the folder belongs to an earlier attempt of this run: a torchrun of it has started these ranks too."""
+        """True if the folder belongs to an earlier attempt of this run: a torchrun of it has
+        started these ranks too."""
         self.id = ""
         """Unique id of the run, which its checkpoints contain."""
         self.date = ""
-        """First day of the run, as YYYY-MM-DD. Prompts may contain it, so it stays the same when the run is resumed."""
+        """First day of the run, as YYYY-MM-DD. Prompts may contain it, so it stays the same when
+        the run is resumed."""
         self._locks: list[IO[str]] = []
 
     @classmethod
     def claim(cls, config: Config, world: Axis) -> Self:
-        """Lock the folder and check that all ranks can write to it. All ranks call this, before anything expensive.
+        """Lock the folder and check that all ranks can write to it.
 
-        A run that its torchruns have started again resumes: --load_checkpoint is set, and --overwrite has had its effect.
-        Chat templates then write the date of the run.
+        All ranks call this, before anything expensive.
 
-        Raises ConfigError, on all ranks, if another run is using the folder, if it holds an earlier run's results and the
-        configuration does not say what to do with them, or if it cannot be written.
+        A run that its torchruns have started again resumes: --load_checkpoint is set, and
+        --overwrite has had its effect. Chat templates then write the date of the run.
+
+        Raises ConfigError, on all ranks, if another run is using the folder, if it holds an earlier
+        run's results and the configuration does not say what to do with them, or if it cannot be
+        written.
         """
         folder = cls(config, world)
         if folder.restarted:
-            config.train.load_checkpoint, config.train.overwrite = True, False
-            folder.resumes, folder.overwrites = True, False
+            config.train.load_checkpoint = True
+            config.train.overwrite = False
+            folder.resumes = True
+            folder.overwrites = False
             if world.rank == 0:
-                logger.warning("torchrun has started this run again: it resumes from its newest checkpoint")
+                logger.warning(
+                    "torchrun has started this run again: it resumes from its newest checkpoint"
+                )
+
         try:
             folder._together(lambda: folder._take() if world.rank == 0 else None)
             folder._together(folder._probe)
         except ConfigError:
             folder.release()
             raise
+
         folder.id = world.broadcast(folder.id)
         began = folder.description().get("date") if folder.resumes else None
         folder.date = world.broadcast(config.data.chat_template_date or began or today())
         if config.data.apply_chat_template:
             config.data.chat_template_date = folder.date
+
         return folder
 
     def set_aside(self) -> None:
-        """Move an earlier run's results, if there are any, to FOLDER.previous for a new start. All ranks call this."""
+        """Move an earlier run's results, if there are any, to FOLDER.previous for a new start.
+
+        All ranks call this.
+        """
         self._together(lambda: self._move_results() if self.world.rank == 0 else None)
         self.id = self.world.broadcast(self.id)
 
@@ -109,14 +145,24 @@ class RunFolder:
         return content if isinstance(content, dict) else {}
 
     def describe(self, description: dict[str, Any]) -> None:
-        """Write `run.json` in place, over the earlier one: this needs no free space on a full disk."""
+        """Write `run.json` in place, over the earlier one: this needs no free space on a full
+        disk.
+        """
         with open(os.open(self.path / DESCRIPTION, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
-            owner = {"run": self.id, "date": self.date, "process": self.process, "launchers": self.launchers}
+            owner = {
+                "run": self.id,
+                "date": self.date,
+                "process": self.process,
+                "launchers": self.launchers,
+            }
             file.write((json.dumps(owner | description, indent=2) + "\n").encode())
             file.truncate()
 
     def release(self) -> None:
-        """Release the locks for other runs. Forked children hold the same lock, so closing the file is not enough."""
+        """Release the locks for other runs.
+
+        Forked children hold the same lock, so closing the file is not enough.
+        """
         for file in self._locks:
             fcntl.flock(file, fcntl.LOCK_UN)
             file.close()
@@ -124,7 +170,10 @@ class RunFolder:
 
     def _is_restarted(self) -> bool:
         before = self.description()
-        return not set(self.launchers).isdisjoint(before.get("launchers", ())) and before.get("process") != self.process
+        return (
+            not set(self.launchers).isdisjoint(before.get("launchers", ()))
+            and before.get("process") != self.process
+        )
 
     def _together(self, action: Callable[[], None]) -> None:
         problem = ""
@@ -142,21 +191,27 @@ class RunFolder:
                 self._lock(folder, flag)
             except OSError as error:
                 raise ConfigError(f"--{flag} {folder} cannot be written: {error}") from error
-        run_id, saved = self.description().get("run"), self._saved_runs()
+
+        run_id = self.description().get("run")
+        saved = self._saved_runs()
         if self.resumes:
             if len(saved | ({run_id} if run_id else set())) > 1:
                 raise ConfigError(
-                    f"{self.checkpoints} has checkpoints of a run other than the one in {self.path}: set another --ckpt_path, "
-                    "or the --save_path of the run to resume"
+                    f"{self.checkpoints} has checkpoints of a run other than the one in"
+                    f" {self.path}: set another --ckpt_path, or the --save_path of the run to"
+                    " resume"
                 )
             self.id = run_id or next(iter(saved), "") or uuid.uuid4().hex
             return
+
         self.id = uuid.uuid4().hex
         results = self._results()
-        if results and not self.overwrites:  # with --overwrite they stay until the run begins: it may fail before
+        # with --overwrite they stay until the run begins: it may fail before
+        if results and not self.overwrites:
             raise ConfigError(
-                f"--save_path {self.path} has the results of an earlier run ({', '.join(results)}): --load_checkpoint "
-                f"resumes that run, another --save_path starts a separate one, --overwrite moves it to {_previous(self.path)}"
+                f"--save_path {self.path} has the results of an earlier run ({', '.join(results)}):"
+                " --load_checkpoint resumes that run, another --save_path starts a separate one,"
+                f" --overwrite moves it to {_previous(self.path)}"
             )
 
     def _folders(self) -> list[tuple[Path, str]]:
@@ -166,10 +221,18 @@ class RunFolder:
 
     def _saved_runs(self) -> set[str]:
         """Return the ids of the runs whose checkpoints can be resumed without a tag."""
-        return {run for manifest, path in checkpoints(self.checkpoints) if manifest.resume and (run := _run_of(path))}
+        return {
+            run
+            for manifest, path in checkpoints(self.checkpoints)
+            if manifest.resume and (run := _run_of(path))
+        }
 
     def _results(self) -> list[str]:
-        results = [name for name in RESULTS if (path := self.path / name).is_dir() or path.is_file() and path.stat().st_size]
+        results = [
+            name
+            for name in RESULTS
+            if (path := self.path / name).is_dir() or path.is_file() and path.stat().st_size
+        ]
         return results + [str(path) for _, path in checkpoints(self.checkpoints)[:1]]
 
     def _move_results(self) -> None:
@@ -178,7 +241,10 @@ class RunFolder:
         self.id = uuid.uuid4().hex
         _move(self.path, [*RESULTS, *BESIDE_RESULTS, *([] if self.outside else ["checkpoints"])])
         if self.outside:
-            _move(self.checkpoints, [LATEST, *(path.name for _, path in checkpoints(self.checkpoints))])
+            _move(
+                self.checkpoints,
+                [LATEST, *(path.name for _, path in checkpoints(self.checkpoints))],
+            )
 
     def _lock(self, folder: Path, flag: str) -> None:
         file = open(folder / LOCK, "a+")
@@ -188,20 +254,31 @@ class RunFolder:
             file.seek(0)
             holder, _, key = file.read().partition("\n")
             file.close()
+
             if self.restarted:
-                logger.warning("{} is taken over from {}, whose machine is lost", folder / LOCK, holder)
+                logger.warning(
+                    "{} is taken over from {}, whose machine is lost", folder / LOCK, holder
+                )
                 (folder / LOCK).unlink()
                 return self._lock(folder, flag)
+
             if (holder, key) == (self.process, PROCESS_KEY):
-                return  # an earlier attempt of this process, such as a cell of a notebook that failed
+                # an earlier attempt of this process, such as a cell of a notebook that failed
+                return
+
             raise ConfigError(
-                f"--{flag} {folder} is in use by another run ({holder or 'unknown process'}): wait until it ends, or set "
-                "another folder"
+                f"--{flag} {folder} is in use by another run ({holder or 'unknown process'}): wait"
+                " until it ends, or set another folder"
             ) from None
         except OSError as error:
             file.close()
-            logger.warning("{} cannot be locked ({}): a second run in it would not be detected", folder, error.strerror)
+            logger.warning(
+                "{} cannot be locked ({}): a second run in it would not be detected",
+                folder,
+                error.strerror,
+            )
             return
+
         self._locks.append(file)
         file.truncate(0)
         file.write(f"{self.process}\n{PROCESS_KEY}")
@@ -220,7 +297,9 @@ class RunFolder:
 
 
 def _flock(file: IO[str], patience: float) -> None:
-    """Lock an open file; BlockingIOError if another process holds the lock for more than `patience` seconds."""
+    """Lock an open file; BlockingIOError if another process holds the lock for more than `patience`
+    seconds.
+    """
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -232,7 +311,9 @@ def _flock(file: IO[str], patience: float) -> None:
 
 
 def _run_of(checkpoint: Path) -> str | None:
-    """Return the id of the run that wrote a checkpoint; None if the checkpoint has none or cannot be read."""
+    """Return the id of the run that wrote a checkpoint; None if the checkpoint has none or cannot
+    be read.
+    """
     try:
         return json.loads((checkpoint / STATE).read_text())["client"].get("run")
     except (OSError, ValueError, KeyError):
@@ -253,4 +334,6 @@ def _move(folder: Path, names: list[str]) -> None:
         target.mkdir()
         for name in present:
             shutil.move(folder / name, target / name)
-        logger.warning("an earlier run's files in {} are now in {}: {}", folder, target, ", ".join(present))
+        logger.warning(
+            "an earlier run's files in {} are now in {}: {}", folder, target, ", ".join(present)
+        )

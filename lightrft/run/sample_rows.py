@@ -8,8 +8,12 @@ from lightrft.types import Episode, Sample
 
 
 def sample_rows(samples: list[Sample]) -> list[dict[str, Any]]:
-    """Return a row for each sample. Thumbnails and sound of a prompt are in the first row of its group."""
-    rows, groups = [], set()
+    """Return a row for each sample.
+
+    Thumbnails and sound of a prompt are in the first row of its group.
+    """
+    rows = []
+    groups = set()
     for sample in samples:
         rows.append(_row(sample, first=sample.group not in groups))
         groups.add(sample.group)
@@ -21,6 +25,7 @@ def _row(sample: Sample, *, first: bool) -> dict[str, Any]:
     media = prompt.multi_modal if first else {}
     pictures = [item.thumbnail() for medium in (IMAGES, VIDEOS) for item in media.get(medium, ())]
     sounds = [item.player() for item in media.get(AUDIOS, ())]
+
     return {
         "group": sample.group,
         "prompt": prompt.text,
@@ -40,4 +45,6 @@ def _row(sample: Sample, *, first: bool) -> dict[str, Any]:
 
 def _episode(episode: Episode) -> dict[str, Any]:
     branches = [branch.episode.messages for branch in episode.branches]
-    return {"messages": episode.messages, "problem": episode.problem} | ({BRANCHES: branches} if branches else {})
+    return {"messages": episode.messages, "problem": episode.problem} | (
+        {BRANCHES: branches} if branches else {}
+    )
