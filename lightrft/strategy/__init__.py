@@ -1,4 +1,6 @@
-"""Strategies, which distribute a run: models, optimizers, checkpoints, and the engine that they host."""
+"""Strategies, which distribute a run: models, optimizers, checkpoints, and the engine that they
+host.
+"""
 
 from typing import Any
 
@@ -26,7 +28,9 @@ _strategies.register("fsdp")(FSDPStrategy)
 
 
 class StrategyConfig:
-    """LightRFT's name for a strategy's configuration: it makes a Config, with `extra_args` for other names."""
+    """LightRFT's name for a strategy's configuration: it makes a Config, with `extra_args` for
+    other names.
+    """
 
     from_args = staticmethod(as_config)
 
@@ -35,15 +39,24 @@ class StrategyConfig:
 
 
 def get_strategy(args: Arguments = None) -> StrategyBase:
-    """Return the strategy that --strategy or --fsdp in `args` names; the caller still has to call its setup_distributed().
+    """Return the strategy that --strategy or --fsdp in `args` names; the caller still has to call
+    its setup_distributed().
 
-    The default is DeepSpeed if it is installed, else FSDP2. Raises ConfigError for a class that cannot be found.
+    The default is DeepSpeed if it is installed, else FSDP2. Raises ConfigError for a class that
+    cannot be found.
     """
     config = as_config(args)
     section = config.strategy
-    strategy = _class(strategy_name(section.strategy, section.fsdp if "fsdp" in section.written else None))
-    own = vars(config.train) | vars(config.optim) if isinstance(args, Config) else config.extra_args | vars(config.optim)
+    strategy = _class(
+        strategy_name(section.strategy, section.fsdp if "fsdp" in section.written else None)
+    )
+    own = (
+        vars(config.train) | vars(config.optim)
+        if isinstance(args, Config)
+        else config.extra_args | vars(config.optim)
+    )
     named = ("seed", "max_norm", "micro_train_batch_size", "train_batch_size")
+
     return strategy(args=config, **{name: own[name] for name in named if own.get(name) is not None})
 
 
@@ -68,6 +81,7 @@ def _deepspeed_strategy() -> type[StrategyBase]:
         if error.name != "deepspeed":
             raise
         raise ConfigError(
-            "--strategy deepspeed: DeepSpeed is not installed: `pip install deepspeed`, or shard with FSDP2: --fsdp"
+            "--strategy deepspeed: DeepSpeed is not installed: `pip install deepspeed`, or shard"
+            " with FSDP2: --fsdp"
         ) from None
     return DeepSpeedStrategy

@@ -1,4 +1,6 @@
-"""Tools for the cases of testing.py: run the same steps of a tiny model on fixed batches under a strategy and in plain torch."""
+"""Tools for the cases of testing.py: run the same steps of a tiny model on fixed batches under a
+strategy and in plain torch.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,14 +18,19 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from lightrft.data.loader import share_of
 from lightrft.strategy.strategy_base import StrategyBase
 
-VOCABULARY, STEPS, LENGTHS = 96, 3, [3, 9, 4, 12, 2, 6, 7, 5, 11, 3, 8, 4]
-"""Vocabulary size, number of optimizer steps, and lengths of one step's sequences, which give ranks different token counts."""
+VOCABULARY = 96
+STEPS = 3
+LENGTHS = [3, 9, 4, 12, 2, 6, 7, 5, 11, 3, 8, 4]
+"""Vocabulary size, number of optimizer steps, and lengths of one step's sequences, which give ranks
+different token counts."""
 OptimizerOf = Callable[[nn.Module], Optimizer]
 
 
 @dataclass
 class TrainingRun:
-    """Losses and gradient norms of some optimizer steps, and the parameters after them by their Hugging Face names."""
+    """Losses and gradient norms of some optimizer steps, and the parameters after them by their
+    Hugging Face names.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -37,16 +44,26 @@ class Bench:
     """Empty folder that all ranks share."""
     tolerance: float
 
-    def prepared(self, optimizer_of: OptimizerOf, seed: int = 0, **options: Any) -> tuple[PreTrainedModel, Optimizer]:
+    def prepared(
+        self, optimizer_of: OptimizerOf, seed: int = 0, **options: Any
+    ) -> tuple[PreTrainedModel, Optimizer]:
         model = tiny_model(seed, **options)
         return self.strategy.prepare((model, optimizer_of(model)))
 
     def backward(
-        self, model: nn.Module, optimizer: Optimizer, step: int, micro_batches: int = 1,
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        step: int,
+        micro_batches: int = 1,
         change: Callable[[Tensor], Tensor] | None = None,
-    ) -> float:  # fmt: skip
-        """Run backward on this rank's part of an optimizer step, its loss changed by `change`; return its part of the loss."""
-        data, total, denominator = self.strategy.mesh.data, 0.0, tokens(step)
+    ) -> float:
+        """Run backward on this rank's part of an optimizer step, its loss changed by `change`;
+        return its part of the loss.
+        """
+        data = self.strategy.mesh.data
+        total = 0.0
+        denominator = tokens(step)
         rows = [batch(step)[row] for row in share_of(data.rank, data.size, len(LENGTHS))]
         for index in range(micro_batches):
             loss = loss_of(model, rows[index::micro_batches], denominator)
@@ -56,7 +73,12 @@ class Bench:
         return total
 
     def course(
-        self, model: nn.Module, optimizer: Optimizer, steps: range = range(STEPS), scheduler: Any = None, micro_batches: int = 1
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        steps: range = range(STEPS),
+        scheduler: Any = None,
+        micro_batches: int = 1,
     ) -> TrainingRun:
         course = TrainingRun()
         for step in steps:
@@ -67,16 +89,25 @@ class Bench:
         return course
 
     def snapshot(self, model: nn.Module) -> dict[str, Tensor]:
-        return {name: tensor.cpu().clone() for name, tensor in self.strategy.full_params(model, torch.float32)}
+        return {
+            name: tensor.cpu().clone()
+            for name, tensor in self.strategy.full_params(model, torch.float32)
+        }
 
     def assert_near(self, run: TrainingRun, expected: TrainingRun) -> None:
         for actual, other in ((run.losses, expected.losses), (run.norms, expected.norms)):
-            torch.testing.assert_close(torch.tensor(actual), torch.tensor(other), rtol=self.tolerance, atol=self.tolerance / 10)
+            torch.testing.assert_close(
+                torch.tensor(actual),
+                torch.tensor(other),
+                rtol=self.tolerance,
+                atol=self.tolerance / 10,
+            )
         assert distance(run.parameters, expected.parameters) < self.tolerance
 
     @contextmanager
     def max_norm(self, value: float) -> Iterator[None]:
-        before, self.strategy.max_norm = self.strategy.max_norm, value
+        before = self.strategy.max_norm
+        self.strategy.max_norm = value
         try:
             yield
         finally:
@@ -85,10 +116,20 @@ class Bench:
 
 def tiny_model(seed: int = 0, tie: bool = False) -> PreTrainedModel:
     config = Qwen3Config(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=48,
-        vocab_size=VOCABULARY, initializer_range=0.08, tie_word_embeddings=tie, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=48,
+        vocab_size=VOCABULARY,
+        initializer_range=0.08,
+        tie_word_embeddings=tie,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
         use_cache=False,
-    )  # fmt: skip
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(config).train()
@@ -109,7 +150,10 @@ def loss_of(model: nn.Module, rows: list[Tensor], denominator: int) -> Tensor:
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
     labels = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100).to(device)
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-    return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / denominator
+    return (
+        F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        / denominator
+    )
 
 
 def sgd(model: nn.Module) -> Optimizer:
@@ -118,21 +162,32 @@ def sgd(model: nn.Module) -> Optimizer:
 
 
 def plain(
-    optimizer_of: OptimizerOf, steps: range = range(STEPS), *, model: nn.Module | None = None, max_norm: float = 1.0,
+    optimizer_of: OptimizerOf,
+    steps: range = range(STEPS),
+    *,
+    model: nn.Module | None = None,
+    max_norm: float = 1.0,
     rates: list[float] | None = None,
-) -> TrainingRun:  # fmt: skip
-    """Run the same steps in plain torch: one process, one batch. `rates` are the learning rates of the steps."""
+) -> TrainingRun:
+    """Run the same steps in plain torch: one process, one batch.
+
+    `rates` are the learning rates of the steps.
+    """
     model = model or tiny_model()
-    optimizer, course = optimizer_of(model), TrainingRun()
+    optimizer = optimizer_of(model)
+    course = TrainingRun()
     for step in steps:
         for group in optimizer.param_groups:
             group["lr"] = rates[step] if rates else group["lr"]
         loss = loss_of(model, batch(step), tokens(step))
         loss.backward()
-        course.norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf).item())
+        course.norms.append(
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf).item()
+        )
         course.losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
+
     course.parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return course
 
@@ -140,11 +195,16 @@ def plain(
 def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the largest relative distance between two tensors of the same name."""
     assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
-    return max(((actual[name] - expected[name]).norm() / (expected[name].norm() + 1e-8)).item() for name in expected)
+    return max(
+        ((actual[name] - expected[name]).norm() / (expected[name].norm() + 1e-8)).item()
+        for name in expected
+    )
 
 
 def refused(action: Callable[[], Any], kind: type[Exception]) -> str:
-    """Return the message of the error that `action` must raise; AssertionError if it raises none."""
+    """Return the message of the error that `action` must raise; AssertionError if it raises
+    none.
+    """
     try:
         action()
     except kind as error:

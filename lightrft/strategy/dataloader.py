@@ -12,47 +12,75 @@ from lightrft.parallel.collectives import Axis
 class ResumableBatchSampler(Sampler[list[int]]):
     """Sampler of batches of row indices for one data rank.
 
-    The order of an epoch depends on seed and epoch only. A global batch is the next `batch_size x data ranks` rows of it,
-    and each rank takes its contiguous part, so a resumed run reads the rest of the epoch even on another number of ranks.
-    Every iteration is the next epoch, reshuffled; calling set_epoch is not necessary.
+    The order of an epoch depends on seed and epoch only. A global batch is the next `batch_size x
+    data ranks` rows of it, and each rank takes its contiguous part, so a resumed run reads the rest
+    of the epoch even on another number of ranks. Every iteration is the next epoch, reshuffled;
+    calling set_epoch is not necessary.
 
-    `rows`, if given, determines the order: it is iterated once for each epoch, including those a resumed run has already done.
+    `rows`, if given, determines the order: it is iterated once for each epoch, including those a
+    resumed run has already done.
     """
 
-    def __init__(self, dataset: Sized, batch_size: int, axis: Axis, *, shuffle: bool, drop_last: bool, seed: int,
-                 consumed_samples: int, rows: Collection[int] | None = None):
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        axis: Axis,
+        *,
+        shuffle: bool,
+        drop_last: bool,
+        seed: int,
+        consumed_samples: int,
+        rows: Collection[int] | None = None,
+    ):
         self.row_order = rows
         self.rows = len(dataset if rows is None else rows)
-        self.batch_size, self.axis = batch_size, axis
-        self.shuffle, self.drop_last, self.seed = shuffle, drop_last, seed
+        self.batch_size = batch_size
+        self.axis = axis
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.seed = seed
         self.global_batch = batch_size * axis.size
+
         per_epoch = self.rows // self.global_batch * self.global_batch if drop_last else self.rows
         if not per_epoch:
             raise ValueError(
-                f"{self.rows} rows do not fill one batch of {batch_size} rows on each of {axis.size} data ranks: "
-                "use a smaller batch size"
+                f"{self.rows} rows do not fill one batch of {batch_size} rows on each of"
+                f" {axis.size} data ranks: use a smaller batch size"
             )
+
         self.epoch, self.start = divmod(consumed_samples, per_epoch)
         for _ in range(self.epoch if rows is not None else 0):
             list(rows)
 
     def __len__(self) -> int:
         """Return the number of batches in a whole epoch, which is equal on all ranks."""
-        return self.rows // self.global_batch if self.drop_last else -(-self.rows // self.global_batch)
+        return (
+            self.rows // self.global_batch if self.drop_last else -(-self.rows // self.global_batch)
+        )
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the next epoch, or the rest of a resumed one. Without drop_last the last batch may be empty on some ranks."""
-        order, position = self._order(self.epoch), self.start
-        self.epoch, self.start = self.epoch + 1, 0
+        """Yield the next epoch, or the rest of a resumed one.
+
+        Without drop_last the last batch may be empty on some ranks.
+        """
+        order = self._order(self.epoch)
+        position = self.start
+        self.epoch = self.epoch + 1
+        self.start = 0
         while position + (self.global_batch if self.drop_last else 1) <= self.rows:
             batch = order[position : position + self.global_batch]
             yield [batch[place] for place in share_of(self.axis.rank, self.axis.size, len(batch))]
             position += self.global_batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the next one. A partly read epoch of a resumed run keeps its position; `rows` keep their own order."""
+        """Make `epoch` the next one.
+
+        A partly read epoch of a resumed run keeps its position; `rows` keep their own order.
+        """
         if epoch != self.epoch:
-            self.epoch, self.start = epoch, 0
+            self.epoch = epoch
+            self.start = 0
 
     def _order(self, epoch: int) -> list[int]:
         if self.row_order is not None:

@@ -1,7 +1,9 @@
-"""DeepSpeed ZeRO: optimizer states (1), gradients (2) and parameters (3) partitioned over all ranks, or nothing (0).
+"""DeepSpeed ZeRO: optimizer states (1), gradients (2) and parameters (3) partitioned over all
+ranks, or nothing (0).
 
-DeepSpeed averages gradients over ranks; this is undone here, so that they are sums as in every strategy. Models are
-partitioned in prepare(): transformers' own DeepSpeed integration stays off, since it would partition every model loaded later.
+DeepSpeed averages gradients over ranks; this is undone here, so that they are sums as in every
+strategy. Models are partitioned in prepare(): transformers' own DeepSpeed integration stays off,
+since it would partition every model loaded later.
 """
 
 import io
@@ -24,7 +26,13 @@ from lightrft.backends.base import Offloaded
 from lightrft.backends.materialize import one_by_one
 from lightrft.backends.offload import OffloadedTensors, guard_model, guard_optimizer
 from lightrft.backends.optim import follow, parameter_names
-from lightrft.backends.zero_state import Partitions, ZeroModelState, engine_config, local_shard, whole_shape
+from lightrft.backends.zero_state import (
+    Partitions,
+    ZeroModelState,
+    engine_config,
+    local_shard,
+    whole_shape,
+)
 from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.checkpoint.model_state import ModelState
 from lightrft.config.errors import ConfigError
@@ -40,14 +48,20 @@ import deepspeed  # noqa: E402
 import deepspeed.ops  # noqa: E402
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # noqa: E402
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
-from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer  # noqa: E402
+from deepspeed.runtime.zero.stage_1_and_2 import (
+    INITIAL_MICRO_STEP_ID,
+    DeepSpeedZeroOptimizer,
+)  # noqa: E402
 from deepspeed.utils import groups, safe_get_full_fp32_param  # noqa: E402
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 
 class DeepSpeedStrategy(StrategyBase):
-    """ZeRO over all ranks. An optimizer must be passed to prepare() with its module, because ZeRO rebuilds both together."""
+    """ZeRO over all ranks.
+
+    An optimizer must be passed to prepare() with its module, because ZeRO rebuilds both together.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -57,41 +71,62 @@ class DeepSpeedStrategy(StrategyBase):
         self._holding: set[nn.Module] = set()
         """Models that hold gradients, most of which ZeRO keeps outside the parameters' `grad`."""
 
-    def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int | None = None) -> None:
+    def setup_distributed(
+        self, timeout: timedelta | None = None, num_gpu_per_node: int | None = None
+    ) -> None:
         if problems := deepspeed_problems(self.config.strategy, bf16=self.config.model.bf16):
             raise ConfigError("; ".join(problems))
         super().setup_distributed(timeout, num_gpu_per_node)
         os.environ.setdefault("LOCAL_RANK", str(local_rank()))
-        deepspeed.ops.__compatible_ops__ = {}  # otherwise every start compiles an op for a collective that is not used here
+        # otherwise every start compiles an op for a collective that is not used here
+        deepspeed.ops.__compatible_ops__ = {}
         deepspeed.init_distributed()  # adopts the existing process group
         self._cut = init_device_mesh(self.device.type, (self.mesh.world.size,))
 
     def close(self) -> None:
-        engines, self._engines, self._trained, self._group_names = self._engines, {}, {}, {}
+        engines = self._engines
+        self._engines = {}
+        self._trained = {}
+        self._group_names = {}
         self._holding.clear()
         for engine in engines.values():
             engine.destroy()
         super().close()
 
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        """Pass both to a DeepSpeed engine. Without an optimizer only ZeRO-3 has something to partition."""
+        """Pass both to a DeepSpeed engine.
+
+        Without an optimizer only ZeRO-3 has something to partition.
+        """
         if optimizer is None and self.config.strategy.zero_stage < 3:
             module.to(self.device)
             return
-        names, config = parameter_names(module, optimizer), self._engine_config(module, optimizer is not None)
+
+        names = parameter_names(module, optimizer)
+        config = self._engine_config(module, optimizer is not None)
         self._group_names[module] = names
+
         if self.config.strategy.zero_stage == 3:
             self._cut_one_by_one(module, config)
             follow(module, optimizer, names)
-        with redirect_stdout(io.StringIO()):  # the bfloat16 optimizer of stage 1 prints when it is created
-            engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+
+        # the bfloat16 optimizer of stage 1 prints when it is created
+        with redirect_stdout(io.StringIO()):
+            engine, *_ = deepspeed.initialize(
+                model=module, optimizer=optimizer, config=config, dist_init_required=False
+            )
+
         self._engines[module] = engine
         if optimizer is not None:
             self._trained[optimizer] = module
         _enter_through(module, engine)
 
-    def init_model_context(self, device: torch.device | str | None = None) -> AbstractContextManager[None]:
-        """Return a context in which models made under ZeRO-3 are empty until prepare() reads and partitions each parameter."""
+    def init_model_context(
+        self, device: torch.device | str | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context in which models made under ZeRO-3 are empty until prepare() reads and
+        partitions each parameter.
+        """
         empty = self.config.strategy.zero_stage == 3 and str(device or "meta") == "meta"
         return empty_parameters() if empty else nullcontext()
 
@@ -102,32 +137,40 @@ class DeepSpeedStrategy(StrategyBase):
         engine.backward(loss * self.mesh.world.size)
 
     def take_step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
-        """Let DeepSpeed clip by the same norm and step; it skips the step itself if the norm is not finite."""
+        """Let DeepSpeed clip by the same norm and step; it skips the step itself if the norm is not
+        finite.
+        """
         engine = self._trained_engine(model)
         if self.config.strategy.zero_stage == 0:
             return super().take_step(model, optimizer)
         engine.optimizer.clip_grad = self.max_norm
         engine.step()
-        return torch.as_tensor(engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
+        return torch.as_tensor(
+            engine.get_global_grad_norm(), dtype=torch.float32, device=self.device
+        )
 
     def clear_gradients(self, model: nn.Module) -> None:
         super().clear_gradients(model)
         self._holding.discard(model)
         if self.config.strategy.zero_stage == 0:
             return
+
         zero = self._trained_engine(model).optimizer
         zero.zero_grad()
         if isinstance(zero, DeepSpeedZeroOptimizer):
             zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
             zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
             zero.micro_step_id = INITIAL_MICRO_STEP_ID
+
         if self.config.strategy.adam_offload:
             zero.reset_cpu_buffers()
 
     # -- parameters and memory
 
     def stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield full parameters, gathered from all ranks' partitions; in a bfloat16 run, float32 from the master weights."""
+        """Yield full parameters, gathered from all ranks' partitions; in a bfloat16 run, float32
+        from the master weights.
+        """
         named = list(hf_parameters(model))
         masters = dtype == torch.float32 and self.config.model.bf16 and model in self._group_names
         if masters and self._group_names[model]:
@@ -154,61 +197,124 @@ class DeepSpeedStrategy(StrategyBase):
     def offload_optimizer_state(self, optimizer: Optimizer) -> Offloaded:
         if self.config.strategy.zero_stage == 0:
             return super().offload_optimizer_state(optimizer)
+
         model = self._trained[optimizer]
-        zero, partitions = self._engines[model].optimizer, self._partitions(model).flats
-        moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        zero = self._engines[model].optimizer
+        partitions = self._partitions(model).flats
+        moments = [
+            value
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
         gradients = zero.fp32_groups_gradients_flat if isinstance(zero, BF16_Optimizer) else []
         models = {tensor.untyped_storage().data_ptr() for tensor in self._model_tensors(model)}
-        own = [tensor for tensor in (*partitions, *moments, *gradients) if tensor.untyped_storage().data_ptr() not in models]
-        return OffloadedTensors(own, self.device, guard_optimizer(optimizer), scratch=_scratch(zero))
+        own = [
+            tensor
+            for tensor in (*partitions, *moments, *gradients)
+            if tensor.untyped_storage().data_ptr() not in models
+        ]
+
+        return OffloadedTensors(
+            own, self.device, guard_optimizer(optimizer), scratch=_scratch(zero)
+        )
 
     def holds_gradients(self, model: nn.Module) -> bool:
         return model in self._holding
 
     def lives_on_host(self, item: nn.Module | Optimizer) -> bool:
-        return self.config.strategy.param_offload if isinstance(item, nn.Module) else self.config.strategy.adam_offload
+        return (
+            self.config.strategy.param_offload
+            if isinstance(item, nn.Module)
+            else self.config.strategy.adam_offload
+        )
 
-    def training(self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> ModelState:
+    def training(
+        self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None
+    ) -> ModelState:
         if model not in self._engines or self.config.strategy.zero_stage == 0:
             return super().training(model, optimizer, scheduler)
+
         return ZeroModelState(
-            model, optimizer, scheduler, self.mesh.world, self.device,
-            partitions=self._partitions(model), group_names=self._group_names[model], follow=partial(self._copy_masters, model),
+            model,
+            optimizer,
+            scheduler,
+            self.mesh.world,
+            self.device,
+            partitions=self._partitions(model),
+            group_names=self._group_names[model],
+            follow=partial(self._copy_masters, model),
         )
 
     # -- internals
 
     def _engine_config(self, module: nn.Module, trains: bool) -> dict[str, Any]:
-        bf16 = self.config.model.bf16 and (trains or next(module.parameters()).dtype == torch.bfloat16)
+        bf16 = self.config.model.bf16 and (
+            trains or next(module.parameters()).dtype == torch.bfloat16
+        )
         pinned = self.device.type != "cpu"
-        return engine_config(self.config.strategy, module, bf16=bf16, trains=trains, max_norm=self.max_norm, pinned=pinned)
+        return engine_config(
+            self.config.strategy,
+            module,
+            bf16=bf16,
+            trains=trains,
+            max_norm=self.max_norm,
+            pinned=pinned,
+        )
 
     def _cut_one_by_one(self, module: nn.Module, config: dict[str, Any]) -> None:
         """Partition one parameter at a time, so that the device never holds the whole model.
 
-        The host does not hold it either if the model is empty, since each parameter is then read here.
+        The host does not hold it either if the model is empty, since each parameter is then read
+        here.
         """
         dtype = torch.bfloat16 if config["bf16"]["enabled"] else next(module.parameters()).dtype
-        parameters = one_by_one(module, dtype, self.mesh.world) if is_empty(module) else _cast(module.parameters(), dtype)
-        options = {"remote_device": "cpu", "pin_memory": self.device.type != "cpu"} if self.config.strategy.param_offload else {}
-        options["zero_param_parallel_group"] = groups._get_zero_param_intra_parallel_group()  # the group of --zpg, if it exists
-        deepspeed.zero.Init(module=_ParameterContainer(parameters), config_dict_or_path=config, dtype=dtype, **options)
+        parameters = (
+            one_by_one(module, dtype, self.mesh.world)
+            if is_empty(module)
+            else _cast(module.parameters(), dtype)
+        )
+        options = (
+            {"remote_device": "cpu", "pin_memory": self.device.type != "cpu"}
+            if self.config.strategy.param_offload
+            else {}
+        )
+        # the group of --zpg, if it exists
+        options["zero_param_parallel_group"] = groups._get_zero_param_intra_parallel_group()
+
+        deepspeed.zero.Init(
+            module=_ParameterContainer(parameters),
+            config_dict_or_path=config,
+            dtype=dtype,
+            **options,
+        )
         for buffer in module.buffers():
             buffer.data = buffer.data.to(self.device)
 
     def _trained_engine(self, model: nn.Module) -> deepspeed.DeepSpeedEngine:
         if not self._group_names.get(model):
-            raise RuntimeError(f"{type(model).__name__} has no optimizer under DeepSpeed: pass both to prepare(), as a pair")
+            raise RuntimeError(
+                f"{type(model).__name__} has no optimizer under DeepSpeed: pass both to prepare(),"
+                " as a pair"
+            )
         return self._engines[model]
 
     def _partitions(self, model: nn.Module) -> Partitions:
-        zero, rank = self._engines[model].optimizer, self.mesh.world.rank
+        zero = self._engines[model].optimizer
+        rank = self.mesh.world.rank
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
-            return Partitions(zero.fp16_groups, zero.fp32_partitioned_groups_flat, rank, by_parameter=True)
+            return Partitions(
+                zero.fp16_groups, zero.fp32_partitioned_groups_flat, rank, by_parameter=True
+            )
         if isinstance(zero, DeepSpeedZeroOptimizer):
-            return Partitions(zero.bit16_groups, zero.single_partition_of_fp32_groups, rank, by_parameter=False)
+            return Partitions(
+                zero.bit16_groups, zero.single_partition_of_fp32_groups, rank, by_parameter=False
+            )
+
         if isinstance(zero, BF16_Optimizer):
-            return Partitions(zero.bf16_groups, zero.fp32_groups_flat_partition, rank, by_parameter=False)
+            return Partitions(
+                zero.bf16_groups, zero.fp32_groups_flat_partition, rank, by_parameter=False
+            )
         return Partitions((), (), rank, by_parameter=True)
 
     def _copy_masters(self, model: nn.Module) -> None:
@@ -218,13 +324,19 @@ class DeepSpeedStrategy(StrategyBase):
         if isinstance(zero, DeepSpeedZeroOptimizer | BF16_Optimizer):
             zero.update_lp_params()
             return
+
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
-            for part, master in zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True):
+            for part, master in zip(
+                zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True
+            ):
                 part.data.copy_(master.data)
             zero.invalidate_secondary_tensor()
+
         zero.empty_partition_cache()
 
-    def _masters(self, model: nn.Module, named: list[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+    def _masters(
+        self, model: nn.Module, named: list[tuple[str, nn.Parameter]]
+    ) -> Iterator[tuple[str, Tensor]]:
         for optimizer, trained in self._trained.items():
             if trained is model:
                 self.maybe_load_optimizer(optimizer)
@@ -233,18 +345,29 @@ class DeepSpeedStrategy(StrategyBase):
             if parameter in has_master:
                 yield name, safe_get_full_fp32_param(parameter)
             else:
-                (_, full), = stream([(name, self._as_shard(parameter))], torch.float32, 1)
+                ((_, full),) = stream([(name, self._as_shard(parameter))], torch.float32, 1)
                 yield name, full.view(whole_shape(parameter))
 
     def _as_shard(self, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's partition as a shard of the flattened parameter; padding on the last ranks is cut off."""
+        """Return this rank's partition as a shard of the flattened parameter; padding on the last
+        ranks is cut off.
+        """
         part = local_shard(parameter)
         if part is parameter:
             return parameter
+
         num_elements = whole_shape(parameter).numel()
         num_local = max(0, min(part.numel(), num_elements - self.mesh.world.rank * part.numel()))
         local = part.detach()[:num_local].to(self.device)
-        return DTensor.from_local(local, self._cut, [Shard(0)], run_check=False, shape=torch.Size([num_elements]), stride=(1,))
+
+        return DTensor.from_local(
+            local,
+            self._cut,
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size([num_elements]),
+            stride=(1,),
+        )
 
     def _model_tensors(self, model: nn.Module) -> list[Tensor]:
         if model in self._engines and self.config.strategy.zero_stage == 3:
@@ -256,7 +379,10 @@ def _scratch(zero: Any) -> list[Tensor]:
     """Return the gradient buffers that ZeRO-3 keeps allocated even if there are no gradients."""
     if not isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
         return []
-    return [zero.grad_partitions_flat_buffer, *(bucket.buffer for bucket in zero.ipg_buckets.values())]
+    return [
+        zero.grad_partitions_flat_buffer,
+        *(bucket.buffer for bucket in zero.ipg_buckets.values()),
+    ]
 
 
 class _ParameterContainer(nn.Module):
@@ -277,8 +403,12 @@ def _cast(parameters: Iterator[nn.Parameter], dtype: torch.dtype) -> Iterator[nn
 
 
 def _enter_through(module: nn.Module, engine: deepspeed.DeepSpeedEngine) -> None:
-    """Route calls of the module through its engine, which then calls the module. The module stays the same object."""
-    cls, inside = type(module), False
+    """Route calls of the module through its engine, which then calls the module.
+
+    The module stays the same object.
+    """
+    cls = type(module)
+    inside = False
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
@@ -290,4 +420,8 @@ def _enter_through(module: nn.Module, engine: deepspeed.DeepSpeedEngine) -> None
         finally:
             inside = False
 
-    module.__class__ = type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__})
+    module.__class__ = type(
+        cls.__name__,
+        (cls,),
+        {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__},
+    )

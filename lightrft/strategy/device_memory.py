@@ -10,7 +10,9 @@ from lightrft.parallel.mesh import world_axis
 
 
 class DeviceMemory:
-    """Record of the models and optimizers of a run, which moves them between device and host memory by the backend's hooks."""
+    """Record of the models and optimizers of a run, which moves them between device and host memory
+    by the backend's hooks.
+    """
 
     def __init__(self, backend: Backend):
         self.backend = backend
@@ -28,13 +30,17 @@ class DeviceMemory:
 
     def forget(self) -> None:
         """Drop the references to all models and optimizers that are on the device."""
-        self.models, self.optimizers = [], []
+        self.models = []
+        self.optimizers = []
 
     def holds_gradients(self, model: nn.Module) -> bool:
         return model in self.unsummed or self.backend.holds_gradients(model)
 
     def offload_model(self, model: nn.Module) -> None:
-        """Move a model to host memory, unless it is there. Raises RuntimeError if it holds gradients, which would be lost."""
+        """Move a model to host memory, unless it is there.
+
+        Raises RuntimeError if it holds gradients, which would be lost.
+        """
         if self.holds_gradients(model):
             raise RuntimeError(has_gradients(model))
         if model not in self.offloaded and not self.backend.lives_on_host(model):
@@ -46,7 +52,9 @@ class DeviceMemory:
             self.offloaded[optimizer] = self.backend.offload_optimizer_state(optimizer)
 
     def reload(self, item: nn.Module | Optimizer | None) -> None:
-        """Move an offloaded item back to the device, bit-identical; do nothing for one that is there."""
+        """Move an offloaded item back to the device, bit-identical; do nothing for one that is
+        there.
+        """
         if item in self.offloaded:
             self.offloaded.pop(item).reload(self.backend.device)
 
@@ -58,7 +66,9 @@ class DeviceMemory:
 
 
 def sync_and_clear_cache() -> None:
-    """Wait until this device has finished and all ranks have called this, then release cached memory."""
+    """Wait until this device has finished and all ranks have called this, then release cached
+    memory.
+    """
     device = current_device()
     synchronize(device)
     world_axis().barrier()

@@ -1,4 +1,6 @@
-"""Host of the engine that shares its devices with the trainer: sleep and wake, weight updates, routing of requests."""
+"""Host of the engine that shares its devices with the trainer: sleep and wake, weight updates,
+routing of requests.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,14 +28,18 @@ Finished = Iterator[tuple[int, list[Completion]]]
 
 
 class Generation:
-    """Loop of an engine for requests of this rank, to which requests can be added while others decode.
+    """Loop of an engine for requests of this rank, to which requests can be added while others
+    decode.
 
-    Ranks that share an engine call add(), step() and abort() together, with requests of their own. Ranks of one data replica pass
-    the same requests; each submits its part of them, and of_other_ranks() returns the others'.
+    Ranks that share an engine call add(), step() and abort() together, with requests of their own.
+    Ranks of one data replica pass the same requests; each submits its part of them, and
+    of_other_ranks() returns the others'.
     """
 
     def __init__(self, loop: RequestLoop, engine: Axis, model_parallel: Axis):
-        self.loop, self.engine, self.model_parallel = loop, engine, model_parallel
+        self.loop = loop
+        self.engine = engine
+        self.model_parallel = model_parallel
         self.num_requests = 0
         self._places: dict[int, int] = {}
         """Index in the loop -> index of this rank's request."""
@@ -42,7 +48,9 @@ class Generation:
 
     @property
     def running(self) -> bool:
-        """Return True if the engine has requests, of this or another rank; the same on all ranks of the engine."""
+        """Return True if the engine has requests, of this or another rank; the same on all ranks of
+        the engine.
+        """
         return bool(self.loop.running)
 
     @property
@@ -51,12 +59,21 @@ class Generation:
         return {self._places[index] for index in self.loop.running if index in self._places}
 
     def on_any_rank(self, flag: bool) -> bool:
-        """Return True if the flag is True on a rank of the engine; the same on all of them, which call it together."""
+        """Return True if the flag is True on a rank of the engine; the same on all of them, which
+        call it together.
+        """
         return any(self.engine.gather(flag))
 
     def add(self, requests: list[Request], *, own: bool = False) -> range:
-        """Begin requests, any number on each rank; return their indices. `own`: they are of this rank alone."""
-        part = range(len(requests)) if own else share_of(self.model_parallel.rank, self.model_parallel.size, len(requests))
+        """Begin requests, any number on each rank; return their indices.
+
+        `own`: they are of this rank alone.
+        """
+        part = (
+            range(len(requests))
+            if own
+            else share_of(self.model_parallel.rank, self.model_parallel.size, len(requests))
+        )
         local = requests[part.start : part.stop]
         by_rank = self.engine.gather(local)
         first = sum(len(others) for others in by_rank[: self.engine.rank])
@@ -64,7 +81,9 @@ class Generation:
         indices = add([each for others in by_rank for each in others])
         for place in range(len(local)):
             self._places[indices[first + place]] = self.num_requests + part.start + place
-        begin, self.num_requests = self.num_requests, self.num_requests + len(requests)
+        begin = self.num_requests
+        self.num_requests = self.num_requests + len(requests)
+
         return range(begin, self.num_requests)
 
     def step(self) -> Finished:
@@ -82,13 +101,23 @@ class Generation:
         yield from self.of_other_ranks()
 
     def prompts_at_once(self, n: int) -> int:
-        """Return the number of prompts with n samples each that the engines of a data replica decode at the same time."""
-        return max(1, self.loop.engine.prompts_at_once(n) * self.model_parallel.size // self.engine.size)
+        """Return the number of prompts with n samples each that the engines of a data replica
+        decode at the same time.
+        """
+        return max(
+            1, self.loop.engine.prompts_at_once(n) * self.model_parallel.size // self.engine.size
+        )
 
     def of_other_ranks(self) -> Finished:
-        """Yield the requests that other ranks of the data replica have submitted, when all have ended."""
+        """Yield the requests that other ranks of the data replica have submitted, when all have
+        ended.
+        """
         for others in self.model_parallel.gather(self._answers):
-            yield from ((index, completions) for index, completions in others.items() if index not in self._answers)
+            yield from (
+                (index, completions)
+                for index, completions in others.items()
+                if index not in self._answers
+            )
 
     def _own(self, ended: list[tuple[int, list[Completion]]]) -> Finished:
         for index, completions in ended:
@@ -107,16 +136,23 @@ class EngineStatus(Enum):
 class EngineHost:
     """One engine, or this rank's part of one, with its index among the replicas."""
 
-    def __init__(self, engine: Engine, *, axis: Axis, mesh: Mesh, device: torch.device, sleeps: bool):
-        self.engine, self.axis, self.device, self.sleeps = engine, axis, device, sleeps
+    def __init__(
+        self, engine: Engine, *, axis: Axis, mesh: Mesh, device: torch.device, sleeps: bool
+    ):
+        self.engine = engine
+        self.axis = axis
+        self.device = device
+        self.sleeps = sleeps
         self.model_parallel = mesh.model_parallel
         self.replica = mesh.world.rank // axis.size
         self.actor: nn.Module | None = None
-        """Model whose weights the engine received last; None: the engine keeps those of its folder, also while it sleeps."""
+        """Model whose weights the engine received last; None: the engine keeps those of its folder,
+        also while it sleeps."""
         self.draft: nn.Module | None = None
         """Model that drafts for the engine and is trained; None: its weights are not streamed."""
         self.memory: dict[str, float] = {}
-        """Memory occupied before and after the last sleep: `memory/engine_awake_gb` and `memory/engine_asleep_gb`."""
+        """Memory occupied before and after the last sleep: `memory/engine_awake_gb` and
+        `memory/engine_asleep_gb`."""
 
     @property
     def name(self) -> str:
@@ -126,25 +162,41 @@ class EngineHost:
     @property
     def status(self) -> EngineStatus:
         """Return WAKEUP if the engine can generate, else SLEEPED."""
-        return EngineStatus.WAKEUP if self.engine.awake == {"weights", "kv_cache"} else EngineStatus.SLEEPED
+        return (
+            EngineStatus.WAKEUP
+            if self.engine.awake == {"weights", "kv_cache"}
+            else EngineStatus.SLEEPED
+        )
 
     def update_weights(self, weights: Weights) -> None:
-        """Stream the newest weights in, under the next version. Its weights must be awake; the cache keeps its state."""
+        """Stream the newest weights in, under the next version.
+
+        Its weights must be awake; the cache keeps its state.
+        """
         self.engine.load_weights(weights(), self.engine.version + 1)
 
     def wake_weights(self) -> None:
-        """Wake the weights only. The cache is woken later, so that the two never compete for memory."""
+        """Wake the weights only.
+
+        The cache is woken later, so that the two never compete for memory.
+        """
         release_cached_memory(self.device)
         self.engine.wake("weights")
 
     def invalidate_weights(self, version: int | None) -> None:
-        """Mark the weights as outdated, under `version` if it is not None. Weights that came from a folder stay valid."""
+        """Mark the weights as outdated, under `version` if it is not None.
+
+        Weights that came from a folder stay valid.
+        """
         if self.actor is not None:
             self.engine.weights_valid = False
             self.engine.version = self.engine.version if version is None else version
 
     def sleep(self) -> None:
-        """Put the engine to sleep if it is allowed to. Weights that no actor can bring again are kept in host memory."""
+        """Put the engine to sleep if it is allowed to.
+
+        Weights that no actor can bring again are kept in host memory.
+        """
         if self.sleeps and self.engine.awake:
             awake = occupied_memory(self.device) / GB
             self.engine.sleep(level=1 if self.actor is None else None)
@@ -157,19 +209,31 @@ class EngineHost:
         return self.engine.generate(requests, self._with_replica_seed(sampling))
 
     def open(self, sampling: Sampling) -> Generation:
-        """Return a loop for requests of this rank. All ranks that share the engine, or a data replica, call it together."""
-        return Generation(self.engine.open(self._with_replica_seed(sampling)), self.axis, self.model_parallel)
+        """Return a loop for requests of this rank.
+
+        All ranks that share the engine, or a data replica, call it together.
+        """
+        return Generation(
+            self.engine.open(self._with_replica_seed(sampling)), self.axis, self.model_parallel
+        )
 
     def _with_replica_seed(self, sampling: Sampling) -> Sampling:
-        """Return `sampling` with a seed that is equal on the ranks of one engine and different on every replica."""
+        """Return `sampling` with a seed that is equal on the ranks of one engine and different on
+        every replica.
+        """
         return replace(sampling, seed=derived_seed(sampling.seed, self.replica))
 
 
 def as_dicts(requests: list[Request], completions: list[list[Completion]]) -> list[EasyDict]:
     """Return one dictionary for each sample; the samples of a prompt are adjacent."""
     return [
-        EasyDict(prompt_token_ids=list(request.token_ids), output_token_ids=sample.token_ids, output_logprobs=sample.logprobs,
-                 finish_reason=sample.finish_reason, weight_version=sample.weight_version)
+        EasyDict(
+            prompt_token_ids=list(request.token_ids),
+            output_token_ids=sample.token_ids,
+            output_logprobs=sample.logprobs,
+            finish_reason=sample.finish_reason,
+            weight_version=sample.weight_version,
+        )
         for request, samples in zip(requests, completions, strict=True)
         for sample in samples
-    ]  # fmt: skip
+    ]

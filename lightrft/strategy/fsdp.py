@@ -1,11 +1,19 @@
-"""FSDP2: each block's parameters are sharded over the data ranks and gathered to compute it; with --tp_size and --sp_size."""
+"""FSDP2: each block's parameters are sharded over the data ranks and gathered to compute it; with
+--tp_size and --sp_size.
+"""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -18,55 +26,83 @@ from lightrft.strategy.strategy_base import StrategyBase
 
 
 class FSDPStrategy(StrategyBase):
-    """FSDP2 over all data ranks, or within each replica of --dp_replicate. Gradients are summed over all ranks, not averaged."""
+    """FSDP2 over all data ranks, or within each replica of --dp_replicate.
+
+    Gradients are summed over all ranks, not averaged.
+    """
 
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        """Split by tensor parallelism, shard, materialize, and point the optimizer to the new parameters by name."""
+        """Split by tensor parallelism, shard, materialize, and point the optimizer to the new
+        parameters by name.
+        """
         names = parameter_names(module, optimizer)
         if self.mesh.tp.size > 1:
-            parallelize(module, self.mesh.tensor, sequence=self.config.strategy.tp_sequence_parallel)
+            parallelize(
+                module, self.mesh.tensor, sequence=self.config.strategy.tp_sequence_parallel
+            )
+
         if self._shards:
             self._shard(module)
-        materialize(module, torch.device("cpu") if self.config.strategy.fsdp_cpu_offload else self.device, self.mesh.world)
+        materialize(
+            module,
+            torch.device("cpu") if self.config.strategy.fsdp_cpu_offload else self.device,
+            self.mesh.world,
+        )
         if not self._shards:
             module.to(self.device)  # a sharded module is on the device already
         follow(module, optimizer, names)
 
     @property
     def _shards(self) -> bool:
-        """Return True for several ranks, and for a single rank whose parameters must be cast or fetched from the host."""
-        return self.mesh.world.size > 1 or self.config.model.bf16 or self.config.strategy.fsdp_cpu_offload
+        """Return True for several ranks, and for a single rank whose parameters must be cast or
+        fetched from the host.
+        """
+        return (
+            self.mesh.world.size > 1
+            or self.config.model.bf16
+            or self.config.strategy.fsdp_cpu_offload
+        )
 
     def _shard(self, module: nn.Module) -> None:
         """Shard each block, and then the rest of the module."""
         options = {
             "mesh": self.mesh.parameters,
-            "reshard_after_forward": True,  # also the root: unsharded, its parameters are not the optimizer's
+            # also the root: unsharded, its parameters are not the optimizer's
+            "reshard_after_forward": True,
             "mp_policy": self._precision(),
             "offload_policy": self._offload(),
         }
         for block in blocks(module):
             fully_shard(block, **options)
         fully_shard(module, **options)
+
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)
-                part.set_force_sum_reduction_for_comms(True)  # the alternative is a scaled sum, which gloo does not have
+                # the alternative is a scaled sum, which gloo does not have
+                part.set_force_sum_reduction_for_comms(True)
 
-    def init_model_context(self, device: torch.device | str | None = None) -> AbstractContextManager[None]:
-        """Return a context in which models are empty until prepare(), where each rank reads its own part from their folder."""
+    def init_model_context(
+        self, device: torch.device | str | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context in which models are empty until prepare(), where each rank reads its own
+        part from their folder.
+        """
         return empty_parameters() if str(device or "meta") == "meta" else nullcontext()
 
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
-        """Reduce each micro-batch's gradients to shards, and the shards over replicas after the last micro-batch.
+        """Reduce each micro-batch's gradients to shards, and the shards over replicas after the
+        last micro-batch.
 
-        With --reduce_gradients_once FSDP2 keeps full float32 gradients until the last one: four bytes per parameter on each rank.
+        With --reduce_gradients_once FSDP2 keeps full float32 gradients until the last one: four
+        bytes per parameter on each rank.
         """
         reduce = last or not self.config.strategy.reduce_gradients_once
         for root in roots(model):
             root.set_requires_gradient_sync(reduce)
             root.set_requires_all_reduce(last)
-            root.set_is_last_backward(reduce)  # otherwise the inputs of reductions stay allocated until the next micro-batch
+            # otherwise the inputs of reductions stay allocated until the next micro-batch
+            root.set_is_last_backward(reduce)
         loss.backward()
 
     def offload_model_state(self, model: nn.Module) -> OffloadedModel:
@@ -87,17 +123,30 @@ class FSDPStrategy(StrategyBase):
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the modules to shard as units, innermost first: the model's no-split modules, else children of its module lists.
+    """Return the modules to shard as units, innermost first: the model's no-split modules, else
+    children of its module lists.
 
-    A block that shares a parameter with the rest of the model (tied embeddings) is left to the root, which keeps it tied.
+    A block that shares a parameter with the rest of the model (tied embeddings) is left to the
+    root, which keeps it tied.
     """
-    names = {name for part in module.modules() if isinstance(part, PreTrainedModel) for name in part._no_split_modules or ()}
+    names = {
+        name
+        for part in module.modules()
+        if isinstance(part, PreTrainedModel)
+        for name in part._no_split_modules or ()
+    }
     candidates = [part for part in module.modules() if type(part).__name__ in names]
+
     if not candidates:
-        candidates = [child for part in module.modules() if isinstance(part, nn.ModuleList) for child in part]
+        candidates = [
+            child for part in module.modules() if isinstance(part, nn.ModuleList) for child in part
+        ]
+
     uses = [id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)]
     count = {key: uses.count(key) for key in uses} if len(uses) != len(set(uses)) else {}
-    return [block for block in reversed(candidates) if block is not module and not _shared(block, count)]
+    return [
+        block for block in reversed(candidates) if block is not module and not _shared(block, count)
+    ]
 
 
 def roots(model: nn.Module) -> Iterator[FSDPModule]:

@@ -1,4 +1,6 @@
-"""Phases of device use: a model in training, a model that computes log-probs, or the engine; and their legal transitions."""
+"""Phases of device use: a model in training, a model that computes log-probs, or the engine; and
+their legal transitions.
+"""
 
 import os
 from enum import Enum
@@ -7,14 +9,17 @@ import torch
 
 
 class Phase(Enum):
-    """Phase of a run, which determines what must be in device memory; with --offload_idle nothing else is."""
+    """Phase of a run, which determines what must be in device memory; with --offload_idle nothing
+    else is.
+    """
 
     TRAIN = "TRAIN"
     """One model in training with its optimizer; the engine sleeps."""
     LOGPROB = "LOGPROB"
     """One model at a time, without an optimizer; the engine sleeps."""
     REFIT = "REFIT"
-    """Actor and the engine's weights, which are updated from the actor; the engine's cache sleeps."""
+    """Actor and the engine's weights, which are updated from the actor; the engine's cache sleeps.
+    """
     GENERATE = "GENERATE"
     """Engine with weights and cache."""
 
@@ -37,8 +42,8 @@ WAYS: dict[Phase, dict[Phase, str]] = {
         Phase.LOGPROB: "finish_generation(): the engine must sleep",
     },
 }
-"""Legal transitions, [from][to]: the verbs that make them. The engine never shares the device with an optimizer, nor its cache
-with a model."""
+"""Legal transitions, [from][to]: the verbs that make them. The engine never shares the device with
+an optimizer, nor its cache with a model."""
 
 
 class PhaseError(RuntimeError):
@@ -46,7 +51,10 @@ class PhaseError(RuntimeError):
 
     def __init__(self, current: Phase, target: Phase):
         ways = "; ".join(f"{to.value} by {verbs}" for to, verbs in WAYS[current].items())
-        super().__init__(f"phase {target.value} cannot begin in phase {current.value}; the ways from {current.value} are: {ways}")
+        super().__init__(
+            f"phase {target.value} cannot begin in phase {current.value}; the ways from"
+            f" {current.value} are: {ways}"
+        )
 
 
 class Phases:
@@ -57,9 +65,11 @@ class Phases:
         self.deterministic = False
 
     def begin_deterministic(self) -> None:
-        """Use torch's deterministic algorithms only, with an error for others, in the phases of the models.
+        """Use torch's deterministic algorithms only, with an error for others, in the phases of the
+        models.
 
-        They are not enforced in the engine's phases, since its sampling needs nondeterministic kernels.
+        They are not enforced in the engine's phases, since its sampling needs nondeterministic
+        kernels.
         """
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.utils.deterministic.fill_uninitialized_memory = False
@@ -79,7 +89,9 @@ class Phases:
         """
         if phase is self.current:
             return
-        if phase not in WAYS[self.current] or (self.engine_has_the_device and phase is Phase.LOGPROB):
+        if phase not in WAYS[self.current] or (
+            self.engine_has_the_device and phase is Phase.LOGPROB
+        ):
             raise PhaseError(self.current, phase)
         self._set_phase(phase)
 

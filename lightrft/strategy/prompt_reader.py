@@ -18,12 +18,17 @@ MediaItems = tuple[list | None, list[int] | None]
 class PromptReader:
     vocabulary: Vocabulary
     special_tokens: bool
-    """True if the tokenizer adds special tokens to text; a chat template has already written them."""
+    """True if the tokenizer adds special tokens to text; a chat template has already written them.
+    """
 
     def requests(
-        self, token_ids: list[list[int]] | None, texts: list[str] | None, media: Mapping[str, MediaItems]
+        self,
+        token_ids: list[list[int]] | None,
+        texts: list[str] | None,
+        media: Mapping[str, MediaItems],
     ) -> list[Request]:
-        """Return one request for each prompt, from its text if there are media or no ids, otherwise from its ids.
+        """Return one request for each prompt, from its text if there are media or no ids, otherwise
+        from its ids.
 
         Raises ValueError if there are no prompts, or if the media do not match the prompts.
         """
@@ -33,24 +38,49 @@ class PromptReader:
         elif token_ids is not None:
             prompts = token_ids
         else:
-            raise ValueError("there are no prompts: give all_prompt_token_ids, all_prompts or requests")
-        own = {name: per_prompt(items, counts, len(prompts), name) for name, (items, counts) in media.items()}
-        return [self.request(ids, {name: items[index] for name, items in own.items()}) for index, ids in enumerate(prompts)]
+            raise ValueError(
+                "there are no prompts: give all_prompt_token_ids, all_prompts or requests"
+            )
 
-    def local_requests(self, token_ids: list[list[int]] | None, inputs: list[dict[str, Any]] | None) -> list[Request]:
+        own = {
+            name: per_prompt(items, counts, len(prompts), name)
+            for name, (items, counts) in media.items()
+        }
+        return [
+            self.request(ids, {name: items[index] for name, items in own.items()})
+            for index, ids in enumerate(prompts)
+        ]
+
+    def local_requests(
+        self, token_ids: list[list[int]] | None, inputs: list[dict[str, Any]] | None
+    ) -> list[Request]:
         """Return one request for each prompt, where `inputs` contain their own media."""
         if (token_ids is None) == (inputs is None):
             raise ValueError("give prompt_token_ids or multi_modal_inputs, and only one of them")
-        return [self.request(ids, {}) for ids in token_ids] if inputs is None else [self.local(one) for one in inputs]
+        return (
+            [self.request(ids, {}) for ids in token_ids]
+            if inputs is None
+            else [self.local(one) for one in inputs]
+        )
 
     def local(self, prompt: Mapping[str, Any]) -> Request:
         data = prompt.get("multi_modal_data") or {}
-        unknown = [*(prompt.keys() - {"prompt", "prompt_token_ids", "multi_modal_data"}), *(data.keys() - set(MEDIA.values()))]
+        unknown = [
+            *(prompt.keys() - {"prompt", "prompt_token_ids", "multi_modal_data"}),
+            *(data.keys() - set(MEDIA.values())),
+        ]
+
         if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
-            raise ValueError("a multi-modal input has prompt or prompt_token_ids, and multi_modal_data with image, video or "
-                             f"audio, not {', '.join(prompt)}{f' with {unknown[0]}' if unknown else ''}")
+            raise ValueError(
+                "a multi-modal input has prompt or prompt_token_ids, and multi_modal_data with"
+                " image, video or audio, not"
+                f" {', '.join(prompt)}{f' with {unknown[0]}' if unknown else ''}"
+            )
+
         ids = self.tokens(prompt["prompt"]) if "prompt" in prompt else prompt["prompt_token_ids"]
-        return self.request(ids, {name: as_list(data.get(medium)) for name, medium in MEDIA.items()})
+        return self.request(
+            ids, {name: as_list(data.get(medium)) for name, medium in MEDIA.items()}
+        )
 
     def request(self, token_ids: list[int], media: Mapping[str, list]) -> Request:
         """Build a request; placeholders of a medium without items are removed."""
@@ -64,18 +94,29 @@ class PromptReader:
         return text_tokens(self.vocabulary.tokenizer, text, special_tokens=self.special_tokens)
 
 
-def per_prompt(items: list | None, counts: list[int] | None, num_prompts: int, name: str) -> list[list]:
-    """Return a list of items for each prompt, from one entry per prompt (a list, one item or None) or a flat list with counts."""
+def per_prompt(
+    items: list | None, counts: list[int] | None, num_prompts: int, name: str
+) -> list[list]:
+    """Return a list of items for each prompt, from one entry per prompt (a list, one item or None)
+    or a flat list with counts.
+    """
     if items is None:
         return [[] for _ in range(num_prompts)]
+
     if counts is None:
         if len(items) != num_prompts:
-            raise ValueError(f"all_{name} has {len(items)} entries for {num_prompts} prompts: one list for each prompt, "
-                             f"or all in one list with {name}_num")
+            raise ValueError(
+                f"all_{name} has {len(items)} entries for {num_prompts} prompts: one list for each"
+                f" prompt, or all in one list with {name}_num"
+            )
         return [as_list(one) for one in items]
+
     if len(counts) != num_prompts or sum(counts) != len(items):
-        raise ValueError(f"{name}_num counts {sum(counts)} {name} of {len(counts)} prompts, "
-                         f"and there are {len(items)} of {num_prompts}")
+        raise ValueError(
+            f"{name}_num counts {sum(counts)} {name} of {len(counts)} prompts, "
+            f"and there are {len(items)} of {num_prompts}"
+        )
+
     ends = list(accumulate(counts))
     return [list(items[end - count : end]) for count, end in zip(counts, ends, strict=True)]
 
