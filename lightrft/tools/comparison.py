@@ -26,21 +26,34 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     """
     if len(folders) > LARGEST:
         raise ValueError(f"at most {LARGEST} runs can be compared, not {len(folders)}")
+
     histories = {}
     for folder, name in zip(folders, _names(folders), strict=True):
         histories[name] = read_history(folder / "metrics.jsonl")
         if not histories[name]:
-            raise FileNotFoundError(f"{folder} is not the folder of a run with metrics: it has no metrics.jsonl, or an empty one")
+            raise FileNotFoundError(
+                f"{folder} is not the folder of a run with metrics: it has no metrics.jsonl, or an"
+                " empty one"
+            )
+
     charts = [(chart, metric) for chart in CHARTS for metric in list(chart.metrics)[:1]]
-    shown = [(chart, metric) for chart, metric in charts if any(metric in history for history in histories.values())]
+    shown = [
+        (chart, metric)
+        for chart, metric in charts
+        if any(metric in history for history in histories.values())
+    ]
     body = [
         f"<h1>{safe(' · '.join(histories))}</h1>",
         _numbers(shown, histories),
-        f'<h2>Metrics by step</h2><div class="charts">{"".join(_card(*each, histories) for each in shown)}</div>',
+        (
+            "<h2>Metrics by step</h2><div"
+            f' class="charts">{"".join(_card(*each, histories) for each in shown)}</div>'
+        ),
         _differences(dict(zip(histories, map(_settings, folders), strict=True))),
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page("comparison · lightrft", "\n".join(body)), encoding="utf-8")
+
     return path
 
 
@@ -55,11 +68,19 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _card(chart: Chart, metric: str, histories: dict[str, History]) -> str:
-    lines = [Line(name, history.get(metric, [(0, None)]), chart.look) for name, history in histories.items()]
-    legend = "".join(f'<span><i class="key f{index}"></i>{safe(line.label)}</span>' for index, line in enumerate(lines))
+    lines = [
+        Line(name, history.get(metric, [(0, None)]), chart.look)
+        for name, history in histories.items()
+    ]
+    legend = "".join(
+        f'<span><i class="key f{index}"></i>{safe(line.label)}</span>'
+        for index, line in enumerate(lines)
+    )
+
     return (
-        f'<section class="card chart"><header><h3>{safe(chart.title)} <span>{safe(chart.unit)}</span></h3></header>'
-        f"{line_chart(lines, log=chart.log, form=chart.form)}<p class=legend>{legend}</p></section>"
+        f'<section class="card chart"><header><h3>{safe(chart.title)}'
+        f" <span>{safe(chart.unit)}</span></h3></header>{line_chart(lines, log=chart.log, form=chart.form)}<p"
+        f" class=legend>{legend}</p></section>"
     )
 
 
@@ -79,18 +100,33 @@ def _numbers(shown: Sequence[tuple[Chart, str]], histories: dict[str, History]) 
 def _settings(folder: Path) -> dict[str, Any]:
     file = folder / "config.yaml"
     sections = yaml.safe_load(file.read_text()) if file.exists() else {}
-    return {name: value for section in sections.values() for name, value in section.items() if name not in OF_THE_FOLDER}
+    return {
+        name: value
+        for section in sections.values()
+        for name, value in section.items()
+        if name not in OF_THE_FOLDER
+    }
 
 
 def _differences(settings: dict[str, dict[str, Any]]) -> str:
     names = dict.fromkeys(name for each in settings.values() for name in each)
-    rows = [[f"--{name}", *(str(each.get(name, "")) for each in settings.values())] for name in names
-            if len({str(each.get(name)) for each in settings.values()}) > 1]  # fmt: skip
-    return _table("Settings that differ", list(settings), rows) if rows else "<p>All settings are the same.</p>"
+    rows = [
+        [f"--{name}", *(str(each.get(name, "")) for each in settings.values())]
+        for name in names
+        if len({str(each.get(name)) for each in settings.values()}) > 1
+    ]
+
+    return (
+        _table("Settings that differ", list(settings), rows)
+        if rows
+        else "<p>All settings are the same.</p>"
+    )
 
 
 def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{safe(name)}</th>" for name in ("", *names))
-    body = "".join("<tr>" + "".join(f"<td>{safe(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{safe(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<h2>{safe(title)}</h2><div class="card samples">{table}</div>'

@@ -1,6 +1,8 @@
-"""Find where engine and trainer differ: first the log-probs of every token, then the model's parts in order of computation.
+"""Find where engine and trainer differ: first the log-probs of every token, then the model's parts
+in order of computation.
 
-The engine gets its weights from the weight stream, as in training, so the comparison is valid for a run.
+The engine gets its weights from the weight stream, as in training, so the comparison is valid for a
+run.
 """
 
 import math
@@ -30,25 +32,48 @@ TEXTS = (
     "Question: a train leaves at 9:40 and arrives at 13:05. How long is the journey?\nAnswer:",
     "Once upon a time",
 )
-SAMPLING = {"greedy": Sampling(temperature=0, max_tokens=32), "sampled": Sampling(n=4, max_tokens=32, seed=1)}
+SAMPLING = {
+    "greedy": Sampling(temperature=0, max_tokens=32),
+    "sampled": Sampling(n=4, max_tokens=32, seed=1),
+}
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-"""Relative difference of a part's output that rounding explains in the first layer; it grows with the root of the depth."""
+"""Relative difference of a part's output that rounding explains in the first layer; it grows with
+the root of the depth."""
 
 ADVICE = {
-    "embed_tokens": "the embeddings: other weights or another vocabulary, or a scale of the embeddings on one side only",
-    "input_layernorm": "the norm before attention: rms_norm_eps, the order of norms, 1 + weight, or the residual before it",
-    "qkv_proj": "the projections of queries, keys and values: a bias, or weights fused in another order",
+    "embed_tokens": (
+        "the embeddings: other weights or another vocabulary, or a scale of the embeddings on one"
+        " side only"
+    ),
+    "input_layernorm": (
+        "the norm before attention: rms_norm_eps, the order of norms, 1 + weight, or the residual"
+        " before it"
+    ),
+    "qkv_proj": (
+        "the projections of queries, keys and values: a bias, or weights fused in another order"
+    ),
     "q_norm": "the norm of queries: rms_norm_eps, or its order relative to the rotation",
     "k_norm": "the norm of keys: rms_norm_eps, or its order relative to the rotation",
-    "heads": "attention, although its queries, keys and values agree: rope_theta or the scaling of rope, the scale of the "
-    "scores, a sliding window or a soft cap",
+    "heads": (
+        "attention, although its queries, keys and values agree: rope_theta or the scaling of rope,"
+        " the scale of the scores, a sliding window or a soft cap"
+    ),
     "o_proj": "the output projection of attention: its weight or a bias",
-    "post_attention_layernorm": "the norm after attention: rms_norm_eps, the order of norms, or a scaled residual",
-    "pre_feedforward_layernorm": "the norm before the feed-forward layer: rms_norm_eps, or the order of norms",
-    "post_feedforward_layernorm": "the norm after the feed-forward layer: rms_norm_eps, or the order of norms",
+    "post_attention_layernorm": (
+        "the norm after attention: rms_norm_eps, the order of norms, or a scaled residual"
+    ),
+    "pre_feedforward_layernorm": (
+        "the norm before the feed-forward layer: rms_norm_eps, or the order of norms"
+    ),
+    "post_feedforward_layernorm": (
+        "the norm after the feed-forward layer: rms_norm_eps, or the order of norms"
+    ),
     "mlp": "the feed-forward layer: hidden_act, or gate and up in another order",
     "norm": "the last norm: rms_norm_eps, or the residual before it",
-    LOGITS: "the head: its dtype (bfloat16 or float32), a head that is tied on one side only, a scale or soft cap of logits",
+    LOGITS: (
+        "the head: its dtype (bfloat16 or float32), a head that is tied on one side only, a scale"
+        " or soft cap of logits"
+    ),
 }
 
 
@@ -83,7 +108,8 @@ class Diagnosis:
     dtype: torch.dtype
     gaps: dict[str, Gap]
     parts: list[PartGap] = field(default_factory=list)
-    """Differences of the parts in order of computation; empty for an engine whose parts cannot be observed."""
+    """Differences of the parts in order of computation; empty for an engine whose parts cannot be
+    observed."""
     settings: list[str] = field(default_factory=list)
     """Differences of the two models' configurations."""
 
@@ -100,13 +126,33 @@ class Diagnosis:
     @property
     def advice(self) -> str:
         if self.first is None:
-            return "" if self.healthy else "the log-probs that the engine computes from the logits: no part of the model differs"
+            return (
+                ""
+                if self.healthy
+                else (
+                    "the log-probs that the engine computes from the logits: no part of the model"
+                    " differs"
+                )
+            )
+
         advice = ADVICE[self.first.name.rpartition(".")[2]]
-        return f"{advice}. The settings differ in {'; '.join(self.settings)}" if self.settings else advice
+        return (
+            f"{advice}. The settings differ in {'; '.join(self.settings)}"
+            if self.settings
+            else advice
+        )
 
 
-def diagnose(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, engine_model: str = "") -> Diagnosis:
-    """Diagnose `--pretrain`, on one process. `engine_model` is another folder for the engine, with the same names of weights."""
+def diagnose(
+    config: Config,
+    strategy: StrategyBase,
+    tokenizer: PreTrainedTokenizerBase,
+    engine_model: str = "",
+) -> Diagnosis:
+    """Diagnose `--pretrain`, on one process.
+
+    `engine_model` is another folder for the engine, with the same names of weights.
+    """
     pretrain = config.model.pretrain
     with strategy.init_model_context():
         actor = Actor(load_model(config.model))
@@ -115,21 +161,38 @@ def diagnose(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokeni
     policy = Policy(strategy, strategy.prepare(actor), truncation=part)
     engine_config = replace(config, model=replace(config.model, pretrain=engine_model or pretrain))
     strategy.setup_inference_engine(engine_config, config.engine.engine_type, actor=policy.actor)
+
     prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
     with strategy.engine_awake(policy.actor):
         requests = [Request(prompt) for prompt in prompts]
-        responses = {name: strategy.engine.generate(requests, sampling) for name, sampling in SAMPLING.items()}
+        responses = {
+            name: strategy.engine.generate(requests, sampling)
+            for name, sampling in SAMPLING.items()
+        }
         sequence = prompts[2] + responses["sampled"][2][0].token_ids
         engine_values = strategy.engine.parts(sequence)
-    gaps = {name: _gap(policy, prompts, completions, tokenizer.decode) for name, completions in responses.items()}
+
+    gaps = {
+        name: _gap(policy, prompts, completions, tokenizer.decode)
+        for name, completions in responses.items()
+    }
     trainer_values = trainer_parts(policy, sequence)
-    settings = _settings(pretrain, engine_model, trust_remote_code=config.model.trust_remote_code) if engine_model else []
+    settings = (
+        _settings(pretrain, engine_model, trust_remote_code=config.model.trust_remote_code)
+        if engine_model
+        else []
+    )
     parts = (_without(banned, values) for values in (trainer_values, engine_values))
-    return Diagnosis(strategy.engine_name, strategy.dtype, gaps, compare(*parts, strategy.dtype), settings)
+
+    return Diagnosis(
+        strategy.engine_name, strategy.dtype, gaps, compare(*parts, strategy.dtype), settings
+    )
 
 
 def _without(banned: Sequence[int], values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts without the logits of tokens that are never sampled: an engine may have masked them already."""
+    """Return the parts without the logits of tokens that are never sampled: an engine may have
+    masked them already.
+    """
     if LOGITS not in values:
         return values
     kept = torch.ones(values[LOGITS].shape[-1], dtype=torch.bool)
@@ -137,16 +200,29 @@ def _without(banned: Sequence[int], values: dict[str, Tensor]) -> dict[str, Tens
     return values | {LOGITS: values[LOGITS][:, kept]}
 
 
-def compare(trainer_values: dict[str, Tensor], engine_values: dict[str, Tensor], dtype: torch.dtype) -> list[PartGap]:
+def compare(
+    trainer_values: dict[str, Tensor], engine_values: dict[str, Tensor], dtype: torch.dtype
+) -> list[PartGap]:
     """Compare the parts that both have, in the order in which the trainer computes them."""
-    depths = {name: next((int(part) for part in name.split(".") if part.isdigit()), None) for name in trainer_values}
+    depths = {
+        name: next((int(part) for part in name.split(".") if part.isdigit()), None)
+        for name in trainer_values
+    }
+
     deepest = max((depth for depth in depths.values() if depth is not None), default=0)
     part_gaps = []
     for name, part in trainer_values.items():
         if name in engine_values and engine_values[name].shape == part.shape:
             relative = ((engine_values[name] - part).norm() / part.norm()).item()
-            depth = 0 if name.endswith("embed_tokens") else deepest if depths[name] is None else depths[name]
+            depth = (
+                0
+                if name.endswith("embed_tokens")
+                else deepest
+                if depths[name] is None
+                else depths[name]
+            )
             part_gaps.append(PartGap(name, relative, ROUNDING[dtype] * math.sqrt(1 + depth)))
+
     return part_gaps
 
 
@@ -155,7 +231,9 @@ def trainer_parts(policy: Policy, sequence: list[int]) -> dict[str, Tensor]:
     """Compute the parts as Engine.parts() does, for the actor as it is trained."""
     policy.prepare_for_logprobs()
     policy.actor.eval()
-    model, logits, probe = policy.strategy.unwrap_model(policy.actor), [], Probe(len(sequence))
+    model = policy.strategy.unwrap_model(policy.actor)
+    logits = []
+    probe = Probe(len(sequence))
 
     def head(module: nn.Module, arguments: Any, output: Any) -> None:
         last = output.last_hidden_state[0, -1:]  # the weight is unsharded while the model computes
@@ -170,17 +248,33 @@ def trainer_parts(policy: Policy, sequence: list[int]) -> dict[str, Tensor]:
     return probe.parts(logits[0])
 
 
-def _gap(policy: Policy, prompts: list[list[int]], responses: list[list[Completion]], decode: Callable[[int], str]) -> Gap:
-    rows = [(prompt, sample) for prompt, samples in zip(prompts, responses, strict=True) for sample in samples]
-    logprobs = policy.get_logprobs(_pad([prompt + sample.token_ids for prompt, sample in rows]))["logprobs"]
+def _gap(
+    policy: Policy,
+    prompts: list[list[int]],
+    responses: list[list[Completion]],
+    decode: Callable[[int], str],
+) -> Gap:
+    rows = [
+        (prompt, sample)
+        for prompt, samples in zip(prompts, responses, strict=True)
+        for sample in samples
+    ]
+    logprobs = policy.get_logprobs(_pad([prompt + sample.token_ids for prompt, sample in rows]))[
+        "logprobs"
+    ]
     pairs = [
         (trained, sampled, token)
         for row, (prompt, sample) in zip(logprobs.tolist(), rows, strict=True)
-        for trained, sampled, token in zip(row[len(prompt) :], sample.logprobs, sample.token_ids, strict=False)
+        for trained, sampled, token in zip(
+            row[len(prompt) :], sample.logprobs, sample.token_ids, strict=False
+        )
     ]
-    gaps = torch.tensor([abs(trained - sampled) for trained, sampled, _ in pairs], dtype=torch.float64)
+    gaps = torch.tensor(
+        [abs(trained - sampled) for trained, sampled, _ in pairs], dtype=torch.float64
+    )
     trained, sampled, token = pairs[int(gaps.nan_to_num(torch.inf).argmax())]
     worst = f"token {token} {decode(token)!r}: trainer {trained:.6f}, engine {sampled:.6f}"
+
     return Gap(len(pairs), gaps.mean().item(), gaps.max().item(), gaps.exp().mean().item(), worst)
 
 
@@ -193,6 +287,11 @@ def _pad(sequences: list[list[int]]) -> dict[str, Tensor]:
 
 
 def _settings(*folders: str, trust_remote_code: bool) -> list[str]:
-    trainer, engine = (load_config(folder, trust_remote_code=trust_remote_code).to_dict() for folder in folders)
-    return [f"{name}: trainer {trainer.get(name)!r}, engine {engine.get(name)!r}" for name in sorted({*trainer, *engine})
-            if trainer.get(name) != engine.get(name) and name not in NOT_THE_MODEL]
+    trainer, engine = (
+        load_config(folder, trust_remote_code=trust_remote_code).to_dict() for folder in folders
+    )
+    return [
+        f"{name}: trainer {trainer.get(name)!r}, engine {engine.get(name)!r}"
+        for name in sorted({*trainer, *engine})
+        if trainer.get(name) != engine.get(name) and name not in NOT_THE_MODEL
+    ]

@@ -1,4 +1,6 @@
-"""Plan of a run without weights and without a device: its layout, the bytes of a rank in each phase, seconds, and advice."""
+"""Plan of a run without weights and without a device: its layout, the bytes of a rank in each
+phase, seconds, and advice.
+"""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -10,7 +12,13 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from lightrft.backends.zero_state import BUCKET
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_model_terms
-from lightrft.config.sections import Config, media_columns, needs_critic, needs_reference, section_of_field
+from lightrft.config.sections import (
+    Config,
+    media_columns,
+    needs_critic,
+    needs_reference,
+    section_of_field,
+)
 from lightrft.config.summary import nodes_to_replicate, summary
 from lightrft.parallel.peaks import DEVICES, Device
 from lightrft.parallel.tensor_parallel import model_problems
@@ -27,11 +35,13 @@ from lightrft.tools.step_memory import (
 from lightrft.tools.step_time import StepWork, kv_bytes, seconds
 
 USABLE = 0.94
-"""Share of a device's memory that remains beside its context, the buffers of collectives, and the allocator's gaps."""
+"""Share of a device's memory that remains beside its context, the buffers of collectives, and the
+allocator's gaps."""
 ENGINE_OVERHEAD = 2e9
 """Bytes of an engine's activations and graphs, in its share of the memory."""
 LIVE = 1_000_000_000
-"""DeepSpeed's stage3_max_reuse_distance: parameters that are used again within as many stay gathered."""
+"""DeepSpeed's stage3_max_reuse_distance: parameters that are used again within as many stay
+gathered."""
 PLAIN_BUCKET = 500_000_000
 """Gradient elements of a reduction of DeepSpeed without ZeRO."""
 ROUNDED = 512
@@ -64,20 +74,36 @@ class RunPlan:
         return all(sum(parts.values()) <= self.capacity for parts in self.phases.values())
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"fits": self.fits, "totals": {name: sum(parts.values()) for name, parts in self.phases.items()}}
+        return asdict(self) | {
+            "fits": self.fits,
+            "totals": {name: sum(parts.values()) for name, parts in self.phases.items()},
+        }
 
 
 class Planner:
     """Bytes of one configuration, which is resolved, on `ranks` devices."""
 
     def __init__(
-        self, config: Config, command: str, ranks: int, device: Device, *, ranks_per_node: int, shape: PretrainedConfig
-    ):  # fmt: skip
-        self.config, self.command, self.ranks, self.device, self.ranks_per_node = config, command, ranks, device, ranks_per_node
-        strategy, rollout = config.strategy, config.rollout
+        self,
+        config: Config,
+        command: str,
+        ranks: int,
+        device: Device,
+        *,
+        ranks_per_node: int,
+        shape: PretrainedConfig,
+    ):
+        self.config = config
+        self.command = command
+        self.ranks = ranks
+        self.device = device
+        self.ranks_per_node = ranks_per_node
+        strategy = config.strategy
+        rollout = config.rollout
         self.generates = command == "train_ppo"
         self.training = ranks - (rollout.rollout_ranks if self.generates else 0)
-        self.tp, self.sp = strategy.tp_size, max(strategy.sp_size, strategy.cp_size)
+        self.tp = strategy.tp_size
+        self.sp = max(strategy.sp_size, strategy.cp_size)
         self.shards = self.training // (self.tp * strategy.dp_replicate)
         self.replicas = self.training // (self.sp * self.tp)
         self.engines = max((rollout.rollout_ranks or ranks) // config.engine.engine_tp_size, 1)
@@ -95,22 +121,34 @@ class Planner:
         tokens = self.config.train.max_tokens_per_microbatch
         step = self.step(tokens)
         plan = RunPlan(
-            [*summary(self.config, self.command, self.ranks), *self.picture()], self.parameters, self.active,
-            self.phases(step, tokens), self.capacity, self.max_tokens(step, tokens),
+            [*summary(self.config, self.command, self.ranks), *self.picture()],
+            self.parameters,
+            self.active,
+            self.phases(step, tokens),
+            self.capacity,
+            self.max_tokens(step, tokens),
             self.cache_tokens() if self.generates else 0.0,
-        )  # fmt: skip
+        )
         if self.generates:
             plan.seconds = self.seconds(plan.cache_tokens)
         plan.advice = self.advice(plan)
+
         return plan
 
     def step(self, tokens: int) -> StepBytes:
         """Return the bytes of a step of the model that learns, with tokens of one rank."""
         model = self.config.model
-        options = {"fsdp": True, "bf16": model.bf16, "lora_rank": model.lora_rank, "target_modules": model.target_modules,
-                   "freeze_prefix": model.freeze_prefix, "reduce_gradients_once": self.config.strategy.reduce_gradients_once,
-                   "gradient_checkpointing": model.gradient_checkpointing,
-                   "gradient_checkpointing_policy": model.gradient_checkpointing_policy}  # fmt: skip
+        options = {
+            "fsdp": True,
+            "bf16": model.bf16,
+            "lora_rank": model.lora_rank,
+            "target_modules": model.target_modules,
+            "freeze_prefix": model.freeze_prefix,
+            "reduce_gradients_once": self.config.strategy.reduce_gradients_once,
+            "gradient_checkpointing": model.gradient_checkpointing,
+            "gradient_checkpointing_policy": model.gradient_checkpointing_policy,
+        }
+
         return step_bytes(self.local, options, world=self.shards, tokens=-(-tokens // self.sp))
 
     def states(self, step: StepBytes) -> Bytes:
@@ -119,10 +157,16 @@ class Planner:
             return {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
         if self.config.strategy.strategy == "deepspeed":
             return self.states_of_zero(self.of_rank, self.trained)
-        return {"parameters": step.parameters, "gradients": step.gradients, "optimizer": step.optimizer}
+        return {
+            "parameters": step.parameters,
+            "gradients": step.gradients,
+            "optimizer": step.optimizer,
+        }
 
     def states_of_zero(self, parameters: float, trained: float) -> Bytes:
-        """Return what DeepSpeed keeps: masters besides parameters; at stage 1 gradients of the micro-batch besides their sum."""
+        """Return what DeepSpeed keeps: masters besides parameters; at stage 1 gradients of the
+        micro-batch besides their sum.
+        """
         stage = self.config.strategy.zero_stage
         share = trained / self.training
         masters = 4 * (share if stage else trained if self.config.model.bf16 else 0)
@@ -133,17 +177,25 @@ class Planner:
         }
 
     def work_of_zero(self, head: float) -> float:
-        """Return the most that DeepSpeed needs at a time beside states and activations: the head, or a bucket of gradients.
+        """Return the most that DeepSpeed needs at a time beside states and activations: the head,
+        or a bucket of gradients.
 
-        A bucket is copied before it is reduced over the ranks. ZeRO-3 keeps up to LIVE parameters from the forward pass for the
-        backward pass, which ends with the embeddings.
+        A bucket is copied before it is reduced over the ranks. ZeRO-3 keeps up to LIVE parameters
+        from the forward pass for the backward pass, which ends with the embeddings.
         """
-        stage, text = self.config.strategy.zero_stage, self.shape.get_text_config()
-        bucket = self.gradient_width * BUCKET * (1 + self.config.strategy.overlap_comm) if stage else 0.0
-        copied = {0: min(PLAIN_BUCKET, self.trained), 1: 0}.get(stage, 2 * min(BUCKET, self.trained))
+        stage = self.config.strategy.zero_stage
+        text = self.shape.get_text_config()
+        bucket = (
+            self.gradient_width * BUCKET * (1 + self.config.strategy.overlap_comm) if stage else 0.0
+        )
+        copied = {0: min(PLAIN_BUCKET, self.trained), 1: 0}.get(
+            stage, 2 * min(BUCKET, self.trained)
+        )
+
         reduced = bucket + self.gradient_width * copied
         if stage < 3:
             return max(bucket + head, reduced)
+
         embeddings = 2 * self.width * text.vocab_size * text.hidden_size
         return max(bucket + head + self.width * min(LIVE, self.of_rank), reduced + embeddings)
 
@@ -161,7 +213,9 @@ class Planner:
 
     def others(self, states: Bytes) -> Bytes:
         """Return the bytes of models beside the actor."""
-        algorithm, model, models = self.config.algorithm, self.config.model, {}
+        algorithm = self.config.algorithm
+        model = self.config.model
+        models = {}
         if self.command == "train_ppo":
             if needs_reference(algorithm) and not model.lora_rank:
                 models["reference"] = self.frozen()
@@ -173,30 +227,60 @@ class Planner:
                 models[f"reward model {term.label}"] = self.frozen(model_config(term.name))
             if model.teacher_pretrain:
                 models["teacher"] = self.frozen(model_config(model.teacher_pretrain))
-        elif self.command in ("train_dpo", "train_kto") and not self.config.preference.precompute_reference:
+        elif (
+            self.command in ("train_dpo", "train_kto")
+            and not self.config.preference.precompute_reference
+        ):
             models["reference"] = self.frozen()
+
         return {} if self.config.strategy.fsdp_cpu_offload else models
 
     def phases(self, step: StepBytes, tokens: int) -> dict[str, Bytes]:
         states = self.states(step)
-        others, idle = self.others(states), self.config.strategy.offload_idle
+        others = self.others(states)
+        idle = self.config.strategy.offload_idle
         resident = {} if idle else others
         head = head_bytes(self.shape, -(-tokens // self.sp), self.tp, self.width)
         resident_states = step.parameters + step.gradients + step.optimizer
-        block = max(step.peak - resident_states - step.activations, step.at_head + head - resident_states - step.activations)
+        block = max(
+            step.peak - resident_states - step.activations,
+            step.at_head + head - resident_states - step.activations,
+        )
         if self.config.strategy.strategy == "deepspeed":
             block = self.work_of_zero(head)
-        phases = {"train": states | {"activations": step.activations, "head, gathered layers": block} | resident}
+
+        phases = {
+            "train": (
+                states
+                | {"activations": step.activations, "head, gathered layers": block}
+                | resident
+            )
+        }
         parameters = {"parameters": states["parameters"]} if idle else states
+
         if self.generates:
-            phases["log-probs"] = parameters | resident | {"head, gathered layers": head + self.of_layer()}
+            phases["log-probs"] = (
+                parameters | resident | {"head, gathered layers": head + self.of_layer()}
+            )
             if not self.config.rollout.rollout_ranks:
                 weights = self.width * self.parameters / self.config.engine.engine_tp_size
-                phases["weight sync"] = parameters | resident | {"engine's weights": weights, "buckets": 2 * self.bucket()}
+                phases["weight sync"] = (
+                    parameters
+                    | resident
+                    | {
+                        "engine's weights": weights,
+                        "buckets": 2 * self.bucket(),
+                    }
+                )
                 share = self.config.engine.engine_mem_util * self.device.memory
                 cache = max(share - weights - ENGINE_OVERHEAD, 0.0)
-                engine = {"engine's weights": weights, "engine's cache": cache, "engine's work": ENGINE_OVERHEAD}
+                engine = {
+                    "engine's weights": weights,
+                    "engine's cache": cache,
+                    "engine's work": ENGINE_OVERHEAD,
+                }
                 phases["generate"] = ({} if idle else states | resident) | engine
+
         return phases
 
     def of_layer(self) -> float:
@@ -207,10 +291,14 @@ class Planner:
         return size or self.device.memory / 8
 
     def max_tokens(self, step: StepBytes, tokens: int) -> int:
-        """Return the largest micro-batch that fits into the phase of training: bytes grow in proportion to tokens."""
+        """Return the largest micro-batch that fits into the phase of training: bytes grow in
+        proportion to tokens.
+        """
         used = sum(self.phases(step, tokens)["train"].values())
         other = 2 * tokens if used <= self.capacity else max(tokens // 2, self.sp)
-        slope = (sum(self.phases(self.step(other), other)["train"].values()) - used) / (other - tokens)
+        slope = (sum(self.phases(self.step(other), other)["train"].values()) - used) / (
+            other - tokens
+        )
         most = tokens + (self.capacity - used) / slope
         return max(int(most) // ROUNDED * ROUNDED, 0)
 
@@ -218,32 +306,64 @@ class Planner:
         engine = self.config.engine
         share = engine.engine_mem_util * self.device.memory * engine.engine_tp_size
         weights = self.width * self.parameters
-        return max(share - weights - ENGINE_OVERHEAD * engine.engine_tp_size, 0.0) / kv_bytes(self.shape, self.width)
+        return max(share - weights - ENGINE_OVERHEAD * engine.engine_tp_size, 0.0) / kv_bytes(
+            self.shape, self.width
+        )
 
     def seconds(self, cache_tokens: float) -> dict[str, float]:
         config = self.config
-        algorithm, rollout = config.algorithm, config.rollout
+        algorithm = config.algorithm
+        rollout = config.rollout
         samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
         many_updates = samples // config.train.train_batch_size * config.train.max_epochs > 1
-        passes = many_updates + needs_reference(algorithm) + needs_critic(algorithm) + len(config.model.reward_pretrain)
-        work = StepWork(samples, config.data.prompt_max_len // 2, rollout.generate_max_len // 2, passes, config.train.max_epochs,
-                        config.model.gradient_checkpointing)  # fmt: skip
+        passes = (
+            many_updates
+            + needs_reference(algorithm)
+            + needs_critic(algorithm)
+            + len(config.model.reward_pretrain)
+        )
+        work = StepWork(
+            samples,
+            config.data.prompt_max_len // 2,
+            rollout.generate_max_len // 2,
+            passes,
+            config.train.max_epochs,
+            config.model.gradient_checkpointing,
+        )
         of_a_replica = self.sp * self.tp
-        return seconds(self.shape, self.parameters, self.active, work, self.device,
-                       training=of_a_replica * min(self.replicas, config.train.train_batch_size),
-                       scoring=of_a_replica * min(self.replicas, samples),
-                       engines=min(self.engines, rollout.rollout_batch_size), engine_tp=config.engine.engine_tp_size,
-                       cache_tokens=cache_tokens, bytes_per_value=self.width)  # fmt: skip
+
+        return seconds(
+            self.shape,
+            self.parameters,
+            self.active,
+            work,
+            self.device,
+            training=of_a_replica * min(self.replicas, config.train.train_batch_size),
+            scoring=of_a_replica * min(self.replicas, samples),
+            engines=min(self.engines, rollout.rollout_batch_size),
+            engine_tp=config.engine.engine_tp_size,
+            cache_tokens=cache_tokens,
+            bytes_per_value=self.width,
+        )
 
     def idle_ranks(self) -> list[str]:
         """Return what a step has too little of to give work to every rank."""
-        hints, rows, prompts = [], self.config.train.train_batch_size, self.config.rollout.rollout_batch_size
+        hints = []
+        rows = self.config.train.train_batch_size
+        prompts = self.config.rollout.rollout_batch_size
+
         if rows < self.replicas:
-            hints.append(f"--train_batch_size {rows} gives work to {rows} of {self.replicas} replicas of data: raise it, or use "
-                         "fewer ranks")  # fmt: skip
+            hints.append(
+                f"--train_batch_size {rows} gives work to {rows} of {self.replicas} replicas of"
+                " data: raise it, or use fewer ranks"
+            )
+
         if self.generates and prompts < self.engines:
-            hints.append(f"--rollout_batch_size {prompts} gives prompts to {prompts} of {self.engines} engines: raise it, or "
-                         "--engine_tp_size, or use fewer ranks")  # fmt: skip
+            hints.append(
+                f"--rollout_batch_size {prompts} gives prompts to {prompts} of {self.engines}"
+                " engines: raise it, or --engine_tp_size, or use fewer ranks"
+            )
+
         return hints
 
     def picture(self) -> list[str]:
@@ -252,35 +372,67 @@ class Planner:
         groups = self.config.strategy.dp_replicate
         copies = "the model is there once" if groups == 1 else f"the model is there {groups} times"
         divided = self.shards * self.tp
-        where = f"{copies}, on one rank" if divided == 1 else f"{copies}, divided over {divided} ranks"
+        where = (
+            f"{copies}, on one rank" if divided == 1 else f"{copies}, divided over {divided} ranks"
+        )
+
         if size == 1:
             return [where]
-        rows = [" ".join(f"{rank:>4}" for rank in range(row * self.tp, (row + 1) * self.tp)) for row in range(min(self.sp, 4))]
-        lines = [where, f"{size} ranks share the same data, {self.training // size} times; the first of them, "
-                 f"{self.sp} sequence parts (down) x {self.tp} tensor parts (across):", *rows]  # fmt: skip
+
+        rows = [
+            " ".join(f"{rank:>4}" for rank in range(row * self.tp, (row + 1) * self.tp))
+            for row in range(min(self.sp, 4))
+        ]
+        lines = [
+            where,
+            (
+                f"{size} ranks share the same data, {self.training // size} times; the first of"
+                f" them, {self.sp} sequence parts (down) x {self.tp} tensor parts (across):"
+            ),
+            *rows,
+        ]
         if self.sp > len(rows):
             lines.append("   ...")
+
         return lines
 
     def advice(self, plan: RunPlan) -> list[str]:
-        """Return what to change: flags with which a run fits that does not, and where devices would be idle."""
-        hints, config = self.idle_ranks(), self.config
+        """Return what to change: flags with which a run fits that does not, and where devices would
+        be idle.
+        """
+        hints = self.idle_ranks()
+        config = self.config
         if not plan.fits:
             changes = self.suggest_changes()
-            hints.append(f"it fits with {' '.join(changes)}" if changes else
-                         "no combination of flags that was tried fits: use more ranks, a smaller model, or --fsdp_cpu_offload")
+            hints.append(
+                f"it fits with {' '.join(changes)}"
+                if changes
+                else (
+                    "no combination of flags that was tried fits: use more ranks, a smaller model,"
+                    " or --fsdp_cpu_offload"
+                )
+            )
+
         nodes = nodes_to_replicate(config, self.ranks, self.ranks_per_node)
         if nodes and self.fits_with({"dp_replicate": nodes}):
-            hints.append(f"the model fits on one node: --dp_replicate {nodes} gathers parameters within each of the {nodes} "
-                         "nodes and sends only gradients between them")  # fmt: skip
+            hints.append(
+                f"the model fits on one node: --dp_replicate {nodes} gathers parameters within each"
+                f" of the {nodes} nodes and sends only gradients between them"
+            )
+
         longest = config.data.prompt_max_len + config.rollout.generate_max_len
         if "generate" in plan.phases and plan.cache_tokens < longest:
-            hints.append("the engine's cache does not hold one sequence of full length: a larger --engine_tp_size or "
-                         "--engine_mem_util, or fewer tokens")  # fmt: skip
+            hints.append(
+                "the engine's cache does not hold one sequence of full length: a larger"
+                " --engine_tp_size or --engine_mem_util, or fewer tokens"
+            )
+
         return hints
 
     def suggest_changes(self) -> list[str]:
-        """Return flags with which every phase fits, none of which can be left out; none if all together do not suffice."""
+        """Return flags with which every phase fits, none of which can be left out; none if all
+        together do not suffice.
+        """
         changes: dict[str, Any] = {}
         for name, value in self.changes():
             changes[name] = value
@@ -288,56 +440,101 @@ class Planner:
                 for other in list(changes):
                     without = {key: changes[key] for key in changes if key != other}
                     changes = without if self.fits_with(without) else changes
-                return [f"--{name}" if value is True else f"--{name} {value}" for name, value in changes.items()]
+                return [
+                    f"--{name}" if value is True else f"--{name} {value}"
+                    for name, value in changes.items()
+                ]
+
         return []
 
     def changes(self) -> Iterator[tuple[str, Any]]:
-        """Yield flags in the order in which they cost speed; one that was tried before gets a stronger value."""
+        """Yield flags in the order in which they cost speed; one that was tried before gets a
+        stronger value.
+        """
         config = self.config
         longest = config.data.prompt_max_len + config.rollout.generate_max_len
         yield "gradient_checkpointing", True
         if not config.strategy.fsdp_cpu_offload:
             yield "offload_idle", True
-        sizes = [size for size in (2, 4, 8) if self.ranks % size == 0 and size > config.engine.engine_tp_size]
+        sizes = [
+            size
+            for size in (2, 4, 8)
+            if self.ranks % size == 0 and size > config.engine.engine_tp_size
+        ]
         yield from (("engine_tp_size", size) for size in sizes if self.generates)
         tokens = config.train.max_tokens_per_microbatch
         while (tokens := tokens // 2) >= longest:
             yield "max_tokens_per_microbatch", tokens
         heads = self.shape.get_text_config().num_attention_heads
-        yield from (("sp_size", size) for size in (2, 4, 8) if size > self.sp and heads % size == 0 and self.training % size == 0)
+        yield from (
+            ("sp_size", size)
+            for size in (2, 4, 8)
+            if size > self.sp and heads % size == 0 and self.training % size == 0
+        )
 
     def fits_with(self, changes: dict[str, Any]) -> bool:
         config = deepcopy(self.config)
         for name, value in changes.items():
             getattr(config, section_of_field()[name]).put(name, value)
-        other = Planner(config, self.command, self.ranks, self.device, ranks_per_node=self.ranks_per_node, shape=self.shape)
+        other = Planner(
+            config,
+            self.command,
+            self.ranks,
+            self.device,
+            ranks_per_node=self.ranks_per_node,
+            shape=self.shape,
+        )
         tokens = config.train.max_tokens_per_microbatch
         phases = other.phases(other.step(tokens), tokens)
         longest = config.data.prompt_max_len + config.rollout.generate_max_len
         enough_cache = "generate" not in phases or other.cache_tokens() >= longest
-        return enough_cache and all(sum(parts.values()) <= self.capacity for parts in phases.values())
+
+        return enough_cache and all(
+            sum(parts.values()) <= self.capacity for parts in phases.values()
+        )
 
 
 def plan_of(
-    config: Config, command: str, ranks: int, device: str, *, ranks_per_node: int, model_file: str = ""
-) -> RunPlan:  # fmt: skip
+    config: Config,
+    command: str,
+    ranks: int,
+    device: str,
+    *,
+    ranks_per_node: int,
+    model_file: str = "",
+) -> RunPlan:
     """Return the plan of a resolved configuration.
 
-    Raise ConfigError if the shape of the model is not known, if --tp_size does not divide it, and for media.
+    Raise ConfigError if the shape of the model is not known, if --tp_size does not divide it, and
+    for media.
     """
     if media := media_columns(config.data):
         flags = ", ".join(f"--{medium}_key {column}" for medium, column in media.items())
-        raise ConfigError(f"{flags}: runs with images, videos or sound cannot be planned, as the number of their tokens is known "
-                          "only from the data. The plan of a text model of the same size, without these flags, shows what the "
-                          "language model takes")  # fmt: skip
+        raise ConfigError(
+            f"{flags}: runs with images, videos or sound cannot be planned, as the number of their"
+            " tokens is known only from the data. The plan of a text model of the same size,"
+            " without these flags, shows what the language model takes"
+        )
+
     shape = model_config(config.model.pretrain, model_file)
     tp = config.strategy.tp_size
     if problems := model_problems(shape, tp) if tp > 1 else []:
-        raise ConfigError("this configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
-    unplanned = f"--pretrain {config.model.pretrain}: models of type {shape.model_type} cannot be planned"
+        raise ConfigError(
+            "this configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems)
+        )
+
+    unplanned = (
+        f"--pretrain {config.model.pretrain}: models of type {shape.model_type} cannot be planned"
+    )
     if type(shape) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{unplanned}, only those of text")
-    planner = Planner(config, command, ranks, DEVICES[device], ranks_per_node=ranks_per_node, shape=shape)
+
+    planner = Planner(
+        config, command, ranks, DEVICES[device], ranks_per_node=ranks_per_node, shape=shape
+    )
     if planner.active < planner.parameters and not config.model.bf16:
-        raise ConfigError(f"{unplanned} without --bf16: torch has no shapes of their experts' products in float32")
+        raise ConfigError(
+            f"{unplanned} without --bf16: torch has no shapes of their experts' products in float32"
+        )
+
     return planner.plan()

@@ -1,24 +1,42 @@
-"""Configurations of models whose folder is not on this machine, for plans, which need no weights."""
+"""Configurations of models whose folder is not on this machine, for plans, which need no
+weights.
+"""
 
 import json
 from pathlib import Path
 
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from lightrft.config.errors import ConfigError
 from lightrft.thinker import load_config, trained_part
 
 QWEN2 = {
-    "0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2), "3B": (2048, 11008, 36, 16, 2),
-    "7B": (3584, 18944, 28, 28, 4), "14B": (5120, 13824, 48, 40, 8), "32B": (5120, 27648, 64, 40, 8),
+    "0.5B": (896, 4864, 24, 14, 2),
+    "1.5B": (1536, 8960, 28, 12, 2),
+    "3B": (2048, 11008, 36, 16, 2),
+    "7B": (3584, 18944, 28, 28, 4),
+    "14B": (5120, 13824, 48, 40, 8),
+    "32B": (5120, 27648, 64, 40, 8),
     "72B": (8192, 29568, 80, 64, 8),
-}  # fmt: skip
-"""Size of Qwen2.5 -> hidden size, intermediate size, layers, attention heads, key-value heads (their config.json)."""
+}
+"""Size of Qwen2.5 -> hidden size, intermediate size, layers, attention heads, key-value heads
+(their config.json)."""
 QWEN3 = {
-    "0.6B": (1024, 3072, 28, 16, 8), "1.7B": (2048, 6144, 28, 16, 8), "4B": (2560, 9728, 36, 32, 8),
-    "8B": (4096, 12288, 36, 32, 8), "14B": (5120, 17408, 40, 40, 8), "32B": (5120, 25600, 64, 64, 8),
-}  # fmt: skip
+    "0.6B": (1024, 3072, 28, 16, 8),
+    "1.7B": (2048, 6144, 28, 16, 8),
+    "4B": (2560, 9728, 36, 32, 8),
+    "8B": (4096, 12288, 36, 32, 8),
+    "14B": (5120, 17408, 40, 40, 8),
+    "32B": (5120, 25600, 64, 64, 8),
+}
 QWEN3_MOE = {"30B-A3B": (2048, 6144, 48, 32, 4), "235B-A22B": (4096, 12288, 94, 64, 4)}
 EXPERT_SIZE = {"30B-A3B": 768, "235B-A22B": 1536}
 """Intermediate size of each of the 128 experts of a layer; a token has 8."""
@@ -28,9 +46,11 @@ TIED = ("0.5B", "1.5B", "3B", "0.6B", "1.7B", "4B")
 
 
 def model_config(name: str, file: str = "") -> PretrainedConfig:
-    """Return the configuration of a model: of `file`, of its folder, of the hub's cache, of a well-known name, or of the hub.
+    """Return the configuration of a model: of `file`, of its folder, of the hub's cache, of a
+    well-known name, or of the hub.
 
-    Raise ConfigError if there is none. A machine without network does not wait for the hub where the shape is known.
+    Raise ConfigError if there is none. A machine without network does not wait for the hub where
+    the shape is known.
     """
     known = None if file or Path(name).expanduser().is_dir() else known_config(name)
     try:
@@ -40,31 +60,71 @@ def model_config(name: str, file: str = "") -> PretrainedConfig:
         return load_config(name, **({"local_files_only": True} if known else {}))
     except (OSError, ValueError, KeyError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         if known is None:
-            raise ConfigError(f"--pretrain {name}: its config.json cannot be read ({type(error).__name__}); download it and "
-                              "set --model_config FILE") from error  # fmt: skip
+            raise ConfigError(
+                f"--pretrain {name}: its config.json cannot be read ({type(error).__name__});"
+                " download it and set --model_config FILE"
+            ) from error
         return known
 
 
 def known_config(name: str) -> PretrainedConfig | None:
-    """Return the configuration of a Qwen2.5, Qwen3 or Llama 3.1 model by its hub name; None for others."""
-    size = next((part for part in name.split("/")[-1].split("-") if part[:1].isdigit() and part.endswith("B")), "")
+    """Return the configuration of a Qwen2.5, Qwen3 or Llama 3.1 model by its hub name; None for
+    others.
+    """
+    size = next(
+        (
+            part
+            for part in name.split("/")[-1].split("-")
+            if part[:1].isdigit() and part.endswith("B")
+        ),
+        "",
+    )
     if name.startswith("Qwen/Qwen3-") and (size := name.removeprefix("Qwen/Qwen3-")) in QWEN3_MOE:
         hidden, intermediate, layers, heads, kv_heads = QWEN3_MOE[size]
         return Qwen3MoeConfig(
-            hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
-            num_key_value_heads=kv_heads, vocab_size=151936, head_dim=128, tie_word_embeddings=False,
-            moe_intermediate_size=EXPERT_SIZE[size], num_experts=128, num_experts_per_tok=8,
-        )  # fmt: skip
-    families = {"Qwen/Qwen2.5-": (Qwen2Config, QWEN2), "Qwen/Qwen3-": (Qwen3Config, QWEN3),
-                "meta-llama/Llama-3.1-": (LlamaConfig, LLAMA)}  # fmt: skip
-    name = name.replace("Qwen2.5-Coder-", "Qwen2.5-").replace("Qwen2.5-Math-", "Qwen2.5-")  # of the same shapes
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            vocab_size=151936,
+            head_dim=128,
+            tie_word_embeddings=False,
+            moe_intermediate_size=EXPERT_SIZE[size],
+            num_experts=128,
+            num_experts_per_tok=8,
+        )
+
+    families = {
+        "Qwen/Qwen2.5-": (Qwen2Config, QWEN2),
+        "Qwen/Qwen3-": (Qwen3Config, QWEN3),
+        "meta-llama/Llama-3.1-": (LlamaConfig, LLAMA),
+    }
+    # of the same shapes
+    name = name.replace("Qwen2.5-Coder-", "Qwen2.5-").replace("Qwen2.5-Math-", "Qwen2.5-")
+
     for prefix, (kind, sizes) in families.items():
-        if size in sizes and name in [f"{prefix}{size}{ending}" for ending in ("", "-Instruct", "-Base")]:
+        if size in sizes and name in [
+            f"{prefix}{size}{ending}" for ending in ("", "-Instruct", "-Base")
+        ]:
             hidden, intermediate, layers, heads, kv_heads = sizes[size]
-            vocabulary = 128256 if kind is LlamaConfig else 151936 if kind is Qwen3Config or size in TIED else 152064
+            vocabulary = (
+                128256
+                if kind is LlamaConfig
+                else 151936
+                if kind is Qwen3Config or size in TIED
+                else 152064
+            )
+
             return kind(
-                hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
-                num_key_value_heads=kv_heads, vocab_size=vocabulary, tie_word_embeddings=size in TIED,
+                hidden_size=hidden,
+                intermediate_size=intermediate,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                num_key_value_heads=kv_heads,
+                vocab_size=vocabulary,
+                tie_word_embeddings=size in TIED,
                 **({"head_dim": 128} if kind is Qwen3Config else {}),
-            )  # fmt: skip
+            )
+
     return None

@@ -1,7 +1,9 @@
-"""Bytes of a training step on one rank, of a model without weights: FSDP2's own operations on tensors that have only a shape.
+"""Bytes of a training step on one rank, of a model without weights: FSDP2's own operations on
+tensors that have only a shape.
 
-torch's FSDPMemTracker counts every storage while it lives, on rank 0 of a fake process group. Layers and tokens add bytes in
-proportion, so that two small traces give those of a model of any depth: see tests/bench/test_memory.py for what real ranks take.
+torch's FSDPMemTracker counts every storage while it lives, on rank 0 of a fake process group.
+Layers and tokens add bytes in proportion, so that two small traces give those of a model of any
+depth: see tests/bench/test_memory.py for what real ranks take.
 """
 
 from collections.abc import Iterator
@@ -28,9 +30,11 @@ from lightrft.roles.operations import count_parameters
 from lightrft.strategy import FSDPStrategy
 
 FEW = (3, 4)
-"""Numbers of layers that are traced: with fewer, not all that a peak has at the same time exists."""
+"""Numbers of layers that are traced: with fewer, not all that a peak has at the same time exists.
+"""
 _known: dict[tuple[str, str, int, int], "StepBytes"] = {}
-"""Results of step_bytes() by its arguments: a plan tries flags of which most do not change the step."""
+"""Results of step_bytes() by its arguments: a plan tries flags of which most do not change the
+step."""
 _counts: dict[str, tuple[int, int]] = {}
 """Results of parameter_counts() by its argument, as its models have all their layers."""
 GATHERED = ("Unsharded Param", "All Gather", "Reduce Scatter")
@@ -54,7 +58,9 @@ class StepBytes:
 
     def plus(self, factor: float, other: "StepBytes") -> "StepBytes":
         """Return self + factor * other."""
-        return StepBytes(*(getattr(self, name) + factor * getattr(other, name) for name in StepBytes.__slots__))
+        return StepBytes(
+            *(getattr(self, name) + factor * getattr(other, name) for name in StepBytes.__slots__)
+        )
 
 
 class Learner(nn.Module):
@@ -70,12 +76,16 @@ class Learner(nn.Module):
 
 
 class OneOfMany(FSDPStrategy):
-    """A rank whose others are not there, over a fake process group: no monitor, and nothing that waits for an answer."""
+    """A rank whose others are not there, over a fake process group: no monitor, and nothing that
+    waits for an answer.
+    """
 
-    _shards = True  # the tracker knows FSDP's modules only: here even one rank gathers its parameters
+    # the tracker knows FSDP's modules only: here even one rank gathers its parameters
+    _shards = True
 
     def setup_distributed(self, *_: Any, **__: Any) -> None:
-        self.device, self._mesh = torch.device("cpu"), Mesh("cpu")
+        self.device = torch.device("cpu")
+        self._mesh = Mesh("cpu")
 
 
 @contextmanager
@@ -88,16 +98,23 @@ def fake_group(world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def step_bytes(shape: PretrainedConfig, options: dict[str, Any], *, world: int, tokens: int) -> StepBytes:
-    """Return the bytes of a step with micro-batches of `tokens` tokens, by traces of three and four layers.
+def step_bytes(
+    shape: PretrainedConfig, options: dict[str, Any], *, world: int, tokens: int
+) -> StepBytes:
+    """Return the bytes of a step with micro-batches of `tokens` tokens, by traces of three and four
+    layers.
 
-    `options` are the arguments of the strategy, without tensor and sequence parallelism: of_tensor_parallel() divides a model.
+    `options` are the arguments of the strategy, without tensor and sequence parallelism:
+    of_tensor_parallel() divides a model.
     """
     key = (shape.to_json_string(), repr(options), world, tokens)
     if key not in _known:
         more = shape.get_text_config().num_hidden_layers - FEW[0]
         with fake_group(world):
-            traces = [_trace(with_layers(shape, layers), options, tokens) for layers in (FEW if more else FEW[:1])]
+            traces = [
+                _trace(with_layers(shape, layers), options, tokens)
+                for layers in (FEW if more else FEW[:1])
+            ]
         _known[key] = traces[0].plus(more, traces[1].plus(-1, traces[0])) if more else traces[0]
     return _known[key]
 
@@ -111,7 +128,10 @@ def _trace(shape: PretrainedConfig, options: dict[str, Any], tokens: int) -> Ste
 
 
 def trace_step(strategy: FSDPStrategy, model: PreTrainedModel, tokens: int) -> StepBytes:
-    """Measure two micro-batches and a step of a model from empty_model(). Inside of FakeTensorMode nothing is computed."""
+    """Measure two micro-batches and a step of a model from empty_model().
+
+    Inside of FakeTensorMode nothing is computed.
+    """
     model.to_empty(device="cpu")
     model.tie_weights()  # tied parameters have got memory of their own
     model = Learner(model)
@@ -119,7 +139,10 @@ def trace_step(strategy: FSDPStrategy, model: PreTrainedModel, tokens: int) -> S
     strategy.make_ready(model)
     strategy.distribute(model, optimizer)
     tracker = FSDPMemTracker(model, optimizer)
-    peaks, between, forward = [], {}, {}
+    peaks = []
+    between = {}
+    forward = {}
+
     with tracker:
         for last in (False, True):
             hidden, logits = model(torch.randint(0, 1000, (tokens,)))
@@ -132,17 +155,33 @@ def trace_step(strategy: FSDPStrategy, model: PreTrainedModel, tokens: int) -> S
             between = between or _now(tracker)
             peaks.append(total(tracker.get_tracker_snapshot("peak")))
             tracker.reset_mod_stats()
+
         optimizer.step()
         after = _now(tracker)
+
     gradients = between["Total"] - between["Sharded Param"] - between["Activation"]
-    activations = forward["Total"] - forward["Sharded Param"] - gradients - sum(forward[name] for name in GATHERED)
+    activations = (
+        forward["Total"]
+        - forward["Sharded Param"]
+        - gradients
+        - sum(forward[name] for name in GATHERED)
+    )
     optimizer_states = after["OptState"]
-    return StepBytes(after["Sharded Param"], gradients, optimizer_states, activations, forward["Total"] + optimizer_states,
-                     max(peaks) + optimizer_states)  # fmt: skip
+
+    return StepBytes(
+        after["Sharded Param"],
+        gradients,
+        optimizer_states,
+        activations,
+        forward["Total"] + optimizer_states,
+        max(peaks) + optimizer_states,
+    )
 
 
 def empty_model(shape: PretrainedConfig, section: ModelSection) -> PreTrainedModel:
-    """Return a model with the adapters of --lora_rank, whose other parameters are on the meta device."""
+    """Return a model with the adapters of --lora_rank, whose other parameters are on the meta
+    device.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
     if section.lora_rank:
@@ -154,13 +193,19 @@ def trained_parameters(shape: PretrainedConfig, section: ModelSection) -> int:
     """Return the number of parameters that learn: those of the adapters, if there are any."""
     if not section.lora_rank:
         return num_parameters(shape)
-    return sum(parameter.numel() for parameter in empty_model(shape, section).parameters() if parameter.requires_grad)
+    return sum(
+        parameter.numel()
+        for parameter in empty_model(shape, section).parameters()
+        if parameter.requires_grad
+    )
 
 
 def head_bytes(shape: PretrainedConfig, tokens: int, tp: int, width: int) -> float:
-    """Return the bytes that token_logprobs() needs on an accelerator: logits of a chunk, and float32 gradients of its inputs.
+    """Return the bytes that token_logprobs() needs on an accelerator: logits of a chunk, and
+    float32 gradients of its inputs.
 
-    A gradient of logits with fewer than four bytes, the `width` of a value, does not take the place of the logits.
+    A gradient of logits with fewer than four bytes, the `width` of a value, does not take the place
+    of the logits.
     """
     text = shape.get_text_config()
     rows = -(-text.vocab_size // tp)
@@ -185,17 +230,22 @@ def of_tensor_parallel(shape: PretrainedConfig, tp: int) -> PretrainedConfig:
     text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         setattr(text, name, getattr(text, name) // tp)
-    text.vocab_size, text.pad_token_id = -(-text.vocab_size // tp), None
+    text.vocab_size = -(-text.vocab_size // tp)
+    text.pad_token_id = None
     return shape
 
 
 def parameter_counts(shape: PretrainedConfig) -> tuple[int, int]:
-    """Return the number of parameters of the model, tied ones once, and of those that compute one token."""
+    """Return the number of parameters of the model, tied ones once, and of those that compute one
+    token.
+    """
     key = shape.to_json_string()
     if key not in _counts:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(shape)
-        _counts[key] = count_parameters(((name, parameter.shape) for name, parameter in model.named_parameters()), shape)
+        _counts[key] = count_parameters(
+            ((name, parameter.shape) for name, parameter in model.named_parameters()), shape
+        )
     return _counts[key]
 
 

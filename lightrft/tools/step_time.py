@@ -7,8 +7,8 @@ from transformers import PretrainedConfig
 from lightrft.parallel.peaks import Device
 
 MFU = 0.35
-"""Share of the peak that training and log-probs are assumed to reach; published: 0.33 to 0.39 for 8B in torchtitan on H100 and
-0.36 for 4B in prime-rl on H200, both with long sequences."""
+"""Share of the peak that training and log-probs are assumed to reach; published: 0.33 to 0.39 for
+8B in torchtitan on H100 and 0.36 for 4B in prime-rl on H200, both with long sequences."""
 DECODING = 0.6
 """Share of the peak bandwidth that decoding is assumed to reach."""
 LINK = 0.6
@@ -34,41 +34,65 @@ class StepWork:
 
 
 def token_flops(shape: PretrainedConfig, parameters: int, length: int) -> float:
-    """Return the operations of a forward pass for a token of a sequence with `length` tokens: products and causal attention."""
+    """Return the operations of a forward pass for a token of a sequence with `length` tokens:
+    products and causal attention.
+    """
     text = shape.get_text_config()
-    heads = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    heads = text.num_attention_heads * (
+        getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    )
     return 2 * parameters + 2 * text.num_hidden_layers * heads * length
 
 
 def seconds(
-    shape: PretrainedConfig, parameters: int, active: int, work: StepWork, device: Device, *, training: int,
-    scoring: int, engines: int, engine_tp: int, cache_tokens: float, bytes_per_value: int,
-) -> dict[str, float]:  # fmt: skip
+    shape: PretrainedConfig,
+    parameters: int,
+    active: int,
+    work: StepWork,
+    device: Device,
+    *,
+    training: int,
+    scoring: int,
+    engines: int,
+    engine_tp: int,
+    cache_tokens: float,
+    bytes_per_value: int,
+) -> dict[str, float]:
     """Return seconds by phase.
 
-    `training` ranks have rows in an optimizer step, `scoring` ranks in the passes over all samples, and `engines` of `engine_tp`
-    ranks each have prompts: those that have none add no speed.
+    `training` ranks have rows in an optimizer step, `scoring` ranks in the passes over all samples,
+    and `engines` of `engine_tp` ranks each have prompts: those that have none add no speed.
 
     `active` is the number of parameters that compute a token: fewer than `parameters` with experts.
     """
     length = work.prompt + work.response
-    tokens, forward = work.samples * length, token_flops(shape, active, length)
+    tokens = work.samples * length
+    forward = token_flops(shape, active, length)
     compute = device.flops * MFU
     of_an_engine = work.samples / engines
     at_once = max(1.0, min(of_an_engine, RUNNING, cache_tokens / length))
-    read = _read(shape, parameters, active, at_once) * bytes_per_value + at_once * length / 2 * kv_bytes(shape, bytes_per_value)
+    read = _read(
+        shape, parameters, active, at_once
+    ) * bytes_per_value + at_once * length / 2 * kv_bytes(shape, bytes_per_value)
     steps = work.response * of_an_engine / at_once
     prefill = of_an_engine * work.prompt * forward / (compute * engine_tp)
+
     return {
         "generate": steps * read / (device.bandwidth * DECODING * engine_tp) + prefill,
         "log-probs": work.passes * tokens * forward / (compute * scoring),
-        "train": work.epochs * tokens * forward * (4 if work.recomputes else 3) / (compute * training),
+        "train": work.epochs
+        * tokens
+        * forward
+        * (4 if work.recomputes else 3)
+        / (compute * training),
         "weight sync": parameters * bytes_per_value / (device.link * LINK),
     }
 
 
 def _read(shape: PretrainedConfig, parameters: int, active: int, num_tokens: float) -> float:
-    """Return the number of parameters that so many tokens use together, each with experts that are chosen at random."""
+    """Return the number of parameters that so many tokens use together, each with experts that are
+    chosen at random.
+    """
     if active == parameters:
         return parameters
     text = shape.get_text_config()
@@ -78,7 +102,11 @@ def _read(shape: PretrainedConfig, parameters: int, active: int, num_tokens: flo
 
 def num_experts(text: PretrainedConfig) -> int:
     """Return the number of experts of a layer, whose name depends on the family."""
-    return next(getattr(text, name) for name in ("num_experts", "num_local_experts", "n_routed_experts") if hasattr(text, name))
+    return next(
+        getattr(text, name)
+        for name in ("num_experts", "num_local_experts", "n_routed_experts")
+        if hasattr(text, name)
+    )
 
 
 def kv_bytes(shape: PretrainedConfig, bytes_per_value: int) -> float:
