@@ -1,4 +1,6 @@
-"""Training loop around the steps: metrics, evaluation, checkpoints, resuming, interruption, and the final model."""
+"""Training loop around the steps: metrics, evaluation, checkpoints, resuming, interruption, and the
+final model.
+"""
 
 import time
 from abc import ABC, abstractmethod
@@ -48,19 +50,25 @@ from lightrft.versions import installed_versions
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """Tokenized training and evaluation data of a run, its tokenizer, and the number of its steps."""
+    """Tokenized training and evaluation data of a run, its tokenizer, and the number of its
+    steps.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSet
     eval_prompts: PromptSet
-    """Held-out prompts with answers of supervised training; empty without --eval_data, and where responses are generated."""
+    """Held-out prompts with answers of supervised training; empty without --eval_data, and where
+    responses are generated."""
     total_steps: int
     expand: Expand | None = None
     """Function that expands prompts with images for the model; None if all prompts are text."""
 
 
 class Trainer(ABC):
-    """Training loop that calls `step` from the first (or the resumed) step to the last. Steps count from 1."""
+    """Training loop that calls `step` from the first (or the resumed) step to the last.
+
+    Steps count from 1.
+    """
 
     role_name = "actor"
     """Name of the role's model in checkpoints."""
@@ -81,25 +89,41 @@ class Trainer(ABC):
 
         `parts` are further objects with a state for checkpoints; see StrategyBase.save_ckpt().
         """
-        self.config, self.strategy, self.role = config, strategy, role
-        self.tokenizer, self.total_steps = training_data.tokenizer, training_data.total_steps
-        self.prompts, self.eval_prompts, self.expand = training_data.prompts, training_data.eval_prompts, training_data.expand
-        self.observer, self.trace = observer, trace
+        self.config = config
+        self.strategy = strategy
+        self.role = role
+        self.tokenizer = training_data.tokenizer
+        self.total_steps = training_data.total_steps
+        self.prompts = training_data.prompts
+        self.eval_prompts = training_data.eval_prompts
+        self.expand = training_data.expand
+        self.observer = observer
+        self.trace = trace
         self.metrics = Metrics()
         self._measured: Counter[str] = Counter()
         """Number of steps since the last row, and of those among them that have each phase."""
         self._operations = 0.0
         """Operations of the role that metrics have."""
         self.interruption = Interruption(strategy.mesh.world)
-        self.run_folder, self.folder = run_folder, run_folder.path
+        self.run_folder = run_folder
+        self.folder = run_folder.path
         self.health = Health(config, strategy.dtype, logs=strategy.is_rank_0())
+
         self.models: dict[str, tuple[nn.Module, Optimizer | None, LRScheduler | None]] = {
             self.role_name: (role.module, role.optimizer, role.scheduler)
         }
         """Contents of a checkpoint, by name. A trainer with more models adds them."""
         if role.average is not None:
-            self.models["ema" if self.role_name == "actor" else f"{self.role_name}_ema"] = (role.average, None, None)
-        self.parts = {"unreported_metrics": PendingMetrics(self.metrics, strategy.mesh.world), **parts}
+            self.models["ema" if self.role_name == "actor" else f"{self.role_name}_ema"] = (
+                role.average,
+                None,
+                None,
+            )
+
+        self.parts = {
+            "unreported_metrics": PendingMetrics(self.metrics, strategy.mesh.world),
+            **parts,
+        }
         self.done = 0
         """Number of steps whose updates are in the parameters."""
         self.saved = 0
@@ -109,30 +133,39 @@ class Trainer(ABC):
         self.nothing_left = False
         """True if the resumed run had already finished."""
         self.described = False
-        """True once this process describes the run: `run.json` of a run that it could not resume stays as it is."""
+        """True once this process describes the run: `run.json` of a run that it could not resume
+        stays as it is."""
 
     @abstractmethod
     def step(self, number: int) -> None:
-        """Do everything between two states that a checkpoint can hold, and add to `self.metrics`."""
+        """Do everything between two states that a checkpoint can hold, and add to
+        `self.metrics`.
+        """
 
     @abstractmethod
     def evaluate(self) -> None:
         """Add `eval/*` metrics of the held-out data to `self.metrics`."""
 
     def enough(self) -> bool:
-        """Return True to end the run with the step just done, before the last one; the answer is the same on all ranks."""
+        """Return True to end the run with the step just done, before the last one; the answer is
+        the same on all ranks.
+        """
         return False
 
     def fit(self) -> None:
-        """Train to the end, from the newest checkpoint if configured. If interrupted, write a checkpoint, then raise.
+        """Train to the end, from the newest checkpoint if configured.
 
-        Raises RuntimeError at the end of a run that learned nothing because no gradient was ever finite.
+        If interrupted, write a checkpoint, then raise.
+
+        Raises RuntimeError at the end of a run that learned nothing because no gradient was ever
+        finite.
         """
         began = time.perf_counter()
         status = "failed"
         try:
             self._start()
-            with self.interruption:  # also while it saves: other ranks' launchers may send the signal later
+            # also while it saves: other ranks' launchers may send the signal later
+            with self.interruption:
                 try:
                     self._loop()
                 except Interrupted:
@@ -140,14 +173,17 @@ class Trainer(ABC):
                     self._save_interrupted()
                     status = "interrupted"
                     raise
+
             self.strategy.announce("checkpoint")
             self.observer.writer.flush()
             self.strategy.finish_ckpt()
+
             if not self.nothing_left:
                 self.strategy.announce("save_model")
                 self.save_models()
                 self._publish()
                 self._check_end()
+
             status = "finished"
         finally:
             with ExitStack() as ending:  # all callbacks run, even when one of them fails
@@ -176,28 +212,41 @@ class Trainer(ABC):
         """Write the model's card, and upload the model if the configuration says so."""
         if not self.strategy.is_rank_0():
             return
-        folder, repository = self.folder / "model", self.config.train.push_to_hub
+
+        folder = self.folder / "model"
+        repository = self.config.train.push_to_hub
         results = held_out_results(read_rows(self.folder / "metrics.jsonl"))
-        write_card(folder, self.config, steps=self.done, results=results, version=lightrft.__version__)
+        write_card(
+            folder, self.config, steps=self.done, results=results, version=lightrft.__version__
+        )
+
         if repository:
             self.strategy.announce("push_to_hub")
             push(folder, repository)
 
     def show(self, number: int, samples: list[Sample]) -> None:
-        """Write some samples to the sinks, group by group, so that the responses to a prompt can be compared."""
+        """Write some samples to the sinks, group by group, so that the responses to a prompt can be
+        compared.
+        """
         if self.strategy.is_rank_0():
-            self.observer.samples(number, sample_rows(samples[: self.config.observe.num_trajectories_to_save]))
+            self.observer.samples(
+                number, sample_rows(samples[: self.config.observe.num_trajectories_to_save])
+            )
 
     def _start(self) -> None:
-        ends = turn_end_ids(self.config.data, self.tokenizer).union(self.config.rollout.stop_token_ids)
+        ends = turn_end_ids(self.config.data, self.tokenizer).union(
+            self.config.rollout.stop_token_ids
+        )
         for model in self.models_to_save().values():
             end_generation_at(self.strategy.unwrap_model(model), ends)
             if model is not self.role.average:  # of the same class as the model itself
                 self.strategy.rehearse_save(model, self.tokenizer)
+
         resumed = None
         if self.config.train.load_checkpoint:
             self.strategy.announce("load_checkpoint")
             resumed = self._resume()
+
         if resumed is None and (self.config.train.load_checkpoint or self.config.train.overwrite):
             self.run_folder.set_aside()
         self.nothing_left = self._has_ended()
@@ -206,16 +255,20 @@ class Trainer(ABC):
             if self.strategy.is_rank_0():
                 self.config.write(self.folder / "config.yaml")
             self._describe_run("running", 0.0)
+
         self.observer.start(asdict(self.config), self.total_steps, resumed)
 
     def _has_ended(self) -> bool:
-        """Return True if the resumed run has done all steps and saved its model; the answer is the same on all ranks."""
+        """Return True if the resumed run has done all steps and saved its model; the answer is the
+        same on all ranks.
+        """
         before = self.strategy.mesh.world.broadcast(self.run_folder.description())
         if self.done < self.total_steps or before.get("status") != "finished":
             return False
         self.strategy.print(
-            f"this run is complete: all {self.total_steps} steps are done, and the model in {self.folder / 'model'} is not "
-            "changed; --num_episodes and --max_steps make a run longer"
+            f"this run is complete: all {self.total_steps} steps are done, and the model in"
+            f" {self.folder / 'model'} is not changed; --num_episodes and --max_steps make a run"
+            " longer"
         )
         return True
 
@@ -226,14 +279,17 @@ class Trainer(ABC):
             self.step(number)
             self.role.update_average(self.config.train.ema_beta)
             self.done = number
+
             last = number == self.total_steps or self.enough()
             if self.config.data.eval_data and _due(number, train.eval_steps, last):
                 with self.trace.phase("evaluate"):
                     self.evaluate()
+
             self._report(number, last)
             if saves and (last or train.save_steps > 0 and number % train.save_steps == 0):
                 with self.trace.phase("checkpoint", idle=True):
                     self.save()
+
             self.strategy.finish_ckpt(wait=False)
             self.interruption.safe_point()
             if last:
@@ -247,23 +303,30 @@ class Trainer(ABC):
             add = self.metrics.max if name.startswith("memory/") else self.metrics.mean
             add(name, value)
             self._measured[name] += 1
+
         self._measured["perf/steps"] += 1
         self.metrics.sum("perf/steps", float(data.rank == 0))
         self.metrics.sum("perf/train_flops", self.role.operations - self._operations)
         self._operations = self.role.operations
         if self.strategy.skipped_steps:
             self.metrics.max("train/skipped_steps", self.strategy.skipped_steps)
+
         if not _due(number, self.config.observe.logging_steps, last):
             return
+
         # Seconds are means over the steps of the row, also of phases that only some of them have.
         steps = self._measured.pop("perf/steps")
         for name, count in self._measured.items():
             if name.startswith("time/") and count < steps:
                 self.metrics.mean(name, 0.0, float(steps - count))
+
         self._measured.clear()
         row = self.metrics.reduce(data)
         if "rollout/tokens" in row:
-            row["perf/tokens_per_second"] = row["rollout/tokens"] / row["perf/steps"] / row["time/step"]
+            row["perf/tokens_per_second"] = (
+                row["rollout/tokens"] / row["perf/steps"] / row["time/step"]
+            )
+
         self.observer.log(number, row)
         if self.health.check_step(number, row):
             self.strategy.engine.verify_round = None
@@ -274,18 +337,40 @@ class Trainer(ABC):
         if number - self.resumed <= self.config.observe.trace_steps:
             spans_of_ranks = self.strategy.mesh.world.gather(spans)
             if self.strategy.is_rank_0():
-                self.observer.writer.submit(partial(extend_timeline, self.folder / "trace.json", number, spans_of_ranks))
+                self.observer.writer.submit(
+                    partial(extend_timeline, self.folder / "trace.json", number, spans_of_ranks)
+                )
 
     # -- checkpoints
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return the identity that the run's checkpoints are compared with. All ranks call it together."""
-        models = {name: self.strategy.unwrap_model(model) for name, (model, *_) in self.models.items()}
-        digests = {name: weights_of(model.name_or_path) for name, model in models.items()} if self.strategy.is_rank_0() else {}
-        weights = {name: digest for name, digest in self.strategy.mesh.world.broadcast(digests).items() if digest}
+        """Return the identity that the run's checkpoints are compared with.
+
+        All ranks call it together.
+        """
+        models = {
+            name: self.strategy.unwrap_model(model) for name, (model, *_) in self.models.items()
+        }
+        digests = (
+            {name: weights_of(model.name_or_path) for name, model in models.items()}
+            if self.strategy.is_rank_0()
+            else {}
+        )
+        weights = {
+            name: digest
+            for name, digest in self.strategy.mesh.world.broadcast(digests).items()
+            if digest
+        }
         config = models[self.role_name].config
-        return identity(self.config, config, self.learned_rows, weights, probabilities=self.prompts.probabilities)
+
+        return identity(
+            self.config,
+            config,
+            self.learned_rows,
+            weights,
+            probabilities=self.prompts.probabilities,
+        )
 
     @property
     def learned_rows(self) -> PromptSet:
@@ -320,15 +405,21 @@ class Trainer(ABC):
             for _, optimizer, scheduler in self.models.values():
                 if optimizer is not None:
                     settings.enter_context(own_settings(optimizer, scheduler))
-            path, state = self.strategy.load_ckpt(self.models, self.checkpoints, parts=self.parts, check=self._check)
+            path, state = self.strategy.load_ckpt(
+                self.models, self.checkpoints, parts=self.parts, check=self._check
+            )
+
         if path is None:
             self.strategy.print(f"no checkpoint in {self.checkpoints}: starting from the beginning")
             return None
+
         step = state.get("step")
         if path.name != f"step{step}":
             raise ConfigError(
-                f"--load_checkpoint: {path} says that it was written after step {step!r:.50}: it is damaged"
+                f"--load_checkpoint: {path} says that it was written after step {step!r:.50}: it is"
+                " damaged"
             )
+
         self.done = self.saved = self.resumed = step
         self.strategy.print(f"resuming after step {self.done} from {path}")
         return self.done
@@ -338,7 +429,8 @@ class Trainer(ABC):
             changed = changed_settings(state["identity"], self.identity)
         except ConfigError as error:
             raise ConfigError(
-                f"--load_checkpoint: {path} belongs to another run:\n{error}\nundo these changes, or set another --ckpt_path"
+                f"--load_checkpoint: {path} belongs to another run:\n{error}\nundo these changes,"
+                " or set another --ckpt_path"
             ) from error
         if changed and self.strategy.is_rank_0():
             logger.warning("resuming from {} with changes: {}", path, "; ".join(changed))
@@ -350,53 +442,80 @@ class Trainer(ABC):
         if self.saved != self.done:
             self.save()
         self.strategy.finish_ckpt()
-        self.strategy.print(f"saved step {self.done} in {self.checkpoints}; resume with the same command and --load_checkpoint")
+        self.strategy.print(
+            f"saved step {self.done} in {self.checkpoints}; resume with the same command and"
+            " --load_checkpoint"
+        )
 
     def _check_end(self) -> None:
         scheduler = self.role.scheduler
-        self.health.check_end(taken=scheduler.last_epoch if scheduler else 0, skipped=self.strategy.skipped_steps)
+        self.health.check_end(
+            taken=scheduler.last_epoch if scheduler else 0, skipped=self.strategy.skipped_steps
+        )
 
     def _describe_run(self, status: str, seconds: float) -> None:
         """Write `run.json`, the description of the run for people and for the report."""
         if not self.strategy.is_rank_0():
             return
+
         num_parameters, num_active = self.parameter_counts
-        self.run_folder.describe({
-            "command": self.config.command,
-            "status": status,
-            "steps": self.done,
-            "engine": self.strategy.engine_name,
-            "engine_tp_size": self.config.engine.engine_tp_size,
-            "strategy": type(self.strategy).__name__,
-            "world_size": self.strategy.mesh.world.size,
-            "rollout_ranks": self.config.rollout.rollout_ranks,
-            "parameters": num_parameters,
-            "active_parameters": num_active,
-            "weight_bytes": num_parameters * (2 if self.config.model.bf16 else 4),
-            "device": device_name(),
-            "seconds": round(seconds, 2),
-            "warnings": self.health.warnings,
-            "versions": {"lightrft": lightrft.__version__} | installed_versions(),
-        })  # fmt: skip
+        self.run_folder.describe(
+            {
+                "command": self.config.command,
+                "status": status,
+                "steps": self.done,
+                "engine": self.strategy.engine_name,
+                "engine_tp_size": self.config.engine.engine_tp_size,
+                "strategy": type(self.strategy).__name__,
+                "world_size": self.strategy.mesh.world.size,
+                "rollout_ranks": self.config.rollout.rollout_ranks,
+                "parameters": num_parameters,
+                "active_parameters": num_active,
+                "weight_bytes": num_parameters * (2 if self.config.model.bf16 else 4),
+                "device": device_name(),
+                "seconds": round(seconds, 2),
+                "warnings": self.health.warnings,
+                "versions": {"lightrft": lightrft.__version__} | installed_versions(),
+            }
+        )
 
     @cached_property
     def parameter_counts(self) -> tuple[int, int]:
-        """Return the number of parameters of the model that learns, over all ranks, and of those that compute a token."""
-        module, shape = self.role.module, self.strategy.full_shape
-        return count_parameters(((name, shape(each)) for name, each in module.named_parameters()), module.hf_model.config)
+        """Return the number of parameters of the model that learns, over all ranks, and of those
+        that compute a token.
+        """
+        module = self.role.module
+        shape = self.strategy.full_shape
+        return count_parameters(
+            ((name, shape(each)) for name, each in module.named_parameters()),
+            module.hf_model.config,
+        )
 
     def _log_end(self, status: str) -> None:
-        """Log the folder, and write the report unless the run failed: other ranks are waiting to learn of a failure."""
+        """Log the folder, and write the report unless the run failed: other ranks are waiting to
+        learn of a failure.
+        """
         if not self.strategy.is_rank_0() or self.done == 0:
             return
-        model = f"model in {self.folder / 'model'}" if status == "finished" else f"files in {self.folder}"
+
+        model = (
+            f"model in {self.folder / 'model'}"
+            if status == "finished"
+            else f"files in {self.folder}"
+        )
         logger.info("{} after step {}: {}", status, self.done, model)
         if status == "failed":
             return
+
         try:
             logger.info("report: {}", write_report(self.folder))
         except Exception as error:  # a finished run does not fail because of its report
-            logger.warning("the report of {} could not be written: {}: {}", self.folder, type(error).__name__, error)
+            logger.warning(
+                "the report of {} could not be written: {}: {}",
+                self.folder,
+                type(error).__name__,
+                error,
+            )
 
 
 def _due(number: int, every: int, last: bool) -> bool:

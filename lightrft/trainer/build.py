@@ -1,4 +1,7 @@
-"""Build a trainer that is ready to run from a configuration. This module only connects the parts."""
+"""Build a trainer that is ready to run from a configuration.
+
+This module only connects the parts.
+"""
 
 from dataclasses import replace
 
@@ -13,7 +16,13 @@ from lightrft.algorithms.shaping import RewardShaper
 from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import ENGINE, JUDGE, eval_sources, reward_model_terms, reward_terms
-from lightrft.config.sections import Config, has_episodes, media_columns, needs_critic, needs_reference
+from lightrft.config.sections import (
+    Config,
+    has_episodes,
+    media_columns,
+    needs_critic,
+    needs_reference,
+)
 from lightrft.config.values import CommaSeparated
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompts import load_prompts
@@ -35,7 +44,12 @@ from lightrft.run.run_folder import RunFolder
 from lightrft.samples import REASONING_GYM
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import TrainingData
-from lightrft.trainer.build_data import load_expander, load_rewarded, load_supervised, load_training_data
+from lightrft.trainer.build_data import (
+    load_expander,
+    load_rewarded,
+    load_supervised,
+    load_training_data,
+)
 from lightrft.trainer.build_episodes import build_episodes, check_tools, with_tools, with_turn_ends
 from lightrft.trainer.build_roles import (
     build_critic,
@@ -55,27 +69,39 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     prepare_config("train_ppo", config)
     run_folder = RunFolder.claim(config, strategy.mesh.world)
     check_logins(config, strategy)
-    original, config = config, with_tools(with_merged_pretrain(config, strategy.mesh.world))
+    original = config
+    config = with_tools(with_merged_pretrain(config, strategy.mesh.world))
     rewards = build_rewards(config, strategy)
     training_data = load_training_data(config, config.rollout.rollout_batch_size, rewards=rewards)
     rewards.check(training_data.prompts.examples)
-    eval_sets = build_eval_sets(config, strategy, training_data.tokenizer, training_data.expand, rewards)
+
+    eval_sets = build_eval_sets(
+        config, strategy, training_data.tokenizer, training_data.expand, rewards
+    )
     config = with_turn_ends(config, training_data.tokenizer)
-    algorithm, tokenizer = config.algorithm, training_data.tokenizer
+    algorithm = config.algorithm
+    tokenizer = training_data.tokenizer
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
     policy, critic, teacher = build_ppo_roles(config, strategy, training_data, updates=updates)
     draft = None
+
     if config.optim.draft_learning_rate > 0:
-        draft = build_draft(config, strategy, tokenizer, updates=training_data.total_steps * updates)
+        draft = build_draft(
+            config, strategy, tokenizer, updates=training_data.total_steps * updates
+        )
+
     ptx_loss = build_ptx_loss(config, policy, training_data) if config.data.pretrain_data else None
     if not config.rollout.replay_rollouts:
         rewards.models = build_model_rewards(config, strategy, tokenizer, training_data.expand)
         name = f"(--engine_type {config.engine.engine_type})"
         start_engine(config, strategy, name, actor=policy.actor, draft=draft and draft.module)
+
     collect = collector(config, strategy, training_data, rewards)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
-    kl_coefficient = KLCoefficient(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
+    kl_coefficient = KLCoefficient(
+        algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon
+    )
     make_experience = ExperienceMaker(
         policy,
         algorithm,
@@ -93,6 +119,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     parts = {"collector": collect, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
     strategy.report_memory("models and engine are ready;")
     observer, trace = observation(config, strategy)
+
     return PPOTrainer(
         original,
         strategy,
@@ -115,21 +142,45 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
 def build_ppo_roles(
     config: Config, strategy: StrategyBase, training_data: TrainingData, *, updates: int
 ) -> tuple[Policy, Critic | None, Teacher | None]:
-    """Build the policy, and the critic and the teacher if the run needs them; a step has `updates` optimizer steps."""
-    algorithm, tokenizer, expand = config.algorithm, training_data.tokenizer, training_data.expand
-    steps, frozen = training_data.total_steps, config.train.freezing_actor_steps
+    """Build the policy, and the critic and the teacher if the run needs them; a step has `updates`
+    optimizer steps.
+    """
+    algorithm = config.algorithm
+    tokenizer = training_data.tokenizer
+    expand = training_data.expand
+
+    steps = training_data.total_steps
+    frozen = config.train.freezing_actor_steps
     if frozen >= steps:
-        raise ConfigError(f"--freezing_actor_steps {frozen} leaves no step to train the actor: this run has {steps} steps")
-    sampling, reference = sampling_of(config.rollout), needs_reference(algorithm)
+        raise ConfigError(
+            f"--freezing_actor_steps {frozen} leaves no step to train the actor: this run has"
+            f" {steps} steps"
+        )
+
+    sampling = sampling_of(config.rollout)
+    reference = needs_reference(algorithm)
     with log_duration(strategy, f"loading {config.model.pretrain}"):
         policy = build_policy(
-            config, strategy, updates=(steps - frozen) * updates, reference=reference, sampling=sampling, tokenizer=tokenizer
+            config,
+            strategy,
+            updates=(steps - frozen) * updates,
+            reference=reference,
+            sampling=sampling,
+            tokenizer=tokenizer,
         )
-    critic = build_critic(config, strategy, tokenizer, updates=steps * updates) if needs_critic(algorithm) else None
+
+    critic = (
+        build_critic(config, strategy, tokenizer, updates=steps * updates)
+        if needs_critic(algorithm)
+        else None
+    )
     set_blank_media(expand, policy.actor, policy.reference, critic and critic.module)
-    teacher = build_teacher(config, strategy, tokenizer, expand) if algorithm.distill_coef > 0 else None
+    teacher = (
+        build_teacher(config, strategy, tokenizer, expand) if algorithm.distill_coef > 0 else None
+    )
     if algorithm.aux_loss_coef > 0:
         policy.routers = Routers(policy.actor.language_model, algorithm.aux_loss_coef)
+
     return policy, critic, teacher
 
 
@@ -137,7 +188,8 @@ def collector(
     config: Config, strategy: StrategyBase, training_data: TrainingData, rewards: RewardRunner
 ) -> Collector:
     """Build what samples the groups of a step and has them judged."""
-    tokenizer, prompts = training_data.tokenizer, training_data.prompts
+    tokenizer = training_data.tokenizer
+    prompts = training_data.prompts
     episodes = build_episodes(config, tokenizer)
     sampler = Sampler(strategy, tokenizer, config.rollout, episodes=episodes)
     collect = Collector(
@@ -152,71 +204,121 @@ def collector(
     )
     collect.expander = training_data.expand
     collect.skips_unreadable = config.data.bad_rows == "skip" and training_data.expand is not None
+
     return collect
 
 
 def build_ptx_loss(config: Config, policy: Policy, training_data: TrainingData) -> PtxLoss:
     """Build the supervised loss on --pretrain_data, which is added to the loss on the samples."""
-    tokenizer, expand = training_data.tokenizer, training_data.expand
+    tokenizer = training_data.tokenizer
+    expand = training_data.expand
     prompts = load_supervised(config, tokenizer, expand, source="pretrain_data")
     if len(prompts) < config.train.train_batch_size:
         raise ConfigError(
-            f"--pretrain_data {config.data.pretrain_data}: {len(prompts)} rows do not fill one optimizer step of "
-            f"--train_batch_size {config.train.train_batch_size}"
+            f"--pretrain_data {config.data.pretrain_data}: {len(prompts)} rows do not fill one"
+            f" optimizer step of --train_batch_size {config.train.train_batch_size}"
         )
-    options = {"expand": expand, "order": prompts.order(policy.strategy.data_order, config.train.seed)}
-    return PtxLoss(policy, prompts, tokenizer, train=config.train, coefficient=config.algorithm.ptx_coef, **options)
+
+    options = {
+        "expand": expand,
+        "order": prompts.order(policy.strategy.data_order, config.train.seed),
+    }
+    return PtxLoss(
+        policy,
+        prompts,
+        tokenizer,
+        train=config.train,
+        coefficient=config.algorithm.ptx_coef,
+        **options,
+    )
 
 
 def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
-    """Build what calls the rewards of --reward; a judge in the engine is not called with the functions."""
+    """Build what calls the rewards of --reward; a judge in the engine is not called with the
+    functions.
+    """
     labels = [term.label for _, term in reward_model_terms(config.model)]
     terms = reward_terms(config.reward.reward)
-    judges = [term for term in terms if term.name == JUDGE] if config.reward.judge_url == ENGINE else []
+    judges = (
+        [term for term in terms if term.name == JUDGE] if config.reward.judge_url == ENGINE else []
+    )
     name = config.reward.reward
     if judges:
         name = ",".join(str(term) for term in terms if term not in judges) or "none"
+
     runner = RewardRunner(
-        name, strategy.mesh.model_parallel, config.reward, chat=config.data.apply_chat_template, fail=strategy.fail,
+        name,
+        strategy.mesh.model_parallel,
+        config.reward,
+        chat=config.data.apply_chat_template,
+        fail=strategy.fail,
         models=labels + [term.label for term in judges],
-    )  # fmt: skip
+    )
     if judges:
         runner.judge = EngineJudge(judges[0], config, strategy, load_tokenizer(config.model))
     return runner
 
 
 def build_eval_sets(
-    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, expand: Expander | None, rewards: RewardRunner
+    config: Config,
+    strategy: StrategyBase,
+    tokenizer: PreTrainedTokenizerBase,
+    expand: Expander | None,
+    rewards: RewardRunner,
 ) -> list[HeldOut]:
     """Load the sets of --eval_data.
 
-    Benchmarks are scored by their verifiers, named sets of reasoning-gym by the scorers of their tasks, the others by `rewards`.
+    Benchmarks are scored by their verifiers, named sets of reasoning-gym by the scorers of their
+    tasks, the others by `rewards`.
     """
     runners = {"": rewards}
     sets = []
     for each in eval_sources(config.data.eval_data):
         benchmark = benchmarks[each.benchmark] if each.benchmark else None
-        name = benchmark.reward if benchmark else "reasoning_gym" if each.name and each.source.startswith(REASONING_GYM) else ""
+        name = (
+            benchmark.reward
+            if benchmark
+            else "reasoning_gym"
+            if each.name and each.source.startswith(REASONING_GYM)
+            else ""
+        )
+
         if name not in runners:
             scoring = replace(config.reward, reward=CommaSeparated(name), reward_key=None)
             runners[name] = build_rewards(replace(config, reward=scoring), strategy)
-        runner, section = runners[name], replace(config.data, eval_data=CommaSeparated(each.source))
+
+        runner = runners[name]
+        section = replace(config.data, eval_data=CommaSeparated(each.source))
         if benchmark:
             prompts = load_prompts(
-                with_own_columns(section), tokenizer, source="eval_data", row_problem=runner.row_problem, make=benchmark.make,
+                with_own_columns(section),
+                tokenizer,
+                source="eval_data",
+                row_problem=runner.row_problem,
+                make=benchmark.make,
                 requirements=[each.benchmark, runner.requirements],
-            )  # fmt: skip
+            )
         else:
-            prompts = load_rewarded(replace(config, data=section), tokenizer, expand, runner, source="eval_data")
+            prompts = load_rewarded(
+                replace(config, data=section), tokenizer, expand, runner, source="eval_data"
+            )
             runner.check(prompts.examples)
+
         sets.append(HeldOut(each.name, prompts, runner))
+
     return sets
 
 
 def start_engine(
-    config: Config, strategy: StrategyBase, name: str, *, actor: nn.Module | None = None, draft: nn.Module | None = None
+    config: Config,
+    strategy: StrategyBase,
+    name: str,
+    *,
+    actor: nn.Module | None = None,
+    draft: nn.Module | None = None,
 ) -> None:
-    """Start the engine with the weights of `actor`, or of --pretrain, and of the model that drafts, if it is trained.
+    """Start the engine with the weights of `actor`, or of --pretrain, and of the model that drafts,
+    if it is trained.
 
     Raise ConfigError if the engine does not read the data's media.
     """
@@ -227,13 +329,16 @@ def start_engine(
 
 
 def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
-    """Load the held-out prompts, start an engine with the weights of `pretrain`, and load the models of the rewards.
+    """Load the held-out prompts, start an engine with the weights of `pretrain`, and load the
+    models of the rewards.
 
     `pretrain` may also be a run's folder or a checkpoint.
     """
     world = strategy.mesh.world
-    original, config = config, with_tools(with_merged_pretrain(with_model_of_run(config, world), world))
-    tokenizer, rewards = load_tokenizer(config.model), build_rewards(config, strategy)
+    original = config
+    config = with_tools(with_merged_pretrain(with_model_of_run(config, world), world))
+    tokenizer = load_tokenizer(config.model)
+    rewards = build_rewards(config, strategy)
     check_tools(config, tokenizer)
     expand = load_expander(config, tokenizer, engine=True)
     sets = build_eval_sets(config, strategy, tokenizer, expand, rewards)
@@ -244,5 +349,8 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
     engine = replace(config.engine, enable_engine_sleep=rewards.models is not None)
     name = f"(--engine_type {config.engine.engine_type}) with {config.model.pretrain}"
     start_engine(replace(config, engine=engine), strategy, name)
-    sampler = Sampler(strategy, tokenizer, config.rollout, episodes=build_episodes(config, tokenizer))
+
+    sampler = Sampler(
+        strategy, tokenizer, config.rollout, episodes=build_episodes(config, tokenizer)
+    )
     return Evaluation(original, strategy, sets, sampler)

@@ -19,19 +19,37 @@ from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_episodes import check_tools
 
 
-def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner | None = None) -> TrainingData:
-    """Load the training data with the columns that `rewards` needs; without rewards also held-out data, with answers to learn."""
+def load_training_data(
+    config: Config, batch_size: int, *, rewards: RewardRunner | None = None
+) -> TrainingData:
+    """Load the training data with the columns that `rewards` needs; without rewards also held-out
+    data, with answers to learn.
+    """
     tokenizer = load_tokenizer(config.model)
     check_tools(config, tokenizer)
     expand = load_trained_expander(config, tokenizer, engine=rewards is not None)
     arguments = config, tokenizer, expand
-    load = partial(load_rewarded, *arguments, rewards) if rewards else partial(load_supervised, *arguments)
+    load = (
+        partial(load_rewarded, *arguments, rewards)
+        if rewards
+        else partial(load_supervised, *arguments)
+    )
     held_out = config.data.eval_data and rewards is None
-    prompts, eval_prompts = load(), load(source="eval_data") if held_out else PromptSet([])
-    return TrainingData(tokenizer, prompts, eval_prompts, total_steps(config, prompts.draws_of_epoch, batch_size), expand)
+    prompts = load()
+    eval_prompts = load(source="eval_data") if held_out else PromptSet([])
+
+    return TrainingData(
+        tokenizer,
+        prompts,
+        eval_prompts,
+        total_steps(config, prompts.draws_of_epoch, batch_size),
+        expand,
+    )
 
 
-def load_trained_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool) -> Expander | None:
+def load_trained_expander(
+    config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool
+) -> Expander | None:
     """Return load_expander(), of a model that can be trained on the media."""
     expand = load_expander(config, tokenizer, engine=engine)
     if expand is not None:
@@ -39,19 +57,26 @@ def load_trained_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *,
     return expand
 
 
-def load_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool) -> Expander | None:
-    """Return the expander of prompts with media, of no more than an `engine` takes; None if all prompts are text.
+def load_expander(
+    config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool
+) -> Expander | None:
+    """Return the expander of prompts with media, of no more than an `engine` takes; None if all
+    prompts are text.
 
     The tokenizer gets the chat template of the processor, which contains the placeholders.
     """
     media = media_columns(config.data)
     if not media:
         return None
+
     expand = Expander(config.model, media, most=_most(config) if engine else None)
     try:
         tokenizer.chat_template = expand.chat_template or tokenizer.chat_template
     except ValueError as error:
-        raise ConfigError(f"--{next(iter(media))}_key: {error}; omit the flag to train the model on text") from error
+        raise ConfigError(
+            f"--{next(iter(media))}_key: {error}; omit the flag to train the model on text"
+        ) from error
+
     return expand
 
 
@@ -83,16 +108,32 @@ def limits_of_media(config: Config) -> Any:
 
 def _most(config: Config) -> dict[str, int]:
     engine = config.engine
-    return {IMAGES: engine.limit_mm_image_per_prompt, VIDEOS: engine.limit_mm_video_per_prompt,
-            AUDIOS: engine.limit_mm_audio_per_prompt}  # fmt: skip
+    return {
+        IMAGES: engine.limit_mm_image_per_prompt,
+        VIDEOS: engine.limit_mm_video_per_prompt,
+        AUDIOS: engine.limit_mm_audio_per_prompt,
+    }
 
 
 def load_supervised(
-    config: Config, tokenizer: PreTrainedTokenizerBase, expand: Expander | None, *, source: str = "prompt_data"
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    expand: Expander | None,
+    *,
+    source: str = "prompt_data",
 ) -> PromptSet:
-    longest, measure = config.train.max_tokens_per_microbatch, expand and expand.measure
+    longest = config.train.max_tokens_per_microbatch
+    measure = expand and expand.measure
     requirements = limits_of_media(config)
-    return load_examples(config.data, tokenizer, source=source, longest=longest, measure=measure, requirements=requirements)
+
+    return load_examples(
+        config.data,
+        tokenizer,
+        source=source,
+        longest=longest,
+        measure=measure,
+        requirements=requirements,
+    )
 
 
 def total_steps(config: Config, num_rows: int, batch_size: int) -> int:

@@ -26,12 +26,21 @@ def program_setup(config: Config) -> ProgramSetup:
     section = config.environment
     memory = int(section.environment_memory_gb * 1e9)
     served = served_model(config)
-    return ProgramSetup(section.environment, tuple(section.tools), section.agent, served, section.tool_seconds, memory)
+
+    return ProgramSetup(
+        section.environment,
+        tuple(section.tools),
+        section.agent,
+        served,
+        section.tool_seconds,
+        memory,
+    )
 
 
 def served_model(config: Config) -> EndpointModel:
     """Return what the servers of agents say about the model."""
-    rollout, longest = config.rollout, config.data.prompt_max_len + config.rollout.generate_max_len
+    rollout = config.rollout
+    longest = config.data.prompt_max_len + config.rollout.generate_max_len
     sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
     ends = _end_token_ids(config).union(rollout.stop_token_ids)
     return EndpointModel(Path(config.model.pretrain).name, longest, sampling, ends)
@@ -46,26 +55,32 @@ def _model_config(config: Config) -> PretrainedConfig:
 
 
 def with_tools(config: Config) -> Config:
-    """Return the configuration with the schemas of all tools among the variables of the chat template.
+    """Return the configuration with the schemas of all tools among the variables of the chat
+    template.
 
     Raises ConfigError if the environment or a tool cannot be imported or described.
     """
     if not has_episodes(config.environment):
         return config
+
     try:
         tools = schemas(program_setup(config).program().all_tools)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
     if not tools:
         return config
     if not config.data.apply_chat_template:
         raise ConfigError("tools are described by the chat template: set --apply_chat_template")
+
     variables = template_variables(config.data) | {"tools": tools}
     return replace(config, data=replace(config.data, chat_template_kwargs=json.dumps(variables)))
 
 
 def with_turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config:
-    """Return a configuration that also stops responses at the ends of turns of the tokenizer and the chat template."""
+    """Return a configuration that also stops responses at the ends of turns of the tokenizer and
+    the chat template.
+    """
     ends = turn_end_ids(config.data, tokenizer).union(config.rollout.stop_token_ids)
     return replace(config, rollout=replace(config.rollout, stop_token_ids=sorted(ends)))
 
@@ -78,11 +93,15 @@ def build_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episod
 def check_tools(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError if the chat template does not describe the run's tools to the model."""
     tools = template_variables(config.data).get("tools") or []
-    if tools and tokenizer.chat_template and not chat_template(config.data, tokenizer).describes(tools):
+    if (
+        tools
+        and tokenizer.chat_template
+        and not chat_template(config.data, tokenizer).describes(tools)
+    ):
         names = ", ".join(tool["function"]["name"] for tool in tools)
         raise ConfigError(
-            f"--tools: the chat template of --pretrain {config.model.pretrain} does not describe tools, so no prompt would "
-            f"name {names}; use a model whose chat template does"
+            f"--tools: the chat template of --pretrain {config.model.pretrain} does not describe"
+            f" tools, so no prompt would name {names}; use a model whose chat template does"
         )
 
 
@@ -93,18 +112,31 @@ def new_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes
     format = TurnFormat(config.data, tokenizer, ends, placeholders)
     parse = build_parser(config, tokenizer)
     longest = config.rollout.generate_max_len
-    return Episodes(program_setup(config), section, format, parse, longest=longest, other_rewards=_other_rewards(config))
+
+    return Episodes(
+        program_setup(config),
+        section,
+        format,
+        parse,
+        longest=longest,
+        other_rewards=_other_rewards(config),
+    )
 
 
 def _other_rewards(config: Config) -> str:
-    """Return --reward if it would drop the rewards of an environment; functions of the user may read them themselves."""
+    """Return --reward if it would drop the rewards of an environment; functions of the user may
+    read them themselves.
+    """
     names = [term.name for term in reward_terms(config.reward.reward)]
     reads_them = "environment" in names or any(":" in name for name in names)
     return "" if reads_them or not has_episodes(config.environment) else config.reward.reward
 
 
 def build_parser(config: Config, tokenizer: PreTrainedTokenizerBase) -> Parse:
-    """Return the function that reads tool calls. Raises ConfigError if there is none of this name."""
+    """Return the function that reads tool calls.
+
+    Raises ConfigError if there is none of this name.
+    """
     name = config.environment.tool_parser
     if name == "hermes":
         return hermes

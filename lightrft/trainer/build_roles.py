@@ -1,4 +1,6 @@
-"""Build the models of a run from its configuration: sharded, with optimizers and schedules where they learn."""
+"""Build the models of a run from its configuration: sharded, with optimizers and schedules where
+they learn.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +14,14 @@ from lightrft.config.sections import Config, longest_sequence
 from lightrft.engine.model_info import end_token_ids, never_sampled
 from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Scorer, check_window
-from lightrft.models.load import check_vocabulary, load_model, load_reward_model, load_scorer, load_tokenizer, stored_heads
+from lightrft.models.load import (
+    check_vocabulary,
+    load_model,
+    load_reward_model,
+    load_scorer,
+    load_tokenizer,
+    stored_heads,
+)
 from lightrft.models.lora import freeze_parameters
 from lightrft.rewards.models import ModelRewards, ScoringModel
 from lightrft.rewards.steps import StepRewards
@@ -30,39 +39,53 @@ ANY_TOKEN = Sampling()
 
 
 def build_policy(
-    config: Config, strategy: StrategyBase, *, updates: int, reference: bool, sampling: Sampling = ANY_TOKEN,
+    config: Config,
+    strategy: StrategyBase,
+    *,
+    updates: int,
+    reference: bool,
+    sampling: Sampling = ANY_TOKEN,
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> Policy:  # fmt: skip
-    """Build the sharded actor with its optimizer and schedule over `updates` optimizer steps, and the frozen reference.
+) -> Policy:
+    """Build the sharded actor with its optimizer and schedule over `updates` optimizer steps, and
+    the frozen reference.
 
-    Log-probs are those of the distribution that `sampling` draws from, over the ids of the `tokenizer`; None: the tokenizer of
-    --pretrain, if it has one.
+    Log-probs are those of the distribution that `sampling` draws from, over the ids of the
+    `tokenizer`; None: the tokenizer of --pretrain, if it has one.
     """
     optim = config.optim
     strategy.announce("load_models")
     with strategy.init_model_context():
         actor = Actor(freeze_parameters(load_model(config.model), config.model))
-    if sampling is not ANY_TOKEN:  # an engine chooses rotary frequencies for the longest possible sequence
+    # an engine chooses rotary frequencies for the longest possible sequence
+    if sampling is not ANY_TOKEN:
         check_window(actor.language_model, longest_sequence(config))
     optimizer = strategy.create_optimizer(actor, optim.learning_rate, optim.adam_betas, optim.l2)
-    scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
+    scheduler = strategy.create_scheduler(
+        optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates
+    )
+
     if sampling is not ANY_TOKEN:
         shape = actor.language_model.config
         ends = end_token_ids(config.model.pretrain, shape)
         sampling = sampling.resolved(never_sampled(config.model.pretrain, shape, tokenizer), ends)
+
     actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
     frozen = actor if reference and config.model.lora_rank else None
     if reference and frozen is None:
         with strategy.init_model_context():
             frozen = Actor(load_model(config.model)).requires_grad_(False)
         frozen = strategy.prepare(frozen)
+
     average = None
     if config.train.enable_ema:
         with strategy.init_model_context():
             average = Actor(freeze_parameters(load_model(config.model), config.model))
         average = strategy.prepare(average)
         if config.model.lora_rank:
-            strategy.moving_average(actor, average, 0.0)  # start from the actor's adapters, not from other random ones
+            # start from the actor's adapters, not from other random ones
+            strategy.moving_average(actor, average, 0.0)
+
     return Policy(
         strategy,
         actor,
@@ -87,52 +110,91 @@ def limits(config: Config) -> dict[str, Any]:
 
 
 def set_blank_media(expand: Expander | None, *models: Actor | Scorer | None) -> None:
-    """Make models process a blank item in micro-batches without a medium, where other micro-batches have some."""
+    """Make models process a blank item in micro-batches without a medium, where other micro-batches
+    have some.
+    """
     for model in models:
         if expand is not None and model is not None:
             model.blank = expand.blank
 
 
-def build_critic(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int) -> Critic:
-    """Build the sharded critic with its optimizer and schedule; it gets adapters as the actor does."""
+def build_critic(
+    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int
+) -> Critic:
+    """Build the sharded critic with its optimizer and schedule; it gets adapters as the actor
+    does.
+    """
     optim = config.optim
     if config.model.critic_pretrain:
         check_vocabulary(config.model, "critic_pretrain", tokenizer)
     strategy.announce("load_critic")
+
     with strategy.init_model_context():
-        model = load_scorer(config.model, "critic_pretrain" if config.model.critic_pretrain else "pretrain")
+        model = load_scorer(
+            config.model, "critic_pretrain" if config.model.critic_pretrain else "pretrain"
+        )
         scorer = Scorer(freeze_parameters(model, config.model))
-    optimizer = strategy.create_optimizer(scorer, optim.critic_learning_rate, optim.adam_betas, optim.l2)
-    scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
+
+    optimizer = strategy.create_optimizer(
+        scorer, optim.critic_learning_rate, optim.adam_betas, optim.l2
+    )
+    scheduler = strategy.create_scheduler(
+        optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates
+    )
     return Critic(strategy, *strategy.prepare((scorer, optimizer, scheduler)), **limits(config))
 
 
-def build_draft(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int) -> Draft:
-    """Build the sharded model of --speculative draft with its optimizer and schedule; all of it is trained."""
-    optim, name = config.optim, config.engine.draft_pretrain
+def build_draft(
+    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int
+) -> Draft:
+    """Build the sharded model of --speculative draft with its optimizer and schedule; all of it is
+    trained.
+    """
+    optim = config.optim
+    name = config.engine.draft_pretrain
     check_vocabulary(config.model, "draft_pretrain", tokenizer, name=name)
     strategy.announce("load_draft")
     with strategy.init_model_context():
         model = Actor(load_model(config.model, "draft_pretrain", name=name))
-    optimizer = strategy.create_optimizer(model, optim.draft_learning_rate, optim.adam_betas, optim.l2)
-    scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
+    optimizer = strategy.create_optimizer(
+        model, optim.draft_learning_rate, optim.adam_betas, optim.l2
+    )
+    scheduler = strategy.create_scheduler(
+        optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates
+    )
     truncation = Truncation(banned=never_sampled(name, model.language_model.config, tokenizer))
-    return Draft(strategy, *strategy.prepare((model, optimizer, scheduler)), temperature=config.rollout.temperature,
-                 truncation=truncation, **limits(config))  # fmt: skip
+
+    return Draft(
+        strategy,
+        *strategy.prepare((model, optimizer, scheduler)),
+        temperature=config.rollout.temperature,
+        truncation=truncation,
+        **limits(config),
+    )
 
 
 def build_teacher(
-    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, expand: Expander | None
+    config: Config,
+    strategy: StrategyBase,
+    tokenizer: PreTrainedTokenizerBase,
+    expand: Expander | None,
 ) -> Teacher:
-    """Build a frozen model on the same devices, sharded like the reference, or a client of a teacher behind HTTP."""
+    """Build a frozen model on the same devices, sharded like the reference, or a client of a
+    teacher behind HTTP.
+    """
     strategy.announce("load_teacher")
     if config.model.teacher_url:
         try:
             from lightrft.roles.remote_teacher import RemoteTeacher
         except ModuleNotFoundError as error:
-            raise ConfigError(f"--teacher_url needs {error.name}: pip install httpx tenacity") from error
+            raise ConfigError(
+                f"--teacher_url needs {error.name}: pip install httpx tenacity"
+            ) from error
         patience = 60 * config.reward.server_minutes
-        return RemoteTeacher(config.model.teacher_url, tokenizer, strategy.mesh.model_parallel, patience=patience)
+        return RemoteTeacher(
+            config.model.teacher_url, tokenizer, strategy.mesh.model_parallel, patience=patience
+        )
+
     check_vocabulary(config.model, "teacher_pretrain", tokenizer)
     if expand is not None:
         expand.check_same(config.model, "teacher_pretrain", config.model.teacher_pretrain)
@@ -140,8 +202,10 @@ def build_teacher(
         model = Actor(load_model(config.model, "teacher_pretrain")).requires_grad_(False)
     set_blank_media(expand, model)
     # Over the tokens of the policy, so that a teacher with its weights has its log-probs.
-    name, shape = config.model.teacher_pretrain, model.language_model.config
+    name = config.model.teacher_pretrain
+    shape = model.language_model.config
     truncation = Truncation(banned=never_sampled(name, shape, tokenizer))
+
     return Policy(
         strategy,
         strategy.prepare(model),
@@ -152,7 +216,10 @@ def build_teacher(
 
 
 def build_model_rewards(
-    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, expand: Expander | None
+    config: Config,
+    strategy: StrategyBase,
+    tokenizer: PreTrainedTokenizerBase,
+    expand: Expander | None,
 ) -> ModelRewards | None:
     """Build the frozen reward models, sharded like the reference; return None if there are none."""
     models = []
@@ -164,7 +231,10 @@ def build_model_rewards(
         role = _frozen_reward_model(config, strategy, flag, term.name)
         set_blank_media(expand, role.module)
         steps = of_steps if flag == "process_reward_pretrain" else None
-        models.append(ScoringModel(term.label, role, config.reward.reward_model_coef * term.weight, steps))
+        models.append(
+            ScoringModel(term.label, role, config.reward.reward_model_coef * term.weight, steps)
+        )
+
     return ModelRewards(models, key=config.reward.reward_key, expand=expand) if models else None
 
 
@@ -181,7 +251,9 @@ def build_served_models(config: Config, strategy: StrategyBase) -> list[ServedMo
     return models
 
 
-def _frozen_reward_model(config: Config, strategy: StrategyBase, flag: str, name: str) -> RewardModel:
+def _frozen_reward_model(
+    config: Config, strategy: StrategyBase, flag: str, name: str
+) -> RewardModel:
     strategy.announce("load_reward_models")
     with strategy.init_model_context():
         num_heads = len(stored_heads(config.model, flag, name=name)) or 1
@@ -191,23 +263,38 @@ def _frozen_reward_model(config: Config, strategy: StrategyBase, flag: str, name
 
 
 def build_reward_model(
-    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int, heads: list[str]
+    config: Config,
+    strategy: StrategyBase,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    updates: int,
+    heads: list[str],
 ) -> RewardModel:
-    """Build the sharded reward model that learns, with a score for each of the named heads, its optimizer and its schedule."""
+    """Build the sharded reward model that learns, with a score for each of the named heads, its
+    optimizer and its schedule.
+    """
     optim = config.optim
     strategy.announce("load_models")
     scorer = _empty_reward_model(config, strategy, tokenizer, heads)
     optimizer = strategy.create_optimizer(scorer, optim.learning_rate, optim.adam_betas, optim.l2)
-    scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
-    trained, average = strategy.prepare((scorer, optimizer, scheduler)), None
+    scheduler = strategy.create_scheduler(
+        optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates
+    )
+    trained = strategy.prepare((scorer, optimizer, scheduler))
+
+    average = None
     if config.train.enable_ema:
         average = strategy.prepare(_empty_reward_model(config, strategy, tokenizer, heads))
         strategy.moving_average(scorer, average, 0.0)  # start from the same new head
+
     return RewardModel(strategy, *trained, average=average, **limits(config))
 
 
-def _empty_reward_model(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, heads: list[str]) -> Scorer:
+def _empty_reward_model(
+    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, heads: list[str]
+) -> Scorer:
     with strategy.init_model_context():
         model = load_reward_model(config.model, heads, tokenizer)
-        model, scaled = freeze_parameters(model, config.model), config.preference.learn_scale
+        model = freeze_parameters(model, config.model)
+        scaled = config.preference.learn_scale
         return Scorer(model, num_heads=len(heads), learn_scale=scaled)

@@ -18,19 +18,38 @@ if TYPE_CHECKING:
 
 
 def model_server(config: Config, strategy: StrategyBase) -> "ModelServer":
-    """Start an engine with the weights of `pretrain`, which may be a run's folder or a checkpoint, and listen for requests."""
+    """Start an engine with the weights of `pretrain`, which may be a run's folder or a checkpoint,
+    and listen for requests.
+    """
     try:
         from lightrft.run.model_server import ModelServer
     except ModuleNotFoundError as error:
         raise ConfigError(f"lightrft serve needs {error.name}: pip install '.[agents]'") from error
+
     world = strategy.mesh.world
     config = with_merged_pretrain(with_model_of_run(config, world), world)
     tokenizer = load_tokenizer(config.model)
     section = replace(config.environment, max_turns=sys.maxsize)
-    config = with_turn_ends(replace(config, data=replace(config.data, apply_chat_template=True)), tokenizer)
+    config = with_turn_ends(
+        replace(config, data=replace(config.data, apply_chat_template=True)), tokenizer
+    )
     strategy.announce("start_engine")
-    with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type}) with {config.model.pretrain}"):
-        strategy.setup_inference_engine(replace(config, engine=replace(config.engine, enable_engine_sleep=False)))
+
+    with log_duration(
+        strategy,
+        f"starting the engine (--engine_type {config.engine.engine_type}) with"
+        f" {config.model.pretrain}",
+    ):
+        strategy.setup_inference_engine(
+            replace(config, engine=replace(config.engine, enable_engine_sleep=False))
+        )
+
     episodes = new_episodes(replace(config, environment=section), tokenizer)
     sampler = Sampler(strategy, tokenizer, config.rollout, episodes=episodes)
-    return ModelServer(strategy, sampler, replace(served_model(config), fixed={}), config.server, seed=config.train.seed)
+    return ModelServer(
+        strategy,
+        sampler,
+        replace(served_model(config), fixed={}),
+        config.server,
+        seed=config.train.seed,
+    )

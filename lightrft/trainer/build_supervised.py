@@ -1,4 +1,6 @@
-"""Build the trainers that learn from given examples: supervised fine-tuning, reward models, preferences."""
+"""Build the trainers that learn from given examples: supervised fine-tuning, reward models,
+preferences.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +18,12 @@ from lightrft.run.prepare import prepare_config
 from lightrft.run.run_folder import RunFolder
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import TrainingData
-from lightrft.trainer.build_data import limits_of_media, load_trained_expander, load_training_data, total_steps
+from lightrft.trainer.build_data import (
+    limits_of_media,
+    load_trained_expander,
+    load_training_data,
+    total_steps,
+)
 from lightrft.trainer.build_roles import build_policy, build_reward_model, set_blank_media
 from lightrft.trainer.supervised import SupervisedTrainer, Task
 from lightrft.trainer.tasks.dpo import DPOTask
@@ -33,9 +40,16 @@ def sft_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         training_data = load_training_data(config, config.train.train_batch_size)
         with log_duration(strategy, f"loading {config.model.pretrain}"):
-            policy = build_policy(config, strategy, updates=training_data.total_steps, reference=False)
+            policy = build_policy(
+                config, strategy, updates=training_data.total_steps, reference=False
+            )
+
         set_blank_media(training_data.expand, policy.actor)
-        return policy, SFTTask(policy, training_data.tokenizer, config.train, expand=training_data.expand), training_data
+        return (
+            policy,
+            SFTTask(policy, training_data.tokenizer, config.train, expand=training_data.expand),
+            training_data,
+        )
 
     return _trainer("train_sft", config, strategy, build)
 
@@ -45,15 +59,29 @@ def rm_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
         heads = head_names(config.model, config.preference.reward_heads)
         if len(heads) > 1 and config.preference.head_key is None:
             raise ConfigError(
-                f"--pretrain {config.model.pretrain} has {len(heads)} heads: set --head_key, the column that names "
-                "the head of a row"
+                f"--pretrain {config.model.pretrain} has {len(heads)} heads: set --head_key, the"
+                " column that names the head of a row"
             )
-        training_data = _load_judged(config, partial(load_pairs, config.data, config.preference, heads=heads))
+
+        training_data = _load_judged(
+            config, partial(load_pairs, config.data, config.preference, heads=heads)
+        )
         with log_duration(strategy, f"loading {config.model.pretrain}"):
-            role = build_reward_model(config, strategy, training_data.tokenizer, updates=training_data.total_steps, heads=heads)
+            role = build_reward_model(
+                config,
+                strategy,
+                training_data.tokenizer,
+                updates=training_data.total_steps,
+                heads=heads,
+            )
+
         set_blank_media(training_data.expand, role.module)
         named = heads if len(heads) > 1 else []
-        return role, RewardModelTask(role, config.preference, config.train, named, training_data.expand), training_data
+        return (
+            role,
+            RewardModelTask(role, config.preference, config.train, named, training_data.expand),
+            training_data,
+        )
 
     return _trainer("train_rm", config, strategy, build, role_name="reward_model")
 
@@ -62,10 +90,21 @@ def prm_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         heads = head_names(config.model, [])
         if len(heads) > 1:
-            raise ConfigError(f"--pretrain {config.model.pretrain} has {len(heads)} heads: train_prm needs a single one")
+            raise ConfigError(
+                f"--pretrain {config.model.pretrain} has {len(heads)} heads: train_prm needs a"
+                " single one"
+            )
+
         training_data = _load_judged(config, partial(load_steps, config.data, config.preference))
         with log_duration(strategy, f"loading {config.model.pretrain}"):
-            role = build_reward_model(config, strategy, training_data.tokenizer, updates=training_data.total_steps, heads=heads)
+            role = build_reward_model(
+                config,
+                strategy,
+                training_data.tokenizer,
+                updates=training_data.total_steps,
+                heads=heads,
+            )
+
         set_blank_media(training_data.expand, role.module)
         return role, ProcessRewardTask(role, config.train, training_data.expand), training_data
 
@@ -77,7 +116,10 @@ def dpo_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
         training_data = _load_judged(config, partial(load_pairs, config.data, config.preference))
         live = not config.preference.precompute_reference
         with log_duration(strategy, f"loading {config.model.pretrain}"):
-            policy = build_policy(config, strategy, updates=training_data.total_steps, reference=live)
+            policy = build_policy(
+                config, strategy, updates=training_data.total_steps, reference=live
+            )
+
         set_blank_media(training_data.expand, policy.actor, policy.reference)
         task = DPOTask(policy, config.preference, config.train, training_data.expand)
         if not live:
@@ -85,6 +127,7 @@ def dpo_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
             with log_duration(strategy, "log-probs of the reference"):
                 task.precompute(training_data.prompts)
                 task.precompute(training_data.eval_prompts)
+
         return policy, task, training_data
 
     return _trainer("train_dpo", config, strategy, build)
@@ -94,34 +137,76 @@ def kto_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         training_data = _load_judged(config, partial(load_answers, config.data, config.preference))
         with log_duration(strategy, f"loading {config.model.pretrain}"):
-            policy = build_policy(config, strategy, updates=training_data.total_steps, reference=True)
+            policy = build_policy(
+                config, strategy, updates=training_data.total_steps, reference=True
+            )
+
         set_blank_media(training_data.expand, policy.actor, policy.reference)
-        return policy, KTOTask(policy, config.preference, config.train, training_data.expand), training_data
+        return (
+            policy,
+            KTOTask(policy, config.preference, config.train, training_data.expand),
+            training_data,
+        )
 
     return _trainer("train_kto", config, strategy, build)
 
 
 def _trainer(
-    command: str, config: Config, strategy: StrategyBase, build: Callable[[Config], Learning], *, role_name: str = "actor"
+    command: str,
+    config: Config,
+    strategy: StrategyBase,
+    build: Callable[[Config], Learning],
+    *,
+    role_name: str = "actor",
 ) -> SupervisedTrainer:
-    """Claim the run's folder, build what learns, and connect both. `build` gets the configuration with a merged --pretrain."""
+    """Claim the run's folder, build what learns, and connect both.
+
+    `build` gets the configuration with a merged --pretrain.
+    """
     prepare_config(command, config)
     run_folder = RunFolder.claim(config, strategy.mesh.world)
     check_logins(config, strategy)
     role, task, training_data = build(with_merged_pretrain(config, strategy.mesh.world))
     observer, trace = observation(config, strategy)
+
     return SupervisedTrainer(
-        config, strategy, role, training_data, task=task, role_name=role_name,
-        observer=observer, trace=trace, run_folder=run_folder,
-    )  # fmt: skip
+        config,
+        strategy,
+        role,
+        training_data,
+        task=task,
+        role_name=role_name,
+        observer=observer,
+        trace=trace,
+        run_folder=run_folder,
+    )
 
 
 def _load_judged(config: Config, load: Callable[..., PromptSet]) -> TrainingData:
-    """Load judged answers for training and evaluation; `load` is load_pairs() or another such function with its sections."""
-    tokenizer, train = load_tokenizer(config.model), config.train
+    """Load judged answers for training and evaluation; `load` is load_pairs() or another such
+    function with its sections.
+    """
+    tokenizer = load_tokenizer(config.model)
+    train = config.train
     expand = load_trained_expander(config, tokenizer, engine=False)
-    longest = min(train.max_tokens_per_microbatch, train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch)
-    options = {"longest": longest, "measure": expand and expand.measure, "requirements": limits_of_media(config)}
+    longest = min(
+        train.max_tokens_per_microbatch,
+        train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch,
+    )
+    options = {
+        "longest": longest,
+        "measure": expand and expand.measure,
+        "requirements": limits_of_media(config),
+    }
     rows = load(tokenizer, source="prompt_data", **options)
-    eval_rows = load(tokenizer, source="eval_data", **options) if config.data.eval_data else PromptSet([])
-    return TrainingData(tokenizer, rows, eval_rows, total_steps(config, rows.draws_of_epoch, train.train_batch_size), expand)
+
+    eval_rows = (
+        load(tokenizer, source="eval_data", **options) if config.data.eval_data else PromptSet([])
+    )
+    return TrainingData(
+        tokenizer,
+        rows,
+        eval_rows,
+        total_steps(config, rows.draws_of_epoch, train.train_batch_size),
+        expand,
+    )

@@ -1,4 +1,6 @@
-"""Held-out evaluation: the scores of the greedy and the sampled responses to the prompts of a set."""
+"""Held-out evaluation: the scores of the greedy and the sampled responses to the prompts of a
+set.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,20 +39,28 @@ def ask_judges(sets: Sequence[HeldOut], answered: Sequence[list[Group]]) -> None
         each.rewards.ask_judge([sample for group in groups for sample in group.responses])
 
 
-def evaluate(held_out: HeldOut, groups: list[Group], metrics: Metrics, data: Axis) -> dict[str, Estimate]:
-    """Score this rank's groups, which Sampler.answer() generated, and return the estimates over those of all ranks.
+def evaluate(
+    held_out: HeldOut, groups: list[Group], metrics: Metrics, data: Axis
+) -> dict[str, Estimate]:
+    """Score this rank's groups, which Sampler.answer() generated, and return the estimates over
+    those of all ranks.
 
-    Their means become metrics `eval/...`, or `eval/NAME/...` of a set with a name. The engine should be asleep if reward models
-    score. All ranks call it; the numbers do not depend on how many there are, to the last bit.
+    Their means become metrics `eval/...`, or `eval/NAME/...` of a set with a name. The engine
+    should be asleep if reward models score. All ranks call it; the numbers do not depend on how
+    many there are, to the last bit.
     """
     for group in groups:
         held_out.rewards.begin(group.responses)
     held_out.rewards.finish([sample for group in groups for sample in group.responses])
     gathered = data.gather([PromptScores.of(group) for group in groups])
-    result = estimates(sorted((one for part in gathered for one in part), key=lambda one: one.index))
+    result = estimates(
+        sorted((one for part in gathered for one in part), key=lambda one: one.index)
+    )
     held_out.rewards.count_failures(f"eval/{held_out.prefix}reward_failures", metrics)
+
     if data.rank == 0:  # the numbers of one rank are the same mean again
         for name, value in result.items():
             metrics.mean(f"eval/{held_out.prefix}{name}", value.mean)
         metrics.sum(f"eval/{held_out.prefix}num_samples", len(held_out.prompts))
+
     return result

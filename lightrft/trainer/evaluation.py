@@ -1,4 +1,6 @@
-"""Evaluation as a run of its own: a model generates responses to held-out prompts, and they are scored."""
+"""Evaluation as a run of its own: a model generates responses to held-out prompts, and they are
+scored.
+"""
 
 import json
 import math
@@ -32,10 +34,17 @@ WITHOUT_INTERVAL = ("response_length",)
 
 
 class Evaluation:
-    """Scores the greedy response to each prompt of each set of --eval_data, and --eval_n_samples sampled ones."""
+    """Scores the greedy response to each prompt of each set of --eval_data, and --eval_n_samples
+    sampled ones.
+    """
 
-    def __init__(self, config: Config, strategy: StrategyBase, sets: list[HeldOut], sampler: Sampler):
-        self.config, self.strategy, self.sets, self.sampler = config, strategy, sets, sampler
+    def __init__(
+        self, config: Config, strategy: StrategyBase, sets: list[HeldOut], sampler: Sampler
+    ):
+        self.config = config
+        self.strategy = strategy
+        self.sets = sets
+        self.sampler = sampler
         self.folder = Path(config.train.save_path)
 
     def run(self) -> dict[str, float]:
@@ -43,52 +52,88 @@ class Evaluation:
 
         Rank 0 writes all responses to save_path/responses.jsonl, in the order of the data.
         """
-        strategy, seed = self.strategy, self.config.train.seed
+        strategy = self.strategy
+        seed = self.config.train.seed
         strategy.announce("evaluate")
+
         with strategy.engine_awake():
-            answered = [self.sampler.answer(each.prompts, seed=derived_seed(seed, "evaluation", *each.seed_parts))
-                        for each in self.sets]  # fmt: skip
+            answered = [
+                self.sampler.answer(
+                    each.prompts, seed=derived_seed(seed, "evaluation", *each.seed_parts)
+                )
+                for each in self.sets
+            ]
             ask_judges(self.sets, answered)
-        data, metrics = strategy.mesh.data, Metrics()
-        estimates = [evaluate(each, groups, metrics, data) for each, groups in zip(self.sets, answered, strict=True)]
+
+        data = strategy.mesh.data
+        metrics = Metrics()
+        estimates = [
+            evaluate(each, groups, metrics, data)
+            for each, groups in zip(self.sets, answered, strict=True)
+        ]
         result = {name.removeprefix("eval/"): value for name, value in metrics.reduce(data).items()}
         result |= self._bounds(estimates)
         self._write_responses(answered)
+
         if strategy.is_rank_0():
             (self.folder / "evaluation.json").write_text(json.dumps(result, indent=2) + "\n")
-            Console(width=None if sys.stdout.isatty() else 130).print(table(self.config.model.pretrain, self.sets, estimates))
-            logger.info("numbers: {}, responses: {}", self.folder / "evaluation.json", self.folder / "responses.jsonl")
+            Console(width=None if sys.stdout.isatty() else 130).print(
+                table(self.config.model.pretrain, self.sets, estimates)
+            )
+            logger.info(
+                "numbers: {}, responses: {}",
+                self.folder / "evaluation.json",
+                self.folder / "responses.jsonl",
+            )
+
         return result
 
     def _bounds(self, estimates: list[dict[str, Estimate]]) -> dict[str, float]:
         """Return the bounds of the confidence intervals by name: accuracy_low and accuracy_high."""
-        return {f"{each.prefix}{name}_{end}": getattr(value, end) for each, values in zip(self.sets, estimates, strict=True)
-                for name, value in values.items() if has_interval(name, value)
-                for end in ("low", "high")}  # fmt: skip
+        return {
+            f"{each.prefix}{name}_{end}": getattr(value, end)
+            for each, values in zip(self.sets, estimates, strict=True)
+            for name, value in values.items()
+            if has_interval(name, value)
+            for end in ("low", "high")
+        }
 
     def _write_responses(self, answered: list[list[Group]]) -> None:
         """Write every response; the file appears when it is complete. All ranks call it."""
         path = self.folder / "responses.jsonl"
         part = path.with_suffix(".part")
         file: IO[bytes] | None = None
+
         if self.strategy.is_rank_0():
             path.parent.mkdir(parents=True, exist_ok=True)
             file = part.open("wb")
+
         for each, groups in zip(self.sets, answered, strict=True):
             for received in to_first_rank(groups, len(each.prompts), self.strategy.mesh.data):
                 if file is not None:
-                    file.write(b"".join(encode_row(row) for group in received for row in response_rows(each.name, group)))
+                    file.write(
+                        b"".join(
+                            encode_row(row)
+                            for group in received
+                            for row in response_rows(each.name, group)
+                        )
+                    )
+
         if file is not None:
             file.close()
             part.replace(path)
 
 
 def to_first_rank(groups: list[Group], count: int, data: Axis) -> Iterator[list[Group]]:
-    """Yield the groups of all ranks on the first one, in the order of the `count` prompts, AT_ONCE at a time; [] on others."""
+    """Yield the groups of all ranks on the first one, in the order of the `count` prompts, AT_ONCE
+    at a time; [] on others.
+    """
     for source in range(data.size):
         for start in range(0, len(share_of(source, data.size, count)), AT_ONCE):
             sent = groups[start : start + AT_ONCE] if source == data.rank else []
-            yield data.exchange_objects([sent if rank == 0 else [] for rank in range(data.size)])[source]
+            yield data.exchange_objects([sent if rank == 0 else [] for rank in range(data.size)])[
+                source
+            ]
 
 
 def response_rows(name: str, group: Group) -> Iterator[dict[str, Any]]:
@@ -97,23 +142,43 @@ def response_rows(name: str, group: Group) -> Iterator[dict[str, Any]]:
     places = [*(["greedy"] if greedy else []), *range(len(group.samples))]
     for place, row in zip(places, sample_rows([*greedy, *group.samples]), strict=True):
         row.pop("group")
-        yield {**({"set": name} if name else {}), "row": group.responses[0].prompt.index, "sample": place, **row}
+        yield {
+            **({"set": name} if name else {}),
+            "row": group.responses[0].prompt.index,
+            "sample": place,
+            **row,
+        }
 
 
 def table(title: str, sets: list[HeldOut], estimates: list[dict[str, Estimate]]) -> Table:
-    """Return the table of an evaluation: a column for each set, a row for each number with its 95 % interval."""
-    rows = Table("", *(each.name or "held-out" for each in sets), title=title, box=box.SIMPLE, title_justify="left")
+    """Return the table of an evaluation: a column for each set, a row for each number with its 95 %
+    interval.
+    """
+    rows = Table(
+        "",
+        *(each.name or "held-out" for each in sets),
+        title=title,
+        box=box.SIMPLE,
+        title_justify="left",
+    )
     rows.add_row("prompts", *(str(len(each.prompts)) for each in sets))
+
     for name in dict.fromkeys(name for values in estimates for name in values):
         if not (name == "reward" and all("accuracy" in values for values in estimates)):
-            rows.add_row(name.replace("_at_", "@").replace("_", " "), *(_cell(name, values.get(name)) for values in estimates))
+            rows.add_row(
+                name.replace("_at_", "@").replace("_", " "),
+                *(_cell(name, values.get(name)) for values in estimates),
+            )
+
     return rows
 
 
 def _cell(name: str, value: Estimate | None) -> str:
     if value is None:
         return ""
-    return short(value.mean) + (f"  {short(value.low)} to {short(value.high)}" if has_interval(name, value) else "")
+    return short(value.mean) + (
+        f"  {short(value.low)} to {short(value.high)}" if has_interval(name, value) else ""
+    )
 
 
 def has_interval(name: str, value: Estimate) -> bool:

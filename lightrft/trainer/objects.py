@@ -1,4 +1,6 @@
-"""Objects of Python in place of names: the configuration holds a name that this process can look up."""
+"""Objects of Python in place of names: the configuration holds a name that this process can look
+up.
+"""
 
 import os
 import re
@@ -23,23 +25,38 @@ DATA = ("prompt_data", "eval_data", "pretrain_data")
 """Values that may be rows."""
 FUNCTIONS = ("reward", "advantage_estimator", "policy_loss", "rollout_correction")
 """Values that may be functions which no other process can import: they are called in this one."""
-OF_TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template", "spiece", "sentencepiece")
+OF_TOKENIZER = (
+    "tokenizer",
+    "vocab",
+    "merges",
+    "special_tokens_map",
+    "added_tokens",
+    "chat_template",
+    "spiece",
+    "sentencepiece",
+)
 """Beginnings of the names of a tokenizer's files."""
 
 
 def with_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with a name in place of rows and of functions that are defined inside another one."""
+    """Return `values` with a name in place of rows and of functions that are defined inside another
+    one.
+    """
     named = dict(values)
     for field in set(named) & {*DATA, *FUNCTIONS}:
         value = named[field]
         if field in DATA and _are_rows(value):
             named[field] = _name(field, value)
         elif field in DATA and not isinstance(value, str | os.PathLike | list | tuple):
-            raise ConfigError(f"{field} is a list of rows, a Dataset, a file or a hub name, not {type(value).__name__}")
+            raise ConfigError(
+                f"{field} is a list of rows, a Dataset, a file or a hub name, not"
+                f" {type(value).__name__}"
+            )
         elif isinstance(value, list | tuple):
             named[field] = [_name_of_function(each) for each in value]
         else:
             named[field] = _name_of_function(value)
+
     return named
 
 
@@ -47,7 +64,10 @@ def _are_rows(value: Any) -> bool:
     from datasets import Dataset, DatasetDict, IterableDataset
 
     if isinstance(value, DatasetDict):
-        raise ConfigError(f"a DatasetDict has several splits: pass one of them, such as data[{next(iter(value), 'train')!r}]")
+        raise ConfigError(
+            "a DatasetDict has several splits: pass one of them, such as"
+            f" data[{next(iter(value), 'train')!r}]"
+        )
     if isinstance(value, list | tuple):
         return any(isinstance(row, Mapping) for row in value)
     return isinstance(value, Dataset | IterableDataset)
@@ -67,14 +87,16 @@ def _name(wanted: str, value: Any) -> str:
         attribute = wanted = re.sub(r"\W", "", wanted) or "object"
         number = 2
         while attribute in known:
-            attribute, number = f"{wanted}{number}", number + 1
+            attribute = f"{wanted}{number}"
+            number = number + 1
         setattr(OBJECTS, attribute, value)
     return f"{OBJECTS.__name__}:{attribute}"
 
 
 @contextmanager
 def model_folder(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Write the objects `model` and `tokenizer` of `values` into a temporary folder, and return the values with its name.
+    """Write the objects `model` and `tokenizer` of `values` into a temporary folder, and return the
+    values with its name.
 
     Without such objects the values stay as they are; `model` is another name of `pretrain`.
     """
@@ -84,10 +106,12 @@ def model_folder(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if "pretrain" in named:
             raise ConfigError("model and pretrain are two names of one value: set only one")
         named["pretrain"] = named.pop("model")
+
     model = named.get("pretrain")
     if tokenizer is None and isinstance(model, str | os.PathLike | None):
         yield named
         return
+
     _check(named, model, tokenizer)
     folder = Path(tempfile.mkdtemp(prefix="lightrft-model-"))
     try:
@@ -99,13 +123,27 @@ def model_folder(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _check(values: Mapping[str, Any], model: Any, tokenizer: Any) -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ConfigError("a model or tokenizer object is for a run of one process: save it, and pass the name of its folder")
+        raise ConfigError(
+            "a model or tokenizer object is for a run of one process: save it, and pass the name of"
+            " its folder"
+        )
     if values.get("save_adapter_only"):
-        raise ConfigError("save_adapter_only refers to the folder of the base model: save the model object, and pass its folder")
-    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase | ProcessorMixin):
-        raise ConfigError(f"tokenizer is a tokenizer or processor of transformers, not {type(tokenizer).__name__}")
+        raise ConfigError(
+            "save_adapter_only refers to the folder of the base model: save the model object, and"
+            " pass its folder"
+        )
+
+    if tokenizer is not None and not isinstance(
+        tokenizer, PreTrainedTokenizerBase | ProcessorMixin
+    ):
+        raise ConfigError(
+            f"tokenizer is a tokenizer or processor of transformers, not {type(tokenizer).__name__}"
+        )
+
     if not isinstance(model, PreTrainedModel | str | os.PathLike) or not model:
-        raise ConfigError(f"model is a model of transformers, a folder or a hub name, not {type(model).__name__}")
+        raise ConfigError(
+            f"model is a model of transformers, a folder or a hub name, not {type(model).__name__}"
+        )
     if isinstance(model, PreTrainedModel) and tokenizer is None and not model.name_or_path:
         raise ConfigError("the model object does not say where its tokenizer is: pass tokenizer=")
 
@@ -121,4 +159,5 @@ def _write(folder: Path, model: Any, tokenizer: Any) -> None:
         for file in source.iterdir():
             if not file.name.startswith(OF_TOKENIZER):
                 (folder / file.name).symlink_to(file.resolve())
+
     tokenizer.save_pretrained(folder)

@@ -29,7 +29,9 @@ from lightrft.types import Sample
 
 
 class PPOTrainer(Trainer):
-    """Trainer whose step takes a batch of prompts, a group of samples for each, and one or more optimizer steps on them."""
+    """Trainer whose step takes a batch of prompts, a group of samples for each, and one or more
+    optimizer steps on them.
+    """
 
     def __init__(
         self,
@@ -50,19 +52,25 @@ class PPOTrainer(Trainer):
         super().__init__(config, strategy, policy, training_data, **kwargs)
         self.policy = policy
         self.strategy.trace = collect.trace = collect.rewards.trace = self.trace
+
         if self.config.rollout.overlap:
             collect.overlap = Overlap(self._compute_early, strategy.device)
             collect.overlap.trace = self.trace
+
         self.ptx_loss = ptx_loss
-        self.critic, self.value_objective = critic, ValueObjective(self.config.algorithm)
+        self.critic = critic
+        self.value_objective = ValueObjective(self.config.algorithm)
         if critic is not None:
             self.models["critic"] = (critic.module, critic.optimizer, critic.scheduler)
         self.draft = draft
         if draft is not None:
             self.models["draft"] = (draft.module, draft.optimizer, draft.scheduler)
-        self.collect, self.make_experience, self.objective = collect, make_experience, objective
+        self.collect = collect
+        self.make_experience = make_experience
+        self.objective = objective
         self.eval_sets = eval_sets
-        dumped, replayed = self.config.rollout.dump_rollouts, self.config.rollout.replay_rollouts
+        dumped = self.config.rollout.dump_rollouts
+        replayed = self.config.rollout.replay_rollouts
         self.dumped = RecordedSamples(dumped, strategy.mesh) if dumped else None
         self.replayed = RecordedSamples(replayed, strategy.mesh) if replayed else None
 
@@ -70,13 +78,17 @@ class PPOTrainer(Trainer):
         if self.replayed is None:
             samples, version = self._collect(number)
         else:
-            samples, version = self.replayed.read(number, self.prompts, self.policy.truncation.banned)
+            samples, version = self.replayed.read(
+                number, self.prompts, self.policy.truncation.banned
+            )
+
         if self.dumped is not None:
             self.dumped.write(number, samples, version, self.observer.writer)
         self.show(number, samples)
         measure_samples(samples, version, self.metrics)
         with self.trace.phase("experience"):
             planned = self.make_experience(samples, self.metrics)
+
         generates = number < self.total_steps and self.replayed is None
         with self.collect.preparing(number + 1) if generates else nullcontext():
             if self.critic is not None:
@@ -88,28 +100,42 @@ class PPOTrainer(Trainer):
             if number > self.config.train.freezing_actor_steps:
                 with self.trace.phase("train"):
                     self._learn(self.policy, self.objective, planned, "train", self.ptx_loss)
+
         planned.store.clear(planned.experience.rows.tolist())
 
     def _collect(self, number: int) -> tuple[list[Sample], int]:
-        """Return this rank's samples of a step with their rewards, and the version of the engine's newest weights."""
+        """Return this rank's samples of a step with their rewards, and the version of the engine's
+        newest weights.
+        """
         safe_state = self.collect.begin(), self.metrics.state_dict(), self.strategy.weight_version
         with self.trace.phase("generate"), self.strategy.engine_awake(self.policy.actor):
             ahead = min(self.config.rollout.max_staleness, self.total_steps - number)
             groups = self.collect(number, self.metrics, ahead=ahead)
-            self.collect.rewards.ask_judge([sample for group in groups for sample in group.responses])
+            self.collect.rewards.ask_judge(
+                [sample for group in groups for sample in group.responses]
+            )
+
         with self.trace.phase("reward"):
             samples = self.collect.score(groups, self.metrics)
         self._safe_point(*safe_state)
         return samples, self.strategy.weight_version
 
     def _compute_early(self, groups: list[Group]) -> None:
-        """Compute what models say of complete groups before the step, and their scores by reward models."""
+        """Compute what models say of complete groups before the step, and their scores by reward
+        models.
+        """
         self.make_experience.compute_early([sample for group in groups for sample in group.samples])
         if self.collect.rewards.models is not None:
-            self.collect.rewards.models.compute_early([sample for group in groups for sample in group.responses])
+            self.collect.rewards.models.compute_early(
+                [sample for group in groups for sample in group.responses]
+            )
 
-    def _safe_point(self, take_back: Callable[[], None], metrics: dict[str, Any], weight_version: int) -> None:
-        """Undo the step on an interruption: a checkpoint holds only finished steps, and the same prompts come again."""
+    def _safe_point(
+        self, take_back: Callable[[], None], metrics: dict[str, Any], weight_version: int
+    ) -> None:
+        """Undo the step on an interruption: a checkpoint holds only finished steps, and the same
+        prompts come again.
+        """
         try:
             self.interruption.safe_point()
         except Interrupted:
@@ -122,32 +148,55 @@ class PPOTrainer(Trainer):
     def evaluate(self) -> None:
         """Add `eval/*` metrics of --eval_data.
 
-        The engine keeps its weight version: versions count steps, and the next step streams these same weights under it.
+        The engine keeps its weight version: versions count steps, and the next step streams these
+        same weights under it.
         """
         version = self.strategy.weight_version
         with self.strategy.engine_awake(self.policy.actor):
-            seed, answer = self.config.train.seed, self.collect.sampler.answer
-            answered = [answer(each.prompts, seed=derived_seed(seed, "evaluation", self.done, *each.seed_parts))
-                        for each in self.eval_sets]  # fmt: skip
+            seed = self.config.train.seed
+            answer = self.collect.sampler.answer
+            answered = [
+                answer(
+                    each.prompts, seed=derived_seed(seed, "evaluation", self.done, *each.seed_parts)
+                )
+                for each in self.eval_sets
+            ]
             ask_judges(self.eval_sets, answered)
+
         self.strategy.engine_lags(version)
         for each, groups in zip(self.eval_sets, answered, strict=True):
             evaluate(each, groups, self.metrics, self.strategy.mesh.data)
 
     def models_to_save(self) -> dict[str, nn.Module]:
         others = {"critic": self.critic, "draft": self.draft}
-        return super().models_to_save() | {name: role.module for name, role in others.items() if role is not None}
+        return super().models_to_save() | {
+            name: role.module for name, role in others.items() if role is not None
+        }
 
     @property
     def learned_rows(self) -> PromptSet:
         return self.prompts + self.ptx_loss.prompts if self.ptx_loss is not None else self.prompts
 
-    def _learn(self, role: Role, objective: Objective, planned: Planned, phase: str, ptx_loss: PtxLoss | None = None) -> None:
-        """Take one optimizer step per minibatch and epoch. The targets of one role do not depend on the other's updates."""
+    def _learn(
+        self,
+        role: Role,
+        objective: Objective,
+        planned: Planned,
+        phase: str,
+        ptx_loss: PtxLoss | None = None,
+    ) -> None:
+        """Take one optimizer step per minibatch and epoch.
+
+        The targets of one role do not depend on the other's updates.
+        """
         for rows in planned.minibatches * self.config.train.max_epochs:
-            denominator = role.denominator(planned.experience, rows, length=self.config.rollout.generate_max_len)
+            denominator = role.denominator(
+                planned.experience, rows, length=self.config.rollout.generate_max_len
+            )
             self.metrics.mean(f"{phase}/learning_rate", role.scheduler.get_last_lr()[0])
             term = ptx_loss.next() if ptx_loss is not None else None
-            loss, norm = role.update(planned.experience, rows, objective, denominator, self.metrics, extra_term=term)
+            loss, norm = role.update(
+                planned.experience, rows, objective, denominator, self.metrics, extra_term=term
+            )
             self.metrics.mean(f"{phase}/loss", loss)
             self.metrics.mean(f"{phase}/grad_norm", norm)

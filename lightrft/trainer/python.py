@@ -1,4 +1,5 @@
-"""Runs from Python: one call for a whole run, as the command line makes it, with objects in place of names.
+"""Runs from Python: one call for a whole run, as the command line makes it, with objects in place
+of names.
 
     import lightrft
 
@@ -30,7 +31,8 @@ class TrainedRun:
     """A run that has ended: its metrics, its model, and the evaluation of that model."""
 
     def __init__(self, command: str, config: Config, done: int):
-        self.command, self.config = command, config
+        self.command = command
+        self.config = config
         self.done = done
         """Number of steps whose updates are in the model."""
         self.folder = Path(config.train.save_path)
@@ -47,17 +49,28 @@ class TrainedRun:
         return self.folder / "model"
 
     def evaluate(self, config: ConfigOrFile = None, **values: Any) -> dict[str, float]:
-        """Score the trained model's responses to held-out prompts, with the data, engine and rewards of the run.
+        """Score the trained model's responses to held-out prompts, with the data, engine and
+        rewards of the run.
 
-        `values`, and a configuration, replace those of the run: `run.evaluate(eval_data=rows, eval_n_samples=8)`. Return the
-        numbers of evaluation.json. Raise ConfigError for a reward model: it generates no responses.
+        `values`, and a configuration, replace those of the run: `run.evaluate(eval_data=rows,
+        eval_n_samples=8)`. Return the numbers of evaluation.json. Raise ConfigError for a reward
+        model: it generates no responses.
         """
         if self.command in ("train_rm", "train_prm"):
-            raise ConfigError(f"a model of {self.command} generates no responses: its evaluation is in history, as eval/*")
-        owners, read = section_of_field(), fields_read("evaluate")
-        of_run = {name: getattr(getattr(self.config, owners[name]), name) for name in self.config.written & read}
+            raise ConfigError(
+                f"a model of {self.command} generates no responses: its evaluation is in history,"
+                " as eval/*"
+            )
+
+        owners = section_of_field()
+        read = fields_read("evaluate")
+        of_run = {
+            name: getattr(getattr(self.config, owners[name]), name)
+            for name in self.config.written & read
+        }
         where = {"pretrain": str(self.model_path), "save_path": str(self.folder / "evaluation")}
         base = _configuration(config, of_run | where)
+
         return evaluate(base, **values)
 
     def __repr__(self) -> str:
@@ -65,17 +78,24 @@ class TrainedRun:
 
 
 def train_ppo(
-    config: ConfigOrFile = None, *, model: Model | None = None, tokenizer: PreTrainedTokenizerBase | None = None,
-    prompt_data: Rows | None = None, reward: Reward | None = None, **values: Any,
-) -> TrainedRun:  # fmt: skip
+    config: ConfigOrFile = None,
+    *,
+    model: Model | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    prompt_data: Rows | None = None,
+    reward: Reward | None = None,
+    **values: Any,
+) -> TrainedRun:
     """Train a policy by PPO, GRPO and their family.
 
-    `model` is a folder, a hub name, or a model of transformers; the run trains a copy of it. `tokenizer` replaces the one of
-    the model. `prompt_data` is a file, a hub name, a Dataset, or a list of rows, and so are the other data. `reward` is a name or
-    a function, or a list of them; one that is defined inside another function is called in this process.
+    `model` is a folder, a hub name, or a model of transformers; the run trains a copy of it.
+    `tokenizer` replaces the one of the model. `prompt_data` is a file, a hub name, a Dataset, or a
+    list of rows, and so are the other data. `reward` is a name or a function, or a list of them;
+    one that is defined inside another function is called in this process.
 
-    `config` is a YAML file or a Config. `values` are flags by name and take precedence: `max_steps=20`. Under torchrun all
-    processes make the same call; without a launcher the run has one process. Raise ConfigError for what cannot run.
+    `config` is a YAML file or a Config. `values` are flags by name and take precedence:
+    `max_steps=20`. Under torchrun all processes make the same call; without a launcher the run has
+    one process. Raise ConfigError for what cannot run.
     """
     given = {"model": model, "tokenizer": tokenizer, "prompt_data": prompt_data, "reward": reward}
     return _train("train_ppo", config, _set(given) | values)
@@ -107,10 +127,17 @@ def train_kto(config: ConfigOrFile = None, **values: Any) -> TrainedRun:
 
 
 def evaluate(
-    config: ConfigOrFile = None, *, model: Model | None = None, tokenizer: PreTrainedTokenizerBase | None = None,
-    eval_data: Rows | None = None, reward: Reward | None = None, **values: Any,
-) -> dict[str, float]:  # fmt: skip
-    """Score a model's responses to held-out prompts; return the numbers of evaluation.json; see train_ppo()."""
+    config: ConfigOrFile = None,
+    *,
+    model: Model | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    eval_data: Rows | None = None,
+    reward: Reward | None = None,
+    **values: Any,
+) -> dict[str, float]:
+    """Score a model's responses to held-out prompts; return the numbers of evaluation.json; see
+    train_ppo().
+    """
     given = {"model": model, "tokenizer": tokenizer, "eval_data": eval_data, "reward": reward}
     with model_folder(_set(given) | values) as named:
         return _run("evaluate", _configuration(config, named))
@@ -139,7 +166,8 @@ def _configuration(config: ConfigOrFile, values: dict[str, Any]) -> Config:
     """Return a Config, or one read from a YAML file, with `values` set in it."""
     if not isinstance(config, Config | str | Path | None):
         raise ConfigError(
-            f"config is a YAML file or a Config, not {type(config).__name__}: pass values by name, as model=... or **values"
+            f"config is a YAML file or a Config, not {type(config).__name__}: pass values by name,"
+            " as model=... or **values"
         )
     config = config if isinstance(config, Config) else Config() if config is None else load(config)
     config.update(with_names(values))

@@ -24,7 +24,13 @@ from lightrft.trainer.base import Trainer
 from lightrft.trainer.build import evaluation, ppo_trainer
 from lightrft.trainer.build_roles import build_served_models
 from lightrft.trainer.build_server import model_server
-from lightrft.trainer.build_supervised import dpo_trainer, kto_trainer, prm_trainer, rm_trainer, sft_trainer
+from lightrft.trainer.build_supervised import (
+    dpo_trainer,
+    kto_trainer,
+    prm_trainer,
+    rm_trainer,
+    sft_trainer,
+)
 
 T = TypeVar("T")
 NOTICE_SECONDS = 120.0
@@ -34,9 +40,12 @@ USER_ERROR = 2
 
 
 def run(command: str, config: Config) -> Any:
-    """Resolve the configuration, set up its strategy, do the work of `command`, and close everything."""
+    """Resolve the configuration, set up its strategy, do the work of `command`, and close
+    everything.
+    """
     quiet_libraries()
     _start(prepare_config, command, config)
+
     strategy = _start(get_strategy, config)
     try:
         with kept_alive():
@@ -51,14 +60,18 @@ def run(command: str, config: Config) -> Any:
         strategy.close()
 
 
-def _train(build: Callable[[Config, StrategyBase], Trainer], config: Config, strategy: StrategyBase) -> Trainer:
+def _train(
+    build: Callable[[Config, StrategyBase], Trainer], config: Config, strategy: StrategyBase
+) -> Trainer:
     trainer = _start(build, config, strategy)
     trainer.fit()
     return trainer
 
 
 def _generate(strategy: StrategyBase) -> None:
-    """Generate on a rank of --rollout_ranks until the ranks that train end, which a signal asks to stop."""
+    """Generate on a rank of --rollout_ranks until the ranks that train end, which a signal asks to
+    stop.
+    """
     with Interruption(strategy.mesh.world):
         _as_config_error(strategy.serve_engine)
 
@@ -90,14 +103,19 @@ WORK: dict[str, Callable[[Config, StrategyBase], Any]] = {
 
 
 def _end_all(strategy: StrategyBase, error: Exception) -> None:
-    """End the other ranks, which may wait for this one, before closing anything. An interruption ends all ranks by itself."""
+    """End the other ranks, which may wait for this one, before closing anything.
+
+    An interruption ends all ranks by itself.
+    """
     of_the_user = isinstance(error, ConfigError)
     if not isinstance(error, Interrupted):
         strategy.fail(error, code=USER_ERROR if of_the_user else 1, brief=of_the_user)
 
 
 def _as_config_error(step: Callable[..., T], *arguments: object) -> T:
-    """Raise an error during setup as a ConfigError: it concerns configuration, data or files, and its traceback is of no use."""
+    """Raise an error during setup as a ConfigError: it concerns configuration, data or files, and
+    its traceback is of no use.
+    """
     try:
         return step(*arguments)
     except (ValueError, CheckpointError) as error:
@@ -112,7 +130,8 @@ def _start(step: Callable[..., T], *arguments: object) -> T:
         (60 * each.strategy.phase_minutes for each in arguments if isinstance(each, Config)),
         math.inf,
     )
-    ended, began = threading.Event(), time.monotonic()
+    ended = threading.Event()
+    began = time.monotonic()
 
     def watch() -> None:
         while not ended.wait(NOTICE_SECONDS):

@@ -1,4 +1,6 @@
-"""Training on given examples: each step takes rows of the data set, and a task turns them into a loss."""
+"""Training on given examples: each step takes rows of the data set, and a task turns them into a
+loss.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -12,7 +14,8 @@ class Task(Protocol):
     """Loss on examples that a trainer minimises."""
 
     def term(self, prompts: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
-        """Return this rank's share of the loss on all ranks' examples, in micro-batches of at most `max_tokens`.
+        """Return this rank's share of the loss on all ranks' examples, in micro-batches of at most
+        `max_tokens`.
 
         All ranks call it with the same examples, and all plan alike.
         """
@@ -23,7 +26,10 @@ class SupervisedTrainer(Trainer):
     """Trainer whose step is one optimizer step over `train_batch_size` rows."""
 
     def __init__(self, *args: Any, task: Task, role_name: str = "actor", **kwargs: Any):
-        """Set up the trainer of `task`. `role_name` is the name of the trained model in checkpoints."""
+        """Set up the trainer of `task`.
+
+        `role_name` is the name of the trained model in checkpoints.
+        """
         self.role_name = role_name
         super().__init__(*args, **kwargs)
         self.task = task
@@ -33,10 +39,14 @@ class SupervisedTrainer(Trainer):
         train = self.config.train
         with self.trace.phase("data", idle=True):
             rows = self.order.rows((number - 1) * train.train_batch_size, train.train_batch_size)
-            term = self.task.term([self.prompts[row] for row in rows], max_tokens=train.max_tokens_per_microbatch)
+            term = self.task.term(
+                [self.prompts[row] for row in rows], max_tokens=train.max_tokens_per_microbatch
+            )
+
         with self.trace.phase("train"):
             self.metrics.mean("train/learning_rate", self.role.scheduler.get_last_lr()[0])
             loss, norm = self.role.learn([term], self.metrics)
+
         self.loss = float(loss)
         self.metrics.mean("train/loss", loss)
         self.metrics.mean("train/grad_norm", norm)
@@ -46,11 +56,19 @@ class SupervisedTrainer(Trainer):
         """Add the loss on the held-out rows, and the other metrics of the task, as `eval/*`."""
         train = self.config.train
         max_tokens = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
-        self.metrics.mean("eval/loss", self.role.measure(self.task.term(self.eval_prompts, max_tokens=max_tokens), self.metrics))
+        self.metrics.mean(
+            "eval/loss",
+            self.role.measure(
+                self.task.term(self.eval_prompts, max_tokens=max_tokens), self.metrics
+            ),
+        )
 
     def enough(self) -> bool:
         stop = self.config.train.stop_loss
         if stop is None or not self.loss < stop:
             return False
-        self.strategy.print(f"the loss of step {self.done}, {self.loss:.4g}, is below --stop_loss {stop:g}: the run ends here")
+        self.strategy.print(
+            f"the loss of step {self.done}, {self.loss:.4g}, is below --stop_loss {stop:g}: the run"
+            " ends here"
+        )
         return True

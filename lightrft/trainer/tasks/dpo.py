@@ -1,4 +1,6 @@
-"""Direct preference optimisation: the log-probs of two answers, relative to those of a reference model."""
+"""Direct preference optimisation: the log-probs of two answers, relative to those of a reference
+model.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -17,26 +19,42 @@ from lightrft.trainer.tasks.pairs import local_pairs, pair_denominator
 from lightrft.types import Expand, Prompt
 
 PAIRS_AT_ONCE = 1024
-"""Number of pairs whose reference log-probs are computed together: data may be larger than memory."""
+"""Number of pairs whose reference log-probs are computed together: data may be larger than memory.
+"""
 
 
 class DPOTask:
     """Pairs of answers; the loss is the mean over all pairs of a step."""
 
-    def __init__(self, policy: Policy, preference: PreferenceSection, train: TrainSection, expand: Expand | None = None):
+    def __init__(
+        self,
+        policy: Policy,
+        preference: PreferenceSection,
+        train: TrainSection,
+        expand: Expand | None = None,
+    ):
         """Set up the task. `expand` is for prompts with media."""
-        self.policy, self.train, self.objective, self.expand = policy, train, DPOObjective(preference), expand
+        self.policy = policy
+        self.train = train
+        self.objective = DPOObjective(preference)
+        self.expand = expand
         self._known: dict[bytes, Tensor] = {}
-        """Digest of a pair -> the reference's log-probs of both answers, [2] float32 on the host."""
+        """Digest of a pair -> the reference's log-probs of both answers, [2] float32 on the host.
+        """
 
     def term(self, pairs: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
-        """Return this rank's share of the loss on all ranks' pairs, with the reference's log-probs of its answers.
+        """Return this rank's share of the loss on all ranks' pairs, with the reference's log-probs
+        of its answers.
 
-        They are left out before the first optimizer step, while the policy is the reference. Computed in other micro-batches
-        they are rounded differently, and it would be chance which answer of a pair seems to be preferred.
+        They are left out before the first optimizer step, while the policy is the reference.
+        Computed in other micro-batches they are rounded differently, and it would be chance which
+        answer of a pair seems to be preferred.
         """
         strategy = self.policy.strategy
-        batch, rows, local = local_pairs(pairs, strategy.mesh.data, self.train, max_tokens=max_tokens, expand=self.expand)
+        batch, rows, local = local_pairs(
+            pairs, strategy.mesh.data, self.train, max_tokens=max_tokens, expand=self.expand
+        )
+
         has_learned = self.policy.scheduler.last_epoch > 0
         if not has_learned:
             batch.reference = None
@@ -45,22 +63,41 @@ class DPOTask:
             batch.reference = torch.cat([*sums, torch.zeros(0)])
         else:
             batch.reference = sequence_sums(self.policy.reference_logprobs(batch, rows), batch)
-        return LossTerm(batch, rows, self.objective, pair_denominator(pairs, strategy.device), self.policy.supervised)
+
+        return LossTerm(
+            batch,
+            rows,
+            self.objective,
+            pair_denominator(pairs, strategy.device),
+            self.policy.supervised,
+        )
 
     def precompute(self, pairs: Sequence[Prompt]) -> None:
-        """Keep the log-probs of the actor, which has not learned yet, as those of the reference. All ranks call it together."""
-        data, train = self.policy.strategy.mesh.data, self.train
+        """Keep the log-probs of the actor, which has not learned yet, as those of the reference.
+
+        All ranks call it together.
+        """
+        data = self.policy.strategy.mesh.data
+        train = self.train
         max_tokens = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
         for start in range(0, len(pairs), PAIRS_AT_ONCE):
             part = pairs[start : start + PAIRS_AT_ONCE]
-            batch, rows, local = local_pairs(part, data, train, max_tokens=max_tokens, expand=self.expand)
+            batch, rows, local = local_pairs(
+                part, data, train, max_tokens=max_tokens, expand=self.expand
+            )
             sums = sequence_sums(self.policy.logprobs(batch, rows), batch).view(-1, 2)
-            places, sums = share(data, torch.tensor(local, dtype=torch.int64)), share(data, sums)
-            self._known |= {_digest(part[place]): both.clone() for place, both in zip(places.tolist(), sums, strict=True)}
+            places = share(data, torch.tensor(local, dtype=torch.int64))
+            sums = share(data, sums)
+            self._known |= {
+                _digest(part[place]): both.clone()
+                for place, both in zip(places.tolist(), sums, strict=True)
+            }
 
 
 def _digest(pair: Prompt) -> bytes:
-    """Return a digest of the tokens and the media of a pair, which may be built anew each time that it is needed."""
+    """Return a digest of the tokens and the media of a pair, which may be built anew each time that
+    it is needed.
+    """
     tokens = [pair.token_ids, *(pair.columns[name].token_ids for name in (CHOSEN, REJECTED))]
     digest = hashlib.blake2b(repr([list(ids) for ids in tokens]).encode(), digest_size=16)
     for items in pair.multi_modal.values():

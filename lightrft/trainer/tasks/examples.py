@@ -10,10 +10,13 @@ from lightrft.parallel.collectives import Axis
 from lightrft.roles.microbatch import MicroBatchIndices
 
 
-def plan_local_rows(sizes: list[int], axis: Axis, train: TrainSection, *, max_tokens: int) -> tuple[list[int], MicroBatchIndices]:
+def plan_local_rows(
+    sizes: list[int], axis: Axis, train: TrainSection, *, max_tokens: int
+) -> tuple[list[int], MicroBatchIndices]:
     """Plan examples of the given sizes in tokens over all ranks.
 
-    Return this rank's examples, as indices of `sizes`, and [m]: those of micro-batch m, as positions among them.
+    Return this rank's examples, as indices of `sizes`, and [m]: those of micro-batch m, as
+    positions among them.
     """
     schedule = plan(
         sizes,

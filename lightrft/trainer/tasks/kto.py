@@ -1,4 +1,6 @@
-"""KTO: log-probs of single answers relative to a reference, compared with those of mismatched answers."""
+"""KTO: log-probs of single answers relative to a reference, compared with those of mismatched
+answers.
+"""
 
 from collections.abc import Sequence
 
@@ -19,14 +21,24 @@ from lightrft.types import Expand, JudgedBatch, Prompt
 class KTOTask:
     """Single answers; the loss is the mean over all answers of a step."""
 
-    def __init__(self, policy: Policy, preference: PreferenceSection, train: TrainSection, expand: Expand | None = None):
+    def __init__(
+        self,
+        policy: Policy,
+        preference: PreferenceSection,
+        train: TrainSection,
+        expand: Expand | None = None,
+    ):
         """Set up the task. `expand` is for prompts with media."""
-        self.policy, self.preference, self.train, self.expand = policy, preference, train, expand
+        self.policy = policy
+        self.preference = preference
+        self.train = train
+        self.expand = expand
 
     def term(self, answers: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' answers.
 
-        The reference point is that of the whole step: every prompt with the answer to the next one, in the order of the step.
+        The reference point is that of the whole step: every prompt with the answer to the next one,
+        in the order of the step.
         """
         limit = min(max_tokens, self.policy.max_logprob_tokens or max_tokens)
         divergence = reference_point(self._log_ratios(mismatched(answers, limit), max_tokens))
@@ -34,18 +46,38 @@ class KTOTask:
         batch.reference = sequence_sums(self.policy.reference_logprobs(batch, rows), batch)
         device = self.policy.strategy.device
         objective = KTOObjective(self.preference, divergence.to(device))
-        return LossTerm(batch, rows, objective, known_denominator(0, len(answers), device), self.policy.supervised)
+
+        return LossTerm(
+            batch,
+            rows,
+            objective,
+            known_denominator(0, len(answers), device),
+            self.policy.supervised,
+        )
 
     def _log_ratios(self, answers: Sequence[Prompt], max_tokens: int) -> Tensor:
-        """Return log(p_policy / p_reference) of the answers of all ranks, [N] float32 on the host."""
+        """Return log(p_policy / p_reference) of the answers of all ranks, [N] float32 on the
+        host.
+        """
         batch, rows = self._local(answers, max_tokens)
         ratios = self.policy.logprobs(batch, rows) - self.policy.reference_logprobs(batch, rows)
         data = self.policy.strategy.mesh.data
-        places, sums = share(data, batch.rows), share(data, sequence_sums(ratios, batch))
+        places = share(data, batch.rows)
+        sums = share(data, sequence_sums(ratios, batch))
         return sums[places.argsort()]  # the same order, and sum, on any number of ranks
 
-    def _local(self, answers: Sequence[Prompt], max_tokens: int) -> tuple[JudgedBatch, MicroBatchIndices]:
-        lengths = [answer.num_tokens + len(answer.columns["answer"].token_ids) for answer in answers]
+    def _local(
+        self, answers: Sequence[Prompt], max_tokens: int
+    ) -> tuple[JudgedBatch, MicroBatchIndices]:
+        lengths = [
+            answer.num_tokens + len(answer.columns["answer"].token_ids) for answer in answers
+        ]
         data = self.policy.strategy.mesh.data
-        local_rows, micro_batches = plan_local_rows(lengths, data, self.train, max_tokens=max_tokens)
-        return judged_batch([answers[row] for row in local_rows], local_rows, self.expand), micro_batches
+        local_rows, micro_batches = plan_local_rows(
+            lengths, data, self.train, max_tokens=max_tokens
+        )
+
+        return (
+            judged_batch([answers[row] for row in local_rows], local_rows, self.expand),
+            micro_batches,
+        )

@@ -14,19 +14,34 @@ from lightrft.types import Expand, JudgedBatch, Prompt
 
 
 def local_pairs(
-    pairs: Sequence[Prompt], axis: Axis, train: TrainSection, *, max_tokens: int, expand: Expand | None
+    pairs: Sequence[Prompt],
+    axis: Axis,
+    train: TrainSection,
+    *,
+    max_tokens: int,
+    expand: Expand | None,
 ) -> tuple[JudgedBatch, MicroBatchIndices, list[int]]:
-    """Return this rank's share of the pairs as a batch, its micro-batches, and the indices of its pairs.
+    """Return this rank's share of the pairs as a batch, its micro-batches, and the indices of its
+    pairs.
 
-    Both sequences of a pair are in one micro-batch, so the loss does not depend on the division. `expand` is for prompts with
-    media.
+    Both sequences of a pair are in one micro-batch, so the loss does not depend on the division.
+    `expand` is for prompts with media.
     """
-    local_rows, micro_batches = plan_local_rows(list(map(pair_size, pairs)), axis, train, max_tokens=max_tokens)
+    local_rows, micro_batches = plan_local_rows(
+        list(map(pair_size, pairs)), axis, train, max_tokens=max_tokens
+    )
     batch = pair_batch([pairs[row] for row in local_rows], local_rows, expand)
-    return batch, [[2 * pair + place for pair in members for place in (0, 1)] for members in micro_batches], local_rows
+    return (
+        batch,
+        [[2 * pair + place for pair in members for place in (0, 1)] for members in micro_batches],
+        local_rows,
+    )
 
 
 def pair_denominator(pairs: Sequence[Prompt], device: torch.device) -> Denominator:
-    """Return the number of pairs, and of learned tokens in their chosen answers. All ranks know them without a collective."""
+    """Return the number of pairs, and of learned tokens in their chosen answers.
+
+    All ranks know them without a collective.
+    """
     learned = sum(sum(pair.columns[CHOSEN].learned) for pair in pairs)
     return known_denominator(learned, len(pairs), device)

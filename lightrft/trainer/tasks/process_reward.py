@@ -10,18 +10,27 @@ from lightrft.types import Expand, Prompt
 
 
 class ProcessRewardTask:
-    """Answers whose steps are judged; the loss is the mean over all steps of the answers of an optimizer step."""
+    """Answers whose steps are judged; the loss is the mean over all steps of the answers of an
+    optimizer step.
+    """
 
     def __init__(self, role: RewardModel, train: TrainSection, expand: Expand | None = None):
         """Set up the task. `expand` is for prompts with media."""
-        self.role, self.train, self.expand = role, train, expand
+        self.role = role
+        self.train = train
+        self.expand = expand
 
     def term(self, answers: list[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' answers."""
         strategy = self.role.strategy
-        lengths = [answer.num_tokens + len(answer.columns["answer"].token_ids) for answer in answers]
-        local_rows, rows = plan_local_rows(lengths, strategy.mesh.data, self.train, max_tokens=max_tokens)
+        lengths = [
+            answer.num_tokens + len(answer.columns["answer"].token_ids) for answer in answers
+        ]
+        local_rows, rows = plan_local_rows(
+            lengths, strategy.mesh.data, self.train, max_tokens=max_tokens
+        )
         batch = step_batch([answers[row] for row in local_rows], local_rows, self.expand)
         num_steps = sum(len(answer.columns["targets"]) for answer in answers)
         denominator = known_denominator(num_steps, len(answers), strategy.device)
+
         return LossTerm(batch, rows, step_objective, denominator, self.role.scores_of_tokens)

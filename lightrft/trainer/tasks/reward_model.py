@@ -14,14 +14,32 @@ class RewardModelTask:
     """Pairs of answers; the loss is the mean over all pairs of a step."""
 
     def __init__(
-        self, role: RewardModel, preference: PreferenceSection, train: TrainSection, heads: list[str],
+        self,
+        role: RewardModel,
+        preference: PreferenceSection,
+        train: TrainSection,
+        heads: list[str],
         expand: Expand | None = None,
-    ):  # fmt: skip
-        """Set up the task. `heads` are the names of several heads; `expand` is for prompts with media."""
-        self.role, self.train, self.objective, self.expand = role, train, RewardObjective(preference, heads), expand
+    ):
+        """Set up the task.
+
+        `heads` are the names of several heads; `expand` is for prompts with media.
+        """
+        self.role = role
+        self.train = train
+        self.objective = RewardObjective(preference, heads)
+        self.expand = expand
 
     def term(self, pairs: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' pairs."""
         strategy = self.role.strategy
-        batch, rows, _ = local_pairs(pairs, strategy.mesh.data, self.train, max_tokens=max_tokens, expand=self.expand)
-        return LossTerm(batch, rows, self.objective, pair_denominator(pairs, strategy.device), self.role.scores_of_heads)
+        batch, rows, _ = local_pairs(
+            pairs, strategy.mesh.data, self.train, max_tokens=max_tokens, expand=self.expand
+        )
+        return LossTerm(
+            batch,
+            rows,
+            self.objective,
+            pair_denominator(pairs, strategy.device),
+            self.role.scores_of_heads,
+        )

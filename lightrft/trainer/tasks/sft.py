@@ -1,4 +1,6 @@
-"""Supervised fine-tuning on prompts with answers, alone or as a loss that PPO adds to its own (PTX, InstructGPT)."""
+"""Supervised fine-tuning on prompts with answers, alone or as a loss that PPO adds to its own (PTX,
+InstructGPT).
+"""
 
 from collections.abc import Sequence
 
@@ -18,19 +20,35 @@ from lightrft.types import Batch, Expand, Prompt
 class SFTTask:
     """The answers of prompts; the loss is the mean over all answer tokens of a step."""
 
-    def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, train: TrainSection, *, expand: Expand | None = None):
+    def __init__(
+        self,
+        policy: Policy,
+        tokenizer: PreTrainedTokenizerBase,
+        train: TrainSection,
+        *,
+        expand: Expand | None = None,
+    ):
         """Set up the task. `expand` is for prompts with images."""
-        self.policy, self.tokenizer, self.train, self.expand = policy, tokenizer, train, expand
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self.train = train
+        self.expand = expand
 
     def term(self, prompts: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' prompts; one collective."""
         data = self.policy.strategy.mesh.data
-        batch, rows = supervised_part(prompts, self.tokenizer, data, self.train, max_tokens=max_tokens, expand=self.expand)
-        return LossTerm(batch, rows, sft, self.policy.denominator(batch, rows, length=1), self.policy.forward)
+        batch, rows = supervised_part(
+            prompts, self.tokenizer, data, self.train, max_tokens=max_tokens, expand=self.expand
+        )
+        return LossTerm(
+            batch, rows, sft, self.policy.denominator(batch, rows, length=1), self.policy.forward
+        )
 
 
 class PtxLoss:
-    """Supervised batches with as many rows as each optimizer step has samples, in an order of their own; saved in checkpoints."""
+    """Supervised batches with as many rows as each optimizer step has samples, in an order of their
+    own; saved in checkpoints.
+    """
 
     def __init__(
         self,
@@ -43,25 +61,43 @@ class PtxLoss:
         expand: Expand | None = None,
         order: Order | Blend | None = None,
     ):
-        """Set up the batches. `expand` is for prompts with images; without `order` the seed determines the order of the rows.
+        """Set up the batches.
+
+        `expand` is for prompts with images; without `order` the seed determines the order of the
+        rows.
 
         Raises DataError if there are too few rows.
         """
-        self.policy, self.prompts, self.tokenizer, self.train, self.expand = policy, prompts, tokenizer, train, expand
+        self.policy = policy
+        self.prompts = prompts
+        self.tokenizer = tokenizer
+        self.train = train
+        self.expand = expand
         Order.check(len(prompts), train.train_batch_size)
         self.order = order or Order(len(prompts), train.seed)
         self.objective = PtxObjective(coefficient)
         self.num_batches = 0
 
     def next(self) -> LossTerm:
-        """Return the next batch with a denominator of its own: the mean over the answer tokens of all ranks; one collective."""
+        """Return the next batch with a denominator of its own: the mean over the answer tokens of
+        all ranks; one collective.
+        """
         size = self.train.train_batch_size
         prompts = [self.prompts[row] for row in self.order.rows(self.num_batches * size, size)]
         self.num_batches += 1
         data = self.policy.strategy.mesh.data
         max_tokens = self.train.max_tokens_per_microbatch
-        batch, rows = supervised_part(prompts, self.tokenizer, data, self.train, max_tokens=max_tokens, expand=self.expand)
-        return LossTerm(batch, rows, self.objective, self.policy.denominator(batch, rows, length=1), self.policy.supervised)
+        batch, rows = supervised_part(
+            prompts, self.tokenizer, data, self.train, max_tokens=max_tokens, expand=self.expand
+        )
+
+        return LossTerm(
+            batch,
+            rows,
+            self.objective,
+            self.policy.denominator(batch, rows, length=1),
+            self.policy.supervised,
+        )
 
     def state_dict(self) -> dict[str, int]:
         return {"taken": self.num_batches}
@@ -71,11 +107,20 @@ class PtxLoss:
 
 
 def supervised_part(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, axis: Axis, train: TrainSection, *, max_tokens: int,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    axis: Axis,
+    train: TrainSection,
+    *,
+    max_tokens: int,
     expand: Expand | None = None,
-) -> tuple[Batch, list[list[int]]]:  # fmt: skip
-    """Return this rank's balanced share of the prompts and answers of all ranks, and its micro-batches."""
-    lengths = [prompt.num_tokens + len(answer_of(prompt, tokenizer).token_ids) for prompt in prompts]
+) -> tuple[Batch, list[list[int]]]:
+    """Return this rank's balanced share of the prompts and answers of all ranks, and its
+    micro-batches.
+    """
+    lengths = [
+        prompt.num_tokens + len(answer_of(prompt, tokenizer).token_ids) for prompt in prompts
+    ]
     local_rows, micro_batches = plan_local_rows(lengths, axis, train, max_tokens=max_tokens)
     batch = supervised_batch([prompts[row] for row in local_rows], tokenizer, local_rows, expand)
     return batch, micro_batches
