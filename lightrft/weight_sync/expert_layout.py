@@ -1,7 +1,8 @@
-"""Experts of a mixture in the layers of vLLM and SGLang: two tensors per layer, w13 [experts, gate and up, hidden] and w2.
+"""Experts of a mixture in the layers of vLLM and SGLang: two tensors per layer, w13 [experts, gate
+and up, hidden] and w2.
 
-On a CPU vLLM packs both for its kernel, in blocks of rows, padded to whole blocks; a reload does not repeat this. SGLang packs
-them only on CPUs with AMX units.
+On a CPU vLLM packs both for its kernel, in blocks of rows, padded to whole blocks; a reload does
+not repeat this. SGLang packs them only on CPUs with AMX units.
 """
 
 from collections.abc import Collection, Iterator
@@ -13,11 +14,14 @@ from torch import Tensor, nn
 ATTRIBUTES = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 """Attribute names of transformers -> attribute names of the engines."""
 ROUTED = "routed_experts"
-"""Name of the layer inside a mixture of vLLM that holds the experts; in SGLang the mixture itself holds them."""
+"""Name of the layer inside a mixture of vLLM that holds the experts; in SGLang the mixture itself
+holds them."""
 BLOCK = 16
-"""Number of rows that are interleaved element by element in the packed form for plain vector units."""
+"""Number of rows that are interleaved element by element in the packed form for plain vector units.
+"""
 AS_LOADED = {"TRITON", "BATCHED_TRITON"}
-"""vLLM kernels that keep the weights as they were loaded; others transpose or swap them and are not supported here."""
+"""vLLM kernels that keep the weights as they were loaded; others transpose or swap them and are not
+supported here."""
 
 Index = slice | tuple[int, slice]
 
@@ -30,31 +34,44 @@ def _is_sglangs(layer: nn.Module) -> bool:
     return is_a(layer, "FusedMoE")
 
 
-def expert_places(layer: nn.Module, attribute: str, shape: torch.Size) -> Iterator[tuple[Index, int, int]]:
-    """Yield (part of the layer's tensor, row, column) for each part of the full tensor [experts, rows, columns] of `shape`.
+def expert_places(
+    layer: nn.Module, attribute: str, shape: torch.Size
+) -> Iterator[tuple[Index, int, int]]:
+    """Yield (part of the layer's tensor, row, column) for each part of the full tensor [experts,
+    rows, columns] of `shape`.
 
-    Row and column are the start of the part in the full tensor. Yield nothing if the layout is not known.
+    Row and column are the start of the part in the full tensor. Yield nothing if the layout is not
+    known.
     """
     if not is_experts(layer) or not _is_known(layer):
         return
+
     first, own = _own_columns(layer)
     if attribute == "w2_weight":
         yield slice(None), 0, first
         return
+
     columns = shape[1] // 2
     if own == columns:
         yield slice(None), 0, 0
         return
+
     num_columns = min(own, columns - first)
-    for half in range(2 * shape[0] if num_columns > 0 else 0):  # gate and up of each expert are split
+    # gate and up of each expert are split
+    for half in range(2 * shape[0] if num_columns > 0 else 0):
         expert, up = divmod(half, 2)
         yield (expert, slice(up * own, up * own + num_columns)), half * columns + first, 0
 
 
 def _own_columns(layer: nn.Module) -> tuple[int, int]:
-    """Return the first hidden column of an expert that this rank holds, and the number of columns, zero padding included."""
+    """Return the first hidden column of an expert that this rank holds, and the number of columns,
+    zero padding included.
+    """
     if _is_sglangs(layer):
-        return layer.moe_tp_rank * layer.intermediate_size_per_partition, layer.intermediate_size_per_partition
+        return (
+            layer.moe_tp_rank * layer.intermediate_size_per_partition,
+            layer.intermediate_size_per_partition,
+        )
     own = layer.moe_config.intermediate_size_per_partition
     return layer.moe_config.moe_parallel_config.tp_rank * own, own
 
@@ -66,7 +83,8 @@ def expert_part(layer: nn.Module, attribute: str, index: Index) -> Tensor:
 
 
 def expert_blocks(layer: nn.Module, attribute: str) -> tuple[Tensor, int]:
-    """Return a view of the parameter's own memory, [groups, blocks, rows of a block, columns], and its first column.
+    """Return a view of the parameter's own memory, [groups, blocks, rows of a block, columns], and
+    its first column.
 
     Groups are experts, or gate and up of each. This supports only layers of vLLM without padding.
     """
@@ -84,15 +102,23 @@ def expert_blocks(layer: nn.Module, attribute: str) -> tuple[Tensor, int]:
 
 def is_filled_up(layer: nn.Module, attribute: str, shape: torch.Size) -> bool:
     """Return True if all ranks together hold more elements than the full tensor of this shape."""
-    return getattr(layer, attribute).numel() * layer.moe_config.moe_parallel_config.tp_size != shape.numel()
+    return (
+        getattr(layer, attribute).numel() * layer.moe_config.moe_parallel_config.tp_size
+        != shape.numel()
+    )
 
 
 def unpacked_experts(model: nn.Module, excluded: Collection[nn.Module] = ()) -> list[nn.Module]:
-    """Replace packed weights, before a reload, by uninitialized ones of the loaded shape, except those of `excluded` layers.
+    """Replace packed weights, before a reload, by uninitialized ones of the loaded shape, except
+    those of `excluded` layers.
 
     Return the layers that have to be packed afterwards.
     """
-    layers = [layer for layer in model.modules() if is_experts(layer) and _packs(layer) and layer not in excluded]
+    layers = [
+        layer
+        for layer in model.modules()
+        if is_experts(layer) and _packs(layer) and layer not in excluded
+    ]
     for layer in layers:
         for attribute in ATTRIBUTES.values():
             parameter = getattr(layer, attribute)
@@ -127,18 +153,30 @@ def _is_known(layer: nn.Module) -> bool:
     if _packs(layer):
         return _kernel(layer).isa == "vec"
     method = layer.quant_method
-    return is_a(method, "UnquantizedFusedMoEMethod") and method.unquantized_backend.name in AS_LOADED
+    return (
+        is_a(method, "UnquantizedFusedMoEMethod") and method.unquantized_backend.name in AS_LOADED
+    )
 
 
 def _is_known_of_sglangs(layer: nn.Module) -> bool:
-    """Return True if SGLang keeps all experts as loaded, as on a CPU without AMX units; other kernels may reorder them."""
-    complete = layer.moe_ep_size == 1 and not layer.num_fused_shared_experts and layer.moe_runner_config.is_gated
-    on_plain_cpu = layer.w13_weight.device.type == "cpu" and not vars(layer).get("use_intel_amx_backend", False)
+    """Return True if SGLang keeps all experts as loaded, as on a CPU without AMX units; other
+    kernels may reorder them.
+    """
+    complete = (
+        layer.moe_ep_size == 1
+        and not layer.num_fused_shared_experts
+        and layer.moe_runner_config.is_gated
+    )
+    on_plain_cpu = layer.w13_weight.device.type == "cpu" and not vars(layer).get(
+        "use_intel_amx_backend", False
+    )
     return complete and on_plain_cpu and is_a(layer.quant_method, "UnquantizedFusedMoEMethod")
 
 
 def _plain(layer: nn.Module, attribute: str, weight: Tensor) -> Tensor:
-    """Return a weight [..., rows, columns] without packing and padding; unchanged if it has neither."""
+    """Return a weight [..., rows, columns] without packing and padding; unchanged if it has
+    neither.
+    """
     if not _packs(layer):
         return weight
     *experts, rows, columns = weight.shape
@@ -151,5 +189,7 @@ def _plain(layer: nn.Module, attribute: str, weight: Tensor) -> Tensor:
 
 
 def is_a(thing: object, kind: str) -> bool:
-    """Return True if the class of `thing` or a base class has this name: the classes belong to optional libraries."""
+    """Return True if the class of `thing` or a base class has this name: the classes belong to
+    optional libraries.
+    """
     return any(cls.__name__ == kind for cls in type(thing).__mro__)

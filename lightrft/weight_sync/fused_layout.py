@@ -1,6 +1,8 @@
-"""Layout of a Hugging Face model's weights in the layers of vLLM and SGLang, which fuse, split, repeat, pad and pack them.
+"""Layout of a Hugging Face model's weights in the layers of vLLM and SGLang, which fuse, split,
+repeat, pad and pack them.
 
-Both engines describe their layers with the same attributes. On a CPU SGLang pads layers with zeros to make them divisible.
+Both engines describe their layers with the same attributes. On a CPU SGLang pads layers with zeros
+to make them divisible.
 """
 
 import os
@@ -31,8 +33,14 @@ PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj
 
 
 def engine_names(names: PublishedNames) -> dict[str, str]:
-    """Return the engine's name of each weight before fusing. Experts, which are published separately, are stacked there."""
-    return {name: names.renamed.get(name) or _of_pieces(name, names.pieces(name)) for name in names.shapes}
+    """Return the engine's name of each weight before fusing.
+
+    Experts, which are published separately, are stacked there.
+    """
+    return {
+        name: names.renamed.get(name) or _of_pieces(name, names.pieces(name))
+        for name in names.shapes
+    }
 
 
 def _of_pieces(name: str, pieces: list[str]) -> str:
@@ -42,7 +50,9 @@ def _of_pieces(name: str, pieces: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """Part of a layer's parameter that holds the part of the full tensor `name` starting at `row` and `column`."""
+    """Part of a layer's parameter that holds the part of the full tensor `name` starting at `row`
+    and `column`.
+    """
 
     name: str
     layer: nn.Module
@@ -67,7 +77,9 @@ class WeightSlice:
 
 @dataclass(frozen=True, slots=True)
 class CopyTarget:
-    """Memory of a layer's parameter that receives the part of a full tensor starting at `row` and `column`."""
+    """Memory of a layer's parameter that receives the part of a full tensor starting at `row` and
+    `column`.
+    """
 
     memory: Tensor
     """View of the memory: [groups, blocks, rows of a block, columns]."""
@@ -76,12 +88,17 @@ class CopyTarget:
 
     @classmethod
     def of(cls, pieces: list[WeightSlice]) -> list[Self]:
-        """Return the copy targets of a whole tensor, given its pieces and the current memory of the parameters."""
+        """Return the copy targets of a whole tensor, given its pieces and the current memory of the
+        parameters.
+        """
         if is_experts(pieces[0].layer):
             blocks, first = expert_blocks(pieces[0].layer, pieces[0].attribute)
             down = pieces[0].attribute == "w2_weight"
             return [cls(blocks.detach(), 0 if down else first, first if down else 0)]
-        return [cls(_rows(piece.tensor.detach())[None, :, None], piece.row, piece.column) for piece in pieces]
+        return [
+            cls(_rows(piece.tensor.detach())[None, :, None], piece.row, piece.column)
+            for piece in pieces
+        ]
 
     def copy(self, tensor: Tensor) -> None:
         groups, blocks, size, columns = self.memory.shape
@@ -96,43 +113,63 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 class FusedWeights:
-    """Weights of one rank's part of a model: those stored as loaded, and those that layers multiply with in another form.
+    """Weights of one rank's part of a model: those stored as loaded, and those that layers multiply
+    with in another form.
 
-    `names` has the engine's name, before fusing, of each weight that the engine loads, `shapes` the full shapes. `packs` returns
-    True for a layer that computes with another form of its weights; `keeps` returns True for a piece, of another layer, that
-    stays in the form in which it was loaded.
+    `names` has the engine's name, before fusing, of each weight that the engine loads, `shapes` the
+    full shapes. `packs` returns True for a layer that computes with another form of its weights;
+    `keeps` returns True for a piece, of another layer, that stays in the form in which it was
+    loaded.
     """
 
     def __init__(
-        self, model: nn.Module, names: Mapping[str, str | None], shapes: Mapping[str, torch.Size], *,
-        parts: Mapping[str, list[str]] = PARTS, packs: Callable[[nn.Module], bool] = lambda _: False,
+        self,
+        model: nn.Module,
+        names: Mapping[str, str | None],
+        shapes: Mapping[str, torch.Size],
+        *,
+        parts: Mapping[str, list[str]] = PARTS,
+        packs: Callable[[nn.Module], bool] = lambda _: False,
         keeps: Callable[[WeightSlice], bool] = lambda _: False,
-    ):  # fmt: skip
+    ):
         self.shapes = shapes
         self.raw: list[WeightSlice] = []
         self.packed: list[WeightSlice] = []
         self.unknown: list[str] = []
         """Names of weights whose location is not known."""
+
         places = dict(model.named_modules(remove_duplicate=False))
         users: dict[nn.Parameter, list[nn.Module]] = {}
         for layer in places.values():
             for parameter in layer._parameters.values():
                 if parameter is not None:
                     users.setdefault(parameter, []).append(layer)
+
         places_of: dict[str, list[WeightSlice]] = {}
         for name, renamed in names.items():
             places_of[name] = slices = list(_pieces(name, renamed, parts, places, shapes[name]))
             self.unknown += [] if slices else [name]
             for piece in slices:
                 self._add(piece, users.get(getattr(piece.layer, piece.attribute), []), packs)
+
         self.direct: dict[str, list[WeightSlice]] = {}
-        """Weights that can be copied in place: they fill whole layers, which no other weight fills and no kernel repacks."""
+        """Weights that can be copied in place: they fill whole layers, which no other weight fills
+        and no kernel repacks."""
         if not self.unknown:
-            packing = {layer for its_users in users.values() if any(map(packs, its_users)) for layer in its_users}
-            self.direct = _direct_copies(places_of, shapes, lambda piece: piece.layer not in packing and keeps(piece))
+            packing = {
+                layer
+                for its_users in users.values()
+                if any(map(packs, its_users))
+                for layer in its_users
+            }
+            self.direct = _direct_copies(
+                places_of, shapes, lambda piece: piece.layer not in packing and keeps(piece)
+            )
 
     def copy_targets(self) -> dict[str, list[CopyTarget]]:
-        """Return the copy targets of each of the `direct` weights in the current memory of its layers."""
+        """Return the copy targets of each of the `direct` weights in the current memory of its
+        layers.
+        """
         with torch.no_grad():
             return {name: CopyTarget.of(pieces) for name, pieces in self.direct.items()}
 
@@ -141,99 +178,184 @@ class FusedWeights:
 
     def fingerprints(self, dtype: torch.dtype, slices: int, round: int | None) -> Fingerprints:
         """Return empty fingerprints for the weights that this rank can compare in this round."""
-        bits, products = ({piece.name: None for piece in pieces} for pieces in (self.raw, self._pieces_of_round(round)))
-        return Fingerprints(self.shapes, dtype, slices=slices, bits=bits, products=products, round=round)
+        bits, products = (
+            {piece.name: None for piece in pieces}
+            for pieces in (self.raw, self._pieces_of_round(round))
+        )
+        return Fingerprints(
+            self.shapes, dtype, slices=slices, bits=bits, products=products, round=round
+        )
 
     @torch.inference_mode()
     def add_to(self, prints: Fingerprints) -> None:
         for piece in self.raw:
             if (part := piece.within(self.shapes[piece.name])).numel():
                 prints.add(piece.name, part, row=piece.row, column=piece.column)
+
         results: dict[nn.Module, Tensor] = {}
         for piece in self._pieces_of_round(prints.round):
             cut = is_a(piece.layer, "RowParallelLinear")
             columns = piece.layer.input_size_per_partition if cut else prints.shapes[piece.name][1]
             if piece.layer not in results:
                 x = signs(piece.column, columns, piece.layer.weight.device).to(prints.dtype)
-                results[piece.layer] = piece.layer.quant_method.apply(piece.layer, x[None], None)[0].double()
+                results[piece.layer] = piece.layer.quant_method.apply(piece.layer, x[None], None)[
+                    0
+                ].double()
             values = results[piece.layer][piece.part]
             prints.add_product(piece.name, values, len(values) * columns, row=piece.row)
 
     def _pieces_of_round(self, round: int | None) -> list[WeightSlice]:
-        """Return the pieces of the layers whose products this round computes, every PRODUCT_ROUNDS-th; all for None."""
-        order = {layer: index for index, layer in enumerate(dict.fromkeys(piece.layer for piece in self.packed))}
-        return [piece for piece in self.packed if round is None or (order[piece.layer] - round) % PRODUCT_ROUNDS == 0]
+        """Return the pieces of the layers whose products this round computes, every
+        PRODUCT_ROUNDS-th; all for None.
+        """
+        order = {
+            layer: index
+            for index, layer in enumerate(dict.fromkeys(piece.layer for piece in self.packed))
+        }
+        return [
+            piece
+            for piece in self.packed
+            if round is None or (order[piece.layer] - round) % PRODUCT_ROUNDS == 0
+        ]
 
-    def _add(self, piece: WeightSlice, users: list[nn.Module], packs: Callable[[nn.Module], bool]) -> None:
+    def _add(
+        self, piece: WeightSlice, users: list[nn.Module], packs: Callable[[nn.Module], bool]
+    ) -> None:
         if piece.tensor.numel():
             self.raw.append(piece)
         if piece.attribute == "weight":
-            layers = [layer for layer in dict.fromkeys(users) if _multiplies(layer, users.count(layer)) and packs(layer)]
+            layers = [
+                layer
+                for layer in dict.fromkeys(users)
+                if _multiplies(layer, users.count(layer)) and packs(layer)
+            ]
             self.packed += [replace(piece, layer=layer) for layer in layers]
 
 
 def _pieces(
-    name: str, renamed: str | None, parts: Mapping[str, list[str]], places: Mapping[str, nn.Module], shape: torch.Size
+    name: str,
+    renamed: str | None,
+    parts: Mapping[str, list[str]],
+    places: Mapping[str, nn.Module],
+    shape: torch.Size,
 ) -> Iterator[WeightSlice]:
     """Yield the slices of a weight in the engine's layers; none if the engine has no such layer."""
     path, _, attribute = (renamed or "").rpartition(".")
-    own, inside = name.split(".")[-2], path.rpartition(".")[0]
-    fused = next((fused for fused, its_parts in parts.items() if own in its_parts and f"{inside}.{fused}" in places), own)
+    own = name.split(".")[-2]
+    inside = path.rpartition(".")[0]
+    fused = next(
+        (
+            fused
+            for fused, its_parts in parts.items()
+            if own in its_parts and f"{inside}.{fused}" in places
+        ),
+        own,
+    )
     part = parts[fused].index(own) if fused != own else None
     if part is not None:
         path = f"{inside}.{fused}"
+
     layer = places.get(f"{path}.{ROUTED}", places.get(path))
     if layer is not None and getattr(layer, attribute, None) is not None:
         for region, row, column in _places(layer, attribute, part, shape):
             yield WeightSlice(name, layer, attribute, region, row, column)
 
 
-def _places(layer: nn.Module, attribute: str, part: int | None, shape: torch.Size) -> Iterator[tuple[Index, int, int]]:
-    """Yield (part of the layer's parameter, row, column of the full tensor) for one part of a fused layer, or for all parts."""
+def _places(
+    layer: nn.Module, attribute: str, part: int | None, shape: torch.Size
+) -> Iterator[tuple[Index, int, int]]:
+    """Yield (part of the layer's parameter, row, column of the full tensor) for one part of a fused
+    layer, or for all parts.
+    """
     if attribute in ATTRIBUTES.values():
         yield from expert_places(layer, attribute, shape)
     elif is_a(layer, "VocabParallelEmbedding"):
         own = layer.shard_indices
-        yield slice(own.org_vocab_end_index - own.org_vocab_start_index), own.org_vocab_start_index, 0
+        yield (
+            slice(own.org_vocab_end_index - own.org_vocab_start_index),
+            own.org_vocab_start_index,
+            0,
+        )
     elif is_a(layer, "ColumnParallelLinear"):
-        start, full, places = 0, 0, []
+        start = 0
+        full = 0
+        places = []
         for index, size in enumerate(layer.output_partition_sizes):
-            repeated = layer.num_kv_head_replicas if is_a(layer, "QKVParallelLinear") and index > 0 else 1
+            repeated = (
+                layer.num_kv_head_replicas if is_a(layer, "QKVParallelLinear") and index > 0 else 1
+            )
             if part in (None, index):
-                places.append((slice(start, start + size), (full if part is None else 0) + layer.tp_rank // repeated * size, 0))
-            start, full = start + size, full + size * layer.tp_size // repeated
-        yield from places if len(places) == 1 or full == shape[0] else []  # unknown: fused in the folder and padded in the engine
+                places.append(
+                    (
+                        slice(start, start + size),
+                        (full if part is None else 0) + layer.tp_rank // repeated * size,
+                        0,
+                    )
+                )
+
+            start = start + size
+            full = full + size * layer.tp_size // repeated
+
+        # unknown: fused in the folder and padded in the engine
+        yield from places if len(places) == 1 or full == shape[0] else []
     else:
         cut = is_a(layer, "RowParallelLinear") and attribute == "weight"
         yield slice(None), 0, layer.tp_rank * layer.input_size_per_partition if cut else 0
 
 
 def _direct_copies(
-    places: dict[str, list[WeightSlice]], shapes: Mapping[str, torch.Size], keeps: Callable[[WeightSlice], bool]
+    places: dict[str, list[WeightSlice]],
+    shapes: Mapping[str, torch.Size],
+    keeps: Callable[[WeightSlice], bool],
 ) -> dict[str, list[WeightSlice]]:
-    """Return the weights of layers with a matrix whose parameters they fill completely, without omitting a weight of a layer."""
+    """Return the weights of layers with a matrix whose parameters they fill completely, without
+    omitting a weight of a layer.
+    """
     of: dict[nn.Module, list[WeightSlice]] = defaultdict(list)
     for pieces in places.values():
         for piece in pieces:
             of[piece.layer].append(piece)
-    layers = {layer for layer, pieces in of.items() if all(map(keeps, pieces)) and _is_filled(layer, pieces, shapes)}
+
+    layers = {
+        layer
+        for layer, pieces in of.items()
+        if all(map(keeps, pieces)) and _is_filled(layer, pieces, shapes)
+    }
     while True:
-        whole_names = {name: pieces for name, pieces in places.items() if all(piece.layer in layers for piece in pieces)}
-        remaining = {layer for layer in layers if all(piece.name in whole_names for piece in of[layer])}
+        whole_names = {
+            name: pieces
+            for name, pieces in places.items()
+            if all(piece.layer in layers for piece in pieces)
+        }
+        remaining = {
+            layer for layer in layers if all(piece.name in whole_names for piece in of[layer])
+        }
         if remaining == layers:
             return whole_names
         layers = remaining
 
 
-def _is_filled(layer: nn.Module, pieces: list[WeightSlice], shapes: Mapping[str, torch.Size]) -> bool:
-    """Return True if the pieces fill all parameters of the layer, and at least one parameter is a matrix."""
-    parameters = {name: parameter for name, parameter in layer._parameters.items() if parameter is not None}
-    if {piece.attribute for piece in pieces} != parameters.keys() or max(each.ndim for each in parameters.values()) < 2:
+def _is_filled(
+    layer: nn.Module, pieces: list[WeightSlice], shapes: Mapping[str, torch.Size]
+) -> bool:
+    """Return True if the pieces fill all parameters of the layer, and at least one parameter is a
+    matrix.
+    """
+    parameters = {
+        name: parameter for name, parameter in layer._parameters.items() if parameter is not None
+    }
+    if {piece.attribute for piece in pieces} != parameters.keys() or max(
+        each.ndim for each in parameters.values()
+    ) < 2:
         return False
+
     if is_experts(layer):
         each = {piece.attribute: shapes[piece.name] for piece in pieces}
         alone = len({piece.name for piece in pieces}) == len(each)
-        return alone and not any(is_filled_up(layer, attribute, shape) for attribute, shape in each.items())
+        return alone and not any(
+            is_filled_up(layer, attribute, shape) for attribute, shape in each.items()
+        )
+
     filled: dict[str, int] = defaultdict(int)
     for piece in pieces:
         filled[piece.attribute] += piece.within(shapes[piece.name]).numel()
@@ -241,5 +363,8 @@ def _is_filled(layer: nn.Module, pieces: list[WeightSlice], shapes: Mapping[str,
 
 
 def _multiplies(layer: nn.Module, uses: int) -> bool:
-    """Return False for a pure embedding. A tied head is another layer with its weight, or the same under another name."""
+    """Return False for a pure embedding.
+
+    A tied head is another layer with its weight, or the same under another name.
+    """
     return not is_a(layer, "VocabParallelEmbedding") or is_a(layer, "ParallelLMHead") or uses > 1

@@ -1,9 +1,10 @@
 """Published names and shapes of weights, as in the folders that models are published in.
 
-transformers renames, fuses and transposes the weights of some families when it loads them: the experts of a layer become one
-tensor, a vision tower moves below `model.`. Trainers, checkpoints, adapters and the weight stream use the names of transformers.
-Engines and folders use the published names. This module converts weights back for them, a few at a time, with the reverse
-conversion that transformers uses in save_pretrained.
+transformers renames, fuses and transposes the weights of some families when it loads them: the
+experts of a layer become one tensor, a vision tower moves below `model.`. Trainers, checkpoints,
+adapters and the weight stream use the names of transformers. Engines and folders use the published
+names. This module converts weights back for them, a few at a time, with the reverse conversion that
+transformers uses in save_pretrained.
 """
 
 import copy
@@ -16,38 +17,59 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Transpose, WeightConverter, WeightTransform, revert_weight_conversion
+from transformers.core_model_loading import (
+    Transpose,
+    WeightConverter,
+    WeightTransform,
+    revert_weight_conversion,
+)
 
 NamedTensor = tuple[str, Tensor]
 DRAFT = "draft:"
-"""Prefix, in a weight stream, of the names of the model that drafts for the engine. Its weights follow those of the actor."""
+"""Prefix, in a weight stream, of the names of the model that drafts for the engine. Its weights
+follow those of the actor."""
 
 
 class PublishedNames:
-    """Published names of the weights of one transformers model. For most families they are the names of transformers."""
+    """Published names of the weights of one transformers model.
+
+    For most families they are the names of transformers.
+    """
 
     def __init__(self, model: PreTrainedModel):
-        """Find the published names. `model` must be neither distributed nor adapted; it may be empty, and is kept."""
+        """Find the published names.
+
+        `model` must be neither distributed nor adapted; it may be empty, and is kept.
+        """
         self._model = model
         model._weight_conversions = _conversions(model)
         stored = model.state_dict(keep_vars=True)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        """transformers name -> full shape of each tensor of a weight stream: parameters, tied ones once, persistent buffers."""
-        self.shapes |= {name: buffer.shape for name, buffer in model.named_buffers() if name in stored}
+        """transformers name -> full shape of each tensor of a weight stream: parameters, tied ones
+        once, persistent buffers."""
+        self.shapes |= {
+            name: buffer.shape for name, buffer in model.named_buffers() if name in stored
+        }
         self.renamed: dict[str, str] = {}
         """transformers name -> published name of each weight that is the same tensor in both."""
         self._together: dict[str, list[str]] = {}
-        """For other weights: name -> names of all weights that are converted together, usually only the weight itself."""
+        """For other weights: name -> names of all weights that are converted together, usually only
+        the weight itself."""
         self._find({name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()})
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
-        """Return the names for a model that may be distributed and adapted, determined with an empty model of its class."""
+        """Return the names for a model that may be distributed and adapted, determined with an
+        empty model of its class.
+        """
         with torch.device("meta"):
             return cls(transformers_class(model)(copy.deepcopy(model.config)))
 
     def rename(self, stream: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """Yield a weight stream under published names. Only weights that are converted together are held until all arrive."""
+        """Yield a weight stream under published names.
+
+        Only weights that are converted together are held until all arrive.
+        """
         parts: dict[str, Tensor] = {}
         for name, tensor in stream:
             members = self._together.get(name)
@@ -59,28 +81,44 @@ class PublishedNames:
                 yield from self._convert({member: parts.pop(member) for member in members}).items()
 
     def pieces(self, name: str) -> list[str]:
-        """Return the published names of the tensors that a weight is converted to, alone or together with others."""
+        """Return the published names of the tensors that a weight is converted to, alone or
+        together with others.
+        """
         if name in self.renamed:
             return [self.renamed[name]]
-        return list(self._convert({member: torch.empty(self.shapes[member], device="meta") for member in self._together[name]}))
+        return list(
+            self._convert(
+                {
+                    member: torch.empty(self.shapes[member], device="meta")
+                    for member in self._together[name]
+                }
+            )
+        )
 
     def is_alone(self, name: str) -> bool:
         """Return True if a weight is converted alone."""
         return name in self.renamed or self._together[name] == [name]
 
     def unknown_weights_message(self, names: list[str], engine: str) -> str:
-        """Return an error message, with possible solutions, for weights `names` that an engine does not have."""
+        """Return an error message, with possible solutions, for weights `names` that an engine does
+        not have.
+        """
         first = ", ".join(f"{name} (published as {self.pieces(name)[0]})" for name in names[:3])
         return (
-            f"{engine} has no parameter for {len(names)} of the {len(self.shapes)} weights of {type(self._model).__name__}, "
-            f"such as {first}. It may not need them. If it does, try another version of it, or use --engine_type hf, which "
-            "supports them; if the folders of this model use other names, register these with transformers' "
-            "register_checkpoint_conversion_mapping()"
+            f"{engine} has no parameter for {len(names)} of the {len(self.shapes)} weights of"
+            f" {type(self._model).__name__}, such as {first}. It may not need them. If it does, try"
+            " another version of it, or use --engine_type hf, which supports them; if the folders"
+            " of this model use other names, register these with transformers'"
+            " register_checkpoint_conversion_mapping()"
         )
 
     def _find(self, weights: dict[str, Tensor]) -> None:
         of = {id(tensor): name for name, tensor in weights.items()}
-        self.renamed = {of[id(tensor)]: name for name, tensor in self._convert(weights).items() if id(tensor) in of}
+        self.renamed = {
+            of[id(tensor)]: name
+            for name, tensor in self._convert(weights).items()
+            if id(tensor) in of
+        }
         makers: dict[str, list[str]] = defaultdict(list)
         for name in weights.keys() - self.renamed.keys():
             makers[min(self._convert({name: weights[name]}))].append(name)
@@ -96,10 +134,12 @@ def transformers_class(model: PreTrainedModel) -> type[PreTrainedModel]:
 
 
 def _conversions(model: PreTrainedModel) -> list[WeightTransform]:
-    """Return the conversions of transformers for published folders of such a model, whatever folder it was loaded from.
+    """Return the conversions of transformers for published folders of such a model, whatever folder
+    it was loaded from.
 
-    A model and its backbone may both define the same renaming (Qwen2-Audio): in loading, the second one no longer finds a name
-    that the first has renamed, but the reverse conversion would apply both.
+    A model and its backbone may both define the same renaming (Qwen2-Audio): in loading, the second
+    one no longer finds a name that the first has renamed, but the reverse conversion would apply
+    both.
     """
     first: dict[tuple, WeightTransform] = {}
     for conversion in get_model_conversion_mapping(model, add_legacy=False):
@@ -108,5 +148,6 @@ def _conversions(model: PreTrainedModel) -> list[WeightTransform]:
     for conversion in conversions:
         for operation in conversion.operations if isinstance(conversion, WeightConverter) else ():
             if isinstance(operation, Transpose):
-                operation.check_dims = False  # it would check whether the folder's weights are transposed; published ones are
+                # it would check whether the folder's weights are transposed; published ones are
+                operation.check_dims = False
     return conversions

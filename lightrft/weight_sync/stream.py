@@ -1,9 +1,12 @@
-"""Weight stream: every parameter under its Hugging Face name, full, in the transfer dtype, bucket by bucket.
+"""Weight stream: every parameter under its Hugging Face name, full, in the transfer dtype, bucket
+by bucket.
 
-A shard is cast before it is gathered, so the bytes sent are parameters x transfer dtype, once for every axis that shards them.
-At most two buckets exist in addition to the model at any time: the gathered shards, and the full tensors built from them. On an
-accelerator the next bucket is gathered while an engine loads the current one, so buckets are half as large. On CPUs shards are
-gathered in memory that the ranks of a host share, which holds two buckets of that size (parallel/shm_all_gather.py).
+A shard is cast before it is gathered, so the bytes sent are parameters x transfer dtype, once for
+every axis that shards them. At most two buckets exist in addition to the model at any time: the
+gathered shards, and the full tensors built from them. On an accelerator the next bucket is gathered
+while an engine loads the current one, so buckets are half as large. On CPUs shards are gathered in
+memory that the ranks of a host share, which holds two buckets of that size
+(parallel/shm_all_gather.py).
 """
 
 from collections import defaultdict, deque
@@ -23,7 +26,8 @@ from lightrft.weight_sync.names import NamedTensor
 FREE_SHARE = 8
 """Divisor of the free memory that gives the size of a bucket if none is configured."""
 HOST_LIMIT = 512 * 2**20
-"""Size of such a bucket on a CPU in bytes; free memory is no measure there, because other processes use it too."""
+"""Size of such a bucket on a CPU in bytes; free memory is no measure there, because other processes
+use it too."""
 
 
 def bucket_limit(megabytes: int, axis: Axis, device: torch.device) -> int:
@@ -38,22 +42,27 @@ def bucket_limit(megabytes: int, axis: Axis, device: torch.device) -> int:
 
 
 def stream(
-    parameters: Iterable[NamedTensor], dtype: torch.dtype, limit: int, device: torch.device | None = None
+    parameters: Iterable[NamedTensor],
+    dtype: torch.dtype,
+    limit: int,
+    device: torch.device | None = None,
 ) -> Iterator[NamedTensor]:
     """Yield (name, full tensor of `dtype`) for plain and sharded parameters, in their order.
 
-    They are gathered on `device` (None: the device of the parameters). Shards in host memory are copied there first, because
-    ranks of several nodes gather much faster on the device.
+    They are gathered on `device` (None: the device of the parameters). Shards in host memory are
+    copied there first, because ranks of several nodes gather much faster on the device.
 
-    All ranks of the sharding mesh must consume the whole stream. A yielded tensor stays valid as long as it is referenced, and a
-    reference keeps its bucket, of at most `limit` bytes, alive; an unsharded parameter that already has the dtype is yielded
-    itself. A tensor larger than a bucket is sent alone. Raise ValueError for a partial parameter, which is not yet summed.
+    All ranks of the sharding mesh must consume the whole stream. A yielded tensor stays valid as
+    long as it is referenced, and a reference keeps its bucket, of at most `limit` bytes, alive; an
+    unsharded parameter that already has the dtype is yielded itself. A tensor larger than a bucket
+    is sent alone. Raise ValueError for a partial parameter, which is not yet summed.
     """
     parameters = iter(parameters)
     first = next(parameters, None)
     if first is None:
         return
-    device, names = device or first[1].device, deque()
+    device = device or first[1].device
+    names = deque()
     buckets = _buckets(chain([first], parameters), dtype, bucket_bytes(device, limit))
 
     def full_tensors() -> Iterator[list[Tensor]]:
@@ -65,7 +74,9 @@ def stream(
         yield from ((names.popleft(), tensor) for tensor in tensors)
 
 
-def _buckets(parameters: Iterable[NamedTensor], dtype: torch.dtype, limit: int) -> Iterator[list[NamedTensor]]:
+def _buckets(
+    parameters: Iterable[NamedTensor], dtype: torch.dtype, limit: int
+) -> Iterator[list[NamedTensor]]:
     """Yield lists of consecutive parameters whose full tensors fit into one bucket."""
     bucket: list[NamedTensor] = []
     size = 0
@@ -73,43 +84,70 @@ def _buckets(parameters: Iterable[NamedTensor], dtype: torch.dtype, limit: int) 
         nbytes = tensor.numel() * dtype.itemsize
         if bucket and size + nbytes > limit:
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append((name, tensor))
         size += nbytes
+
     if bucket:
         yield bucket
 
 
 def _gather_full(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return the full tensors of one bucket, undoing the last sharding first; one all-gather for each group and level."""
+    """Return the full tensors of one bucket, undoing the last sharding first; one all-gather for
+    each group and level.
+    """
     cuts = [shard_slices(tensor) for tensor in tensors]
-    parts = [tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach().to(dtype) for tensor in tensors]
+    parts = [
+        tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach().to(dtype)
+        for tensor in tensors
+    ]
+
     for level in range(max(map(len, cuts))):
         by_group: dict[str, list[int]] = defaultdict(list)
         for index, its_cuts in enumerate(cuts):
             if level < len(its_cuts):
                 by_group[its_cuts[level].group.group_name].append(index)
+
         for members in by_group.values():
-            gathered = _gather([parts[index] for index in members], [cuts[index][level] for index in members], dtype, device)
+            gathered = _gather(
+                [parts[index] for index in members],
+                [cuts[index][level] for index in members],
+                dtype,
+                device,
+            )
             for index, tensor in zip(members, gathered, strict=True):
                 parts[index] = tensor
+
     return [part.to(dtype).to(device, non_blocking=True) for part in parts]
 
 
-def _gather(parts: list[Tensor], cuts: list[ShardSlice], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def _gather(
+    parts: list[Tensor], cuts: list[ShardSlice], dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
     """Undo one sharding of each tensor, all over the same group. Cast before the gather."""
     sizes = [cut.numel for cut in cuts]
     gather = AllGather(sum(sizes), dtype, device, cuts[0].group)
     for destination, part, cut in zip(gather.local.split(sizes), parts, cuts, strict=True):
         rows = part.movedim(cut.dim, 0)
         destination[: rows.numel()].view(rows.shape).copy_(rows.to(dtype), non_blocking=True)
+
     gather.run()
-    tensors = [_assemble(pieces, cut) for pieces, cut in zip(gather.gathered.split(sizes, dim=1), cuts, strict=True)]
+    tensors = [
+        _assemble(pieces, cut)
+        for pieces, cut in zip(gather.gathered.split(sizes, dim=1), cuts, strict=True)
+    ]
     shared = gather.gathered.untyped_storage().data_ptr() if gather.in_shared_memory else None
-    return [tensor.clone() if tensor.untyped_storage().data_ptr() == shared else tensor for tensor in tensors]
+
+    return [
+        tensor.clone() if tensor.untyped_storage().data_ptr() == shared else tensor
+        for tensor in tensors
+    ]
 
 
 def _assemble(pieces: Tensor, cut: ShardSlice) -> Tensor:
-    """Assemble `pieces` [ranks, elements of a full piece] into one tensor, without the padding of the last pieces."""
+    """Assemble `pieces` [ranks, elements of a full piece] into one tensor, without the padding of
+    the last pieces.
+    """
     rows = pieces.reshape(cut.pieces * cut.rows, *cut.rest)[: cut.shape[cut.dim]]
     return rows.movedim(0, cut.dim).contiguous()
