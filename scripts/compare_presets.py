@@ -1,10 +1,12 @@
-"""Run every preset on the task of the quick start, from its warmed-up model, and draw the rewards: docs/presets/NAME.svg.
+"""Run every preset on the task of the quick start, from its warmed-up model, and draw the rewards:
+docs/presets/NAME.svg.
 
     bash scripts/quickstart.sh
     python scripts/compare_presets.py --quickstart runs/quickstart --out runs/presets --steps 40
 
-One process and the hf engine, 128 prompts x 8 samples and one optimizer step each, learning rate 1e-3. What was run before is
-not run again. The last line is a JSON object: preset -> mean reward of the first and of the last five steps.
+One process and the hf engine, 128 prompts x 8 samples and one optimizer step each, learning rate
+1e-3. What was run before is not run again. The last line is a JSON object: preset -> mean reward of
+the first and of the last five steps.
 """
 
 import argparse
@@ -16,14 +18,23 @@ from pathlib import Path
 from lightrft.config.presets import PRESETS
 
 SETTINGS = (
-    "--fsdp --engine_type hf --no_enable_engine_sleep --micro_rollout_batch_size 128 --prompt_max_len 8 --generate_max_len 4 "
-    "--rollout_batch_size 128 --n_samples_per_prompt 8 --train_batch_size 1024 --reward exact_match --learning_rate 1e-3 "
-    "--lr_scheduler constant --lr_warmup_ratio 0.125 --num_episodes 3 --report_to jsonl"
+    "--fsdp --engine_type hf --no_enable_engine_sleep --micro_rollout_batch_size 128"
+    " --prompt_max_len 8 --generate_max_len 4 --rollout_batch_size 128 --n_samples_per_prompt 8"
+    " --train_batch_size 1024 --reward exact_match --learning_rate 1e-3 --lr_scheduler constant"
+    " --lr_warmup_ratio 0.125 --num_episodes 3 --report_to jsonl"
 ).split()
-EXTRA_FLAGS = {"ppo": "--critic_learning_rate 1e-3", "distill": "--teacher_pretrain {quickstart}/model"}
+EXTRA_FLAGS = {
+    "ppo": "--critic_learning_rate 1e-3",
+    "distill": "--teacher_pretrain {quickstart}/model",
+}
 """Preset -> further flags that it needs."""
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 420, 130, 34, 108, 8
-LOWEST, HIGHEST = 0.0, 1.0
+WIDTH = 420
+HEIGHT = 130
+LEFT = 34
+BOTTOM = 108
+TOP = 8
+LOWEST = 0.0
+HIGHEST = 1.0
 STYLE = 'font-family="sans-serif" font-size="11" fill="#555"'
 
 
@@ -32,10 +43,22 @@ def run(name: str, quickstart: Path, out: Path, steps: int) -> list[float]:
     file = out / name / "metrics.jsonl"
     if not file.exists() or len(file.read_text().splitlines()) < steps:
         extra = EXTRA_FLAGS.get(name, "").format(quickstart=quickstart).split()
-        data = [f"--pretrain={quickstart}/sft/model", f"--prompt_data={quickstart}/data/train.jsonl", f"--save_path={out / name}"]
-        command = ["lightrft.cli.train_ppo", *SETTINGS, *extra, *data, f"--advantage_estimator={name}", f"--max_steps={steps}"]
+        data = [
+            f"--pretrain={quickstart}/sft/model",
+            f"--prompt_data={quickstart}/data/train.jsonl",
+            f"--save_path={out / name}",
+        ]
+        command = [
+            "lightrft.cli.train_ppo",
+            *SETTINGS,
+            *extra,
+            *data,
+            f"--advantage_estimator={name}",
+            f"--max_steps={steps}",
+        ]
         command += ["--overwrite"]  # of a run with fewer steps
         subprocess.run([sys.executable, "-m", *command], check=True)
+
     return [json.loads(line)["rollout/reward"] for line in file.read_text().splitlines()][:steps]
 
 
@@ -45,7 +68,9 @@ def curve(rewards: list[float]) -> str:
 
     def place(step: int, reward: float) -> tuple[float, float]:
         share = (min(max(reward, LOWEST), HIGHEST) - LOWEST) / (HIGHEST - LOWEST)
-        return round(LEFT + (WIDTH - LEFT - 8) * step / steps, 1), round(BOTTOM - (BOTTOM - TOP) * share, 1)
+        return round(LEFT + (WIDTH - LEFT - 8) * step / steps, 1), round(
+            BOTTOM - (BOTTOM - TOP) * share, 1
+        )
 
     line = " ".join("{},{}".format(*place(step, reward)) for step, reward in enumerate(rewards))
     ticks = "".join(
@@ -62,19 +87,33 @@ def curve(rewards: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quickstart", type=Path, default=Path("runs/quickstart"), help="what scripts/quickstart.sh has left")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quickstart",
+        type=Path,
+        default=Path("runs/quickstart"),
+        help="what scripts/quickstart.sh has left",
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/presets"), help="folder of the runs")
-    parser.add_argument("--docs", type=Path, default=Path("docs/presets"), help="folder of the pictures")
+    parser.add_argument(
+        "--docs", type=Path, default=Path("docs/presets"), help="folder of the pictures"
+    )
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     options.docs.mkdir(parents=True, exist_ok=True)
+
     summary = {}
     for name in reversed({id(preset): name for name, preset in reversed(PRESETS.items())}.values()):
         rewards = run(name, options.quickstart, options.out, options.steps)
         (options.docs / f"{name}.svg").write_text(curve(rewards))
-        summary[name] = {"first": round(sum(rewards[:5]) / 5, 3), "last": round(sum(rewards[-5:]) / 5, 3)}
+        summary[name] = {
+            "first": round(sum(rewards[:5]) / 5, 3),
+            "last": round(sum(rewards[-5:]) / 5, 3),
+        }
         print(name, summary[name], flush=True)
+
     print(json.dumps(summary))
 
 

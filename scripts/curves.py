@@ -1,11 +1,19 @@
-"""Draw curves over steps as SVG, for the pages that show runs. A figure has panels, and a panel has one or several curves."""
+"""Draw curves over steps as SVG, for the pages that show runs.
+
+A figure has panels, and a panel has one or several curves.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PANEL, HEIGHT, LEFT, TOP, BOTTOM = 280, 190, 40, 34, 160
+PANEL = 280
+HEIGHT = 190
+LEFT = 40
+TOP = 34
+BOTTOM = 160
 STYLE = 'font-family="sans-serif" font-size="11" fill="#444"'
-BLUE, ORANGE = "#2a6fbb", "#d1741f"
+BLUE = "#2a6fbb"
+ORANGE = "#d1741f"
 
 Points = Sequence[tuple[float, float]]
 
@@ -40,8 +48,9 @@ class Panel:
         lines = "".join(self._line(curve, last, right) for curve in self.curves)
 
         return (
-            f'<text x="{LEFT}" y="18" font-weight="bold">{self.title}</text>{self._ticks(right)}{lines}'
-            f'<text x="{right}" y="{BOTTOM + 18}" text-anchor="end">step {last}</text>{self._legend()}'
+            f'<text x="{LEFT}" y="18"'
+            f' font-weight="bold">{self.title}</text>{self._ticks(right)}{lines}<text x="{right}"'
+            f' y="{BOTTOM + 18}" text-anchor="end">step {last}</text>{self._legend()}'
         )
 
     def _ticks(self, right: int) -> str:
@@ -51,7 +60,11 @@ class Panel:
             value = low + share * (high - low)
             height = BOTTOM - (BOTTOM - TOP) * share
             ticks += f'<path d="M{LEFT} {height}H{right}" stroke="#ddd"/>'
-            ticks += f'<text x="{LEFT - 4}" y="{height + 4}" text-anchor="end">{self.form.format(value) if value else 0}</text>'
+            ticks += (
+                f'<text x="{LEFT - 4}" y="{height + 4}"'
+                f' text-anchor="end">{self.form.format(value) if value else 0}</text>'
+            )
+
         return ticks
 
     def _line(self, curve: Curve, last: float, right: int) -> str:
@@ -66,21 +79,32 @@ class Panel:
         for index in curve.marked:
             x, y = at(*curve.points[index]).split(",")
             circles += f'<circle cx="{x}" cy="{y}" r="2.5" fill="{curve.colour}"/>'
-        return f'<polyline points="{line}" fill="none" stroke="{curve.colour}" stroke-width="1.5"/>{circles}'
+        return (
+            f'<polyline points="{line}" fill="none" stroke="{curve.colour}"'
+            f' stroke-width="1.5"/>{circles}'
+        )
 
     def _legend(self) -> str:
-        names = "".join(f'<tspan fill="{curve.colour}" dx="6">{curve.name}</tspan>' for curve in self.curves if curve.name)
+        names = "".join(
+            f'<tspan fill="{curve.colour}" dx="6">{curve.name}</tspan>'
+            for curve in self.curves
+            if curve.name
+        )
         return f'<text x="{LEFT - 6}" y="{BOTTOM + 18}">{names}</text>' if names else ""
 
 
 def figure(panels: Sequence[Panel], columns: int) -> str:
     """Return an SVG with panels in rows of `columns`."""
-    width, height = PANEL * min(columns, len(panels)), HEIGHT * -(-len(panels) // columns)
+    width = PANEL * min(columns, len(panels))
+    height = HEIGHT * -(-len(panels) // columns)
     drawn = "".join(
-        f'<g transform="translate({PANEL * (index % columns)} {HEIGHT * (index // columns)})">{panel.draw()}</g>'
+        f'<g transform="translate({PANEL * (index % columns)}'
+        f' {HEIGHT * (index // columns)})">{panel.draw()}</g>'
         for index, panel in enumerate(panels)
     )
+
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" {STYLE}>'
-        f'<rect width="{width}" height="{height}" fill="#fff"/>{drawn}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
+        f' height="{height}" {STYLE}><rect width="{width}" height="{height}"'
+        f' fill="#fff"/>{drawn}</svg>\n'
     )

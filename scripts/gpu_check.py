@@ -1,16 +1,19 @@
-"""Check on a GPU what could only be reasoned about without one: correctness as tests, speed and memory as figures with an aim.
+"""Check on a GPU what could only be reasoned about without one: correctness as tests, speed and
+memory as figures with an aim.
 
-    bash scripts/gpu_check.sh                  # all parts
-    bash scripts/gpu_check.sh kernels head     # some; each takes less than eight minutes
-    bash scripts/gpu_check.sh --list           # parts, checks and their aims
-    bash scripts/gpu_check.sh --device cpu     # tiny sizes on the CPU: only what does not depend on the device has to hold
+    bash scripts/gpu_check.sh               # all parts
+    bash scripts/gpu_check.sh kernels head  # some; each takes less than eight minutes
+    bash scripts/gpu_check.sh --list        # parts, checks and their aims
+    bash scripts/gpu_check.sh --device cpu  # tiny sizes, without the device's aims
 
-Every check is a process of its own with a time limit, so one that crashes or runs out of memory ends no other. A check whose
-needs are not met (a package, a number of devices) is skipped, with the reason. At the end there are a table and, as the last
-line, the same as JSON, which is also in OUT/gpu_check.json beside the whole output of each check. The exit code is 0 unless
-something failed.
+Every check is a process of its own with a time limit, so one that crashes or runs out of memory
+ends no other. A check whose needs are not met (a package, a number of devices) is skipped, with the
+reason. At the end there are a table and, as the last line, the same as JSON, which is also in
+OUT/gpu_check.json beside the whole output of each check. The exit code is 0 unless something
+failed.
 
-WHEELS=folder: wheels of missing packages, unpacked for these processes alone, without a network (pip, --no-deps).
+WHEELS=folder: wheels of missing packages, unpacked for these processes alone, without a network
+(pip, --no-deps).
 """
 
 import argparse
@@ -36,15 +39,38 @@ from lightrft.versions import CORE, installed_version  # noqa: E402  after its f
 OF_TESTS = ("pytest", "hypothesis")
 """Distributions that the tests import beside those of CORE."""
 DEPENDENCIES = (
-    "absl-py", "dill", "grpcio", "iniconfig", "markdown", "multiprocess", "pandas", "pluggy", "protobuf", "pyarrow",
-    "python-dateutil", "sortedcontainers", "tensorboard-data-server", "tzdata", "werkzeug", "xxhash",
-)  # fmt: skip
-"""Distributions that both need, beside those that torch and transformers need: wheels are unpacked without their dependencies."""
-MODULES = {"absl-py": "absl", "grpcio": "grpc", "pillow": "PIL", "protobuf": "google.protobuf", "python-dateutil": "dateutil",
-           "pyyaml": "yaml", "tensorboard-data-server": "tensorboard_data_server"}  # fmt: skip
+    "absl-py",
+    "dill",
+    "grpcio",
+    "iniconfig",
+    "markdown",
+    "multiprocess",
+    "pandas",
+    "pluggy",
+    "protobuf",
+    "pyarrow",
+    "python-dateutil",
+    "sortedcontainers",
+    "tensorboard-data-server",
+    "tzdata",
+    "werkzeug",
+    "xxhash",
+)
+"""Distributions that both need, beside those that torch and transformers need: wheels are unpacked
+without their dependencies."""
+MODULES = {
+    "absl-py": "absl",
+    "grpcio": "grpc",
+    "pillow": "PIL",
+    "protobuf": "google.protobuf",
+    "python-dateutil": "dateutil",
+    "pyyaml": "yaml",
+    "tensorboard-data-server": "tensorboard_data_server",
+}
 """Distribution -> module, where the names differ."""
 PACKAGES = {MODULES.get(name, name): name for name in (*CORE, *OF_TESTS, *DEPENDENCIES)}
-"""Module -> distribution: needed by every check. DeepSpeed, liger-kernel and vLLM are needed by their own."""
+"""Module -> distribution: needed by every check. DeepSpeed, liger-kernel and vLLM are needed by
+their own."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +85,19 @@ class Aim:
 
     @property
     def text(self) -> str:
-        words = [f">= {self.least:g}" if self.least is not None else "", f"<= {self.most:g}" if self.most is not None else ""]
+        words = [
+            f">= {self.least:g}" if self.least is not None else "",
+            f"<= {self.most:g}" if self.most is not None else "",
+        ]
         return " and ".join(filter(None, words)) or "no aim"
 
     def verdict(self, measured: float, device: str) -> bool | None:
         """None: nothing has to hold."""
         if (self.least is None and self.most is None) or (device == "cpu" and not self.anywhere):
             return None
-        return (self.least is None or measured >= self.least) and (self.most is None or measured <= self.most)
+        return (self.least is None or measured >= self.least) and (
+            self.most is None or measured <= self.most
+        )
 
 
 @dataclass(frozen=True)
@@ -74,7 +105,8 @@ class Check:
     name: str
     part: str
     command: tuple[str, ...]
-    """Arguments of Python: a measurement's own, or those of pytest, whose tests marked `gpu` are run, and on a CPU all others."""
+    """Arguments of Python: a measurement's own, or those of pytest, whose tests marked `gpu` are
+    run, and on a CPU all others."""
     aims: tuple[Aim, ...]
     seconds: int = 120
     modules: tuple[str, ...] = ()
@@ -104,78 +136,294 @@ def tests(*arguments: str) -> tuple[str, ...]:
     return "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments
 
 
-NONE_FAILS = (Aim("failed", most=0, anywhere=True), Aim("skipped", most=0), Aim("passed", least=1, anywhere=True))
+NONE_FAILS = (
+    Aim("failed", most=0, anywhere=True),
+    Aim("skipped", most=0),
+    Aim("passed", least=1, anywhere=True),
+)
 NO_CASE_FAILS = (Aim("failed cases", most=0, anywhere=True),)
-CLOSE, CLOSE_BF16 = (Aim("relative distance", most=1e-5, anywhere=True),), (Aim("relative distance", most=1e-2, anywhere=True),)
-VLLM, DEEPSPEED = {"modules": ("vllm",)}, {"modules": ("deepspeed", "einops", "hjson", "msgpack", "ninja", "cpuinfo")}
+CLOSE = (Aim("relative distance", most=1e-5, anywhere=True),)
+CLOSE_BF16 = (Aim("relative distance", most=1e-2, anywhere=True),)
+VLLM = {"modules": ("vllm",)}
+DEEPSPEED = {"modules": ("deepspeed", "einops", "hjson", "msgpack", "ninja", "cpuinfo")}
 
 CHECKS = [
-    Check("attention", "kernels", tests("tests/attention/test_flash_attn.py", "-k", "every_shape or real_kernels"), NONE_FAILS,
-          150),
+    Check(
+        "attention",
+        "kernels",
+        tests("tests/attention/test_flash_attn.py", "-k", "every_shape or real_kernels"),
+        NONE_FAILS,
+        150,
+    ),
     Check("host syncs", "kernels", tests("tests/invariants/test_host_sync.py"), NONE_FAILS, 120),
-    Check("log-probs against float64", "kernels", measured("head_error"),
-          (Aim("float32 products", most=1e-3), Aim("rounded products"), Aim("gradients", most=1e-2, anywhere=True)), 90),
-    Check("log-probs", "head", measured("head"),
-          (Aim("H 1,536: ms", most=75), Aim("H 1,536: peak GB", most=5),
-           Aim("H 3,584: ms", most=120), Aim("H 3,584: peak GB", most=5)), 300),
-    Check("1.5B, full recomputation", "training", measured("training", "full", "none"),
-          (Aim("tokens/s"), Aim("share of peak", least=0.25), Aim("peak GB")), 150),
-    Check("1.5B, none", "training", measured("training", "no", "none"),
-          (Aim("tokens/s"), Aim("share of peak", least=0.25), Aim("peak GB")), 150),
-    Check("1.5B, selective recomputation", "training", measured("training", "selective", "none"),
-          (Aim("tokens/s"), Aim("share of peak", least=0.25), Aim("peak GB")), 150),
-    Check("1.5B, fused kernels", "training_options", measured("training", "full", "liger"),
-          (Aim("tokens/s"), Aim("share of peak", least=0.25), Aim("peak GB")), 150, modules=("liger_kernel",), only_gpu=True),
-    Check("1.5B, deterministic", "training_options", measured("deterministic"),
-          (Aim("tokens/s"), Aim("of the speed without", least=0.5)), 180),
-    Check("experts, four layers of 30B-A3B", "training_options", measured("training", "full", "none", "Qwen/Qwen3-30B-A3B", "4"),
-          (Aim("tokens/s"), Aim("share of peak"), Aim("peak GB")), 150),
-    Check("gradients of 7B on rank 0 of 8", "memory", measured("gradient_memory", "7B"),
-          (Aim("every micro-batch", most=4.2), Aim("once", least=29, most=32)), 150),
-    Check("gradients of 14B on rank 0 of 8", "memory", measured("gradient_memory", "14B"),
-          (Aim("every micro-batch", most=8.2), Aim("once", least=57, most=61)), 200, only_gpu=True),
-    Check("buckets ahead: bits", "streams", tests("tests/parallel/test_device.py"), NONE_FAILS, 120),
-    Check("buckets ahead: overlap", "streams", measured("ahead_overlap"), (Aim("share of a copy", least=0.8),), 60),
-    Check("offload: bits", "streams", tests("tests/strategy/test_offload.py", "-k", "same_bits or bit_by_bit"), NONE_FAILS, 120),
-    Check("offload: GB/s", "streams", measured("offload_speed"), (Aim("to the host", least=30), Aim("back", least=30)), 100),
-    Check("a run learns, bfloat16", "runs", measured("learning", "hf"),
-          (Aim("rise of the reward", least=0.05), Aim("mismatch of log-probs", most=2e-2, anywhere=True)), 200),
-    Check("killed and resumed", "runs", measured("resume"),
-          (Aim("relative distance of metrics", most=1e-3, anywhere=True), Aim("steps", least=6, anywhere=True)), 240),
-    Check("merging", "adapters", measured("merging"),
-          (Aim("places unlike torch's", most=1e-3, anywhere=True), Aim("largest distance", most=2**-7, anywhere=True),
-           Aim("ms to merge", most=0.3), Aim("time of peft's layer", most=1.2)), 90, modules=("peft",)),
-    Check("adapters learn, bfloat16", "adapters",
-          measured("learning", "hf", "--lora_rank=8", "--lora_alpha=32", "--actor_learning_rate=1e-2", "--init_kl_coef=0.001"),
-          (Aim("rise of the reward", least=0.05), Aim("mismatch of log-probs", most=2e-2, anywhere=True)), 200,
-          modules=("peft",)),
+    Check(
+        "log-probs against float64",
+        "kernels",
+        measured("head_error"),
+        (
+            Aim("float32 products", most=1e-3),
+            Aim("rounded products"),
+            Aim("gradients", most=1e-2, anywhere=True),
+        ),
+        90,
+    ),
+    Check(
+        "log-probs",
+        "head",
+        measured("head"),
+        (
+            Aim("H 1,536: ms", most=75),
+            Aim("H 1,536: peak GB", most=5),
+            Aim("H 3,584: ms", most=120),
+            Aim("H 3,584: peak GB", most=5),
+        ),
+        300,
+    ),
+    Check(
+        "1.5B, full recomputation",
+        "training",
+        measured("training", "full", "none"),
+        (Aim("tokens/s"), Aim("share of peak", least=0.25), Aim("peak GB")),
+        150,
+    ),
+    Check(
+        "1.5B, none",
+        "training",
+        measured("training", "no", "none"),
+        (Aim("tokens/s"), Aim("share of peak", least=0.25), Aim("peak GB")),
+        150,
+    ),
+    Check(
+        "1.5B, selective recomputation",
+        "training",
+        measured("training", "selective", "none"),
+        (Aim("tokens/s"), Aim("share of peak", least=0.25), Aim("peak GB")),
+        150,
+    ),
+    Check(
+        "1.5B, fused kernels",
+        "training_options",
+        measured("training", "full", "liger"),
+        (Aim("tokens/s"), Aim("share of peak", least=0.25), Aim("peak GB")),
+        150,
+        modules=("liger_kernel",),
+        only_gpu=True,
+    ),
+    Check(
+        "1.5B, deterministic",
+        "training_options",
+        measured("deterministic"),
+        (Aim("tokens/s"), Aim("of the speed without", least=0.5)),
+        180,
+    ),
+    Check(
+        "experts, four layers of 30B-A3B",
+        "training_options",
+        measured("training", "full", "none", "Qwen/Qwen3-30B-A3B", "4"),
+        (Aim("tokens/s"), Aim("share of peak"), Aim("peak GB")),
+        150,
+    ),
+    Check(
+        "gradients of 7B on rank 0 of 8",
+        "memory",
+        measured("gradient_memory", "7B"),
+        (Aim("every micro-batch", most=4.2), Aim("once", least=29, most=32)),
+        150,
+    ),
+    Check(
+        "gradients of 14B on rank 0 of 8",
+        "memory",
+        measured("gradient_memory", "14B"),
+        (Aim("every micro-batch", most=8.2), Aim("once", least=57, most=61)),
+        200,
+        only_gpu=True,
+    ),
+    Check(
+        "buckets ahead: bits", "streams", tests("tests/parallel/test_device.py"), NONE_FAILS, 120
+    ),
+    Check(
+        "buckets ahead: overlap",
+        "streams",
+        measured("ahead_overlap"),
+        (Aim("share of a copy", least=0.8),),
+        60,
+    ),
+    Check(
+        "offload: bits",
+        "streams",
+        tests("tests/strategy/test_offload.py", "-k", "same_bits or bit_by_bit"),
+        NONE_FAILS,
+        120,
+    ),
+    Check(
+        "offload: GB/s",
+        "streams",
+        measured("offload_speed"),
+        (Aim("to the host", least=30), Aim("back", least=30)),
+        100,
+    ),
+    Check(
+        "a run learns, bfloat16",
+        "runs",
+        measured("learning", "hf"),
+        (
+            Aim("rise of the reward", least=0.05),
+            Aim("mismatch of log-probs", most=2e-2, anywhere=True),
+        ),
+        200,
+    ),
+    Check(
+        "killed and resumed",
+        "runs",
+        measured("resume"),
+        (
+            Aim("relative distance of metrics", most=1e-3, anywhere=True),
+            Aim("steps", least=6, anywhere=True),
+        ),
+        240,
+    ),
+    Check(
+        "merging",
+        "adapters",
+        measured("merging"),
+        (
+            Aim("places unlike torch's", most=1e-3, anywhere=True),
+            Aim("largest distance", most=2**-7, anywhere=True),
+            Aim("ms to merge", most=0.3),
+            Aim("time of peft's layer", most=1.2),
+        ),
+        90,
+        modules=("peft",),
+    ),
+    Check(
+        "adapters learn, bfloat16",
+        "adapters",
+        measured(
+            "learning",
+            "hf",
+            "--lora_rank=8",
+            "--lora_alpha=32",
+            "--actor_learning_rate=1e-2",
+            "--init_kl_coef=0.001",
+        ),
+        (
+            Aim("rise of the reward", least=0.05),
+            Aim("mismatch of log-probs", most=2e-2, anywhere=True),
+        ),
+        200,
+        modules=("peft",),
+    ),
     Check("FSDP2 against torch", "deepspeed", measured("contract", "fsdp"), NO_CASE_FAILS, 90),
-    *(Check(f"DeepSpeed {stage} against torch", "deepspeed", measured("contract", str(stage)), NO_CASE_FAILS, 90, **DEEPSPEED)
-      for stage in range(4)),
-    Check("vLLM passes the contract", "vllm", measured("engine_contract"), NO_CASE_FAILS, 300, **VLLM),
-    Check("sleep and wake", "vllm_runs", measured("sleep_cycles"),
-          (Aim("GB that stay", most=4), Aim("GB of growth", most=0.1), Aim("answers that change", most=0, anywhere=True)), 230,
-          **VLLM),
-    Check("a run learns with vLLM, bfloat16", "vllm_runs", measured("learning", "vllm"),
-          (Aim("rise of the reward", least=0.05), Aim("mismatch of log-probs", most=2e-2, anywhere=True)), 240, **VLLM),
-    Check("weights of 7B", "vllm_speed", measured("sync", "Qwen/Qwen2.5-7B"), (Aim("first: s"), Aim("s", most=0.6)), 200, **VLLM),
-    Check("weights of experts, twelve layers of 30B-A3B", "vllm_experts", measured("sync", "Qwen/Qwen3-30B-A3B", "12"),
-          (Aim("tensors"), Aim("GB"), Aim("first: s"), Aim("s", most=0.8)), 300, **VLLM),
-    Check("rollout of 1.5B", "vllm_speed", measured("rollout_speed"),
-          (Aim("tokens/s"), Aim("of LLM.generate", least=0.95), Aim("beside a busy thread")), 270, **VLLM),
+    *(
+        Check(
+            f"DeepSpeed {stage} against torch",
+            "deepspeed",
+            measured("contract", str(stage)),
+            NO_CASE_FAILS,
+            90,
+            **DEEPSPEED,
+        )
+        for stage in range(4)
+    ),
+    Check(
+        "vLLM passes the contract", "vllm", measured("engine_contract"), NO_CASE_FAILS, 300, **VLLM
+    ),
+    Check(
+        "sleep and wake",
+        "vllm_runs",
+        measured("sleep_cycles"),
+        (
+            Aim("GB that stay", most=4),
+            Aim("GB of growth", most=0.1),
+            Aim("answers that change", most=0, anywhere=True),
+        ),
+        230,
+        **VLLM,
+    ),
+    Check(
+        "a run learns with vLLM, bfloat16",
+        "vllm_runs",
+        measured("learning", "vllm"),
+        (
+            Aim("rise of the reward", least=0.05),
+            Aim("mismatch of log-probs", most=2e-2, anywhere=True),
+        ),
+        240,
+        **VLLM,
+    ),
+    Check(
+        "weights of 7B",
+        "vllm_speed",
+        measured("sync", "Qwen/Qwen2.5-7B"),
+        (Aim("first: s"), Aim("s", most=0.6)),
+        200,
+        **VLLM,
+    ),
+    Check(
+        "weights of experts, twelve layers of 30B-A3B",
+        "vllm_experts",
+        measured("sync", "Qwen/Qwen3-30B-A3B", "12"),
+        (Aim("tensors"), Aim("GB"), Aim("first: s"), Aim("s", most=0.8)),
+        300,
+        **VLLM,
+    ),
+    Check(
+        "rollout of 1.5B",
+        "vllm_speed",
+        measured("rollout_speed"),
+        (Aim("tokens/s"), Aim("of LLM.generate", least=0.95), Aim("beside a busy thread")),
+        270,
+        **VLLM,
+    ),
     Check("FSDP", "layouts", measured("layout"), CLOSE, 100, devices=2),
     Check("HSDP", "layouts", measured("layout", "--dp_replicate=2"), CLOSE, 100, devices=2),
     Check("tensor parallel", "layouts", measured("layout", "--tp_size=2"), CLOSE, 100, devices=2),
     Check("sequence parallel", "layouts", measured("layout", "--sp_size=2"), CLOSE, 100, devices=2),
-    Check("FSDP, bfloat16", "layouts_bf16", measured("layout", "--bf16"), CLOSE_BF16, 100, devices=2),
-    Check("HSDP, bfloat16", "layouts_bf16", measured("layout", "--bf16", "--dp_replicate=2"), CLOSE_BF16, 100, devices=2),
-    Check("tensor parallel, bfloat16", "layouts_bf16", measured("layout", "--bf16", "--tp_size=2"), CLOSE_BF16, 100, devices=2),
-    Check("sequence parallel, bfloat16", "layouts_bf16", measured("layout", "--bf16", "--sp_size=2"), CLOSE_BF16, 100, devices=2),
-    Check("death of a rank", "ranks", measured("death_of_a_rank"),
-          (Aim("seconds", most=60, anywhere=True), Aim("named", least=1, anywhere=True)), 180, devices=2),
-    Check("an engine of two ranks", "ranks", measured("shared_engine"), (Aim("steps", least=6, anywhere=True),), 290, devices=2,
-          **VLLM),
-]  # fmt: skip
+    Check(
+        "FSDP, bfloat16", "layouts_bf16", measured("layout", "--bf16"), CLOSE_BF16, 100, devices=2
+    ),
+    Check(
+        "HSDP, bfloat16",
+        "layouts_bf16",
+        measured("layout", "--bf16", "--dp_replicate=2"),
+        CLOSE_BF16,
+        100,
+        devices=2,
+    ),
+    Check(
+        "tensor parallel, bfloat16",
+        "layouts_bf16",
+        measured("layout", "--bf16", "--tp_size=2"),
+        CLOSE_BF16,
+        100,
+        devices=2,
+    ),
+    Check(
+        "sequence parallel, bfloat16",
+        "layouts_bf16",
+        measured("layout", "--bf16", "--sp_size=2"),
+        CLOSE_BF16,
+        100,
+        devices=2,
+    ),
+    Check(
+        "death of a rank",
+        "ranks",
+        measured("death_of_a_rank"),
+        (Aim("seconds", most=60, anywhere=True), Aim("named", least=1, anywhere=True)),
+        180,
+        devices=2,
+    ),
+    Check(
+        "an engine of two ranks",
+        "ranks",
+        measured("shared_engine"),
+        (Aim("steps", least=6, anywhere=True),),
+        290,
+        devices=2,
+        **VLLM,
+    ),
+]
 PARTS = list(dict.fromkeys(check.part for check in CHECKS))
 
 
@@ -204,21 +452,38 @@ def is_installed(module: str) -> bool:
 
 
 def run_check(check: Check, device: str, ranks: int, out: Path) -> list[Row]:
-    """Run one check in its own process group, which ends with its time; its whole output goes to a file in `out`."""
+    """Run one check in its own process group, which ends with its time; its whole output goes to a
+    file in `out`.
+    """
     is_measurement = check.command[0] == "scripts/gpu_measure.py"
     marked = "not gpu" if device == "cpu" else "gpu"
     where = [f"--device={device}", f"--ranks={ranks}"] if is_measurement else ["-m", marked]
     arguments = [*check.command[:2], *where, *check.command[2:]]
     log = out / f"{re.sub('[^a-z0-9]+', '_', check.name.lower())}.log"
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)), "GPU_CHECK_OUT": str(out), "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-    } | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})  # fmt: skip
+    environment = (
+        os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "GPU_CHECK_OUT": str(out),
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    )
     note = ""
+
     with open(log, "w") as errors, open(log.with_suffix(".out"), "w") as printed:
-        process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, stdout=printed, stderr=errors,
-                                   start_new_session=True)  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=printed,
+            stderr=errors,
+            start_new_session=True,
+        )
         try:
             code = process.wait(check.seconds)
             note = "" if code == 0 else f"ended with {code}"
@@ -226,17 +491,21 @@ def run_check(check: Check, device: str, ranks: int, out: Path) -> list[Row]:
             note = f"not done after {check.seconds} s"
         finally:
             end_group(process)
+
     output = log.with_suffix(".out").read_text()
     figures = figures_of_line(output) if is_measurement else figures_of_pytest(output)
     if is_measurement and note:
         figures = {}
     if not figures:
         note = f"{note or 'printed no figures'}: {last_line(log.read_text() or output)}"
+
     return rows_of(check, figures, device, note)
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End what is left of the processes that a check started; torchrun, which has five seconds, ends its own."""
+    """End what is left of the processes that a check started; torchrun, which has five seconds,
+    ends its own.
+    """
     with suppress(ProcessLookupError, subprocess.TimeoutExpired):
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(5)
@@ -261,20 +530,46 @@ def figures_of_pytest(output: str) -> dict[str, float]:
 
 
 def last_line(text: str) -> str:
-    return next((line.strip()[-200:] for line in reversed(text.splitlines()) if line.strip()), "no output")
+    return next(
+        (line.strip()[-200:] for line in reversed(text.splitlines()) if line.strip()), "no output"
+    )
 
 
 def rows_of(check: Check, figures: dict[str, float], device: str, note: str) -> list[Row]:
-    """One row for each aim. A figure with an aim that is missing fails its check; one without is left out."""
+    """One row for each aim.
+
+    A figure with an aim that is missing fails its check; one without is left out.
+    """
     rows = []
     for aim in check.aims:
         value = figures.get(aim.figure)
         if value is not None:
-            rows.append(Row(check.part, check.name, aim.figure, aim.text, value, aim.verdict(value, device), note))
+            rows.append(
+                Row(
+                    check.part,
+                    check.name,
+                    aim.figure,
+                    aim.text,
+                    value,
+                    aim.verdict(value, device),
+                    note,
+                )
+            )
         elif not figures:
             rows.append(Row(check.part, check.name, aim.figure, aim.text, None, False, note))
         elif aim.text != "no aim":
-            rows.append(Row(check.part, check.name, aim.figure, aim.text, None, None, "not known for this device"))
+            rows.append(
+                Row(
+                    check.part,
+                    check.name,
+                    aim.figure,
+                    aim.text,
+                    None,
+                    None,
+                    "not known for this device",
+                )
+            )
+
     return rows
 
 
@@ -287,10 +582,23 @@ def table(rows: Sequence[Row]) -> str:
     words = {True: "yes", False: "NO", None: "-"}
     head = ("part", "check", "figure", "expected", "measured", "ok", "")
     lines = [head] + [
-        (row.part, row.check, row.figure, row.expected, number(row.measured), words[row.ok], row.note) for row in rows
+        (
+            row.part,
+            row.check,
+            row.figure,
+            row.expected,
+            number(row.measured),
+            words[row.ok],
+            row.note,
+        )
+        for row in rows
     ]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
 
 
 def number(value: float | None) -> str:
@@ -298,16 +606,24 @@ def number(value: float | None) -> str:
 
 
 def versions(device: str) -> dict[str, Any]:
-    """Versions and devices that the figures are of, and the signature of torch's attention, which changes between versions."""
+    """Versions and devices that the figures are of, and the signature of torch's attention, which
+    changes between versions.
+    """
     from inspect import signature
 
     import torch
 
-    installed: dict[str, Any] = {"python": sys.version.split()[0], "cuda": torch.version.cuda, "device": device}
+    installed: dict[str, Any] = {
+        "python": sys.version.split()[0],
+        "cuda": torch.version.cuda,
+        "device": device,
+    }
     for name in ("torch", "transformers", "triton", "vllm", "deepspeed", "liger-kernel"):
         installed[name] = installed_version(name)
     if device != "cpu":
-        installed["devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        installed["devices"] = [
+            torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
+        ]
     try:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -324,49 +640,96 @@ def available_devices(device: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; without one, all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; without one, all"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--only", nargs="*", default=[], metavar="CHECK", help="names of checks, instead of whole parts")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), help="folder of the results")
-    parser.add_argument("--list", action="store_true", help="print parts, checks and aims, and run nothing")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=[],
+        metavar="CHECK",
+        help="names of checks, instead of whole parts",
+    )
+
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/gpu_check"), help="folder of the results"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print parts, checks and aims, and run nothing"
+    )
     args = parser.parse_args(argv)
+
     unknown = [*({*args.parts} - {*PARTS}), *({*args.only} - {check.name for check in CHECKS})]
     if unknown:
-        parser.error(f"unknown: {', '.join(unknown)}; the parts are {', '.join(PARTS)}, and --list has the checks")
-    chosen = [check for check in CHECKS if check.part in (args.parts or PARTS) and (not args.only or check.name in args.only)]
+        parser.error(
+            f"unknown: {', '.join(unknown)}; the parts are {', '.join(PARTS)}, and --list has the"
+            " checks"
+        )
+
+    chosen = [
+        check
+        for check in CHECKS
+        if check.part in (args.parts or PARTS) and (not args.only or check.name in args.only)
+    ]
     if args.list:
-        rows = [Row(check.part, check.name, aim.figure, aim.text, None, None) for check in chosen for aim in check.aims]
+        rows = [
+            Row(check.part, check.name, aim.figure, aim.text, None, None)
+            for check in chosen
+            for aim in check.aims
+        ]
         print(table(rows))
         return 0
+
     missing = missing_packages()
     if missing:
-        print(f"These packages are missing: {' '.join(missing)}. On a machine with a network: pip download --no-deps -d wheels "
-              f"{' '.join(missing)}; then here: WHEELS=wheels bash scripts/gpu_check.sh", file=sys.stderr)  # fmt: skip
+        print(
+            f"These packages are missing: {' '.join(missing)}. On a machine with a network: pip"
+            f" download --no-deps -d wheels {' '.join(missing)}; then here: WHEELS=wheels bash"
+            " scripts/gpu_check.sh",
+            file=sys.stderr,
+        )
         return 2
+
     available = available_devices(args.device)
     if args.device == "cuda" and not available:
-        print("There is no CUDA device here; --device cpu runs what has a meaning on a CPU.", file=sys.stderr)
+        print(
+            "There is no CUDA device here; --device cpu runs what has a meaning on a CPU.",
+            file=sys.stderr,
+        )
         return 2
+
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes of a check, too
     return run_checks(chosen, args.device, available, args.out.resolve())
 
 
 def run_checks(chosen: Sequence[Check], device: str, available: int, out: Path) -> int:
-    """Run one after the other; the JSON in `out` has all that is done so far, whatever ends this process."""
+    """Run one after the other; the JSON in `out` has all that is done so far, whatever ends this
+    process.
+    """
     out.mkdir(parents=True, exist_ok=True)
     ranks = 2 if device == "cpu" else min(8, available - available % 2)
     result: dict[str, Any] = {"versions": versions(device), "rows": []}
     print(json.dumps(result["versions"]), flush=True)
+
     rows: list[Row] = []
     for check in chosen:
-        reason, began = why_skipped(check, device, available), time.monotonic()
-        some = [skipped(check, reason)] if reason else run_check(check, device, ranks if check.devices > 1 else 1, out)
+        reason = why_skipped(check, device, available)
+        began = time.monotonic()
+        some = (
+            [skipped(check, reason)]
+            if reason
+            else run_check(check, device, ranks if check.devices > 1 else 1, out)
+        )
         rows += some
         print(f"{time.monotonic() - began:6.1f} s  {check.part}: {check.name}", flush=True)
         failed = sum(row.ok is False for row in rows)
         result |= {"rows": [asdict(row) for row in rows], "failed": failed, "ok": not failed}
         (out / "gpu_check.json").write_text(json.dumps(result, indent=1))
+
     print(f"\n{table(rows)}\n")
     print(json.dumps(result))
     return 0 if result["ok"] else 1

@@ -1,8 +1,10 @@
-"""The measurements of scripts/gpu_check.py: each runs in a process of its own and prints its figures as one JSON line.
+"""The measurements of scripts/gpu_check.py: each runs in a process of its own and prints its
+figures as one JSON line.
 
     python scripts/gpu_measure.py NAME --device cuda
 
-On a CPU the sizes are tiny: it then shows that a measurement works, and what does not depend on the device is as it will be.
+On a CPU the sizes are tiny: it then shows that a measurement works, and what does not depend on the
+device is as it will be.
 """
 
 import argparse
@@ -30,10 +32,22 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 GB = 1e9
-MODEL_TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
-              "num_key_value_heads": 1, "vocab_size": 512, "tie_word_embeddings": True}  # fmt: skip
+MODEL_TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 512,
+    "tie_word_embeddings": True,
+}
 """Sizes for a CPU, of qwen2."""
-TINY_EXPERTS = MODEL_TINY | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
+TINY_EXPERTS = MODEL_TINY | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "head_dim": 32,
+}
 """The same of qwen3_moe."""
 Figures = dict[str, float]
 
@@ -49,7 +63,9 @@ class Setting:
         return self.device.type == "cpu"
 
     def shape(self, name: str, layers: int = 0) -> PretrainedConfig:
-        """Return the configuration of a released model, with `layers` of its layers if given; of a tiny one on a CPU."""
+        """Return the configuration of a released model, with `layers` of its layers if given; of a
+        tiny one on a CPU.
+        """
         from transformers import AutoConfig
 
         from lightrft.tools.shapes import known_config
@@ -68,27 +84,51 @@ class Setting:
 def head_error(setting: Setting) -> Figures:
     from models.test_logprobs import errors_against_float64
 
-    return errors_against_float64(setting.device, *((64, 128, 500) if setting.tiny else (512, 1024, 20_000)))
+    return errors_against_float64(
+        setting.device, *((64, 128, 500) if setting.tiny else (512, 1024, 20_000))
+    )
 
 
 def head(setting: Setting) -> Figures:
     """Forward and backward of the log-probs, with the benchmark's own processes."""
-    cases, tokens = (["2000x16", "2000x32"], 256) if setting.tiny else (["151936x1536", "151936x3584"], 16_384)
-    command = [ROOT / "scripts" / "bench" / "logprobs.py", "--cases", *cases, "--tokens", str(tokens), "--repeat", "3",
-               "--device", setting.device.type, "--variants", "lightrft", "full_logits"]  # fmt: skip
+    cases, tokens = (
+        (["2000x16", "2000x32"], 256) if setting.tiny else (["151936x1536", "151936x3584"], 16_384)
+    )
+    command = [
+        ROOT / "scripts" / "bench" / "logprobs.py",
+        "--cases",
+        *cases,
+        "--tokens",
+        str(tokens),
+        "--repeat",
+        "3",
+        "--device",
+        setting.device.type,
+        "--variants",
+        "lightrft",
+        "full_logits",
+    ]
     rows = [json.loads(line) for line in python(*command).splitlines()][:-1]
     own_rows = [row for row in rows if row["variant"] == "lightrft"]
     figures = {}
+
     for place, row in zip(("H 1,536", "H 3,584"), own_rows, strict=True):
-        figures |= {f"{place}: ms": 1000 * row["seconds"], f"{place}: peak GB": row["peak_mb"] / 1000}
+        figures |= {
+            f"{place}: ms": 1000 * row["seconds"],
+            f"{place}: peak GB": row["peak_mb"] / 1000,
+        }
+
     return figures
 
 
 def ahead_overlap(setting: Setting) -> Figures:
-    """The share of a copy from pinned memory that is hidden behind matrix products that take as long."""
+    """The share of a copy from pinned memory that is hidden behind matrix products that take as
+    long.
+    """
     from lightrft.parallel.device import ahead, synchronize
 
-    device, count = setting.device, 4 if setting.tiny else 40
+    device = setting.device
+    count = 4 if setting.tiny else 40
     size, width = (2**18, 64) if setting.tiny else (2**28, 8192)
     source = torch.zeros(size, dtype=torch.uint8, pin_memory=not setting.tiny)
     matrix = torch.zeros(width, width, device=device, dtype=torch.bfloat16)
@@ -110,17 +150,27 @@ def ahead_overlap(setting: Setting) -> Figures:
             torch.mm(matrix, matrix)
 
     copying = seconds(lambda: [None for _ in copies()])
-    each = max(1, round(copying / count / (seconds(lambda: products(20)) / 20)))  # products that take as long as a copy
+    # products that take as long as a copy
+    each = max(1, round(copying / count / (seconds(lambda: products(20)) / 20)))
     computing = seconds(lambda: products(each * count))
     both = seconds(lambda: [products(each) for _ in ahead(copies(), device)])
+
     return {"share of a copy": (copying + computing - both) / min(copying, computing)}
 
 
 # -- one device: training
 
 
-def training(setting: Setting, recompute: str, kernels: str, model: str = "Qwen/Qwen2.5-1.5B", layers: str = "0") -> Figures:
-    """Time micro-batches of 16,384 tokens under FSDP2 of one rank: tokens per second, share of the peak, memory."""
+def training(
+    setting: Setting,
+    recompute: str,
+    kernels: str,
+    model: str = "Qwen/Qwen2.5-1.5B",
+    layers: str = "0",
+) -> Figures:
+    """Time micro-batches of 16,384 tokens under FSDP2 of one rank: tokens per second, share of the
+    peak, memory.
+    """
     return train_steps(setting, setting.shape(model, int(layers)), recompute, fused_kernels=kernels)
 
 
@@ -130,10 +180,15 @@ def deterministic(setting: Setting) -> Figures:
     free = train_steps(setting, shape, "full")
     gc.collect()
     figures = train_steps(setting, shape, "full", deterministic=True)
-    return {"tokens/s": figures["tokens/s"], "of the speed without": figures["tokens/s"] / free["tokens/s"]}
+    return {
+        "tokens/s": figures["tokens/s"],
+        "of the speed without": figures["tokens/s"] / free["tokens/s"],
+    }
 
 
-def train_steps(setting: Setting, shape: PretrainedConfig, recompute: str, **options: Any) -> Figures:
+def train_steps(
+    setting: Setting, shape: PretrainedConfig, recompute: str, **options: Any
+) -> Figures:
     from transformers import AutoModelForCausalLM
 
     from lightrft.attention.flat import ATTENTION
@@ -147,8 +202,12 @@ def train_steps(setting: Setting, shape: PretrainedConfig, recompute: str, **opt
     policy = {"gradient_checkpointing_policy": recompute} if recompute != "no" else {}
     strategy = strategy_of(bf16=True, gradient_checkpointing=recompute != "no", **policy, **options)
     lengths = [32] * 4 if setting.tiny else [2048] * 8
+
     with setting.device:
-        model = AutoModelForCausalLM.from_config(shape, attn_implementation=ATTENTION, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            shape, attn_implementation=ATTENTION, dtype=torch.float32
+        )
+
     actor = Actor(model)
     active = parameter_counts(shape)[1]
     optimizer = strategy.create_optimizer(actor, lr=1e-6)
@@ -156,14 +215,20 @@ def train_steps(setting: Setting, shape: PretrainedConfig, recompute: str, **opt
     tokens = sum(lengths)
     mask = torch.ones(tokens, dtype=torch.bool)
     mask[torch.tensor(lengths).cumsum(0) - lengths[0]] = False
-    batch = Batch(lengths=torch.tensor(lengths), input_ids=torch.randint(3, shape.vocab_size, (tokens,)), loss_mask=mask,
-                  rows=torch.arange(len(lengths)))  # fmt: skip
+    batch = Batch(
+        lengths=torch.tensor(lengths),
+        input_ids=torch.randint(3, shape.vocab_size, (tokens,)),
+        loss_mask=mask,
+        rows=torch.arange(len(lengths)),
+    )
 
     def constant_gradients(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, None]:
         return torch.full_like(logprobs, -1 / tokens), None
 
     def step(count: int) -> None:
-        for number, part in enumerate(micro_batches(batch, [list(range(len(lengths)))] * count, setting.device)):
+        for number, part in enumerate(
+            micro_batches(batch, [list(range(len(lengths)))] * count, setting.device)
+        ):
             logprobs, _ = actor(part, 1.0, entropy=False, gradients=constant_gradients)
             strategy.backward(-logprobs.sum() / tokens, actor, optimizer, last=number == count - 1)
         strategy.optimizer_step(optimizer, actor)
@@ -176,15 +241,23 @@ def train_steps(setting: Setting, shape: PretrainedConfig, recompute: str, **opt
         step(count)
         synchronize(setting.device)
         times.append(time.perf_counter() - began)
+
     speed = 4 * tokens / max(times[1] - times[0], 1e-9)
-    heads = shape.num_attention_heads * (getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
-    attention = 6 * lengths[0] * shape.num_hidden_layers * heads  # causal: half of 12 x length x width x layers
+    heads = shape.num_attention_heads * (
+        getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    )
+    # causal: half of 12 x length x width x layers
+    attention = 6 * lengths[0] * shape.num_hidden_layers * heads
     figures = {"tokens/s": speed, "peak GB": peak_memory(setting.device) / GB}
     name = "" if setting.tiny else known_device(torch.cuda.get_device_name(setting.device))
     if name:
         figures["share of peak"] = speed * (6 * active + attention) / DEVICES[name].flops
+
     if not setting.tiny:
-        write_profile(partial(step, 1), "_".join([shape.model_type, recompute, *map(str, options.values())]))
+        write_profile(
+            partial(step, 1), "_".join([shape.model_type, recompute, *map(str, options.values())])
+        )
+
     strategy.close()
     return figures
 
@@ -202,19 +275,30 @@ def write_profile(action: Callable[[], Any], name: str) -> None:
 
 
 def gradient_memory(setting: Setting, shape: str) -> Figures:
-    """GB of gradients between two micro-batches on rank 0 of 8, over torch's fake process group, reduced each time and once."""
+    """GB of gradients between two micro-batches on rank 0 of 8, over torch's fake process group,
+    reduced each time and once.
+    """
     from lightrft.tools.step_memory import fake_group
     from scripts.bench import memory
 
-    sizes, layers = {}, 2 if setting.tiny else None
+    sizes = {}
+    layers = 2 if setting.tiny else None
     for way, once in (("every micro-batch", False), ("once", True)):
         with fake_group(8):
-            sizes[way] = gradients_on_device(setting, memory.shape_config("small" if setting.tiny else shape, layers), once) / GB
+            sizes[way] = (
+                gradients_on_device(
+                    setting, memory.shape_config("small" if setting.tiny else shape, layers), once
+                )
+                / GB
+            )
     return sizes
 
 
 def gradients_on_device(setting: Setting, shape: PretrainedConfig, once: bool) -> int:
-    """Bytes that a backward pass leaves in the allocator. The parameters have memory and no values."""
+    """Bytes that a backward pass leaves in the allocator.
+
+    The parameters have memory and no values.
+    """
     from transformers import AutoModelForCausalLM
 
     from lightrft.parallel.device import memory_in_use, synchronize
@@ -224,10 +308,18 @@ def gradients_on_device(setting: Setting, shape: PretrainedConfig, once: bool) -
 
     class OneOfMany(FSDPStrategy):
         def setup_distributed(self, *_: Any, **__: Any) -> None:
-            self.device, self._mesh = setting.device, Mesh(setting.device.type)
+            self.device = setting.device
+            self._mesh = Mesh(setting.device.type)
 
-    options = {"fsdp": True, "bf16": True, "gradient_checkpointing": True, "reduce_gradients_once": once}
-    strategy = OneOfMany(seed=0, args=options | {"train_batch_size": 1024, "micro_train_batch_size": 1})
+    options = {
+        "fsdp": True,
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "reduce_gradients_once": once,
+    }
+    strategy = OneOfMany(
+        seed=0, args=options | {"train_batch_size": 1024, "micro_train_batch_size": 1}
+    )
     strategy.setup_distributed()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
@@ -243,29 +335,50 @@ def gradients_on_device(setting: Setting, shape: PretrainedConfig, once: bool) -
     strategy.accumulate(loss, learner, False)
     del loss
     synchronize(setting.device)
+
     return memory_in_use(setting.device) - before
 
 
 def offload_speed(setting: Setting) -> Figures:
-    """GB per second of masters and AdamW's moments to the host and back; the first time host memory is made."""
+    """GB per second of masters and AdamW's moments to the host and back; the first time host memory
+    is made.
+    """
     from transformers import AutoModelForCausalLM
 
     from lightrft.parallel.device import synchronize
 
     strategy = strategy_of(bf16=True)
+
     with setting.device:
-        model = AutoModelForCausalLM.from_config(setting.shape("Qwen/Qwen2.5-1.5B"), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            setting.shape("Qwen/Qwen2.5-1.5B"), dtype=torch.float32
+        )
+
     optimizer = strategy.create_optimizer(model, lr=1e-6)
     model, optimizer = strategy.prepare((model, optimizer))
     ids = torch.ones(1, 8, dtype=torch.int64, device=setting.device)
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     strategy.backward(loss, model, optimizer)
     strategy.optimizer_step(optimizer, model)
-    size, figures = 3 * 4 * sum(parameter.numel() for parameter in model.parameters()), {}
+
+    size = 3 * 4 * sum(parameter.numel() for parameter in model.parameters())
+    figures = {}
     for number in range(3):
         for way, actions in (
-            ("to the host", (partial(strategy.offload_model, model), partial(strategy.maybe_offload_optimizer, optimizer))),
-            ("back", (partial(strategy.reload_model, model), partial(strategy.maybe_load_optimizer, optimizer))),
+            (
+                "to the host",
+                (
+                    partial(strategy.offload_model, model),
+                    partial(strategy.maybe_offload_optimizer, optimizer),
+                ),
+            ),
+            (
+                "back",
+                (
+                    partial(strategy.reload_model, model),
+                    partial(strategy.maybe_load_optimizer, optimizer),
+                ),
+            ),
         ):
             synchronize(setting.device)
             began = time.perf_counter()
@@ -275,12 +388,15 @@ def offload_speed(setting: Setting) -> Figures:
             speed = size / GB / (time.perf_counter() - began)
             if number:
                 figures[way] = max(speed, figures.get(way, 0.0))
+
     strategy.close()
     return figures
 
 
 def contract(setting: Setting, stage: str) -> Figures:
-    """Cases of the strategy's contract that fail: numbers against plain torch, float32, relative distance 1e-5."""
+    """Cases of the strategy's contract that fail: numbers against plain torch, float32, relative
+    distance 1e-5.
+    """
     from lightrft.strategy import FSDPStrategy
     from lightrft.strategy.testing import run_contract
 
@@ -330,7 +446,9 @@ def ppo_flags(folder: Path, save_path: str, *more: str) -> list[str]:
 
 
 def merging(setting: Setting) -> Figures:
-    """Merge adapters of rank 16 into a bfloat16 matrix of 7B's feed-forward, and train such a layer on 16,384 tokens."""
+    """Merge adapters of rank 16 into a bfloat16 matrix of 7B's feed-forward, and train such a layer
+    on 16,384 tokens.
+    """
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import Linear
 
@@ -338,7 +456,8 @@ def merging(setting: Setting) -> Figures:
     from lightrft.models.peft import merge
     from lightrft.parallel.device import synchronize
 
-    device, tiny = setting.device, setting.tiny
+    device = setting.device
+    tiny = setting.tiny
     height, width, tokens = (96, 64, 32) if tiny else (18944, 3584, 16_384)
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(height, width, generator=generator) * 0.02).bfloat16()
@@ -379,7 +498,8 @@ def merging(setting: Setting) -> Figures:
 
 
 def learning(setting: Setting, engine: str, *more: str) -> Figures:
-    """GRPO in bfloat16 with this engine: the reward's rise, from the mean of the first to that of the last three steps.
+    """GRPO in bfloat16 with this engine: the reward's rise, from the mean of the first to that of
+    the last three steps.
 
     An engine that can sleep does so between rollouts, beside the trainer on the same device.
     """
@@ -389,6 +509,7 @@ def learning(setting: Setting, engine: str, *more: str) -> Figures:
         flags = ["--bf16", f"--engine_type={engine}", f"--max_steps={steps}", *sleep, *more]
         train(1, "train_ppo", ppo_flags(folder, "run", *flags))
         rows = metrics(folder / "run")
+
     rewards = [row["rollout/reward"] for row in rows]
     return {
         "rise of the reward": (sum(rewards[-3:]) - sum(rewards[:3])) / 3,
@@ -397,7 +518,9 @@ def learning(setting: Setting, engine: str, *more: str) -> Figures:
 
 
 def resume(setting: Setting) -> Figures:
-    """The relative distance of the metrics of a run that was killed and resumed from those of one that was not."""
+    """The relative distance of the metrics of a run that was killed and resumed from those of one
+    that was not.
+    """
     from runs import repeatable
 
     with temporary_folder() as folder:
@@ -417,7 +540,9 @@ def distance_of(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> flo
     """The largest difference of a number, relative to it where it is above 0.01."""
     if [row.keys() for row in rows] != [row.keys() for row in others]:
         raise RuntimeError("the runs reported other steps or other metrics")
-    pairs = [(row[name], other[name]) for row, other in zip(rows, others, strict=True) for name in row]
+    pairs = [
+        (row[name], other[name]) for row, other in zip(rows, others, strict=True) for name in row
+    ]
     pairs = [pair for pair in pairs if all(isinstance(value, int | float) for value in pair)]
     return max(abs(one - other) / max(abs(one), 0.01) for one, other in pairs)
 
@@ -428,13 +553,23 @@ def distance_of(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> flo
 def layout(setting: Setting, *flags: str) -> Figures:
     """Losses and gradient norms of supervised training in this layout against one rank's."""
     with temporary_folder() as folder:
-        common = [*(flag for flag in inputs(folder) if not flag.startswith("--reward")), "--train_batch_size=16", "--max_steps=3",
-                  "--max_tokens_per_microbatch=128", "--learning_rate=1e-3", "--num_episodes=4"]  # fmt: skip
+        common = [
+            *(flag for flag in inputs(folder) if not flag.startswith("--reward")),
+            "--train_batch_size=16",
+            "--max_steps=3",
+            "--max_tokens_per_microbatch=128",
+            "--learning_rate=1e-3",
+            "--num_episodes=4",
+        ]
         numeric = [flag for flag in flags if flag == "--bf16"]
         train(1, "train_sft", [*common, *numeric, f"--save_path={folder / 'one'}"])
         train(setting.ranks, "train_sft", [*common, *flags, f"--save_path={folder / 'many'}"])
         names = ("train/loss", "train/grad_norm")
-        one, many = ([{name: row[name] for name in names} for row in metrics(folder / run)] for run in ("one", "many"))
+        one, many = (
+            [{name: row[name] for name in names} for row in metrics(folder / run)]
+            for run in ("one", "many")
+        )
+
     return {"relative distance": distance_of(one, many)}
 
 
@@ -444,18 +579,27 @@ def death_of_a_rank(setting: Setting) -> Figures:
         rank = str(setting.ranks - 1)
         environment = {"KILL_AT": "3", "KILL_RANK": rank, "KILLED": str(folder / "when")}
         flags = ppo_flags(folder, "run", "--max_steps=6")
-        code, output = train(setting.ranks, "train_ppo", flags, environment=environment, check=False)
+        code, output = train(
+            setting.ranks, "train_ppo", flags, environment=environment, check=False
+        )
         ended = time.time()
         if code == 0 or not (folder / "when").exists():
             raise RuntimeError("no rank was killed")
         seconds = ended - float((folder / "when").read_text())
+
     return {"seconds": seconds, "named": float(f"rank {rank}" in output)}
 
 
 def shared_engine(setting: Setting) -> Figures:
-    """Steps that a run finishes whose engine is cut over two ranks, and whose rewards draw from numpy's generator."""
+    """Steps that a run finishes whose engine is cut over two ranks, and whose rewards draw from
+    numpy's generator.
+    """
     with temporary_folder() as folder:
-        flags = [flag for flag in ppo_flags(folder, "run", "--max_steps=6") if not flag.startswith("--engine_type")]
+        flags = [
+            flag
+            for flag in ppo_flags(folder, "run", "--max_steps=6")
+            if not flag.startswith("--engine_type")
+        ]
         more = ["--engine_type=vllm", "--engine_tp_size=2", "--engine_kv_cache_gb=0.125"]
         train(setting.ranks, "train_ppo", [*flags, *more])
         return {"steps": len(metrics(folder / "run"))}
@@ -465,14 +609,19 @@ def shared_engine(setting: Setting) -> Figures:
 
 
 def engine_contract(setting: Setting) -> Figures:
-    """Cases of the engine's contract that fail, on an engine that read a checkpoint and on one after it that awaits a stream."""
+    """Cases of the engine's contract that fail, on an engine that read a checkpoint and on one
+    after it that awaits a stream.
+    """
     from engine.contract import CASES, STREAM_ONLY_CASES, run_contract
     from tiny import tiny_model
 
     results: dict[str, str] = {}
     with temporary_folder() as folder:
         alone(setting)
-        folders = tiny_model(folder / "plain", seed=1), tiny_model(folder / "tied", seed=2, tie=True)
+        folders = (
+            tiny_model(folder / "plain", seed=1),
+            tiny_model(folder / "tied", seed=2, tie=True),
+        )
         for cases in (CASES, STREAM_ONLY_CASES):
             part = run_contract("vllm", 1, cases, *folders)
             for name, failure in part.items():
@@ -483,7 +632,9 @@ def engine_contract(setting: Setting) -> Figures:
 
 
 def sleep_cycles(setting: Setting) -> Figures:
-    """Cycles of sleep, wake and stream: the memory that stays asleep, its growth, greedy answers that change."""
+    """Cycles of sleep, wake and stream: the memory that stays asleep, its growth, greedy answers
+    that change.
+    """
     from lightrft.engine.base import Request, Sampling
     from lightrft.parallel.device import occupied_memory
 
@@ -492,7 +643,9 @@ def sleep_cycles(setting: Setting) -> Figures:
         engine, weights = stream_engine(setting, folder, setting.shape("Qwen/Qwen2.5-1.5B"))
         weight_bytes = sum(tensor.nbytes for tensor in weights.values())
         greedy = Sampling(temperature=0, max_tokens=8 if setting.tiny else 32)
-        residual, answers = [], []
+
+        residual = []
+        answers = []
         for version in range(3 if setting.tiny else 20):
             if version:
                 engine.sleep(2)
@@ -500,8 +653,12 @@ def sleep_cycles(setting: Setting) -> Figures:
                 engine.wake("weights")
             engine.load_weights(weights.items(), version)
             engine.wake("kv_cache")
-            answers.append([samples[0].token_ids for samples in engine.generate([Request([5, 6, 7])], greedy)])
+            answers.append(
+                [samples[0].token_ids for samples in engine.generate([Request([5, 6, 7])], greedy)]
+            )
+
         engine.close()
+
     return {
         "GB that stay": max(residual) / GB,
         "GB of growth": (residual[-1] - residual[1]) / GB,
@@ -510,7 +667,9 @@ def sleep_cycles(setting: Setting) -> Figures:
 
 
 def sync(setting: Setting, model: str, layers: str = "0") -> Figures:
-    """Seconds of load_weights() with the verification of a part, the best of five, from tensors that are on the device."""
+    """Seconds of load_weights() with the verification of a part, the best of five, from tensors
+    that are on the device.
+    """
     from lightrft.parallel.device import synchronize
 
     with temporary_folder() as folder:
@@ -528,9 +687,11 @@ def sync(setting: Setting, model: str, layers: str = "0") -> Figures:
 
 
 def rollout_speed(setting: Setting) -> Figures:
-    """Tokens per second of our loop over those of LLM.generate, and beside a thread that holds the interpreter.
+    """Tokens per second of our loop over those of LLM.generate, and beside a thread that holds the
+    interpreter.
 
-    Such a thread lets each step wait many times for the interpreter, so that responses beside it are short.
+    Such a thread lets each step wait many times for the interpreter, so that responses beside it
+    are short.
     """
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
@@ -554,17 +715,25 @@ def rollout_speed(setting: Setting) -> Figures:
         plain = SamplingParams(max_tokens=length, temperature=1.0, logprobs=0, detokenize=False)
 
         def with_engine(length: int = length) -> int:
-            outputs = engine.generate([Request(prompt) for prompt in prompts], Sampling(max_tokens=length))
+            outputs = engine.generate(
+                [Request(prompt) for prompt in prompts], Sampling(max_tokens=length)
+            )
             return sum(len(sample.token_ids) for samples in outputs for sample in samples)
 
         def with_vllm() -> int:
-            outputs = engine._llm.generate([tokens_input(prompt) for prompt in prompts], plain, use_tqdm=False)
+            outputs = engine._llm.generate(
+                [tokens_input(prompt) for prompt in prompts], plain, use_tqdm=False
+            )
             return sum(len(output.outputs[0].token_ids) for output in outputs)
 
         speeds = dict.fromkeys(("engine", "LLM.generate", "short", "beside a thread"), 0.0)
         for _ in range(2):
-            for name, action in (("engine", with_engine), ("LLM.generate", with_vllm), ("short", partial(with_engine, short)),
-                                 ("beside a thread", partial(with_engine, short))):
+            for name, action in (
+                ("engine", with_engine),
+                ("LLM.generate", with_vllm),
+                ("short", partial(with_engine, short)),
+                ("beside a thread", partial(with_engine, short)),
+            ):
                 stop = threading.Event()
                 thread = threading.Thread(target=busy, args=(stop,), daemon=True)
                 if name == "beside a thread":
@@ -573,7 +742,9 @@ def rollout_speed(setting: Setting) -> Figures:
                 tokens = action()
                 speeds[name] = max(speeds[name], tokens / (time.perf_counter() - began))
                 stop.set()
+
         engine.close()
+
     return {
         "tokens/s": speeds["engine"],
         "of LLM.generate": speeds["engine"] / speeds["LLM.generate"],
@@ -581,7 +752,9 @@ def rollout_speed(setting: Setting) -> Figures:
     }
 
 
-def stream_engine(setting: Setting, folder: Path, config: PretrainedConfig) -> tuple[Any, dict[str, Tensor]]:
+def stream_engine(
+    setting: Setting, folder: Path, config: PretrainedConfig
+) -> tuple[Any, dict[str, Tensor]]:
     """vLLM without weights, and weights for it: random, and where it computes."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -594,13 +767,21 @@ def stream_engine(setting: Setting, folder: Path, config: PretrainedConfig) -> t
     config.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     section = EngineSection(engine_type="vllm", engine_kv_cache_gb=0.125)
-    engine = build_engine(section, model_path=str(folder), dtype=dtype, device=setting.device, axis=alone(setting).engine(1),
-                          max_model_len=1024, from_stream=True)  # fmt: skip
+    engine = build_engine(
+        section,
+        model_path=str(folder),
+        dtype=dtype,
+        device=setting.device,
+        axis=alone(setting).engine(1),
+        max_model_len=1024,
+        from_stream=True,
+    )
     generator = torch.Generator(setting.device).manual_seed(0)
     weights = {
         name: torch.randn(shape, generator=generator, device=setting.device, dtype=dtype).mul_(0.05)
         for name, shape in engine.names.shapes.items()
     }
+
     return engine, weights
 
 
@@ -610,7 +791,9 @@ def stream_engine(setting: Setting, folder: Path, config: PretrainedConfig) -> t
 def strategy_of(**options: Any) -> Any:
     from lightrft.strategy import get_strategy
 
-    strategy = get_strategy({"fsdp": True, "seed": 0, "train_batch_size": 8, "micro_train_batch_size": 1, **options})
+    strategy = get_strategy(
+        {"fsdp": True, "seed": 0, "train_batch_size": 8, "micro_train_batch_size": 1, **options}
+    )
     strategy.setup_distributed()
     return strategy
 
@@ -624,27 +807,52 @@ def alone(setting: Setting) -> Any:
     if not dist.is_initialized():
         meeting = tempfile.NamedTemporaryFile(prefix="gpu_check_store", delete=False).name
         os.unlink(meeting)
-        dist.init_process_group(collective_backend(setting.device), init_method=f"file://{meeting}", rank=0, world_size=1)
+        dist.init_process_group(
+            collective_backend(setting.device),
+            init_method=f"file://{meeting}",
+            rank=0,
+            world_size=1,
+        )
     return Mesh.shared(setting.device.type)
 
 
 def train(
-    ranks: int, entrypoint: str, flags: list[str], *, environment: dict[str, str] | None = None, check: bool = True
+    ranks: int,
+    entrypoint: str,
+    flags: list[str],
+    *,
+    environment: dict[str, str] | None = None,
+    check: bool = True,
 ) -> tuple[int, str]:
     """Run a program of the package on so many ranks; returns the exit code and all it said."""
     module = f"lightrft.cli.{entrypoint}"
-    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = (
+        []
+        if ranks == 1
+        else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    )
     command = [sys.executable, *launcher, "-m", module, *flags]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ | own_paths() | (environment or {}), text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    run = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | own_paths() | (environment or {}),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
     if check and run.returncode:
-        raise RuntimeError(f"{entrypoint} on {ranks} ranks ended with {run.returncode}:\n{run.stdout[-3000:]}")
+        raise RuntimeError(
+            f"{entrypoint} on {ranks} ranks ended with {run.returncode}:\n{run.stdout[-3000:]}"
+        )
     return run.returncode, run.stdout
 
 
 def python(*command: Any) -> str:
     program = [sys.executable, *map(str, command)]
-    run = subprocess.run(program, cwd=ROOT, env=os.environ | own_paths(), capture_output=True, text=True)
+    run = subprocess.run(
+        program, cwd=ROOT, env=os.environ | own_paths(), capture_output=True, text=True
+    )
     if run.returncode:
         raise RuntimeError(run.stderr[-3000:])
     return run.stdout
@@ -665,13 +873,33 @@ class temporary_folder(tempfile.TemporaryDirectory):
 
 MEASUREMENTS: dict[str, Callable[..., Figures]] = {
     f.__name__: f
-    for f in (head_error, head, ahead_overlap, training, deterministic, gradient_memory, offload_speed, contract, merging,
-              learning, resume, layout, death_of_a_rank, shared_engine, engine_contract, sleep_cycles, sync, rollout_speed)
-}  # fmt: skip
+    for f in (
+        head_error,
+        head,
+        ahead_overlap,
+        training,
+        deterministic,
+        gradient_memory,
+        offload_speed,
+        contract,
+        merging,
+        learning,
+        resume,
+        layout,
+        death_of_a_rank,
+        shared_engine,
+        engine_contract,
+        sleep_cycles,
+        sync,
+        rollout_speed,
+    )
+}
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", choices=MEASUREMENTS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--ranks", type=int, default=1)

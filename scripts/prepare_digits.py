@@ -1,9 +1,10 @@
-"""Make what a first run on sound needs, without a download: a tiny model that hears, and synthesised digits.
+"""Make what a first run on sound needs, without a download: a tiny model that hears, and
+synthesised digits.
 
     python -m scripts.prepare_digits --out runs/digits/data --seed 0
 
-writes OUT/model (a Hugging Face folder with its processor), OUT/sound, OUT/train.jsonl and OUT/test.jsonl, always the same for
-the same seed.
+writes OUT/model (a Hugging Face folder with its processor), OUT/sound, OUT/train.jsonl and
+OUT/test.jsonl, always the same for the same seed.
 """
 
 import argparse
@@ -14,7 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration, Qwen2AudioProcessor, WhisperFeatureExtractor
+from transformers import (
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+    Qwen2AudioProcessor,
+    WhisperFeatureExtractor,
+)
 
 from lightrft.weight_sync.names import PublishedNames
 from scripts.prepare_quickstart import byte_tokenizer
@@ -26,42 +32,70 @@ SYLLABLES = ("ie", "ia", "io", "iu", "ae", "ao", "au", "oe", "oi", "ui")
 RATE = 16_000
 VOCAB_SIZE = 264  # 256 bytes, 3 special tokens, 3 for sound, rounded up to a multiple of 8
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + ': ' }}{% for part in message['content'] %}"
-    "{{ '<|AUDIO|>' if part['type'] == 'audio' else part['text'] }}{% endfor %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    "{% for message in messages %}{{ message['role'] + ': ' }}{% for part in message['content']"
+    " %}{{ '<|AUDIO|>' if part['type'] == 'audio' else part['text'] }}{% endfor %}{{ '\n' }}{%"
+    " endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 
 
 def tiny_qwen2_audio(folder: Path | str, seed: int = 0, *, seconds: int = 1) -> Path:
-    """Save a random Qwen2-Audio of 0.2 M parameters with its processor; it reads a token for each 40 ms of a clip.
+    """Save a random Qwen2-Audio of 0.2 M parameters with its processor; it reads a token for each
+    40 ms of a clip.
 
-    A clip costs as much as the longest one, of so many seconds; in vLLM that is 30, in the engine hf any number.
+    A clip costs as much as the longest one, of so many seconds; in vLLM that is 30, in the engine
+    hf any number.
     """
-    tokenizer, sizes = byte_tokenizer(), {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.08}
-    tokenizer.add_special_tokens({"extra_special_tokens": ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]})
-    ends = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    tokenizer = byte_tokenizer()
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.08}
+    tokenizer.add_special_tokens(
+        {"extra_special_tokens": ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]}
+    )
+    ends = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")
+    }
     config = Qwen2AudioConfig(
-        text_config=sizes | ends | {
-            "model_type": "qwen2", "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 192,
-            "num_key_value_heads": 2, "max_position_embeddings": tokenizer.model_max_length,
+        text_config=sizes
+        | ends
+        | {
+            "model_type": "qwen2",
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": tokenizer.model_max_length,
         },
-        audio_config={"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "num_mel_bins": 32,
-                      "init_std": 0.2, "max_source_positions": 50 * seconds},
-        audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"), tie_word_embeddings=False, dtype="float32",
-    )  # fmt: skip
+        audio_config={
+            "d_model": 32,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 64,
+            "num_mel_bins": 32,
+            "init_std": 0.2,
+            "max_source_positions": 50 * seconds,
+        },
+        audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2AudioForConditionalGeneration(config)
+
     PublishedNames(model)  # by which it is saved
     model.save_pretrained(folder)
     ear = WhisperFeatureExtractor(feature_size=32, chunk_length=seconds)
     Qwen2AudioProcessor(ear, tokenizer, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
+
     return Path(folder)
 
 
 def spoken(digit: int, rng: random.Random) -> np.ndarray:
-    """Return the sound of a digit, [N] int16: harmonics of a voice that two resonances make louder, one vowel after the other."""
-    pitch, parts = rng.uniform(100, 220), []
+    """Return the sound of a digit, [N] int16: harmonics of a voice that two resonances make louder,
+    one vowel after the other.
+    """
+    pitch = rng.uniform(100, 220)
+    parts = []
     for vowel in SYLLABLES[digit]:
         times = np.arange(int(RATE * rng.uniform(0.16, 0.24))) / RATE
         formants = [frequency * rng.uniform(0.95, 1.05) for frequency in VOWELS[vowel]]
@@ -73,7 +107,9 @@ def spoken(digit: int, rng: random.Random) -> np.ndarray:
 
 
 def recordings(folder: Path, name: str, count: int, rng: random.Random) -> None:
-    """FOLDER/NAME.jsonl, and the clips that its rows name below FOLDER/sound: equally many of each digit."""
+    """FOLDER/NAME.jsonl, and the clips that its rows name below FOLDER/sound: equally many of each
+    digit.
+    """
     (folder / "sound").mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(count):
@@ -83,20 +119,28 @@ def recordings(folder: Path, name: str, count: int, rng: random.Random) -> None:
             file.setparams((1, 2, RATE, 0, "NONE", ""))
             file.writeframes(spoken(digit, rng).tobytes())
         rows.append({"input": "<audio>digit?", "sound": path, "label": str(digit)})
+
     rng.shuffle(rows)
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the recordings")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the weights and of the recordings"
+    )
     args = parser.parse_args()
     rng = random.Random(args.seed)
     recordings(args.out, "train", 640, rng)
     recordings(args.out, "test", 80, rng)
     tiny_qwen2_audio(args.out / "model", args.seed)
-    print(f"{args.out}: 640 training and 80 held-out clips, a random Qwen2-Audio in {args.out / 'model'}")
+    print(
+        f"{args.out}: 640 training and 80 held-out clips, a random Qwen2-Audio in"
+        f" {args.out / 'model'}"
+    )
 
 
 if __name__ == "__main__":

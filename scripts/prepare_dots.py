@@ -1,9 +1,10 @@
-"""Make what a first run on videos needs, without a download: a tiny model that sees, and films of a dot that moves one way.
+"""Make what a first run on videos needs, without a download: a tiny model that sees, and films of a
+dot that moves one way.
 
     python -m scripts.prepare_dots --out runs/dots/data --seed 0
 
-writes OUT/model (a Hugging Face folder with its processor, which needs torchvision), OUT/films, OUT/train.jsonl and
-OUT/test.jsonl, always the same for the same seed.
+writes OUT/model (a Hugging Face folder with its processor, which needs torchvision), OUT/films,
+OUT/train.jsonl and OUT/test.jsonl, always the same for the same seed.
 """
 
 import argparse
@@ -25,61 +26,110 @@ from scripts.prepare_quickstart import byte_tokenizer
 
 DIRECTIONS = {"l": (-1, 0), "r": (1, 0), "u": (0, -1), "d": (0, 1)}
 """Columns and rows by which the dot moves from a frame to the next, in steps."""
-SIDE, STEP, RADIUS, FRAMES = 56, 10, 8, 4
-MARKS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
-         "vision_end_token_id": "<|vision_end|>"}  # fmt: skip
+SIDE = 56
+STEP = 10
+RADIUS = 8
+FRAMES = 4
+MARKS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
 VOCAB_SIZE = 264  # 256 bytes, 3 special tokens, 4 for media, rounded up to a multiple of 8
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + ': ' }}{% for part in message['content'] %}"
-    "{{ '<|vision_start|><|' + part['type'] + '_pad|><|vision_end|>' if part['type'] != 'text' else part['text'] }}{% endfor %}"
-    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    "{% for message in messages %}{{ message['role'] + ': ' }}{% for part in message['content']"
+    " %}{{ '<|vision_start|><|' + part['type'] + '_pad|><|vision_end|>' if part['type'] != 'text'"
+    " else part['text'] }}{% endfor %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{"
+    " 'assistant: ' }}{% endif %}"
 )
 
 
 def tiny_qwen2_5_vl(folder: Path | str, seed: int = 0) -> Path:
-    """Save a random Qwen2.5-VL of 0.2 M parameters with its processor; it reads eight tokens of a film."""
-    tokenizer, sizes = byte_tokenizer(), {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.08}
+    """Save a random Qwen2.5-VL of 0.2 M parameters with its processor; it reads eight tokens of a
+    film.
+    """
+    tokenizer = byte_tokenizer()
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.08}
     tokenizer.add_special_tokens({"extra_special_tokens": list(MARKS.values())})
-    ends = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    ends = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")
+    }
     config = Qwen2_5_VLConfig(
-        text_config=sizes | ends | {
-            "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 192, "num_key_value_heads": 2,
+        text_config=sizes
+        | ends
+        | {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_key_value_heads": 2,
             "max_position_embeddings": tokenizer.model_max_length,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [4, 6, 6],
+            },
         },
         vision_config={
-            "depth": 2, "num_heads": 2, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "patch_size": 14,
-            "fullatt_block_indexes": [0, 1], "window_size": SIDE, "initializer_range": 0.08,
+            "depth": 2,
+            "num_heads": 2,
+            "hidden_size": 32,
+            "out_hidden_size": 64,
+            "intermediate_size": 64,
+            "patch_size": 14,
+            "fullatt_block_indexes": [0, 1],
+            "window_size": SIDE,
+            "initializer_range": 0.08,
             "rope_parameters": {"rope_type": "axial", "rope_theta": 1e4},
         },
         **{name: tokenizer.convert_tokens_to_ids(mark) for name, mark in MARKS.items()},
-        tie_word_embeddings=False, dtype="float32",
-    )  # fmt: skip
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+
     size = {"shortest_edge": SIDE**2, "longest_edge": FRAMES * SIDE**2}
-    images, videos = Qwen2VLImageProcessor(size=size, patch_size=14), Qwen2VLVideoProcessor(size=size, patch_size=14)
-    Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
+    images = Qwen2VLImageProcessor(size=size, patch_size=14)
+    videos = Qwen2VLVideoProcessor(size=size, patch_size=14)
+    Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=CHAT_TEMPLATE).save_pretrained(
+        folder
+    )
+
     return Path(folder)
 
 
 def film(direction: str, rng: random.Random) -> list[Image.Image]:
-    """Return the frames of a light dot on a dark ground; it begins anywhere from where it stays inside."""
-    frames, reach = [], (FRAMES - 1) * STEP
-    shade, ground = rng.randint(180, 255), rng.randint(0, 60)
+    """Return the frames of a light dot on a dark ground; it begins anywhere from where it stays
+    inside.
+    """
+    frames = []
+    reach = (FRAMES - 1) * STEP
+    shade = rng.randint(180, 255)
+    ground = rng.randint(0, 60)
     moves = DIRECTIONS[direction]
-    first = [rng.randint(RADIUS + reach * (move < 0), SIDE - RADIUS - reach * (move > 0)) for move in moves]
+    first = [
+        rng.randint(RADIUS + reach * (move < 0), SIDE - RADIUS - reach * (move > 0))
+        for move in moves
+    ]
+
     for number in range(FRAMES):
         frame = Image.new("RGB", (SIDE, SIDE), (ground, ground, ground))
         x, y = (place + number * STEP * move for place, move in zip(first, moves, strict=True))
-        ImageDraw.Draw(frame).ellipse((x - RADIUS, y - RADIUS, x + RADIUS, y + RADIUS), (shade, shade, shade))
+        ImageDraw.Draw(frame).ellipse(
+            (x - RADIUS, y - RADIUS, x + RADIUS, y + RADIUS), (shade, shade, shade)
+        )
         frames.append(frame)
+
     return frames
 
 
 def films(folder: Path, name: str, count: int, rng: random.Random) -> None:
-    """FOLDER/NAME.jsonl, and the films that its rows name below FOLDER/films: equally many of each direction."""
+    """FOLDER/NAME.jsonl, and the films that its rows name below FOLDER/films: equally many of each
+    direction.
+    """
     (folder / "films").mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(count):
@@ -93,7 +143,9 @@ def films(folder: Path, name: str, count: int, rng: random.Random) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the films")
     args = parser.parse_args()
@@ -101,7 +153,10 @@ def main() -> None:
     films(args.out, "train", 512, rng)
     films(args.out, "test", 64, rng)
     tiny_qwen2_5_vl(args.out / "model", args.seed)
-    print(f"{args.out}: 512 training and 64 held-out films, a random Qwen2.5-VL in {args.out / 'model'}")
+    print(
+        f"{args.out}: 512 training and 64 held-out films, a random Qwen2.5-VL in"
+        f" {args.out / 'model'}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Turn GSM8K (question, answer with `#### 42` at its end) into prompts with the final number as label.
+"""Turn GSM8K (question, answer with `#### 42` at its end) into prompts with the final number as
+label.
 
-    python scripts/prepare_gsm8k.py --out data/gsm8k                      # from the hub: openai/gsm8k
-    python scripts/prepare_gsm8k.py --source folder --out data/gsm8k      # from train and test JSONL or parquet files
+    python scripts/prepare_gsm8k.py --out data/gsm8k                  # from the hub: openai/gsm8k
+    python scripts/prepare_gsm8k.py --source folder --out data/gsm8k  # from JSONL or parquet files
 
 writes OUT/train.jsonl and OUT/test.jsonl with {"input": chat messages, "label": "42"}.
 """
@@ -20,20 +21,30 @@ FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 def read_split(source: str, split: str) -> Iterable[dict[str, Any]]:
-    """Rows of one split: of the files in a folder whose names begin with it, or of the hub's data set."""
+    """Rows of one split: of the files in a folder whose names begin with it, or of the hub's data
+    set.
+    """
     folder = Path(source).expanduser()
     if not folder.is_dir():
         if folder.suffix or source.count("/") != 1:
-            raise SystemExit(f"--source {source}: neither an existing folder nor a hub name (owner/name) either")
+            raise SystemExit(
+                f"--source {source}: neither an existing folder nor a hub name (owner/name) either"
+            )
         try:
             return load_dataset(source, "main", split=split)
         except Exception as error:  # the hub's client raises errors of several libraries
-            raise SystemExit(f"--source {source}: the hub does not give it ({type(error).__name__}: {error}). Without a network, "
-                             "pass a folder with its train and test files: --source folder") from error  # fmt: skip
+            raise SystemExit(
+                f"--source {source}: the hub does not give it ({type(error).__name__}: {error})."
+                " Without a network, pass a folder with its train and test files: --source folder"
+            ) from error
+
     files = sorted(file for file in folder.rglob(f"{split}*") if file.suffix in FORMATS)
     if not files:
         raise SystemExit(f"--source {source}: no {split}*.jsonl or {split}*.parquet file in it")
-    return load_dataset(FORMATS[files[0].suffix], data_files=[str(file) for file in files], split="train")
+
+    return load_dataset(
+        FORMATS[files[0].suffix], data_files=[str(file) for file in files], split="train"
+    )
 
 
 def convert(rows: Iterable[dict[str, Any]], where: str) -> Iterator[dict[str, Any]]:
@@ -43,7 +54,9 @@ def convert(rows: Iterable[dict[str, Any]], where: str) -> Iterator[dict[str, An
             label = final_number(row["answer"])
             question = row["question"].strip()
         except (KeyError, ValueError, AttributeError) as error:
-            raise SystemExit(f"{where}, row {number}: not a GSM8K problem ({type(error).__name__}: {error})") from error
+            raise SystemExit(
+                f"{where}, row {number}: not a GSM8K problem ({type(error).__name__}: {error})"
+            ) from error
         yield {"input": [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}], "label": label}
 
 
@@ -57,14 +70,21 @@ def final_number(answer: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", default="openai/gsm8k", help="hub name, or a folder of JSONL or parquet files")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--source", default="openai/gsm8k", help="hub name, or a folder of JSONL or parquet files"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+
     for split in SPLITS:
         problems = list(convert(read_split(args.source, split), f"{args.source} {split}"))
-        (args.out / f"{split}.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in problems))
+        (args.out / f"{split}.jsonl").write_text(
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in problems)
+        )
         print(f"{args.out / split}.jsonl: {len(problems)} problems")
 
 

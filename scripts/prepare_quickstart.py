@@ -2,9 +2,10 @@
 
     python scripts/prepare_quickstart.py --out runs/quickstart/data --seed 0
 
-writes OUT/model (a Hugging Face folder), OUT/train.jsonl and OUT/test.jsonl, always the same for the same seed. The folders
-pairs, answers and steps of OUT contain the same problems, train.jsonl and test.jsonl, with judgements: pairs of a right and a
-wrong answer, single answers of which half are wrong, and wrong answers character by character. The task `calculator` also has
+writes OUT/model (a Hugging Face folder), OUT/train.jsonl and OUT/test.jsonl, always the same for
+the same seed. The folders pairs, answers and steps of OUT contain the same problems, train.jsonl
+and test.jsonl, with judgements: pairs of a right and a wrong answer, single answers of which half
+are wrong, and wrong answers character by character. The task `calculator` also has
 OUT/demonstrations.jsonl: conversations with the calculator, of which a quarter are right.
 """
 
@@ -33,20 +34,26 @@ CHAT_TEMPLATE = (
 NUM_PROBLEMS = 10_000
 NUM_HELD_OUT = 500
 LONGEST_WORD = 16
-CALL, CALL_END = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
+CALL_END = '"}}</tool_call>'
 """Fixed parts of a call of the calculator; each is one token of the task `calculator`."""
 
 Problem = dict[str, str]
 
 
 def byte_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """A byte-level BPE without merges: ids 0..255 are the bytes, then <|pad|> 256, <|bos|> 257, <|eos|> 258, and the words."""
-    model = models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[])
+    """A byte-level BPE without merges: ids 0..255 are the bytes, then <|pad|> 256, <|bos|> 257,
+    <|eos|> 258, and the words.
+    """
+    model = models.BPE(
+        vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[]
+    )
     backend = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIAL_TOKENS.values()))
     backend.add_tokens(list(words))
+
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=CHAT_TEMPLATE,
@@ -57,7 +64,8 @@ def byte_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def tiny_qwen3(folder: Path | str, seed: int = 0, words: Sequence[str] = ()) -> Path:
-    """Save a random Qwen3 of 157,120 parameters with its byte tokenizer, in true Hugging Face format.
+    """Save a random Qwen3 of 157,120 parameters with its byte tokenizer, in true Hugging Face
+    format.
 
     At most 5 words are tokens of their own.
     """
@@ -78,22 +86,32 @@ def tiny_qwen3(folder: Path | str, seed: int = 0, words: Sequence[str] = ()) -> 
         eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
     )
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
+
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)
 
 
 def addition_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
-    """All sums of two numbers below 100, `27+58=` -> `580`: three digits, units first. Returns (train, held out)."""
+    """All sums of two numbers below 100, `27+58=` -> `580`: three digits, units first.
+
+    Returns (train, held out).
+    """
     pairs = [(a, b) for a in range(100) for b in range(100)]
-    return _split([{"input": f"{a:02d}+{b:02d}=", "label": f"{a + b:03d}"[::-1]} for a, b in pairs], seed)
+    return _split(
+        [{"input": f"{a:02d}+{b:02d}=", "label": f"{a + b:03d}"[::-1]} for a, b in pairs], seed
+    )
 
 
 def sorting_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
-    """Letters to put in order, `dbca>` -> `abcd`, 1 to 16 of them: responses of many lengths. Returns (train, held out)."""
+    """Letters to put in order, `dbca>` -> `abcd`, 1 to 16 of them: responses of many lengths.
+
+    Returns (train, held out).
+    """
     rng = random.Random(seed)
     words: dict[str, None] = {}
     while len(words) < NUM_PROBLEMS:
@@ -103,20 +121,32 @@ def sorting_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
 
 
 def pairs(problems: list[Problem], seed: int) -> list[Problem]:
-    """The right answer of each problem beside a wrong one, in which one character is that of another answer in its place."""
+    """The right answer of each problem beside a wrong one, in which one character is that of
+    another answer in its place.
+    """
     rng = random.Random(seed)
     answers = [problem["label"] for problem in problems]
     return [
-        {"prompt": problem["input"], "chosen": problem["label"], "rejected": _wrong(problem["label"], answers, rng)}
+        {
+            "prompt": problem["input"],
+            "chosen": problem["label"],
+            "rejected": _wrong(problem["label"], answers, rng),
+        }
         for problem in problems
     ]
 
 
 def judged_answers(problems: list[Problem], seed: int) -> list[dict[str, Any]]:
-    """One answer to each problem with its judgement: the right one, or for every other problem a wrong one."""
+    """One answer to each problem with its judgement: the right one, or for every other problem a
+    wrong one.
+    """
     both = enumerate(pairs(problems, seed))
     return [
-        {"prompt": pair["prompt"], "completion": pair["rejected" if place % 2 else "chosen"], "label": place % 2 == 0}
+        {
+            "prompt": pair["prompt"],
+            "completion": pair["rejected" if place % 2 else "chosen"],
+            "label": place % 2 == 0,
+        }
         for place, pair in both
     ]
 
@@ -124,33 +154,51 @@ def judged_answers(problems: list[Problem], seed: int) -> list[dict[str, Any]]:
 def judged_steps(problems: list[Problem], seed: int) -> list[dict[str, Any]]:
     """The characters of the wrong answers as steps, each with its judgement."""
     return [
-        {"prompt": pair["prompt"], "completions": list(pair["rejected"]),
-         "labels": [one == right for one, right in zip(pair["rejected"], pair["chosen"], strict=True)]}
+        {
+            "prompt": pair["prompt"],
+            "completions": list(pair["rejected"]),
+            "labels": [
+                one == right for one, right in zip(pair["rejected"], pair["chosen"], strict=True)
+            ],
+        }
         for pair in pairs(problems, seed)
-    ]  # fmt: skip
+    ]
 
 
 def _wrong(answer: str, answers: list[str], rng: random.Random) -> str:
     while True:
-        place, other = rng.randrange(len(answer)), rng.choice(answers)
+        place = rng.randrange(len(answer))
+        other = rng.choice(answers)
         if place < len(other) and other[place] != answer[place]:
             return answer[:place] + other[place] + answer[place + 1 :]
 
 
 def guessing_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
-    """Digits to guess, which only the environment `guess_number` knows. Returns (train, held out)."""
+    """Digits to guess, which only the environment `guess_number` knows.
+
+    Returns (train, held out).
+    """
     rng = random.Random(seed)
-    return _split([{"input": "guess: ", "label": str(rng.randrange(10))} for _ in range(NUM_PROBLEMS)], seed)
+    return _split(
+        [{"input": "guess: ", "label": str(rng.randrange(10))} for _ in range(NUM_PROBLEMS)], seed
+    )
 
 
 def product_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
     """All products of two numbers of two digits, `27*58=` -> `1566`. Returns (train, held out)."""
-    return _split([{"input": f"{a}*{b}=", "label": str(a * b)} for a in range(10, 100) for b in range(10, 100)], seed)
+    return _split(
+        [
+            {"input": f"{a}*{b}=", "label": str(a * b)}
+            for a in range(10, 100)
+            for b in range(10, 100)
+        ],
+        seed,
+    )
 
 
 def demonstrations(problems: list[Problem], seed: int) -> list[dict[str, Any]]:
-    """Conversations about products: of eight, two call the calculator and copy its result, one calls it with a digit changed, and
-    five answer at once, with the answer to another problem.
+    """Conversations about products: of eight, two call the calculator and copy its result, one
+    calls it with a digit changed, and five answer at once, with the answer to another problem.
     """
     rng = random.Random(seed)
     rows = []
@@ -166,6 +214,7 @@ def demonstrations(problems: list[Problem], seed: int) -> list[dict[str, Any]]:
             answer = f"about {rng.choice(problems)['label']}"
         messages.append({"role": "assistant", "content": answer})
         rows.append({"messages": messages, "tools": [{"name": "calculator"}]})
+
     return rows
 
 
@@ -175,8 +224,12 @@ def _with_another_digit(expression: str, rng: random.Random) -> str:
     return expression[:place] + digit + expression[place + 1 :]
 
 
-TASKS = {"addition": addition_problems, "sorting": sorting_problems, "guessing": guessing_problems,
-         "calculator": product_problems}  # fmt: skip
+TASKS = {
+    "addition": addition_problems,
+    "sorting": sorting_problems,
+    "guessing": guessing_problems,
+    "calculator": product_problems,
+}
 
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -185,7 +238,9 @@ def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in every byte-level BPE: itself, or the next one from U+0100."""
+    """The printable character that stands for each byte in every byte-level BPE: itself, or the
+    next one from U+0100.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     substitutes = map(chr, range(0x100, 0x200))
     return [chr(byte) if byte in printable else next(substitutes) for byte in range(256)]
@@ -198,7 +253,9 @@ def _split(problems: list[Problem], seed: int) -> tuple[list[Problem], list[Prob
 
 def main(argv: Sequence[str] | None = None) -> None:
     disable_progress_bar()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the split")
     parser.add_argument("--task", choices=TASKS, default="addition", help="kind of problem")
@@ -206,14 +263,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     train, held_out = TASKS[args.task](args.seed)
     write_jsonl(args.out / "train.jsonl", train)
     write_jsonl(args.out / "test.jsonl", held_out)
+
     for split, problems in (("train", train), ("test", held_out)):
         write_jsonl(args.out / "pairs" / f"{split}.jsonl", pairs(problems, args.seed))
         write_jsonl(args.out / "answers" / f"{split}.jsonl", judged_answers(problems, args.seed))
         write_jsonl(args.out / "steps" / f"{split}.jsonl", judged_steps(problems, args.seed))
+
     if args.task == "calculator":
         write_jsonl(args.out / "demonstrations.jsonl", demonstrations(train, args.seed))
     tiny_qwen3(args.out / "model", args.seed, [CALL, CALL_END] if args.task == "calculator" else [])
-    print(f"{args.out}: {len(train)} training and {len(held_out)} held-out problems, a random Qwen3 in {args.out / 'model'}")
+    print(
+        f"{args.out}: {len(train)} training and {len(held_out)} held-out problems, a random Qwen3"
+        f" in {args.out / 'model'}"
+    )
 
 
 if __name__ == "__main__":

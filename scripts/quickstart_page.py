@@ -2,8 +2,9 @@
 
     bash scripts/quickstart.sh && python scripts/quickstart_page.py runs/quickstart
 
-keeps the numbers of the run in docs/quickstart.json, draws docs/quickstart.svg from them, and writes the sentence between the
-marks of README.md. A test compares all three, so that none of them is written by hand.
+keeps the numbers of the run in docs/quickstart.json, draws docs/quickstart.svg from them, and
+writes the sentence between the marks of README.md. A test compares all three, so that none of them
+is written by hand.
 """
 
 import argparse
@@ -18,20 +19,40 @@ sys.path.insert(0, str(ROOT))
 from scripts.curves import Curve, Panel, figure  # noqa: E402  after its folder
 from scripts.pages import between_marks  # noqa: E402
 
-RECORD, PICTURE = ROOT / "docs/quickstart.json", ROOT / "docs/quickstart.svg"
-ACCURACIES = {"eval_before_sft": "at the start", "eval_after_sft": "after SFT", "eval_after_rl": "after GRPO"}
+RECORD = ROOT / "docs/quickstart.json"
+PICTURE = ROOT / "docs/quickstart.svg"
+ACCURACIES = {
+    "eval_before_sft": "at the start",
+    "eval_after_sft": "after SFT",
+    "eval_after_rl": "after GRPO",
+}
 
 Json = dict[str, Any]
 
 
 def record(folder: Path) -> Json:
     """Return the numbers of a run's folder that the page shows."""
-    summary, run = (json.loads((folder / name).read_text()) for name in ("summary.json", "run.json"))
+    summary, run = (
+        json.loads((folder / name).read_text()) for name in ("summary.json", "run.json")
+    )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    names = {"reward": "rollout/reward", "accuracy": "eval/accuracy", "mismatch": "engine/logprob_mismatch"}
-    curves = {short: [[row["step"], float(f"{row[name]:.3g}")] for row in rows if name in row] for short, name in names.items()}
+    names = {
+        "reward": "rollout/reward",
+        "accuracy": "eval/accuracy",
+        "mismatch": "engine/logprob_mismatch",
+    }
+    curves = {
+        short: [[row["step"], float(f"{row[name]:.3g}")] for row in rows if name in row]
+        for short, name in names.items()
+    }
     numbers = {name: round(summary[name], 3) for name in ACCURACIES}
-    return numbers | {"parameters": run["parameters"], "steps": run["steps"], "engine": run["engine"], "curves": curves}
+
+    return numbers | {
+        "parameters": run["parameters"],
+        "steps": run["steps"],
+        "engine": run["engine"],
+        "curves": curves,
+    }
 
 
 def sentence(of: Json) -> str:
@@ -39,8 +60,9 @@ def sentence(of: Json) -> str:
     accuracies = ", ".join(f"{of[name]:.0%} {when}" for name, when in ACCURACIES.items())
     largest = max(value for _, value in of["curves"]["mismatch"])
     return (
-        f"A run on two cores: {of['parameters']:,} parameters, {of['steps']} steps of GRPO, held-out accuracy {accuracies};\n"
-        f"the log-probs of {of['engine']} and trainer differ by {largest:.0e} on average in the worst step."
+        f"A run on two cores: {of['parameters']:,} parameters, {of['steps']} steps of GRPO,"
+        f" held-out accuracy {accuracies};\nthe log-probs of {of['engine']} and trainer differ by"
+        f" {largest:.0e} on average in the worst step."
     )
 
 
@@ -51,8 +73,14 @@ def picture(of: Json) -> str:
     panels = (
         Panel("Reward, mean of a step", [Curve(curves["reward"])], (0.0, 1.0), "{:g}"),
         Panel("Held-out accuracy", [Curve(curves["accuracy"])], (0.0, 1.0), "{:.0%}"),
-        Panel("Engine and trainer, log-prob gap", [Curve(gaps)], (0.0, 1.25 * max(y for _, y in gaps)), "{:.0e}"),
+        Panel(
+            "Engine and trainer, log-prob gap",
+            [Curve(gaps)],
+            (0.0, 1.25 * max(y for _, y in gaps)),
+            "{:.0e}",
+        ),
     )
+
     return figure(panels, columns=3)
 
 
@@ -62,7 +90,9 @@ def with_sentence(readme: str, of: Json) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="what scripts/quickstart.sh has left")
     of = record(parser.parse_args().folder)
     RECORD.write_text(json.dumps(of) + "\n")

@@ -1,6 +1,7 @@
-"""Compare the part of SGLang that lightrft/engine/sglang/ uses with a version of SGLang; sources are read, not imported.
+"""Compare the part of SGLang that lightrft/engine/sglang/ uses with a version of SGLang; sources
+are read, not imported.
 
-    python scripts/sglang_interface.py --out tests/engine/sglang_newest.json     record the newest version (downloads its wheel)
+    python scripts/sglang_interface.py --out tests/engine/sglang_newest.json  # record the newest version
 """
 
 import argparse
@@ -17,14 +18,22 @@ from typing import Any
 ARGUMENTS = ("arguments", "_on_accelerator", "_on_cpu")
 SAMPLING = ("_parameters", "_prefill_only")
 TAGS = ("_sleep", "_wake")
-"""Functions of the adapter in which strings are names of SGLang's: its engine's arguments, of a request, of its memory."""
+"""Functions of the adapter in which strings are names of SGLang's: its engine's arguments, of a
+request, of its memory."""
 ATTRIBUTES = {
-    "sglang.srt.entrypoints.engine:Engine": ["_launch_detokenizer_subprocesses", "run_scheduler_process_func"],
+    "sglang.srt.entrypoints.engine:Engine": [
+        "_launch_detokenizer_subprocesses",
+        "run_scheduler_process_func",
+    ],
     "sglang.srt.layers.linear:ColumnParallelLinear": ["output_partition_sizes"],
     "sglang.srt.layers.linear:QKVParallelLinear": ["num_kv_head_replicas"],
     "sglang.srt.layers.linear:RowParallelLinear": ["input_size_per_partition"],
     "sglang.srt.layers.moe.fused_moe_triton.layer:FusedMoE": [
-        "intermediate_size_per_partition", "moe_ep_size", "moe_runner_config", "moe_tp_rank", "num_fused_shared_experts",
+        "intermediate_size_per_partition",
+        "moe_ep_size",
+        "moe_runner_config",
+        "moe_tp_rank",
+        "num_fused_shared_experts",
         "quant_method",
     ],
     "sglang.srt.layers.moe.moe_runner.base:MoeRunnerConfig": ["is_gated"],
@@ -32,19 +41,38 @@ ATTRIBUTES = {
     "sglang.srt.layers.logits_processor:LogitsProcessorOutput": ["next_token_logits"],
     "sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding": ["shard_indices"],
     "sglang.srt.managers.io_struct:FlushCacheReqOutput": ["success"],
-    "sglang.srt.managers.scheduler:Scheduler": ["handle_rpc_request", "tp_group", "tp_worker", "tree_cache"],
-    "sglang.srt.managers.tokenizer_manager:TokenizerManager": ["_subprocess_watchdog", "abort_request", "signal_handler_class"],
-    "sglang.srt.managers.tokenizer_manager:SignalHandler": ["running_phase_sigquit_handler", "sigterm_handler"],
+    "sglang.srt.managers.scheduler:Scheduler": [
+        "handle_rpc_request",
+        "tp_group",
+        "tp_worker",
+        "tree_cache",
+    ],
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager": [
+        "_subprocess_watchdog",
+        "abort_request",
+        "signal_handler_class",
+    ],
+    "sglang.srt.managers.tokenizer_manager:SignalHandler": [
+        "running_phase_sigquit_handler",
+        "sigterm_handler",
+    ],
     "sglang.srt.managers.tp_worker:TpModelWorker": ["model_runner"],
     "sglang.srt.mem_cache.multimodal_cache:MultiModalStaticCache": ["__len__", "clear"],
     "sglang.srt.mem_cache.radix_cache:RadixCache": ["evictable_size"],
     "sglang.srt.model_executor.model_runner:ModelRunner": ["model"],
     "sglang.srt.sampling.custom_logit_processor:CustomLogitProcessor": ["to_str"],
-    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo": ["from_schedule_batch", "sampling_seed"],
+    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo": [
+        "from_schedule_batch",
+        "sampling_seed",
+    ],
     "sglang.srt.utils.watchdog:SubprocessWatchdog": ["stop"],
-    "sglang.srt.weight_sync.tensor_bucket:FlattenedTensorBucket": ["get_flattened_tensor", "get_metadata"],
+    "sglang.srt.weight_sync.tensor_bucket:FlattenedTensorBucket": [
+        "get_flattened_tensor",
+        "get_metadata",
+    ],
 }
-"""Beyond its engine's methods: what the adapter reaches of SGLang's objects, here and in SGLang's processes."""
+"""Beyond its engine's methods: what the adapter reaches of SGLang's objects, here and in SGLang's
+processes."""
 
 
 ADAPTER = Path(__file__).resolve().parent.parent / "lightrft" / "engine" / "sglang"
@@ -56,60 +84,112 @@ def source() -> str:
 
 
 def used(adapter: str) -> dict[str, Any]:
-    """From the adapter's source: what it imports, calls with which keywords, and names by strings."""
+    """From the adapter's source: what it imports, calls with which keywords, and names by
+    strings.
+    """
     tree = ast.parse(adapter)
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    imports = [(node.module, name.name) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
-               and str(node.module).startswith("sglang") for name in node.names]
-    modules = {name: f"{module}.{name}" for module, name in imports if name.islower() and "_" not in name}
-    imports += [(modules[node.value.id], node.attr) for node in ast.walk(tree) if isinstance(node, ast.Attribute)
-                and isinstance(node.value, ast.Name) and node.value.id in modules]
+    imports = [
+        (node.module, name.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("sglang")
+        for name in node.names
+    ]
+    modules = {
+        name: f"{module}.{name}" for module, name in imports if name.islower() and "_" not in name
+    }
+    imports += [
+        (modules[node.value.id], node.attr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in modules
+    ]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     start = next(node for node in calls if ast.unparse(node.func) == "_SGLang")
+
     methods: dict[str, set[str]] = {}
     for call in calls:
-        if ast.unparse(call.func).startswith("self.engine.") and isinstance(call.func.value, ast.Attribute):
-            owner, name = ast.unparse(call.func.value), call.func.attr
+        if ast.unparse(call.func).startswith("self.engine.") and isinstance(
+            call.func.value, ast.Attribute
+        ):
+            owner = ast.unparse(call.func.value)
+            name = call.func.attr
             if owner == "self.engine":
                 methods.setdefault(name, set()).update(keyword.arg for keyword in call.keywords)
+
     return {
         "imports": imports,
         "methods": methods,
-        "arguments": {word.arg for word in start.keywords if word.arg} | set(_keys(functions, ARGUMENTS)),
-        "sampling": set(_keys(functions, SAMPLING)) - {"top_k", "top_p", "banned", "size"},  # of the adapter's own processor
+        "arguments": {word.arg for word in start.keywords if word.arg}
+        | set(_keys(functions, ARGUMENTS)),
+        # of the adapter's own processor
+        "sampling": set(_keys(functions, SAMPLING)) - {"top_k", "top_p", "banned", "size"},
         "tags": {value for name in TAGS for value in _strings_in_sets(functions[name])},
     }
 
 
 def interface(packages: Path | str) -> dict[str, Any]:
-    """Return the interface of the SGLang in a folder of packages, as far as the adapter could use it, for JSON."""
+    """Return the interface of the SGLang in a folder of packages, as far as the adapter could use
+    it, for JSON.
+    """
     sources = Path(packages) / "sglang" / "srt"
     fields = [sources / "server_args.py", *sorted((sources / "arg_groups" / "fields").glob("*.py"))]
     constants = ast.parse((sources / "constants.py").read_text())
+
     return {
-        "version": next(Path(packages).glob("sglang-*.dist-info")).name.split("-")[1].removesuffix(".dist"),
-        "names": {module: sorted(names & _names(packages, module)) for module, names in _imported().items()},
+        "version": next(Path(packages).glob("sglang-*.dist-info"))
+        .name.split("-")[1]
+        .removesuffix(".dist"),
+        "names": {
+            module: sorted(names & _names(packages, module))
+            for module, names in _imported().items()
+        },
         "methods": _methods(_class(_module(packages, "sglang.srt.entrypoints.engine"), "Engine")),
-        "arguments": sorted({name for file in fields for name in _annotated(ast.parse(file.read_text()))}),
-        "sampling": sorted(_annotated(_class(_module(packages, "sglang.srt.sampling.sampling_params"), "SamplingParams"))),
-        "tags": sorted(node.value for node in ast.walk(constants)
-                       if isinstance(node, ast.Constant) and isinstance(node.value, str)),
-        "attributes": {place: sorted(set(names) & _attributes(packages, place)) for place, names in ATTRIBUTES.items()},
+        "arguments": sorted(
+            {name for file in fields for name in _annotated(ast.parse(file.read_text()))}
+        ),
+        "sampling": sorted(
+            _annotated(
+                _class(_module(packages, "sglang.srt.sampling.sampling_params"), "SamplingParams")
+            )
+        ),
+        "tags": sorted(
+            node.value
+            for node in ast.walk(constants)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ),
+        "attributes": {
+            place: sorted(set(names) & _attributes(packages, place))
+            for place, names in ATTRIBUTES.items()
+        },
     }
 
 
 def missing(expected: dict[str, Any], installed: dict[str, Any]) -> list[str]:
     """Return the names that the adapter uses and the version does not have."""
-    problems = [f"from {module} import {name}" for module, name in expected["imports"]
-                if name not in installed["names"].get(module, [])]
+    problems = [
+        f"from {module} import {name}"
+        for module, name in expected["imports"]
+        if name not in installed["names"].get(module, [])
+    ]
     for method, keywords in expected["methods"].items():
-        lost = [method] if method not in installed["methods"] else sorted(keywords - set(installed["methods"][method]))
+        lost = (
+            [method]
+            if method not in installed["methods"]
+            else sorted(keywords - set(installed["methods"][method]))
+        )
         takes_all = "**" in installed["methods"].get(method, [])
         problems += [] if lost and takes_all else [f"Engine.{method}: {name}" for name in lost]
+
     for kind in ("arguments", "sampling", "tags"):
         problems += [f"{kind}: {name}" for name in sorted(expected[kind] - set(installed[kind]))]
-    return problems + [f"{place}.{name}" for place, names in ATTRIBUTES.items() for name in names
-                       if name not in installed["attributes"].get(place, [])]
+    return problems + [
+        f"{place}.{name}"
+        for place, names in ATTRIBUTES.items()
+        for name in names
+        if name not in installed["attributes"].get(place, [])
+    ]
 
 
 def _imported() -> dict[str, set[str]]:
@@ -122,26 +202,38 @@ def _imported() -> dict[str, set[str]]:
 
 def _module(packages: Path | str, module: str) -> ast.Module:
     path = Path(packages, *module.split("."))
-    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    return ast.parse(
+        (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    )
 
 
 def _class(tree: ast.AST, name: str) -> ast.ClassDef:
-    return next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
+    return next(
+        node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name
+    )
 
 
 def _names(packages: Path | str, module: str) -> set[str]:
-    """Return the names that can be imported from a module: those it defines or imports, and the modules of a package."""
+    """Return the names that can be imported from a module: those it defines or imports, and the
+    modules of a package.
+    """
     folder = Path(packages, *module.split("."))
     names = {path.stem for path in folder.glob("*")}
     if folder.is_dir() and not (folder / "__init__.py").exists():
         return names
+
     for node in ast.walk(_module(packages, module)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.add(node.name)
-        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and str(node.module).startswith(module):
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and node.names[0].name == "*"
+            and str(node.module).startswith(module)
+        ):
             names |= _names(packages, node.module)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {name.asname or name.name for name in node.names}
+
     return names
 
 
@@ -149,9 +241,13 @@ def _methods(cls: ast.ClassDef) -> dict[str, list[str]]:
     """Method -> its parameters; `**` for any."""
     methods = {}
     for node in cls.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
+            "_"
+        ):
             spec = node.args
-            methods[node.name] = [one.arg for one in [*spec.args, *spec.kwonlyargs]] + (["**"] if spec.kwarg else [])
+            methods[node.name] = [one.arg for one in [*spec.args, *spec.kwonlyargs]] + (
+                ["**"] if spec.kwarg else []
+            )
     return methods
 
 
@@ -166,8 +262,17 @@ def _attributes(packages: Path | str, place: str) -> set[str]:
     """Methods and fields of a class, and what its methods assign to `self`."""
     module, _, name = place.partition(":")
     cls = _class(_module(packages, module), name)
-    assigned = {node.attr for node in ast.walk(cls) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    return assigned | set(_annotated(cls)) | {node.name for node in ast.walk(cls) if isinstance(node, ast.FunctionDef)}
+    assigned = {
+        node.attr
+        for node in ast.walk(cls)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+
+    return (
+        assigned
+        | set(_annotated(cls))
+        | {node.name for node in ast.walk(cls) if isinstance(node, ast.FunctionDef)}
+    )
 
 
 def _keys(functions: dict[str, ast.FunctionDef], names: tuple[str, ...]) -> Iterator[str]:
@@ -184,13 +289,30 @@ def _strings_in_sets(function: ast.FunctionDef) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
+
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, "sglang"], check=True)
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--dest",
+                folder,
+                "sglang",
+            ],
+            check=True,
+        )
         zipfile.ZipFile(next(Path(folder).glob("*.whl"))).extractall(folder)
         used_interface = interface(folder)
+
     out.write_text(json.dumps(used_interface) + "\n")
     print(f"{out}: sglang {used_interface['version']}")
 

@@ -1,7 +1,7 @@
 """Hooks of mkdocs.
 
-README.md and ARCHITECTURE.md, which lie beside docs/, become pages of the site, and links follow them. Formulas become MathML,
-which browsers show without a script.
+README.md and ARCHITECTURE.md, which lie beside docs/, become pages of the site, and links follow
+them. Formulas become MathML, which browsers show without a script.
 """
 
 import html
@@ -26,7 +26,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Let links lead to the pages of the site; those to files of the program, which the site does not have, become text."""
+    """Let links lead to the pages of the site; those to files of the program, which the site does
+    not have, become text.
+    """
     for name, on_site in OUTSIDE.items():
         markdown = re.sub(rf"\]\((?:\.\./)?{re.escape(name)}", f"]({on_site}", markdown)
     return re.sub(r"\[([^\]]*)\]\(\.\./[^)]*\)", r"\1", markdown)

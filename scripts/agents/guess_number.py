@@ -1,6 +1,8 @@
-"""The game of lightrft/agents/games.py, played by an agent through the OpenAI-compatible server of its episode.
+"""The game of lightrft/agents/games.py, played by an agent through the OpenAI-compatible server of
+its episode.
 
-torchrun --standalone --nproc-per-node 2 -m lightrft.cli.train_ppo --config configs/guess_number.yaml \\
+torchrun --standalone --nproc-per-node 2 -m lightrft.cli.train_ppo --config
+configs/guess_number.yaml \\
     --environment "" --agent scripts/agents/guess_number.py:play
 """
 
@@ -15,8 +17,11 @@ NUM_GUESSES = 6
 
 async def play(client: AsyncOpenAI, row: dict[str, Any]) -> float:
     """Guess until a guess is right; return the sum of the rewards of the game's steps."""
-    game, text, total = GuessNumber(), row["prompt"], 0.0
+    game = GuessNumber()
+    text = row["prompt"]
+    total = 0.0
     game.reset(**row)
+
     for _ in range(NUM_GUESSES):
         reply = await client.completions.create(model="policy", prompt=text, max_tokens=1)
         guess = reply.choices[0].text
@@ -25,4 +30,5 @@ async def play(client: AsyncOpenAI, row: dict[str, Any]) -> float:
         if done:
             break
         text += guess + observation
+
     return total

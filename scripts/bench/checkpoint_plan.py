@@ -1,9 +1,10 @@
-"""Seconds that rank 0 takes to plan a checkpoint of all ranks, which all others wait for: for the first one, and for the next.
+"""Seconds that rank 0 takes to plan a checkpoint of all ranks, which all others wait for: for the
+first one, and for the next.
 
     python scripts/bench/checkpoint_plan.py --ranks 8 128 1024
 
-The shards are those of Qwen2.5-7B and of AdamW's moments under FSDP2. `arrive_s` is the time to unpickle the plans
-of all ranks.
+The shards are those of Qwen2.5-7B and of AdamW's moments under FSDP2. `arrive_s` is the time to
+unpickle the plans of all ranks.
 """
 
 import argparse
@@ -14,7 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from transformers import AutoModelForCausalLM
 
@@ -24,14 +29,20 @@ from lightrft.tools.shapes import known_config
 
 def plan_of(rank: int, ranks: int, shapes: dict[str, torch.Size]) -> SavePlan:
     """Return the plan of a rank: its rows of each tensor."""
-    items, properties = [], TensorProperties(dtype=torch.float32)
+    items = []
+    properties = TensorProperties(dtype=torch.float32)
     for name, shape in shapes.items():
         rows = -(-shape[0] // ranks)
-        first, last = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
+        first = min(rank * rows, shape[0])
+        last = min((rank + 1) * rows, shape[0])
         if first < last:
-            offsets, size = torch.Size((first, *(0 for _ in shape[1:]))), torch.Size((last - first, *shape[1:]))
+            offsets = torch.Size((first, *(0 for _ in shape[1:])))
+            size = torch.Size((last - first, *shape[1:]))
             data = TensorWriteData(ChunkStorageMetadata(offsets, size), properties, shape)
-            items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
+            items.append(
+                WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+            )
+
     return SavePlan(items, planner_data={name: (name,) for name in shapes})
 
 
@@ -42,26 +53,38 @@ def cpu_seconds(action: Callable[..., Any], *args: Any) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 128, 1024])
     parser.add_argument("--model", default="Qwen/Qwen2.5-7B")
     args = parser.parse_args(argv)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(known_config(args.model))
-    shapes = {f"{state}.{name}": tensor.shape for state in ("model", "exp_avg", "exp_avg_sq")
-              for name, tensor in model.named_parameters()}  # fmt: skip
+
+    shapes = {
+        f"{state}.{name}": tensor.shape
+        for state in ("model", "exp_avg", "exp_avg_sq")
+        for name, tensor in model.named_parameters()
+    }
     rows = []
+
     for ranks in args.ranks:
-        plans, planner = [plan_of(rank, ranks, shapes) for rank in range(ranks)], SavePlanner(ranks)
+        plans = [plan_of(rank, ranks, shapes) for rank in range(ranks)]
+        planner = SavePlanner(ranks)
         arriving = pickle.dumps(plans[0])
-        row = {"ranks": ranks, "items": sum(len(plan.items) for plan in plans),
-               "arrive_s": ranks * cpu_seconds(pickle.loads, arriving),
-               "first_s": cpu_seconds(planner.create_global_plan, plans)}  # fmt: skip
+        row = {
+            "ranks": ranks,
+            "items": sum(len(plan.items) for plan in plans),
+            "arrive_s": ranks * cpu_seconds(pickle.loads, arriving),
+            "first_s": cpu_seconds(planner.create_global_plan, plans),
+        }
         same = [SavePlan([], usable=False)] * ranks
         row["next_s"] = cpu_seconds(planner.create_global_plan, same)
         planner.forget_plans()
         rows.append(row)
         print(json.dumps(row), flush=True)
+
     return rows
 
 

@@ -1,12 +1,14 @@
-"""Memory and speed of tokenized data: in lists, in prompts in memory, and in a file of --data_cache.
+"""Memory and speed of tokenized data: in lists, in prompts in memory, and in a file of
+--data_cache.
 
-    python scripts/bench/data.py --rows 200000                  # the table in docs/benchmarks.md, some minutes
+    python scripts/bench/data.py --rows 200000  # the table in docs/benchmarks.md, some minutes
     python scripts/bench/data.py --rows 2000 --drawn 500
 
-Each way runs in a process of its own: it reads a JSONL file with `--rows` rows of `--tokens` tokens, one for each byte, and an
-answer, then draws `--drawn` rows in a shuffled order. `bytes_per_row` is the peak of the process's own memory, to which a mapped
-file does not belong, above its memory before, by the number of rows. `loaded_per_s` and `drawn_per_s` are rows per second. The
-last line is one JSON object.
+Each way runs in a process of its own: it reads a JSONL file with `--rows` rows of `--tokens`
+tokens, one for each byte, and an answer, then draws `--drawn` rows in a shuffled order.
+`bytes_per_row` is the peak of the process's own memory, to which a mapped file does not belong,
+above its memory before, by the number of rows. `loaded_per_s` and `drawn_per_s` are rows per
+second. The last line is one JSON object.
 """
 
 import argparse
@@ -36,7 +38,11 @@ INTERVAL = 0.02
 
 def own_memory() -> int:
     """Return the bytes of this process that belong to no file."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -50,18 +56,25 @@ def in_memory(file: Path, tokenizer: Any, cache: Path) -> Sequence[Any]:
 
 
 def in_file(file: Path, tokenizer: Any, cache: Path) -> Sequence[Any]:
-    return load_prompts(DataSection(prompt_data=str(file), prompt_max_len=10**6, data_cache=str(cache)), tokenizer)
+    return load_prompts(
+        DataSection(prompt_data=str(file), prompt_max_len=10**6, data_cache=str(cache)), tokenizer
+    )
 
 
 WAYS: dict[str, Callable[[Path, Any, Path], Sequence[Any]]] = {
-    "lists": in_lists, "memory": in_memory, "file_written": in_file, "file_read": in_file,
-}  # fmt: skip
+    "lists": in_lists,
+    "memory": in_memory,
+    "file_written": in_file,
+    "file_read": in_file,
+}
 
 
 def measured(way: str, folder: Path, drawn: int) -> dict[str, float]:
     """Return the numbers of one way; for a process of its own."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    before, peak, done = own_memory(), [0], threading.Event()
+    before = own_memory()
+    peak = [0]
+    done = threading.Event()
 
     def watch() -> None:
         while not done.wait(INTERVAL):
@@ -74,17 +87,25 @@ def measured(way: str, folder: Path, drawn: int) -> dict[str, float]:
     loaded = time.perf_counter() - began
     order = Order(len(rows), 0).rows(0, drawn)
     began = time.perf_counter()
-    count = sum(len(rows[row].token_ids if way != "lists" else rows[row]["token_ids"]) for row in order)
+    count = sum(
+        len(rows[row].token_ids if way != "lists" else rows[row]["token_ids"]) for row in order
+    )
     seconds = time.perf_counter() - began
     done.set()
     watcher.join()
     assert count > 0
     memory = (max(peak[0], own_memory()) - before) / len(rows)
-    return {"bytes_per_row": round(memory), "loaded_per_s": round(len(rows) / loaded), "drawn_per_s": round(drawn / seconds)}
+
+    return {
+        "bytes_per_row": round(memory),
+        "loaded_per_s": round(len(rows) / loaded),
+        "drawn_per_s": round(drawn / seconds),
+    }
 
 
 def write_rows(file: Path, rows: int, tokens: int) -> None:
-    chosen, letters = random.Random(0), "abcdefghijklmnopqrstuvwxyz "
+    chosen = random.Random(0)
+    letters = "abcdefghijklmnopqrstuvwxyz "
     with file.open("w") as lines:
         for number in range(rows):
             text = "".join(chosen.choices(letters, k=tokens))
@@ -92,10 +113,13 @@ def write_rows(file: Path, rows: int, tokens: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--drawn", type=int, default=20_000)
+
     args = parser.parse_args()
     result: dict[str, Any] = {"rows": args.rows, "tokens": args.tokens}
     with tempfile.TemporaryDirectory() as name:
@@ -106,7 +130,10 @@ def main() -> None:
             with multiprocessing.get_context("fork").Pool(1) as pool:
                 result[way] = pool.apply(measured, (way, folder, min(args.drawn, args.rows)))
             print(way, result[way], flush=True)
-        result["file_bytes_per_row"] = round(next((folder / "cache").glob("*.arrow")).stat().st_size / args.rows)
+        result["file_bytes_per_row"] = round(
+            next((folder / "cache").glob("*.arrow")).stat().st_size / args.rows
+        )
+
     print(json.dumps(result))
 
 

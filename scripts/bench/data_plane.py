@@ -1,10 +1,12 @@
-"""Seconds and collectives of moving a step's samples between data ranks: in one buffer, and with one exchange for each column.
+"""Seconds and collectives of moving a step's samples between data ranks: in one buffer, and with
+one exchange for each column.
 
     python scripts/bench/data_plane.py --ranks 4 --samples 1024 --length 1024
 
-Samples of random lengths up to --length, with the columns of a PPO step, are planned and moved to the ranks that learn them:
-`store` is batching/sample_store.py; `columns` exchanges lengths, and then each column by itself. Both alternate; the last line
-is a JSON object with the medians over --repeats.
+Samples of random lengths up to --length, with the columns of a PPO step, are planned and moved to
+the ranks that learn them: `store` is batching/sample_store.py; `columns` exchanges lengths, and
+then each column by itself. Both alternate; the last line is a JSON object with the medians over
+--repeats.
 """
 
 import argparse
@@ -18,7 +20,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-COLLECTIVES = ("all_gather_into_tensor", "all_gather_object", "all_to_all_single", "broadcast", "broadcast_object_list")
+COLLECTIVES = (
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_to_all_single",
+    "broadcast",
+    "broadcast_object_list",
+)
 
 
 def experience(count: int, length: int, first: int, seed: int):
@@ -29,12 +37,19 @@ def experience(count: int, length: int, first: int, seed: int):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, length + 1, (count,), generator=generator)
     total = int(lengths.sum())
-    tokens = {name: torch.randn(total, generator=generator) for name in ("engine_logprobs", "step_rewards")}
+    tokens = {
+        name: torch.randn(total, generator=generator)
+        for name in ("engine_logprobs", "step_rewards")
+    }
     return Experience(
-        lengths=lengths, input_ids=torch.randint(32000, (total,), generator=generator), rows=torch.arange(first, first + count),
-        loss_mask=torch.rand(total, generator=generator) < 0.5, groups=torch.arange(first, first + count) // 8,
-        rewards=torch.rand(count, generator=generator), **tokens,
-    )  # fmt: skip
+        lengths=lengths,
+        input_ids=torch.randint(32000, (total,), generator=generator),
+        rows=torch.arange(first, first + count),
+        loss_mask=torch.rand(total, generator=generator) < 0.5,
+        groups=torch.arange(first, first + count) // 8,
+        rewards=torch.rand(count, generator=generator),
+        **tokens,
+    )
 
 
 def by_columns(axis, batch, owners: list[list[int]]):
@@ -45,7 +60,9 @@ def by_columns(axis, batch, owners: list[list[int]]):
     to = torch.tensor([owner[row] for row in batch.rows.tolist()])
     parts = [batch.select((to == rank).nonzero()[:, 0]) for rank in range(axis.size)]
     names = [*batch.columns("sequence"), *batch.columns("token")]
-    columns = {name: torch.cat(axis.exchange([getattr(part, name) for part in parts])) for name in names}
+    columns = {
+        name: torch.cat(axis.exchange([getattr(part, name) for part in parts])) for name in names
+    }
     arrived = batch.with_columns(columns)
     place = {row: at for at, row in enumerate(arrived.rows.tolist())}
     return arrived.select([place[row] for row in owners[axis.rank]])
@@ -62,12 +79,17 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    axis, alone, each = Axis("data", size, rank, dist.group.WORLD), Axis("replica", 1, 0, None), args.samples // size
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    axis = Axis("data", size, rank, dist.group.WORLD)
+    alone = Axis("replica", 1, 0, None)
+    each = args.samples // size
     batch = experience(each, args.length, rank * each, rank)
 
     def owners(lengths: list[int]) -> list[list[int]]:
-        schedule = plan(lengths, num_ranks=size, minibatch_size=len(lengths), max_tokens=16 * args.length)
+        schedule = plan(
+            lengths, num_ranks=size, minibatch_size=len(lengths), max_tokens=16 * args.length
+        )
         return [schedule.rows(place) for place in range(size)]
 
     def store():
@@ -84,8 +106,11 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     for name, way in (("store", store), ("columns", columns)):
         way()
         counts[name] = collectives_of(dist, way)
-    columns_read, expected = store().columns("token"), columns().columns("token")
+
+    columns_read = store().columns("token")
+    expected = columns().columns("token")
     assert all(torch.equal(columns_read[name], value) for name, value in expected.items())
+
     seconds: dict[str, list[float]] = {"store": [], "columns": []}
     for _ in range(args.repeats):
         for name, way in (("store", store), ("columns", columns)):
@@ -93,18 +118,22 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
             began = time.perf_counter()
             way()
             seconds[name].append(time.perf_counter() - began)
+
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     dist.destroy_process_group()
     return {
-        "ranks": size, "samples": args.samples, "tokens_of_rank_0": batch.num_tokens,
+        "ranks": size,
+        "samples": args.samples,
+        "tokens_of_rank_0": batch.num_tokens,
         **{f"{name}_seconds": round(value, 5) for name, value in medians.items()},
         **{f"{name}_collectives": value for name, value in counts.items()},
         "columns_over_store": round(medians["columns"] / medians["store"], 2),
-    }  # fmt: skip
+    }
 
 
 def collectives_of(dist, way: Callable[[], object]) -> int:
-    plain, calls = {name: getattr(dist, name) for name in COLLECTIVES}, []
+    plain = {name: getattr(dist, name) for name in COLLECTIVES}
+    calls = []
 
     def counted(name: str):
         def call(*args, **kwargs):
@@ -124,20 +153,31 @@ def collectives_of(dist, way: Callable[[], object]) -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in {"ranks": 4, "samples": 1024, "length": 1024, "repeats": 15}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # given to a rank by this program
+    # given to a rank by this program
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     argv = sys.argv[1:] if argv is None else argv
+
     args = parser.parse_args(argv)
     if args.out is not None:
         result = measure(args)
         if int(os.environ["RANK"]) == 0:
             args.out.write_text(json.dumps(result) + "\n")
         return
+
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={args.ranks}",
+        ]
         subprocess.run([*torchrun, __file__, *argv, f"--out={out}"], check=True, stdout=2)
         print(out.read_text(), end="")
 

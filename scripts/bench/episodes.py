@@ -1,11 +1,13 @@
-"""Measure the load of the engine while tools of other episodes run, compared with turns that wait for all episodes.
+"""Measure the load of the engine while tools of other episodes run, compared with turns that wait
+for all episodes.
 
     python scripts/bench/episodes.py                    # docs/benchmarks.md, one minute
 
-Episodes of several turns on one rank with vLLM and a random Qwen3; after each turn the program of an episode sleeps, as a tool on
-another machine would. `free`: the sampler as it is, which begins a turn as soon as its program asks for it. `barrier`: the next
-turns begin when all episodes have asked for theirs. Busy is the share of the time in which the engine has requests, begins the
-number of times at which one or more turns began. Prints one JSON object as its last line.
+Episodes of several turns on one rank with vLLM and a random Qwen3; after each turn the program of
+an episode sleeps, as a tool on another machine would. `free`: the sampler as it is, which begins a
+turn as soon as its program asks for it. `barrier`: the next turns begin when all episodes have
+asked for theirs. Busy is the share of the time in which the engine has requests, begins the number
+of times at which one or more turns began. Prints one JSON object as its last line.
 """
 
 import argparse
@@ -78,15 +80,23 @@ class Barrier(Free):
         self._asked += super().ready(seconds)
         if len(self._asked) < len(self.running):
             return []
-        requests, self._asked = self._asked, []
+        requests = self._asked
+        self._asked = []
         return requests
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=24, help="longest turn; lengths differ, as any of 16 tokens ends one")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=24,
+        help="longest turn; lengths differ, as any of 16 tokens ends one",
+    )
     parser.add_argument("--tool_ms", type=float, default=50.0)
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args(argv)
@@ -96,32 +106,66 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict:
-    config = Qwen3Config(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-                         intermediate_size=256, vocab_size=264, max_position_embeddings=2048, dtype=torch.float32)  # fmt: skip
+    config = Qwen3Config(
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=256,
+        vocab_size=264,
+        max_position_embeddings=2048,
+        dtype=torch.float32,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
-    (folder / "sleeps.py").write_text(ENVIRONMENT.format(seconds=args.tool_ms / 1000, turns=args.turns))
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    mesh, longest = Mesh("cpu"), args.turns * (args.tokens + 8)
-    axis, device = mesh.engine(1), torch.device("cpu")
-    engine = build_engine(EngineSection(engine_type="vllm", engine_kv_cache_gb=0.5), model_path=str(folder), axis=axis,
-                          dtype=torch.float32, device=device, max_model_len=longest + 16)  # fmt: skip
+
+    (folder / "sleeps.py").write_text(
+        ENVIRONMENT.format(seconds=args.tool_ms / 1000, turns=args.turns)
+    )
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    mesh = Mesh("cpu")
+    longest = args.turns * (args.tokens + 8)
+    axis = mesh.engine(1)
+    device = torch.device("cpu")
+    engine = build_engine(
+        EngineSection(engine_type="vllm", engine_kv_cache_gb=0.5),
+        model_path=str(folder),
+        axis=axis,
+        dtype=torch.float32,
+        device=device,
+        max_model_len=longest + 16,
+    )
     host = EngineHost(engine, axis=axis, mesh=mesh, device=device, sleeps=False)
-    section = EnvironmentSection(environment=f"{folder}/sleeps.py:Sleeps", max_turns=args.turns, turn_max_len=args.tokens,
-                                 environment_workers=args.episodes)  # fmt: skip
+
+    section = EnvironmentSection(
+        environment=f"{folder}/sleeps.py:Sleeps",
+        max_turns=args.turns,
+        turn_max_len=args.tokens,
+        environment_workers=args.episodes,
+    )
     rollout = RolloutSection(generate_max_len=longest, stop_token_ids=list(range(16)))
     format = TurnFormat(DataSection(prompt_max_len=16), tokenizer, frozenset())
     runs_of: dict[str, list[dict[str, float]]] = {"free": [], "barrier": []}
-    ways = {name: kind(ProgramSetup(section.environment), section, format, hermes, longest=longest)
-            for name, kind in (("free", Free), ("barrier", Barrier))}  # fmt: skip
+
+    ways = {
+        name: kind(ProgramSetup(section.environment), section, format, hermes, longest=longest)
+        for name, kind in (("free", Free), ("barrier", Barrier))
+    }
     for repetition in range(args.repeat + 1):
         for name, episodes in ways.items():
             trace = Trace(peak_memory=int, memory_in_use=int)
             strategy = SimpleNamespace(trace=trace, engine=engine, open_generation=host.open)
             growth = Sampler(strategy, tokenizer, rollout, episodes=episodes).open(repetition)
-            groups = [Group.begin(number, number, Prompt(number, "go", [71, 79], {}), count=1, greedy=False)
-                      for number in range(args.episodes)]  # fmt: skip
+            groups = [
+                Group.begin(
+                    number, number, Prompt(number, "go", [71, 79], {}), count=1, greedy=False
+                )
+                for number in range(args.episodes)
+            ]
             trace.step()
             episodes.begins = 0
             began = time.perf_counter()
@@ -129,10 +173,16 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
             complete = sum(1 for _ in growth.steps())
             seconds = time.perf_counter() - began
             assert complete == args.episodes
-            tokens = sum(sum(sample.episode.sampled) for group in groups for sample in group.samples)
+
+            tokens = sum(
+                sum(sample.episode.sampled) for group in groups for sample in group.samples
+            )
             if repetition:
                 busy = 1 - trace.step()["time/idle_share"]
-                runs_of[name].append({"seconds": seconds, "busy": busy, "tokens": tokens, "begins": episodes.begins})
+                runs_of[name].append(
+                    {"seconds": seconds, "busy": busy, "tokens": tokens, "begins": episodes.begins}
+                )
+
     for episodes in ways.values():
         episodes.close()
     best = {name: min(runs, key=lambda run: run["seconds"]) for name, runs in runs_of.items()}

@@ -1,10 +1,12 @@
-"""Processor time of the groups of a rank, with one gloo device for all of them and with one for each.
+"""Processor time of the groups of a rank, with one gloo device for all of them and with one for
+each.
 
     python scripts/bench/gloo_device.py --groups 17 --seconds 5 --repeats 5
 
-Ranks that have created and used --groups groups of all ranks first wait for --seconds, then sum a small tensor in each group,
---sums times. Both kinds alternate; the last line is a JSON object with the medians of both over --repeats, for each rank: the
-share of a core while it waits, and microseconds of the processor for each sum.
+Ranks that have created and used --groups groups of all ranks first wait for --seconds, then sum a
+small tensor in each group, --sums times. Both kinds alternate; the last line is a JSON object with
+the medians of both over --repeats, for each rank: the share of a core while it waits, and
+microseconds of the processor for each sum.
 """
 
 import argparse
@@ -20,7 +22,9 @@ from forked_ranks import results_of_ranks
 from lightrft.parallel.gloo import share_gloo_device
 
 
-def rank(number: int, store: str, results: Connection, shared: bool, args: argparse.Namespace) -> None:
+def rank(
+    number: int, store: str, results: Connection, shared: bool, args: argparse.Namespace
+) -> None:
     torch.set_num_threads(1)
     if shared:
         share_gloo_device()
@@ -50,21 +54,31 @@ def measure(shared: bool, args: argparse.Namespace) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--groups", type=int, default=17, help="as many as a rank with vLLM on a CPU has")
+    parser.add_argument(
+        "--groups", type=int, default=17, help="as many as a rank with vLLM on a CPU has"
+    )
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--sums", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)
+
     args = parser.parse_args()
     found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for _ in range(args.repeats):
         for shared in found:
             found[shared].append(measure(shared, args))
+
     line = {}
     for shared, runs in found.items():
         idle, each = (statistics.median(column) for column in zip(*runs, strict=True))
-        line["shared" if shared else "one_each"] = {"idle_share_of_a_core": round(idle, 4), "cpu_us_per_sum": round(each, 1)}
+        line["shared" if shared else "one_each"] = {
+            "idle_share_of_a_core": round(idle, 4),
+            "cpu_us_per_sum": round(each, 1),
+        }
+
     print(json.dumps(line))
 
 

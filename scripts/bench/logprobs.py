@@ -1,17 +1,20 @@
-"""Time and peak memory of log-probs, forward and backward, from hidden states and the weight of the head.
+"""Time and peak memory of log-probs, forward and backward, from hidden states and the weight of the
+head.
 
-    python scripts/bench/logprobs.py        # the table in docs/benchmarks.md: half an hour, most of it torch_chunked
+    python scripts/bench/logprobs.py  # the table in docs/benchmarks.md: half an hour
     python scripts/bench/logprobs.py --cases 32000x128 --tokens 512 --repeat 1
-    python scripts/bench/logprobs.py --cases 152000x128 --tokens 300 --top_p 0.95 --variants lightrft full_logits
+    python scripts/bench/logprobs.py --cases 152000x128 --top_p 0.95 --variants lightrft full_logits
 
-Each variant runs in a process of its own. On a CPU: float32, one thread, `seconds` of CPU time, and `peak_mb` is how far the
-process's resident memory rose above what it was before the first pass. On an accelerator (the default where there is one, see
---device): bfloat16, seconds that pass, and the device memory that was allocated above what it was before. Seconds are the median
-of the repetitions; the memory includes the gradients. `lightrft` knows the gradient of its objective in the forward pass, and
-`four_products` does not.
+Each variant runs in a process of its own. On a CPU: float32, one thread, `seconds` of CPU time, and
+`peak_mb` is how far the process's resident memory rose above what it was before the first pass. On
+an accelerator (the default where there is one, see --device): bfloat16, seconds that pass, and the
+device memory that was allocated above what it was before. Seconds are the median of the
+repetitions; the memory includes the gradients. `lightrft` knows the gradient of its objective in
+the forward pass, and `four_products` does not.
 
-One JSON line per variant; the last one has, for the first case, `time_ratio` and `peak_memory_ratio`, lightrft / full logits, and
-the latter without the weight's gradient, `peak_memory_ratio_less_weight`.
+One JSON line per variant; the last one has, for the first case, `time_ratio` and
+`peak_memory_ratio`, lightrft / full logits, and the latter without the weight's gradient,
+`peak_memory_ratio_less_weight`.
 """
 
 import argparse
@@ -39,7 +42,9 @@ truncation = ALL
 def lightrft(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The gradient of the sum is 1 for every token."""
     upstream = lambda rows, logprobs, entropy: (torch.ones_like(logprobs), None)  # noqa: E731
-    return token_logprobs(hidden, weight, targets, truncation=truncation, entropy=False, upstream=upstream)[0]
+    return token_logprobs(
+        hidden, weight, targets, truncation=truncation, entropy=False, upstream=upstream
+    )[0]
 
 
 def four_products(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -47,12 +52,16 @@ def four_products(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """With a truncation, the usual way of engines: sort all probabilities of a row and sum them up."""
+    """With a truncation, the usual way of engines: sort all probabilities of a row and sum them
+    up.
+    """
     logits = hidden @ weight.T
     if truncation.active:
         with torch.no_grad():
             sizes, order = logits.softmax(-1).sort(dim=-1, descending=True)
-            outside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, sizes.cumsum(-1) - sizes >= truncation.top_p)
+            outside = torch.zeros_like(logits, dtype=torch.bool).scatter(
+                -1, order, sizes.cumsum(-1) - sizes >= truncation.top_p
+            )
         logits = logits.masked_fill(outside, -torch.inf)
     return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
@@ -61,11 +70,15 @@ def checkpointed(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The same over chunks as large as lightrft's, computed again in the backward pass by torch."""
     size = chunk_rows(weight, len(weight))
     parts = zip(hidden.split(size), targets.split(size), strict=True)
-    return torch.cat([checkpoint(full_logits, part, weight, ids, use_reentrant=False) for part, ids in parts])
+    return torch.cat(
+        [checkpoint(full_logits, part, weight, ids, use_reentrant=False) for part, ids in parts]
+    )
 
 
 def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """torch's own: only the sum over tokens, whose gradients it computes in the forward pass already."""
+    """torch's own: only the sum over tokens, whose gradients it computes in the forward pass
+    already.
+    """
     options = torch.nn.LinearCrossEntropyOptions()
     return -F.linear_cross_entropy(hidden, weight, targets, reduction="sum", options=options)[None]
 
@@ -75,10 +88,15 @@ VARIANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-def measure(variant: str, vocabulary: int, width: int, args: argparse.Namespace) -> dict[str, float]:
-    """Seconds and MB of one variant, in this process; the reference value guards against comparing different things."""
+def measure(
+    variant: str, vocabulary: int, width: int, args: argparse.Namespace
+) -> dict[str, float]:
+    """Seconds and MB of one variant, in this process; the reference value guards against comparing
+    different things.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
     device = torch.device(args.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with device:
@@ -86,18 +104,28 @@ def measure(variant: str, vocabulary: int, width: int, args: argparse.Namespace)
         # in place: nothing before sets a peak
         weight = torch.randn(vocabulary, width, dtype=dtype).div_(width**0.5).requires_grad_()
         targets = torch.randint(vocabulary, (args.tokens,))
-        few = torch.randn(2, width, dtype=dtype).requires_grad_(), torch.randn(64, width, dtype=dtype).requires_grad_()
+        few = (
+            torch.randn(2, width, dtype=dtype).requires_grad_(),
+            torch.randn(64, width, dtype=dtype).requires_grad_(),
+        )
+
     if args.top_p < 1:  # the likeliest tokens are inside any truncation
         with torch.no_grad():
             targets = torch.cat([(part @ weight.T).argmax(-1) for part in hidden.split(16)])
+
     global truncation
     truncation = Truncation(top_p=args.top_p)
     VARIANTS[variant](*few, targets[:2] % 64).sum().backward()  # loads what is loaded once
+
     if device.type != "cpu":  # compiles and chooses what is compiled and chosen once
         VARIANTS[variant](hidden, weight, targets).sum().backward()
         hidden.grad = weight.grad = None
         torch.accelerator.reset_peak_memory_stats()
-    before, seconds, value = _memory(device), [], 0.0
+
+    before = _memory(device)
+    seconds = []
+    value = 0.0
+
     for _ in range(args.repeat):
         began = _seconds(device)
         total = VARIANTS[variant](hidden, weight, targets).sum()
@@ -105,6 +133,7 @@ def measure(variant: str, vocabulary: int, width: int, args: argparse.Namespace)
         seconds.append(_seconds(device) - began)
         value = sum(gradient.float().norm().item() for gradient in gradients) + total.item()
         del gradients
+
     return {
         "seconds": round(statistics.median(seconds), 4),
         "peak_mb": round((_peak(device) - before) / 1e6, 1),
@@ -121,7 +150,11 @@ def _seconds(device: torch.device) -> float:
 
 
 def _memory(device: torch.device) -> int:
-    return psutil.Process().memory_info().rss if device.type == "cpu" else torch.accelerator.memory_allocated()
+    return (
+        psutil.Process().memory_info().rss
+        if device.type == "cpu"
+        else torch.accelerator.memory_allocated()
+    )
 
 
 def _peak(device: torch.device) -> int:
@@ -135,10 +168,16 @@ def in_process(variant: str, vocabulary: int, width: int, args: argparse.Namespa
     settings = {name: getattr(args, name) for name in ("device", "tokens", "repeat", "top_p")}
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     case = ["--one", variant, str(vocabulary), str(width)]
+
     run = subprocess.run([sys.executable, __file__, *flags, *case], capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(f"{variant}: {run.stderr[-2000:]}")
-    return {"variant": variant, "vocabulary": vocabulary, "hidden": width} | settings | json.loads(run.stdout)
+
+    return (
+        {"variant": variant, "vocabulary": vocabulary, "hidden": width}
+        | settings
+        | json.loads(run.stdout)
+    )
 
 
 def compare(vocabulary: int, width: int, args: argparse.Namespace) -> dict[str, float]:
@@ -147,10 +186,13 @@ def compare(vocabulary: int, width: int, args: argparse.Namespace) -> dict[str, 
     for variant in args.variants:
         rows[variant] = in_process(variant, vocabulary, width, args)
         print(json.dumps(rows[variant]), flush=True)
-    own_row, full = rows["lightrft"], rows["full_logits"]
+    own_row = rows["lightrft"]
+    full = rows["full_logits"]
     near = 1e-4 if args.device == "cpu" else 2e-2
     for row in rows.values():
-        assert abs(row["value"] - full["value"]) <= near * abs(full["value"]), f"{row['variant']} computes something else: {row}"
+        assert abs(row["value"] - full["value"]) <= near * abs(full["value"]), (
+            f"{row['variant']} computes something else: {row}"
+        )
 
     def ratio(name: str, least: float, less: float = 0.0) -> float:
         """`least` is what the row can tell from nothing."""
@@ -164,19 +206,40 @@ def compare(vocabulary: int, width: int, args: argparse.Namespace) -> dict[str, 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=["152000x128", "152000x896", "32000x128", "32000x896"],
-                        help="vocabulary x hidden size")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="the first two are needed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=["152000x128", "152000x896", "32000x128", "32000x896"],
+        help="vocabulary x hidden size",
+    )
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=list(VARIANTS),
+        help="the first two are needed",
+    )
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--top_p", type=float, default=1.0, help="of the most likely tokens; for all but torch_chunked")
+
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        default=1.0,
+        help="of the most likely tokens; for all but torch_chunked",
+    )
     parser.add_argument("--device", default=str(torch.accelerator.current_accelerator() or "cpu"))
-    parser.add_argument("--one", nargs=3, metavar="CASE", help=argparse.SUPPRESS)  # given to a process by in_process()
+    # given to a process by in_process()
+    parser.add_argument("--one", nargs=3, metavar="CASE", help=argparse.SUPPRESS)
+
     args = parser.parse_args(argv)
     if args.one:
         print(json.dumps(measure(args.one[0], *map(int, args.one[1:]), args)))
         return
+
     ratios = {case: compare(*map(int, case.split("x")), args) for case in args.cases}
     print(json.dumps({**ratios[args.cases[0]], "cases": ratios}))
 

@@ -1,10 +1,12 @@
-"""Host memory of a step's media: the features of a rank's prompts, and the peak while samples move to the ranks that learn them.
+"""Host memory of a step's media: the features of a rank's prompts, and the peak while samples move
+to the ranks that learn them.
 
     python scripts/bench/media_memory.py --ranks 4 --prompts 16 --samples 8 --megabytes 4
 
-Every rank has groups of samples that share the features of their prompt, as after generation, and all ranks plan and move them.
-Responses have log-normal lengths. One JSON object: megabytes of the features of a rank's own prompts, of those that it has after
-the move, and by how much the peak of the process exceeds its memory with its own features; each of the rank with the most.
+Every rank has groups of samples that share the features of their prompt, as after generation, and
+all ranks plan and move them. Responses have log-normal lengths. One JSON object: megabytes of the
+features of a rank's own prompts, of those that it has after the move, and by how much the peak of
+the process exceeds its memory with its own features; each of the rank with the most.
 """
 
 import argparse
@@ -17,7 +19,8 @@ import tempfile
 from pathlib import Path
 
 MB = 1_000_000
-PROMPT, MEDIAN = 300, 200
+PROMPT = 300
+MEDIAN = 200
 """Tokens of a prompt, and of the median response."""
 
 
@@ -32,21 +35,32 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    axis, alone = Axis("data", size, rank, dist.group.WORLD), Axis("replica", 1, 0, None)
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    axis = Axis("data", size, rank, dist.group.WORLD)
+    alone = Axis("replica", 1, 0, None)
     generator = torch.Generator().manual_seed(rank)
     shape = args.megabytes * MB // 4 // 1000, 1000
-    features = [{"pixel_values": torch.rand(shape, generator=generator)} for _ in range(args.prompts)]
+    features = [
+        {"pixel_values": torch.rand(shape, generator=generator)} for _ in range(args.prompts)
+    ]
     media = [each for each in features for _ in range(args.samples)]
-    lengths = PROMPT + (MEDIAN * torch.randn(len(media), generator=generator).exp()).long().clamp(1, 4 * MEDIAN)
+    lengths = PROMPT + (MEDIAN * torch.randn(len(media), generator=generator).exp()).long().clamp(
+        1, 4 * MEDIAN
+    )
     ends = lengths.cumsum(0)
     mask = torch.ones(int(ends[-1]), dtype=torch.bool)
     for start in (ends - lengths).tolist():
         mask[start : start + PROMPT] = False
+
     batch = Batch(
-        lengths=lengths, input_ids=torch.ones_like(mask, dtype=torch.int64), loss_mask=mask, media=media,
-        rows=torch.arange(rank * len(media), (rank + 1) * len(media)), tower_tokens=torch.full((len(media),), PROMPT),
-    )  # fmt: skip
+        lengths=lengths,
+        input_ids=torch.ones_like(mask, dtype=torch.int64),
+        loss_mask=mask,
+        media=media,
+        rows=torch.arange(rank * len(media), (rank + 1) * len(media)),
+        tower_tokens=torch.full((len(media),), PROMPT),
+    )
     own = sum(each["pixel_values"].nbytes for each in features)
     del features, media
     dist.barrier()
@@ -58,6 +72,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     dist.all_reduce(totals, op=dist.ReduceOp.MAX)
     dist.destroy_process_group()
     names = ("own_mb", "moved_mb", "peak_increase_mb")
+
     return {name: round(value / MB, 1) for name, value in zip(names, totals.tolist(), strict=True)}
 
 
@@ -66,11 +81,22 @@ def _peak() -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"ranks": 4, "prompts": 16, "samples": 8, "megabytes": 4, "tokens": 16384}.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in {
+        "ranks": 4,
+        "prompts": 16,
+        "samples": 8,
+        "megabytes": 4,
+        "tokens": 16384,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # given to a rank by this program
+
+    # given to a rank by this program
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     argv = sys.argv[1:] if argv is None else argv
+
     args = parser.parse_args(argv)
     if args.out is not None:
         result = measure(args)
@@ -78,9 +104,16 @@ def main(argv: list[str] | None = None) -> None:
             settings = {name: value for name, value in vars(args).items() if name != "out"}
             args.out.write_text(json.dumps(settings | result) + "\n")
         return
+
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={args.ranks}",
+        ]
         subprocess.run([*torchrun, __file__, *argv, f"--out={out}"], check=True, stdout=2)
         print(out.read_text(), end="")
 

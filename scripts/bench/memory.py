@@ -1,23 +1,25 @@
-"""Bytes of one training step on a rank under FSDP2: parameters, gradients, optimizer, activations, and the head's logits.
+"""Bytes of one training step on a rank under FSDP2: parameters, gradients, optimizer, activations,
+and the head's logits.
 
-    python scripts/bench/memory.py                                   # the tables in docs/benchmarks.md, minutes
+    python scripts/bench/memory.py  # the tables in docs/benchmarks.md, minutes
     python scripts/bench/memory.py --measured 2 --shapes --tokens 512
 
-A dense Qwen model, `--tokens` tokens in each of two micro-batches, full recomputation, AdamW; gradients reduced after every
-micro-batch, and with --reduce_gradients_once after the last one.
+A dense Qwen model, `--tokens` tokens in each of two micro-batches, full recomputation, AdamW;
+gradients reduced after every micro-batch, and with --reduce_gradients_once after the last one.
 
-`--measured N ...`: a small model, and one with experts, on N real ranks over gloo, at most 512 tokens, in float32 and bfloat16,
-with recomputation and without, beside what theory says: 4 bytes a parameter for the masters, 4 for gradients, 8 for AdamW, each
-divided by the ranks, but the gradients of --reduce_gradients_once, which are whole; and the peak beside that of `lightrft plan`,
-`peak_of_plan`.
-`--shapes NAME ...`: bfloat16 with float32 masters, rank 0 of `--world` ranks over torch's fake process group, with tensors that
-have shapes and no memory: the operations, and so their sizes, are the real ones, those of a CPU; the allocator's rounding is not
-in them.
+`--measured N ...`: a small model, and one with experts, on N real ranks over gloo, at most 512
+tokens, in float32 and bfloat16, with recomputation and without, beside what theory says: 4 bytes a
+parameter for the masters, 4 for gradients, 8 for AdamW, each divided by the ranks, but the
+gradients of --reduce_gradients_once, which are whole; and the peak beside that of `lightrft plan`,
+`peak_of_plan`. `--shapes NAME ...`: bfloat16 with float32 masters, rank 0 of `--world` ranks over
+torch's fake process group, with tensors that have shapes and no memory: the operations, and so
+their sizes, are the real ones, those of a CPU; the allocator's rounding is not in them.
 
-torch's FSDPMemTracker counts every storage while it lives. `gradients` is what is left between the micro-batches,
-`activations` what is there at the end of the second forward pass beside masters, gradients and gathered parameters, `logits` the
-head's own peak above its inputs and gradients (docs/benchmarks.md, log-probs), `peak` the most at any moment from the second step
-on, when AdamW's moments are there, without the logits.
+torch's FSDPMemTracker counts every storage while it lives. `gradients` is what is left between the
+micro-batches, `activations` what is there at the end of the second forward pass beside masters,
+gradients and gathered parameters, `logits` the head's own peak above its inputs and gradients
+(docs/benchmarks.md, log-probs), `peak` the most at any moment from the second step on, when AdamW's
+moments are there, without the logits.
 """
 
 import argparse
@@ -52,26 +54,56 @@ from lightrft.tools.step_memory import (
 )
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "small": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
-              "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8000},
-    "experts": {"hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8,
-                "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8000, "num_experts": 16, "num_experts_per_tok": 4},
-}  # fmt: skip
+    "small": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 8000,
+    },
+    "experts": {
+        "hidden_size": 512,
+        "moe_intermediate_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 8000,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+    },
+}
 """Small models that real ranks train."""
 NAMED = {"7B": "Qwen/Qwen2.5-7B", "14B": "Qwen/Qwen3-14B", "32B": "Qwen/Qwen3-32B"}
 
-WAYS = [{"shape": shape, "reduce_gradients_once": once, "bf16": bf16, "recompute": recompute}
-        for shape, once, bf16, recompute in (
-            ("small", False, False, True), ("small", True, False, True), ("small", False, False, False),
-            ("small", False, True, True), ("experts", False, True, True))]  # fmt: skip
+WAYS = [
+    {"shape": shape, "reduce_gradients_once": once, "bf16": bf16, "recompute": recompute}
+    for shape, once, bf16, recompute in (
+        ("small", False, False, True),
+        ("small", True, False, True),
+        ("small", False, False, False),
+        ("small", False, True, True),
+        ("experts", False, True, True),
+    )
+]
 """Configurations that are measured on real ranks."""
 
 
-def training_bytes(strategy: FSDPStrategy, config: PretrainedConfig, tokens: int, *, computed: bool) -> dict[str, int]:
-    """Bytes on this rank of a strategy that is set up. Tensors have only a shape unless the step is computed."""
+def training_bytes(
+    strategy: FSDPStrategy, config: PretrainedConfig, tokens: int, *, computed: bool
+) -> dict[str, int]:
+    """Bytes on this rank of a strategy that is set up.
+
+    Tensors have only a shape unless the step is computed.
+    """
     model = empty_model(config, strategy.config.model)
     with nullcontext() if computed else FakeTensorMode(allow_non_fake_inputs=True):
-        return {"num_parameters": num_parameters(config), **asdict(trace_step(strategy, model, tokens))}
+        return {
+            "num_parameters": num_parameters(config),
+            **asdict(trace_step(strategy, model, tokens)),
+        }
 
 
 def shape_config(shape: str, layers: int | None) -> PretrainedConfig:
@@ -79,7 +111,9 @@ def shape_config(shape: str, layers: int | None) -> PretrainedConfig:
         config = known_config(NAMED[shape])
         return with_layers(config, layers) if layers else config
     sizes = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
-    return (Qwen3MoeConfig if "num_experts" in sizes else Qwen3Config)(tie_word_embeddings=False, **sizes)
+    return (Qwen3MoeConfig if "num_experts" in sizes else Qwen3Config)(
+        tie_word_embeddings=False, **sizes
+    )
 
 
 @cache
@@ -87,7 +121,9 @@ def logits_bytes(shape: str, tokens: int) -> int:
     """The head's peak above hidden states, weight, and the gradients of both."""
     config = shape_config(shape, None)
     hidden = torch.empty(tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.empty(config.vocab_size, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.empty(
+        config.vocab_size, config.hidden_size, dtype=torch.bfloat16, requires_grad=True
+    )
     tracker = MemTracker()
     tracker.track_external(hidden, weight)
     with tracker:
@@ -97,7 +133,11 @@ def logits_bytes(shape: str, tokens: int) -> int:
 
 def theory(num_parameters: int, world: int, once: bool) -> dict[str, float]:
     share = 4 * num_parameters / world
-    return {"parameters": share, "gradients": 4 * num_parameters if once else share, "optimizer": 2 * share}
+    return {
+        "parameters": share,
+        "gradients": 4 * num_parameters if once else share,
+        "optimizer": 2 * share,
+    }
 
 
 def fake_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -107,11 +147,14 @@ def fake_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         with fake_group(args.world):
             strategy = OneOfMany(seed=0, args=_options(once, bf16=True))
             strategy.setup_distributed()
-            sizes = training_bytes(strategy, shape_config(shape, args.layers), args.tokens, computed=False)
+            sizes = training_bytes(
+                strategy, shape_config(shape, args.layers), args.tokens, computed=False
+            )
             with FakeTensorMode(allow_non_fake_inputs=True):
                 sizes["logits"] = logits_bytes(shape, args.tokens)
         rows.append({"shape": shape, "world": args.world, "reduce_gradients_once": once, **sizes})
         print(json.dumps(rows[-1]), flush=True)
+
     return rows
 
 
@@ -119,53 +162,112 @@ def measured_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The same from real ranks, in processes of their own; rank 0's."""
     rows = []
     for world in args.measured:
-        ask = ["--rank", str(world), "--tokens", str(args.tokens), *(["--layers", str(args.layers)] if args.layers else [])]
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", __file__, *ask]
+        ask = [
+            "--rank",
+            str(world),
+            "--tokens",
+            str(args.tokens),
+            *(["--layers", str(args.layers)] if args.layers else []),
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={world}",
+            __file__,
+            *ask,
+        ]
+
         out = subprocess.check_output(command, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         for row in map(json.loads, out.splitlines()[-len(WAYS) :]):
             expected = theory(row["num_parameters"], world, row["reduce_gradients_once"])
-            ratios = {f"{name}_of_theory": round(row[name] / size, 3) for name, size in expected.items()}
-            options = _options(row["reduce_gradients_once"], bf16=row["bf16"], recompute=row["recompute"])
-            planned = step_bytes(shape_config(row["shape"], args.layers), options, world=world, tokens=min(args.tokens, 512))
+            ratios = {
+                f"{name}_of_theory": round(row[name] / size, 3) for name, size in expected.items()
+            }
+            options = _options(
+                row["reduce_gradients_once"], bf16=row["bf16"], recompute=row["recompute"]
+            )
+            planned = step_bytes(
+                shape_config(row["shape"], args.layers),
+                options,
+                world=world,
+                tokens=min(args.tokens, 512),
+            )
             ratios["peak_of_plan"] = round(row["peak"] / planned.peak, 3)
             rows.append({"world": world, **row, **ratios})
             print(json.dumps(rows[-1]), flush=True)
+
     return rows
 
 
 def rank(args: argparse.Namespace) -> None:
     """Measure all ways, one line each from rank 0."""
     for way in WAYS:
-        strategy = FSDPStrategy(seed=0, args=_options(way["reduce_gradients_once"], bf16=way["bf16"], recompute=way["recompute"]))
+        strategy = FSDPStrategy(
+            seed=0,
+            args=_options(
+                way["reduce_gradients_once"], bf16=way["bf16"], recompute=way["recompute"]
+            ),
+        )
         strategy.setup_distributed()
-        sizes = training_bytes(strategy, shape_config(way["shape"], args.layers), args.tokens, computed=True)
+        sizes = training_bytes(
+            strategy, shape_config(way["shape"], args.layers), args.tokens, computed=True
+        )
+
         if strategy.is_rank_0():
             sizes["logits"] = logits_bytes(way["shape"], args.tokens)
             print(json.dumps(way | sizes), flush=True)
+
         strategy.close()
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measured", type=int, nargs="*", default=[2, 4], help="numbers of real ranks")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--measured", type=int, nargs="*", default=[2, 4], help="numbers of real ranks"
+    )
     parser.add_argument("--shapes", nargs="*", choices=[*SHAPES, *NAMED], default=[*NAMED])
-    parser.add_argument("--world", type=int, default=8, help="ranks that the shapes are divided over")
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens of a micro-batch; at most 512 where they are measured")
+    parser.add_argument(
+        "--world", type=int, default=8, help="ranks that the shapes are divided over"
+    )
+
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=16384,
+        help="tokens of a micro-batch; at most 512 where they are measured",
+    )
     parser.add_argument("--layers", type=int, help="instead of the shape's own")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)  # given to a rank by measured_rows()
+    # given to a rank by measured_rows()
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+
     args = parser.parse_args(argv)
     if args.rank:
         args.tokens = min(args.tokens, 512)
         rank(args)
         return {}
-    result = {"tokens": args.tokens, "measured": measured_rows(args), "shapes": fake_rows(args) if args.shapes else []}
+
+    result = {
+        "tokens": args.tokens,
+        "measured": measured_rows(args),
+        "shapes": fake_rows(args) if args.shapes else [],
+    }
     print(json.dumps(result))
     return result
 
 
 def _options(once: bool, *, bf16: bool, recompute: bool = True) -> dict[str, Any]:
-    return {"fsdp": True, "bf16": bf16, "gradient_checkpointing": recompute, "reduce_gradients_once": once,
-            "train_batch_size": 1024, "micro_train_batch_size": 1}  # fmt: skip
+    return {
+        "fsdp": True,
+        "bf16": bf16,
+        "gradient_checkpointing": recompute,
+        "reduce_gradients_once": once,
+        "train_batch_size": 1024,
+        "micro_train_batch_size": 1,
+    }
 
 
 if __name__ == "__main__":

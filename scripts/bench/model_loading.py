@@ -1,12 +1,14 @@
-"""Seconds and memory of a rank that loads its shards from a Hugging Face folder: lightrft's reading, and torch's.
+"""Seconds and memory of a rank that loads its shards from a Hugging Face folder: lightrft's
+reading, and torch's.
 
     python scripts/bench/model_loading.py                        # the table in docs/benchmarks.md
     python scripts/bench/model_loading.py --ranks 2 --layers 2   # a quick look
 
-A random Qwen3 in bfloat16, with files of at most 200 MB, is sharded by FSDP2 over real ranks in float32. `torch` is
-`torch.distributed.checkpoint.load` with a `HuggingFaceStorageReader`. Each way runs in fresh processes, in turn. The figures are
-those of rank 0: seconds until its shards are filled, seconds of its processor, and peak host memory beyond that of the sharded
-empty model, over the bytes of its shards. `equal` says whether both have read the same values.
+A random Qwen3 in bfloat16, with files of at most 200 MB, is sharded by FSDP2 over real ranks in
+float32. `torch` is `torch.distributed.checkpoint.load` with a `HuggingFaceStorageReader`. Each way
+runs in fresh processes, in turn. The figures are those of rank 0: seconds until its shards are
+filled, seconds of its processor, and peak host memory beyond that of the sharded empty model, over
+the bytes of its shards. `equal` says whether both have read the same values.
 """
 
 import argparse
@@ -29,9 +31,15 @@ def make_model(folder: Path, args: argparse.Namespace) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=32000, hidden_size=args.hidden, intermediate_size=3 * args.hidden, num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 64, num_key_value_heads=args.hidden // 128, head_dim=64, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=32000,
+        hidden_size=args.hidden,
+        intermediate_size=3 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        num_key_value_heads=args.hidden // 128,
+        head_dim=64,
+        tie_word_embeddings=False,
+    )
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="200MB")
 
 
@@ -54,27 +62,46 @@ def rank(way: str, folder: str) -> None:
     from lightrft.parallel.mesh import Mesh
 
     dist.init_process_group("gloo")
+
     with empty_parameters():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=torch.float32
+        )
+
     model.name_or_path = folder
     for block in (*model.model.layers, model):
         fully_shard(block)
     world = Mesh("cpu").world
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is there
-    before, began, began_cpu = resident_peak(), time.perf_counter(), time.process_time()
+    before = resident_peak()
+    began = time.perf_counter()
+    began_cpu = time.process_time()
+
     if way == "lightrft":
         materialize(model, torch.device("cpu"), world)
     else:
         model.to_empty(device="cpu")
         load(model.state_dict(), storage_reader=HuggingFaceStorageReader(folder))
-    seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
+
+    seconds = time.perf_counter() - began
+    cpu = time.process_time() - began_cpu
+
     peak = resident_peak() - before
     shards = [parameter.to_local() for parameter in model.parameters()]
     if dist.get_rank() == 0:
         sums = [shard.double().sum().item() for shard in shards]
-        print(json.dumps({"seconds": seconds, "cpu_seconds": cpu, "sums": sums,
-                          "peak_of_shards": peak / sum(shard.nbytes for shard in shards)}))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "seconds": seconds,
+                    "cpu_seconds": cpu,
+                    "sums": sums,
+                    "peak_of_shards": peak / sum(shard.nbytes for shard in shards),
+                }
+            )
+        )
+
     dist.destroy_process_group()
 
 
@@ -82,28 +109,42 @@ def measure(folder: str, ranks: int, repeat: int) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for turn in range(repeat):
         for way in WAYS if turn % 2 else reversed(WAYS):
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={ranks}",
+                __file__,
+            ]
             out = subprocess.check_output([*command, "--rank", way, folder], text=True)
             runs[way].append(json.loads(out.splitlines()[-1]))
+
     sums = [run["sums"] for way in WAYS for run in runs[way]]
     row: dict[str, Any] = {"ranks": ranks, "equal": all(each == sums[0] for each in sums)}
     for name in ("seconds", "cpu_seconds", "peak_of_shards"):
         row |= {f"{name}_{way}": round(median(run[name] for run in runs[way]), 3) for way in WAYS}
     row["speedup_cpu"] = round(row["cpu_seconds_torch"] / row["cpu_seconds_lightrft"], 3)
+
     return row
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # way and folder, given to a rank by measure()
+    # way and folder, given to a rank by measure()
+    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
+
     args = parser.parse_args(argv)
     if args.rank:
         rank(*args.rank)
         return []
+
     os.environ.update(OMP_NUM_THREADS="1")
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), args)
@@ -111,6 +152,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         for ranks in args.ranks:
             rows.append(measure(folder, ranks, args.repeat))
             print(json.dumps(rows[-1]), flush=True)
+
     print(json.dumps(rows))
     return rows
 

@@ -1,18 +1,21 @@
-"""Tokens per second of a training step, packed against padded, and the planner: its time and how long ranks wait.
+"""Tokens per second of a training step, packed against padded, and the planner: its time and how
+long ranks wait.
 
-    python scripts/bench/packing.py                                    # the table in docs/benchmarks.md, about a minute
+    python scripts/bench/packing.py  # the table in docs/benchmarks.md, about a minute
     python scripts/bench/packing.py --sequences 8 --longest 64 --rows 64 --repeat 1
 
-Forward and backward of a small random Qwen3, float32, one thread, over sequences of log-normal length. `packed` is lightrft:
-flat micro-batches from the planner. `padded` is plain transformers with sdpa: rows in the order in which they come, padded
-to the longest of their micro-batch, which holds so many rows that the longest sequences would still fit; `sorted` first sorts
-them by length. All three compute the same loss, which is checked. `groups` puts the same sequences, as responses, behind
-prompts of the median length, 8 to each: `once` computes a prompt once in a micro-batch, `alone` for every response. `prefix` is
-one prompt with 16 responses of an eighth of its length, over a model in which attention and head have the share that they have
-at 1.5 billion parameters; `prefix_of_token_ratio` is how much faster `once` is, over how many fewer tokens it computes. Rates
-count real tokens, per CPU second, best of the repetitions. The planner's overhead is modelled: time over that of perfect
-balance when ranks wait at every micro-batch. The large plan, of `--rows` rows over `--ranks` ranks, is timed without prompts and
-with, 8 rows to each.
+Forward and backward of a small random Qwen3, float32, one thread, over sequences of log-normal
+length. `packed` is lightrft: flat micro-batches from the planner. `padded` is plain transformers
+with sdpa: rows in the order in which they come, padded to the longest of their micro-batch, which
+holds so many rows that the longest sequences would still fit; `sorted` first sorts them by length.
+All three compute the same loss, which is checked. `groups` puts the same sequences, as responses,
+behind prompts of the median length, 8 to each: `once` computes a prompt once in a micro-batch,
+`alone` for every response. `prefix` is one prompt with 16 responses of an eighth of its length,
+over a model in which attention and head have the share that they have at 1.5 billion parameters;
+`prefix_of_token_ratio` is how much faster `once` is, over how many fewer tokens it computes. Rates
+count real tokens, per CPU second, best of the repetitions. The planner's overhead is modelled: time
+over that of perfect balance when ranks wait at every micro-batch. The large plan, of `--rows` rows
+over `--ranks` ranks, is timed without prompts and with, 8 rows to each.
 """
 
 import argparse
@@ -41,56 +44,95 @@ CAPACITY = 8192
 DISTRIBUTIONS: dict[str, Callable[[random.Random], int]] = {
     "uniform": lambda r: r.randint(50, 5461),
     "log_normal": lambda r: min(CAPACITY, max(50, int(r.lognormvariate(7.5, 0.8)))),
-    "truncated_bimodal": lambda r: min(5461, max(50, int(r.gauss(1000, 300) if r.random() < 0.5 else r.gauss(5000, 1000)))),
+    "truncated_bimodal": lambda r: min(
+        5461, max(50, int(r.gauss(1000, 300) if r.random() < 0.5 else r.gauss(5000, 1000)))
+    ),
 }
 
 
 def make_model(attention: str, *, width: int = 128, layers: int = 2) -> PreTrainedModel:
     config = Qwen3Config(
-        hidden_size=width, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=width // 4,
-        intermediate_size=3 * width, vocab_size=2048, max_position_embeddings=8192, use_cache=False,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=width // 4,
+        intermediate_size=3 * width,
+        vocab_size=2048,
+        max_position_embeddings=8192,
+        use_cache=False,
         attn_implementation=attention,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     return Qwen3ForCausalLM(config)
 
 
 def make_batch(count: int, median: int, sigma: float, longest: int) -> Batch:
     generator = torch.Generator().manual_seed(1)
-    lengths = (torch.randn(count, generator=generator) * sigma + math.log(median)).exp().long().clamp(2, longest)
+    lengths = (
+        (torch.randn(count, generator=generator) * sigma + math.log(median))
+        .exp()
+        .long()
+        .clamp(2, longest)
+    )
     mask = torch.ones(int(lengths.sum()), dtype=torch.bool)
     mask[lengths.cumsum(0) - lengths] = False
     ids = torch.randint(2048, mask.shape, generator=generator)
+
     return Batch(lengths=lengths, input_ids=ids, loss_mask=mask, rows=torch.arange(count))
 
 
 def with_prompts(responses: Batch, median: int, samples: int = 8) -> Batch:
-    """The sequences, each after its group's prompt of so many tokens, of which nothing is learned."""
+    """The sequences, each after its group's prompt of so many tokens, of which nothing is
+    learned.
+    """
     prompt_of = torch.arange(len(responses)) // samples
     generator = torch.Generator().manual_seed(2)
     texts = torch.randint(2048, (int(prompt_of[-1]) + 1, median), generator=generator)
-    ids, masks = (column.split(responses.lengths.tolist()) for column in (responses.input_ids, responses.loss_mask))
+    ids, masks = (
+        column.split(responses.lengths.tolist())
+        for column in (responses.input_ids, responses.loss_mask)
+    )
     unlearned = torch.zeros(median, dtype=torch.bool)
+
     return Batch(
         lengths=responses.lengths + median,
-        input_ids=torch.cat([part for prompt, own in zip(prompt_of, ids, strict=True) for part in (texts[prompt], own)]),
+        input_ids=torch.cat(
+            [
+                part
+                for prompt, own in zip(prompt_of, ids, strict=True)
+                for part in (texts[prompt], own)
+            ]
+        ),
         loss_mask=torch.cat([part for own in masks for part in (unlearned, own)]),
         rows=responses.rows,
     )
 
 
-def packed_step(batch: Batch, tokens: int, *, once: bool = False, **model: int) -> Callable[[], float]:
+def packed_step(
+    batch: Batch, tokens: int, *, once: bool = False, **model: int
+) -> Callable[[], float]:
     """`once`: what sequences of a micro-batch begin with alike is computed once."""
-    actor, lengths = Actor(make_model(ATTENTION, **model)), batch.lengths.tolist()
+    actor = Actor(make_model(ATTENTION, **model))
+    lengths = batch.lengths.tolist()
     alike = [tuple(prompt) for prompt in prompts(batch).tolist()] if once else None
 
     def step() -> float:
-        one_plan = plan(lengths, num_ranks=1, minibatch_size=len(lengths), max_tokens=tokens, prompts=alike)
+        one_plan = plan(
+            lengths, num_ranks=1, minibatch_size=len(lengths), max_tokens=tokens, prompts=alike
+        )
         parts = [batch.select(rows) for rows in one_plan.minibatches[0][0]]
         if once:
             parts = [
-                replace(part, shared=find_shared_prefixes(part.input_ids, part.lengths, min_saving=MIN_SAVING)) for part in parts
+                replace(
+                    part,
+                    shared=find_shared_prefixes(
+                        part.input_ids, part.lengths, min_saving=MIN_SAVING
+                    ),
+                )
+                for part in parts
             ]
+
         return sum(_backward(-actor(part, 1.0)[0].sum()) for part in parts)
 
     return step
@@ -100,28 +142,43 @@ def prefix_rates(response: int, repeat: int) -> dict[str, float]:
     """Measure 16 responses of so many tokens to one prompt that is eight times as long."""
     batch = with_prompts(make_batch(16, response, 0.0, response), 8 * response, samples=16)
     model = {"width": 256, "layers": 4}
-    steps = {f"prefix_{name}": packed_step(batch, batch.num_tokens, once=name == "once", **model) for name in ("once", "alone")}
+    steps = {
+        f"prefix_{name}": packed_step(batch, batch.num_tokens, once=name == "once", **model)
+        for name in ("once", "alone")
+    }
     rates = tokens_per_second(steps, batch.num_tokens, repeat)
     faster = rates["prefix_once_tokens_per_s"] / rates["prefix_alone_tokens_per_s"]
     return rates | {"prefix_of_token_ratio": faster / (batch.num_tokens / (24 * response))}
 
 
 def padded_step(batch: Batch, rows: int, by_length: bool) -> Callable[[], float]:
-    model, sequences = make_model("sdpa"), batch.input_ids.split(batch.lengths.tolist())
+    model = make_model("sdpa")
+    sequences = batch.input_ids.split(batch.lengths.tolist())
     sequences = sorted(sequences, key=len, reverse=True) if by_length else sequences
 
     def step() -> float:
-        return sum(_backward(padded_loss(model, sequences[start : start + rows])) for start in range(0, len(sequences), rows))
+        return sum(
+            _backward(padded_loss(model, sequences[start : start + rows]))
+            for start in range(0, len(sequences), rows)
+        )
 
     return step
 
 
 def padded_loss(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
-    """Negative log-likelihood of all tokens but the first ones, over [B, S] rows padded on the right."""
+    """Negative log-likelihood of all tokens but the first ones, over [B, S] rows padded on the
+    right.
+    """
     ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence(
+        [torch.ones_like(sequence) for sequence in sequences], batch_first=True
+    )
     logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
-    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].masked_fill(mask[:, 1:] == 0, -100).flatten(), reduction="sum")
+    return F.cross_entropy(
+        logits.flatten(0, 1),
+        ids[:, 1:].masked_fill(mask[:, 1:] == 0, -100).flatten(),
+        reduction="sum",
+    )
 
 
 def _backward(loss: Tensor) -> float:
@@ -129,7 +186,9 @@ def _backward(loss: Tensor) -> float:
     return loss.item()
 
 
-def tokens_per_second(steps: dict[str, Callable[[], float]], num_tokens: int, repeat: int) -> dict[str, float]:
+def tokens_per_second(
+    steps: dict[str, Callable[[], float]], num_tokens: int, repeat: int
+) -> dict[str, float]:
     """Real tokens per CPU second of each, taken in turn."""
     seconds = {name: math.inf for name in steps}
     losses = {name: step() for name, step in steps.items()}
@@ -146,7 +205,9 @@ def overhead(one_plan: Plan, lengths: list[int], ranks: int) -> float:
     """A sequence costs L + L^2 / (6 x 4096)."""
     work = [length + length**2 / (6 * 4096) for length in lengths]
     per_rank = one_plan.minibatches[0]
-    waited = sum(max(sum(work[row] for row in rank[m]) for rank in per_rank) for m in range(len(per_rank[0])))
+    waited = sum(
+        max(sum(work[row] for row in rank[m]) for rank in per_rank) for m in range(len(per_rank[0]))
+    )
     return waited / (sum(work) / ranks)
 
 
@@ -155,32 +216,76 @@ def planner(rows: int, ranks: int, repeat: int) -> dict[str, float]:
     overheads = {}
     for name, draw in DISTRIBUTIONS.items():
         for dp in (8, 32):
-            seeds = [[draw(random.Random(f"{seed} {index}")) for index in range(512)] for seed in range(5)]
-            plans = [plan(lengths, num_ranks=dp, minibatch_size=512, max_tokens=CAPACITY) for lengths in seeds]
-            each = [overhead(one_plan, lengths, dp) for one_plan, lengths in zip(plans, seeds, strict=True)]
+            seeds = [
+                [draw(random.Random(f"{seed} {index}")) for index in range(512)]
+                for seed in range(5)
+            ]
+            plans = [
+                plan(lengths, num_ranks=dp, minibatch_size=512, max_tokens=CAPACITY)
+                for lengths in seeds
+            ]
+            each = [
+                overhead(one_plan, lengths, dp)
+                for one_plan, lengths in zip(plans, seeds, strict=True)
+            ]
             overheads[f"overhead_{name}_dp{dp}"] = round(statistics.mean(each), 4)
+
         generator = random.Random(0)
         lengths = [draw(generator) for _ in range(rows)]
-        groups = np.array([(row // 8, min(lengths[row // 8 * 8 : row // 8 * 8 + 8]) // 2, 0) for row in range(rows)])
+        groups = np.array(
+            [
+                (row // 8, min(lengths[row // 8 * 8 : row // 8 * 8 + 8]) // 2, 0)
+                for row in range(rows)
+            ]
+        )
+
         for _ in range(repeat):
             for prompts_of in (None, groups):
                 start = time.process_time()
-                one_plan = plan(lengths, num_ranks=ranks, minibatch_size=rows, max_tokens=CAPACITY, prompts=prompts_of)
+                one_plan = plan(
+                    lengths,
+                    num_ranks=ranks,
+                    minibatch_size=rows,
+                    max_tokens=CAPACITY,
+                    prompts=prompts_of,
+                )
                 seconds[name, prompts_of is not None].append(time.process_time() - start)
+
                 if prompts_of is None:
-                    overheads[f"overhead_{name}_dp{ranks}"] = round(overhead(one_plan, lengths, ranks), 4)
-    slowest = {of: max(min(times) for (_, grouped), times in seconds.items() if grouped == of) for of in (False, True)}
-    return {f"plan_{rows}_s": round(slowest[False], 3), f"plan_{rows}_with_prompts_s": round(slowest[True], 3)} | overheads
+                    overheads[f"overhead_{name}_dp{ranks}"] = round(
+                        overhead(one_plan, lengths, ranks), 4
+                    )
+
+    slowest = {
+        of: max(min(times) for (_, grouped), times in seconds.items() if grouped == of)
+        for of in (False, True)
+    }
+    return {
+        f"plan_{rows}_s": round(slowest[False], 3),
+        f"plan_{rows}_with_prompts_s": round(slowest[True], 3),
+    } | overheads
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sequences", type=int, default=32, help="sequences of the step")
     parser.add_argument("--median", type=int, default=250, help="median length")
-    parser.add_argument("--sigma", type=float, default=1.0, help="standard deviation of the logarithm of the length")
+    parser.add_argument(
+        "--sigma", type=float, default=1.0, help="standard deviation of the logarithm of the length"
+    )
     parser.add_argument("--longest", type=int, default=2048, help="lengths are cut to this")
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens of a micro-batch, padding included")
-    parser.add_argument("--response", type=int, default=64, help="tokens of a response to a prompt eight times as long")
+
+    parser.add_argument(
+        "--tokens", type=int, default=16384, help="tokens of a micro-batch, padding included"
+    )
+    parser.add_argument(
+        "--response",
+        type=int,
+        default=64,
+        help="tokens of a response to a prompt eight times as long",
+    )
     parser.add_argument("--rows", type=int, default=524288, help="rows of the large plan")
     parser.add_argument("--ranks", type=int, default=1024, help="ranks of the large plan")
     parser.add_argument("--repeat", type=int, default=3, help="repetitions")
@@ -195,14 +300,30 @@ def main(argv: list[str] | None = None) -> None:
     }
     rates = tokens_per_second(steps, batch.num_tokens, args.repeat)
     groups = with_prompts(batch, args.median)
-    of_groups = {"groups_once": packed_step(groups, args.tokens, once=True), "groups_alone": packed_step(groups, args.tokens)}
+    of_groups = {
+        "groups_once": packed_step(groups, args.tokens, once=True),
+        "groups_alone": packed_step(groups, args.tokens),
+    }
     rates |= tokens_per_second(of_groups, groups.num_tokens, args.repeat)
     prefix = prefix_rates(args.response, args.repeat)
-    report = {name: round(rate, 1) for name, rate in rates.items()} | {name: round(rate, 2) for name, rate in prefix.items()}
-    report["packed_over_padded"] = round(rates["packed_tokens_per_s"] / rates["padded_tokens_per_s"], 2)
-    report["packed_over_sorted"] = round(rates["packed_tokens_per_s"] / rates["sorted_tokens_per_s"], 2)
-    report["groups_once_over_alone"] = round(rates["groups_once_tokens_per_s"] / rates["groups_alone_tokens_per_s"], 2)
-    shape = {"tokens": batch.num_tokens, "longest": int(batch.lengths.max()), "rows_per_padded_micro_batch": rows}
+    report = {name: round(rate, 1) for name, rate in rates.items()} | {
+        name: round(rate, 2) for name, rate in prefix.items()
+    }
+    report["packed_over_padded"] = round(
+        rates["packed_tokens_per_s"] / rates["padded_tokens_per_s"], 2
+    )
+
+    report["packed_over_sorted"] = round(
+        rates["packed_tokens_per_s"] / rates["sorted_tokens_per_s"], 2
+    )
+    report["groups_once_over_alone"] = round(
+        rates["groups_once_tokens_per_s"] / rates["groups_alone_tokens_per_s"], 2
+    )
+    shape = {
+        "tokens": batch.num_tokens,
+        "longest": int(batch.lengths.max()),
+        "rows_per_padded_micro_batch": rows,
+    }
     print(json.dumps(shape | report | planner(args.rows, args.ranks, args.repeat)))
 
 

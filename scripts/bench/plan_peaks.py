@@ -1,12 +1,13 @@
-"""Peak bytes of a training step on real ranks over gloo, beside those that `lightrft plan` says, layout by layout.
+"""Peak bytes of a training step on real ranks over gloo, beside those that `lightrft plan` says,
+layout by layout.
 
     python scripts/bench/plan_peaks.py                         # all layouts, some minutes
     python scripts/bench/plan_peaks.py --layouts zero3 adapters --layers 2
 
-A Qwen3, of 33 million parameters with its eight layers, AdamW, two micro-batches of 512 tokens on each rank, full recomputation.
-The trainer's own policy learns in two steps; torch's MemTracker counts every storage of the process in the second, when AdamW's
-moments are there. The plan is the phase `train` of the same flags. One line for each layout, rank 0's; the last line has all of
-them.
+A Qwen3, of 33 million parameters with its eight layers, AdamW, two micro-batches of 512 tokens on
+each rank, full recomputation. The trainer's own policy learns in two steps; torch's MemTracker
+counts every storage of the process in the second, when AdamW's moments are there. The plan is the
+phase `train` of the same flags. One line for each layout, rank 0's; the last line has all of them.
 """
 
 import argparse
@@ -39,9 +40,18 @@ from lightrft.tools.step_memory import total
 from lightrft.trainer.build_roles import build_policy
 from lightrft.types import Experience
 
-TOKENS, FIRST_TOKENS, VOCABULARY = 512, 16, 8000
-SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8,
-         "num_key_value_heads": 4, "head_dim": 64, "vocab_size": VOCABULARY, "tie_word_embeddings": False}  # fmt: skip
+TOKENS = 512
+FIRST_TOKENS = 16
+VOCABULARY = 8000
+SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": False,
+}
 ZERO = ["--fsdp=false", "--strategy=deepspeed"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "fsdp": (2, []),
@@ -61,7 +71,9 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 
 
 class Peak(MemTracker):
-    """A MemTracker of the whole process only: that of modules allows each of them one forward pass."""
+    """A MemTracker of the whole process only: that of modules allows each of them one forward
+    pass.
+    """
 
     def _pre_fw_hook(self, *_: Any) -> None:
         pass
@@ -71,28 +83,48 @@ class Peak(MemTracker):
 
 def configuration(folder: str, layout: str) -> tuple[int, Config]:
     ranks, flags = LAYOUTS[layout]
-    arguments = [f"--pretrain={folder}", f"--prompt_data={folder}", "--fsdp", "--gradient_checkpointing", *flags]
+    arguments = [
+        f"--pretrain={folder}",
+        f"--prompt_data={folder}",
+        "--fsdp",
+        "--gradient_checkpointing",
+        *flags,
+    ]
     config = parse(arguments, "train_sft")
     config.train.max_tokens_per_microbatch = TOKENS * max(config.strategy.sp_size, 1)
     resolve(config, "train_sft", world_size=ranks)
+
     return ranks, config
 
 
 def experience(first: int, tokens: int) -> Experience:
-    """Return two sequences of `tokens` tokens each, whose rows have the indices `first` and the next."""
-    sequences, count = torch.arange(first, first + 2), 2 * tokens
+    """Return two sequences of `tokens` tokens each, whose rows have the indices `first` and the
+    next.
+    """
+    sequences = torch.arange(first, first + 2)
+    count = 2 * tokens
     generator = torch.Generator().manual_seed(0)
+
     return Experience(
-        lengths=torch.full((2,), tokens), input_ids=torch.randint(0, VOCABULARY, (count,), generator=generator),
-        loss_mask=(torch.arange(count) % tokens) > 0, rows=sequences, groups=sequences,
-        rewards=torch.zeros(2), advantages=torch.ones(count), engine_logprobs=torch.full((count,), -9.0),
+        lengths=torch.full((2,), tokens),
+        input_ids=torch.randint(0, VOCABULARY, (count,), generator=generator),
+        loss_mask=(torch.arange(count) % tokens) > 0,
+        rows=sequences,
+        groups=sequences,
+        rewards=torch.zeros(2),
+        advantages=torch.ones(count),
+        engine_logprobs=torch.full((count,), -9.0),
         old_logprobs=torch.full((count,), -9.0),
-    )  # fmt: skip
+    )
 
 
 def peak(policy: Policy, config: Config) -> int:
-    """Return the most bytes at any moment of the second of two steps; the first, in which AdamW makes its moments, is short."""
-    first, objective, tracker = 2 * policy.strategy.mesh.data.rank, PolicyObjective(config.algorithm), Peak()
+    """Return the most bytes at any moment of the second of two steps; the first, in which AdamW
+    makes its moments, is short.
+    """
+    first = 2 * policy.strategy.mesh.data.rank
+    objective = PolicyObjective(config.algorithm)
+    tracker = Peak()
 
     def step(tokens: int) -> None:
         local, (rows,) = policy.redistribute_flat(experience(first, tokens), mbs=None)
@@ -114,7 +146,9 @@ def rank(folder: str, layout: str) -> None:
     ranks, config = configuration(folder, layout)
     strategy = get_strategy(config)
     strategy.setup_distributed()
-    policy = build_policy(config, strategy, updates=2, reference=False, sampling=sampling_of(config.rollout))
+    policy = build_policy(
+        config, strategy, updates=2, reference=False, sampling=sampling_of(config.rollout)
+    )
     measured = peak(policy, config)
     if strategy.is_rank_0():
         print(json.dumps({"measured": measured}), flush=True)
@@ -122,29 +156,55 @@ def rank(folder: str, layout: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=[*LAYOUTS])
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # folder and layout, given to a rank by main()
+    # folder and layout, given to a rank by main()
+    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
+
     args = parser.parse_args(argv)
     if args.rank:
         rank(*args.rank)
         return {}
+
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        Qwen3ForCausalLM(Qwen3Config(**SHAPE, num_hidden_layers=args.layers)).save_pretrained(folder)
+        Qwen3ForCausalLM(Qwen3Config(**SHAPE, num_hidden_layers=args.layers)).save_pretrained(
+            folder
+        )
         for layout in args.layouts:
             ranks, config = configuration(folder, layout)
-            shape, tokens = model_config(folder), config.train.max_tokens_per_microbatch
-            planner = Planner(config, "train_sft", ranks, DEVICES["h100"], ranks_per_node=8, shape=shape)
+            shape = model_config(folder)
+            tokens = config.train.max_tokens_per_microbatch
+            planner = Planner(
+                config, "train_sft", ranks, DEVICES["h100"], ranks_per_node=8, shape=shape
+            )
             parts = planner.phases(planner.step(tokens), tokens)["train"]
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
+            torchrun = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={ranks}",
+                __file__,
+            ]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            out = subprocess.check_output([*torchrun, "--rank", folder, layout], text=True, env=environment)
-            measured, planned = json.loads(out.splitlines()[-1])["measured"], sum(parts.values())
-            rows[layout] = {"ranks": ranks, "measured": measured, "planned": planned, "ratio": round(measured / planned, 3)}
+            out = subprocess.check_output(
+                [*torchrun, "--rank", folder, layout], text=True, env=environment
+            )
+            measured = json.loads(out.splitlines()[-1])["measured"]
+            planned = sum(parts.values())
+            rows[layout] = {
+                "ranks": ranks,
+                "measured": measured,
+                "planned": planned,
+                "ratio": round(measured / planned, 3),
+            }
             print(json.dumps({layout: rows[layout], "parts": parts}), flush=True)
+
     print(json.dumps(rows))
     return rows
 

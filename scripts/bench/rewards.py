@@ -1,13 +1,15 @@
-"""What calls of a reward function cost the generation beside them, in worker processes and in a thread of this process.
+"""What calls of a reward function cost the generation beside them, in worker processes and in a
+thread of this process.
 
-    python scripts/bench/rewards.py                             # the line in docs/benchmarks.md, about a minute
+    python scripts/bench/rewards.py  # the line in docs/benchmarks.md, about a minute
     python scripts/bench/rewards.py --calls 40 --repeat 1 --engine_seconds 1
 
-`overhead_ms` is the time of a call of a function that does nothing, with 8 responses of 512 tokens, over all calls, and
-`overhead_cpu_ms` the part that this process computes. The engine is stood in for by a loop of small matrix products and of plain
-Python in equal parts, as an engine stepped in this process is. It runs for some seconds beside reward calls that compute in plain
-Python without a pause: `workers_of_alone` and `thread_of_alone` are its steps against those without rewards. Two cores at least,
-or the processes share one with the engine.
+`overhead_ms` is the time of a call of a function that does nothing, with 8 responses of 512 tokens,
+over all calls, and `overhead_cpu_ms` the part that this process computes. The engine is stood in
+for by a loop of small matrix products and of plain Python in equal parts, as an engine stepped in
+this process is. It runs for some seconds beside reward calls that compute in plain Python without a
+pause: `workers_of_alone` and `thread_of_alone` are its steps against those without rewards. Two
+cores at least, or the processes share one with the engine.
 """
 
 import argparse
@@ -25,13 +27,17 @@ from lightrft.config import RewardSection
 from lightrft.rewards.runner import RewardRunner
 from lightrft.types import Prompt, Sample
 
-RESPONSES, TOKENS = 8, 512
+RESPONSES = 8
+TOKENS = 512
 FUNCTIONS = Path(__file__).resolve().with_name("reward_functions.py")
 
 
 def group() -> list[Sample]:
     prompt = Prompt(0, "question", range(64), {"label": "answer"})
-    return [Sample(prompt, 0, list(range(TOKENS)), [-0.5] * TOKENS, "x" * TOKENS, "stop") for _ in range(RESPONSES)]
+    return [
+        Sample(prompt, 0, list(range(TOKENS)), [-0.5] * TOKENS, "x" * TOKENS, "stop")
+        for _ in range(RESPONSES)
+    ]
 
 
 def runner(function: str) -> RewardRunner:
@@ -40,17 +46,24 @@ def runner(function: str) -> RewardRunner:
 
 def overhead(calls: int) -> tuple[float, float]:
     """Return the milliseconds of a call, and those that this process computes."""
-    reward_runner, groups = runner("nothing"), [group() for _ in range(calls)]
+    reward_runner = runner("nothing")
+    groups = [group() for _ in range(calls)]
     reward_runner(groups[0])
-    began, busy_before = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
+    busy_before = time.process_time()
     for each in groups:
         reward_runner.begin(each)
     reward_runner.finish([sample for each in groups for sample in each])
-    return 1000 * (time.perf_counter() - began) / calls, 1000 * (time.process_time() - busy_before) / calls
+
+    return 1000 * (time.perf_counter() - began) / calls, 1000 * (
+        time.process_time() - busy_before
+    ) / calls
 
 
 def engine_steps(seconds: float) -> int:
-    matrix, steps, until = torch.ones(64, 64), 0, time.perf_counter() + seconds
+    matrix = torch.ones(64, 64)
+    steps = 0
+    until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         for _ in range(20):
             matrix = (matrix @ matrix).clamp(0, 1)
@@ -60,7 +73,8 @@ def engine_steps(seconds: float) -> int:
 
 
 def beside_workers(seconds: float) -> int:
-    reward_runner, groups = runner("busy"), [group() for _ in range(int(seconds / 0.02) + 50)]
+    reward_runner = runner("busy")
+    groups = [group() for _ in range(int(seconds / 0.02) + 50)]
     reward_runner(groups[0])
     for each in groups:
         reward_runner.begin(each)
@@ -83,20 +97,36 @@ def beside_a_thread(seconds: float) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--calls", type=int, default=500)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--engine_seconds", type=float, default=5.0)
     args = parser.parse_args()
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL)  # as in a run
+
     rows = []
     for _ in range(args.repeat):
         alone = engine_steps(args.engine_seconds)
-        rows.append((beside_workers(args.engine_seconds) / alone, beside_a_thread(args.engine_seconds) / alone))
+        rows.append(
+            (
+                beside_workers(args.engine_seconds) / alone,
+                beside_a_thread(args.engine_seconds) / alone,
+            )
+        )
+
     workers, thread = (sorted(each)[len(rows) // 2] for each in zip(*rows, strict=True))
-    wall, processor = (min(each) for each in zip(*[overhead(args.calls) for _ in range(args.repeat)], strict=True))
-    figures = {"overhead_ms": wall, "overhead_cpu_ms": processor, "workers_of_alone": workers, "thread_of_alone": thread}
+    wall, processor = (
+        min(each) for each in zip(*[overhead(args.calls) for _ in range(args.repeat)], strict=True)
+    )
+    figures = {
+        "overhead_ms": wall,
+        "overhead_cpu_ms": processor,
+        "workers_of_alone": workers,
+        "thread_of_alone": thread,
+    }
     sys.stdout.write(json.dumps({name: round(value, 3) for name, value in figures.items()}) + "\n")
 
 

@@ -1,11 +1,13 @@
-"""Time of sampling with vLLM on a CPU: the sampler alone, and generation for prompts that several samples share.
+"""Time of sampling with vLLM on a CPU: the sampler alone, and generation for prompts that several
+samples share.
 
     python scripts/bench/sampling.py sampler
     python scripts/bench/sampling.py generation --model runs/laptop/model --pairs 3
 
-`sampler` draws tokens with their log-probs from random logits and compares with vLLM's own functions. `generation` compares with
-vLLM's defaults: blocks of 128 tokens, of which a prompt is shared by whole ones only, and vLLM's sampler. The two run one after
-the other in processes of their own. All seconds are CPU seconds of one thread.
+`sampler` draws tokens with their log-probs from random logits and compares with vLLM's own
+functions. `generation` compares with vLLM's defaults: blocks of 128 tokens, of which a prompt is
+shared by whole ones only, and vLLM's sampler. The two run one after the other in processes of their
+own. All seconds are CPU seconds of one thread.
 """
 
 import argparse
@@ -43,19 +45,33 @@ def sampler() -> None:
     from lightrft.engine.vllm.cpu_sampler import use_fast_sampling
 
     torch.set_num_threads(1)
+
     for rows, vocabulary in CASES:
         logits = 3 * torch.randn(rows, vocabulary)
         generators = {row: torch.Generator().manual_seed(row) for row in range(rows)}
-        fast, own = Sampler(logprobs_mode="processed_logprobs"), Sampler(logprobs_mode="processed_logprobs")
+        fast = Sampler(logprobs_mode="processed_logprobs")
+        own = Sampler(logprobs_mode="processed_logprobs")
         use_fast_sampling(fast)
 
         def sample(with_sampler: Sampler, logits=logits, generators=generators) -> None:
-            tokens, values = with_sampler.topk_topp_sampler.forward(logits.clone(), generators, None, None)
+            tokens, values = with_sampler.topk_topp_sampler.forward(
+                logits.clone(), generators, None, None
+            )
             with_sampler.gather_logprobs(values, 0, tokens)
 
         with torch.compiler.set_stance("force_eager"):
-            times = {name: seconds(lambda each=each: sample(each), 6) for name, each in zip(VERSIONS, (own, fast), strict=True)}
-        print(json.dumps({"rows": rows, "vocabulary": vocabulary} | times | {"ratio": times["defaults"] / times["lightrft"]}))
+            times = {
+                name: seconds(lambda each=each: sample(each), 6)
+                for name, each in zip(VERSIONS, (own, fast), strict=True)
+            }
+
+        print(
+            json.dumps(
+                {"rows": rows, "vocabulary": vocabulary}
+                | times
+                | {"ratio": times["defaults"] / times["lightrft"]}
+            )
+        )
 
 
 def generate(arguments: argparse.Namespace, version: str) -> None:
@@ -71,6 +87,7 @@ def generate(arguments: argparse.Namespace, version: str) -> None:
     from lightrft.parallel.mesh import Mesh
 
     torch.set_num_threads(1)
+
     if version == "defaults":
         own = adapter.arguments
         adapter.arguments = lambda *given: own(*given) | {"block_size": 128}
@@ -78,19 +95,30 @@ def generate(arguments: argparse.Namespace, version: str) -> None:
         adapter.use_fast_sampling = lambda sampler: None
 
     section = EngineSection(engine_type="vllm", engine_kv_cache_gb=2)
-    size, rng = AutoConfig.from_pretrained(arguments.model).vocab_size, random.Random(0)
-    prompts = [[rng.randrange(size // 2) for _ in range(arguments.prompt_tokens)] for _ in range(2 * arguments.prompts)]
+    size = AutoConfig.from_pretrained(arguments.model).vocab_size
+    rng = random.Random(0)
+    prompts = [
+        [rng.randrange(size // 2) for _ in range(arguments.prompt_tokens)]
+        for _ in range(2 * arguments.prompts)
+    ]
+
     with tempfile.TemporaryDirectory() as store:
         dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
         engine = build_engine(
-            section, model_path=arguments.model, dtype=torch.float32, device=torch.device("cpu"), max_model_len=1024,
+            section,
+            model_path=arguments.model,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            max_model_len=1024,
             axis=Mesh("cpu").world,
-        )  # fmt: skip
+        )
+
         for part in (prompts[: arguments.prompts], prompts[arguments.prompts :]):
             began = time.process_time()
             sampling = Sampling(n=arguments.samples, max_tokens=arguments.new_tokens, seed=1)
             engine.generate([Request(ids) for ids in part], sampling)
             taken = time.process_time() - began
+
         print(json.dumps({"seconds": taken}))
         engine.close()
         dist.destroy_process_group()
@@ -107,11 +135,16 @@ def generation(arguments: argparse.Namespace) -> None:
             times[version] = json.loads(output.splitlines()[-1])["seconds"]
         ratios.append(times["defaults"] / times["lightrft"])
         print(json.dumps(times | {"ratio": ratios[-1]}), flush=True)
-    print(json.dumps({"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}))
+
+    print(
+        json.dumps({"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)})
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=("sampler", "generation"))
     parser.add_argument("--model", default="runs/laptop/model", help="folder of a model")
     parser.add_argument("--prompts", type=int, default=16)

@@ -1,20 +1,25 @@
-"""How the control path of a step grows with the number of ranks: bytes, messages, sockets and CPU seconds of each operation.
+"""How the control path of a step grows with the number of ranks: bytes, messages, sockets and CPU
+seconds of each operation.
 
-    python scripts/bench/scaling.py --slow_polls                      # docs/scaling.md and its figure, ten minutes on two cores
+    python scripts/bench/scaling.py --slow_polls  # docs/scaling.md, ten minutes
     python scripts/bench/scaling.py --ranks 2 4 8 --simulated 16 --rows 8
 
-Every rank is a real process, forked from this one, with gloo and the code of the program: it meets the others, sends heartbeats,
-builds the mesh, collects the responses of an engine that invents them, shares rewards and metrics, plans, moves samples and
-writes and reads a checkpoint of a model of a few bytes. The work of a rank is the same for any number of ranks: --rows responses.
-Bytes and segments are those that the kernel counts for the TCP connections of each process (TCP_INFO), so nothing is estimated.
-Many processes share few cores: only the CPU seconds of a rank are comparable, not the time that passes.
+Every rank is a real process, forked from this one, with gloo and the code of the program: it meets
+the others, sends heartbeats, builds the mesh, collects the responses of an engine that invents
+them, shares rewards and metrics, plans, moves samples and writes and reads a checkpoint of a model
+of a few bytes. The work of a rank is the same for any number of ranks: --rows responses. Bytes and
+segments are those that the kernel counts for the TCP connections of each process (TCP_INFO), so
+nothing is estimated. Many processes share few cores: only the CPU seconds of a rank are comparable,
+not the time that passes.
 
-Each group of gloo has a thread that wakes a hundred times a second, which takes both cores when 256 processes have several
-groups. With --slow_polls these threads wake ten times a second, or as soon as something arrives: a library with another
-epoll_wait is compiled and preloaded. It changes no message.
+Each group of gloo has a thread that wakes a hundred times a second, which takes both cores when 256
+processes have several groups. With --slow_polls these threads wake ten times a second, or as soon
+as something arrives: a library with another epoll_wait is compiled and preloaded. It changes no
+message.
 
-For --simulated ranks one process runs what a rank computes by itself, with the data of all ranks; the monitor of rank 0 really
-has that many connections. Bytes are extrapolated along the line through the two largest sizes that ran.
+For --simulated ranks one process runs what a rank computes by itself, with the data of all ranks;
+the monitor of rank 0 really has that many connections. Bytes are extrapolated along the line
+through the two largest sizes that ran.
 
 The tables go to standard output, the figure to --figure, and the last line is one JSON object.
 """
@@ -124,7 +129,9 @@ class Traffic:
 
 
 def traffic(served_port: int, ignored_port: int | None) -> dict[str, tuple[int, int, int, bool]]:
-    """Return socket -> bytes sent, bytes received, segments with data, and whether it belongs to the store's server."""
+    """Return socket -> bytes sent, bytes received, segments with data, and whether it belongs to
+    the store's server.
+    """
     by_link = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -132,40 +139,58 @@ def traffic(served_port: int, ignored_port: int | None) -> dict[str, tuple[int, 
             copy = socket.socket(fileno=os.dup(int(name))) if link.startswith("socket:") else None
         except OSError:
             continue
+
         if copy is None:
             continue
+
         with copy:
-            if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
+            if (
+                copy.family not in (socket.AF_INET, socket.AF_INET6)
+                or copy.type != socket.SOCK_STREAM
+            ):
                 continue
+
             info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             if info[0] != 1:  # TCP_ESTABLISHED
                 continue
-            own, other = copy.getsockname()[1], copy.getpeername()[1]
+
+            own = copy.getsockname()[1]
+            other = copy.getpeername()[1]
             if ignored_port in (own, other):
                 continue
-            (received,), (segments,), (sent,) = (struct.unpack_from(form, info, at) for form, at in
-                                                 (("Q", 128), ("I", 156), ("Q", 200)))  # fmt: skip
+
+            (received,), (segments,), (sent,) = (
+                struct.unpack_from(form, info, at)
+                for form, at in (("Q", 128), ("I", 156), ("Q", 200))
+            )
             by_link[link] = sent, received, segments, own == served_port
+
     return by_link
 
 
 class Meter:
     """Measurement of one operation after another on this rank.
 
-    Ranks wait for each other before and after they read their counters, at `together`, which uses no connection: otherwise what
-    a fast rank sends in its next operation would be counted in a slow rank's last one.
+    Ranks wait for each other before and after they read their counters, at `together`, which uses
+    no connection: otherwise what a fast rank sends in its next operation would be counted in a slow
+    rank's last one.
     """
 
     def __init__(self, store_port: int, together: Barrier):
-        self.store_port, self.monitor_port, self.together = store_port, None, together
+        self.store_port = store_port
+        self.monitor_port = None
+        self.together = together
         self.operations: dict[str, dict[str, float]] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         before = self._traffic()
-        cpu, began = time.process_time(), time.perf_counter()
+        cpu = time.process_time()
+        began = time.perf_counter()
         yield
-        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+        seconds = time.perf_counter() - began
+        cpu = time.process_time() - cpu
+
         total = Traffic()
         for link, (sent, received, segments, serves) in self._traffic().items():
             old = before.get(link, (0, 0, 0, False))
@@ -173,8 +198,10 @@ class Meter:
             if serves:
                 total.served += sent - old[0] + received - old[1]
             else:
-                total.sent, total.received = total.sent + sent - old[0], total.received + received - old[1]
+                total.sent = total.sent + sent - old[0]
+                total.received = total.received + received - old[1]
                 total.segments += segments - old[2]
+
         self.operations[name] = {**vars(total), "cpu": cpu, "seconds": seconds}
 
     def _traffic(self) -> dict[str, tuple[int, int, int, bool]]:
@@ -194,7 +221,9 @@ def reward(samples: list[Any], **columns: Any) -> list[float]:
 
 @dataclass
 class Invented:
-    """Sampler without an engine: each response has a length that depends on its prompt and place, and no meaning."""
+    """Sampler without an engine: each response has a length that depends on its prompt and place,
+    and no meaning.
+    """
 
     exchange: Axis
     episodes: None = None
@@ -223,8 +252,12 @@ class InventedGrowth:
         self.parts += [part for part in parts if not part[0].complete]
 
     def running(self) -> set[tuple[int, int]]:
-        return {(group.number, place) for group, places in self.parts for place in places
-                if group.responses[place].finish_reason == GROWING}  # fmt: skip
+        return {
+            (group.number, place)
+            for group, places in self.parts
+            for place in places
+            if group.responses[place].finish_reason == GROWING
+        }
 
     def steps(self, most: int | None = None) -> Iterator[Any]:
         while self.parts and most != 0:
@@ -255,11 +288,17 @@ class InventedGrowth:
 
 def collector(axis: Axis, exchange: Axis, rewards: RewardRunner, rows: int) -> Collector:
     """Return a collector of `rows` responses for each rank."""
-    prompts = [Prompt(number, "", [1, 2, 3], {}) for number in range(2 * axis.size * rows // SAMPLES)]
+    prompts = [
+        Prompt(number, "", [1, 2, 3], {}) for number in range(2 * axis.size * rows // SAMPLES)
+    ]
     section = RolloutSection(
-        rollout_batch_size=axis.size * rows // SAMPLES, n_samples_per_prompt=SAMPLES, generate_max_len=LONGEST,
-        rollout_schedule="longest_first", early_stop_every=EVERY,
-    )  # fmt: skip
+        rollout_batch_size=axis.size * rows // SAMPLES,
+        n_samples_per_prompt=SAMPLES,
+        generate_max_len=LONGEST,
+        rollout_schedule="longest_first",
+        early_stop_every=EVERY,
+    )
+
     return Collector(Invented(exchange), rewards, prompts, section=section, data=axis, seed=0)
 
 
@@ -267,27 +306,46 @@ def invented_samples(rank: int, rows: int) -> list[Sample]:
     """Return the rewarded samples of a rank."""
     prompt = Prompt(0, "", [1, 2, 3], {})
     return [
-        Sample(prompt, group=rank * rows + row // SAMPLES, token_ids=[1, 2], logprobs=[-1.0, -1.0], text="", finish_reason="stop",
-               reward=float(row % 2))
+        Sample(
+            prompt,
+            group=rank * rows + row // SAMPLES,
+            token_ids=[1, 2],
+            logprobs=[-1.0, -1.0],
+            text="",
+            finish_reason="stop",
+            reward=float(row % 2),
+        )
         for row in range(rows)
-    ]  # fmt: skip
+    ]
 
 
 def experience(rows: int, first: int) -> Experience:
     """Return `rows` samples, the first of which is number `first`, with the columns of a step."""
     generator = torch.Generator().manual_seed(first)
     lengths = torch.randint(LONGEST, 4 * LONGEST, (rows,), generator=generator)
-    total, numbers = int(lengths.sum()), torch.arange(first, first + rows)
-    tokens = {name: torch.randn(total, generator=generator) for name in ("engine_logprobs", "step_rewards")}
+    total = int(lengths.sum())
+    numbers = torch.arange(first, first + rows)
+    tokens = {
+        name: torch.randn(total, generator=generator)
+        for name in ("engine_logprobs", "step_rewards")
+    }
+
     return Experience(
-        lengths=lengths, input_ids=torch.randint(32000, (total,), generator=generator), rows=numbers, groups=numbers // SAMPLES,
-        loss_mask=torch.ones(total, dtype=torch.bool), rewards=torch.rand(rows, generator=generator), **tokens,
-    )  # fmt: skip
+        lengths=lengths,
+        input_ids=torch.randint(32000, (total,), generator=generator),
+        rows=numbers,
+        groups=numbers // SAMPLES,
+        loss_mask=torch.ones(total, dtype=torch.bool),
+        rewards=torch.rand(rows, generator=generator),
+        **tokens,
+    )
 
 
 def owners(lengths: list[int], size: int) -> list[list[int]]:
     """Return the rows of each rank by a plan of four optimizer steps."""
-    schedule = plan(lengths, num_ranks=size, minibatch_size=-(-len(lengths) // 4), max_tokens=16 * LONGEST)
+    schedule = plan(
+        lengths, num_ranks=size, minibatch_size=-(-len(lengths) // 4), max_tokens=16 * LONGEST
+    )
     return [schedule.rows(rank) for rank in range(size)]
 
 
@@ -303,45 +361,65 @@ def numbers() -> Metrics:
 
 def run_rank(
     rank: int, size: int, port: int, args: argparse.Namespace, folder: Path, together: Barrier
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Execute and measure every operation as one of `size` ranks."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
-                      MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port))  # fmt: skip
-    meter, rows = Meter(port, together), args.rows
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR=LOOPBACK,
+        MASTER_PORT=str(port),
+    )
+    meter = Meter(port, together)
+    rows = args.rows
     with meter("meet"):
         processes = join_process_group(torch.device("cpu"), LIMIT, LIMIT)
     with meter("watchdog"):
         watchdog = Watchdog.start(processes, LIMIT, LIMIT)
     meter.monitor_port = watchdog._rank_0["port"]
+
     with meter("mesh"):
         mesh = Mesh.shared("cpu", timeout=LIMIT)
         mesh.engine(1)
-    axis, alone = mesh.data, mesh.model_parallel
+
+    axis = mesh.data
+    alone = mesh.model_parallel
     if size <= args.collector_ranks:
         with meter("groups"):
-            exchange, _ = mesh.exchange_axis(), mesh.background_axis()
+            exchange = mesh.exchange_axis()
+            _ = mesh.background_axis()
         rewards = RewardRunner(f"{__file__}:reward", section=RewardSection(reward_workers=0))
         collect = collector(axis, exchange, rewards, rows)
         with meter("collect"):
             collect.score(collect(1, Metrics()), Metrics())
-    batch, store = experience(rows, rank * rows), MemoryStore(axis, alone)
+
+    batch = experience(rows, rank * rows)
+    store = MemoryStore(axis, alone)
     with meter("rewards"):
         GatheredRewards.share(axis, invented_samples(rank, rows), first_row=rank * rows)
     put_batch(store, batch)
     store.rows()  # the first call learns the largest number of rows
     with meter("plan"):
         chosen = owners(store.rows().lengths.tolist(), size)
+
     with meter("move"):
         store.move(chosen)
         get_batch(store, chosen[rank], batch)
+
     metrics = numbers()
     with meter("metrics"):
         metrics.reduce(mesh.world)
     if size <= args.checkpoint_ranks:
         checkpoint(meter, mesh, collect, folder / "checkpoints")
-    memory = next(line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Pss_Anon"))
+    memory = next(
+        line
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
+        if line.startswith("Pss_Anon")
+    )
     mesh.world.barrier()
     watchdog.close()
+
     return {"operations": meter.operations, "memory_mb": int(memory.split()[1]) / 1024}
 
 
@@ -354,22 +432,29 @@ def checkpoint(meter: Meter, mesh: Mesh, collect: Collector, folder: Path) -> No
     optimizer.step()
     state = ModelState(model, optimizer, None, mesh.world, torch.device("cpu"))
     parts = {"collector": collect, "metrics": PendingMetrics(numbers(), mesh.world)}
-    contents, path = manager.CheckpointState({"actor": state}, parts, mesh.world, torch.device("cpu")), folder / "step1"
+
+    contents = manager.CheckpointState({"actor": state}, parts, mesh.world, torch.device("cpu"))
+    path = folder / "step1"
     with meter("save"):
         taken = manager.snapshot(contents, {}, tensors={"actor": state.tensors()})
         manager.write(taken, path, mesh.world, manager.RetentionPolicy(2, math.inf, latest=True))
+
     with meter("load"):
         manifest, checkpoint, _ = manager.find(folder, None, mesh.world)
         manager.load(contents, checkpoint, manifest.world_size, strict=True, module_only=False)
 
 
-def start(rank: int, size: int, port: int, args: argparse.Namespace, folder: Path, together: Barrier) -> None:
+def start(
+    rank: int, size: int, port: int, args: argparse.Namespace, folder: Path, together: Barrier
+) -> None:
     code = 1
     try:
         warnings.filterwarnings("ignore", category=FutureWarning)
         gc.freeze()  # the pages of the parent's objects remain shared
         torch.set_num_threads(1)
-        (folder / f"{rank}.result").write_text(json.dumps(run_rank(rank, size, port, args, folder, together)))
+        (folder / f"{rank}.result").write_text(
+            json.dumps(run_rank(rank, size, port, args, folder, together))
+        )
         code = 0
     except BaseException:
         (folder / f"{rank}.error").write_text(traceback.format_exc())
@@ -386,10 +471,16 @@ def run(size: int, args: argparse.Namespace) -> dict[str, Any]:
     """Run `size` processes; return, for each operation, the largest numbers of any rank."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
-        folder, port, together = Path(name), free_port(), context.Barrier(size)
-        processes = [context.Process(target=start, args=(rank, size, port, args, folder, together)) for rank in range(size)]
+        folder = Path(name)
+        port = free_port()
+        together = context.Barrier(size)
+        processes = [
+            context.Process(target=start, args=(rank, size, port, args, folder, together))
+            for rank in range(size)
+        ]
         for process in processes:
             process.start()
+
         try:
             while any(process.is_alive() for process in processes):
                 time.sleep(0.05)
@@ -400,16 +491,23 @@ def run(size: int, args: argparse.Namespace) -> dict[str, Any]:
             for process in processes:
                 process.kill()
                 process.join()
+
         missing = [rank for rank in range(size) if not (folder / f"{rank}.result").exists()]
         if missing:
             raise RuntimeError(f"of {size} ranks, {missing} ended without a result")
         ranks = [json.loads((folder / f"{rank}.result").read_text()) for rank in range(size)]
+
     operations = {}
     for name in ranks[0]["operations"]:
         each = [rank["operations"][name] for rank in ranks]
         operations[name] = {key: max(one[key] for one in each) for key in each[0]}
         operations[name]["cpu_median"] = statistics.median(one["cpu"] for one in each)
-    return {"ranks": size, "operations": operations, "memory_mb": statistics.median(rank["memory_mb"] for rank in ranks)}
+
+    return {
+        "ranks": size,
+        "operations": operations,
+        "memory_mb": statistics.median(rank["memory_mb"] for rank in ranks),
+    }
 
 
 # -- what one rank of many computes by itself
@@ -417,7 +515,9 @@ def run(size: int, args: argparse.Namespace) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OneOfMany(Axis):
-    """Axis of which only this rank runs; the others have rows of the same shape, numbered after its own."""
+    """Axis of which only this rank runs; the others have rows of the same shape, numbered after its
+    own.
+    """
 
     def gather(self, value: Any) -> list[Any]:
         content = pickle.dumps(value)
@@ -433,8 +533,12 @@ class OneOfMany(Axis):
 
 
 def simulate(size: int, rows: int) -> dict[str, float]:
-    """Return the CPU seconds of what one of `size` ranks computes by itself, for each operation with much of that."""
-    axis, alone, seconds = OneOfMany("data", size, 0, None), Axis("replica", 1, 0, None), {}
+    """Return the CPU seconds of what one of `size` ranks computes by itself, for each operation
+    with much of that.
+    """
+    axis = OneOfMany("data", size, 0, None)
+    alone = Axis("replica", 1, 0, None)
+    seconds = {}
 
     def timed(name: str, way: Callable[[], Any]) -> Any:
         gc.collect()
@@ -445,7 +549,8 @@ def simulate(size: int, rows: int) -> dict[str, float]:
 
     gc.freeze()
     timed("collect", lambda: decide(size, rows))
-    batch, store = experience(rows, 0), MemoryStore(axis, alone)
+    batch = experience(rows, 0)
+    store = MemoryStore(axis, alone)
     put_batch(store, batch)
     lengths = timed("rows", lambda: store.rows().lengths.tolist())
     chosen = timed("plan", lambda: owners(lengths, size))
@@ -458,48 +563,96 @@ def simulate(size: int, rows: int) -> dict[str, float]:
 def decide(size: int, rows: int) -> None:
     """Take all decisions of a round as each rank does, from the counts of all ranks."""
     num_groups = size * rows // SAMPLES
-    round = Round([LONGEST / 2] * num_groups, [None] * num_groups, SAMPLES, num_ranks=size, needed=num_groups, at_once=SAMPLES,
-                  divided=True)  # fmt: skip
-    lengths = [[invented_length(chunk.place, place) for place in chunk.responses] for chunk in round.chunks]
+    round = Round(
+        [LONGEST / 2] * num_groups,
+        [None] * num_groups,
+        SAMPLES,
+        num_ranks=size,
+        needed=num_groups,
+        at_once=SAMPLES,
+        divided=True,
+    )
+    lengths = [
+        [invented_length(chunk.place, place) for place in chunk.responses] for chunk in round.chunks
+    ]
+
     ages = [0] * len(lengths)
     while not round.over:
         round.begin_exchange()
         for index in round.started:
             ages[index] += EVERY
-        running = [sum(length > age for length in each) for each, age in zip(lengths, ages, strict=True)]
-        round.decide(running, [sum(length for length in each if length <= age)
-                               for each, age in zip(lengths, ages, strict=True)])  # fmt: skip
+        running = [
+            sum(length > age for length in each) for each, age in zip(lengths, ages, strict=True)
+        ]
+        round.decide(
+            running,
+            [
+                sum(length for length in each if length <= age)
+                for each, age in zip(lengths, ages, strict=True)
+            ],
+        )
 
 
 def heartbeats(size: int, beats: int = 5) -> dict[str, float]:
-    """Return CPU seconds and bytes of one heartbeat of all ranks in the monitor of rank 0, to which all are connected."""
-    monitor = Monitor(size, address=LOOPBACK, token="token", limit=3600, phase_limit=3600, beat=BEAT)
+    """Return CPU seconds and bytes of one heartbeat of all ranks in the monitor of rank 0, to which
+    all are connected.
+    """
+    monitor = Monitor(
+        size, address=LOOPBACK, token="token", limit=3600, phase_limit=3600, beat=BEAT
+    )
     connections = []
     for rank in range(size):
         connection = Connection(socket.create_connection((LOOPBACK, monitor.port)))
-        connection.send({"hello": {"host": "host", "pid": rank, "node": "host/", "rank": rank, "token": "token"}})
+        connection.send(
+            {
+                "hello": {
+                    "host": "host",
+                    "pid": rank,
+                    "node": "host/",
+                    "rank": rank,
+                    "token": "token",
+                }
+            }
+        )
         connections.append(connection)
+
     while len(monitor.statuses) < size:
         time.sleep(0.01)
     clock = time.pthread_getcpuclockid(monitor._thread.ident)
     issued = {f"group {number} (cpu)": 1 for number in range(6)}
     state = {
-        "state": {"place": "lightrft/parallel/collectives.py:69 (Axis._reduce) < lightrft/trainer/ppo.py:1", "issued": issued}
+        "state": {
+            "place": (
+                "lightrft/parallel/collectives.py:69 (Axis._reduce) < lightrft/trainer/ppo.py:1"
+            ),
+            "issued": issued,
+        }
     }
-    before, began = time.clock_gettime(clock), time.perf_counter()
+    before = time.clock_gettime(clock)
+    began = time.perf_counter()
+
     for beat in range(1, beats + 1):
         issued.update(dict.fromkeys(issued, 1 + beat))
         for connection in connections:
             connection.send(state)
-        while any(1 + beat not in [count for count, _ in status.issued.values()] for status in monitor.statuses.values()):
+        while any(
+            1 + beat not in [count for count, _ in status.issued.values()]
+            for status in monitor.statuses.values()
+        ):
             time.sleep(0.005)
+
     seconds = time.clock_gettime(clock) - before
     idle = (time.perf_counter() - began) / BEAT  # the monitor also speaks by itself
     monitor.closing.set()
     monitor.join()
     for connection in connections:
         connection.close()
-    return {"heartbeat": seconds / beats, "heartbeat_bytes": len(json.dumps(state)) + 1, "heartbeat_periods": round(idle, 2)}
+
+    return {
+        "heartbeat": seconds / beats,
+        "heartbeat_bytes": len(json.dumps(state)) + 1,
+        "heartbeat_periods": round(idle, 2),
+    }
 
 
 # -- results
@@ -510,9 +663,14 @@ def run_again_with_slow_polls() -> None:
     preloaded = os.environ.get("LD_PRELOAD", "").split()
     if any(Path(library).name == "slow_polls.so" for library in preloaded):
         return
+
     with tempfile.TemporaryDirectory() as folder:
         library = f"{folder}/slow_polls.so"
-        subprocess.run(["cc", "-shared", "-fPIC", "-xc", "-", "-o", library, "-ldl"], input=SLOW_POLLS.encode(), check=True)
+        subprocess.run(
+            ["cc", "-shared", "-fPIC", "-xc", "-", "-o", library, "-ldl"],
+            input=SLOW_POLLS.encode(),
+            check=True,
+        )
         environment = os.environ | {"LD_PRELOAD": " ".join([library, *preloaded])}
         sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
 
@@ -524,105 +682,213 @@ def extrapolated(sizes: list[int], values: list[float], size: int) -> float:
 
 
 def exponent(sizes: list[int], values: list[float]) -> float:
-    """Return p of the growth as (size - 1) ** p, by the number of others, between the two largest sizes; 0 without any."""
+    """Return p of the growth as (size - 1) ** p, by the number of others, between the two largest
+    sizes; 0 without any.
+    """
     (low, high), (first, last) = sizes[-2:], values[-2:]
-    return math.log(last / first) / math.log((high - 1) / (low - 1)) if first > 0 and last > 0 else 0.0
+    return (
+        math.log(last / first) / math.log((high - 1) / (low - 1)) if first > 0 and last > 0 else 0.0
+    )
 
 
 def series(runs: list[dict[str, Any]], name: str, key: str) -> tuple[list[int], list[float]]:
     """Return the sizes that executed an operation, and its numbers there."""
-    points = [(run["ranks"], run["operations"][name][key]) for run in runs if name in run["operations"]]
+    points = [
+        (run["ranks"], run["operations"][name][key]) for run in runs if name in run["operations"]
+    ]
     return [size for size, _ in points], [value for _, value in points]
 
 
 def amount(value: float) -> str:
     """Format a number of bytes."""
-    return f"{value:,.0f}" if value < 1e4 else f"{value / 1e3:,.0f} k" if value < 1e7 else f"{value / 1e6:,.0f} M"
+    return (
+        f"{value:,.0f}"
+        if value < 1e4
+        else f"{value / 1e3:,.0f} k"
+        if value < 1e7
+        else f"{value / 1e6:,.0f} M"
+    )
 
 
-def table(runs: list[dict[str, Any]], key: str, form: Callable[[float], str], last: int | None, names: list[str]) -> str:
-    """Return a Markdown table of one number of each operation; `last` is the size to extrapolate to."""
+def table(
+    runs: list[dict[str, Any]],
+    key: str,
+    form: Callable[[float], str],
+    last: int | None,
+    names: list[str],
+) -> str:
+    """Return a Markdown table of one number of each operation; `last` is the size to extrapolate
+    to.
+    """
     sizes = [run["ranks"] for run in runs]
     heads = [*map(str, sizes), *([f"{last:,} (line)"] if last else []), "exponent"]
+
     lines = ["| ranks | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
     for name in names:
         own, values = series(runs, name, key)
         by_size = dict(zip(own, values, strict=True))
         cells = [form(by_size[size]) if size in by_size else "" for size in sizes]
         cells += [form(extrapolated(own, values, last))] if last else []
-        lines.append(f"| {OPERATIONS[name]} | " + " | ".join([*cells, f"{exponent(own, values):.2f}"]) + " |")
+        lines.append(
+            f"| {OPERATIONS[name]} | " + " | ".join([*cells, f"{exponent(own, values):.2f}"]) + " |"
+        )
+
     return "\n".join(lines)
 
 
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 420, 70, 20, 560, 370
-COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0", "#111")
+WIDTH = 760
+HEIGHT = 420
+LEFT = 70
+TOP = 20
+RIGHT = 560
+BOTTOM = 370
+COLOURS = (
+    "#4269d0",
+    "#efb118",
+    "#ff725c",
+    "#6cc5b0",
+    "#3ca951",
+    "#ff8ab7",
+    "#a463f2",
+    "#97bbf5",
+    "#9c6b4e",
+    "#9498a0",
+    "#111",
+)
 
 
 def figure(runs: list[dict[str, Any]], last: int) -> str:
-    """Draw the bytes that a rank sends over the number of ranks on logarithmic axes, dashed where extrapolated."""
+    """Draw the bytes that a rank sends over the number of ranks on logarithmic axes, dashed where
+    extrapolated.
+    """
     sizes = [run["ranks"] for run in runs]
     measured = {name: series(runs, name, "sent") for name in OPERATIONS}
     most = max(extrapolated(own, values, last) for own, values in measured.values())
     least = min(value for _, values in measured.values() for value in values if value)
-    x = lambda size: LEFT + (RIGHT - LEFT) * math.log(size / sizes[0]) / math.log(last / sizes[0])  # noqa: E731
-    y = lambda value: BOTTOM - (BOTTOM - TOP) * math.log(max(value, least) / least) / math.log(most / least)  # noqa: E731
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" '
-             'font-size="12">',
-             f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-             f'<path d="M{LEFT} {TOP}V{BOTTOM}H{RIGHT}" fill="none" stroke="#888"/>']  # fmt: skip
+
+    def x(size: float) -> float:
+        return LEFT + (RIGHT - LEFT) * math.log(size / sizes[0]) / math.log(last / sizes[0])
+
+    def y(value: float) -> float:
+        height = math.log(max(value, least) / least) / math.log(most / least)
+        return BOTTOM - (BOTTOM - TOP) * height
+
+    parts = [
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"'
+            ' font-family="sans-serif" font-size="12">'
+        ),
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<path d="M{LEFT} {TOP}V{BOTTOM}H{RIGHT}" fill="none" stroke="#888"/>',
+    ]
     for size in [*sizes, last]:
-        parts.append(f'<text x="{x(size):.0f}" y="{BOTTOM + 18}" text-anchor="middle">{size:,}</text>')
+        parts.append(
+            f'<text x="{x(size):.0f}" y="{BOTTOM + 18}" text-anchor="middle">{size:,}</text>'
+        )
+
     for power in range(math.ceil(math.log10(least)), math.floor(math.log10(most)) + 1):
-        parts.append(f'<path d="M{LEFT} {y(10**power):.0f}H{RIGHT}" stroke="#ddd"/>'
-                     f'<text x="{LEFT - 6}" y="{y(10**power) + 4:.0f}" text-anchor="end">{amount(10**power)}</text>')  # fmt: skip
-    ends = sorted((y(extrapolated(own, values, last)), name) for name, (own, values) in measured.items())
+        parts.append(
+            f'<path d="M{LEFT} {y(10**power):.0f}H{RIGHT}" stroke="#ddd"/><text x="{LEFT - 6}"'
+            f' y="{y(10**power) + 4:.0f}" text-anchor="end">{amount(10**power)}</text>'
+        )
+
+    ends = sorted(
+        (y(extrapolated(own, values, last)), name) for name, (own, values) in measured.items()
+    )
     place = 0.0
     for end, name in ends:
         own, values = measured[name]
-        colour, place = COLOURS[list(OPERATIONS).index(name)], max(end + 4, place + 15)
-        points = " ".join(f"{x(size):.1f},{y(value):.1f}" for size, value in zip(own, values, strict=True))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
-                     f'<path d="M{x(own[-1]):.1f} {y(values[-1]):.1f}L{x(last):.1f} {end:.1f}" stroke="{colour}" '
-                     'stroke-dasharray="4 3"/>'
-                     f'<text x="{RIGHT + 8}" y="{place:.0f}" fill="{colour}">{name}: {OPERATIONS[name]}</text>')  # fmt: skip
+        colour = COLOURS[list(OPERATIONS).index(name)]
+        place = max(end + 4, place + 15)
+        points = " ".join(
+            f"{x(size):.1f},{y(value):.1f}" for size, value in zip(own, values, strict=True)
+        )
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/><path'
+            f' d="M{x(own[-1]):.1f} {y(values[-1]):.1f}L{x(last):.1f} {end:.1f}" stroke="{colour}"'
+            f' stroke-dasharray="4 3"/><text x="{RIGHT + 8}" y="{place:.0f}"'
+            f' fill="{colour}">{name}: {OPERATIONS[name]}</text>'
+        )
+
     low = sizes[len(sizes) // 2]
-    parts.append(f'<path d="M{x(low):.1f} {y(30 * least):.1f}L{x(last):.1f} {y(30 * least * last / low):.1f}" stroke="#bbb" '
-                 'stroke-width="4" opacity="0.6"/>')  # fmt: skip
-    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 8}">bytes sent by the rank that sends most, over the number of ranks; '
-                 "grey: linear; dashed: extrapolated</text></svg>")  # fmt: skip
+    parts.append(
+        f'<path d="M{x(low):.1f} {y(30 * least):.1f}L{x(last):.1f}'
+        f' {y(30 * least * last / low):.1f}" stroke="#bbb" stroke-width="4" opacity="0.6"/>'
+    )
+    parts.append(
+        f'<text x="{LEFT}" y="{HEIGHT - 8}">bytes sent by the rank that sends most, over the number'
+        " of ranks; grey: linear; dashed: extrapolated</text></svg>"
+    )
+
     return "\n".join(parts) + "\n"
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 64, 128, 256])
     parser.add_argument("--simulated", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--rows", type=int, default=8, help="responses of a rank, a multiple of four")
-    parser.add_argument("--collector_ranks", type=int, default=256, help="most ranks that also collect, in further groups")
-    parser.add_argument("--checkpoint_ranks", type=int, default=128, help="most ranks that also write and read a checkpoint")
+    parser.add_argument(
+        "--rows", type=int, default=8, help="responses of a rank, a multiple of four"
+    )
+
+    parser.add_argument(
+        "--collector_ranks",
+        type=int,
+        default=256,
+        help="most ranks that also collect, in further groups",
+    )
+    parser.add_argument(
+        "--checkpoint_ranks",
+        type=int,
+        default=128,
+        help="most ranks that also write and read a checkpoint",
+    )
     parser.add_argument("--figure", type=Path, help="SVG to write")
-    parser.add_argument("--slow_polls", action="store_true", help="let threads of gloo wake ten times a second (needs cc)")
+    parser.add_argument(
+        "--slow_polls",
+        action="store_true",
+        help="let threads of gloo wake ten times a second (needs cc)",
+    )
     args = parser.parse_args(argv)
     if len(set(args.ranks)) < 2:
         parser.error("--ranks: growth needs at least two numbers of ranks")
     if args.slow_polls:
         run_again_with_slow_polls()
-    runs, simulated = [], []
+    runs = []
+    simulated = []
+
     for size in args.ranks:
         began = time.perf_counter()
         runs.append(run(size, args))
         print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
-        print(f"{size} processes: {time.perf_counter() - began:.0f} s, {runs[-1]['memory_mb']:.0f} MB each", flush=True)
+        print(
+            f"{size} processes: {time.perf_counter() - began:.0f} s, {runs[-1]['memory_mb']:.0f} MB"
+            " each",
+            flush=True,
+        )
+
     for size in args.simulated:
         with multiprocessing.get_context("fork").Pool(1) as pool:
             simulated.append({"ranks": size, **pool.apply(simulate, (size, args.rows))})
-    last, communicating = args.simulated[-1], list(OPERATIONS)
+
+    last = args.simulated[-1]
+    communicating = list(OPERATIONS)
     print("\nbytes that a rank sends\n" + table(runs, "sent", amount, last, communicating))
     print("\nbytes that a rank receives\n" + table(runs, "received", amount, last, communicating))
-    print("\nsegments that a rank sends\n" + table(runs, "segments", "{:,.0f}".format, last, communicating))
-    print("\nCPU seconds of a rank (median)\n" + table(runs, "cpu_median", "{:.3f}".format, None, communicating))
     print(
-        "\nbytes of the store, all ranks together\n" + table(runs, "served", amount, None, ["meet", "watchdog", "mesh", "groups"])
+        "\nsegments that a rank sends\n"
+        + table(runs, "segments", "{:,.0f}".format, last, communicating)
+    )
+
+    print(
+        "\nCPU seconds of a rank (median)\n"
+        + table(runs, "cpu_median", "{:.3f}".format, None, communicating)
+    )
+    print(
+        "\nbytes of the store, all ranks together\n"
+        + table(runs, "served", amount, None, ["meet", "watchdog", "mesh", "groups"])
     )
     names = [name for name in simulated[0] if name != "ranks"]
     print(
@@ -636,8 +902,14 @@ def main(argv: list[str] | None = None) -> None:
         print(f"| {name} | " + " | ".join(f"{each[name]:.4g}" for each in simulated) + " |")
     if args.figure is not None:
         args.figure.write_text(figure(runs, last))
-    growth = {name: {key: round(exponent(*series(runs, name, key)), 3) for key in ("sent", "received", "segments")}
-              for name in OPERATIONS}  # fmt: skip
+
+    growth = {
+        name: {
+            key: round(exponent(*series(runs, name, key)), 3)
+            for key in ("sent", "received", "segments")
+        }
+        for name in OPERATIONS
+    }
     print(json.dumps({"runs": runs, "simulated": simulated, "exponents": growth}))
 
 

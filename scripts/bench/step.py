@@ -2,15 +2,17 @@
 
     python scripts/bench/step.py --preset vocab32k --engine vllm --ranks 2 --prompts 4 --steps 6
 
-A random Qwen3, one character per token, 8 prompts x 8 samples a step, 64 new tokens at most, one optimizer step on them in
-micro-batches of 16 sequences (over all ranks), float32, no divergence. One JSON line per step, a summary in the last line:
+A random Qwen3, one character per token, 8 prompts x 8 samples a step, 64 new tokens at most, one
+optimizer step on them in micro-batches of 16 sequences (over all ranks), float32, no divergence.
+One JSON line per step, a summary in the last line:
 
     gen       the engine samples               sync   the weight stream into the engine
-    old_logp  log-probs before the update      prep   the rest: decoding, rewards, advantages, planning, metrics
+    old_logp  log-probs before the update      prep   the rest: decoding, rewards, advantages, planning
     fwdbwd    forward and backward             opt    gradient norm, clipping, AdamW
 
-Each in wall seconds, and in CPU seconds of the process with the suffix `_cpu`: on a shared machine compare those. With
-several ranks the lines are rank 0's; `--out FILE` keeps those of all ranks, in FILE.rank0, FILE.rank1, ...
+Each in wall seconds, and in CPU seconds of the process with the suffix `_cpu`: on a shared machine
+compare those. With several ranks the lines are rank 0's; `--out FILE` keeps those of all ranks, in
+FILE.rank0, FILE.rank1, ...
 """
 
 import argparse
@@ -35,9 +37,13 @@ WORDINGS = ("{}+{}=", "how much is {}+{}? ", "the sum of {} and {} is ", "{} plu
 
 
 def digits(samples: list, answer: list[str], **_: Any) -> list[float]:
-    """1 for the answer, else a tenth of the share of digits: a random model has groups with different rewards."""
+    """1 for the answer, else a tenth of the share of digits: a random model has groups with
+    different rewards.
+    """
     return [
-        1.0 if sample.text == right else 0.1 * sum(letter in string.digits for letter in sample.text) / max(len(sample.text), 1)
+        1.0
+        if sample.text == right
+        else 0.1 * sum(letter in string.digits for letter in sample.text) / max(len(sample.text), 1)
         for sample, right in zip(samples, answer, strict=True)
     ]
 
@@ -50,15 +56,28 @@ def make_model(folder: Path, vocabulary: int) -> None:
 
     words = ["<pad>", "<bos>", "<eos>", *string.printable[:95]]
     words += [f"<{index}>" for index in range(vocabulary - len(words))]
-    backend = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
+    backend = Tokenizer(
+        models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[])
+    )
     backend.decoder = decoders.Fuse()
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
     PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
     torch.manual_seed(0)
+
     config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=False, dtype="float32",
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        dtype="float32",
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
@@ -67,7 +86,8 @@ def make_prompts(file: Path, count: int = 512) -> None:
     rng = random.Random(0)
     rows = []
     for _ in range(count):
-        a, b = rng.randrange(1000), rng.randrange(1000)
+        a = rng.randrange(1000)
+        b = rng.randrange(1000)
         rows.append({"prompt": rng.choice(WORDINGS).format(a, b), "answer": str(a + b)})
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -114,8 +134,12 @@ class Clock:
         self._spent["total"] = sum(self._spent.values())
         spent = {name: self._spent.get(name, 0j) for name in PHASES}
         row = {"step": len(self.rows) + 1, **numbers}
-        row |= {name: value.real for name, value in spent.items()} | {f"{name}_cpu": value.imag for name, value in spent.items()}
-        self.rows.append(row | {"rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024})
+        row |= {name: value.real for name, value in spent.items()} | {
+            f"{name}_cpu": value.imag for name, value in spent.items()
+        }
+        self.rows.append(
+            row | {"rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+        )
         self._spent = {}
 
 
@@ -144,12 +168,19 @@ def train(flags: list[str]) -> list[dict[str, float]]:
 def watch(trainer: Any) -> Clock:
     from lightrft.rollout.sampler import Growth
 
-    clock, numbers = Clock(), {}
+    clock = Clock()
+    numbers = {}
+
     for owner, method, phase in (
-        (trainer, "step", "prep"), (trainer, "_report", "prep"), (trainer, "_learn", "fwdbwd"),
-        (Growth, "add", "gen"), (Growth, "steps", "gen"), (trainer.strategy.engine, "load_weights", "sync"),
-        (trainer.strategy, "optimizer_step", "opt"), (trainer.make_experience, "_compute_outputs", "old_logp"),
-    ):  # fmt: skip
+        (trainer, "step", "prep"),
+        (trainer, "_report", "prep"),
+        (trainer, "_learn", "fwdbwd"),
+        (Growth, "add", "gen"),
+        (Growth, "steps", "gen"),
+        (trainer.strategy.engine, "load_weights", "sync"),
+        (trainer.strategy, "optimizer_step", "opt"),
+        (trainer.make_experience, "_compute_outputs", "old_logp"),
+    ):
         clock.charge(owner, method, phase)
 
     def show(number: int, samples: list) -> None:
@@ -158,8 +189,10 @@ def watch(trainer: Any) -> Clock:
         numbers["reward"] = sum(sample.reward for sample in samples) / len(samples)
         original_show(number, samples)
 
-    original_show, trainer.show = trainer.show, show
+    original_show = trainer.show
+    trainer.show = show
     _after(trainer, "_report", lambda: clock.end_of_step(numbers))
+
     return clock
 
 
@@ -178,39 +211,85 @@ def summary(rows: list[dict[str, float]], args: argparse.Namespace) -> dict[str,
     warm = rows[2:] if len(rows) > 4 else rows[1:] or rows
     names = [*PHASES, *(f"{name}_cpu" for name in PHASES), "gen_tokens", "prompt_tokens", "reward"]
     means = {f"mean_{name}": round(sum(row[name] for row in warm) / len(warm), 5) for name in names}
-    return {"summary": True, "gen": args.engine, "model": args.preset, "world": args.ranks, "steps": len(rows), **means,
-            "rss_mb": round(rows[-1]["rss_mb"], 1)}
+
+    return {
+        "summary": True,
+        "gen": args.engine,
+        "model": args.preset,
+        "world": args.ranks,
+        "steps": len(rows),
+        **means,
+        "rss_mb": round(rows[-1]["rss_mb"], 1),
+    }
 
 
 def flags(args: argparse.Namespace, folder: Path) -> list[str]:
     samples = args.prompts * args.samples
     return [
-        "--fsdp", f"--pretrain={args.model or folder / 'model'}", f"--prompt_data={args.data or folder / 'prompts.jsonl'}",
-        "--input_key=prompt", "--label_key=answer", "--prompt_max_len=32", f"--reward={Path(__file__).resolve()}:digits",
-        f"--engine_type={args.engine}", "--engine_kv_cache_gb=1", f"--rollout_batch_size={args.prompts}",
-        f"--n_samples_per_prompt={args.samples}", f"--generate_max_len={args.max_new}", f"--train_batch_size={samples}",
-        f"--micro_train_batch_size={max(args.micro // args.ranks, 1)}", "--advantage_estimator=grpo", "--use_kl_loss=false",
-        "--init_kl_coef=0", "--learning_rate=1e-5", "--lr_scheduler=constant", "--lr_warmup_ratio=0", "--num_episodes=1000",
-        f"--max_steps={args.steps}", f"--save_path={folder / 'run'}", "--report_to=jsonl",
-    ]  # fmt: skip
+        "--fsdp",
+        f"--pretrain={args.model or folder / 'model'}",
+        f"--prompt_data={args.data or folder / 'prompts.jsonl'}",
+        "--input_key=prompt",
+        "--label_key=answer",
+        "--prompt_max_len=32",
+        f"--reward={Path(__file__).resolve()}:digits",
+        f"--engine_type={args.engine}",
+        "--engine_kv_cache_gb=1",
+        f"--rollout_batch_size={args.prompts}",
+        f"--n_samples_per_prompt={args.samples}",
+        f"--generate_max_len={args.max_new}",
+        f"--train_batch_size={samples}",
+        f"--micro_train_batch_size={max(args.micro // args.ranks, 1)}",
+        "--advantage_estimator=grpo",
+        "--use_kl_loss=false",
+        "--init_kl_coef=0",
+        "--learning_rate=1e-5",
+        "--lr_scheduler=constant",
+        "--lr_warmup_ratio=0",
+        "--num_episodes=1000",
+        f"--max_steps={args.steps}",
+        f"--save_path={folder / 'run'}",
+        "--report_to=jsonl",
+    ]
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--engine", choices=("hf", "vllm"), default="vllm")
-    for name, default in {"ranks": 1, "steps": 20, "prompts": 8, "samples": 8, "micro": 16, "max-new": 64}.items():
+
+    for name, default in {
+        "ranks": 1,
+        "steps": 20,
+        "prompts": 8,
+        "samples": 8,
+        "micro": 16,
+        "max-new": 64,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+
     parser.add_argument("--model", type=Path, help="this model's folder instead of a fresh one")
-    parser.add_argument("--data", type=Path, help="JSONL with `prompt` and `answer` instead of fresh sums")
+    parser.add_argument(
+        "--data", type=Path, help="JSONL with `prompt` and `answer` instead of fresh sums"
+    )
     parser.add_argument("--out", type=Path, help="keep the lines here")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # given to a rank by launch()
+    # given to a rank by launch()
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+
     return parser.parse_args(argv)
 
 
 def on_ranks(number: int, argv: list[str]) -> None:
     """Run main() on that many ranks, in processes of their own."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={number}",
+    ]
     subprocess.run([*torchrun, __file__, *argv], check=True, stdout=2)
 
 
@@ -224,6 +303,7 @@ def launch(args: argparse.Namespace, argv: list[str]) -> None:
             make_prompts(folder / "prompts.jsonl")
         on_ranks(args.ranks, [*argv, f"--folder={folder}"])
         lines = [(folder / f"rank{rank}.jsonl").read_text() for rank in range(args.ranks)]
+
     for rank, text in enumerate(lines if args.out else ()):
         Path(f"{args.out}.rank{rank}" if args.ranks > 1 else args.out).write_text(text)
     print(lines[0], end="")
@@ -241,7 +321,9 @@ def main(argv: list[str] | None = None) -> None:
     rows = train(flags(args, args.folder))
     lines = [*rows, summary(rows, args)]
     rank = int(os.environ["RANK"])
-    (args.folder / f"rank{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (args.folder / f"rank{rank}.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Processor time of a micro-batch under tensor parallelism, with lightrft's plain activations and with torch's DTensors.
+"""Processor time of a micro-batch under tensor parallelism, with lightrft's plain activations and
+with torch's DTensors.
 
     python scripts/bench/tensor_parallel.py --layers 28 --steps 12 --repeats 3
 
-Ranks split a random Qwen3 of narrow layers, so that the host's work is most of the time, with parallelize() and with the
-same plan of torch's parallelize_module(). Each runs forward and backward of --steps micro-batches that differ in their number of
-tokens, as packed ones do, and then of the same micro-batches once more. Both kinds alternate; the last line is a JSON object with
-the medians over --repeats of CPU milliseconds per micro-batch and rank, new and repeated, and of the operations that torch
-planned. On CUDA each rank has a device of its own.
+Ranks split a random Qwen3 of narrow layers, so that the host's work is most of the time, with
+parallelize() and with the same plan of torch's parallelize_module(). Each runs forward and backward
+of --steps micro-batches that differ in their number of tokens, as packed ones do, and then of the
+same micro-batches once more. Both kinds alternate; the last line is a JSON object with the medians
+over --repeats of CPU milliseconds per micro-batch and rank, new and repeated, and of the operations
+that torch planned. On CUDA each rank has a device of its own.
 """
 
 import argparse
@@ -37,13 +39,26 @@ KINDS = "plain", "dtensor"
 
 def split_with_dtensors(model: Qwen3ForCausalLM, mesh: torch.distributed.DeviceMesh) -> None:
     """Split the model as parallelize() does, with the styles of torch."""
-    columns, norm = ColwiseParallel(), SequenceParallel(sequence_dim=2, use_local_output=True)
-    plan = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"), columns)
+    columns = ColwiseParallel()
+    norm = SequenceParallel(sequence_dim=2, use_local_output=True)
+    plan = dict.fromkeys(
+        (
+            "self_attn.q_proj",
+            "self_attn.k_proj",
+            "self_attn.v_proj",
+            "mlp.gate_proj",
+            "mlp.up_proj",
+        ),
+        columns,
+    )
     plan |= {
         "self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": Replicate()}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+            input_kwarg_layouts={"hidden_states": Replicate()},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
         ),
-        "mlp": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
+        "mlp": PrepareModuleInput(
+            input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
+        ),
         "self_attn.q_norm": norm,
         "self_attn.k_norm": norm,
         "self_attn.o_proj": RowwiseParallel(),
@@ -51,8 +66,16 @@ def split_with_dtensors(model: Qwen3ForCausalLM, mesh: torch.distributed.DeviceM
     }
     for block in model.model.layers:
         parallelize_module(block, mesh, plan, src_data_rank=None)
-    parallelize_module(model.model, mesh, {"embed_tokens": RowwiseParallel(input_layouts=Replicate())}, src_data_rank=None)
-    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())}, src_data_rank=None)
+
+    parallelize_module(
+        model.model,
+        mesh,
+        {"embed_tokens": RowwiseParallel(input_layouts=Replicate())},
+        src_data_rank=None,
+    )
+    parallelize_module(
+        model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())}, src_data_rank=None
+    )
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
@@ -71,22 +94,37 @@ def rank(number: int, store: str, results: Connection, kind: str, args: argparse
     planned: list[object] = []
     propagator = DTensor._op_dispatcher.sharding_propagator
     plan = propagator.propagate_op_sharding_non_cached
-    propagator.propagate_op_sharding_non_cached = lambda schema: planned.append(schema) or plan(schema)
+    propagator.propagate_op_sharding_non_cached = lambda schema: (
+        planned.append(schema) or plan(schema)
+    )
     torch.manual_seed(0)
+
     config = Qwen3Config(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=args.layers, num_attention_heads=2 * args.ranks,
-        num_key_value_heads=args.ranks, head_dim=16, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=args.layers,
+        num_attention_heads=2 * args.ranks,
+        num_key_value_heads=args.ranks,
+        head_dim=16,
+        tie_word_embeddings=False,
+    )
     model = Qwen3ForCausalLM(config).to(device)
     parallelize(model, mesh) if kind == "plain" else split_with_dtensors(model, mesh)
-    batches = [torch.randint(256, (1, 64 + 8 * step), device=device) for step in range(args.steps + 1)]
+    batches = [
+        torch.randint(256, (1, 64 + 8 * step), device=device) for step in range(args.steps + 1)
+    ]
     losses = [loss_of(model, batches.pop())]
     losses[0].backward()
-    norms = [parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-             for parameter in model.parameters()]  # fmt: skip
+
+    norms = [
+        parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        for parameter in model.parameters()
+    ]
     losses[0] = torch.stack([gradient.norm() for gradient in norms]).sum()
     found: dict[str, float] = {}
     planned.clear()
+
     for name in ("new", "repeated"):
         begin = time.process_time()
         for batch in batches:
@@ -94,35 +132,56 @@ def rank(number: int, store: str, results: Connection, kind: str, args: argparse
             loss.backward()
             losses.append(loss.detach())
         found[f"cpu_ms_{name}"] = 1e3 * (time.process_time() - begin) / len(batches)
+
     found["planned_operations"] = len(planned)
     results.send((found, torch.stack(losses).tolist()))
     dist.barrier()
 
 
 def measure(kind: str, args: argparse.Namespace) -> tuple[dict[str, float], list[float]]:
-    """Return the means over ranks; the summed norm of the gradients of the first micro-batch, and the losses of the others."""
-    found = results_of_ranks(args.ranks, rank, kind, args, method="spawn" if torch.cuda.is_available() else "fork")
-    return {name: statistics.mean(each[name] for each, _ in found) for name in found[0][0]}, found[0][1]
+    """Return the means over ranks; the summed norm of the gradients of the first micro-batch, and
+    the losses of the others.
+    """
+    found = results_of_ranks(
+        args.ranks, rank, kind, args, method="spawn" if torch.cuda.is_available() else "fork"
+    )
+    return {name: statistics.mean(each[name] for each, _ in found) for name in found[0][0]}, found[
+        0
+    ][1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=28, help="as many as Qwen3-0.6B has")
-    parser.add_argument("--steps", type=int, default=12, help="micro-batches, each with another number of tokens")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="micro-batches, each with another number of tokens"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
+
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     losses: dict[str, list[float]] = {}
     for _ in range(args.repeats):
         for kind, runs in found.items():
             values, losses[kind] = measure(kind, args)
             runs.append(values)
-    torch.testing.assert_close(torch.tensor(losses["plain"]), torch.tensor(losses["dtensor"]), rtol=1e-5, atol=1e-4)
-    medians = {kind: {name: round(statistics.median(run[name] for run in runs), 2) for name in runs[0]}
-               for kind, runs in found.items()}  # fmt: skip
-    ratios = {f"dtensor_over_plain_{name}": round(medians["dtensor"][f"cpu_ms_{name}"] / medians["plain"][f"cpu_ms_{name}"], 2)
-              for name in ("new", "repeated")}  # fmt: skip
+
+    torch.testing.assert_close(
+        torch.tensor(losses["plain"]), torch.tensor(losses["dtensor"]), rtol=1e-5, atol=1e-4
+    )
+    medians = {
+        kind: {name: round(statistics.median(run[name] for run in runs), 2) for name in runs[0]}
+        for kind, runs in found.items()
+    }
+    ratios = {
+        f"dtensor_over_plain_{name}": round(
+            medians["dtensor"][f"cpu_ms_{name}"] / medians["plain"][f"cpu_ms_{name}"], 2
+        )
+        for name in ("new", "repeated")
+    }
     print(json.dumps(medians | ratios))
 
 

@@ -1,4 +1,6 @@
-"""vLLM on each rank of a torchrun, and a collector whose responses have lengths that are given; for rollout_schedule.py."""
+"""vLLM on each rank of a torchrun, and a collector whose responses have lengths that are given; for
+rollout_schedule.py.
+"""
 
 import tempfile
 import time
@@ -23,45 +25,79 @@ from lightrft.rollout.sampler import Pending, Sampler
 from lightrft.strategy.engine_host import EngineHost, Finished, Generation
 from lightrft.types import Prompt
 
-VOCABULARY, END = 512, 511
+VOCABULARY = 512
+END = 511
 
 
 class Ranks:
-    """The parts of a strategy that generating needs, with a random model of a million parameters."""
+    """The parts of a strategy that generating needs, with a random model of a million
+    parameters.
+    """
 
     def __init__(self, most: int):
         with tempfile.TemporaryDirectory() as folder:
-            config = Qwen3Config(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-                                 intermediate_size=256, vocab_size=VOCABULARY, eos_token_id=END, pad_token_id=END,
-                                 max_position_embeddings=2048, dtype=torch.float32)  # fmt: skip
-            Qwen3ForCausalLM(config).save_pretrained(folder)  # by each rank, as it is not in a group yet
+            config = Qwen3Config(
+                hidden_size=128,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=32,
+                intermediate_size=256,
+                vocab_size=VOCABULARY,
+                eos_token_id=END,
+                pad_token_id=END,
+                max_position_embeddings=2048,
+                dtype=torch.float32,
+            )
+            # by each rank, as it is not in a group yet
+            Qwen3ForCausalLM(config).save_pretrained(folder)
             dist.init_process_group("gloo")
             self.mesh = Mesh("cpu")
-            section, axis = EngineSection(engine_type="vllm", engine_kv_cache_gb=0.5), self.mesh.engine(1)
-            engine = build_engine(section, model_path=folder, axis=axis, dtype=torch.float32, device=torch.device("cpu"),
-                                  max_model_len=most + 16)  # fmt: skip
+            section = EngineSection(engine_type="vllm", engine_kv_cache_gb=0.5)
+            axis = self.mesh.engine(1)
+            engine = build_engine(
+                section,
+                model_path=folder,
+                axis=axis,
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+                max_model_len=most + 16,
+            )
+
         self.stamps: list[float] = []
-        self.host = EngineHost(engine, axis=axis, mesh=self.mesh, device=torch.device("cpu"), sleeps=False)
+        self.host = EngineHost(
+            engine, axis=axis, mesh=self.mesh, device=torch.device("cpu"), sleeps=False
+        )
 
     def open_generation(self, sampling: Sampling) -> Generation:
-        return TimedGeneration(self, self.host.engine.open(sampling), self.host.axis, self.mesh.model_parallel)
+        return TimedGeneration(
+            self, self.host.engine.open(sampling), self.host.axis, self.mesh.model_parallel
+        )
 
     def timed(self, work: Callable[[], Any]) -> np.ndarray:
-        """Begin work on all ranks; return the CPU milliseconds until the end of each step of the engine, and of the work."""
+        """Begin work on all ranks; return the CPU milliseconds until the end of each step of the
+        engine, and of the work.
+        """
         dist.barrier()
         self.stamps = [time.process_time()]
         work()
         return 1000 * np.diff([*self.stamps, time.process_time()])
 
     def observe(self, most: int, short: int = 16) -> list[tuple[list[float], float]]:
-        """Return work, (steps, tokens, tokens before them, requests), and its CPU milliseconds, of batches of several sizes."""
+        """Return work, (steps, tokens, tokens before them, requests), and its CPU milliseconds, of
+        batches of several sizes.
+        """
         observed = []
         for size, tokens in product((1, 2, 4, 8, 16, 32), (short, most)):
             times = self.timed(lambda: self._decode(size, tokens))[:tokens]  # noqa: B023
             if tokens == short:
                 observed.append(([tokens, size * tokens, size * tokens**2 / 2, size], times.sum()))
             else:
-                observed += [([1, size, size * place, 0], spent) for place, spent in enumerate(times[1:-1], 1)]
+                observed += [
+                    ([1, size, size * place, 0], spent)
+                    for place, spent in enumerate(times[1:-1], 1)
+                ]
+
         return observed
 
     def _decode(self, size: int, tokens: int) -> None:
@@ -99,16 +135,34 @@ class ForcedSampler(Sampler):
         for place in places:
             sample = group.samples[place]
             if sample.finish_reason == GROWING:
-                sampling = Sampling(max_tokens=int(self.lengths[group.row, place]), banned_token_ids=(END,))
+                sampling = Sampling(
+                    max_tokens=int(self.lengths[group.row, place]), banned_token_ids=(END,)
+                )
                 seeds = (derived_seed(seed, group.number, place),)
-                yield Request([*sample.prompt.token_ids], sampling=sampling, seeds=seeds), group, [place]
+                yield (
+                    Request([*sample.prompt.token_ids], sampling=sampling, seeds=seeds),
+                    group,
+                    [place],
+                )
 
 
-def forced_collector(ranks: Ranks, section: RolloutSection, lengths: np.ndarray, expected: np.ndarray) -> Collector:
+def forced_collector(
+    ranks: Ranks, section: RolloutSection, lengths: np.ndarray, expected: np.ndarray
+) -> Collector:
     """Return a collector that knows the expected lengths [prompts]."""
-    prompts = [Prompt(row, "", [1 + row % 500, row // 500, 7, 8], {}) for row in range(len(lengths))]
+    prompts = [
+        Prompt(row, "", [1 + row % 500, row // 500, 7, 8], {}) for row in range(len(lengths))
+    ]
     rewards = RewardRunner("none", section=RewardSection(reward_workers=0))
-    collect = Collector(ForcedSampler(ranks, section, lengths), rewards, prompts, section=section, data=ranks.mesh.data, seed=1)
+    collect = Collector(
+        ForcedSampler(ranks, section, lengths),
+        rewards,
+        prompts,
+        section=section,
+        data=ranks.mesh.data,
+        seed=1,
+    )
     collect.history.lengths.copy_(torch.from_numpy(expected))
     collect.history.turns.zero_()
+
     return collect

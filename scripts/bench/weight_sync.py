@@ -1,23 +1,27 @@
-"""The weight stream: its time against a plain copy, against the engine's own reload and against the obvious way; its memory.
+"""The weight stream: its time against a plain copy, against the engine's own reload and against the
+obvious way; its memory.
 
-    python scripts/bench/weight_sync.py                          # the table in docs/benchmarks.md, some minutes
-    python scripts/bench/weight_sync.py --layers 2 --hidden 128 --vocabulary 2000 --cases single --repeat 1
+    python scripts/bench/weight_sync.py  # the table in docs/benchmarks.md, some minutes
+    python scripts/bench/weight_sync.py --layers 2 --hidden 128 --cases single --repeat 1
 
-A random Qwen3 with tied embeddings, prepared as a trainer prepares it (float32 masters). One start of `torchrun` per case:
+A random Qwen3 with tied embeddings, prepared as a trainer prepares it (float32 masters). One start
+of `torchrun` per case:
 
     single    one process, streamed in float32 into tensors that are there; and into the hf engine
-    vllm      one process, streamed in float32 into vLLM, against vLLM's reload_weights from a state dict in memory
+    vllm      one process, streamed in float32 into vLLM, against vLLM's reload_weights
     experts   the same of a Qwen3-MoE: 4 layers of --experts small experts, 3 published tensors each
-    fsdp2, fsdp4, hsdp4, tp2, fsdp2tp2, zero2x2, zero3x2   so many ranks, bfloat16, each into tensors that are there
+    fsdp2, fsdp4, hsdp4, tp2, fsdp2tp2, zero2x2, zero3x2   so many ranks, bfloat16
 
-`memcpy_s` copies the same bytes; `naive_s` gathers one tensor at a time in float32 and casts it then. Times are the best of the
-repetitions, in wall seconds, taken in turn; those of several ranks are rank 0's between barriers. `peak_extra_bytes` is how
-far the process rose above what it was, in the first stream, memory shared by ranks included. One thread per process.
+`memcpy_s` copies the same bytes; `naive_s` gathers one tensor at a time in float32 and casts it
+then. Times are the best of the repetitions, in wall seconds, taken in turn; those of several ranks
+are rank 0's between barriers. `peak_extra_bytes` is how far the process rose above what it was, in
+the first stream, memory shared by ranks included. One thread per process.
 
-`first_proof_s` is a verification of everything, `turns_s` all of those in parts that follow, both by themselves, of tensors in
-memory; the latter are timed eighth by eighth, which take about as long as a sync and so are disturbed as often.
-`verify_cost` is the share that one of the parts has, on the average, in a sync with it, `first_verify_cost` that of the first
-one. Names with `cpu` are of seconds of the processor, which other processes disturb less.
+`first_proof_s` is a verification of everything, `turns_s` all of those in parts that follow, both
+by themselves, of tensors in memory; the latter are timed eighth by eighth, which take about as long
+as a sync and so are disturbed as often. `verify_cost` is the share that one of the parts has, on
+the average, in a sync with it, `first_verify_cost` that of the first one. Names with `cpu` are of
+seconds of the processor, which other processes disturb less.
 """
 
 import argparse
@@ -53,10 +57,17 @@ def make_model(folder: Path, args: argparse.Namespace) -> None:
 
     heads = args.hidden // 64
     config = Qwen3Config(
-        vocab_size=args.vocabulary, hidden_size=args.hidden, intermediate_size=3 * args.hidden, num_hidden_layers=args.layers,
-        num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=64, max_position_embeddings=512,
-        tie_word_embeddings=True, dtype="float32",
-    )  # fmt: skip
+        vocab_size=args.vocabulary,
+        hidden_size=args.hidden,
+        intermediate_size=3 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
@@ -66,10 +77,20 @@ def make_mixture(folder: Path, args: argparse.Namespace) -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        vocab_size=2048, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=args.experts, num_experts_per_tok=2,
-        max_position_embeddings=512, tie_word_embeddings=True, dtype="float32",
-    )  # fmt: skip
+        vocab_size=2048,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=args.experts,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
@@ -80,13 +101,21 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
 
     from lightrft.strategy import get_strategy
 
-    options = CASES[case][1] | {"weight_sync_bucket_mb": args.bucket_mb, "train_batch_size": 8, "micro_train_batch_size": 1}
+    options = CASES[case][1] | {
+        "weight_sync_bucket_mb": args.bucket_mb,
+        "train_batch_size": 8,
+        "micro_train_batch_size": 1,
+    }
     strategy = get_strategy(options)
     strategy.setup_distributed()
     model = AutoModelForCausalLM.from_pretrained(args.folder)
     model, _ = strategy.prepare((model, strategy.create_optimizer(model, lr=1e-6)))
     sizes: list[int] = []
-    shape = {"peak_extra_bytes": peak_of(lambda: sizes.extend(tensor.nbytes for _, tensor in strategy.full_params(model)))}
+    shape = {
+        "peak_extra_bytes": peak_of(
+            lambda: sizes.extend(tensor.nbytes for _, tensor in strategy.full_params(model))
+        )
+    }
     shape |= {"bytes": sum(sizes), "peak_limit_bytes": 2 * args.bucket_mb * 2**20 + max(sizes)}
     weights = {name: tensor.clone() for name, tensor in strategy.full_params(model)}
 
@@ -102,14 +131,20 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
     if case in ("vllm", "experts"):
         ways |= into_vllm(strategy, model, weights, args)
     elif case == "single":
-        ways |= {"memcpy": memcpy(weights)} | syncs(engine_of(strategy, "hf", args), strategy, model, weights)
+        ways |= {"memcpy": memcpy(weights)} | syncs(
+            engine_of(strategy, "hf", args), strategy, model, weights
+        )
     elif "zero" not in case:
         ways["naive"] = naive
+
     figures = shape | best(ways, args.repeat)
     if "sync" in ways:
         for kind in ("s", "cpu_s"):
-            figures[f"turns_{kind}"] = sum(figures.pop(f"turns_{first}_{kind}") for first in range(8))
+            figures[f"turns_{kind}"] = sum(
+                figures.pop(f"turns_{first}_{kind}") for first in range(8)
+            )
         figures |= verify_cost(figures) | verify_cost(figures, "_cpu")
+
     strategy.close()
     return figures
 
@@ -124,8 +159,12 @@ def memcpy(weights: dict) -> Callable[[], None]:
     return copy
 
 
-def into_vllm(strategy: Any, model: Any, weights: dict, args: argparse.Namespace) -> dict[str, Callable[[], None]]:
-    """The reload is vLLM's own, of published tensors, and the packing of experts, which it forgets on a CPU."""
+def into_vllm(
+    strategy: Any, model: Any, weights: dict, args: argparse.Namespace
+) -> dict[str, Callable[[], None]]:
+    """The reload is vLLM's own, of published tensors, and the packing of experts, which it forgets
+    on a CPU.
+    """
     from lightrft.weight_sync.expert_layout import pack_experts, unpacked_experts
 
     engine = engine_of(strategy, "vllm", args)
@@ -134,7 +173,9 @@ def into_vllm(strategy: Any, model: Any, weights: dict, args: argparse.Namespace
 
     def reload() -> None:
         experts = unpacked_experts(engine._shim.model)
-        engine._shim.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(published.items())})
+        engine._shim.llm.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": iter(published.items())}
+        )
         pack_experts(experts)
 
     return {"reload": reload} | syncs(engine, strategy, model, weights)
@@ -145,12 +186,21 @@ def engine_of(strategy: Any, name: str, args: argparse.Namespace) -> Any:
     from lightrft.engine.build import build_engine
 
     section = EngineSection(engine_type=name, engine_kv_cache_gb=0.125)
-    return build_engine(section, model_path=str(args.folder), dtype=strategy.dtype, device=strategy.device,
-                        axis=strategy.mesh.engine(1), max_model_len=256, from_stream=True)
+    return build_engine(
+        section,
+        model_path=str(args.folder),
+        dtype=strategy.dtype,
+        device=strategy.device,
+        axis=strategy.mesh.engine(1),
+        max_model_len=256,
+        from_stream=True,
+    )
 
 
 def syncs(engine: Any, strategy: Any, model: Any, weights: dict) -> dict[str, Callable[[], None]]:
-    """Return a whole load_weights() without verification, and the verification alone, of everything and of all parts."""
+    """Return a whole load_weights() without verification, and the verification alone, of everything
+    and of all parts.
+    """
     from lightrft.weight_sync.verify import ROUNDS
 
     engine.verify_dtype = None
@@ -162,10 +212,13 @@ def syncs(engine: Any, strategy: Any, model: Any, weights: dict) -> dict[str, Ca
     def verify(*rounds: int | None) -> None:
         for round in rounds:
             sent = engine._fingerprints(strategy.dtype, round)
-            for _ in sent.watch(iter(weights.items())): ...
+            for _ in sent.watch(iter(weights.items())):
+                ...
             engine._verify(sent)
 
-    eighths = {f"turns_{first}": lambda first=first: verify(*range(ROUNDS)[first::8]) for first in range(8)}
+    eighths = {
+        f"turns_{first}": lambda first=first: verify(*range(ROUNDS)[first::8]) for first in range(8)
+    }
     return {"sync": sync, "first_proof": lambda: verify(None)} | eighths
 
 
@@ -177,11 +230,19 @@ def best(ways: dict[str, Callable[[], None]], repeat: int) -> dict[str, float]:
     for timed in [False] + [True] * repeat:
         for name, way in ways.items():
             dist.barrier()
-            start, cpu = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
+            cpu = time.process_time()
             way()
             dist.barrier()
-            times = {f"{name}_s": time.perf_counter() - start, f"{name}_cpu_s": time.process_time() - cpu}
-            fastest |= {key: min(seconds, fastest.get(key, math.inf)) for key, seconds in times.items() if timed}
+            times = {
+                f"{name}_s": time.perf_counter() - start,
+                f"{name}_cpu_s": time.process_time() - cpu,
+            }
+            fastest |= {
+                key: min(seconds, fastest.get(key, math.inf))
+                for key, seconds in times.items()
+                if timed
+            }
     return fastest
 
 
@@ -189,7 +250,10 @@ def verify_cost(row: dict[str, float], cpu: str = "") -> dict[str, float]:
     from lightrft.weight_sync.verify import ROUNDS
 
     sync = row[f"sync{cpu}_s"]
-    seconds_of = {f"first_verify_cost{cpu}": row[f"first_proof{cpu}_s"], f"verify_cost{cpu}": row[f"turns{cpu}_s"] / ROUNDS}
+    seconds_of = {
+        f"first_verify_cost{cpu}": row[f"first_proof{cpu}_s"],
+        f"verify_cost{cpu}": row[f"turns{cpu}_s"] / ROUNDS,
+    }
     return {name: seconds / (sync + seconds) for name, seconds in seconds_of.items()}
 
 
@@ -212,32 +276,54 @@ def summary(cases: dict[str, dict[str, float]]) -> dict[str, Any]:
     if single := cases.get("single"):
         report["over_memcpy"] = single["stream_s"] / single["memcpy_s"]
         report["verify_cost_hf"] = single["verify_cost"]
+
     if vllm := cases.get("vllm"):
         report["over_engine_reload"] = vllm["sync_s"] / vllm["reload_s"]
         report["verify_cost"] = vllm["verify_cost"]
+
     if experts := cases.get("experts"):
         report["experts_over_engine_reload"] = experts["sync_s"] / experts["reload_s"]
-    speedups = [figures["naive_s"] / figures["stream_s"] for figures in cases.values() if "naive_s" in figures]
+    speedups = [
+        figures["naive_s"] / figures["stream_s"]
+        for figures in cases.values()
+        if "naive_s" in figures
+    ]
     if speedups:
         report["speedup_over_naive"] = min(speedups)
     report = {name: round(value, 3) for name, value in report.items()}
     report["peak_extra_bytes"] = max(figures["peak_extra_bytes"] for figures in cases.values())
     report["peak_limit_bytes"] = min(figures["peak_limit_bytes"] for figures in cases.values())
-    rounded = {name: {key: round(value, 4) for key, value in figures.items()} for name, figures in cases.items()}
+    rounded = {
+        name: {key: round(value, 4) for key, value in figures.items()}
+        for name, figures in cases.items()
+    }
+
     return report | {"cases": rounded}
 
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    for name, default in {"hidden": 768, "layers": 12, "vocabulary": 32000, "bucket-mb": 64, "repeat": 5, "experts": 64}.items():
+
+    for name, default in {
+        "hidden": 768,
+        "layers": 12,
+        "vocabulary": 32000,
+        "bucket-mb": 64,
+        "repeat": 5,
+        "experts": 64,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # given to a rank
     args = parser.parse_args(argv)
     if args.folder is None:
         print(json.dumps(summary(launch(args, argv))))
         return
+
     import torch
 
     torch.set_num_threads(1)
@@ -249,7 +335,13 @@ def main(argv: list[str] | None = None) -> None:
 
 def on_ranks(number: int, argv: list[str]) -> None:
     """Run main() on that many ranks, in processes of their own."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={number}",
+    ]
     subprocess.run([*torchrun, __file__, *argv], check=True, stdout=2)
 
 
@@ -261,7 +353,9 @@ def launch(args: argparse.Namespace, argv: list[str]) -> dict[str, dict[str, flo
         for case in args.cases:
             own = folder / ("mixture" if case == "experts" else "dense")
             on_ranks(CASES[case][0], [*argv, f"--cases={case}", f"--folder={own}"])
-        return {case: json.loads(next(folder.glob(f"*/{case}.json")).read_text()) for case in args.cases}
+        return {
+            case: json.loads(next(folder.glob(f"*/{case}.json")).read_text()) for case in args.cases
+        }
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Plan the commands of docs/from_laptop_to_gpus.md, without their models and without a GPU, and write the table of that page.
+"""Plan the commands of docs/from_laptop_to_gpus.md, without their models and without a GPU, and
+write the table of that page.
 
     python scripts/laptop/plans.py
 
-The page is the only place of the commands. One without torchrun is planned for an L4 of 24 GB, one with it for H100s.
+The page is the only place of the commands. One without torchrun is planned for an L4 of 24 GB, one
+with it for H100s.
 """
 
 import re
@@ -56,7 +58,9 @@ class Training:
 
 
 def trainings(page: str) -> Iterator[Training]:
-    """Yield the commands of a page's bash blocks that train; a block may set variables for its commands."""
+    """Yield the commands of a page's bash blocks that train; a block may set variables for its
+    commands.
+    """
     for block in re.findall(r"^```bash\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE):
         variables: dict[str, str] = {}
         for line in re.sub(r"\\\n\s*", " ", block).splitlines():
@@ -68,14 +72,25 @@ def trainings(page: str) -> Iterator[Training]:
             program = next((word for word in words if re.search(r"(^|\.)train_\w+$", word)), None)
             if program is None:
                 continue
-            ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else 1
-            yield Training(program.rpartition(".")[2], ranks, tuple(words[words.index(program) + 1 :]))
+            ranks = (
+                int(words[words.index("--nproc-per-node") + 1])
+                if "--nproc-per-node" in words
+                else 1
+            )
+            yield Training(
+                program.rpartition(".")[2], ranks, tuple(words[words.index(program) + 1 :])
+            )
 
 
 def table(page: str) -> str:
-    """Return the table of the plans of a page's commands: GB of a rank in each phase, and seconds of a step."""
+    """Return the table of the plans of a page's commands: GB of a rank in each phase, and seconds
+    of a step.
+    """
     lines = [
-        "| Config | Model | GPUs | Trained | Train | Log-probs | Weight sync | Generate | A step | Fits |",
+        (
+            "| Config | Model | GPUs | Trained | Train | Log-probs | Weight sync | Generate | A"
+            " step | Fits |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|",
         *(row(training) for training in trainings(page)),
     ]
@@ -84,16 +99,21 @@ def table(page: str) -> str:
 
 def row(training: Training) -> str:
     """Return the row of a command in the table."""
-    config, plan = training.config(), training.plan()
+    config = training.config()
+    plan = training.plan()
     cells = [
         f"`{Path(training.config_file).name}`",
         config.model.pretrain.rpartition("/")[2],
         f"{training.ranks} x {training.device.upper()}",
         f"LoRA {config.model.lora_rank}" if config.model.lora_rank else "all",
-        *(f"{sum(plan.phases[phase].values()) / 1e9:.1f}" if phase in plan.phases else "" for phase in PHASES),
+        *(
+            f"{sum(plan.phases[phase].values()) / 1e9:.1f}" if phase in plan.phases else ""
+            for phase in PHASES
+        ),
         f"{sum(plan.seconds.values()):.1f} s" if plan.seconds else "",
         "yes" if plan.fits else "no",
     ]
+
     return f"| {' | '.join(cells)} |"
 
 

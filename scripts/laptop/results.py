@@ -1,14 +1,17 @@
 """Write what the pages show of the published runs of the recipes for a laptop.
 
     for recipe in words instructions brevity; do
-        for seed in 0 1; do bash scripts/laptop/run.sh $recipe --seed $seed --out runs/laptop/$recipe-seed$seed; done
+        for seed in 0 1; do
+            bash scripts/laptop/run.sh $recipe --seed $seed --out runs/laptop/$recipe-seed$seed
+        done
     done
-    python scripts/laptop/results.py             # or folders of some of these runs, each named RECIPE-seedN
-    python scripts/laptop/results.py --check     # compare the pages with docs/results, without the runs
+    python scripts/laptop/results.py          # or folders of runs, each named RECIPE-seedN
+    python scripts/laptop/results.py --check  # compare the pages with docs/results alone
 
-The numbers of a run go to docs/results/RECIPE-seedN.json and the metrics of its steps to docs/results/RECIPE-seedN.jsonl. From
-these two files alone, the script draws docs/figures/results-RECIPE.svg and writes the tables between the marks of
-docs/results.md and README.md. A test compares them, so that no number is written by hand.
+The numbers of a run go to docs/results/RECIPE-seedN.json and the metrics of its steps to
+docs/results/RECIPE-seedN.jsonl. From these two files alone, the script draws
+docs/figures/results-RECIPE.svg and writes the tables between the marks of docs/results.md and
+README.md. A test compares them, so that no number is written by hand.
 """
 
 import argparse
@@ -33,7 +36,8 @@ from scripts.laptop.rewards import brevity  # noqa: E402
 from scripts.pages import between_marks  # noqa: E402
 
 RECORDS = ROOT / "docs/results"
-PAGE, README = ROOT / "docs/results.md", ROOT / "README.md"
+PAGE = ROOT / "docs/results.md"
+README = ROOT / "README.md"
 DOCTOR = RECORDS / "doctor.txt"
 """What `lightrft doctor` says of the model."""
 COLOURS = (BLUE, ORANGE)
@@ -42,9 +46,20 @@ LONGEST = 200
 """Largest number of characters of a response in the table of examples."""
 
 METRICS = (
-    *("step", "rollout/reward", "rollout/reward_std", "rollout/response_length", "rollout/truncated"),
+    *(
+        "step",
+        "rollout/reward",
+        "rollout/reward_std",
+        "rollout/response_length",
+        "rollout/truncated",
+    ),
     *("rollout/groups_without_signal", "rollout/groups_solved_0", "rollout/groups_solved_100"),
-    *("engine/logprob_mismatch", "engine/logprob_mismatch_max", "eval/known/accuracy", "eval/new/accuracy"),
+    *(
+        "engine/logprob_mismatch",
+        "engine/logprob_mismatch_max",
+        "eval/known/accuracy",
+        "eval/new/accuracy",
+    ),
     *("train/loss", "train/entropy", "train/grad_norm", "train/clip_high", "train/learning_rate"),
     *("train/accuracy", "train/margin", "train/reward_chosen", "train/reward_rejected"),
     *("time/generate", "time/train", "time/step", "memory/peak_gb"),
@@ -71,7 +86,9 @@ class Recipe:
 
 RECIPES = {
     "words": Recipe("Word problems", "SFT, then GRPO", "right answers"),
-    "instructions": Recipe("Instructions that can be checked", "GRPO", "responses that pass all checks"),
+    "instructions": Recipe(
+        "Instructions that can be checked", "GRPO", "responses that pass all checks"
+    ),
     "brevity": Recipe("Brevity", "SFT, then DPO", "wins against the model before"),
 }
 
@@ -82,18 +99,30 @@ RECIPES = {
 def record(folder: Path) -> tuple[Json, list[Json]]:
     """Return the numbers of a run and the kept metrics of its steps.
 
-    Raise ValueError for a folder whose name is not RECIPE-seedN, and for a run that has another seed or has not finished.
+    Raise ValueError for a folder whose name is not RECIPE-seedN, and for a run that has another
+    seed or has not finished.
     """
     named = re.fullmatch(rf"({'|'.join(RECIPES)})-seed(\d+)", folder.name)
     if named is None:
-        raise ValueError(f"{folder}: the name of the folder must be RECIPE-seedN, with one of {', '.join(RECIPES)}")
-    recipe, seed = named[1], int(named[2])
+        raise ValueError(
+            f"{folder}: the name of the folder must be RECIPE-seedN, with one of"
+            f" {', '.join(RECIPES)}"
+        )
+
+    recipe = named[1]
+    seed = int(named[2])
 
     run = json.loads((folder / "run.json").read_text())
     if run["status"] != "finished":
-        raise ValueError(f"{folder}: the run is {run['status']}, not finished: continue it with scripts/laptop/run.sh")
+        raise ValueError(
+            f"{folder}: the run is {run['status']}, not finished: continue it with"
+            " scripts/laptop/run.sh"
+        )
+
     if (used := yaml.safe_load((folder / "config.yaml").read_text())["train"]["seed"]) != seed:
-        raise ValueError(f"{folder}: the run has seed {used}, and the folder is named after seed {seed}")
+        raise ValueError(
+            f"{folder}: the run has seed {used}, and the folder is named after seed {seed}"
+        )
 
     steps = _rows(folder / "metrics.jsonl")
     parts = {"sft": folder / "sft", "dpo" if run["command"] == "train_dpo" else "grpo": folder}
@@ -102,32 +131,49 @@ def record(folder: Path) -> tuple[Json, list[Json]]:
     numbers = {
         "recipe": recipe,
         "seed": seed,
-        "command": f"bash scripts/laptop/run.sh {recipe} --seed {seed} --out runs/laptop/{folder.name}",
+        "command": (
+            f"bash scripts/laptop/run.sh {recipe} --seed {seed} --out runs/laptop/{folder.name}"
+        ),
         "ranks": run["world_size"],
-        "training": {name: _cost(part) for name, part in parts.items() if (part / "run.json").exists()},
+        "training": {
+            name: _cost(part) for name, part in parts.items() if (part / "run.json").exists()
+        },
         "held_out": _held_out(folder, recipe, stages),
         "examples": _examples(folder, recipe, stages),
         "versions": {name: run["versions"][name] for name in VERSIONS},
     }
-    if mismatches := [row["engine/logprob_mismatch"] for row in steps if "engine/logprob_mismatch" in row]:
+
+    if mismatches := [
+        row["engine/logprob_mismatch"] for row in steps if "engine/logprob_mismatch" in row
+    ]:
         largest = max(row["engine/logprob_mismatch_max"] for row in steps)
-        numbers["mismatch"] = {"mean": _short(statistics.fmean(mismatches)), "largest": _short(largest)}
+        numbers["mismatch"] = {
+            "mean": _short(statistics.fmean(mismatches)),
+            "largest": _short(largest),
+        }
+
     return numbers, [{name: _short(row[name]) for name in METRICS if name in row} for row in steps]
 
 
 def _cost(folder: Path) -> Json:
-    """Return steps, minutes and peak memory of a training. For one that was continued, run.json has the seconds of its last
-    part only, so that the steps together take longer."""
-    run, steps = json.loads((folder / "run.json").read_text()), _rows(folder / "metrics.jsonl")
+    """Return steps, minutes and peak memory of a training.
+
+    For one that was continued, run.json has the seconds of its last part only, so that the steps
+    together take longer.
+    """
+    run = json.loads((folder / "run.json").read_text())
+    steps = _rows(folder / "metrics.jsonl")
     seconds = max(run["seconds"], sum(row["time/step"] * row["perf/steps"] for row in steps))
     peak = max(row["memory/peak_gb"] for row in steps)
     return {"steps": run["steps"], "minutes": round(seconds / 60, 1), "peak_gb": round(peak, 2)}
 
 
 def _held_out(folder: Path, recipe: str, stages: Sequence[str]) -> Json:
-    """Return set -> stage -> value with its interval of 95 %, mean words of a response, and share of truncated ones.
+    """Return set -> stage -> value with its interval of 95 %, mean words of a response, and share
+    of truncated ones.
 
-    The value is the accuracy of the evaluation, or for brevity the rate of wins, which the model before has no value of.
+    The value is the accuracy of the evaluation, or for brevity the rate of wins, which the model
+    before has no value of.
     """
     responses = {stage: _responses(folder / stage) for stage in stages}
     found: Json = {}
@@ -148,24 +194,33 @@ def _held_out(folder: Path, recipe: str, stages: Sequence[str]) -> Json:
             else:
                 evaluation = json.loads((folder / stage / "evaluation.json").read_text())
                 value = [evaluation[f"{name}/accuracy{end}"] for end in ("", "_low", "_high")]
-            found[name][stage] |= dict(zip(("value", "low", "high"), map(_short, value), strict=True))
+            found[name][stage] |= dict(
+                zip(("value", "low", "high"), map(_short, value), strict=True)
+            )
     return found
 
 
 def win_rate(responses: dict[int, Json], others: dict[int, Json]) -> tuple[float, float, float]:
-    """Return the share of questions whose response is briefer than the other one, with its interval of 95 %; a tie is half.
+    """Return the share of questions whose response is briefer than the other one, with its interval
+    of 95 %; a tie is half.
 
-    Both have the responses by the row of their question. Brevity is that of scripts/laptop/rewards.py.
+    Both have the responses by the row of their question. Brevity is that of
+    scripts/laptop/rewards.py.
     """
     wins = []
     for row, response in responses.items():
-        own, other = (brevity(each["response"], each["finish_reason"] == "length") for each in (response, others[row]))
+        own, other = (
+            brevity(each["response"], each["finish_reason"] == "length")
+            for each in (response, others[row])
+        )
         wins.append(0.5 if own == other else float(own > other))
     return tuple(estimate(wins))
 
 
 def _examples(folder: Path, recipe: str, stages: Sequence[str]) -> list[Json]:
-    """Return the first new rows of each outcome: made right by training, and still wrong; for brevity, the first two rows."""
+    """Return the first new rows of each outcome: made right by training, and still wrong; for
+    brevity, the first two rows.
+    """
     inputs = [row["input"] for row in _rows(folder / f"data/{NEW}.jsonl")]
     responses = {stage: _responses(folder / stage)[NEW] for stage in stages}
     rows = sorted(responses["before"])
@@ -173,15 +228,23 @@ def _examples(folder: Path, recipe: str, stages: Sequence[str]) -> list[Json]:
     if recipe == "brevity":
         chosen = rows[:2]
     else:
-        outcome = {row: tuple(responses[stage][row]["reward"] == 1 for stage in ("before", "after")) for row in rows}
+        outcome = {
+            row: tuple(responses[stage][row]["reward"] == 1 for stage in ("before", "after"))
+            for row in rows
+        }
         improved = [row for row in rows if outcome[row] == (False, True)]
         chosen = improved[:2] + [row for row in rows if not outcome[row][1]][:1]
 
     for row in chosen:
         if inputs[row] not in responses["before"][row]["prompt"]:
-            raise ValueError(f"{folder}: row {row} of data/{NEW}.jsonl is not the prompt that was evaluated")
+            raise ValueError(
+                f"{folder}: row {row} of data/{NEW}.jsonl is not the prompt that was evaluated"
+            )
 
-    return [{"input": inputs[row]} | {stage: responses[stage][row]["response"] for stage in stages} for row in chosen]
+    return [
+        {"input": inputs[row]} | {stage: responses[stage][row]["response"] for stage in stages}
+        for row in chosen
+    ]
 
 
 def _responses(folder: Path) -> dict[str, dict[int, Json]]:
@@ -198,12 +261,23 @@ def _rows(path: Path) -> list[Json]:
 
 
 def doctor() -> str:
-    """Return the tables in which `lightrft doctor` compares engine and trainer on the model of the recipes."""
-    flags = ["--model", str(ROOT / "runs/laptop/model"), "--engine_type", "vllm", "--fsdp", "--engine_kv_cache_gb", "0.2"]
+    """Return the tables in which `lightrft doctor` compares engine and trainer on the model of the
+    recipes.
+    """
+    flags = [
+        "--model",
+        str(ROOT / "runs/laptop/model"),
+        "--engine_type",
+        "vllm",
+        "--fsdp",
+        "--engine_kv_cache_gb",
+        "0.2",
+    ]
     command = [sys.executable, "-m", "lightrft.cli.doctor", *flags]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
     lines = [line.rstrip() for line in output.splitlines()]
     start = next(place for place, line in enumerate(lines) if line.startswith("Log-probs of"))
+
     return "\n".join(lines[start:]) + "\n"
 
 
@@ -217,23 +291,31 @@ def _short(value: float) -> float:
 
 def read_records() -> list[tuple[Json, list[Json]]]:
     """Return the published runs of docs/results in the order of the recipes and seeds."""
-    found = [(json.loads(path.read_text()), _rows(path.with_suffix(".jsonl"))) for path in RECORDS.glob("*.json")]
+    found = [
+        (json.loads(path.read_text()), _rows(path.with_suffix(".jsonl")))
+        for path in RECORDS.glob("*.json")
+    ]
     return sorted(found, key=lambda each: (list(RECIPES).index(each[0]["recipe"]), each[0]["seed"]))
 
 
 def generated(records: Sequence[tuple[Json, list[Json]]]) -> dict[Path, str]:
     """Return the contents of each page and figure that show these runs."""
     files = {}
-    page, readme = PAGE.read_text(), README.read_text()
+    page = PAGE.read_text()
+    readme = README.read_text()
     for name in RECIPES:
         runs = [run for run in records if run[0]["recipe"] == name]
-        page = between_marks(page, name, recipe_text([numbers for numbers, _ in runs]) if runs else "")
+        page = between_marks(
+            page, name, recipe_text([numbers for numbers, _ in runs]) if runs else ""
+        )
         if runs:
             files[ROOT / f"docs/figures/results-{name}.svg"] = picture(runs)
 
     if DOCTOR.exists():
         page = between_marks(page, "doctor", f"```text\n{DOCTOR.read_text()}```\n")
-    readme = between_marks(readme, "results", summary_table([numbers for numbers, _ in records]) if records else "")
+    readme = between_marks(
+        readme, "results", summary_table([numbers for numbers, _ in records]) if records else ""
+    )
     return files | {PAGE: page, README: readme}
 
 
@@ -244,56 +326,87 @@ def summary_table(runs: Sequence[Json]) -> str:
         of_recipe = [run for run in runs if run["recipe"] == name]
         if not of_recipe:
             continue
+
         new = [run["held_out"][NEW] for run in of_recipe]
-        before = ", ".join("50%" if name == "brevity" else f"{each['before']['value']:.0%}" for each in new)
+        before = ", ".join(
+            "50%" if name == "brevity" else f"{each['before']['value']:.0%}" for each in new
+        )
         end = ", ".join(f"{each['after']['value']:.0%}" for each in new)
-        minutes = ", ".join(f"{sum(part['minutes'] for part in run['training'].values()):.0f}" for run in of_recipe)
+        minutes = ", ".join(
+            f"{sum(part['minutes'] for part in run['training'].values()):.0f}" for run in of_recipe
+        )
         link = f"[{recipe.title}](docs/results.md#{recipe.title.lower().replace(' ', '-')})"
         rows.append([link, recipe.method, recipe.measure, before, end, minutes])
+
     return _table(["Recipe", "Learns by", "Held out", "Before", "At the end", "Minutes"], rows)
 
 
 def recipe_text(runs: Sequence[Json]) -> str:
     """Return the tables, the figure and the examples of a recipe."""
-    name, first = runs[0]["recipe"], runs[0]
+    name = runs[0]["recipe"]
+    first = runs[0]
     stages = list(first["held_out"][NEW])
     titles = [STAGES[stage] for stage in stages]
 
     values = [
-        [f"[{run['seed']}](results/{name}-seed{run['seed']}.json)", kind, *map(_value, scores.values())]
+        [
+            f"[{run['seed']}](results/{name}-seed{run['seed']}.json)",
+            kind,
+            *map(_value, scores.values()),
+        ]
         for run in runs
         for kind, scores in run["held_out"].items()
     ]
-    examples = [[_cell(example[key]) for key in ("input", *stages)] for example in first["examples"]]
+
+    examples = [
+        [_cell(example[key]) for key in ("input", *stages)] for example in first["examples"]
+    ]
     versions = ", ".join(f"{package} {version}" for package, version in first["versions"].items())
 
     parts = (
-        f"Share of {RECIPES[name].measure} with its interval of 95 %, mean words, and share of responses that were cut off:\n",
+        (
+            f"Share of {RECIPES[name].measure} with its interval of 95 %, mean words, and share of"
+            " responses that were cut off:\n"
+        ),
         _table(["Seed", "Set", *titles], values),
-        _table(["Seed", "Steps", "Minutes", "Peak memory of a rank", "Log-prob gap: mean, largest"], map(_costs, runs)),
+        _table(
+            ["Seed", "Steps", "Minutes", "Peak memory of a rank", "Log-prob gap: mean, largest"],
+            map(_costs, runs),
+        ),
         f"The training had {first['ranks']} ranks on two cores; {versions}.\n",
         f"![Curves of the recipe](figures/results-{name}.svg)\n",
         f"Greedy responses of seed {first['seed']} to new prompts, {_choice(name)}:\n",
         _table(["Prompt", *titles], examples),
     )
+
     return "\n".join(parts)
 
 
 def _costs(run: Json) -> list[str]:
-    """Return what a run took: steps and minutes of each training, memory, and the difference between engine and trainer."""
+    """Return what a run took: steps and minutes of each training, memory, and the difference
+    between engine and trainer.
+    """
     training = run["training"]
     return [
         str(run["seed"]),
         ", ".join(f"{part['steps']} of {name.upper()}" for name, part in training.items()),
         ", ".join(f"{part['minutes']:.0f}" for part in training.values()),
         f"{max(part['peak_gb'] for part in training.values()):.1f} GB",
-        f"{run['mismatch']['mean']:.1e}, {run['mismatch']['largest']:.1e}" if "mismatch" in run else "no engine",
+        (
+            f"{run['mismatch']['mean']:.1e}, {run['mismatch']['largest']:.1e}"
+            if "mismatch" in run
+            else "no engine"
+        ),
     ]
 
 
 def _choice(name: str) -> str:
     """Return the rule by which _examples() chooses."""
-    return "the first two" if name == "brevity" else "the first two that training made right and the first that stayed wrong"
+    return (
+        "the first two"
+        if name == "brevity"
+        else "the first two that training made right and the first that stayed wrong"
+    )
 
 
 def picture(runs: Sequence[tuple[Json, list[Json]]]) -> str:
@@ -307,6 +420,7 @@ def picture(runs: Sequence[tuple[Json, list[Json]]]) -> str:
             ],
             columns=3,
         )
+
     return figure(
         [
             _panel(runs, "Reward, mean of a step", "rollout/reward", "{:g}", highest=1.0),
@@ -318,8 +432,16 @@ def picture(runs: Sequence[tuple[Json, list[Json]]]) -> str:
     )
 
 
-def _panel(runs: Sequence[tuple[Json, list[Json]]], title: str, metric: str, form: str, highest: float | None = None) -> Panel:
-    """Return the panel of a metric; without `highest`, the axis ends a quarter above the largest value."""
+def _panel(
+    runs: Sequence[tuple[Json, list[Json]]],
+    title: str,
+    metric: str,
+    form: str,
+    highest: float | None = None,
+) -> Panel:
+    """Return the panel of a metric; without `highest`, the axis ends a quarter above the largest
+    value.
+    """
     points = [[(row["step"], row[metric]) for row in steps if metric in row] for _, steps in runs]
     values = [value for each in points for _, value in each]
     top = 1.25 * max(values) if highest is None else highest
@@ -328,10 +450,13 @@ def _panel(runs: Sequence[tuple[Json, list[Json]]], title: str, metric: str, for
 
 
 def _accuracy_panel(runs: Sequence[tuple[Json, list[Json]]], title: str, kind: str) -> Panel:
-    """Return the panel of a held-out set: the evaluation of the model that GRPO starts from, those on the way, and the last."""
+    """Return the panel of a held-out set: the evaluation of the model that GRPO starts from, those
+    on the way, and the last.
+    """
     curves = []
     for numbers, steps in runs:
-        values, metric = numbers["held_out"][kind], f"eval/{kind}/accuracy"
+        values = numbers["held_out"][kind]
+        metric = f"eval/{kind}/accuracy"
         start = values.get("after_sft", values["before"])["value"]
         on_the_way = [(row["step"], row[metric]) for row in steps[:-1] if metric in row]
         points = [(0, start), *on_the_way, (steps[-1]["step"], values["after"]["value"])]
@@ -344,12 +469,18 @@ def _curve(numbers: Json, points: Points, marked: tuple[int, ...] = (-1,)) -> Cu
 
 
 def _value(score: Json) -> str:
-    interval = f"**{score['value']:.0%}** ({score['low']:.0%} to {score['high']:.0%}), " if "value" in score else ""
+    interval = (
+        f"**{score['value']:.0%}** ({score['low']:.0%} to {score['high']:.0%}), "
+        if "value" in score
+        else ""
+    )
     return f"{interval}{score['words']:.0f} words, {score['truncated']:.0%} cut off"
 
 
 def _cell(text: str) -> str:
-    """Return a response as a cell of a table: on one line, of bounded length, without characters that mean something there."""
+    """Return a response as a cell of a table: on one line, of bounded length, without characters
+    that mean something there.
+    """
     line = " ".join(text.split())
     line = line if len(line) <= LONGEST else line[: LONGEST - 2].rstrip() + " …"
     return re.sub(r"[\\`*_\[\]|<>&$#~]", lambda found: f"&#{ord(found[0])};", line)
@@ -361,14 +492,28 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", type=Path, nargs="*", help="runs named RECIPE-seedN (default: runs/laptop/RECIPE-seed0 and 1)")
-    parser.add_argument("--check", action="store_true", help="write nothing, and fail if a page is not what docs/results says")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folders",
+        type=Path,
+        nargs="*",
+        help="runs named RECIPE-seedN (default: runs/laptop/RECIPE-seed0 and 1)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing, and fail if a page is not what docs/results says",
+    )
+
     arguments = parser.parse_args()
 
     if arguments.check:
         if differing := [
-            path for path, text in generated(read_records()).items() if not path.exists() or path.read_text() != text
+            path
+            for path, text in generated(read_records()).items()
+            if not path.exists() or path.read_text() != text
         ]:
             sys.exit("run python scripts/laptop/results.py: " + ", ".join(map(str, differing)))
         return
@@ -377,8 +522,13 @@ def main() -> None:
     RECORDS.mkdir(exist_ok=True)
     for folder in arguments.folders or published:
         numbers, steps = record(folder)
-        (RECORDS / f"{folder.name}.json").write_text(json.dumps(numbers, indent=1, ensure_ascii=False) + "\n")
-        (RECORDS / f"{folder.name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
+        (RECORDS / f"{folder.name}.json").write_text(
+            json.dumps(numbers, indent=1, ensure_ascii=False) + "\n"
+        )
+        (RECORDS / f"{folder.name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in steps)
+        )
+
     DOCTOR.write_text(doctor())
     for path, text in generated(read_records()).items():
         path.write_text(text)

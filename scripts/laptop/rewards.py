@@ -1,4 +1,5 @@
-"""Rewards of the recipes for a laptop: plain functions of the samples of a prompt and of the columns of its row.
+"""Rewards of the recipes for a laptop: plain functions of the samples of a prompt and of the
+columns of its row.
 
 --reward scripts/laptop/rewards.py:follows
 """
@@ -14,9 +15,13 @@ def follows(samples: list[Any], checks: list[list[str]], **columns: Any) -> list
 
 
 def share_passed(samples: list[Any], checks: list[list[str]], **columns: Any) -> list[float]:
-    """Return the share of its row's checks that a response passes; 0 if it did not end by itself."""
+    """Return the share of its row's checks that a response passes; 0 if it did not end by
+    itself.
+    """
     return [
-        0.0 if sample.truncated else sum(passes(check, sample.text.strip()) for check in of_row) / len(of_row)
+        0.0
+        if sample.truncated
+        else sum(passes(check, sample.text.strip()) for check in of_row) / len(of_row)
         for sample, of_row in zip(samples, checks, strict=True)
     ]
 
@@ -27,7 +32,9 @@ def brief(samples: list[Any], **columns: Any) -> list[float]:
 
 
 def brevity(text: str, truncated: bool) -> float:
-    """Return 10 / (10 + words) for whole sentences of at least five words that ended by themselves, else 0."""
+    """Return 10 / (10 + words) for whole sentences of at least five words that ended by themselves,
+    else 0.
+    """
     num_words = len(text.split())
     is_whole = not truncated and num_words >= 5 and text.rstrip().endswith((".", "!", "?"))
     return 10 / (10 + num_words) if is_whole else 0.0
@@ -56,13 +63,16 @@ def passes(check: str, text: str) -> bool:
             return _is_list(text, int(value))
         case "keys":
             return _has_keys(text, value.split())
+
     raise ValueError(f"unknown check {check!r}")
 
 
 def _is_list(text: str, number: int) -> bool:
     """Return True for so many different items of one or two words, separated by commas."""
     items = [item.strip().lower() for item in text.removesuffix(".").split(",")]
-    return len(items) == len(set(items)) == number and all(re.fullmatch(r"[a-z'-]{2,}( [a-z'-]{2,})?", item) for item in items)
+    return len(items) == len(set(items)) == number and all(
+        re.fullmatch(r"[a-z'-]{2,}( [a-z'-]{2,})?", item) for item in items
+    )
 
 
 def _has_keys(text: str, keys: list[str]) -> bool:
