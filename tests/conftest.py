@@ -1,4 +1,6 @@
-"""Every test runs offline and on one thread; `gpu` tests are skipped where there is no accelerator."""
+"""Every test runs offline and on one thread; `gpu` tests are skipped where there is no
+accelerator.
+"""
 
 import atexit
 import ctypes
@@ -10,27 +12,41 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-gc.disable()  # a quarter of the time in which modules are imported would be collections, which find nothing
-os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
-os.environ.setdefault("RESTARTED_RANKS", tempfile.mkstemp(prefix="restarted_ranks")[1])  # of all processes that share the tests
+# a quarter of the time in which modules are imported would be collections, which find nothing
+gc.disable()
+os.environ.update(
+    OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1"
+)
+# of all processes that share the tests
+os.environ.setdefault("RESTARTED_RANKS", tempfile.mkstemp(prefix="restarted_ranks")[1])
 if "TEST_RUN" not in os.environ:  # the first of all processes that share the tests
-    os.environ.update(TEST_RUN=tempfile.mkdtemp(prefix="test_run"), TEST_RUN_PROCESS=str(os.getpid()))
-    atexit.register(lambda folder, owner: os.getpid() == owner and shutil.rmtree(folder), os.environ["TEST_RUN"], os.getpid())
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise torch.cuda.is_available() makes CUDA unusable in forked ranks
+    os.environ.update(
+        TEST_RUN=tempfile.mkdtemp(prefix="test_run"), TEST_RUN_PROCESS=str(os.getpid())
+    )
+    atexit.register(
+        lambda folder, owner: os.getpid() == owner and shutil.rmtree(folder),
+        os.environ["TEST_RUN"],
+        os.getpid(),
+    )
+# otherwise torch.cuda.is_available() makes CUDA unusable in forked ranks
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import pytest  # noqa: E402  (the environment comes first)
 from hypothesis import settings  # noqa: E402
 
 CACHED = type(cache(len))
 
-settings.register_profile("repeatable", deadline=None, derandomize=True)  # the same examples, however busy the machine is
+# the same examples, however busy the machine is
+settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    atexit.register(os._exit, 0)  # after all other functions; taking the modules apart takes three seconds, and frees nothing
+    # after all other functions; taking the modules apart takes three seconds, and frees nothing
+    atexit.register(os._exit, 0)
 else:
-    atexit.register(gc.unfreeze)  # otherwise libraries that look for leaks at exit report what is frozen
+    # otherwise libraries that look for leaks at exit report what is frozen
+    atexit.register(gc.unfreeze)
 
 
 def pytest_collection_finish() -> None:
@@ -41,7 +57,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Free what a file's tests have left behind: starting ranks takes longer the more memory this process has."""
+    """Free what a file's tests have left behind: starting ranks takes longer the more memory this
+    process has.
+    """
     if nextitem is None or nextitem.path != item.path:
         for value in vars(item.module).values():
             if isinstance(value, CACHED) and value.__module__ == item.module.__name__:

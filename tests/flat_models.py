@@ -9,26 +9,59 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from lightrft.types import Batch
 
 SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48,
-    "vocab_size": 61, "max_position_embeddings": 64, "initializer_range": 0.2,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2 window": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen2 window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
     "mistral window": ("mistral", {"sliding_window": 3, "head_dim": 8}),
     "qwen3": ("qwen3", {"head_dim": 12}),
-    "gemma3": ("gemma3_text", {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
-                               "query_pre_attn_scalar": 16, "tie_word_embeddings": True}),
-    "gemma3 untied": ("gemma3_text", {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
-                                      "query_pre_attn_scalar": 16, "tie_word_embeddings": False}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 8,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 16,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3 untied": (
+        "gemma3_text",
+        {
+            "head_dim": 8,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 16,
+            "tie_word_embeddings": False,
+        },
+    ),
     "cohere": ("cohere", {"logit_scale": 0.25, "use_qk_norm": False}),
-    "granite": ("granite", {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}),
-}  # fmt: skip
+    "granite": (
+        "granite",
+        {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    ),
+}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "experts": ("qwen3_moe", {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}),
+    "experts": (
+        "qwen3_moe",
+        {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
 }
 """Apart from MODELS, since a token may choose other experts by the last bit."""
 LENGTHS = [5, 1, 11, 8, 2, 9, 1, 16]
@@ -41,25 +74,33 @@ def make_model(name: str, attention: str) -> PreTrainedModel:
     kind, extra = (MODELS | MIXTURES)[name]
     config = AutoConfig.for_model(kind, **(SIZES | {"tie_word_embeddings": False} | extra))
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, dtype=torch.float32
+    )
+
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in model.parameters():  # norms and biases too, so that an error there shows
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
     return model
 
 
 def make_batch(lengths: list[int] = LENGTHS, alike: int = 0) -> Batch:
-    """All sequences begin with the same `alike` tokens, and those of odd places with so many more."""
+    """All sequences begin with the same `alike` tokens, and those of odd places with so many
+    more.
+    """
     generator = torch.Generator().manual_seed(5)
     total = sum(lengths)
     mask = torch.rand(total, generator=generator) < 0.7
     starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
     mask[starts] = False
+
     rows = torch.randint(3, 61, (total,), generator=generator).split(lengths)
     for place, row in enumerate(rows):
         same = alike * (1 + place % 2)
         row[:same] = torch.arange(3, 3 + same)[: len(row)]
+
     return Batch(
         lengths=torch.tensor(lengths),
         input_ids=torch.cat(rows),
@@ -69,20 +110,27 @@ def make_batch(lengths: list[int] = LENGTHS, alike: int = 0) -> Batch:
 
 
 def one_by_one(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy of learned tokens from the model's own logits, each sequence alone; 0 elsewhere."""
-    logprobs, entropies = [], []
+    """Log-probs and entropy of learned tokens from the model's own logits, each sequence alone; 0
+    elsewhere.
+    """
+    logprobs = []
+    entropies = []
     for ids in batch.input_ids.split(batch.lengths.tolist()):
         logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / TEMPERATURE
         logp = logits.log_softmax(-1)[:-1]
         logprobs.append(torch.cat([torch.zeros(1), logp.gather(-1, ids[1:, None])[:, 0]]))
         entropies.append(torch.cat([torch.zeros(1), -(logp.exp() * logp).sum(-1)]))
-    return tuple(torch.where(batch.loss_mask, torch.cat(values), 0.0) for values in (logprobs, entropies))
+    return tuple(
+        torch.where(batch.loss_mask, torch.cat(values), 0.0) for values in (logprobs, entropies)
+    )
 
 
 def weighted(values: tuple[Tensor, Tensor]) -> Tensor:
     """A loss that weighs every token, and both results, differently."""
     logprobs, entropy = values
-    return (logprobs * torch.linspace(-1, 1, len(logprobs))).sum() + 0.3 * (entropy * torch.linspace(1, -2, len(entropy))).sum()
+    return (logprobs * torch.linspace(-1, 1, len(logprobs))).sum() + 0.3 * (
+        entropy * torch.linspace(1, -2, len(entropy))
+    ).sum()
 
 
 def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -94,11 +142,22 @@ def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]
     for name, gradient in expected.items():
         assert actual[name] is not None, f"no gradient for {name}"
         difference = (actual[name] - gradient).norm().item()
-        assert difference <= 1e-4 * gradient.norm().item() + 1e-7, f"{name}: off by {difference} of {gradient.norm().item()}"
+        assert difference <= 1e-4 * gradient.norm().item() + 1e-7, (
+            f"{name}: off by {difference} of {gradient.norm().item()}"
+        )
 
 
-def masked(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, window: int | None, scaling: float | None = None) -> Tensor:
-    """Attention of a sequence [T, H, D] in which runs of SEEN attend to all of their run, within a window before each token."""
+def masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ids: Tensor,
+    window: int | None,
+    scaling: float | None = None,
+) -> Tensor:
+    """Attention of a sequence [T, H, D] in which runs of SEEN attend to all of their run, within a
+    window before each token.
+    """
     numbers = torch.cumsum((ids == SEEN).diff(prepend=torch.zeros(1)) != 0, 0)
     together = (ids == SEEN) & (numbers[:, None] == numbers)
     distance = torch.arange(len(ids))[:, None] - torch.arange(len(ids))

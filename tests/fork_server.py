@@ -7,21 +7,28 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 
-def serve(listening: socket.socket, ended: Any, attend: Callable[[socket.socket], None]) -> NoReturn:
-    """Fork a process that attends to each connection, until `ended` can be read and those processes have ended.
+def serve(
+    listening: socket.socket, ended: Any, attend: Callable[[socket.socket], None]
+) -> NoReturn:
+    """Fork a process that attends to each connection, until `ended` can be read and those processes
+    have ended.
 
-    `ended` is a socket or a file descriptor that belongs to the process for which this one works; `attend` does not return.
+    `ended` is a socket or a file descriptor that belongs to the process for which this one works;
+    `attend` does not return.
     """
     attendants: set[int] = set()
     while ended not in select.select([listening, ended], [], [])[0]:
         line = listening.accept()[0]
-        attendants -= {attendant for attendant in attendants if os.waitpid(attendant, os.WNOHANG)[0]}
+        attendants -= {
+            attendant for attendant in attendants if os.waitpid(attendant, os.WNOHANG)[0]
+        }
         attendant = os.fork()
         if not attendant:
             listening.close()
             attend(line)
         attendants.add(attendant)
         line.close()
+
     for attendant in attendants:
         os.waitpid(attendant, 0)
     os._exit(0)

@@ -53,8 +53,16 @@ MALFORMED = [
     ("/v1/chat/completions", _message(role="user", content=[{"text": None}]), "content"),
     ("/v1/chat/completions", _message(role="user", content="p", tool_calls=5), "tool_calls of"),
     ("/v1/chat/completions", _message(role="user", content="p", tool_calls=["f"]), "tool call"),
-    ("/v1/chat/completions", _message(role="user", content="p", tool_calls=[{"function": "f"}]), "tool call"),
-    ("/v1/chat/completions", _message(role="user", content="p", tool_calls=[{"function": {"name": 5}}]), "tool call"),
+    (
+        "/v1/chat/completions",
+        _message(role="user", content="p", tool_calls=[{"function": "f"}]),
+        "tool call",
+    ),
+    (
+        "/v1/chat/completions",
+        _message(role="user", content="p", tool_calls=[{"function": {"name": 5}}]),
+        "tool call",
+    ),
     ("/v1/chat/completions", _message(role="user", content="p", name=5), "name"),
     ("/v1/chat/completions", _chat(tools={}), "tools"),
     ("/v1/chat/completions", _chat(tools=[1]), "a tool is"),
@@ -72,10 +80,22 @@ OF_A_SERVER = [
     ("/v1/completions", {"prompt": "a", "top_k": "5"}, "top_k is a whole number"),
     ("/v1/completions", {"prompt": "a", "top_p": 0}, "top_p is a number"),
     ("/v1/completions", {"prompt": "a", "top_p": float("nan")}, "top_p is a number"),
-    ("/v1/completions", {"prompt": "a", "temperature": 1e-45}, "temperature is 0, or at least 1e-06"),
+    (
+        "/v1/completions",
+        {"prompt": "a", "temperature": 1e-45},
+        "temperature is 0, or at least 1e-06",
+    ),
     ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature is a number from 0"),
     ("/v1/completions", {"prompt": "a", "temperature": "hot"}, "temperature is a number from 0"),
     ("/v1/completions", {"prompt": "a", "temperature": 1e400}, "temperature is a number from 0"),
     ("/v1/completions", {"prompt": "a", "temperature": [1]}, "temperature is a number from 0"),
 ]
-NO_JSON = [b"", b"[]", b"{", b"null", b"\xff", b'{"prompt": ' + b"[" * 50_000, b'{"prompt": ' + b"1" * 5000 + b"}"]
+NO_JSON = [
+    b"",
+    b"[]",
+    b"{",
+    b"null",
+    b"\xff",
+    b'{"prompt": ' + b"[" * 50_000,
+    b'{"prompt": ' + b"1" * 5000 + b"}",
+]

@@ -7,14 +7,19 @@ from torch import Tensor
 
 from lightrft.algorithms.truncation import Truncation
 
-VOCABULARY, WIDTH = 2001, 64
+VOCABULARY = 2001
+WIDTH = 64
 MARGINAL = Truncation(top_k=20, top_p=0.95)
-MARGINAL_CASES = [(tokens, chunk) for tokens in (1, 2, 3, 5, 8, 30) for chunk in (0, None, 1, 7)] + [(257, 0), (257, 40)]
+MARGINAL_CASES = [
+    (tokens, chunk) for tokens in (1, 2, 3, 5, 8, 30) for chunk in (0, None, 1, 7)
+] + [(257, 0), (257, 40)]
 """Rows, and how many of them at a time."""
 
 
 def marginal_inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Hidden states [T, H], weight [V, H], targets [T] among the likely tokens, gradients of log-probs and entropy."""
+    """Hidden states [T, H], weight [V, H], targets [T] among the likely tokens, gradients of
+    log-probs and entropy.
+    """
     generator = torch.Generator().manual_seed(tokens)
     hidden = torch.randn(tokens, WIDTH, generator=generator)
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator) / 8
@@ -39,11 +44,17 @@ def _in_float64(tokens: int) -> list[Tensor]:
     before = best.softmax(-1).cumsum(-1).roll(1, -1)
     before[:, 0] = 0.0
     # so that no rounding decides what is inside
-    assert (before - MARGINAL.top_p).abs().min() > 1e-5 and (logits.sort(descending=True).values.diff()[:, :20] < -1e-6).all()
-    kept = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order[:, : MARGINAL.top_k], before < MARGINAL.top_p)
+    assert (before - MARGINAL.top_p).abs().min() > 1e-5 and (
+        logits.sort(descending=True).values.diff()[:, :20] < -1e-6
+    ).all()
+
+    kept = torch.zeros_like(logits, dtype=torch.bool).scatter_(
+        -1, order[:, : MARGINAL.top_k], before < MARGINAL.top_p
+    )
     kept[torch.arange(tokens), targets] = True
     logp = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
     inside = torch.where(kept, logp, 0.0)
     values = [logp.gather(-1, targets[:, None])[:, 0], -(inside.exp() * inside * kept).sum(-1)]
     gradients = torch.autograd.grad(values, [hidden, weight], [each.double() for each in upstream])
+
     return [value.detach() for value in values] + list(gradients)

@@ -11,8 +11,12 @@ __all__ = ["larger_mixture", "larger_model", "peak_of"]
 
 
 def larger_model(tiny: str, folder: Path) -> int:
-    """A random relative of the model in `tiny`, in bfloat16 and several files; returns its bytes in float32, 230 million."""
-    config = AutoConfig.from_pretrained(tiny, hidden_size=512, intermediate_size=2048, num_hidden_layers=16, vocab_size=4000)
+    """A random relative of the model in `tiny`, in bfloat16 and several files; returns its bytes in
+    float32, 230 million.
+    """
+    config = AutoConfig.from_pretrained(
+        tiny, hidden_size=512, intermediate_size=2048, num_hidden_layers=16, vocab_size=4000
+    )
     config.layer_types = ["full_attention"] * 16
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="30MB")
@@ -20,11 +24,24 @@ def larger_model(tiny: str, folder: Path) -> int:
 
 
 def larger_mixture(folder: Path) -> tuple[int, int]:
-    """A random mixture of 32 experts in 8 layers, as published, in bfloat16; returns bytes in float32: all, and of a layer."""
+    """A random mixture of 32 experts in 8 layers, as published, in bfloat16; returns bytes in
+    float32: all, and of a layer.
+    """
     config = Qwen3MoeConfig(
-        hidden_size=512, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=512,
-        moe_intermediate_size=256, num_experts=32, num_experts_per_tok=2, vocab_size=1000,
-    )  # fmt: skip
+        hidden_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=512,
+        moe_intermediate_size=256,
+        num_experts=32,
+        num_experts_per_tok=2,
+        vocab_size=1000,
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="30MB")
-    return 4 * model.num_parameters(), 4 * sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+
+    return 4 * model.num_parameters(), 4 * sum(
+        parameter.numel() for parameter in model.model.layers[0].parameters()
+    )

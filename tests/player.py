@@ -12,9 +12,9 @@ from lightrft.types import Completion, Prompt, Sample
 from tiny import EOS, byte_tokenizer
 
 TEMPLATE = (
-    "{% if tools %}{% for tool in tools %}{{ tool.function.name }};{% endfor %}{% endif %}"
-    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}{{ eos_token }}\n{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
+    "{% if tools %}{% for tool in tools %}{{ tool.function.name }};{% endfor %}{% endif %}{% for"
+    " message in messages %}{{ message.role[0] }}:{{ message.content }}{{ eos_token }}\n{% endfor"
+    " %}{% if add_generation_prompt %}a:{% endif %}"
 )
 
 
@@ -42,19 +42,28 @@ class Player:
         self.episodes = Episodes(setup, section, format, hermes, **options)
 
     def play(self, turns, *, rows=None, seconds=120.0, delay=0.0):
-        """Play an episode for each list of turns, texts or token ids, at the same time; return their samples.
+        """Play an episode for each list of turns, texts or token ids, at the same time; return
+        their samples.
 
         A turn comes after `delay` seconds.
         """
-        rows = rows or [{"label": str(place), "prompt": "p", "end": EOS} for place in range(len(turns))]
-        samples = [Sample(Prompt(place, "p", ids("p"), row), 0, [], [], "", "") for place, row in enumerate(rows)]
+        rows = rows or [
+            {"label": str(place), "prompt": "p", "end": EOS} for place in range(len(turns))
+        ]
+        samples = [
+            Sample(Prompt(place, "p", ids("p"), row), 0, [], [], "", "")
+            for place, row in enumerate(rows)
+        ]
         for place, sample in enumerate(samples):
             self.episodes.begin(sample, 0, place)
-        ended, until = [], time.monotonic() + seconds
+
+        ended = []
+        until = time.monotonic() + seconds
         while len(ended) < len(samples):
             assert time.monotonic() < until
             asked = self.episodes.poll(0.05)
             time.sleep(delay if asked else 0.0)
+
             for play in asked:
                 turn = turns[play.sample.prompt.index][len(play.turns)]
                 new = (ids(turn) if isinstance(turn, str) else list(turn))[: play.max_tokens]
@@ -63,5 +72,7 @@ class Player:
                 reason = "length" if len(new) == play.max_tokens else "stop"
                 text = self.episodes.format.tokenizer.decode(new, skip_special_tokens=True)
                 self.episodes.generated(play, Completion(new, [-0.5] * len(new), reason), text)
+
             ended += self.episodes.take_ended()
+
         return samples

@@ -1,4 +1,6 @@
-"""Run a function on several gloo ranks, forked from this warm process: a second instead of the ten of a fresh start."""
+"""Run a function on several gloo ranks, forked from this warm process: a second instead of the ten
+of a fresh start.
+"""
 
 import faulthandler
 import gc
@@ -34,17 +36,25 @@ from lightrft.versions import installed_versions
 
 tqdm.monitor_interval = 0  # a thread of the process that forks, which may hold a lock just then
 RESTARTS = "RESTARTED_RANKS"
-"""Environment variable: the file in which every start once more has its line, of all processes of a test run."""
+"""Environment variable: the file in which every start once more has its line, of all processes of a
+test run."""
 os.environ.setdefault(RESTARTS, tempfile.mkstemp(prefix="restarted_ranks")[1])
 MOST_RESTARTS = 1
 SHALLOW = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
-"""Module for torch's fake tensors, which record the stack for each operation of DTensor that is new: under pytest it is deep."""
+"""Module for torch's fake tensors, which record the stack for each operation of DTensor that is
+new: under pytest it is deep."""
 LATER = {
-    "deepspeed": ("lightrft.strategy.deepspeed", "deepspeed.runtime.superoffload.superoffload_stage3", "functorch.compile",
-                  "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.muon_optimizer",
-                  "torch._dynamo.backends.debugging", "torch._inductor.utils"),
+    "deepspeed": (
+        "lightrft.strategy.deepspeed",
+        "deepspeed.runtime.superoffload.superoffload_stage3",
+        "functorch.compile",
+        "deepspeed.module_inject.auto_ep_layer",
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "torch._dynamo.backends.debugging",
+        "torch._inductor.utils",
+    ),
     "peft": ("peft", "huggingface_hub.hf_file_system"),
-}  # fmt: skip
+}
 """Package -> what a run imports late, until an engine of ZeRO has started, or for adapters."""
 
 
@@ -53,17 +63,21 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180
+) -> list[Any]:
     """`function(*args)` on every rank of a fresh process group; returns the results in rank order.
 
-    An exception on a rank, a dead rank or the time limit (seconds) raises here, with that rank's traceback.
+    An exception on a rank, a dead rank or the time limit (seconds) raises here, with that rank's
+    traceback.
 
-    Ranks that hang are started once more, with a warning that shows their stacks, and once only in a test run, as a race of the
-    code under test would come again: a hang was seen once in some thousand starts, on busy cores, all ranks waiting in the same
-    gloo collective, for a cause not found. What the code under test hangs, hangs twice.
-    Not the cause: the order of collectives (there was one group), and, as 1,400 starts and 150,000 all-gathers on busy cores
-    went well, neither connecting nor waiting by itself. What does hang a rank is a fork while another thread of this process is
-    inside torch and holds a lock: keep such threads out of it.
+    Ranks that hang are started once more, with a warning that shows their stacks, and once only in
+    a test run, as a race of the code under test would come again: a hang was seen once in some
+    thousand starts, on busy cores, all ranks waiting in the same gloo collective, for a cause not
+    found. What the code under test hangs, hangs twice. Not the cause: the order of collectives
+    (there was one group), and, as 1,400 starts and 150,000 all-gathers on busy cores went well,
+    neither connecting nor waiting by itself. What does hang a rank is a fork while another thread
+    of this process is inside torch and holds a lock: keep such threads out of it.
     """
     try:
         return _run(world_size, function, args, timeout)
@@ -72,13 +86,19 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             restarts.write(f"{os.environ.get('PYTEST_CURRENT_TEST', '')}: {function.__name__}\n")
         before = Path(os.environ[RESTARTS]).read_text().splitlines()
         if len(before) > MOST_RESTARTS:
-            raise TimeoutError(f"ranks hung {len(before)} times in this test run, in {before}:\n{hung}") from hung
+            raise TimeoutError(
+                f"ranks hung {len(before)} times in this test run, in {before}:\n{hung}"
+            ) from hung
         warnings.warn(f"{function.__name__} hung and is run once more:\n{hung}", stacklevel=2)
         return _run(world_size, function, args, timeout)
 
 
-def run_cases(world_size: int, function: Callable[..., Any], cases: dict[Any, tuple]) -> dict[Any, list[Any]]:
-    """Call `function(*args)` for the arguments of each case, one case after another in one start; return the results by rank."""
+def run_cases(
+    world_size: int, function: Callable[..., Any], cases: dict[Any, tuple]
+) -> dict[Any, list[Any]]:
+    """Call `function(*args)` for the arguments of each case, one case after another in one start;
+    return the results by rank.
+    """
     by_rank = run_ranks(world_size, _in_turn, function, cases, timeout=400)
     return {case: [results[case] for results in by_rank] for case in cases}
 
@@ -92,7 +112,9 @@ def _in_turn(function: Callable[..., Any], cases: dict[Any, tuple]) -> dict[Any,
 
 
 def run_apart(function: Callable[..., Any], calls: list[tuple], timeout: float = 180) -> list[Any]:
-    """Call `function(*args)` for the arguments of each call, all at once, each on the one rank of a process group of its own."""
+    """Call `function(*args)` for the arguments of each call, all at once, each on the one rank of a
+    process group of its own.
+    """
     with tempfile.TemporaryDirectory() as folder:
         folders = [tempfile.mkdtemp(dir=folder) for _ in calls]
         started = [_start(1, own, function, args) for own, args in zip(folders, calls, strict=True)]
@@ -107,9 +129,15 @@ def run_apart(function: Callable[..., Any], calls: list[tuple], timeout: float =
         return [pickle.loads((Path(own) / "result0").read_bytes()) for own in folders]
 
 
-def run_refusals(world_size: int, function: Callable[..., Any], cases: dict[Any, tuple]) -> dict[Any, list[str]]:
-    """Return the traceback of each case by rank, of several cases in one start; each must raise, and on all ranks together."""
-    return run_cases(world_size, _refusal, {case: (function, *args) for case, args in cases.items()})
+def run_refusals(
+    world_size: int, function: Callable[..., Any], cases: dict[Any, tuple]
+) -> dict[Any, list[str]]:
+    """Return the traceback of each case by rank, of several cases in one start; each must raise,
+    and on all ranks together.
+    """
+    return run_cases(
+        world_size, _refusal, {case: (function, *args) for case, args in cases.items()}
+    )
 
 
 def _refusal(function: Callable[..., Any], *args: Any) -> str:
@@ -120,13 +148,19 @@ def _refusal(function: Callable[..., Any], *args: Any) -> str:
     raise AssertionError(f"{function.__name__}{args} must raise")
 
 
-def exit_codes(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[int | None]:
-    """How ranks end that must not return: each by itself, within `timeout` seconds; None for one that did not."""
+def exit_codes(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60
+) -> list[int | None]:
+    """How ranks end that must not return: each by itself, within `timeout` seconds; None for one
+    that did not.
+    """
     with tempfile.TemporaryDirectory() as folder:
         processes = _start(world_size, folder, function, args)
         deadline = time.monotonic() + timeout
         try:
-            while None in [process.exitcode for process in processes] and time.monotonic() < deadline:
+            while (
+                None in [process.exitcode for process in processes] and time.monotonic() < deadline
+            ):
                 time.sleep(0.02)
             return [process.exitcode for process in processes]
         finally:
@@ -143,12 +177,17 @@ def _run(world_size: int, function: Callable[..., Any], args: tuple, timeout: fl
             for process in processes:
                 process.kill()
                 process.join()
-        return [pickle.loads((Path(folder) / f"result{rank}").read_bytes()) for rank in range(world_size)]
+        return [
+            pickle.loads((Path(folder) / f"result{rank}").read_bytes())
+            for rank in range(world_size)
+        ]
 
 
 @cache
 def import_packages() -> None:
-    """Import for all ranks what each would take three seconds for; not beside an accelerator, which it may use."""
+    """Import for all ranks what each would take three seconds for; not beside an accelerator, which
+    it may use.
+    """
     for package, names in () if torch.accelerator.is_available() else LATER.items():
         for name in names if find_spec(package) else ():
             import_module(name)
@@ -158,20 +197,34 @@ def import_packages() -> None:
 def _start(world_size: int, folder: str, function: Callable[..., Any], args: tuple) -> list:
     import_packages()
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_rank, args=(rank, world_size, folder, function, args)) for rank in range(world_size)]
+    processes = [
+        context.Process(target=_rank, args=(rank, world_size, folder, function, args))
+        for rank in range(world_size)
+    ]
     for process in processes:
         process.start()
     return processes
 
 
-def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+def _rank(
+    rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+    )
     code = 1
-    gc.freeze()  # what the parent made stays as it is: no collection looks at it, and its pages remain shared
-    gc.unfreeze = lambda: None  # vLLM's end would undo that, and wait for the threads of a process group that only the parent has
+    # what the parent made stays as it is: no collection looks at it, and its pages remain shared
+    gc.freeze()
+    # vLLM's end would undo that, and wait for the threads of a process group that only the parent
+    # has
+    gc.unfreeze = lambda: None
     fake_tensor.traceback = SHALLOW
     stacks = open(Path(folder) / f"stacks{rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stacks)
+
     try:
         torch.set_num_threads(1)
         torch.manual_seed(0)
@@ -183,13 +236,18 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
         result = function(*args)
         (Path(folder) / f"result{rank}.part").write_bytes(pickle.dumps(result))
         os.rename(Path(folder) / f"result{rank}.part", Path(folder) / f"result{rank}")
-        while dist.is_initialized() and not all((Path(folder) / f"result{other}").exists() for other in range(world_size)):
+
+        while dist.is_initialized() and not all(
+            (Path(folder) / f"result{other}").exists() for other in range(world_size)
+        ):
             time.sleep(0.01)  # nobody leaves while another still needs its sockets
+
         code = 0
     except BaseException:
         (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
     finally:
-        os._exit(code)  # the parent's atexit hooks and pytest's capture are not this process's business
+        # the parent's atexit hooks and pytest's capture are not this process's business
+        os._exit(code)
 
 
 def _native_stacks(pid: int) -> str:
@@ -198,7 +256,9 @@ def _native_stacks(pid: int) -> str:
         return ""
     command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all backtrace 12"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
-    return f"process {pid}:\n" + "\n".join(line for line in said.splitlines() if line.startswith(("#", "Thread")))
+    return f"process {pid}:\n" + "\n".join(
+        line for line in said.splitlines() if line.startswith(("#", "Thread"))
+    )
 
 
 def _join(processes: list, folder: str, deadline: float) -> None:
@@ -206,16 +266,28 @@ def _join(processes: list, folder: str, deadline: float) -> None:
         if any(process.exitcode for process in processes):
             time.sleep(0.3)  # let the others write their tracebacks too
             break
+
         if time.monotonic() > deadline:
             for process in processes:
                 if process.is_alive():
                     os.kill(process.pid, signal.SIGUSR1)
             time.sleep(0.5)
-            stacks = [f"rank {file.name[6:]}:\n{file.read_text()}" for file in sorted(Path(folder).glob("stacks*"))]
+            stacks = [
+                f"rank {file.name[6:]}:\n{file.read_text()}"
+                for file in sorted(Path(folder).glob("stacks*"))
+            ]
             native = [_native_stacks(process.pid) for process in processes if process.is_alive()]
             raise TimeoutError("ranks did not finish in time:\n" + "\n".join(stacks + native))
+
         time.sleep(0.02)
-    errors = [f"rank {file.name[5:]}:\n{file.read_text()}" for file in sorted(Path(folder).glob("error*"))]
-    dead = [f"rank {rank} ended with {process.exitcode}" for rank, process in enumerate(processes) if process.exitcode]
+
+    errors = [
+        f"rank {file.name[5:]}:\n{file.read_text()}" for file in sorted(Path(folder).glob("error*"))
+    ]
+    dead = [
+        f"rank {rank} ended with {process.exitcode}"
+        for rank, process in enumerate(processes)
+        if process.exitcode
+    ]
     if errors or dead:
         raise RuntimeError("\n".join(errors or dead))

@@ -10,7 +10,13 @@ from lightrft.config import Config, parse
 from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import ppo_trainer
-from lightrft.trainer.build_supervised import dpo_trainer, kto_trainer, prm_trainer, rm_trainer, sft_trainer
+from lightrft.trainer.build_supervised import (
+    dpo_trainer,
+    kto_trainer,
+    prm_trainer,
+    rm_trainer,
+    sft_trainer,
+)
 from ranks import run_ranks
 from scripts.prepare_quickstart import tiny_qwen3
 from with_vllm import load_vllm
@@ -31,6 +37,7 @@ def prepare(folder: Path, rows: int = 24) -> list[str]:
     problems = [{"input": "abcdefgh"[: 2 + i % 5] + "=", "label": str(i)} for i in range(rows)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     (folder / "reward.py").write_text(ASCII_REWARD)
+
     return [
         "--fsdp",
         f"--pretrain={folder / 'model'}",
@@ -42,31 +49,53 @@ def prepare(folder: Path, rows: int = 24) -> list[str]:
 
 
 PPO = [
-    "--engine_type=hf", "--rollout_batch_size=8", "--n_samples_per_prompt=4", "--generate_max_len=6", "--train_batch_size=32",
-    "--max_tokens_per_microbatch=128", "--num_episodes=20", "--actor_learning_rate=3e-3", "--lr_scheduler=constant",
-    "--lr_warmup_ratio=0", "--no_enable_engine_sleep", "--init_kl_coef=0", "--loss_agg_mode=token-mean",
-]  # fmt: skip
+    "--engine_type=hf",
+    "--rollout_batch_size=8",
+    "--n_samples_per_prompt=4",
+    "--generate_max_len=6",
+    "--train_batch_size=32",
+    "--max_tokens_per_microbatch=128",
+    "--num_episodes=20",
+    "--actor_learning_rate=3e-3",
+    "--lr_scheduler=constant",
+    "--lr_warmup_ratio=0",
+    "--no_enable_engine_sleep",
+    "--init_kl_coef=0",
+    "--loss_agg_mode=token-mean",
+]
 
 
-def train(entrypoint: str, world_size: int, flags: list[str], save_path: Path, timeout: float = 400) -> list[dict[str, Any]]:
+def train(
+    entrypoint: str, world_size: int, flags: list[str], save_path: Path, timeout: float = 400
+) -> list[dict[str, Any]]:
     """Run an entrypoint on forked ranks; returns the rows of metrics.jsonl."""
     if "--engine_type=vllm" in flags:
         load_vllm()
-        flags = ["--engine_kv_cache_gb=0.05", *flags]  # of which vLLM writes every byte when it starts
-    run_ranks(world_size, run_here, entrypoint, [*flags, f"--save_path={save_path}"], timeout=timeout)
+        # of which vLLM writes every byte when it starts
+        flags = ["--engine_kv_cache_gb=0.05", *flags]
+    run_ranks(
+        world_size, run_here, entrypoint, [*flags, f"--save_path={save_path}"], timeout=timeout
+    )
     return rows_of(save_path)
 
 
 def rows_of(save_path: Path | str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(save_path) / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (Path(save_path) / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if not name.startswith(NOT_REPEATABLE)} for row in rows]
+    return [
+        {name: value for name, value in row.items() if not name.startswith(NOT_REPEATABLE)}
+        for row in rows
+    ]
 
 
 def run_here(entrypoint: str, flags: list[str], seed: int = 0) -> None:
-    """On the rank that this process is; `seed` is that of what the configuration's does not reach."""
+    """On the rank that this process is; `seed` is that of what the configuration's does not
+    reach.
+    """
     config = prepare_config(entrypoint, parse(flags, entrypoint))
     torch.manual_seed(seed)
     strategy = get_strategy(config)
@@ -76,6 +105,12 @@ def run_here(entrypoint: str, flags: list[str], seed: int = 0) -> None:
 
 
 def build(entrypoint: str, config: Config, strategy: Any) -> Any:
-    trainers = {"train_ppo": ppo_trainer, "train_sft": sft_trainer, "train_rm": rm_trainer, "train_dpo": dpo_trainer,
-                "train_kto": kto_trainer, "train_prm": prm_trainer}  # fmt: skip
+    trainers = {
+        "train_ppo": ppo_trainer,
+        "train_sft": sft_trainer,
+        "train_rm": rm_trainer,
+        "train_dpo": dpo_trainer,
+        "train_kto": kto_trainer,
+        "train_prm": prm_trainer,
+    }
     return trainers[entrypoint](config, strategy)

@@ -1,7 +1,8 @@
-"""Call a function in the environment that has SGLang: it lies over the tests' own, beside its folder.
+"""Call a function in the environment that has SGLang: it lies over the tests' own, beside its
+folder.
 
-SGLang's import takes longer than most of what is tested, so one process imports it for all tests, those of other workers too, and
-is forked for each call.
+SGLang's import takes longer than most of what is tested, so one process imports it for all tests,
+those of other workers too, and is forked for each call.
 """
 
 import fcntl
@@ -30,37 +31,71 @@ PREFIX = Path(f"{sys.prefix}-sglang")
 SEARCHED = os.pathsep.join(map(str, [ROOT / "tests" / "sglang_stand_ins", ROOT, ROOT / "tests"]))
 
 
-def in_sglang_environment(function: Callable[..., Any], *args: Any, timeout: float = 600, spawns: bool = False) -> Any:
-    """`function(*args)` in a fork of a process of that environment, which has imported SGLang; ranks are forked from there.
+def in_sglang_environment(
+    function: Callable[..., Any], *args: Any, timeout: float = 600, spawns: bool = False
+) -> Any:
+    """`function(*args)` in a fork of a process of that environment, which has imported SGLang;
+    ranks are forked from there.
 
-    SGLang's own processes are forked from it too (spares.py), or with `spawns` started afresh, as they are for users.
-    The function, its arguments and its result travel by pickle, so it must live in a module that can be imported. What it
-    raises, a dead process, the time limit (seconds) or a call of the stand-in for SGLang's kernels raise RuntimeError here.
+    SGLang's own processes are forked from it too (spares.py), or with `spawns` started afresh, as
+    they are for users. The function, its arguments and its result travel by pickle, so it must live
+    in a module that can be imported. What it raises, a dead process, the time limit (seconds) or a
+    call of the stand-in for SGLang's kernels raise RuntimeError here.
     """
     with tempfile.TemporaryDirectory() as folder:
-        paths = {name: Path(folder) / name for name in ("call", "answer", "output", "stand_in_calls")}
-        environment = os.environ | {"STAND_IN_CALLS": str(paths["stand_in_calls"]), "PYTHONPATH": SEARCHED}
-        paths["call"].write_bytes(pickle.dumps((environment, spawns, pickle.dumps((function, args)))))
+        paths = {
+            name: Path(folder) / name for name in ("call", "answer", "output", "stand_in_calls")
+        }
+        environment = os.environ | {
+            "STAND_IN_CALLS": str(paths["stand_in_calls"]),
+            "PYTHONPATH": SEARCHED,
+        }
+        paths["call"].write_bytes(
+            pickle.dumps((environment, spawns, pickle.dumps((function, args))))
+        )
+
         ended = _call(folder, timeout)
         said = paths["output"].read_text(errors="replace")[-20_000:]
         if not paths["answer"].exists():
-            raise RuntimeError(f"{function} ended with {ended} within {timeout} s and said:\n{said}")
+            raise RuntimeError(
+                f"{function} ended with {ended} within {timeout} s and said:\n{said}"
+            )
+
         result, error = pickle.loads(paths["answer"].read_bytes())
         if error:
             raise RuntimeError(f"{said}\n{error}")
         if paths["stand_in_calls"].exists():
-            raise RuntimeError(f"the stand-in for SGLang's kernels was called: {paths['stand_in_calls'].read_text()}")
+            raise RuntimeError(
+                "the stand-in for SGLang's kernels was called:"
+                f" {paths['stand_in_calls'].read_text()}"
+            )
+
         return result
 
 
 def beside_torchvision(function: Callable[..., Any], *args: Any, timeout: float = 600) -> Any:
-    """`function(*args)` in a new process of that environment, with torchvision and vLLM instead of SGLang."""
+    """`function(*args)` in a new process of that environment, with torchvision and vLLM instead of
+    SGLang.
+    """
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"WITH_VLLM": "1", "PYTHONPATH": SEARCHED}
-        (Path(folder) / "call").write_bytes(pickle.dumps((environment, True, pickle.dumps((function, args)))))
-        subprocess.run([PREFIX / "bin" / "python", "-W", "ignore", __file__, folder], cwd=ROOT, env=environment, timeout=timeout)
-        answer, said = Path(folder) / "answer", (Path(folder) / "output").read_text(errors="replace")[-20_000:]
-        result, error = pickle.loads(answer.read_bytes()) if answer.exists() else (None, "it ended without an answer")
+        (Path(folder) / "call").write_bytes(
+            pickle.dumps((environment, True, pickle.dumps((function, args))))
+        )
+        subprocess.run(
+            [PREFIX / "bin" / "python", "-W", "ignore", __file__, folder],
+            cwd=ROOT,
+            env=environment,
+            timeout=timeout,
+        )
+        answer = Path(folder) / "answer"
+        said = (Path(folder) / "output").read_text(errors="replace")[-20_000:]
+
+        result, error = (
+            pickle.loads(answer.read_bytes())
+            if answer.exists()
+            else (None, "it ended without an answer")
+        )
         if error:
             raise RuntimeError(f"{said}\n{error}")
         return result
@@ -83,21 +118,37 @@ def _call(folder: str, timeout: float) -> str:
 
 @cache
 def _host() -> str:
-    """Address of the process that has imported SGLang, which the first to want it starts; it ends with the whole test run."""
+    """Address of the process that has imported SGLang, which the first to want it starts; it ends
+    with the whole test run.
+    """
     folder = Path(os.environ["TEST_RUN"])
-    address, said = folder / "sglang", folder / "sglang.output"
+    address = folder / "sglang"
+    said = folder / "sglang.output"
     with open(folder / "sglang.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not address.exists():
             python = PREFIX / "bin" / "python"
             if not python.exists():
-                raise RuntimeError(f"no environment with SGLang at {PREFIX}: make it with `bash scripts/environment.sh test`")
+                raise RuntimeError(
+                    f"no environment with SGLang at {PREFIX}: make it with `bash"
+                    " scripts/environment.sh test`"
+                )
+
             command = [python, "-W", "ignore", __file__, address, os.environ["TEST_RUN_PROCESS"]]
             with open(said, "w") as output:
-                host = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": SEARCHED}, stdin=subprocess.DEVNULL,
-                                        stdout=subprocess.PIPE, stderr=output, start_new_session=True)  # fmt: skip
+                host = subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=os.environ | {"PYTHONPATH": SEARCHED},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=output,
+                    start_new_session=True,
+                )
+
             if not host.stdout.readline():
                 raise RuntimeError(f"SGLang cannot be imported:\n{said.read_text()}")
+
     return str(address)
 
 
@@ -120,7 +171,9 @@ def _serve(address: str, owner: int) -> None:
 
 
 def _attend(line: socket.socket) -> None:
-    """Fork the process that answers in the folder that the line names, and say how it ended; kill it when nobody waits for it."""
+    """Fork the process that answers in the folder that the line names, and say how it ended; kill
+    it when nobody waits for it.
+    """
     try:
         folder = Path(line.recv(4096).decode())
         process = os.fork()

@@ -1,13 +1,24 @@
-"""Processes kept ready for `multiprocessing`'s method "spawn": forked from a warm parent, they have imported everything.
+"""Processes kept ready for `multiprocessing`'s method "spawn": forked from a warm parent, they have
+imported everything.
 
-A rank cannot fork them when it wants them, as it has threads and a process group by then. They are forked when it begins.
+A rank cannot fork them when it wants them, as it has threads and a process group by then. They are
+forked when it begins.
 """
 
 import io
 import os
 import pickle
 import socket
-from multiprocessing import context, forkserver, popen_fork, popen_forkserver, popen_spawn_posix, process, reduction, spawn
+from multiprocessing import (
+    context,
+    forkserver,
+    popen_fork,
+    popen_forkserver,
+    popen_spawn_posix,
+    process,
+    reduction,
+    spawn,
+)
 
 NUMBER = 6
 """For each rank. Who wants more gets processes of the ordinary kind."""
@@ -19,11 +30,15 @@ def for_each_child() -> None:
     """From now on every process that this one forks begins with spare ones."""
     parent = os.getpid()
     os.register_at_fork(after_in_child=lambda: _keep() if os.getppid() == parent else None)
-    context.SpawnProcess._Popen = staticmethod(lambda wanted: (_Popen if kept else popen_spawn_posix.Popen)(wanted))
+    context.SpawnProcess._Popen = staticmethod(
+        lambda wanted: (_Popen if kept else popen_spawn_posix.Popen)(wanted)
+    )
 
 
 class _Popen(popen_fork.Popen):
-    """A spare process begins to run what it is given, with the environment that this one has now."""
+    """A spare process begins to run what it is given, with the environment that this one has
+    now.
+    """
 
     DupFd = popen_forkserver._DupFd
 
@@ -43,12 +58,15 @@ class _Popen(popen_fork.Popen):
             reduction.dump(wanted, said)
         finally:
             context.set_spawning_popen(None)
+
         self.pid, self.line = kept.pop()
         self.sentinel = self.line.fileno()
         with os.fdopen(os.memfd_create("spawned"), "wb") as file:
             file.write(said.getbuffer())
             file.seek(0)
-            socket.send_fds(self.line, [pickle.dumps(dict(os.environ))], [file.fileno(), *self.files])
+            socket.send_fds(
+                self.line, [pickle.dumps(dict(os.environ))], [file.fileno(), *self.files]
+            )
 
 
 def _keep() -> None:

@@ -1,4 +1,6 @@
-"""A small OpenAI-compatible server for one test: a real model that scores the tokens of prompts, in a process of its own."""
+"""A small OpenAI-compatible server for one test: a real model that scores the tokens of prompts, in
+a process of its own.
+"""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -13,14 +15,21 @@ from json_server import JsonHandler
 
 
 @contextmanager
-def teacher_server(folder: str, *, busy: int = 0, short: bool = False, key: str = "") -> Iterator[str]:
-    """Its URL. The first `busy` requests are answered with 503; a `short` one returns a log-prob too few;
-    with a `key` only requests that bring it are answered.
+def teacher_server(
+    folder: str, *, busy: int = 0, short: bool = False, key: str = ""
+) -> Iterator[str]:
+    """Its URL.
+
+    The first `busy` requests are answered with 503; a `short` one returns a log-prob too few; with
+    a `key` only requests that bring it are answered.
     """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    process = multiprocessing.get_context("fork").Process(target=_serve, args=(server, folder, busy, short, key), daemon=True)
+    process = multiprocessing.get_context("fork").Process(
+        target=_serve, args=(server, folder, busy, short, key), daemon=True
+    )
     process.start()
     server.socket.close()
+
     try:
         yield f"http://127.0.0.1:{server.server_port}/v1"
     finally:
@@ -30,9 +39,13 @@ def teacher_server(folder: str, *, busy: int = 0, short: bool = False, key: str 
 
 def _serve(server: ThreadingHTTPServer, folder: str, busy: int, short: bool, key: str) -> None:
     torch.set_num_threads(1)
-    Handler.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    Handler.model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
     Handler.tokenizer = AutoTokenizer.from_pretrained(folder)
-    Handler.busy, Handler.short, Handler.key = busy, short, key
+    Handler.busy = busy
+    Handler.short = short
+    Handler.key = key
     server.serve_forever()
 
 
@@ -48,7 +61,13 @@ class Handler(JsonHandler):
 
     def do_POST(self) -> None:
         request = self.read_json()
-        asked = {"model": "teacher", "echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 1.0}
+        asked = {
+            "model": "teacher",
+            "echo": True,
+            "logprobs": 1,
+            "max_tokens": 0,
+            "temperature": 1.0,
+        }
         right = self.path == "/v1/completions" and request == asked | {"prompt": request["prompt"]}
         self._answer(self._score(request["prompt"]) if right else None)
 
@@ -58,7 +77,17 @@ class Handler(JsonHandler):
             logits = self.model(tokens[None]).logits[0, :-1, : len(self.tokenizer)]
         logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].tolist()
         found = [None, *logprobs][: len(ids) - self.short]
-        return {"choices": [{"logprobs": {"token_logprobs": found, "tokens": [self.tokenizer.decode([token]) for token in ids]}}]}
+
+        return {
+            "choices": [
+                {
+                    "logprobs": {
+                        "token_logprobs": found,
+                        "tokens": [self.tokenizer.decode([token]) for token in ids],
+                    }
+                }
+            ]
+        }
 
     def _answer(self, content: dict[str, Any] | None) -> None:
         cls = type(self)

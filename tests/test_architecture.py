@@ -1,4 +1,6 @@
-"""Rules of the package that can be read from its source: imports between rooms, sizes of folders, names."""
+"""Rules of the package that can be read from its source: imports between rooms, sizes of folders,
+names.
+"""
 
 import ast
 import re
@@ -18,7 +20,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = {
     "cli": 12,
     "trainer": 11,
-    "run": 10, "tools": 10,
+    "run": 10,
+    "tools": 10,
     "rollout": 9,
     "agents": 8,
     "rewards": 7,
@@ -26,26 +29,63 @@ LAYERS = {
     "strategy": 5,
     "backends": 4,
     "checkpoint": 3,
-    "models": 2, "engine": 2, "data": 2, "batching": 2,
+    "models": 2,
+    "engine": 2,
+    "data": 2,
+    "batching": 2,
     "launch": 2,
-    "attention": 1, "weight_sync": 1, "algorithms": 1, "observe": 1,
-    "parallel": 0, "config": 0, "types": 0, "registry": 0, "versions": 0, "thinker": 0,
+    "attention": 1,
+    "weight_sync": 1,
+    "algorithms": 1,
+    "observe": 1,
+    "parallel": 0,
+    "config": 0,
+    "types": 0,
+    "registry": 0,
+    "versions": 0,
+    "thinker": 0,
     "samples": -1,
-}  # fmt: skip
-OPTIONAL = {"deepspeed", "vllm", "sglang", "peft", "flash_attn", "ray", "math_verify", "jsonschema", "liger_kernel", "triton",
-            "reasoning_gym", "transfer_queue", "av", "verifiers", "gguf",
-            "wandb", "mlflow", "swanlab", "trackio", "comet_ml"}  # fmt: skip
-OPTIONAL_ELSEWHERE = {"av": "data/media.py", "peft": "models/lora.py", "ray": "batching/transfer_queue.py",
-                      **dict.fromkeys(("mlflow", "trackio", "comet_ml"), "observe/trackers.py")}  # fmt: skip
-"""Exceptions to `only inside the file or folder named after it`, and there only inside a function."""
+}
+OPTIONAL = {
+    "deepspeed",
+    "vllm",
+    "sglang",
+    "peft",
+    "flash_attn",
+    "ray",
+    "math_verify",
+    "jsonschema",
+    "liger_kernel",
+    "triton",
+    "reasoning_gym",
+    "transfer_queue",
+    "av",
+    "verifiers",
+    "gguf",
+    "wandb",
+    "mlflow",
+    "swanlab",
+    "trackio",
+    "comet_ml",
+}
+OPTIONAL_ELSEWHERE = {
+    "av": "data/media.py",
+    "peft": "models/lora.py",
+    "ray": "batching/transfer_queue.py",
+    **dict.fromkeys(("mlflow", "trackio", "comet_ml"), "observe/trackers.py"),
+}
+"""Exceptions to `only inside the file or folder named after it`, and there only inside a
+function."""
 OWN = "lightrft.rewards.verifiers"
 """Folder of our own that is called like an optional package."""
 LARGEST = 14
-"""Files of a room, or of a folder inside of a room; its __init__.py and the folders in it are not counted."""
+"""Files of a room, or of a folder inside of a room; its __init__.py and the folders in it are not
+counted."""
 HOMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 
-# -- what is looked for, as functions of source text so that the tests below can prove that they find it
+# -- what is looked for, as functions of source text so that the tests below can prove that they
+# find it
 
 
 @cache
@@ -55,10 +95,15 @@ def nodes(source: str) -> list[ast.AST]:
 
 @cache
 def imports(source: str, path: str) -> list[tuple[str, bool]]:
-    """(absolute module name, at import time) of every import in the file `path`, relative to the package's parent."""
-    functions = [node for node in nodes(source) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    """(absolute module name, at import time) of every import in the file `path`, relative to the
+    package's parent.
+    """
+    functions = [
+        node for node in nodes(source) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     lazy = {id(inner) for function in functions for inner in ast.walk(function)}
     found = []
+
     for node in nodes(source):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -69,6 +114,7 @@ def imports(source: str, path: str) -> list[tuple[str, bool]]:
         else:
             continue
         found += [(name, id(node) not in lazy) for name in names]
+
     return found
 
 
@@ -82,7 +128,11 @@ def wrong_ways(source: str, path: str) -> list[str]:
     """Imports that go up, or sideways between rooms."""
     here = room(path.removesuffix(".py").replace("/", "."))
     there = {room(name) for name, _ in imports(source, path)} - {"", here}
-    return [f"{path} ({here}) imports {other}" for other in sorted(there) if not here or LAYERS[other] >= LAYERS[here]]
+    return [
+        f"{path} ({here}) imports {other}"
+        for other in sorted(there)
+        if not here or LAYERS[other] >= LAYERS[here]
+    ]
 
 
 def optional_imports(source: str, path: str) -> list[str]:
@@ -97,9 +147,16 @@ def optional_imports(source: str, path: str) -> list[str]:
 
 
 def adapter_imports(source: str, path: str) -> list[str]:
-    """Files and folders named after an optional package, when others import them without being inside a function."""
-    return [f"{path} imports {name}" for name, eager in imports(source, path)
-            if eager and name.startswith("lightrft.") and OPTIONAL & set(name.removeprefix(OWN).split(".")) - places(path)]
+    """Files and folders named after an optional package, when others import them without being
+    inside a function.
+    """
+    return [
+        f"{path} imports {name}"
+        for name, eager in imports(source, path)
+        if eager
+        and name.startswith("lightrft.")
+        and OPTIONAL & set(name.removeprefix(OWN).split(".")) - places(path)
+    ]
 
 
 def places(path: str) -> set[str]:
@@ -108,47 +165,80 @@ def places(path: str) -> set[str]:
 
 
 def circle(folder: str, files: dict[str, str]) -> list[str]:
-    """Return the files and folders right inside of `folder`, a module, that import each other in a circle, also lazily.
+    """Return the files and folders right inside of `folder`, a module, that import each other in a
+    circle, also lazily.
 
     `files` is path -> source, of the files in the folder and in its folders.
     """
-    paths = {path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): path for path in files}
+    paths = {
+        path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): path for path in files
+    }
     needs: dict[str, set[str]] = {}
     for module, path in paths.items():
-        named = [name if name in paths else name.rpartition(".")[0] for name, _ in imports(files[path], path)]
+        named = [
+            name if name in paths else name.rpartition(".")[0]
+            for name, _ in imports(files[path], path)
+        ]
         entries = {entry(folder, name) for name in named} - {entry(folder, module), ""}
         needs.setdefault(entry(folder, module), set()).update(entries)
+
     needs.pop("", None)  # __init__.py, which imports what others use from outside of the folder
     try:
         TopologicalSorter(needs).prepare()
     except CycleError as error:
         return error.args[1]
+
     return []
 
 
 def entry(folder: str, module: str) -> str:
-    """`lightrft.engine`, `lightrft.engine.vllm.shim` -> `vllm`; empty for modules that are not inside of the folder."""
-    return module.removeprefix(f"{folder}.").split(".")[0] if module.startswith(f"{folder}.") else ""
+    """`lightrft.engine`, `lightrft.engine.vllm.shim` -> `vllm`; empty for modules that are not
+    inside of the folder.
+    """
+    return (
+        module.removeprefix(f"{folder}.").split(".")[0] if module.startswith(f"{folder}.") else ""
+    )
 
 
 def calls_of_print(source: str) -> list[int]:
-    return [node.lineno for node in nodes(source)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"]
+    return [
+        node.lineno
+        for node in nodes(source)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
+    ]
 
 
 def uses_of_torch_cuda(source: str, path: str) -> list[str]:
-    attributes = [node for node in nodes(source) if isinstance(node, ast.Attribute) and node.attr == "cuda"]
-    used = [f"{path}:{node.lineno}" for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "torch"]
-    return used + [f"{path}: {name}" for name, _ in imports(source, path) if name.startswith("torch.cuda")]
+    attributes = [
+        node for node in nodes(source) if isinstance(node, ast.Attribute) and node.attr == "cuda"
+    ]
+    used = [
+        f"{path}:{node.lineno}"
+        for node in attributes
+        if isinstance(node.value, ast.Name) and node.value.id == "torch"
+    ]
+
+    return used + [
+        f"{path}: {name}" for name, _ in imports(source, path) if name.startswith("torch.cuda")
+    ]
 
 
 def public_classes(source: str) -> list[str]:
-    """Return the names of the classes at the top level of a file, without those that begin with an underscore."""
-    return [node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    """Return the names of the classes at the top level of a file, without those that begin with an
+    underscore.
+    """
+    return [
+        node.name
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
 
 
 def fields_read(source: str) -> set[str]:
-    """Names read from a configuration: `config.train.seed`, `train.seed`, `section.seed`, or by name as a string.
+    """Names read from a configuration: `config.train.seed`, `train.seed`, `section.seed`, or by
+    name as a string.
 
     A registered function is given the fields that its keyword-only parameters name.
     """
@@ -162,8 +252,11 @@ def fields_read(source: str) -> set[str]:
                 found.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.add(node.value)
-        elif isinstance(node, ast.FunctionDef) and any("register" in ast.unparse(one) for one in node.decorator_list):
+        elif isinstance(node, ast.FunctionDef) and any(
+            "register" in ast.unparse(one) for one in node.decorator_list
+        ):
             found |= {argument.arg for argument in node.args.kwonlyargs}
+
     return found & set(owners)
 
 
@@ -176,25 +269,41 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 def test_imports_go_down():
-    assert [wrong for source, path in sources() if path != "lightrft/__init__.py" for wrong in wrong_ways(source, path)] == []
+    assert [
+        wrong
+        for source, path in sources()
+        if path != "lightrft/__init__.py"
+        for wrong in wrong_ways(source, path)
+    ] == []
 
 
 def test_the_package_itself_imports_nothing_of_its_own_or_heavy():
-    eager = {name for name, at_import in imports((ROOT / "__init__.py").read_text(), "lightrft/__init__.py") if at_import}
+    eager = {
+        name
+        for name, at_import in imports((ROOT / "__init__.py").read_text(), "lightrft/__init__.py")
+        if at_import
+    }
     assert eager == {"typing.Any"}
 
 
 def test_every_room_has_a_layer():
-    rooms = {file.relative_to(ROOT).parts[0].removesuffix(".py") for file in FILES} - {"__init__", "__main__"}
+    rooms = {file.relative_to(ROOT).parts[0].removesuffix(".py") for file in FILES} - {
+        "__init__",
+        "__main__",
+    }
     assert rooms <= set(LAYERS)
 
 
 def test_every_room_is_a_package():
-    assert {file.parent for file in FILES} == {file.parent for file in FILES if file.name == "__init__.py"}
+    assert {file.parent for file in FILES} == {
+        file.parent for file in FILES if file.name == "__init__.py"
+    }
 
 
 def test_no_folder_has_too_many_files():
-    counts = Counter(file.parent.relative_to(ROOT).as_posix() for file in FILES if file.name != "__init__.py")
+    counts = Counter(
+        file.parent.relative_to(ROOT).as_posix() for file in FILES if file.name != "__init__.py"
+    )
     assert {name: count for name, count in counts.items() if name != "." and count > LARGEST} == {}
 
 
@@ -209,7 +318,9 @@ def test_adapters_of_optional_packages_are_imported_when_chosen():
 def test_files_and_folders_of_a_room_have_no_circle():
     files = {path: source for source, path in sources()}
     circles = {}
-    for folder in {file.parent.relative_to(ROOT.parent).as_posix() for file in FILES if file.parent != ROOT}:
+    for folder in {
+        file.parent.relative_to(ROOT.parent).as_posix() for file in FILES if file.parent != ROOT
+    }:
         inside = {path: source for path, source in files.items() if path.startswith(f"{folder}/")}
         circles[folder] = circle(folder.replace("/", "."), inside)
     assert {folder: members for folder, members in circles.items() if members} == {}
@@ -235,9 +346,15 @@ def test_one_place_decides_the_device():
 
 
 def test_every_config_field_is_read():
-    readers = ("lightrft/config/resolve.py", "lightrft/config/sections.py")  # others in this folder only check and explain
-    read = set().union(*(fields_read(source) for source, path in sources()
-                         if path in readers or not path.startswith("lightrft/config/")))  # fmt: skip
+    # others in this folder only check and explain
+    readers = ("lightrft/config/resolve.py", "lightrft/config/sections.py")
+    read = set().union(
+        *(
+            fields_read(source)
+            for source, path in sources()
+            if path in readers or not path.startswith("lightrft/config/")
+        )
+    )
     assert sorted(set(section_of_field()) - read) == []
 
 
@@ -260,7 +377,10 @@ def test_finds_wrong_imports(path, source):
 
 
 def test_lets_right_imports_pass():
-    source = "from lightrft.engine.base import Engine\nfrom .base import Engine\nfrom lightrft.parallel import mesh\nimport torch"
+    source = (
+        "from lightrft.engine.base import Engine\nfrom .base import Engine\nfrom lightrft.parallel"
+        " import mesh\nimport torch"
+    )
     assert wrong_ways(source, "lightrft/engine/hf.py") == []
 
 
@@ -271,16 +391,28 @@ def test_finds_optional_packages():
     assert not optional_imports("from vllm import LLM", "lightrft/engine/vllm/shim.py")
     assert not optional_imports("from sglang.srt import utils", "lightrft/engine/sglang/shim.py")
     assert optional_imports("from vllm import LLM", "lightrft/engine/sglang/shim.py")
-    assert adapter_imports("from lightrft.engine.vllm import VLLMEngine", "lightrft/engine/build.py")
-    assert adapter_imports("from lightrft.engine.sglang.shim import SGLangShim", "lightrft/engine/build.py")
-    assert not adapter_imports("from lightrft.engine.sglang.shim import SGLangShim", "lightrft/engine/sglang/samples.py")
-    assert not adapter_imports("def f():\n    from lightrft.engine.vllm import VLLMEngine", "lightrft/engine/build.py")
+    assert adapter_imports(
+        "from lightrft.engine.vllm import VLLMEngine", "lightrft/engine/build.py"
+    )
+
+    assert adapter_imports(
+        "from lightrft.engine.sglang.shim import SGLangShim", "lightrft/engine/build.py"
+    )
+    assert not adapter_imports(
+        "from lightrft.engine.sglang.shim import SGLangShim", "lightrft/engine/sglang/samples.py"
+    )
+    assert not adapter_imports(
+        "def f():\n    from lightrft.engine.vllm import VLLMEngine", "lightrft/engine/build.py"
+    )
 
 
 def test_finds_circles():
-    files = {"lightrft/data/a.py": "def f():\n    from lightrft.data.own.b import x", "lightrft/data/own/__init__.py": "",
-             "lightrft/data/own/b.py": "from lightrft.data.c import x",
-             "lightrft/data/c.py": "import lightrft.data.a"}  # fmt: skip
+    files = {
+        "lightrft/data/a.py": "def f():\n    from lightrft.data.own.b import x",
+        "lightrft/data/own/__init__.py": "",
+        "lightrft/data/own/b.py": "from lightrft.data.c import x",
+        "lightrft/data/c.py": "import lightrft.data.a",
+    }
     assert set(circle("lightrft.data", files)) == {"a", "own", "c"}
     assert circle("lightrft.data", files | {"lightrft/data/c.py": "import lightrft.config"}) == []
     assert circle("lightrft.data.own", files) == []
@@ -300,23 +432,42 @@ def test_finds_prints_cuda_and_reads():
 
 def test_the_pages_about_the_code_name_files_that_exist():
     pages = [ROOT.parent / "ARCHITECTURE.md", ROOT.parent / "docs" / "reading.md"]
-    named = {name for page in pages for name in re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text())}
+    named = {
+        name for page in pages for name in re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text())
+    }
     assert len(named) > 20
-    absent = {name for name in named if not (ROOT / name).is_file() and not (ROOT.parent / name).is_file()}
+    absent = {
+        name for name in named if not (ROOT / name).is_file() and not (ROOT.parent / name).is_file()
+    }
     assert absent == set()
 
 
 LONGEST_CHAIN = 12
-"""Modules from a command down to the last one it needs; a smaller number is an achievement, a larger one a defect."""
+"""Modules from a command down to the last one it needs; a smaller number is an achievement, a
+larger one a defect."""
 
 
 def test_imports_have_no_circle_and_their_longest_chain_does_not_grow():
-    modules = {path.relative_to(ROOT.parent).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__"): path
-               for path in FILES}  # fmt: skip
+    modules = {
+        path.relative_to(ROOT.parent)
+        .with_suffix("")
+        .as_posix()
+        .replace("/", ".")
+        .removesuffix(".__init__"): path
+        for path in FILES
+    }
     needs = {}
+
     for module, path in modules.items():
-        named = [name for name, eager in imports(path.read_text(), path.relative_to(ROOT.parent).as_posix()) if eager]
-        needs[module] = {name if name in modules else name.rpartition(".")[0] for name in named} & modules.keys() - {module}
+        named = [
+            name
+            for name, eager in imports(path.read_text(), path.relative_to(ROOT.parent).as_posix())
+            if eager
+        ]
+        needs[module] = {
+            name if name in modules else name.rpartition(".")[0] for name in named
+        } & modules.keys() - {module}
+
     order = list(TopologicalSorter(needs).static_order())  # CycleError names a circle
     depth: dict[str, int] = {}
     for module in order:

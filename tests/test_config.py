@@ -76,14 +76,29 @@ def test_defaults_without_a_word():
 
 
 def test_types_come_from_the_declaration():
-    config = parsed("--actor_learning_rate", "1e-3", "--max_steps", "7", "--adam_betas", "0.8", "0.9", "--dual_clip=3")
+    config = parsed(
+        "--actor_learning_rate",
+        "1e-3",
+        "--max_steps",
+        "7",
+        "--adam_betas",
+        "0.8",
+        "0.9",
+        "--dual_clip=3",
+    )
     assert config.optim.learning_rate == 1e-3 and config.train.max_steps == 7
     assert config.optim.adam_betas == [0.8, 0.9] and config.algorithm.dual_clip == 3.0
 
 
 @pytest.mark.parametrize(
     ("argv", "value"),
-    [(["--bf16"], True), (["--bf16", "true"], True), (["--bf16", "False"], False), (["--bf16=no"], False), ([], False)],
+    [
+        (["--bf16"], True),
+        (["--bf16", "true"], True),
+        (["--bf16", "False"], False),
+        (["--bf16=no"], False),
+        ([], False),
+    ],
 )
 def test_forms_of_a_switch(argv, value):
     assert parsed(*argv).model.bf16 is value
@@ -127,21 +142,32 @@ def test_other_spellings_count_as_written():
 
 
 def test_a_file_gives_defaults_and_flags_override_it(file):
-    path = file("train:\n  seed: 7\n  max_steps: 5\noptim:\n  learning_rate: 1.0e-3\n  adam_betas: [0.5, 0.6]\n")
+    path = file(
+        "train:\n  seed: 7\n  max_steps: 5\noptim:\n  learning_rate: 1.0e-3\n  adam_betas: [0.5,"
+        " 0.6]\n"
+    )
     for argv in (["--config", path, "--seed", "8"], ["--seed", "8", f"--config={path}"]):
         config = parse(argv)
-        assert (config.train.seed, config.train.max_steps, config.optim.adam_betas) == (8, 5, [0.5, 0.6])
+        assert (config.train.seed, config.train.max_steps, config.optim.adam_betas) == (
+            8,
+            5,
+            [0.5, 0.6],
+        )
         assert config.written == {"seed", "max_steps", "learning_rate", "adam_betas"}
 
 
 def test_a_switch_of_the_file_can_be_switched_off(file):
     path = file("strategy:\n  fsdp: true\nengine:\n  verify_weight_sync: false\n")
-    assert parsed("--config", path).strategy.fsdp and not parsed("--config", path).engine.verify_weight_sync
+    assert (
+        parsed("--config", path).strategy.fsdp
+        and not parsed("--config", path).engine.verify_weight_sync
+    )
     assert not parsed("--config", path, "--fsdp", "false").strategy.fsdp
 
 
 def test_a_later_file_wins(file, tmp_path):
-    first, second = file("train:\n  seed: 1\n  max_steps: 1\n"), tmp_path / "second.yaml"
+    first = file("train:\n  seed: 1\n  max_steps: 1\n")
+    second = tmp_path / "second.yaml"
     second.write_text("train:\n  seed: 2\n")
     config = parsed("--config", first, "--config", str(second))
     assert (config.train.seed, config.train.max_steps) == (2, 1)
@@ -158,7 +184,16 @@ def test_text_of_a_file_may_begin_like_a_flag(file, text):
 
 
 def test_the_resolved_configuration_reads_back(tmp_path):
-    config = parsed("--seed", "3", "--no_verify_weight_sync", "--input_template", "Q: {}\nA: ", "--adam_betas", "0.8", "0.9")
+    config = parsed(
+        "--seed",
+        "3",
+        "--no_verify_weight_sync",
+        "--input_template",
+        "Q: {}\nA: ",
+        "--adam_betas",
+        "0.8",
+        "0.9",
+    )
     config.write(tmp_path / "deep" / "config.yaml")
     assert parsed("--config", str(tmp_path / "deep" / "config.yaml")) == config
 
@@ -166,14 +201,31 @@ def test_the_resolved_configuration_reads_back(tmp_path):
 def test_a_recipe_fills_what_the_user_left_open():
     config = parse(["--eps_clip_high", "0.3"])
     config.expand({"eps_clip_high": 0.28, "eps_clip_low": 0.1, "use_kl_loss": True})
-    assert (config.algorithm.eps_clip_high, config.algorithm.eps_clip_low, config.algorithm.use_kl_loss) == (0.3, 0.1, True)
+    assert (
+        config.algorithm.eps_clip_high,
+        config.algorithm.eps_clip_low,
+        config.algorithm.use_kl_loss,
+    ) == (0.3, 0.1, True)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_shipped_files_can_run(path):
-    command = next((name for name in COMMANDS if path.stem.endswith(name.removeprefix("train"))), "train_ppo")
+    command = next(
+        (name for name in COMMANDS if path.stem.endswith(name.removeprefix("train"))), "train_ppo"
+    )
     for world_size in (2, 8):
-        assert check("--config", str(path), "--pretrain", "some/model", command=command, world_size=world_size) == []
+        assert (
+            check(
+                "--config",
+                str(path),
+                "--pretrain",
+                "some/model",
+                command=command,
+                world_size=world_size,
+            )
+            == []
+        )
+
     named = reward_terms(parse([f"--config={path}"]).reward.reward)
     assert all(term.name in rewards for term in named if ":" not in term.name)
 
@@ -192,9 +244,15 @@ def test_the_shipped_files_can_run(path):
         (["--no_seed"], "unknown flag --no_seed; did you mean --seed"),
         (["--nothing_like_it"], "unknown flag --nothing_like_it. All flags"),
         (["--seed", "many"], "seed: expected an integer, not 'many'"),
-        (["--loss_agg_mode", "median"], "loss_agg_mode: invalid choice 'median'; choose from token-mean"),
+        (
+            ["--loss_agg_mode", "median"],
+            "loss_agg_mode: invalid choice 'median'; choose from token-mean",
+        ),
         (["--bf16", "perhaps"], "--bf16"),
-        (["--packing_samples", "perhaps"], "--packing_samples perhaps: the flag takes no value, or true or false"),
+        (
+            ["--packing_samples", "perhaps"],
+            "--packing_samples perhaps: the flag takes no value, or true or false",
+        ),
         (["--config"], "--config needs the path of a YAML file"),
         (["--config", "no/such.yaml"], "--config no/such.yaml: No such file or directory"),
         (["stray"], "stray"),
@@ -208,13 +266,29 @@ def test_errors_of_the_command_line(argv, message):
 
 def test_flags_of_other_launch_scripts():
     config = parse(
-        ["--remote_rm_url=http://a:1/b?c=d", "--disable_engine_sleep", "--packing_samples", "--flash_attn", "--use_fire"]
+        [
+            "--remote_rm_url=http://a:1/b?c=d",
+            "--disable_engine_sleep",
+            "--packing_samples",
+            "--flash_attn",
+            "--use_fire",
+        ]
     )
     assert config.reward.reward == "http://a:1/b?c=d" and not config.engine.enable_engine_sleep
     assert config.train.batching == "packed" and config.rollout.first_token_temperature == 10
-    assert {"reward", "batching", "enable_engine_sleep", "first_token_temperature"} <= config.written
-    assert parse(["--first_token_temperature", "5", "--use_fire"]).rollout.first_token_temperature == 5
-    assert parse(["--flash_attn", "true", "--use_fire=True", "--seed", "7"]) == parse(["--use_fire", "--seed", "7"])
+    assert {
+        "reward",
+        "batching",
+        "enable_engine_sleep",
+        "first_token_temperature",
+    } <= config.written
+
+    assert (
+        parse(["--first_token_temperature", "5", "--use_fire"]).rollout.first_token_temperature == 5
+    )
+    assert parse(["--flash_attn", "true", "--use_fire=True", "--seed", "7"]) == parse(
+        ["--use_fire", "--seed", "7"]
+    )
 
 
 def test_two_unknown_flags_are_named_at_once():
@@ -230,7 +304,10 @@ def test_two_unknown_flags_are_named_at_once():
         ("train:\n  sed: 1\n", "unknown key 'sed' under `train:`; did you mean seed?"),
         ("model:\n  seed: 1\n", "unknown key 'seed' under `model:`; it belongs under `train:`"),
         ("sed: 1\n", "unknown key 'sed'; did you mean seed?"),
-        ("sed: 1\nmodel:\n  seed: 1\n", "\n  - unknown key 'sed'; did you mean seed?\n  - unknown key 'seed' under `model:`"),
+        (
+            "sed: 1\nmodel:\n  seed: 1\n",
+            "\n  - unknown key 'sed'; did you mean seed?\n  - unknown key 'seed' under `model:`",
+        ),
         ("seed: 1\ntrain:\n  seed: 2\n", "the key 'seed' occurs twice, alone and under `train:`"),
         ("train:\n  seed: many\n", "seed: expected an integer, not 'many'"),
     ],
@@ -243,14 +320,33 @@ def test_errors_of_the_file(file, text, message):
 
 
 def test_a_flat_file_is_read(file):
-    """Keys may stand alone; names that are also those of sections are told apart by what follows them."""
-    text = "pretrain: some/model\nseed: 7\nstrategy: fsdp\nreward: math\nactor_learning_rate: 2.0e-6\ntrain:\n  max_steps: 5\n"
+    """Keys may stand alone; names that are also those of sections are told apart by what follows
+    them.
+    """
+    text = (
+        "pretrain: some/model\nseed: 7\nstrategy: fsdp\nreward: math\nactor_learning_rate:"
+        " 2.0e-6\ntrain:\n  max_steps: 5\n"
+    )
     config = parse(["--config", file(text + "tools: [calculator, python]\n")])
-    assert config.written == {"pretrain", "seed", "strategy", "reward", "learning_rate", "max_steps", "tools"}
-    assert (config.strategy.strategy, config.reward.reward, config.optim.learning_rate) == ("fsdp", "math", 2e-6)
+    assert config.written == {
+        "pretrain",
+        "seed",
+        "strategy",
+        "reward",
+        "learning_rate",
+        "max_steps",
+        "tools",
+    }
+    assert (config.strategy.strategy, config.reward.reward, config.optim.learning_rate) == (
+        "fsdp",
+        "math",
+        2e-6,
+    )
 
 
-@pytest.mark.parametrize("text", ["- a\n- list\n", "just text\n", "train: 3\n", "train:\n  - seed\n"])
+@pytest.mark.parametrize(
+    "text", ["- a\n- list\n", "just text\n", "train: 3\n", "train:\n  - seed\n"]
+)
 def test_a_file_of_another_shape_is_an_error_of_the_user(file, text):
     path = file(text)
     with pytest.raises(ConfigError, match="run.yaml"):
@@ -266,32 +362,51 @@ def test_a_sound_configuration_passes():
 
 
 def test_all_problems_in_one_message():
-    message = problems("--max_epochs", "0", "--temperature", "0", "--adam_betas", "0.9", "--num_episodes", "-1")
-    for flag in ("--pretrain", "--prompt_data", "--max_epochs", "--temperature", "--adam_betas", "--num_episodes"):
+    message = problems(
+        "--max_epochs", "0", "--temperature", "0", "--adam_betas", "0.9", "--num_episodes", "-1"
+    )
+    for flag in (
+        "--pretrain",
+        "--prompt_data",
+        "--max_epochs",
+        "--temperature",
+        "--adam_betas",
+        "--num_episodes",
+    ):
         assert flag in message
+
     assert message.count("\n") == 6
 
 
 def test_a_missing_folder(tmp_path):
-    assert f"--pretrain {tmp_path}/none: no such folder" in problems("--pretrain", f"{tmp_path}/none", "--prompt_data", "x")
+    assert f"--pretrain {tmp_path}/none: no such folder" in problems(
+        "--pretrain", f"{tmp_path}/none", "--prompt_data", "x"
+    )
 
 
 def test_a_missing_tracker_is_found_before_anything_heavy(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert "--report_to wandb needs the package wandb: pip install wandb" in problems(*RUNNABLE, "--report_to=jsonl,wandb")
+    assert "--report_to wandb needs the package wandb: pip install wandb" in problems(
+        *RUNNABLE, "--report_to=jsonl,wandb"
+    )
 
 
 @pytest.mark.parametrize(
     ("report_to", "message"),
-    [("wandbb", "--report_to 'wandbb': unknown; did you mean wandb?"), ("", "--report_to '': unknown (choices: wandb, mlflow"),
-     ("jsonl,jsonl", "--report_to jsonl,jsonl: jsonl is listed twice")],
-)  # fmt: skip
+    [
+        ("wandbb", "--report_to 'wandbb': unknown; did you mean wandb?"),
+        ("", "--report_to '': unknown (choices: wandb, mlflow"),
+        ("jsonl,jsonl", "--report_to jsonl,jsonl: jsonl is listed twice"),
+    ],
+)
 def test_destinations_are_checked_before_anything_heavy(report_to, message):
     assert message in problems(*RUNNABLE, "--report_to", report_to)
 
 
 def test_a_missing_folder_of_the_critic():
-    assert "--critic_pretrain ./none: no such folder" in problems(*RUNNABLE, "--critic_pretrain", "./none")
+    assert "--critic_pretrain ./none: no such folder" in problems(
+        *RUNNABLE, "--critic_pretrain", "./none"
+    )
 
 
 def test_layouts_that_do_not_divide():
@@ -300,12 +415,25 @@ def test_layouts_that_do_not_divide():
     assert "--dp_replicate 5 does not divide the 6 processes" in message
     message = problems(*RUNNABLE, "--zero_stage", "3", "--zpg", "4", world_size=6)
     assert "--zpg 4 does not divide the 6 processes" in message
-    assert "--adam_betas takes two numbers, at least 0 and below 1" in problems(*RUNNABLE, "--adam_betas", "1", "0.9")
+    assert "--adam_betas takes two numbers, at least 0 and below 1" in problems(
+        *RUNNABLE, "--adam_betas", "1", "0.9"
+    )
 
 
 def test_all_that_tensor_parallelism_does_not_divide(tmp_path):
     (tmp_path / "config.json").write_text('{"num_attention_heads": 6, "num_key_value_heads": 2}')
-    flags = ["--pretrain", str(tmp_path), "--prompt_data", "x", "--tp_size", "4", "--dp_replicate", "2", "--engine_tp_size", "4"]
+    flags = [
+        "--pretrain",
+        str(tmp_path),
+        "--prompt_data",
+        "x",
+        "--tp_size",
+        "4",
+        "--dp_replicate",
+        "2",
+        "--engine_tp_size",
+        "4",
+    ]
     message = problems(*flags, world_size=6)
     assert "--engine_tp_size 4 does not divide the 6 processes" in message
     assert "--dp_replicate 2 x --tp_size 4 does not divide the 6 processes" in message
@@ -317,10 +445,16 @@ def test_heads_that_do_not_divide_are_named_with_the_way_out(tmp_path):
     (tmp_path / "config.json").write_text('{"num_attention_heads": 6, "num_key_value_heads": 2}')
     flags = ["--pretrain", str(tmp_path), "--prompt_data", "train.jsonl"]
     message = problems(*flags, "--sp_size", "4", "--engine_tp_size", "3", world_size=4)
-    assert "--sp_size 4 does not divide the model's 6 attention heads; --sp_impl zigzag has no such condition" in message
+    assert (
+        "--sp_size 4 does not divide the model's 6 attention heads; --sp_impl zigzag has no such"
+        " condition" in message
+    )
     assert "--engine_tp_size 3 does not divide" in message
     message = problems(*flags, "--sp_size", "2", "--tp_size", "2", world_size=4)
-    assert "--sp_size 2 does not divide the model's 3 attention heads on each rank of --tp_size 2" in message
+    assert (
+        "--sp_size 2 does not divide the model's 3 attention heads on each rank of --tp_size 2"
+        in message
+    )
     for free in (["--sp_size", "4", "--sp_impl", "zigzag"], ["--sp_size", "3"]):
         check(*flags, *free, command="train_ppo", world_size=12)
     message = problems(*flags, "--sp_size", "2", "--tp_size", "2", world_size=6)
@@ -330,8 +464,14 @@ def test_heads_that_do_not_divide_are_named_with_the_way_out(tmp_path):
 def test_cp_size_is_short_for_zigzag(tmp_path):
     (tmp_path / "config.json").write_text('{"num_attention_heads": 6, "num_key_value_heads": 2}')
     flags = ["--pretrain", str(tmp_path), "--prompt_data", "train.jsonl", "--cp_size", "4"]
-    for agreeing in ([], ["--sp_size", "4"], ["--sp_impl", "zigzag"], ["--sp_size", "4", "--sp_impl", "zigzag"]):
+    for agreeing in (
+        [],
+        ["--sp_size", "4"],
+        ["--sp_impl", "zigzag"],
+        ["--sp_size", "4", "--sp_impl", "zigzag"],
+    ):
         check(*flags, *agreeing, command="train_ppo", world_size=8)
+
     assert "--cp_size 4 does not divide the 6 processes" in problems(*flags, world_size=6)
     message = problems(*flags, "--sp_size", "2", "--sp_impl", "ulysses", world_size=8)
     assert "--cp_size 4 is short for --sp_size 4 --sp_impl zigzag" in message
@@ -339,8 +479,19 @@ def test_cp_size_is_short_for_zigzag(tmp_path):
 
 
 def test_batches_that_do_not_divide_show_all_numbers():
-    message = problems(*RUNNABLE, "--rollout_batch_size", "10", "--n_samples_per_prompt", "3", "--train_batch_size", "7")
-    assert "rollout_batch_size 10 x n_samples_per_prompt 3 = 30 samples are not a multiple of train_batch_size 7" in message
+    message = problems(
+        *RUNNABLE,
+        "--rollout_batch_size",
+        "10",
+        "--n_samples_per_prompt",
+        "3",
+        "--train_batch_size",
+        "7",
+    )
+    assert (
+        "rollout_batch_size 10 x n_samples_per_prompt 3 = 30 samples are not a multiple of"
+        " train_batch_size 7" in message
+    )
 
 
 @pytest.mark.parametrize("value", [1e18, -1e18, math.inf, math.nan])
@@ -358,10 +509,30 @@ def test_every_number_has_bounds(value):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--max_steps=0", "--max_samples=0", "--max_eval_samples=0", "--micro_train_batch_size=-1", "--zpg=0"], "at least 1"),
+        (
+            [
+                "--max_steps=0",
+                "--max_samples=0",
+                "--max_eval_samples=0",
+                "--micro_train_batch_size=-1",
+                "--zpg=0",
+            ],
+            "at least 1",
+        ),
         (["--dual_clip=1"], "above 1"),
-        (["--sapo_tau_positive=0", "--timeout_minutes=0", "--arrival_minutes=0", "--rollout_correction_high=-1"], "above 0"),
-        (["--learning_rate=-1", "--max_norm=-1", "--eval_n_samples=-1", "--eps_clip_low=-0.2"], "at least 0"),
+        (
+            [
+                "--sapo_tau_positive=0",
+                "--timeout_minutes=0",
+                "--arrival_minutes=0",
+                "--rollout_correction_high=-1",
+            ],
+            "above 0",
+        ),
+        (
+            ["--learning_rate=-1", "--max_norm=-1", "--eval_n_samples=-1", "--eps_clip_low=-0.2"],
+            "at least 0",
+        ),
         (["--ema_beta=2", "--lr_warmup_ratio=3", "--engine_mem_util=60"], "between 0 and 1"),
     ],
 )
@@ -371,51 +542,130 @@ def test_numbers_out_of_their_range_are_named(argv, said):
 
 
 def test_a_sequence_that_fits_no_microbatch_of_log_probs():
-    message = problems(*RUNNABLE, "--prompt_max_len=100", "--generate_max_len=60", "--max_tokens_per_logprob_microbatch=159")
+    message = problems(
+        *RUNNABLE,
+        "--prompt_max_len=100",
+        "--generate_max_len=60",
+        "--max_tokens_per_logprob_microbatch=159",
+    )
     assert "= 160 tokens do not fit into max_tokens_per_logprob_microbatch 159" in message
 
 
 def test_a_sequence_that_fits_no_microbatch():
-    message = problems(*RUNNABLE, "--prompt_max_len", "100", "--generate_max_len", "60", "--max_tokens_per_microbatch", "128")
-    assert "prompt_max_len 100 + generate_max_len 60 = 160 tokens do not fit into max_tokens_per_microbatch 128" in message
+    message = problems(
+        *RUNNABLE,
+        "--prompt_max_len",
+        "100",
+        "--generate_max_len",
+        "60",
+        "--max_tokens_per_microbatch",
+        "128",
+    )
+    assert (
+        "prompt_max_len 100 + generate_max_len 60 = 160 tokens do not fit into"
+        " max_tokens_per_microbatch 128" in message
+    )
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--length_filter", "5"], "--length_filter takes two numbers: the minimum and the maximum"),
-        (["--difficulty_filter", "0.5"], "--difficulty_filter takes two numbers: the minimum and the maximum"),
-        (["--entropy_filter", "2", "1"], "--entropy_filter takes two numbers: the minimum and the maximum"),
-        (["--advantage_clip", "-1"], "--advantage_clip must be above 0; omit it to disable clipping"),
+        (
+            ["--length_filter", "5"],
+            "--length_filter takes two numbers: the minimum and the maximum",
+        ),
+        (
+            ["--difficulty_filter", "0.5"],
+            "--difficulty_filter takes two numbers: the minimum and the maximum",
+        ),
+        (
+            ["--entropy_filter", "2", "1"],
+            "--entropy_filter takes two numbers: the minimum and the maximum",
+        ),
+        (
+            ["--advantage_clip", "-1"],
+            "--advantage_clip must be above 0; omit it to disable clipping",
+        ),
         (["--reward_clip", "-1"], "--reward_clip must be above 0"),
-        (["--advantage_estimator", "remax", "--overlong_buffer"], "of the greedy response: remove --overlong_buffer"),
-        (["--rollout_mask", "geometric", "--use_engine_logprobs"], "--rollout_mask masks nothing with --use_engine_logprobs"),
-        (["--rollout_mask_low", "2", "--rollout_mask_high", "1"], "--rollout_mask_low is above --rollout_mask_high"),
+        (
+            ["--advantage_estimator", "remax", "--overlong_buffer"],
+            "of the greedy response: remove --overlong_buffer",
+        ),
+        (
+            ["--rollout_mask", "geometric", "--use_engine_logprobs"],
+            "--rollout_mask masks nothing with --use_engine_logprobs",
+        ),
+        (
+            ["--rollout_mask_low", "2", "--rollout_mask_high", "1"],
+            "--rollout_mask_low is above --rollout_mask_high",
+        ),
         (["--use_kl_loss", "--kl_estimator", "k1"], "--kl_estimator k1 is for rewards"),
         (["--init_kl_coef", "-1"], "--init_kl_coef must not be negative"),
         (["--kl_target", "0"], "--kl_target must be above 0"),
-        (["--clip_cov_range", "5", "1"], "--clip_cov_range takes two numbers: the minimum and the maximum"),
-        (["--high_entropy_token_ratio", "1.2"], "--high_entropy_token_ratio must be between 0 and 1, because it is a share"),
-        (["--policy_loss", "cpgd", "--eps_clip_low", "1"], "--policy_loss cpgd computes the logarithm of 1 - eps_clip_low"),
-        (["--rollout_correction", "tis", "--use_engine_logprobs"], "--rollout_correction corrects nothing"),
-        (["--environment", "guess_number", "--partial_rollout", "--over_sampling", "2"], "--partial_rollout continues responses"),
+        (
+            ["--clip_cov_range", "5", "1"],
+            "--clip_cov_range takes two numbers: the minimum and the maximum",
+        ),
+        (
+            ["--high_entropy_token_ratio", "1.2"],
+            "--high_entropy_token_ratio must be between 0 and 1, because it is a share",
+        ),
+        (
+            ["--policy_loss", "cpgd", "--eps_clip_low", "1"],
+            "--policy_loss cpgd computes the logarithm of 1 - eps_clip_low",
+        ),
+        (
+            ["--rollout_correction", "tis", "--use_engine_logprobs"],
+            "--rollout_correction corrects nothing",
+        ),
+        (
+            ["--environment", "guess_number", "--partial_rollout", "--over_sampling", "2"],
+            "--partial_rollout continues responses",
+        ),
         (["--overlap", "--offload_idle"], "--overlap needs the models in device memory"),
-        (["--rollout_correction=mis", "--rollout_correction_low=3"], "--rollout_correction_low is above --rollout_correction_"),
+        (
+            ["--rollout_correction=mis", "--rollout_correction_low=3"],
+            "--rollout_correction_low is above --rollout_correction_",
+        ),
         (["--gamma", "1.5"], "--gamma must be between 0 and 1"),
         (["--lambd", "-0.1"], "--lambd must be between 0 and 1"),
         (["--value_clip", "-1"], "--value_clip must not be negative; 0 disables clipping"),
         (["--ptx_coef", "0"], "--ptx_coef must be above 0; omit --pretrain_data"),
         (["--aux_loss_coef", "-1"], "--aux_loss_coef must not be negative"),
         (["--distill_coef", "-1"], "--distill_coef must not be negative"),
-        (["--distill_coef", "1"], "--distill_coef needs a teacher: set --teacher_pretrain or --teacher_url"),
-        (["--advantage_estimator=distill", "--distill_coef=0"], "learns only from the teacher: --distill_coef must be above 0"),
-        (["--teacher_pretrain", "a/b", "--teacher_url", "http://c", "--distill_coef", "1"], "both name a teacher: set only one"),
-        (["--teacher_url", "http://c", "--distill_coef", "1", "--temperature", "0.5"], "computes log-probs at temperature 1"),
+        (
+            ["--distill_coef", "1"],
+            "--distill_coef needs a teacher: set --teacher_pretrain or --teacher_url",
+        ),
+        (
+            ["--advantage_estimator=distill", "--distill_coef=0"],
+            "learns only from the teacher: --distill_coef must be above 0",
+        ),
+        (
+            ["--teacher_pretrain", "a/b", "--teacher_url", "http://c", "--distill_coef", "1"],
+            "both name a teacher: set only one",
+        ),
+        (
+            ["--teacher_url", "http://c", "--distill_coef", "1", "--temperature", "0.5"],
+            "computes log-probs at temperature 1",
+        ),
         (["--freezing_actor_steps", "-2"], "--freezing_actor_steps must not be negative"),
-        (["--freezing_actor_steps", "1"], "needs a critic, which nothing else would train: use --advantage_estimator ppo or gae"),
-        (["--n_samples_per_prompt", "1"], "--advantage_estimator grpo compares the samples of a prompt"),
-        (["--advantage_estimator", "pass_at_k", "--pass_k", "9"], "--pass_k 9 must be between 1 and 8"),
-        (["--overlong_buffer", "--overlong_buffer_len", "2000"], "must be between 1 and --generate_max_len 1024"),
+        (
+            ["--freezing_actor_steps", "1"],
+            "needs a critic, which nothing else would train: use --advantage_estimator ppo or gae",
+        ),
+        (
+            ["--n_samples_per_prompt", "1"],
+            "--advantage_estimator grpo compares the samples of a prompt",
+        ),
+        (
+            ["--advantage_estimator", "pass_at_k", "--pass_k", "9"],
+            "--pass_k 9 must be between 1 and 8",
+        ),
+        (
+            ["--overlong_buffer", "--overlong_buffer_len", "2000"],
+            "must be between 1 and --generate_max_len 1024",
+        ),
     ],
 )
 def test_algorithms_that_cannot_run(argv, message):
@@ -424,23 +674,51 @@ def test_algorithms_that_cannot_run(argv, message):
 
 
 def test_a_single_sample_is_enough_for_some():
-    check(*RUNNABLE, "--n_samples_per_prompt", "1", "--train_batch_size", "128", "--advantage_estimator", "reinforce")
+    check(
+        *RUNNABLE,
+        "--n_samples_per_prompt",
+        "1",
+        "--train_batch_size",
+        "128",
+        "--advantage_estimator",
+        "reinforce",
+    )
 
 
 def test_sft_asks_nothing_about_rollouts():
-    check(*RUNNABLE, "--rollout_batch_size", "10", "--train_batch_size", "7", command="train_sft", world_size=2)
+    check(
+        *RUNNABLE,
+        "--rollout_batch_size",
+        "10",
+        "--train_batch_size",
+        "7",
+        command="train_sft",
+        world_size=2,
+    )
 
 
 def test_sft_computes_the_loss_of_one_held_out_set():
-    assert "train_sft computes the loss of one set" in problems(*RUNNABLE, "--eval_data=gsm8k=x", command="train_sft")
-    assert "a:gsm9k: unknown format; did you mean gsm8k?" in problems(*RUNNABLE, "--eval_data=a:gsm9k=x")
+    assert "train_sft computes the loss of one set" in problems(
+        *RUNNABLE, "--eval_data=gsm8k=x", command="train_sft"
+    )
+    assert "a:gsm9k: unknown format; did you mean gsm8k?" in problems(
+        *RUNNABLE, "--eval_data=a:gsm9k=x"
+    )
 
 
 def test_media_that_sglang_is_not_given_are_named():
     for medium, command in (("videos", "train_ppo"), ("audios", "evaluate")):
-        flags = [*RUNNABLE, f"--{medium}_key=x", "--images_key=y", "--eval_data=z", "--limit_mm_video_per_prompt=1"]
+        flags = [
+            *RUNNABLE,
+            f"--{medium}_key=x",
+            "--images_key=y",
+            "--eval_data=z",
+            "--limit_mm_video_per_prompt=1",
+        ]
         said = problems(*flags, "--engine_type=sglang", command=command)
-        assert f"--{medium}_key needs --engine_type vllm or hf" in said and "--images_key" not in said
+        assert (
+            f"--{medium}_key needs --engine_type vllm or hf" in said and "--images_key" not in said
+        )
 
 
 def test_what_cannot_speculate_is_named(tmp_path):
@@ -448,18 +726,35 @@ def test_what_cannot_speculate_is_named(tmp_path):
     for engine in ("hf", "sglang"):
         message = f"--speculative group needs --engine_type vllm; {engine} generates without"
         assert message in problems(*RUNNABLE, f"--engine_type={engine}", "--speculative=group")
-    assert "--speculative draft needs --draft_pretrain, a small model" in problems(*vllm, "--speculative=draft")
-    assert "--speculative eagle3 needs --draft_pretrain, an EAGLE-3 head" in problems(*vllm, "--speculative=eagle3")
-    assert "--draft_pretrain a/b is used by --speculative draft or eagle3, not" in problems(*vllm, "--draft_pretrain=a/b")
+
+    assert "--speculative draft needs --draft_pretrain, a small model" in problems(
+        *vllm, "--speculative=draft"
+    )
+    assert "--speculative eagle3 needs --draft_pretrain, an EAGLE-3 head" in problems(
+        *vllm, "--speculative=eagle3"
+    )
+    assert "--draft_pretrain a/b is used by --speculative draft or eagle3, not" in problems(
+        *vllm, "--draft_pretrain=a/b"
+    )
     (tmp_path / "draft").mkdir()
     for folder, size in ((tmp_path, 100), (tmp_path / "draft", 90)):
         (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
     rate = "--draft_learning_rate=1e-5"
-    assert "--draft_learning_rate trains the model of --speculative draft, and --speculative is none" in problems(*vllm, rate)
-    assert "--images_key: --draft_learning_rate trains a model of text" in problems(*vllm, rate, "--images_key=images")
+    assert (
+        "--draft_learning_rate trains the model of --speculative draft, and --speculative is none"
+        in problems(*vllm, rate)
+    )
+
+    assert "--images_key: --draft_learning_rate trains a model of text" in problems(
+        *vllm, rate, "--images_key=images"
+    )
     draft = [*vllm, f"--pretrain={tmp_path}", "--speculative=draft"]
-    assert f"--draft_pretrain {tmp_path}/no: no such folder" in problems(*draft, f"--draft_pretrain={tmp_path}/no")
-    assert "has a vocabulary of 90 tokens, and --pretrain" in problems(*draft, f"--draft_pretrain={tmp_path}/draft")
+    assert f"--draft_pretrain {tmp_path}/no: no such folder" in problems(
+        *draft, f"--draft_pretrain={tmp_path}/no"
+    )
+    assert "has a vocabulary of 90 tokens, and --pretrain" in problems(
+        *draft, f"--draft_pretrain={tmp_path}/draft"
+    )
     mtp = [*vllm, f"--pretrain={tmp_path}", "--speculative=mtp"]
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {}}))
     assert f"--speculative mtp: {tmp_path} has no layers for it" in problems(*mtp)
@@ -477,61 +772,187 @@ def test_what_cannot_speculate_is_named(tmp_path):
         ("train_sft", ["--max_epochs", "3"], "--max_epochs has no effect in train_sft"),
         ("evaluate", ["--num_episodes", "3"], "--num_episodes has no effect in evaluate"),
         ("evaluate", ["--report_to=jsonl"], "--report_to has no effect in evaluate"),
-        ("evaluate", ["--eval_data=gsm8k=x", "--reward=math"], "--reward has no effect without --eval_data in other formats"),
-        ("evaluate", ["--eval_data=a:aime=x", "--eval_label_key=k"], "--eval_label_key has no effect without --eval_data in"),
-        ("train_sft", ["--tracker_project=p"], "--tracker_project has no effect without --report_to comet_ml or mlflow or swan"),
-        ("train_sft", ["--tracker_org=o"], "--tracker_org has no effect without --report_to comet_ml or swanlab or wandb"),
-        ("train_ppo", ["--init_kl_coef=0", "--kl_estimator=k2"], "--kl_estimator has no effect without --init_kl_coef"),
+        (
+            "evaluate",
+            ["--eval_data=gsm8k=x", "--reward=math"],
+            "--reward has no effect without --eval_data in other formats",
+        ),
+        (
+            "evaluate",
+            ["--eval_data=a:aime=x", "--eval_label_key=k"],
+            "--eval_label_key has no effect without --eval_data in",
+        ),
+        (
+            "train_sft",
+            ["--tracker_project=p"],
+            "--tracker_project has no effect without --report_to comet_ml or mlflow or swan",
+        ),
+        (
+            "train_sft",
+            ["--tracker_org=o"],
+            "--tracker_org has no effect without --report_to comet_ml or swanlab or wandb",
+        ),
+        (
+            "train_ppo",
+            ["--init_kl_coef=0", "--kl_estimator=k2"],
+            "--kl_estimator has no effect without --init_kl_coef",
+        ),
         ("train_ppo", ["--eval_steps", "5"], "--eval_steps has no effect without --eval_data"),
-        ("train_ppo", ["--no_enable_engine_sleep", "--engine_sleep_level", "1"], "--engine_sleep_level has no effect without"),
+        (
+            "train_ppo",
+            ["--no_enable_engine_sleep", "--engine_sleep_level", "1"],
+            "--engine_sleep_level has no effect without",
+        ),
         ("train_ppo", ["--sp_impl", "zigzag"], "--sp_impl has no effect without --sp_size"),
-        ("train_sft", ["--gradient_checkpointing_policy", "selective"], "_policy has no effect without --gradient_checkpointing"),
-        ("train_ppo", ["--tp_sequence_parallel"], "--tp_sequence_parallel has no effect without --tp_size"),
-        ("train_ppo", ["--overlong_buffer_len", "5"], "--overlong_buffer_len has no effect without --overlong_buffer"),
-        ("train_ppo", ["--init_kl_coef=0", "--kl_target", "0.1"], "--kl_target has no effect without --init_kl_coef"),
+        (
+            "train_sft",
+            ["--gradient_checkpointing_policy", "selective"],
+            "_policy has no effect without --gradient_checkpointing",
+        ),
+        (
+            "train_ppo",
+            ["--tp_sequence_parallel"],
+            "--tp_sequence_parallel has no effect without --tp_size",
+        ),
+        (
+            "train_ppo",
+            ["--overlong_buffer_len", "5"],
+            "--overlong_buffer_len has no effect without --overlong_buffer",
+        ),
+        (
+            "train_ppo",
+            ["--init_kl_coef=0", "--kl_target", "0.1"],
+            "--kl_target has no effect without --init_kl_coef",
+        ),
         ("train_ppo", ["--ptx_coef", "1"], "--ptx_coef has no effect without --pretrain_data"),
         ("train_sft", ["--pretrain_data", "a"], "--pretrain_data has no effect in train_sft"),
-        ("train_ppo", ["--teacher_pretrain", "a/b"], "--teacher_pretrain has no effect without --distill_coef"),
-        ("train_ppo", ["--lambd", "0.9"], "--lambd has no effect without --advantage_estimator ppo"),
-        ("train_ppo", ["--critic_learning_rate", "1"], "--critic_learning_rate has no effect without --advantage_estimator ppo"),
+        (
+            "train_ppo",
+            ["--teacher_pretrain", "a/b"],
+            "--teacher_pretrain has no effect without --distill_coef",
+        ),
+        (
+            "train_ppo",
+            ["--lambd", "0.9"],
+            "--lambd has no effect without --advantage_estimator ppo",
+        ),
+        (
+            "train_ppo",
+            ["--critic_learning_rate", "1"],
+            "--critic_learning_rate has no effect without --advantage_estimator ppo",
+        ),
         ("train_ppo", ["--kl_horizon", "100"], "--kl_horizon has no effect without --kl_target"),
-        ("train_ppo", ["--rollout_correction_high", "5"], "--rollout_correction_high has no effect without --rollout_correction"),
-        ("train_ppo", ["--reward_running_norm_minus_mean"], "has no effect without --reward_running_norm"),
-        ("train_ppo", ["--reward_model_coef=2"], "--reward_model_coef has no effect without --reward_pretrain"),
-        ("train_sft", ["--prompt_data_probs", "1", "2"], "has no effect without several --prompt_data, joined by commas"),
+        (
+            "train_ppo",
+            ["--rollout_correction_high", "5"],
+            "--rollout_correction_high has no effect without --rollout_correction",
+        ),
+        (
+            "train_ppo",
+            ["--reward_running_norm_minus_mean"],
+            "has no effect without --reward_running_norm",
+        ),
+        (
+            "train_ppo",
+            ["--reward_model_coef=2"],
+            "--reward_model_coef has no effect without --reward_pretrain",
+        ),
+        (
+            "train_sft",
+            ["--prompt_data_probs", "1", "2"],
+            "has no effect without several --prompt_data, joined by commas",
+        ),
         ("evaluate", ["--reward_clip", "5"], "--reward_clip has no effect in evaluate"),
-        ("train_ppo", ["--fsdp", "--zero_stage", "3"], "--zero_stage has no effect with --strategy fsdp"),
-        ("train_ppo", ["--grad_accum_dtype", "bf16"], "--grad_accum_dtype has no effect without --bf16"),
-        ("train_ppo", ["--limit_mm_image_per_prompt", "2"], "--limit_mm_image_per_prompt has no effect without --images_key"),
-        ("train_ppo", ["--system_prompt", "Be brief."], "--system_prompt has no effect without --apply_chat_template"),
+        (
+            "train_ppo",
+            ["--fsdp", "--zero_stage", "3"],
+            "--zero_stage has no effect with --strategy fsdp",
+        ),
+        (
+            "train_ppo",
+            ["--grad_accum_dtype", "bf16"],
+            "--grad_accum_dtype has no effect without --bf16",
+        ),
+        (
+            "train_ppo",
+            ["--limit_mm_image_per_prompt", "2"],
+            "--limit_mm_image_per_prompt has no effect without --images_key",
+        ),
+        (
+            "train_ppo",
+            ["--system_prompt", "Be brief."],
+            "--system_prompt has no effect without --apply_chat_template",
+        ),
         ("train_ppo", ["--save_hf_ckpt"], "--save_hf_ckpt has no effect without --save_steps"),
-        ("train_ppo", ["--no_async_save", "--max_ckpt_num=2"], "--async_save has no effect without --save_steps"),
+        (
+            "train_ppo",
+            ["--no_async_save", "--max_ckpt_num=2"],
+            "--async_save has no effect without --save_steps",
+        ),
         ("train_ppo", ["--max_ckpt_num=2"], "--max_ckpt_num has no effect without --save_steps"),
-        ("train_ppo", ["--engine_type=vllm", "--micro_rollout_batch_size=2"], "has no effect without --engine_type hf"),
-        ("train_ppo", ["--engine_type=hf", "--engine_mem_util=0.5"], "has no effect without --engine_type vllm"),
-        ("train_ppo", ["--engine_type=hf", "--engine_enforce_eager"], "--engine_enforce_eager has no effect without"),
-        ("train_ppo", ["--num_draft_tokens=4"], "--num_draft_tokens has no effect without --speculative"),
+        (
+            "train_ppo",
+            ["--engine_type=vllm", "--micro_rollout_batch_size=2"],
+            "has no effect without --engine_type hf",
+        ),
+        (
+            "train_ppo",
+            ["--engine_type=hf", "--engine_mem_util=0.5"],
+            "has no effect without --engine_type vllm",
+        ),
+        (
+            "train_ppo",
+            ["--engine_type=hf", "--engine_enforce_eager"],
+            "--engine_enforce_eager has no effect without",
+        ),
+        (
+            "train_ppo",
+            ["--num_draft_tokens=4"],
+            "--num_draft_tokens has no effect without --speculative",
+        ),
         ("train_ppo", ["--eval_n_samples=4"], "--eval_n_samples has no effect without --eval_data"),
         ("train_ppo", ["--stop_loss=4"], "--stop_loss has no effect in train_ppo"),
-        ("train_sft", ["--critic_learning_rate=4"], "--critic_learning_rate has no effect in train_sft"),
+        (
+            "train_sft",
+            ["--critic_learning_rate=4"],
+            "--critic_learning_rate has no effect in train_sft",
+        ),
     ],
 )
 def test_a_flag_without_effect_is_named(command, argv, warning):
     held_out = ["--eval_data=test.jsonl"] if command == "evaluate" else []
-    assert any(warning in line for line in check("--fsdp", *RUNNABLE, *held_out, *argv, command=command))
+    assert any(
+        warning in line for line in check("--fsdp", *RUNNABLE, *held_out, *argv, command=command)
+    )
 
 
 def test_flags_with_effect_are_not_named():
-    assert check(*RUNNABLE, "--fsdp", "--init_kl_coef=0.1", "--kl_estimator=k1", "--use_kl_loss=false", "--eval_data=x",
-                 "--eval_steps=5", "--bf16", "--dynamic_sampling", "--partial_rollout", "--load_checkpoint",
-                 "--ckpt_path=x") == []  # fmt: skip
+    assert (
+        check(
+            *RUNNABLE,
+            "--fsdp",
+            "--init_kl_coef=0.1",
+            "--kl_estimator=k1",
+            "--use_kl_loss=false",
+            "--eval_data=x",
+            "--eval_steps=5",
+            "--bf16",
+            "--dynamic_sampling",
+            "--partial_rollout",
+            "--load_checkpoint",
+            "--ckpt_path=x",
+        )
+        == []
+    )
 
 
 # -- the declaration itself
 
 
 def test_every_field_says_what_it_means():
-    names = [(f.name, field_docs(cls).get(f.name, "")) for cls in SECTIONS.values() for f in fields(cls)]
+    names = [
+        (f.name, field_docs(cls).get(f.name, "")) for cls in SECTIONS.values() for f in fields(cls)
+    ]
     assert [name for name, text in names if not text.endswith((".", "`"))] == []
 
 
@@ -561,24 +982,38 @@ def shown(capsys, *argv: str, command: str = "train_ppo") -> str:
 def test_help_lists_what_the_command_reads_by_group(capsys, command):
     text = shown(capsys, "--seed", "3", "--help", command=command)
     assert f"usage: lightrft {command}" in text and "Description of the command." in text
-    assert fields_read(command) <= set(text.split()) and ("max_steps" in text) is command.startswith("train_")
+    assert fields_read(command) <= set(text.split()) and (
+        "max_steps" in text
+    ) is command.startswith("train_")
 
 
 def test_help_explains_a_group_a_flag_or_everything(capsys):
     group = shown(capsys, "--help", "optim")
-    assert "--lr_scheduler {cosine,constant} Schedule after the warm-up: cosine" in group and "--seed" not in group
-    assert shown(capsys, "--help=max-steps") == "--max_steps int Stop after this number of steps, regardless of num_episodes."
+    assert (
+        "--lr_scheduler {cosine,constant} Schedule after the warm-up: cosine" in group
+        and "--seed" not in group
+    )
+    assert (
+        shown(capsys, "--help=max-steps")
+        == "--max_steps int Stop after this number of steps, regardless of num_episodes."
+    )
     everything = shown(capsys, "-h", "all")
     assert all(f"--{name}" in everything for name in fields_read("train_ppo"))
 
 
 def test_help_shows_the_recipe_of_an_estimator(capsys):
-    assert "--use_kl_loss True --init_kl_coef 0.04 --kl_estimator k3" in shown(capsys, "--help", "grpo")
+    assert "--use_kl_loss True --init_kl_coef 0.04 --kl_estimator k3" in shown(
+        capsys, "--help", "grpo"
+    )
 
 
-@pytest.mark.parametrize(("topic", "near"), [("nsamples", "n_samples_per_prompt"), ("trian", "train"), ("grpoo", "grpo")])
+@pytest.mark.parametrize(
+    ("topic", "near"), [("nsamples", "n_samples_per_prompt"), ("trian", "train"), ("grpoo", "grpo")]
+)
 def test_help_about_an_unknown_topic_suggests_one(topic, near):
-    assert help_text("train_ppo", topic).startswith(f"no group, flag or recipe is called {topic}; did you mean {near}\n")
+    assert help_text("train_ppo", topic).startswith(
+        f"no group, flag or recipe is called {topic}; did you mean {near}\n"
+    )
 
 
 def test_an_unknown_command_is_answered_with_the_nearest(capsys):
@@ -591,10 +1026,22 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys):
 
 def test_sequences_longer_than_the_model_are_refused_before_the_engine_starts(tmp_path):
     content = {"max_position_embeddings": 64, "model_type": "qwen3"}
-    flags = ["--pretrain", str(tmp_path), "--prompt_data", "d", "--prompt_max_len=40", "--generate_max_len=30"]
-    for changed, engine, refused in (({}, "vllm", True), ({}, "sglang", True), ({}, "hf", False),
-                                     ({"max_position_embeddings": 70}, "vllm", False),
-                                     ({"rope_scaling": {"factor": 2}}, "vllm", False)):  # fmt: skip
+    flags = [
+        "--pretrain",
+        str(tmp_path),
+        "--prompt_data",
+        "d",
+        "--prompt_max_len=40",
+        "--generate_max_len=30",
+    ]
+
+    for changed, engine, refused in (
+        ({}, "vllm", True),
+        ({}, "sglang", True),
+        ({}, "hf", False),
+        ({"max_position_embeddings": 70}, "vllm", False),
+        ({"rope_scaling": {"factor": 2}}, "vllm", False),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(content | changed))
         if refused:
             assert "sequences of up to 70 tokens" in problems(*flags, f"--engine_type={engine}")
@@ -607,13 +1054,17 @@ def test_the_version(capsys):
 
 
 def test_a_mistake_is_answered_without_heavy_imports():
-    """Torch and transformers take seconds of every rank; nothing that reads a command line may import them."""
+    """Torch and transformers take seconds of every rank; nothing that reads a command line may
+    import them.
+    """
     program = (
         "import sys\nfrom lightrft.cli.train_ppo import main\n"
         "try: main(['--max_stps=1'])\nexcept SystemExit as end: code = end.code\n"
         "print(code, sorted({'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == "2 []" and "did you mean --max_steps" in done.stderr
 
 
@@ -623,7 +1074,10 @@ def test_a_mistake_is_answered_without_heavy_imports():
         (["--lora_rank=-1"], "--lora_rank must not be negative"),
         (["--lora_rank=4", "--lora_alpha=0"], "--lora_alpha must be above 0"),
         (["--lora_rank=4", "--lora_dropout=1"], "--lora_dropout must be at least 0 and below 1"),
-        (["--lora_rank=4", "--target_modules", "all-linear", "q_proj"], "--target_modules takes either all-linear or names"),
+        (
+            ["--lora_rank=4", "--target_modules", "all-linear", "q_proj"],
+            "--target_modules takes either all-linear or names",
+        ),
         (["--lora_rank=4", "--fsdp", "--tp_size=2"], "--lora_rank needs --tp_size 1"),
     ],
 )
@@ -632,24 +1086,50 @@ def test_adapters_that_cannot_be(argv, message):
 
 
 def test_settings_of_adapters_need_adapters():
-    argv = ["--lora_alpha=8", "--lora_dropout=0.1", "--target_modules", "q_proj", "--save_adapter_only"]
+    argv = [
+        "--lora_alpha=8",
+        "--lora_dropout=0.1",
+        "--target_modules",
+        "q_proj",
+        "--save_adapter_only",
+    ]
     unused = check("--fsdp", *RUNNABLE, *argv)
-    assert unused == [f"--{name} has no effect without --lora_rank"
-                      for name in ("lora_alpha", "lora_dropout", "target_modules", "save_adapter_only")]  # fmt: skip
+    assert unused == [
+        f"--{name} has no effect without --lora_rank"
+        for name in ("lora_alpha", "lora_dropout", "target_modules", "save_adapter_only")
+    ]
     assert check("--fsdp", *RUNNABLE, *argv, "--lora_rank=4") == []
     unused = check("--fsdp", *RUNNABLE, *argv, "--lora_rank=4", "--eval_data=x", command="evaluate")
     assert "--lora_rank has no effect in evaluate" in unused
 
 
 def test_samplings_that_nobody_can_draw_from_are_named():
-    wrong = ["--temperature=0", "--top_p=0", "--top_k=-1", "--stop", "", "--stop_token_ids", "-3", "--first_token_temperature=0"]
+    wrong = [
+        "--temperature=0",
+        "--top_p=0",
+        "--top_k=-1",
+        "--stop",
+        "",
+        "--stop_token_ids",
+        "-3",
+        "--first_token_temperature=0",
+    ]
     said = problems(*RUNNABLE, *wrong)
     names = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "first_token_temperature")
     assert all(f"--{name} " in said for name in names)
     said = problems(*RUNNABLE, "--min_tokens=9", "--generate_max_len=8", "--stop", "a")
-    assert "--min_tokens 9 exceeds --generate_max_len 8" in said and "--min_tokens excludes tokens" in said
-    unused = check(*RUNNABLE, "--eval_data=x", "--top_p=0.5", "--first_token_temperature=3", command="evaluate")
-    assert [line.split()[0] for line in unused if "prompt_data" not in line] == ["--first_token_temperature", "--top_p"]
+    assert (
+        "--min_tokens 9 exceeds --generate_max_len 8" in said
+        and "--min_tokens excludes tokens" in said
+    )
+
+    unused = check(
+        *RUNNABLE, "--eval_data=x", "--top_p=0.5", "--first_token_temperature=3", command="evaluate"
+    )
+    assert [line.split()[0] for line in unused if "prompt_data" not in line] == [
+        "--first_token_temperature",
+        "--top_p",
+    ]
 
 
 # -- values
@@ -659,15 +1139,24 @@ def test_samplings_that_nobody_can_draw_from_are_named():
     ("values", "message"),
     [
         ({"init_kl_coef": float("nan")}, "init_kl_coef: expected a finite number, not nan"),
-        ({"actor_learning_rate": "inf"}, "actor_learning_rate: expected a finite number, not 'inf'"),
-        ({"seed": 10**30}, "seed: 10000000000000000000... is too large: the maximum is 9223372036854775807"),
+        (
+            {"actor_learning_rate": "inf"},
+            "actor_learning_rate: expected a finite number, not 'inf'",
+        ),
+        (
+            {"seed": 10**30},
+            "seed: 10000000000000000000... is too large: the maximum is 9223372036854775807",
+        ),
         ({"max_steps": 1.5}, "max_steps: expected an integer, not 1.5"),
         ({"bf16": "perhaps"}, "bf16: expected true or false, not 'perhaps'"),
         ({"adam_betas": 0.9}, "adam_betas: expected a list, not 0.9"),
         ({"pretrain": ["a"]}, "pretrain: expected a string, not ['a']"),
         ({"zero_stage": 4}, "zero_stage: invalid choice 4; choose from 0, 1, 2, 3"),
         ({"max_stps": 3}, "unknown name 'max_stps'; did you mean max_steps?"),
-        ({"reward": lambda samples, **columns: [0.0]}, "cannot be imported by its name: define the function at the top level"),
+        (
+            {"reward": lambda samples, **columns: [0.0]},
+            "cannot be imported by its name: define the function at the top level",
+        ),
     ],
 )
 def test_values_from_python_are_checked(values, message):
@@ -678,7 +1167,8 @@ def test_values_from_python_are_checked(values, message):
 
 def test_values_that_were_set_past_all_checks_are_found():
     config = Config.of(pretrain="some/model", prompt_data="x")
-    config.algorithm.init_kl_coef, config.train.max_steps = float("nan"), "7"
+    config.algorithm.init_kl_coef = float("nan")
+    config.train.max_steps = "7"
     with pytest.raises(ConfigError, match="--init_kl_coef: expected a finite number"):
         resolve(config, "train_ppo", 1)
     config.algorithm.init_kl_coef = 0.1
@@ -717,16 +1207,32 @@ def test_damage_in_a_file_is_named_with_the_file(tmp_path, content, message):
 
 @pytest.mark.parametrize("estimator", ["dapo", "dr_grpo", "gspo", "ppo"])
 def test_python_resolves_to_the_same_as_the_command_line(estimator):
-    """With the estimator alone, and with a value beside it that happens to be the section's default."""
+    """With the estimator alone, and with a value beside it that happens to be the section's
+    default.
+    """
     from_flags = parsed(*RUNNABLE, f"--advantage_estimator={estimator}", "--eps_clip_low=0.2")
-    by_name = Config.of(pretrain="some/model", prompt_data="train.jsonl", advantage_estimator=estimator, eps_clip_low=0.2)
-    by_section = Config(ModelSection("some/model"), DataSection("train.jsonl"),
-                        algorithm=AlgorithmSection(estimator, eps_clip_low=0.2))  # fmt: skip
-    by_attribute = Config.of(pretrain="some/model", prompt_data="train.jsonl", advantage_estimator=estimator)
+    by_name = Config.of(
+        pretrain="some/model",
+        prompt_data="train.jsonl",
+        advantage_estimator=estimator,
+        eps_clip_low=0.2,
+    )
+    by_section = Config(
+        ModelSection("some/model"),
+        DataSection("train.jsonl"),
+        algorithm=AlgorithmSection(estimator, eps_clip_low=0.2),
+    )
+    by_attribute = Config.of(
+        pretrain="some/model", prompt_data="train.jsonl", advantage_estimator=estimator
+    )
     by_attribute.algorithm.eps_clip_low = 0.2
     for config in (from_flags, by_name, by_section, by_attribute):
         resolve(config, "train_ppo", 2)
-    assert from_flags == by_name == by_section == by_attribute and from_flags.algorithm.eps_clip_low == 0.2
+
+    assert (
+        from_flags == by_name == by_section == by_attribute
+        and from_flags.algorithm.eps_clip_low == 0.2
+    )
     assert from_flags.algorithm != AlgorithmSection(estimator, eps_clip_low=0.2)
     assert from_flags.rollout.dynamic_sampling is (estimator == "dapo")
 
@@ -747,12 +1253,19 @@ def resolved_strategy(*argv: str) -> tuple[str, bool]:
 
 def test_the_strategy_is_what_was_asked_for_or_what_is_installed(monkeypatch):
     assert resolved_strategy("--fsdp") == resolved_strategy("--strategy=fsdp") == ("fsdp", True)
-    assert resolved_strategy("--fsdp", "false") == resolved_strategy("--strategy=deepspeed") == ("deepspeed", False)
+    assert (
+        resolved_strategy("--fsdp", "false")
+        == resolved_strategy("--strategy=deepspeed")
+        == ("deepspeed", False)
+    )
     assert resolved_strategy("--strategy=mine.py:Mine", "--tp_size=2") == ("mine.py:Mine", False)
     assert resolved_strategy() == ("deepspeed", False)
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     assert resolved_strategy() == ("fsdp", True)
-    with pytest.raises(ConfigError, match="--strategy deepspeed contradicts --fsdp true: set only one"):
+
+    with pytest.raises(
+        ConfigError, match="--strategy deepspeed contradicts --fsdp true: set only one"
+    ):
         resolved_strategy("--strategy=deepspeed", "--fsdp")
 
 
@@ -767,39 +1280,66 @@ def test_a_flag_of_the_strategy_replaces_both_forms_in_a_file(file):
 
 
 def test_the_plan_of_a_run_in_a_few_lines():
-    config = parsed(*RUNNABLE, "--fsdp", "--tp_size=2", "--engine_type=hf", "--engine_tp_size=2", "--train_batch_size=256")
+    config = parsed(
+        *RUNNABLE,
+        "--fsdp",
+        "--tp_size=2",
+        "--engine_type=hf",
+        "--engine_tp_size=2",
+        "--train_batch_size=256",
+    )
     resolve(config, "train_ppo", 8)
     assert summary(config, "train_ppo", 8) == [
-        "algorithm: grpo (default; for PPO with a critic: --advantage_estimator ppo), policy loss ppo, clip 0.2 to 0.2, "
-        "seq-mean-token-mean",
+        (
+            "algorithm: grpo (default; for PPO with a critic: --advantage_estimator ppo), policy"
+            " loss ppo, clip 0.2 to 0.2, seq-mean-token-mean"
+        ),
         "divergence from a reference model: 0.04 x k3 in the loss",
         "layout: fsdp on 8 processes, 4 data ranks, tp 2",
         "engine: hf, 4 replicas with 2 processes each",
-        "step: 128 prompts x 8 samples = 1024 samples, 4 optimizer steps of 256, "
-        "at most 16384 tokens in a micro-batch of one rank",
-        "checkpoints: none unless Ctrl-C or SIGTERM stops the run; --save_steps N writes one after every N-th step",
+        (
+            "step: 128 prompts x 8 samples = 1024 samples, 4 optimizer steps of 256, "
+            "at most 16384 tokens in a micro-batch of one rank"
+        ),
+        (
+            "checkpoints: none unless Ctrl-C or SIGTERM stops the run; --save_steps N writes one"
+            " after every N-th step"
+        ),
     ]
     config = parsed(*RUNNABLE, "--fsdp", "--save_steps=20")
     resolve(config, "train_sft", 1)
     assert not any("checkpoints" in line for line in summary(config, "train_sft", 1))
 
 
-@pytest.mark.parametrize(("flags", "ranks", "suggested"), [
-    (["--fsdp"], 16, True), (["--fsdp"], 8, False), (["--fsdp", "--dp_replicate=2"], 16, False), (["--zero_stage=2"], 16, False),
-    (["--fsdp", "--sp_size=16"], 16, False), (["--fsdp", "--rollout_ranks=8"], 24, True),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "ranks", "suggested"),
+    [
+        (["--fsdp"], 16, True),
+        (["--fsdp"], 8, False),
+        (["--fsdp", "--dp_replicate=2"], 16, False),
+        (["--zero_stage=2"], 16, False),
+        (["--fsdp", "--sp_size=16"], 16, False),
+        (["--fsdp", "--rollout_ranks=8"], 24, True),
+    ],
+    ids=str,
+)
 def test_several_nodes_may_have_a_copy_of_the_model_each(flags, ranks, suggested):
     config = parsed(*RUNNABLE, *flags)
     resolve(config, "train_ppo", ranks)
-    found = [line for line in summary(config, "train_ppo", ranks, 8) if "gathered over 2 nodes" in line]
+    found = [
+        line for line in summary(config, "train_ppo", ranks, 8) if "gathered over 2 nodes" in line
+    ]
     assert len(found) == suggested and all("--dp_replicate 2 gathers" in line for line in found)
 
 
 @pytest.mark.parametrize(
     ("argv", "line"),
-    [(["--init_kl_coef=0"], "none"), (["--init_kl_coef=0", "--measure_kl"], "only measured"),
-     (["--advantage_estimator=rloo"], "0.05 x k1 subtracted from the rewards")],
-)  # fmt: skip
+    [
+        (["--init_kl_coef=0"], "none"),
+        (["--init_kl_coef=0", "--measure_kl"], "only measured"),
+        (["--advantage_estimator=rloo"], "0.05 x k1 subtracted from the rewards"),
+    ],
+)
 def test_no_coefficient_no_reference_unless_it_is_to_be_measured(argv, line):
     config = parsed(*RUNNABLE, *argv)
     resolve(config, "train_ppo", 2)
@@ -817,23 +1357,38 @@ def test_data_sets_may_be_a_list(tmp_path):
     (tmp_path / "run.yaml").write_text("data:\n  prompt_data: [a.jsonl:0.7, 'b:rows:0.3']\n")
     config = parsed("--config", str(tmp_path / "run.yaml"))
     assert config.data.prompt_data == "a.jsonl:0.7,b:rows:0.3"
-    assert data_sources(config.data.prompt_data) == [DataSource("a.jsonl", 0.7), DataSource("b:rows", 0.3)]
+    assert data_sources(config.data.prompt_data) == [
+        DataSource("a.jsonl", 0.7),
+        DataSource("b:rows", 0.3),
+    ]
     message = "--prompt_data: b has no probability, and others have: write b:NUMBER"
     assert message in problems("--pretrain", str(tmp_path), "--prompt_data", "a:0.7,b")
 
 
-@pytest.mark.parametrize("argv", [
-    ["--tools=calculator,my_tools.py"], ["--tools", "calculator", "my_tools.py"], ["--tools", "calculator,", "my_tools.py"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--tools=calculator,my_tools.py"],
+        ["--tools", "calculator", "my_tools.py"],
+        ["--tools", "calculator,", "my_tools.py"],
+    ],
+)
 def test_a_list_is_separated_by_commas_or_spaces(argv, file):
     expected = ["calculator", "my_tools.py"]
     assert parse(argv).environment.tools == expected
     for text in ("calculator,my_tools.py", "calculator, my_tools.py", "[calculator, my_tools.py]"):
-        assert parse(["--config", str(file(f"environment:\n  tools: {text}\n"))]).environment.tools == expected
+        assert (
+            parse(["--config", str(file(f"environment:\n  tools: {text}\n"))]).environment.tools
+            == expected
+        )
         assert Config.of(tools=text.strip("[]")).environment.tools == expected
 
 
-LISTS = {name: kind for name, kind in field_types().items() if get_origin(kind) is list or kind is CommaSeparated}
+LISTS = {
+    name: kind
+    for name, kind in field_types().items()
+    if get_origin(kind) is list or kind is CommaSeparated
+}
 
 
 @pytest.mark.parametrize("name", sorted(LISTS))
@@ -855,19 +1410,31 @@ def test_a_command_has_defaults_of_its_own(command, capsys):
 
     config = Config.of(pretrain="model", prompt_data=data, learning_rate=1e-3)
     resolve(config, command, world_size=1)
-    assert (config.optim.learning_rate, config.train.train_batch_size) == (1e-3, DEFAULTS[command]["train_batch_size"])
+    assert (config.optim.learning_rate, config.train.train_batch_size) == (
+        1e-3,
+        DEFAULTS[command]["train_batch_size"],
+    )
     assert f"Default: {DEFAULTS[command]['learning_rate']}." in help_text(command, "learning_rate")
 
 
 def test_the_learning_rate_has_another_name(file):
     path = file("optim:\n  actor_learning_rate: 1.0e-3\n")
     configs = [
-        parse(["--actor_learning_rate", "1e-3"]), parse(["--config", str(path)]), Config.of(actor_learning_rate=1e-3),
+        parse(["--actor_learning_rate", "1e-3"]),
+        parse(["--config", str(path)]),
+        Config.of(actor_learning_rate=1e-3),
         as_config({"actor_learning_rate": 1e-3}),
-    ]  # fmt: skip
+    ]
+
     for config in configs:
-        assert config.optim.learning_rate == config.optim.actor_learning_rate == config.actor_learning_rate == 1e-3
+        assert (
+            config.optim.learning_rate
+            == config.optim.actor_learning_rate
+            == config.actor_learning_rate
+            == 1e-3
+        )
         assert config.written == {"learning_rate"} and not config.notices
+
     config.optim.actor_learning_rate = 2e-3
     assert config.optim.learning_rate == 2e-3
     with pytest.raises(ConfigError, match="two values of one field"):

@@ -1,4 +1,6 @@
-"""Why: a link that leads nowhere, or a page that no other page names, is a page that nobody reads."""
+"""Why: a link that leads nowhere, or a page that no other page names, is a page that nobody
+reads.
+"""
 
 import json
 import os
@@ -23,15 +25,24 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]*`", flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page: those of its headings, as GitHub and mkdocs write them, and explicit ones."""
+    """Return the anchors of a page: those of its headings, as GitHub and mkdocs write them, and
+    explicit ones.
+    """
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
-    slugs = {re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", heading)).strip().lower().replace(" ", "-") for heading in headings}
+    slugs = {
+        re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", heading)).strip().lower().replace(" ", "-")
+        for heading in headings
+    }
     return slugs | set(re.findall(r'<a id="([^"]+)">', text))
 
 
 def links(page: Path) -> list[str]:
-    return [link for link in LINK.findall(CODE.sub("", page.read_text())) if not link.startswith(("http://", "https://"))]
+    return [
+        link
+        for link in LINK.findall(CODE.sub("", page.read_text()))
+        if not link.startswith(("http://", "https://"))
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -40,17 +51,27 @@ def test_links_lead_somewhere(page):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{page.name}: {link} does not exist"
-        assert not anchor or anchor in anchors(target), f"{page.name}: {link}: {target.name} has no such heading"
+        assert not anchor or anchor in anchors(target), (
+            f"{page.name}: {link}: {target.name} has no such heading"
+        )
 
 
 def test_every_page_is_reached_from_the_readme():
-    reached, waiting = set(), [ROOT / "README.md"]
+    reached = set()
+    waiting = [ROOT / "README.md"]
     while waiting:
         page = waiting.pop()
         if page not in reached and page.suffix == ".md":
             reached.add(page)
-            waiting += [(page.parent / link.partition("#")[0]).resolve() for link in links(page) if link.partition("#")[0]]
-    assert set(PAGES) <= reached, f"no page names {sorted(page.name for page in set(PAGES) - reached)}"
+            waiting += [
+                (page.parent / link.partition("#")[0]).resolve()
+                for link in links(page)
+                if link.partition("#")[0]
+            ]
+
+    assert set(PAGES) <= reached, (
+        f"no page names {sorted(page.name for page in set(PAGES) - reached)}"
+    )
 
 
 def test_the_site_has_every_page():
@@ -63,8 +84,18 @@ def test_the_site_has_every_page():
 def site(tmp_path_factory):
     """Build the site. A link without a target fails, too."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(folder),
+    ]
     subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
+
     return folder
 
 
@@ -79,18 +110,24 @@ def test_every_formula_of_the_site_is_mathml(site):
         formulas = re.findall(r"\$\$.+?\$\$|(?<![\\$])\$[^$\n]+\$", text, flags=re.DOTALL)
         built = (site / ("" if page.name == "README.md" else page.stem) / "index.html").read_text()
         assert built.count("<math ") == len(formulas), page.name
-        assert "arithmatex" not in built and "\\(" not in re.sub(r"<script.*?</script>", "", built, flags=re.DOTALL)
+        assert "arithmatex" not in built and "\\(" not in re.sub(
+            r"<script.*?</script>", "", built, flags=re.DOTALL
+        )
 
 
 def test_a_page_loads_nothing_from_another_host(site):
     loads = re.compile(r'<(?:script|img|iframe|link)\b[^>]*(?:src|href)="?(https?:)?//')
     for page in site.rglob("*.html"):
-        assert loads.findall(re.sub(r'<link rel="?canonical[^>]*>', "", page.read_text())) == [], page
+        assert loads.findall(re.sub(r'<link rel="?canonical[^>]*>', "", page.read_text())) == [], (
+            page
+        )
     for style in site.rglob("*.css"):
         assert not re.search(r"@import|url\(.?https?:", style.read_text()), style
 
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 MEASURE = """
 const found = {};
@@ -116,28 +153,53 @@ const all = async () => {
 };
 all();
 """
-"""Load each page at the width of a screen and of a telephone: pixels beyond the page, cut parts, and invisible formulas."""
+"""Load each page at the width of a screen and of a telephone: pixels beyond the page, cut parts,
+and invisible formulas."""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no browser on this machine")
 def test_a_browser_shows_the_whole_site(site, tmp_path):
-    """No page is wider than the window, what is wider scrolls by itself, and formulas have a height; with a screenshot."""
-    pages = [f"/{path.parent.relative_to(site)}/".replace("/./", "/") for path in sorted(site.rglob("index.html"))]
-    (site / "measure.html").write_text(f"<body><script>const PAGES = {json.dumps(pages)};{MEASURE}</script>")
+    """No page is wider than the window, what is wider scrolls by itself, and formulas have a
+    height; with a screenshot.
+    """
+    pages = [
+        f"/{path.parent.relative_to(site)}/".replace("/./", "/")
+        for path in sorted(site.rglob("index.html"))
+    ]
+    (site / "measure.html").write_text(
+        f"<body><script>const PAGES = {json.dumps(pages)};{MEASURE}</script>"
+    )
+
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Site, directory=str(site))) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        common = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/browser"]
-        picture = [*common, "--window-size=1300,1600", f"--screenshot={tmp_path}/page.png", f"{address}/algorithms/"]
+        common = [
+            BROWSER,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={tmp_path}/browser",
+        ]
+        picture = [
+            *common,
+            "--window-size=1300,1600",
+            f"--screenshot={tmp_path}/page.png",
+            f"{address}/algorithms/",
+        ]
         subprocess.run(picture, capture_output=True, timeout=60, check=True)
+
         port = [*common, "--remote-debugging-port=0", f"{address}/measure.html"]
-        with subprocess.Popen(port, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
+        with subprocess.Popen(
+            port, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as browser:
             try:
                 found = Site.found.get(timeout=90)
             finally:
                 browser.terminate()
+
         server.shutdown()
+
     assert len(found) == 2 * len(pages)
     assert {page: numbers for page, numbers in found.items() if numbers != [0, 0, 0]} == {}
     with Image.open(tmp_path / "page.png") as image:

@@ -21,21 +21,61 @@ from lightrft.config.validation import range_problems
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-OTHER_PROGRAMS = {"pip", "git", "cat", "head", "source", "echo", "cd", "mkdocs", "mpirun", "docker", "kubectl", "sky", "srun"}
+OTHER_PROGRAMS = {
+    "pip",
+    "git",
+    "cat",
+    "head",
+    "source",
+    "echo",
+    "cd",
+    "mkdocs",
+    "mpirun",
+    "docker",
+    "kubectl",
+    "sky",
+    "srun",
+}
 """Programs that are not part of lightrft."""
 
 OTHER_FLAGS = {
-    "--help", "--config", "--version",  # answered before the configuration is read
-    "--nproc-per-node", "--nproc_per_node", "--max-restarts", "--rdzv-conf", "--rdzv-backend", "--no-python", "--standalone",
-    "--local-addr", "--ntasks-per-node", "--gpus-per-node", "--kill-on-bad-exit",  # of torchrun and Slurm
-    "--rdzv-endpoint", "--shutdown-timeout", "--gpus-per-task",
-    "--no-deps", "--only-binary", "--python-version",  # of torchrun, Slurm and pip
-    "--out", "--source", "--seed",  # of the scripts
-}  # fmt: skip
-"""Flags that are printed alone and belong to another program than the commands that read a configuration."""
+    "--help",
+    "--config",
+    "--version",  # answered before the configuration is read
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "--max-restarts",
+    "--rdzv-conf",
+    "--rdzv-backend",
+    "--no-python",
+    "--standalone",
+    # of torchrun and Slurm
+    "--local-addr",
+    "--ntasks-per-node",
+    "--gpus-per-node",
+    "--kill-on-bad-exit",
+    "--rdzv-endpoint",
+    "--shutdown-timeout",
+    "--gpus-per-task",
+    "--no-deps",
+    "--only-binary",
+    "--python-version",  # of torchrun, Slurm and pip
+    "--out",
+    "--source",
+    "--seed",  # of the scripts
+}
+"""Flags that are printed alone and belong to another program than the commands that read a
+configuration."""
 
-REFUSED = {"--load_in_4bit", "--async_train", "--agent_func_path", "--no_advantage_std_norm", "--use_ms",
-           "--dynamic_filtering_reward_range", "--normalize_reward_for_critic"}  # fmt: skip
+REFUSED = {
+    "--load_in_4bit",
+    "--async_train",
+    "--agent_func_path",
+    "--no_advantage_std_norm",
+    "--use_ms",
+    "--dynamic_filtering_reward_range",
+    "--normalize_reward_for_critic",
+}
 """Flags that docs/migrating.md lists as refused."""
 
 MEASURED = {"benchmarks.md", "gpu_check.md", "scaling.md"}
@@ -51,7 +91,9 @@ MESSAGE = re.compile(r"[;:] | needs | does not | has nothing | is short for ")
 
 def commands() -> Iterator[tuple[str, str]]:
     for page in PAGES:
-        for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
+        for block in re.findall(
+            r"^```bash\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE
+        ):
             without_documents = re.sub(r"<<'(\w+)'\n.*?\n\1\n", "\n", block, flags=re.DOTALL)
             variables = {}
             for line in re.sub(r"\\\n\s*", " ", without_documents).splitlines():
@@ -67,7 +109,9 @@ COMMANDS_OF_PAGES = sorted(set(commands()))
 @pytest.mark.parametrize(("page", "line"), COMMANDS_OF_PAGES, ids=lambda value: value[:60])
 def test_a_printed_command_is_accepted(page, line, monkeypatch):
     monkeypatch.chdir(ROOT)
-    words = shlex.split(line.replace("--config ...", "--config configs/quickstart.yaml"), comments=True)
+    words = shlex.split(
+        line.replace("--config ...", "--config configs/quickstart.yaml"), comments=True
+    )
     settings = {}
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         name, _, settings[name] = words.pop(0).partition("=")
@@ -76,7 +120,17 @@ def test_a_printed_command_is_accepted(page, line, monkeypatch):
 
 def check(words: list[str], settings: dict[str, str]) -> None:
     """Fail if the program that `words` start would refuse them."""
-    world_size = int(next((after for word, after in zip(words, words[1:], strict=False) if word.endswith("per-node")), 1))
+    world_size = int(
+        next(
+            (
+                after
+                for word, after in zip(words, words[1:], strict=False)
+                if word.endswith("per-node")
+            ),
+            1,
+        )
+    )
+
     script = next((word for word in words if re.fullmatch(r"scripts/[\w/]+\.(sh|py)", word)), "")
     module = next((word for word in words if re.match(r"(lightrft\.\w+|scripts)\.\w+$", word)), "")
 
@@ -84,35 +138,49 @@ def check(words: list[str], settings: dict[str, str]) -> None:
         after = words[words.index(script) + 1 :]
         if script.endswith("launch.sh"):
             return check_command(after[0], after[1:], world_size=8)
-        recipe = re.search(r"configs/[\w.]+\.yaml", settings.get("CONFIG") or (ROOT / script).read_text())
+        recipe = re.search(
+            r"configs/[\w.]+\.yaml", settings.get("CONFIG") or (ROOT / script).read_text()
+        )
         own = ["--prompt_data=d.jsonl", "--eval_data=d.jsonl"]
         check_command("train_ppo", ["--config", recipe.group(), *own, *after], world_size=8)
     elif script or module.startswith("scripts"):
         path = ROOT / (script or module.replace(".", "/") + ".py")
         program = "".join(file.read_text() for file in {path, *path.parent.glob("*.py")})
-        missing = [word for word in words[words.index(script or module) :]
-                   if word.startswith("--") and word.partition("=")[0] not in program]  # fmt: skip
+        missing = [
+            word
+            for word in words[words.index(script or module) :]
+            if word.startswith("--") and word.partition("=")[0] not in program
+        ]
         assert path.exists() and not missing, f"{path.name} has no {missing}"
     elif module.startswith("lightrft") and not module.startswith("lightrft.cli"):
         assert find_spec(module)
     elif module:
-        check_command(module.rpartition(".")[2], words[words.index(module) + 1 :], world_size=world_size)
+        check_command(
+            module.rpartition(".")[2], words[words.index(module) + 1 :], world_size=world_size
+        )
     elif words[0] == "lightrft":
         check_command(words[1], words[2:], world_size=1)
     else:
-        assert words[0] in OTHER_PROGRAMS, f"{words[0]} is neither a program of this project nor in OTHER_PROGRAMS"
+        assert words[0] in OTHER_PROGRAMS, (
+            f"{words[0]} is neither a program of this project nor in OTHER_PROGRAMS"
+        )
 
 
 def check_command(command: str, arguments: list[str], *, world_size: int) -> None:
     if "..." in arguments:
         arguments.remove("...")
     if command in ("plan", "bench"):
-        own, arguments = plan._parser().parse_known_args([*arguments, *(["--ranks=1"] if command == "bench" else [])])
+        own, arguments = plan._parser().parse_known_args(
+            [*arguments, *(["--ranks=1"] if command == "bench" else [])]
+        )
         command, world_size = own.command, own.ranks if command == "plan" else world_size
         arguments = arguments if arguments[0].startswith("-") else ["--config", *arguments]
+
     parsers = {"doctor": doctor._parser, "export": export._parser}
     if command in parsers:
-        positional = ["checkpoint", "folder"] if command == "export" and arguments[0].startswith("-") else []
+        positional = (
+            ["checkpoint", "folder"] if command == "export" and arguments[0].startswith("-") else []
+        )
         parsers[command]().parse_args([*arguments, *positional])
     elif command == "report":
         assert set(arguments) & {"--out", "--csv"} or len(arguments) == 1
@@ -122,7 +190,9 @@ def check_command(command: str, arguments: list[str], *, world_size: int) -> Non
 
 
 def without_files(config):
-    """Return the configuration with local models that do not exist here replaced by names of the hub."""
+    """Return the configuration with local models that do not exist here replaced by names of the
+    hub.
+    """
     for name in ("pretrain", "critic_pretrain", "teacher_pretrain"):
         if getattr(config, name):
             setattr(config.model, name, "some/model")
@@ -141,11 +211,20 @@ def codes() -> Iterator[tuple[str, str]]:
             yield page.name, " ".join(code.split())
 
 
-FLAGS_OF_PAGES = sorted({(page, code) for page, code in codes() if code.startswith("--") and not MESSAGE.search(code)})
-INLINE_COMMANDS = sorted({
-    (page, code) for page, code in codes()
-    if re.match(r"(lightrft \w+|torchrun .*-m|python -m lightrft|bash scripts/\S+|python scripts/\S+) .*--", code)
-})  # fmt: skip
+FLAGS_OF_PAGES = sorted(
+    {(page, code) for page, code in codes() if code.startswith("--") and not MESSAGE.search(code)}
+)
+INLINE_COMMANDS = sorted(
+    {
+        (page, code)
+        for page, code in codes()
+        if re.match(
+            r"(lightrft \w+|torchrun .*-m|python -m lightrft|bash scripts/\S+|python scripts/\S+)"
+            r" .*--",
+            code,
+        )
+    }
+)
 
 
 @pytest.mark.parametrize(("page", "code"), FLAGS_OF_PAGES, ids=lambda value: value[:60])
@@ -157,14 +236,25 @@ def test_printed_flags_and_their_values_are_accepted(page, code):
             groups.append([name, *([value] if equals else [])])
         elif groups[-1][0] not in OTHER_FLAGS:
             groups[-1].append(word)
-    if page in MEASURED and not all(flag in OTHER_FLAGS for flag, *_ in groups) and not known(groups):
-        scripts = "".join(path.read_text() for folder in ("scripts", "scripts/bench") for path in (ROOT / folder).glob("*.py"))
+
+    if (
+        page in MEASURED
+        and not all(flag in OTHER_FLAGS for flag, *_ in groups)
+        and not known(groups)
+    ):
+        scripts = "".join(
+            path.read_text()
+            for folder in ("scripts", "scripts/bench")
+            for path in (ROOT / folder).glob("*.py")
+        )
         missing = [flag for flag, *_ in groups if f'"{flag}"' not in scripts]
         assert not missing, f"no script has {missing}"
     elif code.endswith("*"):
         assert any(f"--{name}".startswith(code.rstrip("*")) for name in IGNORED)
     elif not all(flag in OTHER_FLAGS or flag in options_of_tools() for flag, *_ in groups):
-        refused = [flag for flag, *_ in groups if flag in REFUSED or flag.removeprefix("--") in TRL_FLAGS]
+        refused = [
+            flag for flag, *_ in groups if flag in REFUSED or flag.removeprefix("--") in TRL_FLAGS
+        ]
         words = [word for flag, *values in groups for word in (flag, *values_of(flag, values))]
         try:
             config = parse(words)
@@ -180,32 +270,50 @@ def test_a_command_in_the_text_is_accepted(page, code, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = [word for word in shlex.split(code) if word != "..."]
     if "--help" not in words:
-        check(["configs/quickstart.yaml" if PLACEHOLDER.fullmatch(word) else word for word in words], {})
+        check(
+            ["configs/quickstart.yaml" if PLACEHOLDER.fullmatch(word) else word for word in words],
+            {},
+        )
 
 
 def known(groups: list[list[str]]) -> bool:
-    return all(flag.removeprefix("--").removeprefix("no_") in section_of_field() for flag, *_ in groups)
+    return all(
+        flag.removeprefix("--").removeprefix("no_") in section_of_field() for flag, *_ in groups
+    )
 
 
 def options_of_tools() -> set[str]:
     """Return the flags of the commands that read no configuration."""
     parsers: list[Callable[[], ArgumentParser]] = [doctor._parser, export._parser, plan._parser]
-    return {option for parser in parsers for action in parser()._actions for option in action.option_strings}
+    return {
+        option
+        for parser in parsers
+        for action in parser()._actions
+        for option in action.option_strings
+    }
 
 
 def values_of(flag: str, values: list[str]) -> list[str]:
-    """Return values in place of placeholders such as N or FOLDER, the first of `a|b`, and a value where none is printed."""
+    """Return values in place of placeholders such as N or FOLDER, the first of `a|b`, and a value
+    where none is printed.
+    """
     kind = field_types().get(current(flag), None)
     if not values and kind is not bool:
         values = [] if kind is None else ["N"]
     if current(flag) in renamed.RENAMED:
-        kind, values = renamed.RENAMED[current(flag)].kind, values or ["N"]
+        kind = renamed.RENAMED[current(flag)].kind
+        values = values or ["N"]
+
     example = "1" if "int" in str(kind) or "float" in str(kind) or kind is None else "name"
     if get_origin(kind) is Literal:
         example = str(get_args(kind)[0])
     examples = {"FILE": "README.md", "-C": f"-{example}"}
     examples["LEAST,MOST"] = f"{example},{example}"
-    return [examples.get(value, example) if PLACEHOLDER.fullmatch(value) else value.split("|")[0] for value in values]
+
+    return [
+        examples.get(value, example) if PLACEHOLDER.fullmatch(value) else value.split("|")[0]
+        for value in values
+    ]
 
 
 def current(flag: str) -> str:
@@ -218,16 +326,29 @@ def current(flag: str) -> str:
 def test_extras_are_those_of_this_folder():
     """`pip install lightrft[...]` would install another project of that name."""
     files = [*PAGES, *(ROOT / "lightrft").rglob("*.py"), *(ROOT / "scripts").rglob("*.*")]
-    assert [path.name for path in files if path.suffix in (".md", ".py", ".sh") and "lightrft[" in path.read_text()] == []
+    assert [
+        path.name
+        for path in files
+        if path.suffix in (".md", ".py", ".sh") and "lightrft[" in path.read_text()
+    ] == []
 
 
 # -- the tests themselves
 
 
-@pytest.mark.parametrize("line", [
-    "lightrft train_ppo --tols calculator", "lightrft export a", "python scripts/quickstart.py --out x",
-    "torchrun --nproc-per-node 8 -m lightrft.cli.train_ppo --config configs/quickstart.yaml --tp_size 3", "unknown --flag",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "lightrft train_ppo --tols calculator",
+        "lightrft export a",
+        "python scripts/quickstart.py --out x",
+        (
+            "torchrun --nproc-per-node 8 -m lightrft.cli.train_ppo --config configs/quickstart.yaml"
+            " --tp_size 3"
+        ),
+        "unknown --flag",
+    ],
+)
 def test_a_wrong_command_is_found(line, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises((ConfigError, SystemExit, AssertionError, FileNotFoundError)):

@@ -1,4 +1,6 @@
-"""Tests of packages that cannot share the environment of the others, in one of their own that lies over it."""
+"""Tests of packages that cannot share the environment of the others, in one of their own that lies
+over it.
+"""
 
 import os
 import re
@@ -18,9 +20,13 @@ FILES = ["tests/batching/test_transfer_queue.py", "tests/agents/test_verifiers.p
 
 @pytest.mark.slow
 def test_each_passes_where_its_package_is():
-    assert PYTHON.exists(), f"no environment at {PYTHON.parents[1]}: make it with `bash scripts/environment.sh test`"
+    assert PYTHON.exists(), (
+        f"no environment at {PYTHON.parents[1]}: make it with `bash scripts/environment.sh test`"
+    )
     command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--numprocesses=0", *FILES]
     environment = os.environ | {"PYTHONPATH": SEARCHED, "RAY_prestart_worker_first_driver": "0"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
     passed = re.search(r"^\d+ passed(, \d+ warnings?)? in", run.stdout, re.MULTILINE)
     assert run.returncode == 0 and passed, run.stdout[-9000:] + run.stderr[-9000:]

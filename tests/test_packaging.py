@@ -1,4 +1,6 @@
-"""The wheel: built, installed beside the core requirements alone, and every module of it imported from elsewhere."""
+"""The wheel: built, installed beside the core requirements alone, and every module of it imported
+from elsewhere.
+"""
 
 import importlib.metadata
 import json
@@ -40,8 +42,8 @@ NEEDS_AN_EXTRA = {
     "lightrft.run.model_server": "uvicorn",
     "lightrft.strategy.deepspeed": "deepspeed",
 }
-"""Modules that may only be imported where a package of an extra is installed, with those inside of them. Triton comes with torch
-for CUDA, and only there it is needed."""
+"""Modules that may only be imported where a package of an extra is installed, with those inside of
+them. Triton comes with torch for CUDA, and only there it is needed."""
 
 IMPORT_ALL = """
 import importlib, json, sys
@@ -63,21 +65,42 @@ def wheel(tmp_path_factory) -> Path:
     copytree(ROOT / "lightrft", folder / "lightrft", ignore=ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         copy(ROOT / name, folder / name)
-    pip(sys.executable, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(folder))
+    pip(
+        sys.executable,
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder),
+        str(folder),
+    )
     (built,) = folder.glob("*.whl")
+
     return built
 
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
-    """Python of an environment with the wheel, and links to the core requirements of this one and to what those require."""
+    """Python of an environment with the wheel, and links to the core requirements of this one and
+    to what those require.
+    """
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     (site,) = folder.glob("lib/python*/site-packages")
     for name in closure(set(versions.CORE)):
         link_distribution(name, site)
-    pip(sys.executable, "--python", str(python), "install", "--no-deps", "--no-index", "--no-compile", str(wheel))
+    pip(
+        sys.executable,
+        "--python",
+        str(python),
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--no-compile",
+        str(wheel),
+    )
+
     return python
 
 
@@ -97,9 +120,15 @@ def closure(names: set[str]) -> set[str]:
             lines = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
             continue
+
         found.add(name)
         needed = [Requirement(line) for line in lines]
-        waiting |= {canonicalize_name(r.name) for r in needed if not r.marker or r.marker.evaluate({"extra": ""})} - found
+        waiting |= {
+            canonicalize_name(r.name)
+            for r in needed
+            if not r.marker or r.marker.evaluate({"extra": ""})
+        } - found
+
     return found
 
 
@@ -114,12 +143,16 @@ def link_distribution(name: str, site: Path) -> None:
 
 def modules(wheel: Path) -> list[str]:
     names = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")]
-    return sorted(name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in names)
+    return sorted(
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in names
+    )
 
 
 def run(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     environment = {"PATH": os.environ["PATH"], "HOME": str(cwd), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([python, *arguments], env=environment, cwd=cwd, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [python, *arguments], env=environment, cwd=cwd, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_the_wheel_holds_every_module_and_nothing_else(wheel):
@@ -149,19 +182,33 @@ def test_every_module_imports_without_extras(wheel, installed, tmp_path):
     result = run(installed, "-c", IMPORT_ALL, *modules(wheel), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout.strip().splitlines()[-1])
-    expected = {module: extra for module in modules(wheel) for name, extra in NEEDS_AN_EXTRA.items()
-                if f"{module}.".startswith(f"{name}.")}
+    expected = {
+        module: extra
+        for module in modules(wheel)
+        for name, extra in NEEDS_AN_EXTRA.items()
+        if f"{module}.".startswith(f"{name}.")
+    }
     assert set(NEEDS_AN_EXTRA) < set(expected)
-    assert report["failed"] == {name: f"ModuleNotFoundError: No module named '{extra}'" for name, extra in expected.items()}
+
+    assert report["failed"] == {
+        name: f"ModuleNotFoundError: No module named '{extra}'" for name, extra in expected.items()
+    }
     assert Path(report["file"]).is_relative_to(installed.parent.parent)
 
 
 def test_the_program_shows_its_commands_and_its_version(installed, tmp_path):
     result = run(installed.parent / "lightrft", "--help", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    commands = {path.stem for path in (ROOT / "lightrft" / "cli").glob("*.py")} - {"__init__", "main", "entrypoint"}
+    commands = {path.stem for path in (ROOT / "lightrft" / "cli").glob("*.py")} - {
+        "__init__",
+        "main",
+        "entrypoint",
+    }
     assert commands and all(command in result.stdout for command in commands)
-    assert run(installed.parent / "lightrft", "--version", cwd=tmp_path).stdout == f"lightrft {__version__}\n"
+    assert (
+        run(installed.parent / "lightrft", "--version", cwd=tmp_path).stdout
+        == f"lightrft {__version__}\n"
+    )
 
 
 def test_importing_the_package_loads_nothing_heavy(installed, tmp_path):
@@ -176,7 +223,11 @@ def test_importing_the_package_loads_nothing_heavy(installed, tmp_path):
 def test_the_pinned_environment_is_inside_the_ranges():
     pinned = (ROOT / "requirements" / "cpu.txt").read_text()
     for name, specifier in versions.CORE.items():
-        version = "2.13.0" if name == "torch" else re.search(rf"^{name}==(.+)$", pinned, re.M | re.I).group(1)
+        version = (
+            "2.13.0"
+            if name == "torch"
+            else re.search(rf"^{name}==(.+)$", pinned, re.M | re.I).group(1)
+        )
         assert Requirement(name + specifier).specifier.contains(version), name
 
 
@@ -209,14 +260,20 @@ def test_an_unfit_core_package_ends_with_the_way_out(pretend):
     with pytest.raises(ImportError) as error:
         versions.check_versions()
     message = str(error.value)
-    assert "torch 2.1.0 is installed, lightrft works with" in message and "loguru is not installed" in message
+    assert (
+        "torch 2.1.0 is installed, lightrft works with" in message
+        and "loguru is not installed" in message
+    )
     assert f"pip install 'torch{versions.CORE['torch']}'" in message
 
 
 def test_an_unfit_optional_package_is_a_warning(pretend):
     pretend(peft="0.1.0", wandb=None)
     warnings = versions.check_versions()
-    assert len([line for line in warnings if "peft 0.1.0" in line and "pip install 'peft>=" in line]) == 1
+    assert (
+        len([line for line in warnings if "peft 0.1.0" in line and "pip install 'peft>=" in line])
+        == 1
+    )
     assert not any("wandb" in line for line in warnings)
 
 

@@ -1,4 +1,6 @@
-"""Ranks that hang once are started again; a second hang in the same test run is a failure, with the stacks of all threads."""
+"""Ranks that hang once are started again; a second hang in the same test run is a failure, with the
+stacks of all threads.
+"""
 
 import threading
 import time
@@ -25,8 +27,15 @@ def beside() -> None:
 def test_one_hang_is_forgiven_and_a_second_one_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "_native_stacks", lambda pid: "")  # a debugger takes ten seconds
     monkeypatch.setenv(ranks.RESTARTS, str(tmp_path / "restarts"))
-    with pytest.warns(UserWarning, match=r"hangs_at_first hung and is run once more(.|\n)*in beside(.|\n)*in hangs_at_first"):
+    with pytest.warns(
+        UserWarning,
+        match=r"hangs_at_first hung and is run once more(.|\n)*in beside(.|\n)*in hangs_at_first",
+    ):
         assert ranks.run_ranks(1, hangs_at_first, tmp_path / "first", timeout=1) == ["done"]
-    with pytest.raises(TimeoutError, match="ranks hung 2 times in this test run(.|\n)*in hangs_at_first"):
+
+    with pytest.raises(
+        TimeoutError, match="ranks hung 2 times in this test run(.|\n)*in hangs_at_first"
+    ):
         ranks.run_ranks(1, hangs_at_first, tmp_path / "second", timeout=1)
+
     assert (tmp_path / "restarts").read_text().count("test_one_hang_is_forgiven") == 2

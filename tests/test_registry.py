@@ -51,17 +51,28 @@ def test_files_of_the_same_name_do_not_meet(rewards, tmp_path):
 
 
 def test_unknown_name_shows_the_nearest_and_the_way_out(rewards):
-    with pytest.raises(ValueError, match=r"--reward exact_mach: no reward of this name; did you mean 'exact_match'\?") as error:
+    with pytest.raises(
+        ValueError,
+        match=r"--reward exact_mach: no reward of this name; did you mean 'exact_match'\?",
+    ) as error:
         rewards["exact_mach"]
-    assert "Choices: exact, exact_match, gsm8k" in str(error.value) and "--reward module:object" in str(error.value)
+    assert "Choices: exact, exact_match, gsm8k" in str(
+        error.value
+    ) and "--reward module:object" in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("no_such_module:f", "--reward no_such_module:f: cannot import 'no_such_module': ModuleNotFoundError"),
+        (
+            "no_such_module:f",
+            "--reward no_such_module:f: cannot import 'no_such_module': ModuleNotFoundError",
+        ),
         ("/no/such/file.py:f", "--reward /no/such/file.py:f: no file /no/such/file.py"),
-        ("json:no_such_object", "--reward json:no_such_object: 'json' has no object 'no_such_object'"),
+        (
+            "json:no_such_object",
+            "--reward json:no_such_object: 'json' has no object 'no_such_object'",
+        ),
     ],
 )
 def test_errors_name_flag_and_path(rewards, name, reason):

@@ -11,7 +11,9 @@ import pytest
 from warm import warm_environment, warm_python
 
 PROGRAMS = {
-    "print(sys.argv[1:], os.getcwd(), sorted(os.environ), tempfile.gettempdir(), __name__, sys.stdin.read())": "to be read",
+    "print(sys.argv[1:], os.getcwd(), sorted(os.environ), tempfile.gettempdir(), __name__, sys.stdin.read())": (
+        "to be read"
+    ),
     "sys.exit('no')": "",
     "sys.exit(7)": "",
     "os.kill(os.getpid(), 9)": "",
@@ -30,8 +32,14 @@ os.write(1, f"{int(ranks)} {os.getppid()}\\n".encode())
 def test_a_program_ends_as_that_of_an_interpreter(tmp_path, program):
     def ended(python: str) -> tuple[int, str, str]:
         command = [python, "-c", f"import os, sys, tempfile; {program}", "a", "b c"]
-        ran = subprocess.run(command, cwd=tmp_path, env={"LC_CTYPE": "C.UTF-8", "TMPDIR": str(tmp_path)}, input=PROGRAMS[program],
-                             capture_output=True, text=True)  # fmt: skip
+        ran = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={"LC_CTYPE": "C.UTF-8", "TMPDIR": str(tmp_path)},
+            input=PROGRAMS[program],
+            capture_output=True,
+            text=True,
+        )
         return ran.returncode, ran.stdout, ran.stderr
 
     assert ended(warm_python()) == ended(sys.executable)
@@ -55,7 +63,9 @@ def test_signals_reach_a_program_which_ends_with_who_started_it():
 def test_ranks_are_children_of_their_launcher(tmp_path):
     (tmp_path / "ranks.py").write_text(RANKS)
     command = ["bash", "-c", "torchrun --standalone --nproc-per-node 2 ranks.py"]
-    ran = subprocess.run(command, cwd=tmp_path, env=warm_environment(), capture_output=True, text=True)
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=warm_environment(), capture_output=True, text=True
+    )
     found = [line.split() for line in ran.stdout.splitlines()]
     assert ran.returncode == 0 and [total for total, _ in found] == ["3", "3"], ran.stderr
     assert len({launcher for _, launcher in found}) == 1

@@ -1,26 +1,48 @@
-"""A random Qwen3 of 0.14 M parameters with a byte tokenizer, in a folder, as a user would have it."""
+"""A random Qwen3 of 0.14 M parameters with a byte tokenizer, in a folder, as a user would have
+it.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-PAD, BOS, EOS = 256, 257, 258
+PAD = 256
+BOS = 257
+EOS = 258
 VOCABULARY = 384
 
 
 def tiny_model(folder: Path | str, seed: int = 0, tie: bool = False, layers: int = 2) -> str:
     """Write model and tokenizer; returns the folder."""
     config = Qwen3Config(
-        hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        intermediate_size=192, vocab_size=VOCABULARY, initializer_range=0.08, max_position_embeddings=512,
-        tie_word_embeddings=tie, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS, dtype=torch.float32,
+        hidden_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=192,
+        vocab_size=VOCABULARY,
+        initializer_range=0.08,
+        max_position_embeddings=512,
+        tie_word_embeddings=tie,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        dtype=torch.float32,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         Qwen3ForCausalLM(config).save_pretrained(folder)
+
     byte_tokenizer().save_pretrained(folder)
     return str(folder)
 
@@ -29,30 +51,56 @@ def tiny_experts(folder: Path | str) -> str:
     """The same as a mixture of five experts, of which a token gets two."""
     tiny_model(folder)
     config = Qwen3MoeConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32, intermediate_size=48,
-        moe_intermediate_size=24, num_experts=5, num_experts_per_tok=2, vocab_size=VOCABULARY, initializer_range=0.2,
-        max_position_embeddings=512, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS, dtype=torch.float32,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_experts=5,
+        num_experts_per_tok=2,
+        vocab_size=VOCABULARY,
+        initializer_range=0.2,
+        max_position_embeddings=512,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        dtype=torch.float32,
     )
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         Qwen3MoeForCausalLM(config).save_pretrained(folder)
+
     return str(folder)
 
 
 def byte_tokenizer(size: int = VOCABULARY, marks: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Token 0..255 is the byte itself, `marks` follow those of the ends; by default, every row of the models has a token."""
+    """Token 0..255 is the byte itself, `marks` follow those of the ends; by default, every row of
+    the models has a token.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
-    vocabulary = {letter: byte for byte, letter in enumerate(alphabet)} | {"<pad>": PAD, "<bos>": BOS, "<eos>": EOS}
+    vocabulary = {letter: byte for byte, letter in enumerate(alphabet)} | {
+        "<pad>": PAD,
+        "<bos>": BOS,
+        "<eos>": EOS,
+    }
     vocabulary |= {mark: token for token, mark in enumerate(marks, len(vocabulary))}
     vocabulary |= {f"<unused{token}>": token for token in range(len(vocabulary), size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
 
 
 def _byte_of(letter: str) -> int:
-    """ByteLevel writes a printable Latin-1 byte as itself and the others, in order, as code points from 256 on."""
+    """ByteLevel writes a printable Latin-1 byte as itself and the others, in order, as code points
+    from 256 on.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in printable]
     return ord(letter) if ord(letter) < 256 else hidden[ord(letter) - 256]

@@ -1,11 +1,14 @@
-"""`python`, `torchrun` and `lightrft` of a warm process: whoever runs them gets a fork that has imported everything.
+"""`python`, `torchrun` and `lightrft` of a warm process: whoever runs them gets a fork that has
+imported everything.
 
-A fresh interpreter needs about nine seconds of CPU until it has imported what a run imports, and a launcher three. A test puts
-`warm_programs()` first in PATH, and starts scripts and commands as users do: arguments, environment, folder, standard streams,
-signals, exit codes, processes and ranks are real, and only the imports are those of the process that runs the tests.
+A fresh interpreter needs about nine seconds of CPU until it has imported what a run imports, and a
+launcher three. A test puts `warm_programs()` first in PATH, and starts scripts and commands as
+users do: arguments, environment, folder, standard streams, signals, exit codes, processes and ranks
+are real, and only the imports are those of the process that runs the tests.
 
-PATH has small programs, each of which sends its request to a process that was forked from this one, and ends as its fork ends.
-The ranks of `torchrun` are its children, as its death and theirs have consequences: it forks them before it has threads.
+PATH has small programs, each of which sends its request to a process that was forked from this one,
+and ends as its fork ends. The ranks of `torchrun` are its children, as its death and theirs have
+consequences: it forks them before it has threads.
 """
 
 import atexit
@@ -36,11 +39,19 @@ from fork_server import serve
 from ranks import import_packages
 from with_vllm import load_vllm
 
-RUNS = "lightrft.trainer.build", "lightrft.trainer.build_supervised", "lightrft.cli", "torch.distributed.run", "runs"
+RUNS = (
+    "lightrft.trainer.build",
+    "lightrft.trainer.build_supervised",
+    "lightrft.cli",
+    "torch.distributed.run",
+    "runs",
+)
 SPARE_RANKS = 4
-"""Ranks that a launcher has in store, those of its restarts included. It starts more as ordinary processes."""
+"""Ranks that a launcher has in store, those of its restarts included. It starts more as ordinary
+processes."""
 STARTS_WARM = "STARTS_WARM"
-"""Environment variable: the path of the warm `python`, for a program that starts others by sys.executable."""
+"""Environment variable: the path of the warm `python`, for a program that starts others by
+sys.executable."""
 NAMES = "python", "torchrun", "lightrft"
 PROGRAM = """#!{python} -IS
 import json, os, signal, socket, sys
@@ -61,9 +72,11 @@ sys.exit(code)
 
 @cache
 def warm_programs(*, vllm: bool = False) -> str:
-    """Return the folder with the programs, which are served until this process ends, by a fork that it makes now.
+    """Return the folder with the programs, which are served until this process ends, by a fork that
+    it makes now.
 
-    With `vllm` they have imported vLLM too. What a test has changed in modules by then, they have changed.
+    With `vllm` they have imported vLLM too. What a test has changed in modules by then, they have
+    changed.
     """
     if vllm:
         load_vllm()
@@ -74,17 +87,23 @@ def warm_programs(*, vllm: bool = False) -> str:
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listening.bind(str(folder / "socket"))
     listening.listen(64)
+
     here, there = socket.socketpair()
     process = os.fork()
     if not process:
         here.close()
         _serve(listening, there)
+
     listening.close()
     there.close()
     atexit.register(lambda: (here.close(), os.waitpid(process, 0), shutil.rmtree(folder)))
+
     for name in NAMES:
-        (folder / name).write_text(PROGRAM.format(python=sys.executable, path=str(folder / "socket")))
+        (folder / name).write_text(
+            PROGRAM.format(python=sys.executable, path=str(folder / "socket"))
+        )
         (folder / name).chmod(0o755)
+
     return str(folder)
 
 
@@ -94,7 +113,9 @@ def warm_python(*, vllm: bool = False) -> str:
 
 
 def warm_environment(**variables: str) -> dict[str, str]:
-    """Return the environment of this process with the programs first in PATH, and further variables."""
+    """Return the environment of this process with the programs first in PATH, and further
+    variables.
+    """
     return os.environ | {"PATH": f"{warm_programs()}:{os.environ['PATH']}"} | variables
 
 
@@ -120,6 +141,7 @@ def _attend(line: socket.socket) -> None:
         if not program:
             line.close()
             _become(*json.loads(request), files)
+
         for file in files:
             os.close(file)
         line.send(str(program).encode())
@@ -135,7 +157,9 @@ def _attend(line: socket.socket) -> None:
 # -- in the fork
 
 
-def _become(name: str, arguments: list[str], folder: str, environment: dict[str, str], files: list[int]) -> None:
+def _become(
+    name: str, arguments: list[str], folder: str, environment: dict[str, str], files: list[int]
+) -> None:
     """Be this program until it ends."""
     code = 1
     try:
@@ -143,6 +167,7 @@ def _become(name: str, arguments: list[str], folder: str, environment: dict[str,
         for number, file in enumerate(files):
             os.dup2(file, number)
             os.close(file)
+
         os.chdir(folder)
         _renew(environment)
         if own := os.environ.pop(STARTS_WARM, None):
@@ -163,14 +188,18 @@ def _renew(environment: dict[str, str]) -> None:
     os.environ.update(environment)
     own = [folder for folder in sys.path if folder.startswith((sys.prefix, sys.base_prefix))]
     sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *own]
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", buffering=1, closefd=False)
+    sys.stdin = open(0, closefd=False)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
     warnings.simplefilter("ignore")
     logging.getLogger().handlers.clear()
+
     for logger in logging.root.manager.loggerDict.values():
         for handler in getattr(logger, "handlers", ()):
             if type(handler) is logging.StreamHandler:
-                handler.stream = sys.stderr  # setStream() would flush the other one, which may be closed
+                # setStream() would flush the other one, which may be closed
+                handler.stream = sys.stderr
+
     for name in [name for name in sys.modules if f"{name}.".startswith("lightrft.cli.")]:
         del sys.modules[name]  # its import says who has started this process
     tempfile.tempdir = None  # which TMPDIR may name
@@ -196,17 +225,23 @@ def _run(name: str, arguments: list[str]) -> None:
         arguments = ["-m", {"torchrun": "torch.distributed.run"}.get(name, name), *arguments]
     while arguments[0] in ("-u", "-W"):
         arguments = arguments[2 if arguments[0] == "-W" else 1 :]
+
     what, *rest = arguments
     if what == "-m" and rest[0] == "torch.distributed.run":
         _keep_ranks()
-        # Several times in each heartbeat it searches all modules for the source of all frames, of which a launcher has few.
-        import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous").get_method_name = lambda depth=2: "unknown"
+        # Several times in each heartbeat it searches all modules for the source of all frames, of
+        # which a launcher has few.
+        import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous").get_method_name = (
+            lambda depth=2: "unknown"
+        )
+
     if what in ("-m", "-c"):
         sys.path.insert(0, os.getcwd())
         sys.argv = [what, *rest[1:]]
     else:
         sys.path.insert(0, str(Path(what).resolve().parent))
         sys.argv = [what, *rest]
+
     if what == "-m":
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif what == "-c":
@@ -221,14 +256,22 @@ def _run(name: str, arguments: list[str]) -> None:
 
 def _keep_ranks() -> None:
     """Fork what will be ranks, before there are threads; from now on the launcher starts those."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import (
+        SubprocessHandler,
+    )
 
     start = SubprocessHandler._popen
     kept = [_spare() for _ in range(SPARE_RANKS)]
 
-    def popen(handler: SubprocessHandler, args: tuple[str, ...], environment: dict[str, str]) -> "_Rank | subprocess.Popen":
+    def popen(
+        handler: SubprocessHandler, args: tuple[str, ...], environment: dict[str, str]
+    ) -> "_Rank | subprocess.Popen":
         own_output = handler._stdout or handler._stderr
-        return _Rank(*kept.pop(), args, environment) if kept and not own_output else start(handler, args, environment)
+        return (
+            _Rank(*kept.pop(), args, environment)
+            if kept and not own_output
+            else start(handler, args, environment)
+        )
 
     SubprocessHandler._popen = popen
 
@@ -244,6 +287,7 @@ def _spare() -> tuple[int, socket.socket]:
             (_, *arguments), environment = pickle.loads(request)
             _become("python", arguments, os.getcwd(), environment, [])
         os._exit(0)
+
     there.close()
     return process, here
 
@@ -251,8 +295,11 @@ def _spare() -> tuple[int, socket.socket]:
 class _Rank:
     """A rank as a launcher sees it, which is what it uses of a subprocess.Popen."""
 
-    def __init__(self, process: int, line: socket.socket, args: tuple[str, ...], environment: dict[str, str]):
-        self.pid, self.returncode = process, None
+    def __init__(
+        self, process: int, line: socket.socket, args: tuple[str, ...], environment: dict[str, str]
+    ):
+        self.pid = process
+        self.returncode = None
         line.send(pickle.dumps((args, environment)))
 
     def poll(self) -> int | None:

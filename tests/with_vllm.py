@@ -1,7 +1,8 @@
-"""vLLM imported once, by the process that forks ranks: each rank would import it anew, for eight seconds.
+"""vLLM imported once, by the process that forks ranks: each rank would import it anew, for eight
+seconds.
 
-Where its cache is empty, vLLM inspects the class of each model in an interpreter of its own, which takes ten seconds. A fork
-does it itself.
+Where its cache is empty, vLLM inspects the class of each model in an interpreter of its own, which
+takes ten seconds. A fork does it itself.
 """
 
 from functools import cache
@@ -11,13 +12,21 @@ import torch
 
 MODELS = "qwen2", "qwen3", "qwen3_moe", "mixtral"
 WHEN_IT_STARTS = (
-    "vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn", "vllm.v1.core.sched.scheduler",
-    "vllm.utils.cpu_triton_utils", "vllm.triton_utils.dispatcher", "vllm.entrypoints.launchers.cli_args",
-    "vllm.distributed.elastic_ep.elastic_execute", "vllm.distributed.device_communicators.cpu_communicator",
-    "vllm.model_executor.layers.quantization.online.base", "vllm.v1.pool.flash_maxsim.flash_maxsim_rerank",
-    "vllm.plugins.lora_resolvers.filesystem_resolver", "vllm.plugins.lora_resolvers.hf_hub_resolver",
-)  # fmt: skip
-"""What an engine imports on a CPU. On an accelerator that is left to it, as importing some of it may use the device."""
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.utils.cpu_triton_utils",
+    "vllm.triton_utils.dispatcher",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.distributed.device_communicators.cpu_communicator",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.v1.pool.flash_maxsim.flash_maxsim_rerank",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.plugins.lora_resolvers.hf_hub_resolver",
+)
+"""What an engine imports on a CPU. On an accelerator that is left to it, as importing some of it
+may use the device."""
 
 
 @cache
@@ -32,7 +41,9 @@ def load_vllm() -> None:
             import_module(name)
         from vllm.platforms import current_platform
 
-        current_platform.register_triton_kernel_overrides()  # looks at every name of every module, for half of an engine's start
+        # looks at every name of every module, for half of an engine's start
+        current_platform.register_triton_kernel_overrides()
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda platform: None)
         registry = import_module("vllm.model_executor.models.registry")
-        registry._run_in_subprocess = lambda inspect: inspect()  # a class without a cached description, apart because of CUDA
+        # a class without a cached description, apart because of CUDA
+        registry._run_in_subprocess = lambda inspect: inspect()

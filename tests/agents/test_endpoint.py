@@ -1,4 +1,7 @@
-"""Why: a client sends back text, which others tokenize again. Here what was sampled is learned, whatever a client does."""
+"""Why: a client sends back text, which others tokenize again.
+
+Here what was sampled is learned, whatever a client does.
+"""
 
 import asyncio
 import json
@@ -195,30 +198,75 @@ def play(file):
 
 
 def test_twenty_turns_are_learned_as_they_were_sampled(play):
-    """Text that is not tokenized to the same bytes again: white space, invalid UTF-8, a missing end, and a role in the text."""
+    """Text that is not tokenized to the same bytes again: white space, invalid UTF-8, a missing
+    end, and a role in the text.
+    """
     sampled = [ids("  t$"), [0xC3, EOS], ids("t"), ids("u:t$")] * 5
     sample = play("twenty", sampled, max_turns=20, longest=2000)
-    between = ["\nu:0$\na:", "\nu:1$\na:", "$\nu:2$\na:", "\nu:3$\na:", "\nu:4$\na:", "\nu:5$\na:", "$\nu:6$\na:", "\nu:7$\na:",
-               "\nu:8$\na:", "\nu:9$\na:", "$\nu:0$\na:", "\nu:1$\na:", "\nu:2$\na:", "\nu:3$\na:", "$\nu:4$\na:", "\nu:5$\na:",
-               "\nu:6$\na:", "\nu:7$\na:", "$\nu:8$\na:"]  # fmt: skip
-    mask = "1111" "00000000" "11" "00000000" "1" "000000000" "1111" "00000000"
-    tokens = [token for turn, read in zip(sampled, [*between, ""], strict=True) for token in (*turn, *ids(read))]
+    between = [
+        "\nu:0$\na:",
+        "\nu:1$\na:",
+        "$\nu:2$\na:",
+        "\nu:3$\na:",
+        "\nu:4$\na:",
+        "\nu:5$\na:",
+        "$\nu:6$\na:",
+        "\nu:7$\na:",
+        "\nu:8$\na:",
+        "\nu:9$\na:",
+        "$\nu:0$\na:",
+        "\nu:1$\na:",
+        "\nu:2$\na:",
+        "\nu:3$\na:",
+        "$\nu:4$\na:",
+        "\nu:5$\na:",
+        "\nu:6$\na:",
+        "\nu:7$\na:",
+        "$\nu:8$\na:",
+    ]
+    mask = "11110000000011000000001000000000111100000000"
+
+    tokens = [
+        token
+        for turn, read in zip(sampled, [*between, ""], strict=True)
+        for token in (*turn, *ids(read))
+    ]
     assert sample.prompt.token_ids == ids("u:p$\na:")
     assert sample.token_ids == tokens
-    assert "".join(str(int(each)) for each in sample.episode.sampled) == (mask * 5).removesuffix("00000000")
+    assert "".join(str(int(each)) for each in sample.episode.sampled) == (mask * 5).removesuffix(
+        "00000000"
+    )
     assert sample.logprobs == [-0.5 if each else 0.0 for each in sample.episode.sampled]
-    assert sample.episode.drift == 0 and sample.episode.branches == [] and environment([sample]) == [1.0]
+
+    assert (
+        sample.episode.drift == 0
+        and sample.episode.branches == []
+        and environment([sample]) == [1.0]
+    )
     again = Player(chat=True).episodes.format.tokenizer
-    assert again(again.decode(tokens))["input_ids"] != tokens, "these tokens would not survive a round trip"
+    assert again(again.decode(tokens))["input_ids"] != tokens, (
+        "these tokens would not survive a round trip"
+    )
 
 
 def test_a_history_that_was_rewritten_is_a_branch(play):
     sample = play("forgetful", ["one$", "two$", "three$", "four$", "five$"])
     first, second, third = sample.episode.branches
-    assert sample.token_ids == ids("one$\nu:x$\na:two$") and sample.episode.sampled == [True] * 4 + [False] * 8 + [True] * 4
-    assert first.token_ids == ids("one$\nu:y$\na:three$") and first.episode.sampled == [False] * 12 + [True] * 6
+    assert (
+        sample.token_ids == ids("one$\nu:x$\na:two$")
+        and sample.episode.sampled == [True] * 4 + [False] * 8 + [True] * 4
+    )
+    assert (
+        first.token_ids == ids("one$\nu:y$\na:three$")
+        and first.episode.sampled == [False] * 12 + [True] * 6
+    )
     assert [message["content"] for message in first.episode.messages] == ["p", "one", "y", "three"]
-    assert second.prompt.token_ids == ids("s:s$\nu:q$\na:") and second.token_ids == ids("four$") and all(second.episode.sampled)
+
+    assert (
+        second.prompt.token_ids == ids("s:s$\nu:q$\na:")
+        and second.token_ids == ids("four$")
+        and all(second.episode.sampled)
+    )
     assert third.prompt.token_ids == sample.prompt.token_ids and third.token_ids == ids("five$")
     assert sample.text == "five" and environment([sample]) == [0.5] and sample.episode.drift == 0
     assert [each.episode.num_turns for each in sample.rows] == [2, 1, 1, 1]
@@ -236,7 +284,9 @@ def test_calls_of_tools_and_streams(play):
     call = f"so<tool_call>{json.dumps({'name': 'add', 'arguments': {'a': 1}})}</tool_call>$"
     sample = play("tools", [call, "abcde", call], longest=400)
     assert sample.episode.problem == "" and sample.prompt.token_ids == ids("add;u:p$\na:")
-    assert sample.token_ids == ids(f"{call}\nt:2$\na:abc") and sample.episode.branches[0].prompt.token_ids == ids("u:p$\na:")
+    assert sample.token_ids == ids(f"{call}\nt:2$\na:abc") and sample.episode.branches[
+        0
+    ].prompt.token_ids == ids("u:p$\na:")
 
 
 def test_completions_and_token_ids(file):
@@ -256,12 +306,18 @@ def test_what_would_not_be_sampled_as_the_run_samples_is_refused(play):
 @pytest.mark.parametrize("limits", [{"max_turns": 2}, {"longest": 24}])
 def test_an_agent_that_goes_on_ends_at_the_limit(play, limits):
     sample = play("endless", ["a$"] * 9, **limits)
-    assert sample.token_ids == ids("a$\nu:more$\na:a$") and sample.truncated and sample.episode.problem == ""
+    assert (
+        sample.token_ids == ids("a$\nu:more$\na:a$")
+        and sample.truncated
+        and sample.episode.problem == ""
+    )
 
 
 def test_requests_at_the_same_time_are_branches(play):
     sample = play("several_at_once", ["1$", "2$", "3$"])
-    assert sorted(row.prompt.token_ids.tolist() for row in sample.rows) == [ids(f"u:{letter}$\na:") for letter in "abc"]
+    assert sorted(row.prompt.token_ids.tolist() for row in sample.rows) == [
+        ids(f"u:{letter}$\na:") for letter in "abc"
+    ]
     assert sorted(bytes(row.token_ids[:1]) for row in sample.rows) == [b"1", b"2", b"3"]
 
 
@@ -273,7 +329,10 @@ def test_a_request_without_meaning_is_refused(play):
 HALF_SENT = {
     "nothing": b"",
     "a head": b"POST /v1/completions HTT",
-    "a body": b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer KEY\r\nContent-Length: 9\r\n\r\n{",
+    "a body": (
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer KEY\r\nContent-Length:"
+        b" 9\r\n\r\n{"
+    ),
     "a second head": b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n|GET /hea",
 }
 
@@ -303,11 +362,17 @@ def test_a_connection_with_half_a_request_is_closed(case, monkeypatch):
 
 def test_the_error_of_an_agent_is_located_in_its_file(play, file):
     sample = play("in_a_library", ["a$"])
-    line = next(number for number, text in enumerate(file.read_text().splitlines(), 1) if "n=5" in text)
+    line = next(
+        number for number, text in enumerate(file.read_text().splitlines(), 1) if "n=5" in text
+    )
     assert sample.episode.problem.startswith("BadRequestError: ")
     assert sample.episode.problem.endswith(f"agents.py:{line} (in_a_library)")
 
 
 def test_an_agent_that_raises_costs_its_sample(play):
     sample = play("breaks", ["a$"])
-    assert sample.masked and "OSError: no network, at " in sample.episode.problem and "agents.py:" in sample.episode.problem
+    assert (
+        sample.masked
+        and "OSError: no network, at " in sample.episode.problem
+        and "agents.py:" in sample.episode.problem
+    )

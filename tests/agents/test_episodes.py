@@ -1,4 +1,6 @@
-"""Why: what is learned has to be what was sampled, token by token, whatever an environment does, raises or never returns."""
+"""Why: what is learned has to be what was sampled, token by token, whatever an environment does,
+raises or never returns.
+"""
 
 import json
 import os
@@ -201,16 +203,27 @@ def test_a_game_without_a_chat_template(player):
     assert first.token_ids == ids("ab<ab>end")
     assert first.episode.sampled == [True] * 2 + [False] * 4 + [True] * 3
     assert first.logprobs == [-0.5] * 2 + [0.0] * 4 + [-0.5] * 3
-    assert first.episode.rewards == [(1, 2.0), (8, 3.0)] and first.text == "end" and first.finish_reason == "stop"
+    assert (
+        first.episode.rewards == [(1, 2.0), (8, 3.0)]
+        and first.text == "end"
+        and first.finish_reason == "stop"
+    )
     assert environment([first, second]) == [[None, 2.0, *[None] * 6, 3.0], 3.0]
     assert [message["content"] for message in first.episode.messages] == ["+0", "ab", "<ab>", "end"]
 
 
 def test_turns_of_a_chat_are_never_tokenized_again(player):
-    """The end token that was sampled is not repeated; one that is missing is added, and not learned."""
+    """The end token that was sampled is not repeated; one that is missing is added, and not
+    learned.
+    """
     ended, open_ended = player("Echo", chat=True).play([["ab$", "end$"], ["ab", "end"]])
-    assert bytes(token if token != EOS else ord("$") for token in ended.prompt.token_ids) == b"u:p+0$\na:"
-    assert ended.token_ids == ids("ab$\nu:<ab>$\na:end$") and open_ended.token_ids == ids("ab$\nu:<ab>$\na:end")
+    assert (
+        bytes(token if token != EOS else ord("$") for token in ended.prompt.token_ids)
+        == b"u:p+0$\na:"
+    )
+    assert ended.token_ids == ids("ab$\nu:<ab>$\na:end$") and open_ended.token_ids == ids(
+        "ab$\nu:<ab>$\na:end"
+    )
     assert ended.episode.sampled == [True] * 3 + [False] * 11 + [True] * 4
     assert open_ended.episode.sampled == [True] * 2 + [False] * 12 + [True] * 3
 
@@ -221,16 +234,32 @@ def call(name, **arguments):
 
 def test_tools_are_called_together_and_their_errors_are_read(player):
     both = call("buy", fruit="pear", count=3) + call("wait", seconds=0)
-    wrong = (call("buy", fruit="stone") + call("sell") + call("buy", colour="red") + "<tool_call>{</tool_call>"
-             + call("wait", seconds=30))  # fmt: skip
-    (sample,) = player("Shop", chat=True, tool_seconds=3.0, longest=2000).play([[both, wrong, "done$"]])
-    replies = [message["content"] for message in sample.episode.messages if message["role"] == "tool"]
+    wrong = (
+        call("buy", fruit="stone")
+        + call("sell")
+        + call("buy", colour="red")
+        + "<tool_call>{</tool_call>"
+        + call("wait", seconds=30)
+    )
+    (sample,) = player("Shop", chat=True, tool_seconds=3.0, longest=2000).play(
+        [[both, wrong, "done$"]]
+    )
+    replies = [
+        message["content"] for message in sample.episode.messages if message["role"] == "tool"
+    ]
     assert replies[:2] == ["3", "waited 0"]
     assert replies[2] == "Error: ValueError: no such fruit"
     assert replies[3] == "Error: there is no tool 'sell', only buy, stall, wait"
     assert replies[4].startswith("Error: TypeError: ") and "'fruit'" in replies[4]
-    assert replies[5].startswith("Error: the call is not of the form") and replies[6] == "Error: wait took more than 3 s"
-    assert (sample.episode.tool_calls, sample.episode.tool_errors) == (7, 5) and 3 <= sample.episode.tool_seconds < 30
+
+    assert (
+        replies[5].startswith("Error: the call is not of the form")
+        and replies[6] == "Error: wait took more than 3 s"
+    )
+    assert (sample.episode.tool_calls, sample.episode.tool_errors) == (
+        7,
+        5,
+    ) and 3 <= sample.episode.tool_seconds < 30
     assert environment([sample]) == [3.0] and sample.text == "done"
 
 
@@ -241,15 +270,25 @@ def test_a_process_runs_one_episode_after_another(player):
 
 
 def test_calls_that_never_return_keep_no_later_episode_waiting(player):
-    """More of them than an event loop has threads by default: the worker that they run in is replaced."""
+    """More of them than an event loop has threads by default: the worker that they run in is
+    replaced.
+    """
     play = player("Shop", chat=True, tool_seconds=2.0, longest=2000, environment_workers=1)
-    stalled, bought = play.play([[call("stall") * 12, "done$"], [call("buy", fruit="pear"), "done$"]], seconds=50.0)
-    replies = [message["content"] for message in stalled.episode.messages if message["role"] == "tool"]
-    assert replies == ["Error: stall took more than 2 s"] * 12 and environment([stalled, bought]) == [0.0, 1.0]
+    stalled, bought = play.play(
+        [[call("stall") * 12, "done$"], [call("buy", fruit="pear"), "done$"]], seconds=50.0
+    )
+    replies = [
+        message["content"] for message in stalled.episode.messages if message["role"] == "tool"
+    ]
+    assert replies == ["Error: stall took more than 2 s"] * 12 and environment(
+        [stalled, bought]
+    ) == [0.0, 1.0]
 
 
 def test_a_program_that_repeats_refused_requests_fails(player):
-    (sample,) = player("stubborn", environment_minutes=0.01, max_turns=1, chat=True).play([["a", "b"]])
+    (sample,) = player("stubborn", environment_minutes=0.01, max_turns=1, chat=True).play(
+        [["a", "b"]]
+    )
     assert "asked for no turn for 0.6 s" in sample.episode.problem and sample.masked
 
 
@@ -264,12 +303,18 @@ def test_a_program_that_dies_or_hangs_costs_its_own_sample(player):
     turns = [["die"], ["kill"], ["sleep"], ["raise"], ["end"], ["end"]]
     samples = play.play(turns)
     problems = [sample.episode.problem for sample in samples]
-    assert problems[0] == "its process has ended with exit code 7" and problems[1] == "its process was killed by SIGKILL"
+    assert (
+        problems[0] == "its process has ended with exit code 7"
+        and problems[1] == "its process was killed by SIGKILL"
+    )
     assert "asked for no turn for 3 s" in problems[2]
     assert "OSError: the game is over, at " in problems[3] and "mine.py:" in problems[3]
     assert problems[4:] == ["", ""]
     assert [sample.masked for sample in samples] == [True] * 4 + [False] * 2
-    assert environment(samples) == [0.0] * 4 + [3.0] * 2 and play.play([["end"]])[0].episode.problem == ""
+    assert (
+        environment(samples) == [0.0] * 4 + [3.0] * 2
+        and play.play([["end"]])[0].episode.problem == ""
+    )
 
 
 def test_garbage_on_its_socket_costs_an_episode_its_own_sample(player, file):
@@ -279,7 +324,10 @@ def test_garbage_on_its_socket_costs_an_episode_its_own_sample(player, file):
     problems = {name: sample.episode.problem for name, sample in zip(garbage, samples, strict=True)}
     assert problems.pop("none").startswith("KeyError"), problems
     assert "asked for no turn" in problems.pop("half a head")
-    assert all("no message" in problem or "another request" in name or "no turn" in name for name, problem in problems.items())
+    assert all(
+        "no message" in problem or "another request" in name or "no turn" in name
+        for name, problem in problems.items()
+    )
     assert player("Echo").play([["end"]])[0].episode.problem == ""
 
 
@@ -301,18 +349,27 @@ def test_limits_end_an_episode(player):
     (minutes,) = player("Echo", episode_minutes=2 / 60).play([["a", "pause", "c"]])
     assert minutes.token_ids == ids("a<a>pause") and minutes.finish_reason == "length"
     (tokens,) = player("Echo", longest=6).play([["ab", "c"]])
-    assert tokens.token_ids == ids("ab") and tokens.truncated, "four tokens of the observation leave no room for a turn"
+    assert tokens.token_ids == ids("ab") and tokens.truncated, (
+        "four tokens of the observation leave no room for a turn"
+    )
 
 
 def test_observations_have_no_placeholders_of_media():
-    """A placeholder without an image would end the run in the engine; a text that mentions one is read letter by letter."""
+    """A placeholder without an image would end the run in the engine; a text that mentions one is
+    read letter by letter.
+    """
     reader = byte_tokenizer()
     reader.add_special_tokens({"additional_special_tokens": ["<image>"]})
     reader.chat_template = TEMPLATE
     image = reader.convert_tokens_to_ids("<image>")
     format = TurnFormat(DataSection(apply_chat_template=True), reader, frozenset({EOS}), [image])
-    assert format.tokens(TurnRequest([{"role": "tool", "content": "an <image>"}]), EOS) == ids("\nt:an <image>$\na:")
-    assert image in TurnFormat(DataSection(), reader, frozenset({EOS})).tokens(TurnRequest("<image>"), EOS)
+    assert format.tokens(TurnRequest([{"role": "tool", "content": "an <image>"}]), EOS) == ids(
+        "\nt:an <image>$\na:"
+    )
+
+    assert image in TurnFormat(DataSection(), reader, frozenset({EOS})).tokens(
+        TurnRequest("<image>"), EOS
+    )
     for observation in ([image], [{"role": "user", "content": [{"type": "image"}]}]):
         with pytest.raises(ValueError, match="an observation is text"):
             format.tokens(TurnRequest(observation), EOS)
@@ -335,9 +392,14 @@ def test_an_aborted_episode_leaves_no_process(player):
     assert play.running == [] and play.take_ended() == []
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("nothing", "has no object 'nothing'"), ("CODE", "has no object"), ("os", "neither a class nor an async function"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "has no object 'nothing'"),
+        ("CODE", "has no object"),
+        ("os", "neither a class nor an async function"),
+    ],
+)
 def test_what_is_no_environment(file, name, message):
     with pytest.raises(ValueError, match=message):
         ProgramSetup(f"{file}:{name}").program()
@@ -345,25 +407,42 @@ def test_what_is_no_environment(file, name, message):
 
 def test_tools_are_described_by_their_types_and_docstrings(file, tmp_path):
     buy, _, wait = schemas(ProgramSetup(f"{file}:Shop").program().all_tools)
-    assert buy["function"]["name"] == "buy" and buy["function"]["parameters"]["required"] == ["fruit"]
-    assert wait["function"]["parameters"]["properties"] == {"seconds": {"type": "number", "description": "Time to wait."}}
+    assert buy["function"]["name"] == "buy" and buy["function"]["parameters"]["required"] == [
+        "fruit"
+    ]
+    assert wait["function"]["parameters"]["properties"] == {
+        "seconds": {"type": "number", "description": "Time to wait."}
+    }
     (tmp_path / "bare.py").write_text("def bare(x):\n    return x\n")
     with pytest.raises(ValueError, match="tool bare: .*A tool has a type for each argument"):
         schemas(ProgramSetup("", (str(tmp_path / "bare.py"),)).program().all_tools)
 
 
 def test_rewards_that_no_reward_of_the_run_reads(player):
-    with pytest.raises(ConfigError, match="--reward exact_match ignores: add environment to --reward"):
+    with pytest.raises(
+        ConfigError, match="--reward exact_match ignores: add environment to --reward"
+    ):
         player("Echo", other_rewards="exact_match").play([["a$", "end$"]])
 
 
-@pytest.mark.parametrize(("text", "calls"), [
-    ("no call", []),
-    ('x <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call> y', [ToolCall("f", {"a": 1})]),
-    ('<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": "{\\"b\\": []}"}</tool_call>',
-     [ToolCall("f", {}), ToolCall("g", {"b": []})]),
-    ('<tool_call>{"name": "f", "arguments": {}}', []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("no call", []),
+        (
+            'x <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call> y',
+            [ToolCall("f", {"a": 1})],
+        ),
+        (
+            (
+                '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments":'
+                ' "{\\"b\\": []}"}</tool_call>'
+            ),
+            [ToolCall("f", {}), ToolCall("g", {"b": []})],
+        ),
+        ('<tool_call>{"name": "f", "arguments": {}}', []),
+    ],
+)
 def test_calls_in_a_text(text, calls):
     assert hermes(text)[1] == calls
 
@@ -371,17 +450,28 @@ def test_calls_in_a_text(text, calls):
 @pytest.mark.slow
 def test_formats_of_other_models_are_read_by_vllm():
     pytest.importorskip("vllm", reason="vllm is not installed")
-    data = DataSection(chat_template_kwargs=json.dumps({"tools": [{"type": "function", "function": {"name": "f"}}]}))
+    data = DataSection(
+        chat_template_kwargs=json.dumps(
+            {"tools": [{"type": "function", "function": {"name": "f"}}]}
+        )
+    )
 
     def parser(name):
-        return build_parser(Config(data=data, environment=EnvironmentSection(tool_parser=name)), byte_tokenizer())
+        return build_parser(
+            Config(data=data, environment=EnvironmentSection(tool_parser=name)), byte_tokenizer()
+        )
 
-    assert parser("pythonic")('[f(a="x", b=[1]), g()]')[1] == [ToolCall("f", {"a": "x", "b": [1]}), ToolCall("g", {})]
+    assert parser("pythonic")('[f(a="x", b=[1]), g()]')[1] == [
+        ToolCall("f", {"a": "x", "b": [1]}),
+        ToolCall("g", {}),
+    ]
     assert parser("pythonic")("no call") == ("no call", [])
     llama = byte_tokenizer()
     llama.add_special_tokens({"additional_special_tokens": ["<|python_tag|>"]})
     of_llama = Config(data=data, environment=EnvironmentSection(tool_parser="llama3_json"))
-    assert build_parser(of_llama, llama)('{"name": "f", "parameters": {"a": 1}}')[1] == [ToolCall("f", {"a": 1})]
+    assert build_parser(of_llama, llama)('{"name": "f", "parameters": {"a": 1}}')[1] == [
+        ToolCall("f", {"a": 1})
+    ]
     with pytest.raises(ConfigError, match="--tool_parser nothing: vLLM has .*llama3_json"):
         parser("nothing")
     with pytest.raises(ConfigError, match="--tool_parser deepseek_v3 does not fit the tokenizer"):
@@ -392,7 +482,11 @@ def parsed_by_sglang(name: str, text: str) -> tuple[str, list[ToolCall]]:
     empty = {"type": "object", "properties": {}}
     tools = [{"type": "function", "function": {"name": tool, "parameters": empty}} for tool in "fg"]
     data = DataSection(chat_template_kwargs=json.dumps({"tools": tools}))
-    config = Config(data=data, engine=EngineSection(engine_type="sglang"), environment=EnvironmentSection(tool_parser=name))
+    config = Config(
+        data=data,
+        engine=EngineSection(engine_type="sglang"),
+        environment=EnvironmentSection(tool_parser=name),
+    )
     return build_parser(config, byte_tokenizer())(text)
 
 
@@ -400,14 +494,19 @@ def parsed_by_sglang(name: str, text: str) -> tuple[str, list[ToolCall]]:
 def test_formats_of_other_models_are_read_by_sglang():
     _, calls = in_sglang_environment(parsed_by_sglang, "pythonic", '[f(a="x"), g()]')
     assert calls == [ToolCall("f", {"a": "x"}), ToolCall("g", {})]
-    called = in_sglang_environment(parsed_by_sglang, "llama3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}')
+    called = in_sglang_environment(
+        parsed_by_sglang, "llama3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}'
+    )
     assert called == ("", [ToolCall("f", {"a": 1})])
     assert in_sglang_environment(parsed_by_sglang, "llama3", "no call") == ("no call", [])
     with pytest.raises(RuntimeError, match="--tool_parser nothing: SGLang has .*llama3"):
         in_sglang_environment(parsed_by_sglang, "nothing", "")
 
 
-@pytest.mark.parametrize("content", ["", "[]", "[1]", "null", '{"name": 1}', '{"name": "f", "arguments": [1]}', "[" * 9999])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "[1]", "null", '{"name": 1}', '{"name": "f", "arguments": [1]}', "[" * 9999],
+)
 def test_unreadable_calls(content):
     _, (found,) = hermes(f"<tool_call>{content}</tool_call>")
     assert found.problem and replace(found, problem="") == ToolCall("", {})

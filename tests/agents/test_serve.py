@@ -1,4 +1,6 @@
-"""Why: an agent is written and tried against the same server that it has in training, without a run."""
+"""Why: an agent is written and tried against the same server that it has in training, without a
+run.
+"""
 
 import asyncio
 import json
@@ -20,8 +22,10 @@ from warm import warm_python
 
 openai = pytest.importorskip("openai", reason="openai is not installed")
 pytestmark = pytest.mark.slow
-TEMPLATE = ("{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
-            "{% if add_generation_prompt %}a:{% endif %}")  # fmt: skip
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
 
 
 class Server(NamedTuple):
@@ -33,7 +37,11 @@ class Server(NamedTuple):
 
     def inspected(self):
         port = int(self.address.rpartition(":")[2].partition("/")[0])
-        listens = [each.pid for each in psutil.net_connections("tcp4") if each.laddr.port == port and each.status == "LISTEN"]
+        listens = [
+            each.pid
+            for each in psutil.net_connections("tcp4")
+            if each.laddr.port == port and each.status == "LISTEN"
+        ]
         return psutil.Process(listens[0])
 
 
@@ -42,15 +50,27 @@ def started(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     tiny_qwen3(folder / "model", seed=0)
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    flags = [f"--model={folder}/model", "--engine_type=hf", "--port=0", "--generate_max_len=200", "--bf16=false",
-             "--environment_minutes=0.05"]  # fmt: skip
+    flags = [
+        f"--model={folder}/model",
+        "--engine_type=hf",
+        "--port=0",
+        "--generate_max_len=200",
+        "--bf16=false",
+        "--environment_minutes=0.05",
+    ]
+
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen([warm_python(), "-m", "lightrft.cli.serve", *flags], stderr=log,
-                                   env={**os.environ, "MODEL_API_KEY": "secret"})  # fmt: skip
+        process = subprocess.Popen(
+            [warm_python(), "-m", "lightrft.cli.serve", *flags],
+            stderr=log,
+            env={**os.environ, "MODEL_API_KEY": "secret"},
+        )
+
     until = time.monotonic() + 300
     while "serving model at " not in (text := (folder / "log").read_text()):
         assert time.monotonic() < until and process.poll() is None, text
         time.sleep(0.1)
+
     address = text.rpartition("serving model at ")[2].strip()
     yield Server(address, process, folder / "log")
     process.send_signal(signal.SIGINT)
@@ -67,8 +87,12 @@ def server(started):
 def test_clients_at_the_same_time_get_what_each_gets_alone(server):
     async def greedy(client, number):
         return await client.chat.completions.create(
-            model="any", messages=[{"role": "user", "content": f"{number}"}], temperature=0, max_tokens=9,
-            extra_body={"return_token_ids": True})  # fmt: skip
+            model="any",
+            messages=[{"role": "user", "content": f"{number}"}],
+            temperature=0,
+            max_tokens=9,
+            extra_body={"return_token_ids": True},
+        )
 
     async def ask():
         async with openai.AsyncOpenAI(base_url=server, api_key="secret") as client:
@@ -76,56 +100,98 @@ def test_clients_at_the_same_time_get_what_each_gets_alone(server):
             return alone, await asyncio.gather(*(greedy(client, number) for number in range(6)))
 
     alone, together = asyncio.run(ask())
-    assert [reply.choices[0].token_ids for reply in alone] == [reply.choices[0].token_ids for reply in together]
+    assert [reply.choices[0].token_ids for reply in alone] == [
+        reply.choices[0].token_ids for reply in together
+    ]
     assert len({tuple(reply.choices[0].token_ids) for reply in alone}) > 1
     assert alone[3].prompt_token_ids == list(b"u:3\na:")
 
 
 def test_a_session_keeps_its_tokens_and_ends_with_its_time(server):
-    """The header names it. What comes back as text is not tokenized again, unless the session has ended."""
-    with openai.OpenAI(base_url=server, api_key="secret", default_headers={"x-session-id": "one"}, max_retries=0) as client:
+    """The header names it.
+
+    What comes back as text is not tokenized again, unless the session has ended.
+    """
+    with openai.OpenAI(
+        base_url=server, api_key="secret", default_headers={"x-session-id": "one"}, max_retries=0
+    ) as client:
         messages = [{"role": "user", "content": "p"}]
         more = {"return_token_ids": True}
-        first = client.chat.completions.create(model="any", messages=messages, max_tokens=16, extra_body=more)
+        first = client.chat.completions.create(
+            model="any", messages=messages, max_tokens=16, extra_body=more
+        )
         text = first.choices[0].message.content
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "q"}]
-        second = client.chat.completions.create(model="any", messages=messages, max_tokens=4, extra_body=more)
+        second = client.chat.completions.create(
+            model="any", messages=messages, max_tokens=4, extra_body=more
+        )
         sampled = first.choices[0].token_ids
         assert second.prompt_token_ids[: 6 + len(sampled)] == [*b"u:p\na:", *sampled]
         assert "\ufffd" in text, "these bytes are no text, and would not come back"
         time.sleep(5)
         with pytest.raises(openai.BadRequestError, match="the session 'one' has ended"):
             client.chat.completions.create(model="any", messages=messages, max_tokens=4)
-        third = client.chat.completions.create(model="any", messages=messages, max_tokens=4, extra_body=more)
+
+        third = client.chat.completions.create(
+            model="any", messages=messages, max_tokens=4, extra_body=more
+        )
         assert sampled != third.prompt_token_ids[6 : 6 + len(sampled)]
 
 
 def test_bad_requests_are_answered_and_the_server_goes_on(server):
-    with httpx.Client(base_url=server.removesuffix("/v1"), headers={"Authorization": "Bearer secret"}) as client:
+    with httpx.Client(
+        base_url=server.removesuffix("/v1"), headers={"Authorization": "Bearer secret"}
+    ) as client:
+
         def told(route, body):
             reply = client.post(route, json=body)
             return reply.status_code, reply.json()["error"]["message"]
 
         assert told("/v1/completions", {"prompt": [99999]})[0] == 400
         assert "more than --prompt_max_len" in told("/v1/completions", {"prompt": "a" * 2000})[1]
-        assert client.post("/v1/completions", json={"prompt": "a"}, headers={"Authorization": ""}).status_code == 401
-        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).json()["usage"]["completion_tokens"] <= 2
+        assert (
+            client.post(
+                "/v1/completions", json={"prompt": "a"}, headers={"Authorization": ""}
+            ).status_code
+            == 401
+        )
+        assert (
+            client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).json()["usage"][
+                "completion_tokens"
+            ]
+            <= 2
+        )
 
 
 def test_a_request_without_meaning_is_answered_and_costs_nothing_else(started):
     wrong = []
-    with httpx.Client(base_url=started.address.removesuffix("/v1"), headers={"Authorization": "Bearer secret"}) as client:
+    with httpx.Client(
+        base_url=started.address.removesuffix("/v1"), headers={"Authorization": "Bearer secret"}
+    ) as client:
         for route, body, word in [*MALFORMED, *OF_A_SERVER]:
             reply = client.post(route, content=json.dumps(body))
             message = reply.json()["error"]["message"]
-            if reply.status_code != 400 or word not in message or "training" in message or "run says" in message:
+            if (
+                reply.status_code != 400
+                or word not in message
+                or "training" in message
+                or "run says" in message
+            ):
                 wrong.append((route, body, reply.status_code, message))
+
         for content in NO_JSON:
             reply = client.post("/v1/completions", content=content)
             wrong += [(content[:20], reply.status_code)] if reply.status_code != 400 else []
+
         assert wrong == []
-        assert client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 2, "top_k": -1, "n": 1}).status_code == 200
+        assert (
+            client.post(
+                "/v1/chat/completions", json=CHAT | {"max_tokens": 2, "top_k": -1, "n": 1}
+            ).status_code
+            == 200
+        )
         assert client.get("/health", headers={"Authorization": ""}).json() == {"status": "ready"}
+
     assert "127.0.0.1 POST /v1/completions: 400 in 0." in started.log.read_text()
 
 
@@ -139,17 +205,27 @@ def test_a_request_that_is_too_large_is_not_kept(started):
 
     with httpx.Client(base_url=started.address, timeout=120) as client:
         for key, status in (("secret", 413), ("wrong", 401)):
-            reply = client.post("/completions", content=parts(), headers={"Authorization": f"Bearer {key}"})
+            reply = client.post(
+                "/completions", content=parts(), headers={"Authorization": f"Bearer {key}"}
+            )
             assert reply.status_code == status
     assert started.inspected().memory_info().rss - before < 50 << 20
 
 
 def test_sessions_that_have_ended_leave_no_descriptors(started):
     process = started.inspected()
-    with httpx.Client(base_url=started.address, headers={"Authorization": "Bearer secret"}) as client:
+    with httpx.Client(
+        base_url=started.address, headers={"Authorization": "Bearer secret"}
+    ) as client:
+
         def ask(name):
             headers = {"x-session-id": name} if name else {}
-            assert client.post("/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers).status_code == 200
+            assert (
+                client.post(
+                    "/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers
+                ).status_code
+                == 200
+            )
 
         ask("")
         before = process.num_fds()
@@ -166,12 +242,22 @@ def test_sessions_that_have_ended_leave_no_descriptors(started):
 
 def test_no_client_keeps_others_waiting(started):
     host, port = started.address.split("//")[1].split("/")[0].split(":")
-    half = [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer secret\r\n"
-            b"Content-Length: 50\r\n\r\n{", b"\x16\x03\x01\x02", b"GET / HTTP/9.9\r\n\r\n"]  # fmt: skip
+    half = [
+        b"",
+        b"POST /v1/comp",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer secret\r\n"
+        b"Content-Length: 50\r\n\r\n{",
+        b"\x16\x03\x01\x02",
+        b"GET / HTTP/9.9\r\n\r\n",
+    ]
     sockets = [socket.create_connection((host, int(port))) for _ in half]
     for each, content in zip(sockets, half, strict=True):
         each.sendall(content)
-    with httpx.Client(base_url=started.address, headers={"Authorization": "Bearer secret"}, timeout=20) as client:
+
+    with httpx.Client(
+        base_url=started.address, headers={"Authorization": "Bearer secret"}, timeout=20
+    ) as client:
         assert client.post("/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
     for each in sockets:
         each.close()

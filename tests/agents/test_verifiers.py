@@ -1,4 +1,5 @@
-"""Environments of the package verifiers, unmodified: they send chats, and what was sampled is learned.
+"""Environments of the package verifiers, unmodified: they send chats, and what was sampled is
+learned.
 
 It runs in the environment that has the package, by tests/test_extras.py.
 """
@@ -73,7 +74,12 @@ def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("verifiers")
     (folder / "guess_game.py").write_text(GAME)
     sys.path.insert(0, str(folder))
-    yield [row for _, row in read_rows("verifiers:guess-game?select.skip=1", "train", BadRows(False, "--prompt_data"))]
+    yield [
+        row
+        for _, row in read_rows(
+            "verifiers:guess-game?select.skip=1", "train", BadRows(False, "--prompt_data")
+        )
+    ]
     sys.path.remove(str(folder))
 
 
@@ -86,9 +92,18 @@ def player(rows):
 
 def test_tasks_are_rows(rows):
     assert [row["input"] for row in rows] == ["Guess."] * 3
-    assert [(row["task"]["idx"], row["task"]["digit"]) for row in rows] == [(1, "1"), (2, "2"), (3, "3")]
+    assert [(row["task"]["idx"], row["task"]["digit"]) for row in rows] == [
+        (1, "1"),
+        (2, "2"),
+        (3, "3"),
+    ]
+
     unprotected = "guess-game?player.harness.id=bash"
-    for name, told in ("nowhere", "nowhere"), ("guess-game?player.colour=red", "colour"), (unprotected, "player.harness.id=null"):
+    for name, told in (
+        ("nowhere", "nowhere"),
+        ("guess-game?player.colour=red", "colour"),
+        (unprotected, "player.harness.id=null"),
+    ):
         with pytest.raises(DataError, match=told):
             list(read_rows(f"verifiers:{name}", "train", BadRows(False, "--prompt_data")))
 
@@ -102,7 +117,9 @@ def test_an_environment_scores_what_its_own_limit_ends(rows):
 
 
 def test_episodes(player, rows):
-    """The game is won, is lost at the limit of turns, and breaks; a row of other data has no task."""
+    """The game is won, is lost at the limit of turns, and breaks; a row of other data has no
+    task.
+    """
     turns = [["7$", "1$"], ["7$", "0$", "7$", "0$"], ["crash$"], []]
     won, limited, crashed, other = player.play(turns, rows=[*rows, {}], seconds=120)
     assert won.episode.problem == "" and won.prompt.token_ids == ids("u:Guess.$\na:")

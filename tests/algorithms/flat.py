@@ -18,13 +18,18 @@ def sequences(masks: list[str]) -> dict[str, Tensor]:
     return {
         "lengths": torch.tensor([len(mask) for mask in masks], dtype=torch.int64),
         "input_ids": torch.arange(sum(map(len, masks))),
-        "loss_mask": torch.tensor([letter == "x" for mask in masks for letter in mask], dtype=torch.bool),
+        "loss_mask": torch.tensor(
+            [letter == "x" for mask in masks for letter in mask], dtype=torch.bool
+        ),
         "rows": torch.arange(len(masks)),
     }
 
 
 def random_experience(masks: list[str], seed: int, **columns: Tensor) -> Experience:
-    """With noise everywhere, also where nothing is learned. Log-ratios of about 0.3, advantages of about 1."""
+    """With noise everywhere, also where nothing is learned.
+
+    Log-ratios of about 0.3, advantages of about 1.
+    """
     generator = torch.Generator().manual_seed(seed)
     total = sum(map(len, masks))
 
@@ -48,7 +53,9 @@ def random_experience(masks: list[str], seed: int, **columns: Tensor) -> Experie
 
 def actor_logprobs(batch: Experience, seed: int) -> Tensor:
     """What the actor says now, some steps from the old log-probs."""
-    noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    noise = torch.randn(
+        batch.num_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     return batch.old_logprobs + 0.3 * noise
 
 
@@ -57,7 +64,9 @@ def step_denominator(batch: Batch) -> Denominator:
     return Denominator(batch.num_loss_tokens, torch.tensor(float(sum(learned))), length=7)
 
 
-def loss_and_gradient(section: AlgorithmSection, batch: Experience, logprobs: Tensor, denominator: Denominator) -> tuple:
+def loss_and_gradient(
+    section: AlgorithmSection, batch: Experience, logprobs: Tensor, denominator: Denominator
+) -> tuple:
     values = logprobs.clone().requires_grad_()
     loss, report = PolicyObjective(section)(values, batch, denominator)
     return loss.item(), torch.autograd.grad(loss, values)[0], report

@@ -1,4 +1,7 @@
-"""Why: a wrong baseline trains silently in the wrong direction. Every estimator against numbers worked out by hand."""
+"""Why: a wrong baseline trains silently in the wrong direction.
+
+Every estimator against numbers worked out by hand.
+"""
 
 import math
 from itertools import combinations
@@ -12,9 +15,13 @@ from lightrft.algorithms.advantage import estimators, grpo
 from lightrft.algorithms.options import keywords
 from lightrft.config import COMPARING
 
-REWARDS = st.lists(st.tuples(st.integers(0, 3), st.floats(-100, 100, width=32)), min_size=1, max_size=12)
+REWARDS = st.lists(
+    st.tuples(st.integers(0, 3), st.floats(-100, 100, width=32)), min_size=1, max_size=12
+)
 """(group, reward) of each sample."""
-SAMPLES = st.lists(st.tuples(st.integers(0, 3), st.integers(-64, 64), st.integers(1, 50)), min_size=1, max_size=12)
+SAMPLES = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(-64, 64), st.integers(1, 50)), min_size=1, max_size=12
+)
 """(group, reward, length)."""
 
 
@@ -39,7 +46,9 @@ def compare(name: str, samples: list[tuple[int, float, int]]) -> list[float]:
 
 def test_two_right_of_four():
     # mean 0.5, unbiased variance 4 * 0.25 / 3 = 1/3, so 0.5 / (0.577350 + 0.0001) = 0.865875
-    assert advantages([1.0, 0.0, 0.0, 1.0], [7, 7, 7, 7]) == pytest.approx([0.865875, -0.865875, -0.865875, 0.865875], abs=1e-6)
+    assert advantages([1.0, 0.0, 0.0, 1.0], [7, 7, 7, 7]) == pytest.approx(
+        [0.865875, -0.865875, -0.865875, 0.865875], abs=1e-6
+    )
 
 
 def test_unequal_rewards():
@@ -51,13 +60,16 @@ def test_unequal_rewards():
 def test_groups_of_different_size_may_be_interleaved():
     # group 5: 1, 2, 6 as above; group 2: 0, 4 has mean 2, std sqrt(8) = 2.828427
     expected = [-0.755900, -0.707082, -0.377950, 0.707082, 1.133850]
-    assert advantages([1.0, 0.0, 2.0, 4.0, 6.0], [5, 2, 5, 2, 5]) == pytest.approx(expected, abs=1e-6)
+    assert advantages([1.0, 0.0, 2.0, 4.0, 6.0], [5, 2, 5, 2, 5]) == pytest.approx(
+        expected, abs=1e-6
+    )
 
 
 def test_eps_bounds_the_advantage_of_a_nearly_equal_group():
     # std 0.7071e-6 of 0 and 1e-6: without eps +-0.707, with 1e-4 it is 0.5e-6 / 1.007071e-4
     assert advantages([0.0, 1e-6], [0, 0]) == pytest.approx([-0.00496489, 0.00496489], rel=1e-5)
-    assert advantages([0.0, 2.0], [0, 0], eps=1.0) == pytest.approx([-0.414214, 0.414214], abs=1e-6)  # 1 / (sqrt 2 + 1)
+    # 1 / (sqrt 2 + 1)
+    assert advantages([0.0, 2.0], [0, 0], eps=1.0) == pytest.approx([-0.414214, 0.414214], abs=1e-6)
 
 
 @given(REWARDS)
@@ -79,21 +91,40 @@ def test_without_a_baseline_the_reward_itself():
 
 def test_the_group_mean_alone():
     # group 0: 1, 2, 6 has mean 3; group 1: 0, 4 has mean 2
-    assert estimate("dr_grpo", [1.0, 0.0, 2.0, 4.0, 6.0], [0, 1, 0, 1, 0]) == [-2.0, -2.0, -1.0, 2.0, 3.0]
+    assert estimate("dr_grpo", [1.0, 0.0, 2.0, 4.0, 6.0], [0, 1, 0, 1, 0]) == [
+        -2.0,
+        -2.0,
+        -1.0,
+        2.0,
+        3.0,
+    ]
 
 
 def test_the_mean_of_the_others():
     # of 1, 2, 6: 1 - 4, 2 - 3.5, 6 - 1.5; of 0, 4: 0 - 4, 4 - 0; alone: nothing to compare with
-    result = estimate("rloo", [1.0, 0.0, 2.0, 4.0, 6.0, 9.0], [0, 1, 0, 1, 0, 2], responses=torch.arange(6))
+    result = estimate(
+        "rloo", [1.0, 0.0, 2.0, 4.0, 6.0, 9.0], [0, 1, 0, 1, 0, 2], responses=torch.arange(6)
+    )
     assert result == [-3.0, -4.0, -1.5, 4.0, 4.5, 0.0]
 
 
 def test_a_response_with_several_rewards_is_left_out_whole():
-    # group 0: responses with 1, 3 (mean 2), with 5, and with 2, 6, 1 (mean 3); the others' means are (5 + 3) / 2 = 4,
-    # (2 + 3) / 2 = 2.5 and (2 + 5) / 2 = 3.5. Group 1: a response alone, with 7 and 9
-    rewards, groups = [1.0, 3.0, 7.0, 9.0, 5.0, 2.0, 6.0, 1.0], [0, 0, 1, 1, 0, 0, 0, 0]
+    # group 0: responses with 1, 3 (mean 2), with 5, and with 2, 6, 1 (mean 3); the others' means
+    # are (5 + 3) / 2 = 4, (2 + 3) / 2 = 2.5 and (2 + 5) / 2 = 3.5. Group 1: a response alone, with
+    # 7 and 9
+    rewards = [1.0, 3.0, 7.0, 9.0, 5.0, 2.0, 6.0, 1.0]
+    groups = [0, 0, 1, 1, 0, 0, 0, 0]
     responses = torch.tensor([4, 4, 5, 5, 6, 7, 7, 7])
-    assert estimate("rloo", rewards, groups, responses=responses) == [-3.0, -1.0, 0.0, 0.0, 2.5, -1.5, 2.5, -2.5]
+    assert estimate("rloo", rewards, groups, responses=responses) == [
+        -3.0,
+        -1.0,
+        0.0,
+        0.0,
+        2.5,
+        -1.5,
+        2.5,
+        -2.5,
+    ]
 
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, -7.3])
@@ -105,7 +136,13 @@ def test_equal_rewards_of_many_steps_teach_nothing(reward):
 def test_the_mean_weighted_with_lengths():
     # (10 * 1 + 30 * 0) / 40 = 0.25; (1 * 2 + 2 * 5 + 1 * 4) / 4 = 4
     lengths = torch.tensor([10, 1, 30, 2, 1])
-    assert estimate("opo", [1.0, 2.0, 0.0, 5.0, 4.0], [0, 1, 0, 1, 1], lengths=lengths) == [0.75, -2.0, -0.25, 1.0, 0.0]
+    assert estimate("opo", [1.0, 2.0, 0.0, 5.0, 4.0], [0, 1, 0, 1, 1], lengths=lengths) == [
+        0.75,
+        -2.0,
+        -0.25,
+        1.0,
+        0.0,
+    ]
 
 
 def test_responses_without_tokens_weigh_nothing():
@@ -119,7 +156,8 @@ def test_the_greedy_response():
 
 
 def test_one_right_of_four_in_draws_of_two():
-    # 3 wrong of 4: C(3,2)/C(4,2) = 1/2 of the draws fail, sigma 1/2. Right: 1. Wrong: with it C(2,1)/C(3,1) = 2/3 fail, -1/3
+    # 3 wrong of 4: C(3,2)/C(4,2) = 1/2 of the draws fail, sigma 1/2. Right: 1. Wrong: with it
+    # C(2,1)/C(3,1) = 2/3 fail, -1/3
     result = estimate("pass_at_k", [0.0, 1.0, 0.0, 0.0], [3, 3, 3, 3], pass_k=2)
     assert result == pytest.approx([-1 / 3, 1.0, -1 / 3, -1 / 3], abs=1e-12)
 
@@ -132,17 +170,22 @@ def test_where_every_or_no_draw_fails_nothing_is_learned():
 
 @given(st.lists(st.booleans(), min_size=2, max_size=7), st.integers(1, 4))
 def test_pass_at_k_is_the_mean_over_all_draws(right, k):
-    """The paper's definition, by counting: a draw is worth 1 when it holds a right one, standardised over all draws."""
+    """The paper's definition, by counting: a draw is worth 1 when it holds a right one,
+    standardised over all draws.
+    """
     if k > len(right):
         return
+
     draws = list(combinations(range(len(right)), k))
     worth = [float(any(right[i] for i in draw)) for draw in draws]
     mean = sum(worth) / len(worth)
+
     sigma = math.sqrt(mean * (1 - mean))
     expected = []
     for i in range(len(right)):
         mine = [value for draw, value in zip(draws, worth, strict=True) if i in draw]
         expected.append((sum(mine) / len(mine) - mean) / sigma if sigma > 0 else 0.0)
+
     result = estimate("pass_at_k", [float(r) for r in right], [0] * len(right), pass_k=k)
     assert result == pytest.approx(expected, abs=1e-9)
 
@@ -164,7 +207,9 @@ def test_permuting_the_samples_permutes_the_advantages(name, samples, random):
     order = list(range(len(samples)))
     random.shuffle(order)
     plain = compare(name, samples)
-    assert compare(name, [samples[i] for i in order]) == pytest.approx([plain[i] for i in order], abs=1e-6)
+    assert compare(name, [samples[i] for i in order]) == pytest.approx(
+        [plain[i] for i in order], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in COMPARING if name != "pass_at_k"])
@@ -178,7 +223,9 @@ def test_shifting_all_rewards_changes_nothing(name, samples, shift):
 @given(samples=SAMPLES)
 def test_other_groups_do_not_matter(name, samples):
     mine = [sample for sample in samples if sample[0] == samples[0][0]]
-    together = [a for a, sample in zip(compare(name, samples), samples, strict=True) if sample in mine]
+    together = [
+        a for a, sample in zip(compare(name, samples), samples, strict=True) if sample in mine
+    ]
     assert together == pytest.approx(compare(name, mine), abs=1e-9)
 
 

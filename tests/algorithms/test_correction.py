@@ -1,4 +1,6 @@
-"""Why: a correction that leaks a gradient, weighs the wrong level or masks the wrong side makes the mismatch worse. By hand."""
+"""Why: a correction that leaks a gradient, weighs the wrong level or masks the wrong side makes the
+mismatch worse. By hand.
+"""
 
 import math
 
@@ -7,12 +9,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algorithms.flat import actor_logprobs, loss_and_gradient, make_batch, random_experience, step_denominator
+from algorithms.flat import (
+    actor_logprobs,
+    loss_and_gradient,
+    make_batch,
+    random_experience,
+    step_denominator,
+)
 from lightrft.algorithms.correction import corrections, importance_ratios, kept_sequences
 from lightrft.config import AlgorithmSection
 
-LOG2, LOG4 = math.log(2), math.log(4)
-# `p a b` and `p c`; p_old / p_engine is 4, 1/2 | 2; what stands where nothing is learned does not matter
+LOG2 = math.log(2)
+LOG4 = math.log(4)
+# `p a b` and `p c`; p_old / p_engine is 4, 1/2 | 2; what stands where nothing is learned does not
+# matter
 MASKS = [".xx", ".x"]
 OLD = torch.tensor([9.0, -1.0, -2.0, 9.0, -1.0])
 ENGINE = OLD - torch.tensor([5.0, LOG4, -LOG2, 5.0, LOG2])
@@ -45,14 +55,23 @@ def test_levels(level, expected):
     ],
 )
 def test_whole_sequences_are_masked_and_tokens_keep_their_weights(level, bounds, kept):
-    batch = random_experience(MASKS, 0, old_logprobs=OLD, engine_logprobs=ENGINE, weights=None, advantages=torch.ones(5))
+    batch = random_experience(
+        MASKS, 0, old_logprobs=OLD, engine_logprobs=ENGINE, weights=None, advantages=torch.ones(5)
+    )
     low, high = bounds
-    chosen = section(rollout_correction="tis", rollout_correction_high=3.0, rollout_mask=level, rollout_mask_low=low,
-                     rollout_mask_high=high)  # fmt: skip
+    chosen = section(
+        rollout_correction="tis",
+        rollout_correction_high=3.0,
+        rollout_mask=level,
+        rollout_mask_low=low,
+        rollout_mask_high=high,
+    )
     _, gradient, report = loss_and_gradient(chosen, batch, OLD, step_denominator(batch))
     weights = torch.tensor([-3 / 3, -0.5 / 3, -2 / 3]) * torch.tensor(kept)
     assert gradient[batch.loss_mask].tolist() == pytest.approx(weights.tolist(), rel=1e-6)
-    assert report["engine/sequences_masked_share"][batch.loss_mask].tolist() == [not each for each in kept]
+    assert report["engine/sequences_masked_share"][batch.loss_mask].tolist() == [
+        not each for each in kept
+    ]
 
 
 def test_the_geometric_mean_masks_what_is_thousandths_away_by_default():
@@ -63,7 +82,9 @@ def test_the_geometric_mean_masks_what_is_thousandths_away_by_default():
 
 
 def test_truncated():
-    weights = corrections["tis"](torch.tensor([4.0, 0.1, 2.0, torch.inf]), rollout_correction_high=2.0)
+    weights = corrections["tis"](
+        torch.tensor([4.0, 0.1, 2.0, torch.inf]), rollout_correction_high=2.0
+    )
     assert weights.tolist() == pytest.approx([2.0, 0.1, 2.0, 2.0])
 
 
@@ -80,10 +101,16 @@ def section(**fields) -> AlgorithmSection:
 
 def test_the_loss_of_each_token_is_weighed():
     """ppo with r = 1: the gradient is -A w / tokens; and the metrics of it."""
-    batch = random_experience(MASKS, 0, old_logprobs=OLD, engine_logprobs=ENGINE, weights=None, advantages=torch.ones(5))
-    chosen = section(rollout_correction="mis", rollout_correction_low=0.6, rollout_correction_high=3.0)
+    batch = random_experience(
+        MASKS, 0, old_logprobs=OLD, engine_logprobs=ENGINE, weights=None, advantages=torch.ones(5)
+    )
+    chosen = section(
+        rollout_correction="mis", rollout_correction_low=0.6, rollout_correction_high=3.0
+    )
     loss, gradient, report = loss_and_gradient(chosen, batch, OLD, step_denominator(batch))
-    assert loss == pytest.approx(-2 / 3) and gradient.tolist() == pytest.approx([0.0, 0.0, 0.0, 0.0, -2 / 3])
+    assert loss == pytest.approx(-2 / 3) and gradient.tolist() == pytest.approx(
+        [0.0, 0.0, 0.0, 0.0, -2 / 3]
+    )
     chosen = section(rollout_correction="tis", rollout_correction_high=3.0)
     loss, gradient, report = loss_and_gradient(chosen, batch, OLD, step_denominator(batch))
     assert gradient.tolist() == pytest.approx([0.0, -3 / 3, -0.5 / 3, 0.0, -2 / 3], rel=1e-6)
@@ -94,15 +121,26 @@ def test_the_loss_of_each_token_is_weighed():
 
 
 def test_samples_of_an_older_policy_are_clipped_from_the_proximal_one():
-    """Decoupled PPO by hand: behaviour 1/4, proximal 1/2, actor 0.8: clip(0.8 / 0.5, 0.8, 1.2) times the weight 2."""
+    """Decoupled PPO by hand: behaviour 1/4, proximal 1/2, actor 0.8: clip(0.8 / 0.5, 0.8, 1.2)
+    times the weight 2.
+    """
     batch = random_experience(
-        ["x"], 0, weights=None, advantages=torch.ones(1),
-        engine_logprobs=torch.tensor([math.log(1 / 4)]), old_logprobs=torch.tensor([math.log(1 / 2)]),
-    )  # fmt: skip
+        ["x"],
+        0,
+        weights=None,
+        advantages=torch.ones(1),
+        engine_logprobs=torch.tensor([math.log(1 / 4)]),
+        old_logprobs=torch.tensor([math.log(1 / 2)]),
+    )
     chosen = section(rollout_correction="tis", rollout_correction_high=5.0)
-    loss, gradient, _ = loss_and_gradient(chosen, batch, torch.tensor([math.log(0.8)]), step_denominator(batch))
+    loss, gradient, _ = loss_and_gradient(
+        chosen, batch, torch.tensor([math.log(0.8)]), step_denominator(batch)
+    )
     assert loss == pytest.approx(-1.2 * 2) and gradient.item() == 0.0
-    loss, gradient, _ = loss_and_gradient(chosen, batch, torch.tensor([math.log(0.55)]), step_denominator(batch))
+
+    loss, gradient, _ = loss_and_gradient(
+        chosen, batch, torch.tensor([math.log(0.55)]), step_denominator(batch)
+    )
     assert loss == pytest.approx(-1.1 * 2) and gradient.item() == pytest.approx(-1.1 * 2)
 
 
@@ -110,7 +148,8 @@ def test_samples_of_an_older_policy_are_clipped_from_the_proximal_one():
 def test_an_engine_that_agrees_changes_nothing(seed, level):
     batch = random_experience([".xxx", "xx"], seed)
     batch.engine_logprobs = batch.old_logprobs
-    logprobs, denominator = actor_logprobs(batch, seed), step_denominator(batch)
+    logprobs = actor_logprobs(batch, seed)
+    denominator = step_denominator(batch)
     plain = loss_and_gradient(section(), batch, logprobs, denominator)
     for name in corrections.names():
         chosen = section(rollout_correction=name, rollout_correction_level=level)
@@ -119,7 +158,9 @@ def test_an_engine_that_agrees_changes_nothing(seed, level):
 
 
 def test_without_old_logprobs_the_weight_is_of_the_actor_now_and_has_no_gradient():
-    batch = random_experience(MASKS, 0, old_logprobs=None, engine_logprobs=ENGINE, weights=None, advantages=torch.ones(5))
+    batch = random_experience(
+        MASKS, 0, old_logprobs=None, engine_logprobs=ENGINE, weights=None, advantages=torch.ones(5)
+    )
     chosen = section(rollout_correction="tis", rollout_correction_high=9.0)
     gradient = loss_and_gradient(chosen, batch, OLD, step_denominator(batch))[1]
     assert gradient.tolist() == pytest.approx([0.0, -4 / 3, -0.5 / 3, 0.0, -2 / 3], rel=1e-6)

@@ -1,4 +1,6 @@
-"""Why: three estimators of one divergence differ in value, sign and gradient, and only the maths tells which is which."""
+"""Why: three estimators of one divergence differ in value, sign and gradient, and only the maths
+tells which is which.
+"""
 
 import math
 
@@ -11,7 +13,8 @@ from torch.autograd import grad
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 
 # d = log p_reference - log p_actor = -1 and log 2
-LOGPROBS, REFERENCE = [-1.0, -2.0], [-2.0, -2.0 + math.log(2)]
+LOGPROBS = [-1.0, -2.0]
+REFERENCE = [-2.0, -2.0 + math.log(2)]
 GOLDEN = {
     "k1": ([1.0, -0.69314718], [1.0, 1.0]),
     "k2": ([0.5, 0.24022651], [1.0, -0.69314718]),  # gradient -d
@@ -31,7 +34,10 @@ def test_values_and_gradients(name):
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_equal_models_do_not_diverge(name):
-    assert kl_estimators[name](torch.tensor([-1.5, 0.0]), torch.tensor([-1.5, 0.0])).tolist() == [0.0, 0.0]
+    assert kl_estimators[name](torch.tensor([-1.5, 0.0]), torch.tensor([-1.5, 0.0])).tolist() == [
+        0.0,
+        0.0,
+    ]
 
 
 @given(st.floats(-5, 5, width=32))
@@ -43,28 +49,46 @@ def test_k3_is_never_negative_and_right_for_small_differences(difference):
 
 
 def test_k1_and_k3_average_to_the_divergence():
-    """E over the actor of k1 and of k3 = KL(actor || reference): 400,000 samples of a categorical over 5 tokens."""
+    """E over the actor of k1 and of k3 = KL(actor || reference): 400,000 samples of a categorical
+    over 5 tokens.
+    """
     actor = torch.tensor([0.40, 0.30, 0.15, 0.10, 0.05], dtype=torch.float64)
     reference = torch.tensor([0.25, 0.25, 0.20, 0.20, 0.10], dtype=torch.float64)
-    exact = sum(p * math.log(p / q) for p, q in zip(actor.tolist(), reference.tolist(), strict=True))
-    tokens = torch.multinomial(actor, 400_000, replacement=True, generator=torch.Generator().manual_seed(0))
-    logprobs, reference_logprobs = actor.log()[tokens], reference.log()[tokens]
+    exact = sum(
+        p * math.log(p / q) for p, q in zip(actor.tolist(), reference.tolist(), strict=True)
+    )
+    tokens = torch.multinomial(
+        actor, 400_000, replacement=True, generator=torch.Generator().manual_seed(0)
+    )
+
+    logprobs = actor.log()[tokens]
+    reference_logprobs = reference.log()[tokens]
     for name in ("k1", "k3", "k3+"):
         values = kl_estimators[name](logprobs, reference_logprobs)
         error = values.std().item() / math.sqrt(len(values))
         assert values.mean().item() == pytest.approx(exact, abs=4 * error)
         assert 4 * error < 0.05 * exact  # the bound can tell a wrong estimator
-    assert abs(kl_estimators["k2"](logprobs, reference_logprobs).mean().item() - exact) < 0.2 * exact  # biased, near
+
+    # biased, near
+    assert (
+        abs(kl_estimators["k2"](logprobs, reference_logprobs).mean().item() - exact) < 0.2 * exact
+    )
 
 
 @pytest.mark.parametrize("name", ["k2", "k3+"])
 def test_expected_gradient_is_that_of_the_divergence(name):
-    """Sum over tokens of p * grad k2, with p held fixed, equals the gradient of the exact KL in the logits."""
+    """Sum over tokens of p * grad k2, with p held fixed, equals the gradient of the exact KL in the
+    logits.
+    """
     logits = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.1, 0.2, -0.4], dtype=torch.float64).log_softmax(-1)
     logp = logits.log_softmax(-1)
     exact = grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)[0]
-    through = grad((logp.exp().detach() * kl_estimators[name](logp, reference)).sum(), logits, retain_graph=True)[0]
+    through = grad(
+        (logp.exp().detach() * kl_estimators[name](logp, reference)).sum(),
+        logits,
+        retain_graph=True,
+    )[0]
     torch.testing.assert_close(through, exact, rtol=1e-12, atol=1e-12)
     through_k3 = grad((logp.exp().detach() * kl_estimators["k3"](logp, reference)).sum(), logits)[0]
     assert not torch.allclose(through_k3, exact, rtol=1e-2)
@@ -98,7 +122,8 @@ def test_a_coefficient_moves_towards_its_target(divergence, expected):
 
 
 def test_a_coefficient_continues_where_another_stopped():
-    first, second = KLCoefficient(0.5, target=2.0), KLCoefficient(0.5, target=2.0)
+    first = KLCoefficient(0.5, target=2.0)
+    second = KLCoefficient(0.5, target=2.0)
     first.update(9.0, 500)
     second.load_state_dict(first.state_dict())
     assert second.value == first.value != 0.5

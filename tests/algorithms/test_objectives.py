@@ -1,4 +1,6 @@
-"""Why: the loss that `backward` gets is put together here; its value and gradient are checked against the sum by hand."""
+"""Why: the loss that `backward` gets is put together here; its value and gradient are checked
+against the sum by hand.
+"""
 
 import math
 
@@ -68,7 +70,9 @@ def test_with_old_logprobs_the_clipped_ratio():
 
 def test_bounds_and_aggregation_come_from_the_configuration():
     old = [0.0, -1.0 - LOG2, -2.0, 0.0, -0.5 - math.log(8)]
-    section = AlgorithmSection(eps_clip_high=0.5, dual_clip=3.0, loss_agg_mode="seq-mean-token-mean")
+    section = AlgorithmSection(
+        eps_clip_high=0.5, dual_clip=3.0, loss_agg_mode="seq-mean-token-mean"
+    )
     # a: 2 * 1.5, b: 2, mean 2.5; c: ratio 8, A -1, dual clip 3; two sequences
     loss, gradient, _ = evaluate(section, experience(old_logprobs=old))
     assert loss == pytest.approx((-2.5 + 3.0) / 2, rel=1e-6)
@@ -93,21 +97,38 @@ def test_no_reference_no_divergence():
 
 def test_mismatch_is_reported_between_engine_and_old_logprobs_and_has_no_gradient():
     engine = [0.0, -1.5, -2.0, 0.0, -0.5 + LOG2]
-    for batch in (experience(engine_logprobs=engine), experience(engine_logprobs=engine, old_logprobs=LOGPROBS)):
+    for batch in (
+        experience(engine_logprobs=engine),
+        experience(engine_logprobs=engine, old_logprobs=LOGPROBS),
+    ):
         moved = LOGPROBS if batch.old_logprobs is None else [value - 0.1 for value in LOGPROBS]
         report = evaluate(AlgorithmSection(), batch, moved)[2]
-        assert report["engine/logprob_mismatch"].tolist() == pytest.approx([0.0, 0.5, 0.0, 0.0, LOG2], abs=1e-6)
-        assert report["engine/logprob_mismatch_max"].tolist() == report["engine/logprob_mismatch"].tolist()
-        assert report["engine/logprob_mismatch_exp"].tolist() == pytest.approx([1.0, math.exp(0.5), 1.0, 1.0, 2.0], abs=1e-6)
-    assert not mismatch(torch.zeros(2, requires_grad=True), torch.ones(2))["engine/logprob_mismatch"].requires_grad
+        assert report["engine/logprob_mismatch"].tolist() == pytest.approx(
+            [0.0, 0.5, 0.0, 0.0, LOG2], abs=1e-6
+        )
+        assert (
+            report["engine/logprob_mismatch_max"].tolist()
+            == report["engine/logprob_mismatch"].tolist()
+        )
+        assert report["engine/logprob_mismatch_exp"].tolist() == pytest.approx(
+            [1.0, math.exp(0.5), 1.0, 1.0, 2.0], abs=1e-6
+        )
+
+    assert not mismatch(torch.zeros(2, requires_grad=True), torch.ones(2))[
+        "engine/logprob_mismatch"
+    ].requires_grad
 
 
 def test_mismatch_is_the_trainers_own_where_the_engines_log_probs_stand_for_the_old_ones():
     engine = [0.0, -1.5, -2.0, 0.0, -0.5 + LOG2]
     batch = experience(engine_logprobs=engine, old_logprobs=engine)
     report = evaluate(AlgorithmSection(use_engine_logprobs=True), batch)[2]
-    assert report["engine/logprob_mismatch"].tolist() == pytest.approx([0.0, 0.5, 0.0, 0.0, LOG2], abs=1e-6)
-    assert report["train/ratio"].tolist() == pytest.approx([1.0, math.exp(0.5), 1.0, 1.0, 0.5], abs=1e-6)
+    assert report["engine/logprob_mismatch"].tolist() == pytest.approx(
+        [0.0, 0.5, 0.0, 0.0, LOG2], abs=1e-6
+    )
+    assert report["train/ratio"].tolist() == pytest.approx(
+        [1.0, math.exp(0.5), 1.0, 1.0, 0.5], abs=1e-6
+    )
 
 
 def test_ratio_and_drift_are_reported():
@@ -117,8 +138,12 @@ def test_ratio_and_drift_are_reported():
         assert report[name][MASK].tolist() == pytest.approx([2.0, 0.5, 1.0], abs=1e-6)
     # k1 of the old policy from the new: -log r; k3: r - 1 - log r
     assert report["train/drift_k1"][MASK].tolist() == pytest.approx([-LOG2, LOG2, 0.0], abs=1e-6)
-    assert report["train/drift_k3"][MASK].tolist() == pytest.approx([1 - LOG2, LOG2 - 0.5, 0.0], abs=1e-6)
-    assert not any(values.requires_grad for name, values in report.items() if name.startswith("train/drift"))
+    assert report["train/drift_k3"][MASK].tolist() == pytest.approx(
+        [1 - LOG2, LOG2 - 0.5, 0.0], abs=1e-6
+    )
+    assert not any(
+        values.requires_grad for name, values in report.items() if name.startswith("train/drift")
+    )
 
 
 def test_entropy_bonus():
@@ -127,7 +152,9 @@ def test_entropy_bonus():
     values = torch.tensor(LOGPROBS, requires_grad=True)
     loss, _ = PolicyObjective(AlgorithmSection(entropy_coef=0.5))(values, batch, DENOMINATOR)
     assert loss.item() == pytest.approx((-3 - 0.5 * 6) / 3)
-    assert grad(loss, batch.entropy)[0].tolist() == pytest.approx([0.0, -1 / 6, -1 / 6, 0.0, -1 / 6])
+    assert grad(loss, batch.entropy)[0].tolist() == pytest.approx(
+        [0.0, -1 / 6, -1 / 6, 0.0, -1 / 6]
+    )
     with pytest.raises(ValueError, match="needs entropy in the batch"):
         PolicyObjective(AlgorithmSection(entropy_coef=0.5))(values, experience(), DENOMINATOR)
 
@@ -135,20 +162,32 @@ def test_entropy_bonus():
 def test_weights_of_tokens():
     batch = experience(weights=[9.0, 0.0, 2.0, 9.0, 1.0])
     loss, gradient, _ = evaluate(AlgorithmSection(), batch)
-    assert loss == pytest.approx((-4 + 1) / 3) and gradient == pytest.approx([0.0, 0.0, -4 / 3, 0.0, 1 / 3])
+    assert loss == pytest.approx((-4 + 1) / 3) and gradient == pytest.approx(
+        [0.0, 0.0, -4 / 3, 0.0, 1 / 3]
+    )
 
 
 def test_divergence_that_is_in_the_reward_is_only_reported():
     reference = [0.0, -1.0 + LOG2, -2.0, 0.0, -1.5]
-    loss, _, report = evaluate(AlgorithmSection(init_kl_coef=0.5, kl_estimator="k2"), experience(reference_logprobs=reference))
+    loss, _, report = evaluate(
+        AlgorithmSection(init_kl_coef=0.5, kl_estimator="k2"),
+        experience(reference_logprobs=reference),
+    )
     assert loss == pytest.approx(-1.0)
     assert report["train/kl"][MASK].tolist() == pytest.approx([LOG2**2 / 2, 0.0, 0.5], abs=1e-6)
     assert report["train/kl_k1"][MASK].tolist() == pytest.approx([-LOG2, 0.0, 1.0], abs=1e-6)
-    assert report["train/kl_k3"][MASK].tolist() == pytest.approx([1 - LOG2, 0.0, math.exp(-1)], abs=1e-6)
+    assert report["train/kl_k3"][MASK].tolist() == pytest.approx(
+        [1 - LOG2, 0.0, math.exp(-1)], abs=1e-6
+    )
 
 
 def test_sft_is_the_mean_of_negative_log_probs_over_learned_tokens():
-    batch = Batch(lengths=torch.tensor([3, 2]), input_ids=torch.arange(5), loss_mask=torch.tensor(MASK), rows=torch.arange(2))
+    batch = Batch(
+        lengths=torch.tensor([3, 2]),
+        input_ids=torch.arange(5),
+        loss_mask=torch.tensor(MASK),
+        rows=torch.arange(2),
+    )
     values = torch.tensor(LOGPROBS, requires_grad=True)
     loss, report = sft(values, batch, DENOMINATOR)
     assert loss.item() == pytest.approx(3.5 / 3) and report == {}
@@ -190,11 +229,23 @@ def mean_weight(ratio):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"policy_loss": f"{__name__}:mean_loss"}, r"mean_loss: its loss has shape \[\], not one value for each of the 5"),
+        (
+            {"policy_loss": f"{__name__}:mean_loss"},
+            r"mean_loss: its loss has shape \[\], not one value for each of the 5",
+        ),
         ({"policy_loss": f"{__name__}:bare_loss"}, "bare_loss must return a pair"),
-        ({"policy_loss": f"{__name__}:mean_report"}, r"mean_report: the reported 'mine' has shape \[\]"),
-        ({"policy_loss": f"{__name__}:number_report"}, "number_report: the reported 'mine' has shape"),
-        ({"rollout_correction": f"{__name__}:mean_weight"}, r"mean_weight: its weight has shape \[\]"),
+        (
+            {"policy_loss": f"{__name__}:mean_report"},
+            r"mean_report: the reported 'mine' has shape \[\]",
+        ),
+        (
+            {"policy_loss": f"{__name__}:number_report"},
+            "number_report: the reported 'mine' has shape",
+        ),
+        (
+            {"rollout_correction": f"{__name__}:mean_weight"},
+            r"mean_weight: its weight has shape \[\]",
+        ),
     ],
 )
 def test_what_a_users_own_function_must_return(section, message):
@@ -206,7 +257,9 @@ def value_loss(clip: float, **columns: list[float]):
     """Learned are values of 1, 2 and 5, which were 1.5, 2 and 3, where 0, 4 and 5.25 were right."""
     values = torch.tensor([9.0, 1.0, 2.0, 9.0, 5.0], requires_grad=True)
     given = {"values": [8.0, 1.5, 2.0, 8.0, 3.0], "returns": [0.0, 0.0, 4.0, 0.0, 5.25]} | columns
-    loss, report = ValueObjective(AlgorithmSection(value_clip=clip))(values, experience(**given), DENOMINATOR)
+    loss, report = ValueObjective(AlgorithmSection(value_clip=clip))(
+        values, experience(**given), DENOMINATOR
+    )
     return loss.item(), grad(loss, values)[0].tolist(), report
 
 
@@ -231,29 +284,49 @@ def test_a_value_loss_without_returns_is_refused():
 
 
 MASKS = [".xx.xxx", ".x", ".xxxx"]
-PENALTIES = {"use_kl_loss": True, "init_kl_coef": 0.1, "entropy_coef": 0.01, "policy_drift_coef": 0.3}
+PENALTIES = {
+    "use_kl_loss": True,
+    "init_kl_coef": 0.1,
+    "entropy_coef": 0.01,
+    "policy_drift_coef": 0.3,
+}
 CORRECTED = {"rollout_correction": "tis", "rollout_correction_level": "sequence"}
 SECTIONS = [
     *(AlgorithmSection(policy_loss=name, **PENALTIES) for name in policy_losses.names()),
-    *(AlgorithmSection(loss_agg_mode=mode) for mode in ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")),
+    *(
+        AlgorithmSection(loss_agg_mode=mode)
+        for mode in ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+    ),
     AlgorithmSection(dual_clip=3.0, rollout_mask="geometric", **CORRECTED),
 ]
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: f"{section.policy_loss} {section.loss_agg_mode}")
+@pytest.mark.parametrize(
+    "section", SECTIONS, ids=lambda section: f"{section.policy_loss} {section.loss_agg_mode}"
+)
 def test_gradients_of_tokens_are_known_before_the_other_tokens_are(section):
-    """Those of some tokens, of which alone the log-probs are known, against autograd through all of them."""
+    """Those of some tokens, of which alone the log-probs are known, against autograd through all of
+    them.
+    """
     batch = random_experience(MASKS, 3)
-    objective, denominator = PolicyObjective(section), step_denominator(batch)
-    logprobs, entropy = actor_logprobs(batch, 4).requires_grad_(), batch.entropy.clone().requires_grad_()
+    objective = PolicyObjective(section)
+    denominator = step_denominator(batch)
+    logprobs = actor_logprobs(batch, 4).requires_grad_()
+    entropy = batch.entropy.clone().requires_grad_()
     batch.entropy = entropy
-    expected = grad(objective(logprobs, batch, denominator)[0], [logprobs, entropy], allow_unused=True)
+    expected = grad(
+        objective(logprobs, batch, denominator)[0], [logprobs, entropy], allow_unused=True
+    )
     gradients = token_gradients(objective, batch, denominator)
     assert (gradients is not None) == (section.policy_loss in PER_TOKEN)
+
     if gradients is None:
         return
+
     for some in (batch.loss_mask, torch.arange(len(logprobs)) % 3 == 1):
-        found = gradients(*(torch.where(some, values.detach(), 0.0) for values in (logprobs, entropy)))
+        found = gradients(
+            *(torch.where(some, values.detach(), 0.0) for values in (logprobs, entropy))
+        )
         for value, reference in zip(found, expected, strict=True):
             assert (value is None) == (reference is None)
             assert value is None or torch.equal(value[some], reference[some])
@@ -263,7 +336,8 @@ def depends_on_others(name: str) -> bool:
     """Whether a token's gradient under a policy loss moves with another token's log-prob."""
     batch = random_experience(MASKS, 5, weights=None)
     section = AlgorithmSection(policy_loss=name, eps_clip_low=0.9, eps_clip_high=9.0)
-    objective, denominator = PolicyObjective(section), step_denominator(batch)
+    objective = PolicyObjective(section)
+    denominator = step_denominator(batch)
     logprobs = actor_logprobs(batch, 6).requires_grad_()
     (first,) = grad(objective(logprobs, batch, denominator)[0], logprobs)
     moved = (logprobs.detach() + 0.01 * (torch.arange(len(logprobs)) % 2)).requires_grad_()
@@ -276,15 +350,25 @@ def test_which_losses_are_of_tokens_alone():
 
 
 def test_which_objectives_are_known_token_by_token():
-    batch, denominator = random_experience(MASKS, 3), DENOMINATOR
-    learned, balance = batch.loss_mask, Balance(torch.ones(2), torch.ones(()))
+    batch = random_experience(MASKS, 3)
+    denominator = DENOMINATOR
+
+    learned = batch.loss_mask
+    balance = Balance(torch.ones(2), torch.ones(()))
     for objective in (sft, PtxObjective(0.5), Balanced(sft, balance, 0.1)):
-        (gradient, of_entropy) = token_gradients(objective, batch, denominator)(torch.zeros(batch.num_tokens), None)
+        (gradient, of_entropy) = token_gradients(objective, batch, denominator)(
+            torch.zeros(batch.num_tokens), None
+        )
         assert of_entropy is None and (gradient[learned] < 0).all() and not gradient[~learned].any()
+
     own = PolicyObjective(AlgorithmSection(policy_loss=f"{__name__}:double_loss"))
     for objective in (double_loss, ValueObjective(AlgorithmSection()), own):
         assert token_gradients(objective, batch, denominator) is None
     fresh = random_experience(MASKS, 3, old_logprobs=None)
     assert token_gradients(PolicyObjective(AlgorithmSection()), fresh, denominator) is not None
-    for fields in (CORRECTED, {"rollout_mask": "sequence"}):  # of what the moment's log-probs say of whole sequences
-        assert token_gradients(PolicyObjective(AlgorithmSection(**fields)), fresh, denominator) is None
+
+    # of what the moment's log-probs say of whole sequences
+    for fields in (CORRECTED, {"rollout_mask": "sequence"}):
+        assert (
+            token_gradients(PolicyObjective(AlgorithmSection(**fields)), fresh, denominator) is None
+        )

@@ -1,4 +1,7 @@
-"""Why: a flag that nothing reads is a lie. Functions name what they read, and so the unread ones are known."""
+"""Why: a flag that nothing reads is a lie.
+
+Functions name what they read, and so the unread ones are known.
+"""
 
 import pytest
 
@@ -22,7 +25,10 @@ def other(values, *, eps_clip_low, dual_clip=None, **more):
 
 def test_a_function_gets_what_it_names():
     section = AlgorithmSection(dual_clip=3.0)
-    assert options(one, section, batch="the batch", lengths="unasked") == {"dual_clip": 3.0, "batch": "the batch"}
+    assert options(one, section, batch="the batch", lengths="unasked") == {
+        "dual_clip": 3.0,
+        "batch": "the batch",
+    }
     assert options(other, section) == {"eps_clip_low": 0.2, "dual_clip": 3.0}
     assert keywords(one) == {"dual_clip": True, "batch": True, "scale": False}
 
@@ -43,7 +49,9 @@ def companion(values, *, gamma):
 
 def test_flags_of_companions_count_too():
     assert unread(losses, "other", {"gamma"}) == []
-    assert unread(losses, "other", {"gamma"}, companions) == ["--gamma has no effect with --loss other"]
+    assert unread(losses, "other", {"gamma"}, companions) == [
+        "--gamma has no effect with --loss other"
+    ]
     assert unread(losses, "one", {"gamma"}, companions) == []
 
 
@@ -51,4 +59,6 @@ def test_flags_of_other_functions_are_unread():
     written = {"dual_clip", "eps_clip_low", "gamma"}
     assert unread(losses, "one", written) == ["--eps_clip_low has no effect with --loss one"]
     assert unread(losses, "other", written) == []
-    assert unread(losses, f"{__file__}:one", written) == ["--eps_clip_low has no effect with --loss " + f"{__file__}:one"]
+    assert unread(losses, f"{__file__}:one", written) == [
+        "--eps_clip_low has no effect with --loss " + f"{__file__}:one"
+    ]

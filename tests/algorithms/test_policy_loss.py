@@ -1,4 +1,7 @@
-"""Why: a clip on the wrong side still trains, only worse. Values and gradients of every region, by hand."""
+"""Why: a clip on the wrong side still trains, only worse.
+
+Values and gradients of every region, by hand.
+"""
 
 import math
 
@@ -14,11 +17,19 @@ BOUNDS = {"eps_clip_low": 0.2, "eps_clip_high": 0.2}
 
 
 def run(ratios, advantages, **options):
-    """Values, gradients in the log-probs, and reports for the given ratios; old log-probs are arbitrary."""
+    """Values, gradients in the log-probs, and reports for the given ratios; old log-probs are
+    arbitrary.
+    """
     old = torch.linspace(-3.0, -1.0, len(ratios), dtype=torch.float64)
     logprobs = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
-    loss, report = ppo(logprobs, old, torch.tensor(advantages, dtype=torch.float64), **(BOUNDS | options))
-    return loss.tolist(), grad(loss.sum(), logprobs)[0].tolist(), {name: values.tolist() for name, values in report.items()}
+    loss, report = ppo(
+        logprobs, old, torch.tensor(advantages, dtype=torch.float64), **(BOUNDS | options)
+    )
+    return (
+        loss.tolist(),
+        grad(loss.sum(), logprobs)[0].tolist(),
+        {name: values.tolist() for name, values in report.items()},
+    )
 
 
 # ratio, advantage, loss, gradient = -A * ratio or 0
@@ -44,7 +55,9 @@ def test_regions(region):
 
 
 def test_bounds_below_and_above_are_their_own():
-    loss, gradient, _ = run([1.25, 1.4, 0.85, 0.5], [1.0, 1.0, -1.0, -1.0], eps_clip_low=0.1, eps_clip_high=0.28)
+    loss, gradient, _ = run(
+        [1.25, 1.4, 0.85, 0.5], [1.0, 1.0, -1.0, -1.0], eps_clip_low=0.1, eps_clip_high=0.28
+    )
     assert loss == pytest.approx([-1.25, -1.28, 0.9, 0.9], abs=1e-12)
     assert gradient == pytest.approx([-1.25, 0.0, 0.0, 0.0], abs=1e-12)
 

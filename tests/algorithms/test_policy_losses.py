@@ -1,6 +1,9 @@
-"""Why: losses of this family differ by a sign, a detach or a level, and all of them train. Values and gradients by hand.
+"""Why: losses of this family differ by a sign, a detach or a level, and all of them train.
 
-In every case `ratio` and `advantage` are of learned tokens; the expected loss and the gradient of the sum in the log-prob follow.
+Values and gradients by hand.
+
+In every case `ratio` and `advantage` are of learned tokens; the expected loss and the gradient of
+the sum in the log-prob follow.
 """
 
 import pytest
@@ -9,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import grad
 
-from algorithms.flat import actor_logprobs, loss_and_gradient, make_batch, random_experience, step_denominator
+from algorithms.flat import (
+    actor_logprobs,
+    loss_and_gradient,
+    make_batch,
+    random_experience,
+    step_denominator,
+)
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.options import keywords, options
 from lightrft.algorithms.policy_loss import policy_losses
@@ -19,23 +28,38 @@ NAMES = policy_losses.names()
 
 
 def run(name: str, ratios, advantages, *, masks=None, marked=None, logprobs=None, **fields):
-    """Losses and gradients of learned tokens. Old log-probs are -2, so log-probs are log(ratio) - 2 unless given."""
+    """Losses and gradients of learned tokens.
+
+    Old log-probs are -2, so log-probs are log(ratio) - 2 unless given.
+    """
     batch = make_batch(masks or ["x" * len(ratios)])
     learned = batch.loss_mask
     old = torch.full((batch.num_tokens,), -2.0, dtype=torch.float64)
     now = old.clone()
     now[learned] += torch.tensor(ratios, dtype=torch.float64).log()
+
     if logprobs is not None:
-        old, now = old + torch.tensor(logprobs) - now, torch.tensor(logprobs, dtype=torch.float64)
+        old = old + torch.tensor(logprobs) - now
+        now = torch.tensor(logprobs, dtype=torch.float64)
+
     now.requires_grad_()
     given = torch.zeros(batch.num_tokens, dtype=torch.float64)
     given[learned] = torch.tensor(advantages, dtype=torch.float64)
     loss = policy_losses[name]
-    marks = torch.zeros(batch.num_tokens, dtype=torch.bool) if marked is None else torch.tensor(marked)
-    values, report = loss(now, old, given, **options(loss, AlgorithmSection(**fields), batch=batch, marked=marks))
+    marks = (
+        torch.zeros(batch.num_tokens, dtype=torch.bool) if marked is None else torch.tensor(marked)
+    )
+    values, report = loss(
+        now, old, given, **options(loss, AlgorithmSection(**fields), batch=batch, marked=marks)
+    )
     gradient = grad(values[learned].sum(), now)[0]
     assert not gradient[~learned].any()
-    return values[learned].tolist(), gradient[learned].tolist(), {key: value[learned].tolist() for key, value in report.items()}
+
+    return (
+        values[learned].tolist(),
+        gradient[learned].tolist(),
+        {key: value[learned].tolist() for key, value in report.items()},
+    )
 
 
 def check(result, losses, gradients):
@@ -48,46 +72,83 @@ MASKS = [".xx", "..x"]
 
 
 def test_gspo_has_one_ratio_for_a_sequence():
-    # A > 0: min(2, 1.2) and min(0.5, 0.8): clipped, free. The mean of a and b moves with half of each: 2 * (0.5 + 0.5)
+    # A > 0: min(2, 1.2) and min(0.5, 0.8): clipped, free. The mean of a and b moves with half of
+    # each: 2 * (0.5 + 0.5)
     check(run("gspo", [4, 1, 0.5], [1, 1, 1], masks=MASKS), [-1.2, -1.2, -0.5], [0.0, 0.0, -0.5])
     check(run("gspo", [4, 1, 0.5], [-1, -1, -1], masks=MASKS), [2.0, 2.0, 0.8], [2.0, 2.0, 0.0])
 
 
 def test_gspo_bounds_are_its_own():
-    report = run("gspo", [4, 1, 0.5], [1, 1, -1], masks=MASKS, eps_clip_low=0.6, eps_clip_high=1.5)[2]
+    report = run("gspo", [4, 1, 0.5], [1, 1, -1], masks=MASKS, eps_clip_low=0.6, eps_clip_high=1.5)[
+        2
+    ]
     assert report["train/ratio"] == pytest.approx([2.0, 2.0, 0.5])
     assert report["train/clip_high"] == [False] * 3 and report["train/clip_low"] == [False] * 3
     report = run("gspo", [4, 1, 0.5], [1, 1, -1], masks=MASKS)[2]
-    assert report["train/clip_high"] == [True, True, False] and report["train/clip_low"] == [False, False, True]
+    assert report["train/clip_high"] == [True, True, False] and report["train/clip_low"] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_gspo_token_gives_each_token_its_own_gradient():
-    # advantages -1 and -3 in one sequence: losses 2 and 6; of the whole ratio each token gets half of 2 + 6, of its own 2 and 6
+    # advantages -1 and -3 in one sequence: losses 2 and 6; of the whole ratio each token gets half
+    # of 2 + 6, of its own 2 and 6
     check(run("gspo", [4, 1, 0.5], [-1, -3, 1], masks=MASKS), [2.0, 6.0, -0.5], [4.0, 4.0, -0.5])
-    check(run("gspo_token", [4, 1, 0.5], [-1, -3, 1], masks=MASKS), [2.0, 6.0, -0.5], [2.0, 6.0, -0.5])
-    check(run("gspo_token", [4, 1, 0.5], [1, 1, 1], masks=MASKS), [-1.2, -1.2, -0.5], [0.0, 0.0, -0.5])
+    check(
+        run("gspo_token", [4, 1, 0.5], [-1, -3, 1], masks=MASKS), [2.0, 6.0, -0.5], [2.0, 6.0, -0.5]
+    )
+    check(
+        run("gspo_token", [4, 1, 0.5], [1, 1, 1], masks=MASKS), [-1.2, -1.2, -0.5], [0.0, 0.0, -0.5]
+    )
 
 
 def test_gmpo_clips_each_token_before_the_mean():
     bounds = {"eps_clip_low": 0.4, "eps_clip_high": 0.4}
-    # A > 0: log 4 is cut to 0.4, mean 0.2, exp 1.221403; only b moves, by half for each of two tokens. c: log 0.5 is free
-    check(run("gmpo", [4, 1, 0.5], [1, 1, 1], masks=MASKS, **bounds), [-1.221403, -1.221403, -0.5], [0.0, -1.221403, -0.5])
+    # A > 0: log 4 is cut to 0.4, mean 0.2, exp 1.221403; only b moves, by half for each of two
+    # tokens. c: log 0.5 is free
+    check(
+        run("gmpo", [4, 1, 0.5], [1, 1, 1], masks=MASKS, **bounds),
+        [-1.221403, -1.221403, -0.5],
+        [0.0, -1.221403, -0.5],
+    )
     # A < 0: log 4 is free, exp(mean) 2; log 0.5 is cut to -0.4, exp 0.670320
-    check(run("gmpo", [4, 1, 0.5], [-1, -1, -1], masks=MASKS, **bounds), [2.0, 2.0, 0.670320], [2.0, 2.0, 0.0])
+    check(
+        run("gmpo", [4, 1, 0.5], [-1, -1, -1], masks=MASKS, **bounds),
+        [2.0, 2.0, 0.670320],
+        [2.0, 2.0, 0.0],
+    )
     report = run("gmpo", [4, 1, 0.5], [1, 1, -1], masks=MASKS, **bounds)[2]
-    assert report["train/clip_high"] == [True, False, False] and report["train/clip_low"] == [False, False, True]
+    assert report["train/clip_high"] == [True, False, False] and report["train/clip_low"] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient():
     # weights 2 (of 4), 1, 0.6 (of 0.5); loss -w A logp with logp -1, -2, -3
-    result = run("cispo", [4, 1, 0.5], [1, 1, -1], logprobs=[-1.0, -2.0, -3.0], eps_clip_low=0.4, eps_clip_high=1.0)
+    result = run(
+        "cispo",
+        [4, 1, 0.5],
+        [1, 1, -1],
+        logprobs=[-1.0, -2.0, -3.0],
+        eps_clip_low=0.4,
+        eps_clip_high=1.0,
+    )
     check(result, [2.0, 2.0, -1.8], [-2.0, -1.0, 0.6])
-    assert result[2]["train/clip_high"] == [True, False, False] and result[2]["train/clip_low"] == [False, False, True]
+    assert result[2]["train/clip_high"] == [True, False, False] and result[2]["train/clip_low"] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_sapo_closes_softly():
-    # r 1: 4/tau * 1/2 A; slope A. r 2, tau 1: 4 * sigmoid(1) = 2.924234, slope 4 * 0.731059 * 0.268941 * 2 = 1.572895
-    # r 0.5, A < 0, tau 1.05: 4/1.05 * sigmoid(-0.525) = 1.415938, slope 4 * 0.371684 * 0.628316 * 0.5 = 0.467070
+    # r 1: 4/tau * 1/2 A; slope A. r 2, tau 1: 4 * sigmoid(1) = 2.924234, slope 4 * 0.731059 *
+    # 0.268941 * 2 = 1.572895 r 0.5, A < 0, tau 1.05: 4/1.05 * sigmoid(-0.525) = 1.415938, slope 4 *
+    # 0.371684 * 0.628316 * 0.5 = 0.467070
     result = run("sapo", [1, 1, 2, 0.5], [1, -1, 1, -1])
     check(result, [-2.0, 1.904762, -2.924234, 1.415938], [-1.0, 1.0, -1.572895, 0.467070])
     # tau 2 for both signs: 2 * sigmoid(2) = 1.761594, slope 4 * 0.880797 * 0.119203 * 2 = 0.839949
@@ -96,13 +157,16 @@ def test_sapo_closes_softly():
 
 
 def test_cpgd_clips_the_logarithm_and_holds_by_a_drift():
-    # log 2 = 0.693147, log 1.2 = 0.182322, log 0.8 = -0.223144, log 1.1 = 0.095310; drift r - 1 - log r, slope r - 1, times 0.1
-    # r 2, A 1: -0.182322 + 0.030685. r 1.1, A 2: -0.190620 + 0.000469. r 0.5, A -1: -0.223144 + 0.019315; A 1: 0.693147 + ...
+    # log 2 = 0.693147, log 1.2 = 0.182322, log 0.8 = -0.223144, log 1.1 = 0.095310; drift r - 1 -
+    # log r, slope r - 1, times 0.1 r 2, A 1: -0.182322 + 0.030685. r 1.1, A 2: -0.190620 +
+    # 0.000469. r 0.5, A -1: -0.223144 + 0.019315; A 1: 0.693147 + ...
     result = run("cpgd", [2, 1.1, 0.5, 0.5], [1, 2, -1, 1], policy_drift_coef=0.1)
     check(result, [-0.151636, -0.190151, -0.203829, 0.712462], [0.1, -1.99, -0.05, -1.05])
     assert result[2]["train/clip_high"] == [True, False, False, False]
     assert result[2]["train/clip_low"] == [False, False, True, False]
-    assert result[2]["train/policy_drift"] == pytest.approx([0.306853, 0.004690, 0.193147, 0.193147], abs=1e-6)
+    assert result[2]["train/policy_drift"] == pytest.approx(
+        [0.306853, 0.004690, 0.193147, 0.193147], abs=1e-6
+    )
 
 
 def test_reinforce_is_the_log_prob():
@@ -116,7 +180,9 @@ def test_kl_cov_holds_what_is_marked():
 
 
 def test_the_drift_of_cpgd_is_clipped():
-    """Of ratios 2, 1/2 and 1: 2 - 1 - log 2 = 0.306853 counts 0.2 and learns nothing, 0.5 - 1 + log 2 = 0.193147 counts whole."""
+    """Of ratios 2, 1/2 and 1: 2 - 1 - log 2 = 0.306853 counts 0.2 and learns nothing, 0.5 - 1 + log
+    2 = 0.193147 counts whole.
+    """
     result = run("cpgd", [2, 0.5, 1], [0, 0, 0], policy_drift_coef=0.1, policy_drift_clip=0.2)
     check(result, [0.02, 0.0193147, 0.0], [0.0, -0.05, 0.0])
 
@@ -128,7 +194,11 @@ def test_clip_cov_does_not_leave_out_what_is_clipped():
 
 
 def test_clip_cov_leaves_out_what_is_marked():
-    check(run("clip_cov", [1.1, 1.1, 2], [1, 1, 1], marked=[True, False, False]), [0.0, -1.1, -1.2], [0.0, -1.1, 0.0])
+    check(
+        run("clip_cov", [1.1, 1.1, 2], [1, 1, 1], marked=[True, False, False]),
+        [0.0, -1.1, -1.2],
+        [0.0, -1.1, 0.0],
+    )
 
 
 # -- what all of them have in common
@@ -139,9 +209,12 @@ def section(name: str, **fields) -> AlgorithmSection:
 
 
 EVERYTHING = {
-    "entropy_coef": 0.1, "use_kl_loss": True, "init_kl_coef": 0.2,
-    "rollout_correction": "tis", "rollout_correction_level": "sequence",
-}  # fmt: skip
+    "entropy_coef": 0.1,
+    "use_kl_loss": True,
+    "init_kl_coef": 0.2,
+    "rollout_correction": "tis",
+    "rollout_correction_level": "sequence",
+}
 MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 
@@ -165,26 +238,45 @@ def test_no_advantage_no_loss(name):
 def test_what_is_not_learned_counts_for_nothing(name, seed):
     """Whatever stands there: the same loss and reports, and no gradient."""
     batch = random_experience([".xx.x", "...", "x.x"], seed)
-    logprobs, unlearned = actor_logprobs(batch, seed + 1), ~batch.loss_mask
+    logprobs = actor_logprobs(batch, seed + 1)
+    unlearned = ~batch.loss_mask
     chosen = section(name, **EVERYTHING)
     expected, gradient, report = loss_and_gradient(chosen, batch, logprobs, step_denominator(batch))
     assert not gradient[unlearned].any()
+
     for column in ("advantages", "old_logprobs", "engine_logprobs"):
-        setattr(batch, column, torch.where(unlearned, 3.7 * torch.arange(batch.num_tokens), getattr(batch, column)))
-    loss, again, other = loss_and_gradient(chosen, batch, torch.where(unlearned, 2.9, logprobs), step_denominator(batch))
+        setattr(
+            batch,
+            column,
+            torch.where(unlearned, 3.7 * torch.arange(batch.num_tokens), getattr(batch, column)),
+        )
+
+    loss, again, other = loss_and_gradient(
+        chosen, batch, torch.where(unlearned, 2.9, logprobs), step_denominator(batch)
+    )
     assert loss == expected and again.tolist() == gradient.tolist()
-    assert all(torch.equal(report[key][batch.loss_mask], other[key][batch.loss_mask]) for key in report)
+    assert all(
+        torch.equal(report[key][batch.loss_mask], other[key][batch.loss_mask]) for key in report
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
-@given(mode=st.sampled_from(MODES), seed=st.integers(0, 10**6), parts=st.integers(1, 3), random=st.randoms(use_true_random=False))
+@given(
+    mode=st.sampled_from(MODES),
+    seed=st.integers(0, 10**6),
+    parts=st.integers(1, 3),
+    random=st.randoms(use_true_random=False),
+)
 def test_no_split_into_micro_batches_changes_anything(name, mode, seed, parts, random):
     whole = random_experience([".xx.x", ".x", "...", "xxx", "..xxxx"], seed)
-    logprobs, denominator = actor_logprobs(whole, seed + 1), step_denominator(whole)
+    logprobs = actor_logprobs(whole, seed + 1)
+    denominator = step_denominator(whole)
     chosen = section(name, loss_agg_mode=mode, **EVERYTHING)
     expected, gradient, _ = loss_and_gradient(chosen, whole, logprobs, denominator)
     owners = [random.randrange(parts) for _ in range(len(whole))]
-    total, pieces = 0.0, logprobs.split(whole.lengths.tolist())
+    total = 0.0
+
+    pieces = logprobs.split(whole.lengths.tolist())
     gradients = list(torch.zeros_like(logprobs).split(whole.lengths.tolist()))
     for part in range(parts):
         rows = [row for row, owner in enumerate(owners) if owner == part]
@@ -194,6 +286,7 @@ def test_no_split_into_micro_batches_changes_anything(name, mode, seed, parts, r
             total += loss
             for row, slope in zip(rows, slopes.split(whole.lengths[rows].tolist()), strict=True):
                 gradients[row] = slope
+
     assert total == pytest.approx(expected, rel=1e-9, abs=1e-12)
     torch.testing.assert_close(torch.cat(gradients), gradient, rtol=1e-9, atol=1e-12)
 
@@ -209,13 +302,25 @@ def own_loss(logprobs, old_logprobs, advantages, *, temperature_of_mine):
 
 
 def test_a_loss_that_asks_for_too_much_is_named():
-    with pytest.raises(ValueError, match="own_loss needs temperature_of_mine, which this run does not compute"):
+    with pytest.raises(
+        ValueError, match="own_loss needs temperature_of_mine, which this run does not compute"
+    ):
         PolicyObjective(section(f"{__file__}:own_loss"))
 
 
 def test_every_field_of_a_loss_is_one_of_the_configuration():
-    fields = {field for name in NAMES for field in keywords(policy_losses[name])} - {"batch", "marked"}
+    fields = {field for name in NAMES for field in keywords(policy_losses[name])} - {
+        "batch",
+        "marked",
+    }
     assert fields == {
-        *("eps_clip_low", "eps_clip_high", "dual_clip", "policy_drift_coef", "policy_drift_clip", "kl_cov_coef"),
+        *(
+            "eps_clip_low",
+            "eps_clip_high",
+            "dual_clip",
+            "policy_drift_coef",
+            "policy_drift_clip",
+            "kl_cov_coef",
+        ),
         *("sapo_tau_positive", "sapo_tau_negative"),
     }

@@ -1,4 +1,6 @@
-"""Losses of reward models and preferences against numbers by hand, and what an empty micro-batch contributes."""
+"""Losses of reward models and preferences against numbers by hand, and what an empty micro-batch
+contributes.
+"""
 
 import math
 
@@ -7,7 +9,12 @@ import torch
 
 from lightrft.algorithms.preferences.dpo import DPOObjective, hinge, ipo, sigmoid
 from lightrft.algorithms.preferences.kto import KTOObjective, kto, reference_point
-from lightrft.algorithms.preferences.reward import RewardObjective, bradley_terry, log_exp, rao_kupper
+from lightrft.algorithms.preferences.reward import (
+    RewardObjective,
+    bradley_terry,
+    log_exp,
+    rao_kupper,
+)
 from lightrft.algorithms.reduce import Denominator
 from lightrft.config import PreferenceSection
 from lightrft.types import JudgedBatch
@@ -33,7 +40,10 @@ def of(value: float) -> torch.Tensor:
         # e^c = 4 e^r: wins 4 / (4 + 2)
         (rao_kupper(of(math.log(4)), of(0.0), of(0.0), of(0) > 0, 2.0), math.log(3 / 2)),
         (rao_kupper(of(math.log(8)), of(0.0), of(math.log(2)), of(0) > 0, 2.0), math.log(3 / 2)),
-        (rao_kupper(of(math.log(4)), of(0.0), of(0.0), of(1) > 0, 2.0), -math.log(1 - 2 / 3 - 1 / 9)),
+        (
+            rao_kupper(of(math.log(4)), of(0.0), of(0.0), of(1) > 0, 2.0),
+            -math.log(1 - 2 / 3 - 1 / 9),
+        ),
         (sigmoid(of(3.0), of(1.0), 0.5), math.log(1 + math.exp(-1))),
         (sigmoid(of(3.0), of(1.0), 0.5, 0.25), math.log(1 + math.exp(-1)) + 0.25),
         (ipo(of(3.0), of(1.0), 0.5), 1.0),
@@ -58,8 +68,13 @@ def batch(lengths: list[int], learned: list[bool], **columns) -> JudgedBatch:
         "desirable": rows >= 0,
         "reference": torch.zeros(len(rows)),
     } | columns
+
     return JudgedBatch(
-        torch.tensor(lengths), torch.zeros(sum(lengths), dtype=torch.int64), torch.tensor(learned), rows, **columns
+        torch.tensor(lengths),
+        torch.zeros(sum(lengths), dtype=torch.int64),
+        torch.tensor(learned),
+        rows,
+        **columns,
     )
 
 
@@ -80,20 +95,32 @@ def test_an_empty_micro_batch_has_no_loss_and_zero_gradients():
 
 
 def test_dpo_of_two_pairs_by_hand():
-    """Sums over learned tokens relative to the reference; the mean of the chosen ones' negative log-probs beside it."""
+    """Sums over learned tokens relative to the reference; the mean of the chosen ones' negative
+    log-probs beside it.
+    """
     given = batch(
-        [2, 3, 2, 2], [False, True] + [False, True, True] + [False, True] * 2, reference=torch.tensor([-1.0, -2, -3, -1])
+        [2, 3, 2, 2],
+        [False, True] + [False, True, True] + [False, True] * 2,
+        reference=torch.tensor([-1.0, -2, -3, -1]),
     )
     logprobs = torch.tensor([9.0, -2, 9, -1, -2, 9, -1, 9, -4])
-    loss, report = DPOObjective(PreferenceSection(beta=0.5, sft_coef=0.1))(logprobs, given, DENOMINATOR)
+    loss, report = DPOObjective(PreferenceSection(beta=0.5, sft_coef=0.1))(
+        logprobs, given, DENOMINATOR
+    )
     ratios = [(-1.0, -1.0), (2.0, -3.0)]
-    expected = sum(math.log(1 + math.exp(-0.5 * (chosen - rejected))) for chosen, rejected in ratios) / 2 + 0.1 * (2 + 1) / 3
+    expected = (
+        sum(math.log(1 + math.exp(-0.5 * (chosen - rejected))) for chosen, rejected in ratios) / 2
+        + 0.1 * (2 + 1) / 3
+    )
     assert loss.item() == pytest.approx(expected)
-    assert report["train/margin"].values.tolist() == [0.0, 2.5] and report["train/accuracy"].values.tolist() == [0.0, 1.0]
+    assert report["train/margin"].values.tolist() == [0.0, 2.5] and report[
+        "train/accuracy"
+    ].values.tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(
-    ("difference", "tie", "right"), [(0.1, True, True), (5.0, True, False), (0.1, False, True), (-1.0, False, False)]
+    ("difference", "tie", "right"),
+    [(0.1, True, True), (5.0, True, False), (0.1, False, True), (-1.0, False, False)],
 )
 def test_a_tie_is_right_where_it_is_the_likeliest_outcome(difference, tie, right):
     objective = RewardObjective(PreferenceSection(rm_loss="ties", tie_threshold=3.0), [])
@@ -102,7 +129,12 @@ def test_a_tie_is_right_where_it_is_the_likeliest_outcome(difference, tie, right
 
 def test_each_head_has_an_accuracy_of_its_own():
     given = batch([1] * 4, [True] * 4, heads=torch.tensor([1, 1, 0, 0]))
-    _, report = RewardObjective(PreferenceSection(), ["kind", "short"])(torch.tensor([1.0, 0, 0, 1]), given, DENOMINATOR)
-    of_heads = {name: (entry.values * entry.weight).sum().item() / entry.weight.sum().item()
-                for name, entry in report.items() if "accuracy_of" in name}  # fmt: skip
+    _, report = RewardObjective(PreferenceSection(), ["kind", "short"])(
+        torch.tensor([1.0, 0, 0, 1]), given, DENOMINATOR
+    )
+    of_heads = {
+        name: (entry.values * entry.weight).sum().item() / entry.weight.sum().item()
+        for name, entry in report.items()
+        if "accuracy_of" in name
+    }
     assert of_heads == {"train/accuracy_of_kind": 0.0, "train/accuracy_of_short": 1.0}

@@ -1,4 +1,6 @@
-"""Why: a recipe sets what the user left open; a misspelt field or a lost flag would train something else than it says."""
+"""Why: a recipe sets what the user left open; a misspelt field or a lost flag would train something
+else than it says.
+"""
 
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -23,7 +25,9 @@ def fits(value: Any, kind: Any) -> bool:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_field_exists_with_a_value_of_its_type(name):
-    hints = {field: kind for cls in SECTIONS.values() for field, kind in get_type_hints(cls).items()}
+    hints = {
+        field: kind for cls in SECTIONS.values() for field, kind in get_type_hints(cls).items()
+    }
     for field, value in PRESETS[name].items():
         assert field in hints, f"{name}: no field {field}"
         assert fits(value, hints[field]), f"{name}: {field} = {value!r} is no {hints[field]}"
@@ -38,7 +42,12 @@ def test_what_a_recipe_names_is_registered(name):
 
 def test_fits_can_tell():
     assert fits(0.2, float) and fits(None, float | None) and fits("k3", Literal["k1", "k3"])
-    assert not fits("0.2", float) and not fits(True, float) and not fits("k4", Literal["k1", "k3"]) and not fits(None, int)
+    assert (
+        not fits("0.2", float)
+        and not fits(True, float)
+        and not fits("k4", Literal["k1", "k3"])
+        and not fits(None, int)
+    )
 
 
 def test_grpo_is_the_paper():
@@ -64,9 +73,22 @@ def test_a_users_own_estimator_has_no_recipe():
 def test_expansion_sets_what_is_open_and_leaves_what_was_written():
     config = parse(["--init_kl_coef", "0.5", "--eps_clip_low=0.1"])
     before = config.rollout.rollout_batch_size
-    config.expand({"init_kl_coef": 0.04, "eps_clip_low": 0.2, "eps_clip_high": 0.28, "use_kl_loss": True, "seed": 7})
+    config.expand(
+        {
+            "init_kl_coef": 0.04,
+            "eps_clip_low": 0.2,
+            "eps_clip_high": 0.28,
+            "use_kl_loss": True,
+            "seed": 7,
+        }
+    )
     assert (config.algorithm.init_kl_coef, config.algorithm.eps_clip_low) == (0.5, 0.1)
-    assert (config.algorithm.eps_clip_high, config.algorithm.use_kl_loss, config.train.seed) == (0.28, True, 7)
+
+    assert (config.algorithm.eps_clip_high, config.algorithm.use_kl_loss, config.train.seed) == (
+        0.28,
+        True,
+        7,
+    )
     assert config.rollout.rollout_batch_size == before
 
 

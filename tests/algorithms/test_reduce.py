@@ -1,4 +1,7 @@
-"""Why: a loss normalised per micro-batch or per rank trains a different objective for every layout. Here it may not."""
+"""Why: a loss normalised per micro-batch or per rank trains a different objective for every layout.
+
+Here it may not.
+"""
 
 import pytest
 import torch
@@ -48,7 +51,9 @@ def test_modes_by_hand(mode):
     assert loss.dtype == torch.float32 and loss.shape == ()
     assert loss.item() == pytest.approx(BY_HAND[mode], rel=1e-6)
     a, b, c = GRADIENTS[mode]
-    assert grad(loss, values)[0].tolist() == pytest.approx([0, a, a, 0, b, 0, 0, 0, 0, c, c, c], rel=1e-6)
+    assert grad(loss, values)[0].tolist() == pytest.approx(
+        [0, a, a, 0, b, 0, 0, 0, 0, c, c, c], rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -64,13 +69,20 @@ def test_what_is_not_learned_counts_for_nothing_whatever_it_holds(mode, unlearne
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_that_learns_nothing_has_loss_zero(mode):
     values = torch.ones(3, requires_grad=True)
-    loss = share_of_mean(values, make_batch([[0, 0], [0]]), mode, Denominator(torch.tensor(0.0), torch.tensor(0.0), 10))
+    loss = share_of_mean(
+        values,
+        make_batch([[0, 0], [0]]),
+        mode,
+        Denominator(torch.tensor(0.0), torch.tensor(0.0), 10),
+    )
     assert loss.item() == 0.0
     assert grad(loss, values)[0].tolist() == [0.0, 0.0, 0.0]
 
 
 SEQUENCES = st.lists(
-    st.lists(st.tuples(st.booleans(), st.integers(-8, 8)), min_size=1, max_size=6).map(lambda s: [(False, s[0][1]), *s[1:]]),
+    st.lists(st.tuples(st.booleans(), st.integers(-8, 8)), min_size=1, max_size=6).map(
+        lambda s: [(False, s[0][1]), *s[1:]]
+    ),
     min_size=1,
     max_size=8,
 )
@@ -80,9 +92,12 @@ SEQUENCES = st.lists(
 @settings(max_examples=60)
 @given(SEQUENCES, st.integers(1, 5), st.randoms(use_true_random=False))
 def test_shares_add_up_to_the_mean_for_every_split(mode, sequences, parts, random):
-    """Sequences dealt at random over ranks and micro-batches: the sum of shares is the mean in plain Python."""
+    """Sequences dealt at random over ranks and micro-batches: the sum of shares is the mean in
+    plain Python.
+    """
     learned = [[value for is_learned, value in sequence if is_learned] for sequence in sequences]
-    tokens, present = sum(len(s) for s in learned), [s for s in learned if s]
+    tokens = sum(len(s) for s in learned)
+    present = [s for s in learned if s]
     plain = {
         "token-mean": sum(map(sum, learned)) / max(tokens, 1),
         "seq-mean-token-mean": sum(sum(s) / len(s) for s in present) / max(len(present), 1),
@@ -92,16 +107,20 @@ def test_shares_add_up_to_the_mean_for_every_split(mode, sequences, parts, rando
     denominator = Denominator(torch.tensor(float(tokens)), torch.tensor(float(len(present))), 7)
     share = [random.randrange(parts) for _ in sequences]
     total = 0.0
+
     for part in range(parts):
         mine = [sequence for sequence, owner in zip(sequences, share, strict=True) if owner == part]
         batch = make_batch([[is_learned for is_learned, _ in sequence] for sequence in mine])
         values = torch.tensor([float(value) for sequence in mine for _, value in sequence])
         total += share_of_mean(values, batch, mode, denominator).item()
+
     assert total == pytest.approx(plain, rel=1e-5, abs=1e-5)
 
 
 def test_sequence_sums():
-    assert sequence_sums(torch.tensor([1.0, 2.0, 4.0, 8.0]), make_batch([[0], [0, 1], [0]])).tolist() == [1.0, 6.0, 8.0]
+    assert sequence_sums(
+        torch.tensor([1.0, 2.0, 4.0, 8.0]), make_batch([[0], [0, 1], [0]])
+    ).tolist() == [1.0, 6.0, 8.0]
 
 
 def test_unknown_mode():

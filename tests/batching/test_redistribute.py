@@ -1,4 +1,6 @@
-"""Why: a sample that arrives on the wrong rank, or with another's advantage, is learned wrongly and nobody notices."""
+"""Why: a sample that arrives on the wrong rank, or with another's advantage, is learned wrongly and
+nobody notices.
+"""
 
 from collections import Counter
 from contextlib import ExitStack
@@ -35,7 +37,10 @@ def take(batch: Experience, rows: list[int]) -> dict[str, torch.Tensor]:
     """Columns of the rows, cut out one sequence at a time."""
     starts = [0, *batch.lengths.cumsum(0).tolist()]
     cuts = [slice(starts[row], starts[row + 1]) for row in rows]
-    per_token = {name: torch.cat([value[:0], *(value[cut] for cut in cuts)]) for name, value in batch.columns("token").items()}
+    per_token = {
+        name: torch.cat([value[:0], *(value[cut] for cut in cuts)])
+        for name, value in batch.columns("token").items()
+    }
     return {name: value[rows] for name, value in batch.columns("sequence").items()} | per_token
 
 
@@ -47,29 +52,45 @@ CASES = {
     "a rank without samples": ([3, 1, 2], [[0, 1, 2], []], [[1], [2, 0]]),
     "a rank without work": ([3, 1, 2], [[0], [1, 2]], [[2, 1, 0], []]),
     "nothing moves": ([3, 1], [[0], [1]], [[0], [1]]),
-    "four ranks": ([2, 7, 1, 1, 3, 4, 2, 6, 5], [[0, 1], [2, 3, 4], [], [5, 6, 7, 8]], [[8, 0, 5], [], [7, 2], [1, 3, 6, 4]]),
+    "four ranks": (
+        [2, 7, 1, 1, 3, 4, 2, 6, 5],
+        [[0, 1], [2, 3, 4], [], [5, 6, 7, 8]],
+        [[8, 0, 5], [], [7, 2], [1, 3, 6, 4]],
+    ),
 }
 
 
 def axes_of(replica: int) -> dict[str, Axis]:
     """The axes of this rank, of which `replica` neighbours have the same samples."""
     size = dist.get_world_size() // replica
-    groups = {"data": [range(place, replica * size, replica) for place in range(replica)],
-              "replica": [range(place, place + replica) for place in range(0, replica * size, replica)]}  # fmt: skip
+    groups = {
+        "data": [range(place, replica * size, replica) for place in range(replica)],
+        "replica": [range(place, place + replica) for place in range(0, replica * size, replica)],
+    }
+
     axes = {}
     for name, all_ranks in groups.items():
         for ranks in all_ranks:
             group = dist.new_group(list(ranks))
             if dist.get_rank() in ranks:
-                axes[name] = Axis(name, len(ranks), ranks.index(dist.get_rank()), group if len(ranks) > 1 else None)
+                axes[name] = Axis(
+                    name,
+                    len(ranks),
+                    ranks.index(dist.get_rank()),
+                    group if len(ranks) > 1 else None,
+                )
+
     return axes
 
 
 def moved(lengths: list[int], held: list[list[int]], owners: list[list[int]], replica: int = 1):
-    """Columns that arrive on this rank, the collectives of each axis, and the bytes sent to others."""
+    """Columns that arrive on this rank, the collectives of each axis, and the bytes sent to
+    others.
+    """
     counts: Counter[str] = Counter()
     sent: list[int] = []
-    rank, axes = dist.get_rank() // replica, axes_of(replica)
+    rank = dist.get_rank() // replica
+    axes = axes_of(replica)
 
     def counted(name: str):
         plain = getattr(dist, name)
@@ -82,11 +103,20 @@ def moved(lengths: list[int], held: list[list[int]], owners: list[list[int]], re
 
         return mock.patch.object(dist, name, call)
 
-    store, columns = MemoryStore(axes["data"], axes["replica"]), {}
-    for _ in range(2):  # the first gather of a number of rows that nobody expects takes two collectives
+    store = MemoryStore(axes["data"], axes["replica"])
+    columns = {}
+    # the first gather of a number of rows that nobody expects takes two collectives
+    for _ in range(2):
         counts.clear(), sent.clear()
         store.clear(range(len(lengths)))
-        names = ("all_gather_into_tensor", "all_to_all_single", "broadcast", "broadcast_object_list", "all_gather_object")
+        names = (
+            "all_gather_into_tensor",
+            "all_to_all_single",
+            "broadcast",
+            "broadcast_object_list",
+            "all_gather_object",
+        )
+
         batch = whole(lengths).select(held[rank])
         with ExitStack() as stack:
             for name in names:
@@ -94,9 +124,11 @@ def moved(lengths: list[int], held: list[list[int]], owners: list[list[int]], re
             put_batch(store, batch if store.leads else batch.select([]))
             rows = store.rows()
             store.move(owners)
+
         arrived = get_batch(store, owners[rank], batch)
         assert arrived.old_logprobs is None and arrived.reference_logprobs is None
         columns = arrived.columns("sequence") | arrived.columns("token")
+
     assert sorted(rows.ids.tolist()) == list(range(len(lengths)))
     return columns, dict(counts), sum(sent)
 
@@ -109,13 +141,16 @@ def test_every_row_arrives_at_its_owner_in_its_order_bit_by_bit(case):
     for (columns, counts, sent), mine, wanted in zip(results, held, owners, strict=True):
         assert_equal(columns, take(whole(lengths), wanted))
         leaving = [row for row in mine if row not in wanted]
-        least, parts = (8 + 4) * len(leaving) + (8 + 1 + 4 + 4) * sum(lengths[row] for row in leaving), len(held) - 1
+        least = (8 + 4) * len(leaving) + (8 + 1 + 4 + 4) * sum(lengths[row] for row in leaving)
+        parts = len(held) - 1
         assert least <= sent <= least + 7 * parts * bool(leaving)
         assert counts == ({"data": 2} if len(held) > 1 else {})
 
 
 def test_the_leader_of_a_replica_reads_for_its_siblings():
-    """Four ranks, two replicas of two: leaders move the rows, and their siblings receive all of them in three collectives."""
+    """Four ranks, two replicas of two: leaders move the rows, and their siblings receive all of
+    them in three collectives.
+    """
     lengths, held, owners = CASES["uneven"]
     results = run_ranks(4, moved, lengths, held, owners, 2)
     for rank, (columns, counts, _) in enumerate(results):
@@ -132,7 +167,10 @@ def assert_equal(columns: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 
 def shared():
     rank = dist.get_rank()
-    return share(Axis("data", dist.get_world_size(), rank, dist.group.WORLD), torch.arange(rank) + 10.0 * rank)
+    return share(
+        Axis("data", dist.get_world_size(), rank, dist.group.WORLD),
+        torch.arange(rank) + 10.0 * rank,
+    )
 
 
 def test_share_joins_all_ranks_in_their_order():
@@ -148,11 +186,20 @@ def test_select_and_token_index_by_hand():
     batch = whole([2, 1, 3])
     assert batch.select([2, 0]).input_ids.tolist() == [9, 12, 15, 0, 3]
     assert token_index(batch.offsets, torch.tensor([1, 1, 0])).tolist() == [2, 2, 0, 1]
-    assert batch.position_ids.tolist() == [0, 1, 0, 0, 1, 2] and batch.sequence_ids.tolist() == [0, 0, 1, 2, 2, 2]
+    assert batch.position_ids.tolist() == [0, 1, 0, 0, 1, 2] and batch.sequence_ids.tolist() == [
+        0,
+        0,
+        1,
+        2,
+        2,
+        2,
+    ]
 
 
 def disagreeing() -> list[str]:
-    """What each rank of two replicas says of columns that its data rank has in another form than the other one."""
+    """What each rank of two replicas says of columns that its data rank has in another form than
+    the other one.
+    """
     data, replica = axes_of(2).values()
     said = []
     forms = [
@@ -161,8 +208,10 @@ def disagreeing() -> list[str]:
         ({"a": torch.zeros(2, 3)}, {"a": torch.zeros(0, 4)}),
         ({"a": torch.zeros(2, dtype=torch.bool)}, {"a": torch.zeros(0, dtype=torch.bool)}),
     ]
+
     for form in forms:
-        store, columns = MemoryStore(data, replica), form[data.rank]
+        store = MemoryStore(data, replica)
+        columns = form[data.rank]
         ids = torch.tensor([2**40, 7]) if data.rank == 0 else torch.zeros(0, dtype=torch.int64)
         store.put(ids, torch.ones_like(ids), sequences=columns)
         try:
@@ -171,6 +220,7 @@ def disagreeing() -> list[str]:
             said.append(str(store.get([7, 2**40] if data.rank else [])["a"].dtype))
         except ValueError as error:
             said.append(str(error))
+
     return said
 
 

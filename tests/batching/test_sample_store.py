@@ -1,4 +1,6 @@
-"""The columns of a step's samples under their ids: what is written is read, by whoever may, and a lack is said."""
+"""The columns of a step's samples under their ids: what is written is read, by whoever may, and a
+lack is said.
+"""
 
 import pytest
 import torch
@@ -7,27 +9,50 @@ from lightrft.batching.sample_store import MemoryStore, SampleRows, check_owners
 from lightrft.parallel.collectives import Axis
 
 ALONE = Axis("alone", 1, 0, None)
-IDS, LENGTHS = torch.tensor([7, 3, 5]), torch.tensor([2, 0, 3])
+IDS = torch.tensor([7, 3, 5])
+LENGTHS = torch.tensor([2, 0, 3])
 
 
 def store() -> MemoryStore:
     made = MemoryStore(ALONE, ALONE)
-    tokens = {"half": torch.arange(5).bfloat16(), "wide": torch.arange(10).view(5, 2), "mask": torch.arange(5) > 1}
-    made.put(IDS, LENGTHS, tokens=tokens, sequences={"group": torch.tensor([70, 30, 50])}, objects={"name": ["a", "b", "c"]})
+    tokens = {
+        "half": torch.arange(5).bfloat16(),
+        "wide": torch.arange(10).view(5, 2),
+        "mask": torch.arange(5) > 1,
+    }
+    made.put(
+        IDS,
+        LENGTHS,
+        tokens=tokens,
+        sequences={"group": torch.tensor([70, 30, 50])},
+        objects={"name": ["a", "b", "c"]},
+    )
+
     return made
 
 
 def test_rows_of_any_length_are_read_in_any_order_with_their_types():
     found = store().get([5, 3, 7])
-    assert found["lengths"].tolist() == [3, 0, 2] and found["group"].tolist() == [50, 30, 70] and found["name"] == ["c", "b", "a"]
+    assert (
+        found["lengths"].tolist() == [3, 0, 2]
+        and found["group"].tolist() == [50, 30, 70]
+        and found["name"] == ["c", "b", "a"]
+    )
     assert found["half"].dtype == torch.bfloat16 and found["half"].tolist() == [2, 3, 4, 0, 1]
-    assert found["wide"].tolist() == [[4, 5], [6, 7], [8, 9], [0, 1], [2, 3]] and found["mask"].dtype == torch.bool
+    assert (
+        found["wide"].tolist() == [[4, 5], [6, 7], [8, 9], [0, 1], [2, 3]]
+        and found["mask"].dtype == torch.bool
+    )
     assert store().get([7], ["half"]).keys() == {"lengths", "half"}
 
 
 def test_results_go_under_the_ids_of_their_rows_whatever_the_order_of_the_plan():
     made = store()
-    made.put(torch.tensor([5, 7]), torch.tensor([3, 2]), tokens={"values": torch.tensor([1.0, 2, 3, 4, 5])})
+    made.put(
+        torch.tensor([5, 7]),
+        torch.tensor([3, 2]),
+        tokens={"values": torch.tensor([1.0, 2, 3, 4, 5])},
+    )
     assert made.get([7, 5], ["values"])["values"].tolist() == [4, 5, 1, 2, 3]
     made.put(torch.tensor([7]), torch.tensor([2]), tokens={"values": torch.tensor([6.0, 7])})
     assert made.get([5, 7], ["values", "half"])["values"].tolist() == [1, 2, 3, 6, 7]
@@ -75,10 +100,15 @@ def test_results_are_written_back_only_to_rows_that_the_rank_holds():
 
 def test_each_task_claims_a_row_once_when_its_fields_are_there():
     made = store()
-    assert made.claim("reference", ["half"], 2) == [3, 5] and made.claim("reference", ["half"]) == [7]
+    assert made.claim("reference", ["half"], 2) == [3, 5] and made.claim("reference", ["half"]) == [
+        7
+    ]
     assert made.claim("train", ["half", "values"]) == []
     made.put(IDS[:1], LENGTHS[:1], tokens={"values": torch.zeros(2)})
-    assert made.claim("train", ["half", "values"]) == [7] and made.claim("train", ["half", "values"]) == []
+    assert (
+        made.claim("train", ["half", "values"]) == [7]
+        and made.claim("train", ["half", "values"]) == []
+    )
 
 
 def test_only_the_leader_of_a_replica_writes():
@@ -88,7 +118,9 @@ def test_only_the_leader_of_a_replica_writes():
 
 
 def test_metadata_selects_without_the_values():
-    rows = SampleRows(IDS, LENGTHS, torch.tensor([0, 0, 1]), {"solved": torch.tensor([[1], [0], [1]])})
+    rows = SampleRows(
+        IDS, LENGTHS, torch.tensor([0, 0, 1]), {"solved": torch.tensor([[1], [0], [1]])}
+    )
     assert rows.select(rows.tags["solved"][:, 0] > 0).ids.tolist() == [7, 5]
     assert rows.select(slice(1, 3)).lengths.tolist() == [0, 3]
     assert rows.drop([3]).ids.tolist() == [7, 5] and len(rows.drop([3]).concatenate(rows)) == 5

@@ -1,4 +1,5 @@
-"""Whole steps whose samples travel through a real TransferQueue on a real Ray cluster: the numbers are those of the memory.
+"""Whole steps whose samples travel through a real TransferQueue on a real Ray cluster: the numbers
+are those of the memory.
 
 It runs in the environment that has the package, by tests/test_extras.py.
 """
@@ -12,7 +13,9 @@ import torch
 from ranks import run_ranks
 from runs import PPO, prepare, repeatable, rows_of, run_here
 
-pytestmark = pytest.mark.skipif(find_spec("transfer_queue") is None, reason="test_extras.py runs it where TransferQueue is")
+pytestmark = pytest.mark.skipif(
+    find_spec("transfer_queue") is None, reason="test_extras.py runs it where TransferQueue is"
+)
 
 CASES = {"ranks with samples of their own": [], "ranks of one replica": ["--sp_size=2"]}
 
@@ -23,10 +26,16 @@ def store_of_two_ranks() -> dict[str, list]:
     from lightrft.parallel.mesh import world_axis
 
     world = world_axis()
-    alone, ids = type(world)("alone", 1, 0, None), torch.tensor([2 * world.rank, 2 * world.rank + 1])
+    alone = type(world)("alone", 1, 0, None)
+    ids = torch.tensor([2 * world.rank, 2 * world.rank + 1])
     store = TransferQueueStore(world, alone, world)
     halves = torch.arange(4.0).bfloat16() + 10 * world.rank
-    store.put(ids, torch.tensor([1, 3]), tokens={"half": halves, "mask": halves > 2}, sequences={"group": 100 * ids})
+    store.put(
+        ids,
+        torch.tensor([1, 3]),
+        tokens={"half": halves, "mask": halves > 2},
+        sequences={"group": 100 * ids},
+    )
     store.rows()
     store.move([[3, 0], [1, 2]])
     found = store.get([3, 0] if world.rank == 0 else [1, 2])
@@ -46,8 +55,10 @@ def everything(inputs: list[str], folder: Path) -> dict[str, object]:
     """Rows of the store, and for each case what is learned through memory and through the queue."""
     found = {"store": store_of_two_ranks()}
     for case, flags in CASES.items():
-        found[case] = [course([*inputs, *flags, f"--sample_store={store}"], f"{folder}/{case} {store}")
-                       for store in ("memory", "transfer_queue")]  # fmt: skip
+        found[case] = [
+            course([*inputs, *flags, f"--sample_store={store}"], f"{folder}/{case} {store}")
+            for store in ("memory", "transfer_queue")
+        ]
     return found
 
 
@@ -57,8 +68,19 @@ def test_steps_through_the_queue_are_those_through_memory(tmp_path):
     inputs = [*prepare(tmp_path), *PPO, "--max_steps=1", "--init_kl_coef=0.1"]
     found = run_ranks(2, everything, inputs, tmp_path)
     first, second = (found[rank]["store"] for rank in (0, 1))
-    assert first == {"half": [11, 12, 13, 0], "mask": [True, True, True, False], "group": [300, 0], "lengths": [3, 1]}
-    assert second == {"half": [1, 2, 3, 10], "mask": [False, False, True, True], "group": [100, 200], "lengths": [3, 1]}
+    assert first == {
+        "half": [11, 12, 13, 0],
+        "mask": [True, True, True, False],
+        "group": [300, 0],
+        "lengths": [3, 1],
+    }
+
+    assert second == {
+        "half": [1, 2, 3, 10],
+        "mask": [False, False, True, True],
+        "group": [100, 200],
+        "lengths": [3, 1],
+    }
     for case in CASES:
         through_memory, through_queue = found[0][case]
         assert len(through_queue) == 1 and through_queue == through_memory

@@ -13,15 +13,24 @@ BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
 
 def run(script: str, *flags: str) -> dict:
-    said = subprocess.run([warm_python(), BENCH / script, *flags], env=os.environ | {STARTS_WARM: warm_python()}, check=True,
-                          capture_output=True, text=True).stdout
+    said = subprocess.run(
+        [warm_python(), BENCH / script, *flags],
+        env=os.environ | {STARTS_WARM: warm_python()},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     return json.loads(said.splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_a_small_run_prints_its_line():
     result = run("data_plane.py", "--ranks=2", "--samples=16", "--length=8", "--repeats=2")
-    assert result["store_collectives"] == 2 and result["columns_collectives"] > 10 and result["columns_over_store"] > 0
+    assert (
+        result["store_collectives"] == 2
+        and result["columns_collectives"] > 10
+        and result["columns_over_store"] > 0
+    )
 
 
 @pytest.mark.slow

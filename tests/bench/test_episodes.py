@@ -1,4 +1,6 @@
-"""Why: the benchmark of episodes stays runnable, and shows that turns do not wait for one another."""
+"""Why: the benchmark of episodes stays runnable, and shows that turns do not wait for one
+another.
+"""
 
 import json
 
@@ -18,7 +20,9 @@ def without_a_launcher(flags: list[str]) -> None:
 
 @pytest.mark.slow
 def test_turns_begin_when_their_own_program_asks_for_them(capfd):
-    """Those that wait for one another begin three times, all together; how long the engine is idle depends on the machine."""
+    """Those that wait for one another begin three times, all together; how long the engine is idle
+    depends on the machine.
+    """
     pytest.importorskip("vllm", reason="vllm is not installed")
     load_vllm()
     run_ranks(1, without_a_launcher, ["--episodes=12", "--turns=3", "--tool_ms=100", "--repeat=1"])

@@ -35,9 +35,22 @@ def test_real_ranks_take_what_theory_and_tensors_without_memory_say():
     assert all(row["peak_of_plan"] == pytest.approx(1, abs=0.1) for row in found["measured"])
     for real, fake, once in zip(found["measured"][:2], found["shapes"], (False, True), strict=True):
         numel = real["num_parameters"]
-        assert real["reduce_gradients_once"] == fake["reduce_gradients_once"] == once and fake["num_parameters"] == numel
-        expected = {"parameters": 2 * numel, "gradients": (4 if once else 2) * numel, "optimizer": 4 * numel}
+        assert (
+            real["reduce_gradients_once"] == fake["reduce_gradients_once"] == once
+            and fake["num_parameters"] == numel
+        )
+        expected = {
+            "parameters": 2 * numel,
+            "gradients": (4 if once else 2) * numel,
+            "optimizer": 4 * numel,
+        }
+
         for name, size in expected.items():
-            assert real[name] == pytest.approx(size, rel=0.01) and fake[name] == pytest.approx(size, rel=0.01), name
+            assert real[name] == pytest.approx(size, rel=0.01) and fake[name] == pytest.approx(
+                size, rel=0.01
+            ), name
+
     shared, whole = found["measured"][:2]
-    assert whole["peak"] - shared["peak"] > 0.5 * numel, "the whole gradient is there when the next micro-batch is at its peak"
+    assert whole["peak"] - shared["peak"] > 0.5 * numel, (
+        "the whole gradient is there when the next micro-batch is at its peak"
+    )

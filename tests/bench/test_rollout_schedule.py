@@ -1,8 +1,13 @@
-"""The simulator of schedules gives the same figures every time, and shows what each schedule is for."""
+"""The simulator of schedules gives the same figures every time, and shows what each schedule is
+for.
+"""
 
 from scripts.bench.rollout_schedule import options, simulate
 
-FEW = "--step_ms 10 0.05 0 0 --ranks 4 --steps 8 --every 8 --median 200 --most 3200 --distributions log_normal"
+FEW = (
+    "--step_ms 10 0.05 0 0 --ranks 4 --steps 8 --every 8 --median 200 --most 3200 --distributions"
+    " log_normal"
+)
 
 
 def speedups(flags: str) -> dict[str, float]:
@@ -22,5 +27,8 @@ def test_divided_and_predicted_groups_are_faster_where_responses_wait():
     """Prompts differ in length, and 64 responses wait for 16 slots of each rank."""
     flags = "--samples 16 --slots 16 --correlation 0.7 --visits 0"
     found = speedups(flags)
-    assert found["longest_first"] > 1.05 and found["longest_first"] > found["longest_first_blind"] > found["longest_first_whole"]
+    assert (
+        found["longest_first"] > 1.05
+        and found["longest_first"] > found["longest_first_blind"] > found["longest_first_whole"]
+    )
     assert found == speedups(flags)

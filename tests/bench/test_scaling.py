@@ -1,4 +1,6 @@
-"""Why: what grows with the square of the ranks is not noticed on eight of them, and stops a thousand."""
+"""Why: what grows with the square of the ranks is not noticed on eight of them, and stops a
+thousand.
+"""
 
 import json
 import subprocess
@@ -15,16 +17,46 @@ LIMITS = {"collect": 1.25}
 
 @pytest.mark.slow
 def test_what_a_rank_sends_and_receives_grows_no_faster_than_the_number_of_others(tmp_path):
-    """Among real processes. Addresses that every rank published for each other one made the rendezvous fail this.
+    """Among real processes.
 
-    Bytes are exact; into how many segments the kernel divides them depends on how busy the machine is.
+    Addresses that every rank published for each other one made the rendezvous fail this.
+
+    Bytes are exact; into how many segments the kernel divides them depends on how busy the machine
+    is.
     """
-    flags = ["--ranks", "4", "16", "--simulated", "64", "--rows", "4", "--figure", tmp_path / "figure.svg"]
+    flags = [
+        "--ranks",
+        "4",
+        "16",
+        "--simulated",
+        "64",
+        "--rows",
+        "4",
+        "--figure",
+        tmp_path / "figure.svg",
+    ]
     command = [sys.executable, BENCH, *flags]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = json.loads(said.splitlines()[-1])
-    assert set(found["exponents"]) >= {"meet", "mesh", "collect", "plan", "move", "metrics", "save", "load"}
-    too_fast = {(name, key): p for name, each in found["exponents"].items() for key, p in each.items()
-                if key != "segments" and p > LIMITS.get(name, 1.06)}  # fmt: skip
+    assert set(found["exponents"]) >= {
+        "meet",
+        "mesh",
+        "collect",
+        "plan",
+        "move",
+        "metrics",
+        "save",
+        "load",
+    }
+
+    too_fast = {
+        (name, key): p
+        for name, each in found["exponents"].items()
+        for key, p in each.items()
+        if key != "segments" and p > LIMITS.get(name, 1.06)
+    }
     assert not too_fast
-    assert found["runs"][1]["operations"]["move"]["sent"] > 1000 and "<svg" in (tmp_path / "figure.svg").read_text()
+    assert (
+        found["runs"][1]["operations"]["move"]["sent"] > 1000
+        and "<svg" in (tmp_path / "figure.svg").read_text()
+    )

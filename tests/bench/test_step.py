@@ -1,4 +1,6 @@
-"""Why: the step benchmark reaches into the trainer to read the clock; a renamed method must not go unnoticed."""
+"""Why: the step benchmark reaches into the trainer to read the clock; a renamed method must not go
+unnoticed.
+"""
 
 import json
 import time
@@ -14,16 +16,41 @@ from scripts.bench.step import PHASES, Clock, digits, main
 def test_two_ranks_report_every_phase(tmp_path, monkeypatch, capsys):
     forked = lambda number, argv: run_ranks(number, main, argv)  # noqa: E731  which is faster than torchrun
     monkeypatch.setattr(step, "on_ranks", forked)
-    tiny = ["--engine=hf", "--ranks=2", "--steps=3", "--prompts=2", "--samples=4", "--micro=4", "--max-new=4"]
+    tiny = [
+        "--engine=hf",
+        "--ranks=2",
+        "--steps=3",
+        "--prompts=2",
+        "--samples=4",
+        "--micro=4",
+        "--max-new=4",
+    ]
     main([*tiny, f"--out={tmp_path / 'lines'}"])
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]  # packages speak too
-    assert printed == [json.loads(line) for line in (tmp_path / "lines.rank0").read_text().splitlines()]
+
+    # packages speak too
+    printed = [
+        json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")
+    ]
+    assert printed == [
+        json.loads(line) for line in (tmp_path / "lines.rank0").read_text().splitlines()
+    ]
     *rows, summary = printed
-    assert [row["step"] for row in rows] == [1, 2, 3] and summary["summary"] and summary["world"] == 2
+    assert (
+        [row["step"] for row in rows] == [1, 2, 3] and summary["summary"] and summary["world"] == 2
+    )
+
     for row in rows:
-        assert all(row[phase] > 0 and row[f"{phase}_cpu"] >= 0 for phase in PHASES if phase != "old_logp")
+        assert all(
+            row[phase] > 0 and row[f"{phase}_cpu"] >= 0 for phase in PHASES if phase != "old_logp"
+        )
         assert row["total"] == pytest.approx(sum(row[phase] for phase in PHASES[1:]))
-        assert 4 <= row["gen_tokens"] <= 16 and row["prompt_tokens"] > 4 and row["rss_mb"] > 0 and 0 <= row["reward"] <= 1
+        assert (
+            4 <= row["gen_tokens"] <= 16
+            and row["prompt_tokens"] > 4
+            and row["rss_mb"] > 0
+            and 0 <= row["reward"] <= 1
+        )
+
     assert (tmp_path / "lines.rank1").exists()
 
 
@@ -35,7 +62,9 @@ def test_time_is_charged_once():
             time.sleep(0.05)
     clock.end_of_step({})
     (row,) = clock.rows
-    assert row["sync"] >= 0.05 > row["gen"] - 0.02 and row["total"] == pytest.approx(row["gen"] + row["sync"])
+    assert row["sync"] >= 0.05 > row["gen"] - 0.02 and row["total"] == pytest.approx(
+        row["gen"] + row["sync"]
+    )
 
 
 def test_time_of_an_iterator_is_that_of_its_items():
@@ -45,14 +74,19 @@ def test_time_of_an_iterator_is_that_of_its_items():
                 time.sleep(0.02)
                 yield item
 
-    clock, engine = Clock(), Engine()
+    clock = Clock()
+    engine = Engine()
     clock.charge(engine, "stream", "gen")
     with clock.phase("prep"):
         for _ in engine.stream():
             time.sleep(0.05)
     clock.end_of_step({})
     (row,) = clock.rows
-    assert row["gen"] >= 0.06 and row["prep"] >= 0.15 and row["total"] == pytest.approx(row["gen"] + row["prep"])
+    assert (
+        row["gen"] >= 0.06
+        and row["prep"] >= 0.15
+        and row["total"] == pytest.approx(row["gen"] + row["prep"])
+    )
 
 
 def test_reward():

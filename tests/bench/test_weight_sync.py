@@ -1,4 +1,6 @@
-"""Why: the benchmark reaches into the strategies and the engines; a renamed method must not go unnoticed."""
+"""Why: the benchmark reaches into the strategies and the engines; a renamed method must not go
+unnoticed.
+"""
 
 import json
 
@@ -12,9 +14,23 @@ from scripts.bench import weight_sync
 def test_the_aims_and_the_cases_are_reported(monkeypatch, capsys):
     forked = lambda number, argv: run_ranks(number, weight_sync.main, argv)  # noqa: E731  which is faster than torchrun
     monkeypatch.setattr(weight_sync, "on_ranks", forked)
-    weight_sync.main(["--cases", "single", "fsdp2", "--hidden=128", "--layers=1", "--vocabulary=500", "--repeat=1"])
+    weight_sync.main(
+        [
+            "--cases",
+            "single",
+            "fsdp2",
+            "--hidden=128",
+            "--layers=1",
+            "--vocabulary=500",
+            "--repeat=1",
+        ]
+    )
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert all(found[name] > 0 for name in ("over_memcpy", "speedup_over_naive")) and 0 < found["verify_cost_hf"] < 1
-    assert found["peak_extra_bytes"] <= found["peak_limit_bytes"] + 8 * 2**20  # what the allocator does beside it
+    assert (
+        all(found[name] > 0 for name in ("over_memcpy", "speedup_over_naive"))
+        and 0 < found["verify_cost_hf"] < 1
+    )
+    # what the allocator does beside it
+    assert found["peak_extra_bytes"] <= found["peak_limit_bytes"] + 8 * 2**20
     assert set(found["cases"]) == {"single", "fsdp2"}
     assert found["cases"]["single"]["bytes"] == 2 * found["cases"]["fsdp2"]["bytes"]

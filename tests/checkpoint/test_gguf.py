@@ -1,4 +1,6 @@
-"""A GGUF file becomes a folder with its numbers, its settings and its tokenizer, or it is refused with the reason."""
+"""A GGUF file becomes a folder with its numbers, its settings and its tokenizer, or it is refused
+with the reason.
+"""
 
 import json
 import os
@@ -14,7 +16,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from gguf_files import TEMPLATE, random_model, tokenizer_of, trained_sentencepiece, vocabulary, write_gguf
+from gguf_files import (
+    TEMPLATE,
+    random_model,
+    tokenizer_of,
+    trained_sentencepiece,
+    vocabulary,
+    write_gguf,
+)
 from lightrft import versions
 from lightrft.checkpoint import model_folders
 from lightrft.checkpoint.gguf import convert
@@ -24,18 +33,42 @@ from lightrft.config import Config, ConfigError
 from ranks import run_ranks
 from runs import prepare
 
-F32, Q8_0 = GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0
+F32 = GGMLQuantizationType.F32
+Q8_0 = GGMLQuantizationType.Q8_0
 ROPE = {"rope_theta": 3e5, "rope_type": "default"}
-LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-           "original_max_position_embeddings": 8192, "rope_theta": 5e5}  # fmt: skip
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 5e5,
+}
 MODELS = {
     "llama": ("llama", {"tie_word_embeddings": True, "rope_parameters": ROPE}, "smollm"),
-    "llama, its own head": ("llama", {"tie_word_embeddings": False, "rope_parameters": ROPE}, "smollm"),
-    "llama 3": ("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA_3, "head_dim": 32}, "llama-bpe"),
+    "llama, its own head": (
+        "llama",
+        {"tie_word_embeddings": False, "rope_parameters": ROPE},
+        "smollm",
+    ),
+    "llama 3": (
+        "llama",
+        {"tie_word_embeddings": True, "rope_parameters": LLAMA_3, "head_dim": 32},
+        "llama-bpe",
+    ),
     "qwen2": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": ROPE}, "qwen2"),
-    "qwen3": ("qwen3", {"tie_word_embeddings": False, "rope_parameters": ROPE, "head_dim": 32}, "qwen2"),
+    "qwen3": (
+        "qwen3",
+        {"tie_word_embeddings": False, "rope_parameters": ROPE, "head_dim": 32},
+        "qwen2",
+    ),
 }
-TEXTS = ["the he 12 1234, it's ab", "a:\n\n12 he", "xyz xyzab  12\n\n\nhe", "<start>user\nü 😀<end>"]
+TEXTS = [
+    "the he 12 1234, it's ab",
+    "a:\n\n12 he",
+    "xyz xyzab  12\n\n\nhe",
+    "<start>user\nü 😀<end>",
+]
 
 
 def divisors(model: PreTrainedModel) -> np.ndarray:
@@ -77,7 +110,8 @@ def test_numbers_settings_and_tokenizer_are_those_of_the_model(tmp_path, name, k
     read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.testing.assert_close(read(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
 
-    tokenizer, original = AutoTokenizer.from_pretrained(folder), tokenizer_of(MODELS[name][2])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    original = tokenizer_of(MODELS[name][2])
     for text in TEXTS:
         start = [1] if name == "llama 3" else []
         assert tokenizer(text)["input_ids"] == start + original.encode(text).ids
@@ -86,12 +120,21 @@ def test_numbers_settings_and_tokenizer_are_those_of_the_model(tmp_path, name, k
 
 
 def test_logits_of_a_mixture_of_experts(tmp_path):
-    sizes = {"head_dim": 32, "moe_intermediate_size": 32, "num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    sizes = {
+        "head_dim": 32,
+        "moe_intermediate_size": 32,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    }
     model = random_model("qwen3_moe", rope_parameters=ROPE, **sizes)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
     write_gguf(tmp_path / "m.gguf", model, F32, "qwen2")
-    read = AutoModelForCausalLM.from_pretrained(convert(tmp_path / "m.gguf", tmp_path / "folder"), dtype=torch.float32)
+
+    read = AutoModelForCausalLM.from_pretrained(
+        convert(tmp_path / "m.gguf", tmp_path / "folder"), dtype=torch.float32
+    )
     ids = torch.arange(3, 103)[None]
     torch.testing.assert_close(read(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
 
@@ -104,8 +147,16 @@ def test_tokens_of_sentencepiece(tmp_path):
     for text in ["the cat", "numbers 3412  hello\n\nworld zü 😀", "a"]:
         assert tokenizer(text)["input_ids"] == [processor.bos_id(), *processor.encode(text)]
 
-    write_gguf(tmp_path / "n.gguf", model, F32, processor, settings={"tokenizer.ggml.add_space_prefix": False})
-    with pytest.raises(ConfigError, match="does not read its setting tokenizer.ggml.add_space_prefix"):
+    write_gguf(
+        tmp_path / "n.gguf",
+        model,
+        F32,
+        processor,
+        settings={"tokenizer.ggml.add_space_prefix": False},
+    )
+    with pytest.raises(
+        ConfigError, match="does not read its setting tokenizer.ggml.add_space_prefix"
+    ):
         convert(tmp_path / "n.gguf", tmp_path / "other")
 
 
@@ -116,16 +167,31 @@ def test_the_folder_is_that_of_an_ordinary_model(tmp_path):
     assert config["dtype"] == "bfloat16" and config["architectures"] == ["LlamaForCausalLM"]
     assert not {"quantization_config", "_model_name_or_path"} & config.keys()
     generation = json.loads((folder / "generation_config.json").read_text())
-    assert generation.keys() - {"transformers_version"} == {"bos_token_id", "eos_token_id", "pad_token_id"}
-    assert len(AutoTokenizer.from_pretrained(folder)) == len(vocabulary()), "no token without a row in the model"
+    assert generation.keys() - {"transformers_version"} == {
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    }
+    assert len(AutoTokenizer.from_pretrained(folder)) == len(vocabulary()), (
+        "no token without a row in the model"
+    )
 
 
 def test_files_beside_it_have_no_influence(tmp_path):
     written(tmp_path / "m.gguf")
-    for name in ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "generation_config.json"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "preprocessor_config.json",
+        "generation_config.json",
+    ):
         (tmp_path / name).write_text("{}")
+
     folder = convert(tmp_path / "m.gguf", tmp_path / "folder")
-    assert len(AutoTokenizer.from_pretrained(folder)) > 256 and not (folder / "preprocessor_config.json").exists()
+    assert (
+        len(AutoTokenizer.from_pretrained(folder)) > 256
+        and not (folder / "preprocessor_config.json").exists()
+    )
 
 
 ONES = np.ones(8, dtype=np.float32)
@@ -138,11 +204,23 @@ REFUSED = {
         {"without": "model.norm.weight"},
         "1 tensors of the model are not in it, the first is model.norm.weight",
     ),
-    "other frequencies": ({"extra": {"rope_freqs.weight": ONES + np.arange(8, dtype=np.float32)}}, "not Llama 3's"),
-    "scaled positions": ({"settings": {"llama.rope.scaling.type": "yarn"}}, "does not read its setting rope.scaling.type yarn"),
-    "a window": ({"settings": {"llama.attention.sliding_window": 64}}, "does not read its setting attention.sliding_window 64"),
+    "other frequencies": (
+        {"extra": {"rope_freqs.weight": ONES + np.arange(8, dtype=np.float32)}},
+        "not Llama 3's",
+    ),
+    "scaled positions": (
+        {"settings": {"llama.rope.scaling.type": "yarn"}},
+        "does not read its setting rope.scaling.type yarn",
+    ),
+    "a window": (
+        {"settings": {"llama.attention.sliding_window": 64}},
+        "does not read its setting attention.sliding_window 64",
+    ),
     "unknown pieces": ({"pieces": "newest"}, "its pre-tokenizer 'newest' is unknown"),
-    "a part": ({"settings": {"split.count": 3}}, "is one of 3 parts: join them with llama-gguf-split --merge"),
+    "a part": (
+        {"settings": {"split.count": 3}},
+        "is one of 3 parts: join them with llama-gguf-split --merge",
+    ),
     "heads of other sizes": (
         {"settings": {"llama.attention.key_length": 8}},
         r"q_proj.weight has shape \(64, 64\), but \(32, 64\)",
@@ -160,6 +238,7 @@ def test_what_would_not_be_read_completely_is_refused(tmp_path, case):
         (tmp_path / "m.gguf").write_bytes(content.replace(b"llama", b"whale"))
     else:
         written(tmp_path / "m.gguf", **options)
+
     with pytest.raises(ConfigError, match=f"m.gguf.*{reason}") as refused:
         convert(tmp_path / "m.gguf", tmp_path / "folder")
     assert "\n" not in str(refused.value)
@@ -199,9 +278,13 @@ def test_a_file_and_a_folder_with_one_name_the_same_model(tmp_path, cache):
     assert (Path(folder) / "config.json").stat() == before, "it is converted once"
 
     written(tmp_path / "m" / "small.gguf", "qwen2")
-    assert converted_folder(str(tmp_path / "m"), "--pretrain") != folder, "another file is another model"
+    assert converted_folder(str(tmp_path / "m"), "--pretrain") != folder, (
+        "another file is another model"
+    )
     shutil.copy(tmp_path / "m" / "small.gguf", tmp_path / "m" / "other.gguf")
-    with pytest.raises(ConfigError, match="has 2 GGUF files, so name one of them: other.gguf, small.gguf"):
+    with pytest.raises(
+        ConfigError, match="has 2 GGUF files, so name one of them: other.gguf, small.gguf"
+    ):
         converted_folder(str(tmp_path / "m"), "--pretrain")
     with pytest.raises(ConfigError, match="--critic_pretrain: .*absent.gguf: no such file"):
         converted_folder(str(tmp_path / "absent.gguf"), "--critic_pretrain")
@@ -217,12 +300,23 @@ def test_every_flag_that_names_a_model(tmp_path):
     written(tmp_path / "small.gguf")
     name = str(tmp_path / "small.gguf")
     rewards = [f"x={name}:0.5", f"{name}:2", name]
-    config = Config.of(pretrain=name, critic_pretrain=name, teacher_pretrain=name, draft_pretrain=name,
-                       reward_pretrain=rewards, process_reward_pretrain=[name])  # fmt: skip
+    config = Config.of(
+        pretrain=name,
+        critic_pretrain=name,
+        teacher_pretrain=name,
+        draft_pretrain=name,
+        reward_pretrain=rewards,
+        process_reward_pretrain=[name],
+    )
     name_folders(config)
     folder = converted_folder(name, "--pretrain")
     model = config.model
-    assert {model.pretrain, model.critic_pretrain, model.teacher_pretrain, config.engine.draft_pretrain} == {folder}
+    assert {
+        model.pretrain,
+        model.critic_pretrain,
+        model.teacher_pretrain,
+        config.engine.draft_pretrain,
+    } == {folder}
     assert model.reward_pretrain == [f"x={folder}:0.5", f"{folder}:2", folder]
     assert model.process_reward_pretrain == [folder]
 
@@ -230,14 +324,19 @@ def test_every_flag_that_names_a_model(tmp_path):
 def test_packages_that_are_missing_or_too_old_are_named(tmp_path, monkeypatch):
     written(tmp_path / "m.gguf")
     monkeypatch.setattr(versions, "installed_version", {"transformers": "5.12"}.get)
-    said = r"transformers 5.12 is installed, .* >=5.19; gguf is not installed.*pip install 'transformers>=5.19' 'gguf>="
+    said = (
+        r"transformers 5.12 is installed, .* >=5.19; gguf is not installed.*pip install"
+        r" 'transformers>=5.19' 'gguf>="
+    )
     with pytest.raises(ConfigError, match=said):
         converted_folder(str(tmp_path / "m.gguf"), "--pretrain")
 
 
 def test_of_several_processes_one_converts(tmp_path, monkeypatch):
     written(tmp_path / "m.gguf")
-    monkeypatch.setattr(model_folders, "convert_gguf", noting(model_folders.convert_gguf, tmp_path / "converted"))
+    monkeypatch.setattr(
+        model_folders, "convert_gguf", noting(model_folders.convert_gguf, tmp_path / "converted")
+    )
     folders = run_ranks(3, converted_folder, str(tmp_path / "m.gguf"), "--pretrain")
     assert len(set(folders)) == 1 and (Path(folders[0]) / "model.safetensors").is_file()
     assert len((tmp_path / "converted").read_text().splitlines()) == 1
@@ -270,10 +369,19 @@ def test_doctor_examines_a_file(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_with_a_file(tmp_path):
-    flags = [flag for flag in prepare(tmp_path, rows=4) if not flag.startswith(("--pretrain", "--prompt_data", "--report_to"))]
+    flags = [
+        flag
+        for flag in prepare(tmp_path, rows=4)
+        if not flag.startswith(("--pretrain", "--prompt_data", "--report_to"))
+    ]
     written(tmp_path / "m.gguf")
-    flags += [f"--pretrain={tmp_path}/m.gguf", f"--eval_data={tmp_path}/train.jsonl", "--engine_type=hf",
-              "--generate_max_len=4", f"--save_path={tmp_path}/run"]  # fmt: skip
+    flags += [
+        f"--pretrain={tmp_path}/m.gguf",
+        f"--eval_data={tmp_path}/train.jsonl",
+        "--engine_type=hf",
+        "--generate_max_len=4",
+        f"--save_path={tmp_path}/run",
+    ]
     with pytest.raises(SystemExit) as ended:
         evaluate.main(flags)
     assert ended.value.code == 0
@@ -284,7 +392,9 @@ def test_a_damaged_file_ends_a_run_with_one_line(tmp_path, capfd):
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     (tmp_path / "x.jsonl").touch()
     with pytest.raises(SystemExit) as ended:
-        evaluate.main(["--fsdp", f"--pretrain={tmp_path}/m.gguf", f"--eval_data={tmp_path}/x.jsonl"])
+        evaluate.main(
+            ["--fsdp", f"--pretrain={tmp_path}/m.gguf", f"--eval_data={tmp_path}/x.jsonl"]
+        )
     assert ended.value.code == 2
     said = [line for line in capfd.readouterr().err.splitlines() if "INFO" not in line]
     assert len(said) == 1 and "--pretrain: " in said[0] and "is not a complete GGUF file" in said[0]

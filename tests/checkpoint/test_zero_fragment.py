@@ -23,8 +23,13 @@ def runs(draw):
 def test_boxes_hold_the_run_in_order(run):
     shape, start, end = run
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    found = [whole[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].flatten() for box in boxes(shape, start, end)]
-    assert torch.cat([torch.zeros(0, dtype=torch.int64), *found]).tolist() == list(range(start, end))
+    found = [
+        whole[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].flatten()
+        for box in boxes(shape, start, end)
+    ]
+    assert torch.cat([torch.zeros(0, dtype=torch.int64), *found]).tolist() == list(
+        range(start, end)
+    )
     assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
@@ -34,9 +39,16 @@ def test_what_is_written_in_runs_is_read_in_others(tmp_path):
     flat = whole.flatten()
     state = {"run": Fragment(whole.shape, 0, flat), "plain": whole}
     dcp.save(state, checkpoint_id=tmp_path, planner=SavePlanner(), no_dist=True)
+
     for name in state:
-        middle, into = torch.zeros(17), torch.zeros(5, 3, 4)
-        dcp.load({name: Fragment(whole.shape, 11, middle)}, checkpoint_id=tmp_path, planner=LoadPlanner(), no_dist=True)
+        middle = torch.zeros(17)
+        into = torch.zeros(5, 3, 4)
+        dcp.load(
+            {name: Fragment(whole.shape, 11, middle)},
+            checkpoint_id=tmp_path,
+            planner=LoadPlanner(),
+            no_dist=True,
+        )
         dcp.load({name: into}, checkpoint_id=tmp_path, planner=LoadPlanner(), no_dist=True)
         assert torch.equal(middle, flat[11:28]) and torch.equal(into, whole)
 

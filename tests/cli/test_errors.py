@@ -1,4 +1,6 @@
-"""What a user can get wrong is said in one message that names the place and the way out, with exit code 2."""
+"""What a user can get wrong is said in one message that names the place and the way out, with exit
+code 2.
+"""
 
 import json
 import os
@@ -30,14 +32,27 @@ def fails(capfd, main, flags) -> str:
 
 
 def test_missing_files_are_found_before_torch_is_imported(tmp_path):
-    flags = ["--pretrain=./nowhere", "--prompt_data=rows.jsonl,chat/rows", "--eval_data=own=~/no.parquet",
-             "--reward=exact_match,mine.py:short:0.5", "--tools=tools.py"]  # fmt: skip
+    flags = [
+        "--pretrain=./nowhere",
+        "--prompt_data=rows.jsonl,chat/rows",
+        "--eval_data=own=~/no.parquet",
+        "--reward=exact_match,mine.py:short:0.5",
+        "--tools=tools.py",
+    ]
     program = "import sys; from lightrft.cli import train_ppo\ntry: train_ppo.main(sys.argv[1:])\n"
     program += "finally: print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, cwd=tmp_path,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", program, *flags],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
-    problems = [line.removeprefix("  - ") for line in done.stderr.splitlines() if line.startswith("  - ")]
+
+    problems = [
+        line.removeprefix("  - ") for line in done.stderr.splitlines() if line.startswith("  - ")
+    ]
     no_data = "neither an existing file or folder nor a hub name (owner/name)"
     assert problems == [
         "--pretrain ./nowhere: no such folder",
@@ -52,7 +67,9 @@ def test_folder_without_a_model(inputs, tmp_path, capfd):
     sys.setswitchinterval(0.005)  # Python's default
     said = fails(capfd, train_ppo.main, [*inputs, *PPO, f"--pretrain={tmp_path}"])
     assert "no config.json" in said
-    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL), "a run sets it before anything else"
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL), (
+        "a run sets it before anything else"
+    )
 
 
 def test_malformed_line(inputs, tmp_path, capfd):
@@ -79,8 +96,14 @@ def test_too_few_rows_for_a_batch(inputs, capfd):
 
 
 def test_batches_that_do_not_divide(inputs, capfd):
-    said = fails(capfd, train_ppo.main, [*inputs, *PPO, "--train_batch_size=24", "--generate_max_len=500"])
-    assert "8 x n_samples_per_prompt 4 = 32" in said and "train_batch_size 24" in said and "max_tokens_per_microbatch 128" in said
+    said = fails(
+        capfd, train_ppo.main, [*inputs, *PPO, "--train_batch_size=24", "--generate_max_len=500"]
+    )
+    assert (
+        "8 x n_samples_per_prompt 4 = 32" in said
+        and "train_batch_size 24" in said
+        and "max_tokens_per_microbatch 128" in said
+    )
 
 
 def test_micro_batches_that_do_not_divide(inputs, capfd):
@@ -90,8 +113,12 @@ def test_micro_batches_that_do_not_divide(inputs, capfd):
 
 def test_unknown_names(inputs, capfd):
     assert "did you mean --seed" in fails(capfd, train_ppo.main, [*inputs, "--sed=1"])
-    assert "did you mean 'exact_match'" in fails(capfd, train_ppo.main, [*inputs, *PPO, "--reward=exact_mach"])
-    assert "did you mean 'grpo'" in fails(capfd, train_ppo.main, [*inputs, *PPO, "--advantage_estimator=grop"])
+    assert "did you mean 'exact_match'" in fails(
+        capfd, train_ppo.main, [*inputs, *PPO, "--reward=exact_mach"]
+    )
+    assert "did you mean 'grpo'" in fails(
+        capfd, train_ppo.main, [*inputs, *PPO, "--advantage_estimator=grop"]
+    )
 
 
 def test_evaluate_needs_held_out_data(inputs, capfd):
@@ -99,13 +126,26 @@ def test_evaluate_needs_held_out_data(inputs, capfd):
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry"])
-@pytest.mark.parametrize(("environment", "says"), [
-    ({"WORLD_SIZE": "2", "MASTER_ADDR": "here"}, "WORLD_SIZE, MASTER_ADDR is set, but RANK, MASTER_PORT is not"),
-    ({"RANK": "a", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "RANK='a' is not a number"),
-    ({"PET_NNODES": "2"}, "this process is one of several, but it has no rank"),
-    ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE=4: this process is one of several"),
-    ({"PMI_SIZE": "4", "PMI_RANK": "0"}, "PMI_SIZE=4: this process is one of several"),
-], ids=["part", "letters", "pod", "mpirun", "mpich"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        (
+            {"WORLD_SIZE": "2", "MASTER_ADDR": "here"},
+            "WORLD_SIZE, MASTER_ADDR is set, but RANK, MASTER_PORT is not",
+        ),
+        (
+            {"RANK": "a", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"},
+            "RANK='a' is not a number",
+        ),
+        ({"PET_NNODES": "2"}, "this process is one of several, but it has no rank"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"},
+            "OMPI_COMM_WORLD_SIZE=4: this process is one of several",
+        ),
+        ({"PMI_SIZE": "4", "PMI_RANK": "0"}, "PMI_SIZE=4: this process is one of several"),
+    ],
+    ids=["part", "letters", "pod", "mpirun", "mpich"],
+)
 def test_a_process_that_no_launcher_made_a_rank(inputs, capfd, monkeypatch, environment, says, dry):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -124,7 +164,13 @@ BROKEN_MODELS = {
     "no tokenizer": ("tokenizer.json", b"\xff"),
     "half of the weights": ("model.safetensors", b"\x08\0\0\0\0\0\0\0{"),
 }
-SIZES = {"hidden_size": -64, "num_hidden_layers": 0, "vocab_size": -1, "num_attention_heads": 10**12, "intermediate_size": "a"}
+SIZES = {
+    "hidden_size": -64,
+    "num_hidden_layers": 0,
+    "vocab_size": -1,
+    "num_attention_heads": 10**12,
+    "intermediate_size": "a",
+}
 
 
 @pytest.mark.parametrize("case", [*BROKEN_MODELS, *SIZES])
@@ -136,7 +182,10 @@ def test_a_broken_model(inputs, tmp_path, capfd, case):
         file.write_text(json.dumps(json.loads(file.read_text()) | {case: SIZES[case]}))
     else:
         (tmp_path / "model" / BROKEN_MODELS[case][0]).write_bytes(BROKEN_MODELS[case][1])
-    said = fails(capfd, train_sft.main, [*inputs, f"--pretrain={tmp_path}/model", "--train_batch_size=8"])
+
+    said = fails(
+        capfd, train_sft.main, [*inputs, f"--pretrain={tmp_path}/model", "--train_batch_size=8"]
+    )
     assert f"--pretrain {tmp_path}/model" in said and "Traceback" not in said
 
 
@@ -146,9 +195,15 @@ BROKEN_FILES = {
     "empty.parquet": (b"", "--prompt_data={}", "not a valid parquet file"),
     "reward.py": (b"import sys\nsys.exit(0)", "--reward={}:f", "it calls sys.exit(0)"),
     "end.py": (b"import os\nos._exit(0)", "--reward={}:f", "it calls os._exit(0)"),
-    "rows.py": (b"import os\ndef rows(): os._exit(0)", "--prompt_data={}:rows", "it calls os._exit(0)"),
+    "rows.py": (
+        b"import os\ndef rows(): os._exit(0)",
+        "--prompt_data={}:rows",
+        "it calls os._exit(0)",
+    ),
     "later.py": (
-        b"import sys\ndef rows():\n  yield {'input': '1', 'label': '1'}\n  sys.exit()", "--prompt_data={}:rows", "sys.exit"
+        b"import sys\ndef rows():\n  yield {'input': '1', 'label': '1'}\n  sys.exit()",
+        "--prompt_data={}:rows",
+        "sys.exit",
     ),
     "e" * 3000: (None, "--pretrain={}", "has 3"),
 }
@@ -188,8 +243,15 @@ def test_deepspeed_that_is_not_installed(inputs, capfd, monkeypatch):
 
 
 def test_what_zero_cannot_do(inputs, capfd):
-    said = fails(capfd, train_ppo.main, [*inputs[1:], *PPO, "--tp_size=1", "--zero_stage=0", "--bf16", "--param_offload"])
-    assert "--zero_stage 0 does not support --bf16" in said and "--param_offload needs --zero_stage 3" in said
+    said = fails(
+        capfd,
+        train_ppo.main,
+        [*inputs[1:], *PPO, "--tp_size=1", "--zero_stage=0", "--bf16", "--param_offload"],
+    )
+    assert (
+        "--zero_stage 0 does not support --bf16" in said
+        and "--param_offload needs --zero_stage 3" in said
+    )
 
 
 def test_a_run_that_cannot_begin_leaves_the_results_of_before_in_place(inputs, tmp_path, capfd):
@@ -199,12 +261,18 @@ def test_a_run_that_cannot_begin_leaves_the_results_of_before_in_place(inputs, t
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
     flags = [*inputs, *PPO, "--prompt_data=no.jsonl", f"--save_path={run}", "--overwrite"]
     assert "no.jsonl" in fails(capfd, train_ppo.main, flags)
-    assert (run / "metrics.jsonl").read_text() == '{"step": 1}\n' and not run.with_name("run.previous").exists()
+    assert (run / "metrics.jsonl").read_text() == '{"step": 1}\n' and not run.with_name(
+        "run.previous"
+    ).exists()
 
 
 @pytest.mark.parametrize(
     ("command", "place"),
-    [("train_sft", "cli.parse"), ("train_sft", "cli._run"), ("report folder", "cli.report.write_report")],
+    [
+        ("train_sft", "cli.parse"),
+        ("train_sft", "cli._run"),
+        ("report folder", "cli.report.write_report"),
+    ],
 )
 def test_ctrl_c_before_a_run_listens_for_signals(monkeypatch, capfd, command, place):
     """While modules are imported, models loaded, or a command works that is no run."""
@@ -216,4 +284,8 @@ def test_ctrl_c_before_a_run_listens_for_signals(monkeypatch, capfd, command, pl
     with pytest.raises(SystemExit) as ended:
         lightrft(command.split())
     said = capfd.readouterr().err
-    assert ended.value.code == 130 and said.strip().endswith("interrupted by SIGINT") and "Traceback" not in said
+    assert (
+        ended.value.code == 130
+        and said.strip().endswith("interrupted by SIGINT")
+        and "Traceback" not in said
+    )

@@ -1,4 +1,7 @@
-"""Why: people arrive with launch scripts. LightRFT's and OpenRLHF's start here, or say in one message what to change."""
+"""Why: people arrive with launch scripts.
+
+LightRFT's and OpenRLHF's start here, or say in one message what to change.
+"""
 
 import os
 import re
@@ -64,36 +67,75 @@ def no_key(monkeypatch):
 
 
 def values(config: Config, *names: str) -> dict:
-    return {name: value for name in names for section in vars(config).values() if hasattr(section, "__dict__")
-            for key, value in vars(section).items() if key == name}  # fmt: skip
+    return {
+        name: value
+        for name in names
+        for section in vars(config).values()
+        if hasattr(section, "__dict__")
+        for key, value in vars(section).items()
+        if key == name
+    }
 
 
 def test_openrlhf_is_understood():
     config = parse(OPENRLHF)
     expected = {
-        "engine_tp_size": 2, "engine_mem_util": 0.7, "engine_enforce_eager": True, "enable_engine_sleep": True,
+        "engine_tp_size": 2,
+        "engine_mem_util": 0.7,
+        "engine_enforce_eager": True,
+        "enable_engine_sleep": True,
         "offload_idle": True,
-        "reward": "http://host:5000/get_reward", "reward_running_norm": True, "reward_running_norm_minus_mean": True,
-        "eps_clip_low": 0.1, "eps_clip_high": 0.3, "cp_size": 2, "entropy_coef": 0.01, "policy_loss": "gspo",
-        "prompt_max_len": 1024, "generate_max_len": 2048, "max_tokens_per_microbatch": 8192, "lr_scheduler": "cosine",
-        "report_to": "tensorboard,wandb", "tracker_group": "mine",
-        "eval_data": "held_out.jsonl", "eval_n_samples": 4, "eval_temperature": 0.6,
-        "rollout_correction": "tis", "rollout_correction_high": 3.0, "dynamic_sampling": True,
-    }  # fmt: skip
+        "reward": "http://host:5000/get_reward",
+        "reward_running_norm": True,
+        "reward_running_norm_minus_mean": True,
+        "eps_clip_low": 0.1,
+        "eps_clip_high": 0.3,
+        "cp_size": 2,
+        "entropy_coef": 0.01,
+        "policy_loss": "gspo",
+        "prompt_max_len": 1024,
+        "generate_max_len": 2048,
+        "max_tokens_per_microbatch": 8192,
+        "lr_scheduler": "cosine",
+        "report_to": "tensorboard,wandb",
+        "tracker_group": "mine",
+        "eval_data": "held_out.jsonl",
+        "eval_n_samples": 4,
+        "eval_temperature": 0.6,
+        "rollout_correction": "tis",
+        "rollout_correction_high": 3.0,
+        "dynamic_sampling": True,
+    }
     assert values(config, *expected) == expected
-    assert os.environ.pop("WANDB_API_KEY") == "SECRET" and "SECRET" not in repr(config) + "".join(config.notices)
+    assert os.environ.pop("WANDB_API_KEY") == "SECRET" and "SECRET" not in repr(config) + "".join(
+        config.notices
+    )
     understood, left_out, *renamed = config.notices
     assert "--eps_clip_low_high is --eps_clip_low=0.1 --eps_clip_high=0.3" in understood
-    assert "--ref_num_nodes, --ref_num_gpus_per_node, --colocate_all_models, --vllm_num_engines" in left_out
+    assert (
+        "--ref_num_nodes, --ref_num_gpus_per_node, --colocate_all_models, --vllm_num_engines"
+        in left_out
+    )
 
 
 def test_openrlhfs_dotted_names_are_its_old_ones():
     config = parse(DOTTED)
     expected = {
-        "pretrain": "some/model", "prompt_data": "prompts.jsonl", "prompt_max_len": 1024, "generate_max_len": 2048, "bf16": True,
-        "train_batch_size": 128, "rollout_batch_size": 64, "zero_stage": 3, "learning_rate": 5e-7, "init_kl_coef": 0.01,
-        "advantage_estimator": "group_norm", "use_kl_loss": True, "gradient_checkpointing": True, "reward_running_norm": True,
-    }  # fmt: skip
+        "pretrain": "some/model",
+        "prompt_data": "prompts.jsonl",
+        "prompt_max_len": 1024,
+        "generate_max_len": 2048,
+        "bf16": True,
+        "train_batch_size": 128,
+        "rollout_batch_size": 64,
+        "zero_stage": 3,
+        "learning_rate": 5e-7,
+        "init_kl_coef": 0.01,
+        "advantage_estimator": "group_norm",
+        "use_kl_loss": True,
+        "gradient_checkpointing": True,
+        "reward_running_norm": True,
+    }
     assert values(config, *expected) == expected
 
 
@@ -121,7 +163,11 @@ def test_the_scripts_of_models_with_images_are_understood():
         (["--prompt_data_probs", "1.0"], "prompt_data_probs", []),
         (["--prompt_data_probs", "0.3,0.7"], "prompt_data_probs", [0.3, 0.7]),
         (["--freeze_prefix", "model.visual"], "freeze_prefix", ["model.visual"]),
-        (["--max_len", "4096", "--prompt_max_len", "7", "--generate_max_len", "100"], "prompt_max_len", 7),
+        (
+            ["--max_len", "4096", "--prompt_max_len", "7", "--generate_max_len", "100"],
+            "prompt_max_len",
+            7,
+        ),
     ],
 )
 def test_values_in_other_forms(argv, field, value):
@@ -130,14 +176,35 @@ def test_values_in_other_forms(argv, field, value):
 
 def test_a_system_prompt_may_be_a_file(tmp_path):
     (tmp_path / "prompt.txt").write_text("Think first.\n")
-    assert parse(["--system_prompt_path", str(tmp_path / "prompt.txt")]).data.system_prompt == "Think first."
+    assert (
+        parse(["--system_prompt_path", str(tmp_path / "prompt.txt")]).data.system_prompt
+        == "Think first."
+    )
 
 
 def test_all_refusals_come_in_one_message():
     with pytest.raises(ConfigError) as error:
-        parse(["--load_in_4bit", "--async_train", "--agent_func_path", "a.py", "--reward_clip_range", "-1", "2", "--sed=1"])
-    for said in ("unknown flag --sed; did you mean --seed", "--load_in_4bit: quantised weights are not supported; --lora_rank",
-                 "--async_train: ", "--agent_func_path: ", "--reward_clip_range: the two bounds", "docs/migrating.md"):
+        parse(
+            [
+                "--load_in_4bit",
+                "--async_train",
+                "--agent_func_path",
+                "a.py",
+                "--reward_clip_range",
+                "-1",
+                "2",
+                "--sed=1",
+            ]
+        )
+
+    for said in (
+        "unknown flag --sed; did you mean --seed",
+        "--load_in_4bit: quantised weights are not supported; --lora_rank",
+        "--async_train: ",
+        "--agent_func_path: ",
+        "--reward_clip_range: the two bounds",
+        "docs/migrating.md",
+    ):
         assert said in str(error.value)
 
 
@@ -146,10 +213,18 @@ def test_every_translation_leads_to_a_flag_that_exists():
     from lightrft.config.other_tools import openrlhf as other_tools
 
     known = set(section_of_field())
-    words = {*other_tools.RENAMED, *other_tools.SWITCHES, *other_tools.IGNORED, *other_tools.REFUSED, *other_tools.SPECIAL}
+    words = {
+        *other_tools.RENAMED,
+        *other_tools.SWITCHES,
+        *other_tools.IGNORED,
+        *other_tools.REFUSED,
+        *other_tools.SPECIAL,
+    }
     assert set(other_tools.RENAMED.values()) <= known and set(other_tools.OFF) <= known | words
     assert {old for old in other_tools.DOTTED.values()} <= known | words
-    assert not (words - set(other_tools.SPECIAL)) & known, "a flag of here is never taken for one of theirs"
+    assert not (words - set(other_tools.SPECIAL)) & known, (
+        "a flag of here is never taken for one of theirs"
+    )
     for flags in other_tools.SWITCHES.values():
         parse(flags)
 
@@ -176,6 +251,7 @@ def test_keys_of_verl_are_answered_with_our_flags_all_at_once():
         "--num_generations; the flag here is --n_samples_per_prompt",
     ):
         assert said in str(error.value)
+
     assert str(error.value).count("\n  - ") == len(VERL) + 1
 
 
@@ -189,7 +265,10 @@ def test_flags_of_trl_are_answered_with_our_flags_all_at_once():
         parse([f"{flag}=1" for flag in TRL])
     lines = str(error.value).splitlines()[1:]
     assert len(lines) == len(TRL)
-    assert all("; the flag here is --" in line or "; write --" in line or "packed" in line for line in lines)
+    assert all(
+        "; the flag here is --" in line or "; write --" in line or "packed" in line
+        for line in lines
+    )
 
 
 @pytest.mark.parametrize("answers", [TRL_FLAGS, VERL_KEYS], ids=["trl", "verl"])
@@ -205,23 +284,36 @@ def test_the_tables_of_the_page_say_what_the_program_says():
     page = (Path(__file__).parents[2] / "docs/migrating.md").read_text()
     rows = re.findall(r"^\| `([\w.]+)(?:=\S+)?` \| `--(\w+)", page, flags=re.MULTILINE)
     assert len(rows) > 20
+
     for key, flag in rows:
         answer = VERL_KEYS[key]
         assert answer == flag or f"--{flag}" in answer, key
+
     section = page.partition("## Flags of TRL")[2].partition("## ")[0]
     for names, ours in re.findall(r"^\| (`--.*?) \| (.*) \|$", section, flags=re.MULTILINE):
         for name in re.findall(r"`--(\w+)`", names):
             answer = TRL_FLAGS[name]
-            assert f"--{answer}" in ours or set(re.findall(r"--\w+", ours)) & set(re.findall(r"--\w+", answer)), name
+            assert f"--{answer}" in ours or set(re.findall(r"--\w+", ours)) & set(
+                re.findall(r"--\w+", answer)
+            ), name
+
     for name, value in DEFAULTS.items():
-        assert re.search(rf"^\| `--{name}` \| .* \| {re.escape(value)} \|$", page, flags=re.MULTILINE), name
+        assert re.search(
+            rf"^\| `--{name}` \| .* \| {re.escape(value)} \|$", page, flags=re.MULTILINE
+        ), name
 
 
 def test_a_script_of_openrlhf_is_told_which_defaults_differ():
     notice = next(each for each in parse(OPENRLHF).notices if "another default" in each)
-    assert "--kl_estimator (k1)" in notice and "--advantage_estimator (gae)" in notice and "--eval_n_samples" not in notice
+    assert (
+        "--kl_estimator (k1)" in notice
+        and "--advantage_estimator (gae)" in notice
+        and "--eval_n_samples" not in notice
+    )
     assert not any("another default" in each for each in parse(["--seed=1"]).notices)
-    config = parse(["--fsdp.param_dtype=bf16", "--fsdp.enable_sleep", "--actor.freeze_visual_encoder"])
+    config = parse(
+        ["--fsdp.param_dtype=bf16", "--fsdp.enable_sleep", "--actor.freeze_visual_encoder"]
+    )
     assert config.bf16 and config.offload_idle and config.freeze_vision_tower
 
 
@@ -235,9 +327,25 @@ TINY = """--engine_type=hf --engine_tp_size=1 --rollout_batch_size=8 --n_samples
 def test_lightrfts_scripts_of_text_start(tmp_path, monkeypatch, script):
     """Their flags as they stand, then what a tiny model needs."""
     monkeypatch.chdir(tmp_path)
-    inputs = [flag for flag in prepare(tmp_path) if flag.startswith(("--pretrain", "--prompt_data"))]
+    inputs = [
+        flag for flag in prepare(tmp_path) if flag.startswith(("--pretrain", "--prompt_data"))
+    ]
     with teacher_server(str(tmp_path / "model")) as address:
-        more = [f"--remote_rm_url={address.removesuffix('/v1')}/generate"] if script is DISTILLATION else ["--reward=gsm8k"]
+        more = (
+            [f"--remote_rm_url={address.removesuffix('/v1')}/generate"]
+            if script is DISTILLATION
+            else ["--reward=gsm8k"]
+        )
         with pytest.raises(SystemExit) as end:
-            train_ppo.main([*script, *more, *inputs, *TINY, f"--save_path={tmp_path}/run", f"--ckpt_path={tmp_path}/run"])
+            train_ppo.main(
+                [
+                    *script,
+                    *more,
+                    *inputs,
+                    *TINY,
+                    f"--save_path={tmp_path}/run",
+                    f"--ckpt_path={tmp_path}/run",
+                ]
+            )
+
     assert end.value.code == 0 and len(rows_of(tmp_path / "run")) == 1

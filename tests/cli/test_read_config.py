@@ -1,4 +1,6 @@
-"""A prepared configuration: recipes are expanded, what was written wins, and what nothing reads is said."""
+"""A prepared configuration: recipes are expanded, what was written wins, and what nothing reads is
+said.
+"""
 
 import pytest
 from loguru import logger
@@ -43,13 +45,28 @@ def test_the_name_of_a_correction_brings_its_bounds():
 @pytest.mark.parametrize(
     ("argv", "warning"),
     [
-        (["--policy_loss=cispo", "--dual_clip=3"], "--dual_clip has no effect with --policy_loss cispo"),
-        (["--policy_loss=sapo", "--eps_clip_low=0.1"], "--eps_clip_low has no effect with --policy_loss sapo"),
-        (["--policy_loss=sapo", "--eps_clip=0.1"], "--eps_clip has no effect with --policy_loss sapo"),
+        (
+            ["--policy_loss=cispo", "--dual_clip=3"],
+            "--dual_clip has no effect with --policy_loss cispo",
+        ),
+        (
+            ["--policy_loss=sapo", "--eps_clip_low=0.1"],
+            "--eps_clip_low has no effect with --policy_loss sapo",
+        ),
+        (
+            ["--policy_loss=sapo", "--eps_clip=0.1"],
+            "--eps_clip has no effect with --policy_loss sapo",
+        ),
         (["--cov_ratio=0.1"], "--cov_ratio has no effect with --policy_loss ppo"),
-        (["--policy_loss=kl_cov", "--clip_cov_range", "1", "2"], "--clip_cov_range has no effect with --policy_loss kl_cov"),
+        (
+            ["--policy_loss=kl_cov", "--clip_cov_range", "1", "2"],
+            "--clip_cov_range has no effect with --policy_loss kl_cov",
+        ),
         (["--pass_k=2"], "--pass_k has no effect with --advantage_estimator grpo"),
-        (["--rollout_correction=tis", "--rollout_correction_low=0.1"], "no effect with --rollout_correction tis"),
+        (
+            ["--rollout_correction=tis", "--rollout_correction_low=0.1"],
+            "no effect with --rollout_correction tis",
+        ),
     ],
 )
 def test_what_the_chosen_function_does_not_read(said, argv, warning):
@@ -58,7 +75,14 @@ def test_what_the_chosen_function_does_not_read(said, argv, warning):
 
 
 def test_what_it_reads_is_not_mentioned(said):
-    read("--policy_loss=clip_cov", "--cov_ratio=0.1", "--clip_cov_range", "1", "2", "--eps_clip_low=0.1")
+    read(
+        "--policy_loss=clip_cov",
+        "--cov_ratio=0.1",
+        "--clip_cov_range",
+        "1",
+        "2",
+        "--eps_clip_low=0.1",
+    )
     read("--policy_loss=sapo", "--sapo_tau_positive=2")
     read("--policy_loss=gspo", "--eps_clip=0.1")
     assert said == []

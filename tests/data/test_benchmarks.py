@@ -1,4 +1,6 @@
-"""Rows in the columns in which benchmarks are published become prompts whose verifier accepts the right answer and no other."""
+"""Rows in the columns in which benchmarks are published become prompts whose verifier accepts the
+right answer and no other.
+"""
 
 import json
 
@@ -14,19 +16,46 @@ from lightrft.types import Prompt, Sample
 from tiny import byte_tokenizer
 
 ROWS = {
-    "gsm8k": {"question": "Ana has 2 boxes of 621 pens. How many?", "answer": "2 * 621 = <<2*621=1242>>1242\n#### 1,242"},
-    "math500": {"problem": "What is $1/2$ of $\\sqrt 2$?", "solution": "It is $\\boxed{\\frac{\\sqrt{2}}{2}}$.",
-                "answer": "\\frac{\\sqrt{2}}{2}", "subject": "Algebra", "level": 2, "unique_id": "test/algebra/1.json"},
+    "gsm8k": {
+        "question": "Ana has 2 boxes of 621 pens. How many?",
+        "answer": "2 * 621 = <<2*621=1242>>1242\n#### 1,242",
+    },
+    "math500": {
+        "problem": "What is $1/2$ of $\\sqrt 2$?",
+        "solution": "It is $\\boxed{\\frac{\\sqrt{2}}{2}}$.",
+        "answer": "\\frac{\\sqrt{2}}{2}",
+        "subject": "Algebra",
+        "level": 2,
+        "unique_id": "test/algebra/1.json",
+    },
     "aime": {"ID": "2024-I-1", "Problem": "Find $m+n$.", "Solution": "...", "Answer": 33},
-    "gpqa": {"Question": "Which is a noble gas?", "Correct Answer": "neon", "Incorrect Answer 1": "iron",
-             "Incorrect Answer 2": "oxygen", "Incorrect Answer 3": "sodium", "Record ID": "rec1"},
-}  # fmt: skip
+    "gpqa": {
+        "Question": "Which is a noble gas?",
+        "Correct Answer": "neon",
+        "Incorrect Answer 1": "iron",
+        "Incorrect Answer 2": "oxygen",
+        "Incorrect Answer 3": "sodium",
+        "Record ID": "rec1",
+    },
+}
 ANSWERS = {
-    "gsm8k": (["2 * 621 is\n#### 1242", "#### 1,242", "The answer is 1242."], ["#### 1243", "1242 and 1", "none"]),
-    "math500": (["So \\boxed{\\frac{1}{\\sqrt{2}}}", "\\boxed{\\sqrt{2}/2}"], ["\\boxed{\\sqrt{2}}", "no box"]),
-    "aime": (["\\boxed{33}", "\\boxed{033}", "the answer is \\boxed{33}. (1 + 1 = 2)"], ["\\boxed{34}", "\\boxed{}"]),
-    "gpqa": (["Answer: {right}", "so (A) is wrong.\nAnswer: {right}"], ["Answer: {wrong}", "Answer: {right} or {wrong}", "neon"]),
-}  # fmt: skip
+    "gsm8k": (
+        ["2 * 621 is\n#### 1242", "#### 1,242", "The answer is 1242."],
+        ["#### 1243", "1242 and 1", "none"],
+    ),
+    "math500": (
+        ["So \\boxed{\\frac{1}{\\sqrt{2}}}", "\\boxed{\\sqrt{2}/2}"],
+        ["\\boxed{\\sqrt{2}}", "no box"],
+    ),
+    "aime": (
+        ["\\boxed{33}", "\\boxed{033}", "the answer is \\boxed{33}. (1 + 1 = 2)"],
+        ["\\boxed{34}", "\\boxed{}"],
+    ),
+    "gpqa": (
+        ["Answer: {right}", "so (A) is wrong.\nAnswer: {right}"],
+        ["Answer: {wrong}", "Answer: {right} or {wrong}", "neon"],
+    ),
+}
 """Responses that are right, and that are wrong."""
 
 
@@ -39,9 +68,17 @@ def tokenizer():
 def load(tmp_path, tokenizer):
     def load(name: str, *rows: dict, **options) -> list[Prompt]:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        section = DataSection(eval_data=str(tmp_path / f"{name}.jsonl"), input_key="other", label_key="another",
-                              input_template="no {}", **options)  # fmt: skip
-        return load_prompts(with_own_columns(section), tokenizer, source="eval_data", make=benchmarks[name].make)
+        section = DataSection(
+            eval_data=str(tmp_path / f"{name}.jsonl"),
+            input_key="other",
+            label_key="another",
+            input_template="no {}",
+            **options,
+        )
+
+        return load_prompts(
+            with_own_columns(section), tokenizer, source="eval_data", make=benchmarks[name].make
+        )
 
     return load
 
@@ -62,8 +99,10 @@ def test_the_verifier_tells_right_from_wrong(name, load):
 
 
 def test_prompts_and_labels(load):
-    assert load("gsm8k", ROWS["gsm8k"])[0].text == (
-        "Ana has 2 boxes of 621 pens. How many?\n\nReason step by step, and write the final answer, a number, after ####."
+    assert (
+        load("gsm8k", ROWS["gsm8k"])[0].text
+        == "Ana has 2 boxes of 621 pens. How many?\n\nReason step by step, and write the final"
+        " answer, a number, after ####."
     )
     (prompt,) = load("math500", ROWS["math500"])
     assert prompt.columns["label"] == "\\frac{\\sqrt{2}}{2}" and prompt.columns["level"] == 2
@@ -73,7 +112,9 @@ def test_prompts_and_labels(load):
 def test_options_are_shuffled_alike_whatever_the_other_rows_are(load):
     rows = [ROWS["gpqa"] | {"Question": f"{number}: which is a noble gas?"} for number in range(40)]
     prompts = load("gpqa", *rows)
-    assert [prompt.text for prompt in load("gpqa", *rows[::-1])] == [prompt.text for prompt in prompts[::-1]]
+    assert [prompt.text for prompt in load("gpqa", *rows[::-1])] == [
+        prompt.text for prompt in prompts[::-1]
+    ]
     labels = [prompt.columns["label"] for prompt in prompts]
     assert all(4 <= labels.count(letter) <= 18 for letter in "ABCD"), labels
     for prompt, label in zip(prompts, labels, strict=True):
@@ -95,4 +136,6 @@ def test_options_are_shuffled_alike_whatever_the_other_rows_are(load):
 def test_bad_rows_are_named(name, change, message, load, tmp_path):
     with pytest.raises(DataError) as error:
         load(name, ROWS[name], ROWS[name] | change)
-    assert f"--eval_data: {tmp_path}/{name}.jsonl:2: " in str(error.value) and message in str(error.value)
+    assert f"--eval_data: {tmp_path}/{name}.jsonl:2: " in str(error.value) and message in str(
+        error.value
+    )

@@ -1,4 +1,6 @@
-"""Rows in all forms with the chat templates that TRL's wheel ships, from row to prompt, learned answer and agent's turn."""
+"""Rows in all forms with the chat templates that TRL's wheel ships, from row to prompt, learned
+answer and agent's turn.
+"""
 
 import json
 import re
@@ -25,7 +27,10 @@ SHIPPED = {
 }
 SPECIAL = re.compile(r"<[|｜][^<>\s]*[|｜]>|<\|\w+>|<\w+\|>|<(?:start|end)_of_\w+>|</?s>")
 """Special tokens in the source of a template."""
-QUESTION, THIRD, ANSWER, OTHER = "What is 6+1?", "And 7+1?", "It is 7.", "It is 8."
+QUESTION = "What is 6+1?"
+THIRD = "And 7+1?"
+ANSWER = "It is 7."
+OTHER = "It is 8."
 THOUGHT = "<think>\nSix and one.\n</think>\n\n"
 
 
@@ -91,7 +96,9 @@ def reference(name: str, *messages: dict, answer_follows: bool = True) -> str:
 
 
 def end_of_turn(name: str) -> str:
-    """The special token with which the template ends an answer; the tokenizer's where it writes none."""
+    """The special token with which the template ends an answer; the tokenizer's where it writes
+    none.
+    """
     messages = [turn("user", QUESTION), turn("assistant", ANSWER)]
     _, _, after = reference(name, *messages, answer_follows=False).rpartition(ANSWER)
     found = SPECIAL.findall(after)
@@ -114,8 +121,12 @@ def test_the_wheel_has_templates():
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_rows_in_all_forms(name):
-    """All forms of one row give what transformers renders of it, learn the answer up to the end of the turn, and stop there."""
-    reader, section = tokenizer(name), SECTION
+    """All forms of one row give what transformers renders of it, learn the answer up to the end of
+    the turn, and stop there.
+    """
+    reader = tokenizer(name)
+    section = SECTION
+
     text = reference(name, turn("user", QUESTION))
     for form, value in PROMPTS.items():
         prompt = asked(name, value)
@@ -127,11 +138,13 @@ def test_rows_in_all_forms(name):
         ANSWER + ("<|END_RESPONSE|>" if name.startswith("cohere2") else "") + end
     )
     assert reader.convert_tokens_to_ids(end) in turn_end_ids(section, reader)
+
     for value in PROMPTS.values():
         assert learned(name, {"input": value, "label": ANSWER}) == expected
         assert (
             learned(name, {"prompt": value, "completion": [turn("gpt", parts(ANSWER))]}) == expected
         )
+
     assert learned(name, {"input": QUESTION, "label": ANSWER + end}) == expected, (
         "with its end token, rendered beforehand"
     )
@@ -153,14 +166,17 @@ def test_rows_in_all_forms(name):
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_two_turns(name):
-    """Each answer is learned up to the end that the template writes there, and none of the user's words."""
+    """Each answer is learned up to the end that the template writes there, and none of the user's
+    words.
+    """
     messages = [
         turn("user", QUESTION),
         turn("assistant", ANSWER),
         turn("user", THIRD),
         turn("assistant", OTHER),
     ]
-    both, end = learned(name, {"messages": messages}), end_of_turn(name)
+    both = learned(name, {"messages": messages})
+    end = end_of_turn(name)
     inner = {"gptoss": "<|end|>", "gptoss_training": "<|end|>", "glm4moe": ""}.get(name, end)
     response = "<|END_RESPONSE|>" if name.startswith("cohere2") else ""
     assert (
@@ -169,6 +185,7 @@ def test_two_turns(name):
         and THIRD not in both
     )
     first = learned(name, {"messages": [*messages[:3], messages[3] | {"weight": 0}]})
+
     second = learned(
         name, {"messages": [messages[0], messages[1] | {"train": False}, *messages[2:]]}
     )

@@ -1,4 +1,6 @@
-"""Chat data for SFT: tokens and mask by hand; a mask off by one would learn the user's turns, or never learn to stop."""
+"""Chat data for SFT: tokens and mask by hand; a mask off by one would learn the user's turns, or
+never learn to stop.
+"""
 
 import json
 from pathlib import Path
@@ -14,17 +16,29 @@ from lightrft.types import Answer
 from tiny import EOS, byte_tokenizer
 
 ROLES = "{% for m in messages %}{% if m.role == 'assistant' %}a>"
-OTHERS = "{% else %}{{ m.role[0] }}>{{ m.content }};{% endif %}{% endfor %}{% if add_generation_prompt %}a>{% endif %}"
+OTHERS = (
+    "{% else %}{{ m.role[0] }}>{{ m.content }};{% endif %}{% endfor %}{% if add_generation_prompt"
+    " %}a>{% endif %}"
+)
 TEMPLATES = {
     "ends turns": ROLES + "{{ m.content }}<eos>\n" + OTHERS,
     "has no end": ROLES + "{{ m.content }}" + OTHERS,
-    "marks turns": ROLES + "{% generation %}{{ m.content }}<eos>{% endgeneration %}{{ '\n' }}" + OTHERS,
-    "marks turns without their end": ROLES + "{%- generation -%}{{ m.content }}{%- endgeneration -%}<eos>\n" + OTHERS,
+    "marks turns": (
+        ROLES + "{% generation %}{{ m.content }}<eos>{% endgeneration %}{{ '\n' }}" + OTHERS
+    ),
+    "marks turns without their end": (
+        ROLES + "{%- generation -%}{{ m.content }}{%- endgeneration -%}<eos>\n" + OTHERS
+    ),
 }
 """Each renders as `u>1;a>2<eos>\n`; the second without end tokens."""
-FORGETS = ROLES + "{% if not loop.last %}{{ m.content.split('/')[-1] }}{% else %}{{ m.content }}{% endif %}<eos>\n" + OTHERS
+FORGETS = (
+    ROLES + "{% if not loop.last %}{{ m.content.split('/')[-1] }}{% else %}{{ m.content }}{% endif"
+    " %}<eos>\n" + OTHERS
+)
 """Drops the thinking of earlier turns."""
-OTHER_PROMPT = TEMPLATES["ends turns"].replace("{% if add_generation_prompt %}a>", "{% if add_generation_prompt %}a>think:")
+OTHER_PROMPT = TEMPLATES["ends turns"].replace(
+    "{% if add_generation_prompt %}a>", "{% if add_generation_prompt %}a>think:"
+)
 CHAT = [("user", "1"), ("assistant", "23"), ("user", "4"), ("assistant", "5")]
 
 
@@ -32,7 +46,13 @@ def messages(*turns: tuple[str, str]) -> list[dict]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
-def load(folder: Path, *rows: dict, template: str = TEMPLATES["ends turns"], longest: int = 100, **options):
+def load(
+    folder: Path,
+    *rows: dict,
+    template: str = TEMPLATES["ends turns"],
+    longest: int = 100,
+    **options,
+):
     file = folder / "chat.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = byte_tokenizer()
@@ -44,12 +64,22 @@ def load(folder: Path, *rows: dict, template: str = TEMPLATES["ends turns"], lon
 def shown(folder: Path, *rows: dict, **options) -> list[str]:
     """The sequences of a batch, learned tokens in brackets, the end token as a dollar."""
     prompts, tokenizer = load(folder, *rows, **options)
-    batch, texts, start = supervised_batch(prompts, tokenizer, list(range(len(prompts)))), [], 0
+    batch = supervised_batch(prompts, tokenizer, list(range(len(prompts))))
+
+    texts = []
+    start = 0
     for length in batch.lengths.tolist():
-        ids, mask = batch.input_ids[start : start + length].tolist(), batch.loss_mask[start : start + length].tolist()
+        ids = batch.input_ids[start : start + length].tolist()
+        mask = batch.loss_mask[start : start + length].tolist()
         letters = ["$" if token == EOS else chr(token) for token in ids]
-        texts.append("".join(f"[{letter}]" if learned else letter for letter, learned in zip(letters, mask, strict=True)))
+        texts.append(
+            "".join(
+                f"[{letter}]" if learned else letter
+                for letter, learned in zip(letters, mask, strict=True)
+            )
+        )
         start += length
+
     assert start == len(batch.input_ids)
     return [text.replace("][", "") for text in texts]
 
@@ -59,7 +89,9 @@ def test_tokens_and_mask_by_hand(tmp_path):
     batch = supervised_batch(prompts, tokenizer, [3, 5])
     chat = [*b"u>1;a>", *b"23", EOS, *b"\nu>4;a>", *b"5", EOS]
     assert batch.input_ids.tolist() == [*chat, *b"u>u;a>", ord("v"), EOS]
-    assert batch.loss_mask.int().tolist() == [0] * 6 + [1] * 3 + [0] * 7 + [1] * 2 + [0] * 6 + [1] * 2
+    assert (
+        batch.loss_mask.int().tolist() == [0] * 6 + [1] * 3 + [0] * 7 + [1] * 2 + [0] * 6 + [1] * 2
+    )
     assert batch.lengths.tolist() == [18, 8] and batch.rows.tolist() == [3, 5]
     assert prompts[0].text == "u>1;a>" and prompts[0].token_ids == [*b"u>1;a>"]
     assert isinstance(prompts[0].columns["label"], Answer)
@@ -79,15 +111,39 @@ SHAREGPT = [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]
 FORMS = {
     "messages": ({"messages": messages(*CHAT[:2])}, {}, "u>1;a>[23$]"),
     "a named column": ({"talk": messages(*CHAT[:2])}, {"input_key": "talk"}, "u>1;a>[23$]"),
-    "ShareGPT": ({"conversations": [{"from": "system", "value": "s"}, *SHAREGPT]}, {}, "s>s;u>1;a>[2$]"),
+    "ShareGPT": (
+        {"conversations": [{"from": "system", "value": "s"}, *SHAREGPT]},
+        {},
+        "s>s;u>1;a>[2$]",
+    ),
     "text and completion": ({"prompt": "1", "completion": "2"}, {}, "u>1;a>[2$]"),
-    "the same without a chat template": ({"prompt": "1", "completion": "2"}, {"apply_chat_template": False}, "1[2$]"),
-    "messages and completion": ({"prompt": messages(*CHAT[:3]), "completion": messages(CHAT[3])}, {}, "u>1;a>23$\nu>4;a>[5$]"),
-    "text and messages": ({"prompt": "1", "completion": messages(CHAT[1])}, {"input_template": "{}?"}, "u>1?;a>[23$]"),
-    "messages and text": ({"messages": messages(*CHAT[:3]), "label": "5"}, {}, "u>1;a>23$\nu>4;a>[5$]"),
+    "the same without a chat template": (
+        {"prompt": "1", "completion": "2"},
+        {"apply_chat_template": False},
+        "1[2$]",
+    ),
+    "messages and completion": (
+        {"prompt": messages(*CHAT[:3]), "completion": messages(CHAT[3])},
+        {},
+        "u>1;a>23$\nu>4;a>[5$]",
+    ),
+    "text and messages": (
+        {"prompt": "1", "completion": messages(CHAT[1])},
+        {"input_template": "{}?"},
+        "u>1?;a>[23$]",
+    ),
+    "messages and text": (
+        {"messages": messages(*CHAT[:3]), "label": "5"},
+        {},
+        "u>1;a>23$\nu>4;a>[5$]",
+    ),
     "ShareGPT and text": ({"conversations": SHAREGPT[:1], "label": "5"}, {}, "u>1;a>[5$]"),
     "prompt and answer as ever": ({"input": "1", "label": "2", "messages": []}, {}, "u>1;a>[2$]"),
-    "a system prompt": ({"messages": messages(*CHAT[:2])}, {"system_prompt": "s"}, "s>s;u>1;a>[23$]"),
+    "a system prompt": (
+        {"messages": messages(*CHAT[:2])},
+        {"system_prompt": "s"},
+        "s>s;u>1;a>[23$]",
+    ),
 }
 
 
@@ -98,35 +154,80 @@ def test_forms_of_chat_data(tmp_path, form):
 
 
 def test_a_template_that_renders_earlier_answers_differently(tmp_path):
-    row = {"messages": messages(("user", "1"), ("assistant", "t/2"), ("user", "3"), ("assistant", "t/4"))}
+    row = {
+        "messages": messages(
+            ("user", "1"), ("assistant", "t/2"), ("user", "3"), ("assistant", "t/4")
+        )
+    }
     with pytest.raises(
-        DataError, match="chat.jsonl:1: .*in message 2 of 4 differently when other messages follow.*--learned_turns last"
+        DataError,
+        match=(
+            "chat.jsonl:1: .*in message 2 of 4 differently when other messages"
+            " follow.*--learned_turns last"
+        ),
     ):
         load(tmp_path, row, template=FORGETS)
-    assert shown(tmp_path, row, template=FORGETS, learned_turns="last") == ["u>1;a>2$\nu>3;a>[t/4$]"]
+
+    assert shown(tmp_path, row, template=FORGETS, learned_turns="last") == [
+        "u>1;a>2$\nu>3;a>[t/4$]"
+    ]
     assert shown(tmp_path, {"messages": row["messages"][:2]}, template=FORGETS) == ["u>1;a>[t/2$]"]
 
 
 def test_a_template_whose_generation_prompt_does_not_begin_its_answers(tmp_path):
-    with pytest.raises(DataError, match="chat.jsonl:1: .*in message 2 of 2 after its generation prompt"):
+    with pytest.raises(
+        DataError, match="chat.jsonl:1: .*in message 2 of 2 after its generation prompt"
+    ):
         load(tmp_path, {"messages": messages(*CHAT[:2])}, template=OTHER_PROMPT)
 
 
 BAD = {
-    "ends in a question": ({"messages": messages(*CHAT[:3])}, {}, "no text to train on in the answer column .--label_key.: None"),
-    "an empty answer": ({"messages": messages(("user", "1"), ("assistant", ""))}, {}, "message 2 of 2, of role 'assistant'"),
-    "null": ({"messages": messages(("user", None), ("assistant", "2"))}, {}, "message 1 of 2, of role 'user', has no content"),
+    "ends in a question": (
+        {"messages": messages(*CHAT[:3])},
+        {},
+        "no text to train on in the answer column .--label_key.: None",
+    ),
+    "an empty answer": (
+        {"messages": messages(("user", "1"), ("assistant", ""))},
+        {},
+        "message 2 of 2, of role 'assistant'",
+    ),
+    "null": (
+        {"messages": messages(("user", None), ("assistant", "2"))},
+        {},
+        "message 1 of 2, of role 'user', has no content",
+    ),
     "who": (
         {"conversations": [*SHAREGPT, {"from": "bird", "value": "x"}]},
         {},
         "the turn has the role 'bird'; known roles are human",
     ),
-    "completion by the user": ({"prompt": "1", "completion": messages(CHAT[0])}, {}, "'completion' ends with a message of role"),
-    "no chat template": ({"messages": messages(*CHAT)}, {"apply_chat_template": False}, "chat messages need --apply_chat"),
-    "long": ({"messages": messages(*CHAT)}, {"longest": 17}, "prompt and answer have 18 tokens, more than --max_tokens"),
-    "a long prompt": ({"messages": messages(("user", "123"), *CHAT[1:])}, {"prompt_max_len": 7}, "the prompt has 8 tokens"),
+    "completion by the user": (
+        {"prompt": "1", "completion": messages(CHAT[0])},
+        {},
+        "'completion' ends with a message of role",
+    ),
+    "no chat template": (
+        {"messages": messages(*CHAT)},
+        {"apply_chat_template": False},
+        "chat messages need --apply_chat",
+    ),
+    "long": (
+        {"messages": messages(*CHAT)},
+        {"longest": 17},
+        "prompt and answer have 18 tokens, more than --max_tokens",
+    ),
+    "a long prompt": (
+        {"messages": messages(("user", "123"), *CHAT[1:])},
+        {"prompt_max_len": 7},
+        "the prompt has 8 tokens",
+    ),
     "no column": ({"talk": messages(*CHAT)}, {}, "no column 'input' .--input_key.; it has talk"),
-    "not there": ({"messages": messages(*CHAT)}, {"input_key": "talk"}, "no column 'talk' .--input_key.; it has messages"),
+    "not there": (
+        {"messages": messages(*CHAT)},
+        {"input_key": "talk"},
+        "no column 'talk' .--input_key.; it has messages",
+    ),
 }
 
 
@@ -140,17 +241,28 @@ def test_bad_rows(tmp_path, case):
 
 def test_a_duplicate_of_a_learned_row_has_the_same_answer(tmp_path):
     other = [*CHAT[:3], ("assistant", "6")]
-    rows = [{"messages": messages(*chat)} for chat in (CHAT, other, CHAT)] + [{"input": "1", "label": text} for text in "223"]
+    rows = [{"messages": messages(*chat)} for chat in (CHAT, other, CHAT)] + [
+        {"input": "1", "label": text} for text in "223"
+    ]
     assert len(load(tmp_path, *rows, deduplicate="exact")[0]) == 4
 
 
 def test_a_token_across_a_border_is_cut_there():
     merging = byte_tokenizer()
     model = json.loads(merging.backend_tokenizer.to_str())["model"]
-    merging.backend_tokenizer.model = models.BPE(vocab=model["vocab"] | {"aa": 300}, merges=[("a", "a")])
+    merging.backend_tokenizer.model = models.BPE(
+        vocab=model["vocab"] | {"aa": 300}, merges=[("a", "a")]
+    )
     assert merging("aab")["input_ids"] == [300, 98]
     assert consecutive_tokens(merging, ["aa", "b", "aa"]) == [[300], [98], [300]]
-    assert consecutive_tokens(merging, ["ba", "a"]) == [[98, 97], [97]], "as the prompt alone has it for an engine"
+    assert consecutive_tokens(merging, ["ba", "a"]) == [
+        [98, 97],
+        [97],
+    ], "as the prompt alone has it for an engine"
     prefixing = byte_tokenizer()
     prefixing.backend_tokenizer.normalizer = normalizers.Prepend("_")
-    assert consecutive_tokens(prefixing, ["a", "b", "c"]) == [[*b"_a"], [*b"b"], [*b"c"]], "it writes a space before each text"
+    assert consecutive_tokens(prefixing, ["a", "b", "c"]) == [
+        [*b"_a"],
+        [*b"b"],
+        [*b"c"],
+    ], "it writes a space before each text"

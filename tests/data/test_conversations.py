@@ -1,4 +1,6 @@
-"""Supervised examples: ids and mask by hand; a mask off by one would learn the prompt or never learn to stop."""
+"""Supervised examples: ids and mask by hand; a mask off by one would learn the prompt or never
+learn to stop.
+"""
 
 import pytest
 
@@ -21,7 +23,11 @@ def test_answer_and_end_token_are_learned():
 
 def test_no_rows():
     batch = supervised_batch([], byte_tokenizer(), [])
-    assert len(batch) == 0 and str(batch.input_ids.dtype) == "torch.int64" and str(batch.loss_mask.dtype) == "torch.bool"
+    assert (
+        len(batch) == 0
+        and str(batch.input_ids.dtype) == "torch.int64"
+        and str(batch.loss_mask.dtype) == "torch.bool"
+    )
 
 
 @pytest.mark.parametrize("label", [None, "", 5, ["a"]])

@@ -10,7 +10,9 @@ from lightrft.data.loader import BLOCK, Blend, Order, fair_owners, share_of
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 1000))
 def test_every_pass_takes_rows_once(num_rows, batch_size, seed):
     order = Order(num_rows, seed)
-    line = [row for first in range(0, 3 * num_rows, batch_size) for row in order.rows(first, batch_size)]
+    line = [
+        row for first in range(0, 3 * num_rows, batch_size) for row in order.rows(first, batch_size)
+    ]
     for start in range(0, 3 * num_rows, num_rows):
         assert sorted(line[start : start + num_rows]) == list(range(num_rows))
 
@@ -23,10 +25,13 @@ def test_passes_differ_and_so_do_seeds():
 
 def test_a_batch_needs_no_history():
     whole = Order(17, seed=3).rows(0, 60)
-    assert [Order(17, seed=3).rows(first, 5) for first in range(55, -1, -5)] == [whole[i : i + 5] for i in range(55, -1, -5)]
+    assert [Order(17, seed=3).rows(first, 5) for first in range(55, -1, -5)] == [
+        whole[i : i + 5] for i in range(55, -1, -5)
+    ]
 
 
-SIZES, PROBABILITIES = (7, 300, 20), (0.5, 0.3, 0.2)
+SIZES = (7, 300, 20)
+PROBABILITIES = (0.5, 0.3, 0.2)
 
 
 def blend(seed: int = 3) -> Blend:
@@ -35,16 +40,23 @@ def blend(seed: int = 3) -> Blend:
 
 def test_a_blend_draws_with_its_probabilities_in_every_batch():
     line = blend().rows(0, 3 * BLOCK)
-    counts = [sum(first <= row < first + size for row in line) for first, size in ((0, 7), (7, 300), (307, 20))]
+    counts = [
+        sum(first <= row < first + size for row in line)
+        for first, size in ((0, 7), (7, 300), (307, 20))
+    ]
     assert sum(counts) == len(line)
     for count, p in zip(counts, PROBABILITIES, strict=True):
         assert abs(count - p * len(line)) < 4 * (len(line) * p * (1 - p)) ** 0.5
-    of_batches = [sum(row < 7 for row in line[first : first + 64]) for first in range(0, len(line), 64)]
+
+    of_batches = [
+        sum(row < 7 for row in line[first : first + 64]) for first in range(0, len(line), 64)
+    ]
     assert 10 < min(of_batches) < 32 < max(of_batches) < 54, "binomial with mean 32 and deviation 4"
 
 
 def test_a_blend_takes_the_rows_of_each_data_set_in_its_order():
-    line, first = blend().rows(0, 2000), 0
+    line = blend().rows(0, 2000)
+    first = 0
     for size in SIZES:
         own = [row - first for row in line if first <= row < first + size]
         assert own == Order(size, seed=5).rows(0, len(own))
@@ -54,8 +66,13 @@ def test_a_blend_takes_the_rows_of_each_data_set_in_its_order():
 def test_a_blend_needs_no_history():
     whole = blend().rows(0, 2 * BLOCK + 99)
     places = [2 * BLOCK + 7, 5, BLOCK - 3, BLOCK, 0]
-    assert [blend().rows(first, 50) for first in places] == [whole[first : first + 50] for first in places]
-    assert blend().rows(BLOCK - 3, BLOCK + 6) == whole[BLOCK - 3 : 2 * BLOCK + 3] and blend(4).rows(0, 50) != whole[:50]
+    assert [blend().rows(first, 50) for first in places] == [
+        whole[first : first + 50] for first in places
+    ]
+    assert (
+        blend().rows(BLOCK - 3, BLOCK + 6) == whole[BLOCK - 3 : 2 * BLOCK + 3]
+        and blend(4).rows(0, 50) != whole[:50]
+    )
 
 
 def test_in_an_epoch_of_a_blend_every_row_is_drawn_once_or_more_on_average():
@@ -74,11 +91,16 @@ def test_shares_are_consecutive_and_differ_by_one_at_most(size, count):
 def test_fair_shares_are_consecutive_and_near_the_mean(size, costs):
     owners = fair_owners(size, costs)
     assert owners == sorted(owners) and len(owners) == len(costs)
-    work = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(size)]
+    work = [
+        sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank)
+        for rank in range(size)
+    ]
     assert max(work) <= sum(costs) / size + max(costs, default=0) + 1e-6
 
 
 @pytest.mark.parametrize("cost", [1.0, 0.1, 37.3])
 @given(st.integers(1, 9), st.integers(0, 50))
 def test_fair_shares_of_equal_things_are_equal(cost, size, count):
-    assert fair_owners(size, [cost] * count) == [rank for rank in range(size) for _ in share_of(rank, size, count)]
+    assert fair_owners(size, [cost] * count) == [
+        rank for rank in range(size) for _ in share_of(rank, size, count)
+    ]

@@ -1,4 +1,6 @@
-"""Why: a video that is cut differently than its length was counted, or sound that is read wrongly, spoils a run in silence."""
+"""Why: a video that is cut differently than its length was counted, or sound that is read wrongly,
+spoils a run in silence.
+"""
 
 import io
 import json
@@ -14,7 +16,18 @@ from PIL import Image
 from json_server import JsonHandler, listening
 from lightrft.config import DataSection
 from lightrft.config.errors import DataError
-from lightrft.data.media import VIDEOS, AudioFile, ImageFile, Places, VideoFile, fetch, items_of, media_of, open_media, with_parts
+from lightrft.data.media import (
+    VIDEOS,
+    AudioFile,
+    ImageFile,
+    Places,
+    VideoFile,
+    fetch,
+    items_of,
+    media_of,
+    open_media,
+    with_parts,
+)
 from lightrft.data.prompts import load_prompts
 from tiny import byte_tokenizer
 
@@ -25,7 +38,8 @@ def frame(value: int, size=(6, 4)) -> Image.Image:
 
 def gif(count: int, milliseconds: int = 100) -> bytes:
     """Frames of 20 grey values more each time."""
-    file, frames = io.BytesIO(), [frame(20 * number) for number in range(count)]
+    file = io.BytesIO()
+    frames = [frame(20 * number) for number in range(count)]
     frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=milliseconds)
     return file.getvalue()
 
@@ -38,15 +52,24 @@ def wav(samples: np.ndarray, rate: int = 16000, channels: int = 1) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize(("fps", "most", "seen"), [
-    (2.0, 64, [2, 7]), (10.0, 64, list(range(10))), (10.0, 4, [1, 3, 6, 8]), (0.1, 64, [5]), (99.0, 64, list(range(10))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fps", "most", "seen"),
+    [
+        (2.0, 64, [2, 7]),
+        (10.0, 64, list(range(10))),
+        (10.0, 4, [1, 3, 6, 8]),
+        (0.1, 64, [5]),
+        (99.0, 64, list(range(10))),
+    ],
+)
 def test_frames_are_evenly_spaced(fps, most, seen):
     """Ten frames in one second; the middle of each of as many equal parts."""
     video = VideoFile("v.gif", gif(10), fps, most)
     shown = video.open()
     assert [round(int(each[0, 0, 0]) / 20) for each in shown["frames"]] == seen
-    assert shown["frames"].shape == (*video.size, 3) == (len(seen), 4, 6, 3) and shown["fps"] == pytest.approx(len(seen))
+    assert shown["frames"].shape == (*video.size, 3) == (len(seen), 4, 6, 3) and shown[
+        "fps"
+    ] == pytest.approx(len(seen))
 
 
 def test_a_list_of_images_is_a_video(tmp_path):
@@ -54,29 +77,41 @@ def test_a_list_of_images_is_a_video(tmp_path):
         frame(100 * number).save(tmp_path / f"{number}.png")
     files = tuple(ImageFile(f"{number}.png", tmp_path / f"{number}.png") for number in range(3))
     assert VideoFile("v", files).open()["frames"][:, 0, 0, 0].tolist() == [0, 100, 200]
-    assert VideoFile("v", files).open()["fps"] == 2.0 and VideoFile("v", files, most=2).size == (2, 4, 6)
+    assert VideoFile("v", files).open()["fps"] == 2.0 and VideoFile("v", files, most=2).size == (
+        2,
+        4,
+        6,
+    )
 
 
 def test_pixels_in_memory_are_read_as_they_are(tmp_path):
     """As rows of `module:object` contain them: a file's bytes, images and arrays."""
-    places, pixels = Places(tmp_path), np.random.default_rng(0).integers(0, 256, (3, 4, 6, 3), dtype=np.uint8)
+    places = Places(tmp_path)
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 4, 6, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels[0]).save(file, "PNG")
     for form in (file.getvalue(), Image.fromarray(pixels[0]), pixels[0]):
         assert np.array_equal(np.asarray(places.image(form).open()), pixels[0])
+
     for form in (pixels, list(pixels), [Image.fromarray(each) for each in pixels]):
         (video,) = items_of(VIDEOS, form)
         assert np.array_equal(places.video(video, fps=2, most=9).open()["frames"], pixels)
+
     assert len(items_of(VIDEOS, [pixels, pixels])) == 2
     for wrong in (pixels[0] / 255, pixels):
-        with pytest.raises(ValueError, match=r"an array must be \[H, W\] or \[H, W, 3\] of uint8, not"):
+        with pytest.raises(
+            ValueError, match=r"an array must be \[H, W\] or \[H, W, 3\] of uint8, not"
+        ):
             places.image(wrong)
 
 
 def test_sound_is_the_mean_of_its_channels():
     samples = np.array([[0, 8192], [-32768, -32768], [16384, 0]])
     clip = AudioFile("s.wav", wav(samples, 8000, channels=2))
-    assert clip.open()["array"].tolist() == [0.125, -1.0, 0.25] and clip.size == (3, 8000) == (3, clip.open()["sampling_rate"])
+    assert clip.open()["array"].tolist() == [0.125, -1.0, 0.25] and clip.size == (3, 8000) == (
+        3,
+        clip.open()["sampling_rate"],
+    )
     given = AudioFile("x", ([0.5, -0.5], 16000))
     assert given.open()["array"].tolist() == [0.5, -0.5] and given.size == (2, 16000)
     assert given.player().startswith("data:audio/wav;base64,UklGR")
@@ -93,21 +128,35 @@ def test_media_have_their_places_in_a_chat():
     text = {"type": "text", "text": "a"}
     counts = {"images": 1, "videos": 1, "audios": 2}
     (message,) = with_parts([{"role": "user", "content": "<video>a<audio><audio>"}], counts)
-    assert message["content"] == [{"type": "image"}, {"type": "video"}, text, {"type": "audio"}, {"type": "audio"}]
+    assert message["content"] == [
+        {"type": "image"},
+        {"type": "video"},
+        text,
+        {"type": "audio"},
+        {"type": "audio"},
+    ]
     (message,) = with_parts([{"role": "user", "content": "<video>a"}], {"images": 0})
     assert message["content"] == [{"type": "text", "text": "<video>a"}]
 
 
-TEMPLATE = ("{% for message in messages %}{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% else %}"
-            "[{{ part.type }}]{% endif %}{% endfor %}{% endfor %}")  # fmt: skip
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}{% if part.type == 'text' %}{{"
+    " part.text }}{% else %}[{{ part.type }}]{% endif %}{% endfor %}{% endfor %}"
+)
 
 
 def load(folder, rows, **options):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    section = DataSection(prompt_data=str(folder / "rows.jsonl"), apply_chat_template=True, videos_key="film", audios_key="sound",
-                          **options)  # fmt: skip
+    section = DataSection(
+        prompt_data=str(folder / "rows.jsonl"),
+        apply_chat_template=True,
+        videos_key="film",
+        audios_key="sound",
+        **options,
+    )
+
     return load_prompts(section, tokenizer, requirements=1)
 
 
@@ -121,24 +170,47 @@ def folder(tmp_path):
 
 
 def test_rows_with_every_medium(folder):
-    rows = [{"input": "x<audio>", "film": "v.gif", "sound": ["s.wav", "s.wav"], "label": "1"},
-            {"input": "y", "film": ["0.png", "0.png"], "label": "2"},
-            {"input": "z", "film": ["v.gif", "v.gif"], "label": "3"}, {"input": "w", "label": "4"}]  # fmt: skip
+    rows = [
+        {"input": "x<audio>", "film": "v.gif", "sound": ["s.wav", "s.wav"], "label": "1"},
+        {"input": "y", "film": ["0.png", "0.png"], "label": "2"},
+        {"input": "z", "film": ["v.gif", "v.gif"], "label": "3"},
+        {"input": "w", "label": "4"},
+    ]
     first, second, third, fourth = load(folder, rows)
-    assert (first.text, second.text, third.text, fourth.text) == ("[video]x[audio]", "[video]y", "[video][video]z", "w")
-    assert {name: len(items) for name, items in first.multi_modal.items()} == {"videos": 1, "audios": 2}
-    assert open_media(second.multi_modal)["videos"][0]["frames"].shape == (2, 4, 6, 3) and fourth.multi_modal == {}
+    assert (first.text, second.text, third.text, fourth.text) == (
+        "[video]x[audio]",
+        "[video]y",
+        "[video][video]z",
+        "w",
+    )
+    assert {name: len(items) for name, items in first.multi_modal.items()} == {
+        "videos": 1,
+        "audios": 2,
+    }
+
+    assert (
+        open_media(second.multi_modal)["videos"][0]["frames"].shape == (2, 4, 6, 3)
+        and fourth.multi_modal == {}
+    )
     del rows[1]
-    direct, cached = load(folder, rows), load(folder, rows, data_cache=str(folder / "cache"))
+    direct = load(folder, rows)
+    cached = load(folder, rows, data_cache=str(folder / "cache"))
     assert [prompt.multi_modal for prompt in cached] == [prompt.multi_modal for prompt in direct]
 
 
 @pytest.mark.parametrize("mode", ["first", "all"])
 def test_media_are_read_before_the_run(folder, mode):
-    rows = [{"input": "x", "film": "v.gif"}, {"input": "y", "film": "cut.gif"}, {"input": "z", "sound": "s.wav"}]
+    rows = [
+        {"input": "x", "film": "v.gif"},
+        {"input": "y", "film": "cut.gif"},
+        {"input": "z", "sound": "s.wav"},
+    ]
     with pytest.raises(DataError, match="rows.jsonl:2: video cut.gif cannot be read"):
         load(folder, rows, check_media=mode)
-    assert [prompt.text for prompt in load(folder, rows, check_media=mode, bad_rows="skip")] == ["[video]x", "[audio]z"]
+    assert [prompt.text for prompt in load(folder, rows, check_media=mode, bad_rows="skip")] == [
+        "[video]x",
+        "[audio]z",
+    ]
     late = load(folder, rows, check_media="none")
     assert len(late) == 3
     with pytest.raises(DataError, match="rows.jsonl:2: video cut.gif cannot be read"):
@@ -149,11 +221,14 @@ def test_other_formats_are_read_by_ffmpeg():
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as out:
         video = out.add_stream("mpeg4", rate=10)
-        video.width, video.height, video.pix_fmt = 64, 32, "yuv420p"
+        video.width = 64
+        video.height = 32
+        video.pix_fmt = "yuv420p"
         for number in range(20):
             for packet in video.encode(av.VideoFrame.from_image(frame(10 * number, (64, 32)))):
                 out.mux(packet)
         out.mux(video.encode())
+
     shown = VideoFile("v.mp4", file.getvalue(), fps=2.0)
     assert shown.size == (4, 32, 64) and shown.open()["fps"] == pytest.approx(2.0)
     assert shown.open()["frames"][:, 16, 32, 0] == pytest.approx([20, 70, 120, 170], abs=6)
@@ -164,12 +239,21 @@ def test_other_formats_are_read_by_ffmpeg():
 
 
 def test_sound_is_resampled():
-    """A tone of 440 Hz is the same tone with other sampling points; its ends, where the filter sees nothing, are left out."""
+    """A tone of 440 Hz is the same tone with other sampling points; its ends, where the filter sees
+    nothing, are left out.
+    """
     for rate, count in ((44100, 22051), (8000, 4001)):
         tone = 0.5 * np.sin(2 * np.pi * 440 * np.arange(count) / rate)
-        for clip in (AudioFile("t", (tone, rate), 16000), AudioFile("t.wav", wav(tone * 32767, rate), 16000)):
+        for clip in (
+            AudioFile("t", (tone, rate), 16000),
+            AudioFile("t.wav", wav(tone * 32767, rate), 16000),
+        ):
             heard = clip.open()
-            assert clip.size == (len(heard["array"]), 16000) == (round(count * 16000 / rate), heard["sampling_rate"])
+            assert (
+                clip.size
+                == (len(heard["array"]), 16000)
+                == (round(count * 16000 / rate), heard["sampling_rate"])
+            )
             expected = 0.5 * np.sin(2 * np.pi * 440 * np.arange(len(heard["array"])) / 16000)
             np.testing.assert_allclose(heard["array"][100:-100], expected[100:-100], atol=2e-3)
 
@@ -191,11 +275,20 @@ def test_addresses_are_fetched_once_and_with_a_flag(folder, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(folder / "fetched"))
     monkeypatch.setattr("tempfile.tempdir", None)
     (folder / "fetched").mkdir()
+
     with listening(Files) as address:
         film = f"{address}/v.gif"
-        rows = [{"input": "x", "film": film}, {"input": "y", "film": {"path": film}, "sound": "s.wav"}]
+        rows = [
+            {"input": "x", "film": film},
+            {"input": "y", "film": {"path": film}, "sound": "s.wav"},
+        ]
         first, _ = load(folder, rows, media_urls=True)
-        assert open_media(first.multi_modal)["videos"][0]["frames"].shape == (1, 4, 6, 3) and Files.asked == ["/v.gif"]
+        assert open_media(first.multi_modal)["videos"][0]["frames"].shape == (
+            1,
+            4,
+            6,
+            3,
+        ) and Files.asked == ["/v.gif"]
         with pytest.raises(DataError, match="v.gif is an address: --media_urls allows to fetch it"):
             load(folder, rows)
         with pytest.raises(DataError, match="nothing.gif cannot be fetched: HTTP Error 404"):
@@ -210,16 +303,20 @@ def test_a_folder_that_others_can_write_is_not_used(folder, monkeypatch, made):
     theirs.symlink_to(folder) if made == "a link" else theirs.mkdir()
     if made == "for all":
         theirs.chmod(0o777)
+
     if made == "by another user":
         other = os.getuid() + 1
         theirs.rename(folder / f"lightrft-media-{other}")
         monkeypatch.setattr(os, "getuid", lambda: other)
+
     with pytest.raises(ValueError, match="is a folder that others can write, or a link"):
         fetch("http://127.0.0.1:1/v.gif", 100)
 
 
 def test_large_files_are_bad_rows(folder):
-    with pytest.raises(DataError, match="video v.gif has 0.000.* MB, more than --media_max_mb 1e-05"):
+    with pytest.raises(
+        DataError, match="video v.gif has 0.000.* MB, more than --media_max_mb 1e-05"
+    ):
         load(folder, [{"input": "x", "film": "v.gif"}], media_max_mb=1e-5)
 
 
@@ -227,7 +324,9 @@ def flac() -> bytes:
     file = io.BytesIO()
     with av.open(file, "w", format="flac") as out:
         stream = out.add_stream("flac", rate=8000)
-        sound = av.AudioFrame.from_ndarray(np.full((1, 4096), 8192, dtype=np.int16), format="s16", layout="mono")
+        sound = av.AudioFrame.from_ndarray(
+            np.full((1, 4096), 8192, dtype=np.int16), format="s16", layout="mono"
+        )
         sound.sample_rate = 8000
         out.mux(stream.encode(sound))
         out.mux(stream.encode())

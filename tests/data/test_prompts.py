@@ -1,4 +1,6 @@
-"""What a user's files become, and what is said about rows that cannot be used: always with file and line."""
+"""What a user's files become, and what is said about rows that cannot be used: always with file and
+line.
+"""
 
 import copy
 import json
@@ -23,8 +25,9 @@ from tiny import BOS, byte_tokenizer
 
 ROWS = [{"input": "1+1=", "label": "2", "level": 1}, {"input": "2+3=", "label": "5", "level": 2}]
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}<{{ m.role }}>{{ m.content }}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif"
+    " %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{%"
+    " endif %}"
 )
 
 
@@ -56,11 +59,19 @@ def load(source: Path | str, **options):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     section = DataSection(**{"eval_data" if held_out else "prompt_data": str(source)} | options)
-    return load_prompts(section, tokenizer, source="eval_data" if held_out else "prompt_data", row_problem=row_problem)
+
+    return load_prompts(
+        section,
+        tokenizer,
+        source="eval_data" if held_out else "prompt_data",
+        row_problem=row_problem,
+    )
 
 
 def write_lines(path: Path, *rows) -> Path:
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    path.write_text(
+        "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n"
+    )
     return path
 
 
@@ -76,11 +87,16 @@ def write_parquet(path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
 
 
-@pytest.mark.parametrize("suffix, write", [(".jsonl", write_jsonl), (".json", write_json), (".parquet", write_parquet)])
+@pytest.mark.parametrize(
+    "suffix, write", [(".jsonl", write_jsonl), (".json", write_json), (".parquet", write_parquet)]
+)
 def test_every_kind_of_file_gives_the_same_prompts(tmp_path, suffix, write):
     write(tmp_path / f"data{suffix}")
     prompts = load(tmp_path / f"data{suffix}")
-    assert [(p.index, p.text, p.token_ids) for p in prompts] == [(0, "1+1=", [49, 43, 49, 61]), (1, "2+3=", [50, 43, 51, 61])]
+    assert [(p.index, p.text, p.token_ids) for p in prompts] == [
+        (0, "1+1=", [49, 43, 49, 61]),
+        (1, "2+3=", [50, 43, 51, 61]),
+    ]
     assert [p.columns for p in prompts] == [{"label": "2", "level": 1}, {"label": "5", "level": 2}]
     assert prompts[0].multi_modal == {}
 
@@ -92,8 +108,13 @@ def test_a_folder_by_split(tmp_path):
     (tmp_path / "README.md").write_text("not data")
     assert [p.text for p in load(tmp_path)] == ["a", "b"]
     assert [p.text for p in load(tmp_path, held_out=True)] == ["c"]
-    with pytest.raises(DataError, match="no file name begins with the split 'validation'; .* test.jsonl, train-1.jsonl"):
+
+    with pytest.raises(
+        DataError,
+        match="no file name begins with the split 'validation'; .* test.jsonl, train-1.jsonl",
+    ):
         load(tmp_path, prompt_split="validation")
+
     (tmp_path / "only").mkdir()
     write_lines(tmp_path / "only" / "data.jsonl", {"input": "d"})
     assert [p.text for p in load(tmp_path / "only")] == ["d"]
@@ -104,7 +125,9 @@ def test_escaped_characters_are_text(tmp_path):
     file.write_bytes(b'{"input": "\\ud83d\\ude00 \\u00e9"}\n')
     assert [p.text for p in load(file)] == ["\N{GRINNING FACE} \N{LATIN SMALL LETTER E WITH ACUTE}"]
     (tmp_path / "deep.json").write_text("[" * 100_000)
-    with pytest.raises(DataError, match="deep.json: not valid JSON .lists or objects are nested too deep"):
+    with pytest.raises(
+        DataError, match="deep.json: not valid JSON .lists or objects are nested too deep"
+    ):
         load(tmp_path / "deep.json")
 
 
@@ -115,16 +138,31 @@ def test_empty_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
 
 BAD_LINES = {
     "malformed": ('{"input": "a"', "not valid JSON .*Expecting"),
-    "half a character": ('{"input": "a", "label": "\\ud83d"}', r"not valid JSON \(an unpaired surrogate: .ud83d\)"),
-    "deep": ('{"input": ' + "[" * 100_000 + "]" * 100_000 + "}", "not valid JSON .lists or objects are nested too deep"),
+    "half a character": (
+        '{"input": "a", "label": "\\ud83d"}',
+        r"not valid JSON \(an unpaired surrogate: .ud83d\)",
+    ),
+    "deep": (
+        '{"input": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        "not valid JSON .lists or objects are nested too deep",
+    ),
     "list": ('["a"]', "not a JSON object but list"),
     "number": ("5", "not a JSON object but int"),
-    "no column": ('{"question": "a", "label": "b"}', "no column 'input' .--input_key.; it has question, label"),
+    "no column": (
+        '{"question": "a", "label": "b"}',
+        "no column 'input' .--input_key.; it has question, label",
+    ),
     "no columns": ("{}", "no column 'input' .--input_key.; it has none"),
     "null": ('{"input": null}', "'input' is NoneType, not text"),
-    "messages": ('{"input": [{"role": "user"}]}', "'input' is list, not text; chat messages need --apply_chat_template"),
+    "messages": (
+        '{"input": [{"role": "user"}]}',
+        "'input' is list, not text; chat messages need --apply_chat_template",
+    ),
     "empty": ('{"input": ""}', "the prompt is empty"),
-    "too long": ('{"input": "12345678901"}', "the prompt has 11 tokens, more than --prompt_max_len 10"),
+    "too long": (
+        '{"input": "12345678901"}',
+        "the prompt has 11 tokens, more than --prompt_max_len 10",
+    ),
 }
 
 
@@ -157,7 +195,9 @@ def test_good_data_warns_of_nothing(tmp_path, warnings):
 
 
 def test_no_usable_row(tmp_path):
-    with pytest.raises(DataError, match="--prompt_data .*data.jsonl: no usable row .0 bad ones were skipped"):
+    with pytest.raises(
+        DataError, match="--prompt_data .*data.jsonl: no usable row .0 bad ones were skipped"
+    ):
         load(write_lines(tmp_path / "data.jsonl"))
     with pytest.raises(DataError, match="no usable row .1 bad ones"):
         load(write_lines(tmp_path / "data.jsonl", "{"), bad_rows="skip")
@@ -177,8 +217,14 @@ def test_limits(tmp_path):
     assert len(load(file, max_samples=1)) == 1, "rows behind the limit are not looked at"
 
 
-@pytest.mark.parametrize("content, message", [("{", "not valid JSON"), ('{"input": "a"}', "not a JSON list of objects but dict"),
-                                              ('{"input": "a"}\n{"input": "b"}', "belongs in a .jsonl file")])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("{", "not valid JSON"),
+        ('{"input": "a"}', "not a JSON list of objects but dict"),
+        ('{"input": "a"}\n{"input": "b"}', "belongs in a .jsonl file"),
+    ],
+)
 def test_a_json_file_that_is_no_list(tmp_path, content, message):
     (tmp_path / "data.json").write_text(content)
     with pytest.raises(DataError, match=f"--prompt_data .*data.json: .*{message}"):
@@ -200,10 +246,13 @@ def test_a_parquet_file_that_is_none(tmp_path):
 def test_sources_that_are_not_there(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "data.csv").write_text("input\na\n")
-    for source, message in [(tmp_path / "empty", "the folder contains no .jsonl, .json, .parquet file"),
-                            (tmp_path / "data.csv", "unknown file type"),
-                            (tmp_path / "absent.jsonl", "neither an existing file or folder nor a hub name"),
-                            ("data/absent.jsonl", "neither an existing"), ("absent", "neither an existing")]:  # fmt: skip
+    for source, message in [
+        (tmp_path / "empty", "the folder contains no .jsonl, .json, .parquet file"),
+        (tmp_path / "data.csv", "unknown file type"),
+        (tmp_path / "absent.jsonl", "neither an existing file or folder nor a hub name"),
+        ("data/absent.jsonl", "neither an existing"),
+        ("absent", "neither an existing"),
+    ]:
         with pytest.raises(DataError, match=f"--prompt_data {source}: {message}"):
             load(source)
 
@@ -214,16 +263,33 @@ def test_sources_that_are_not_there(tmp_path):
 def test_folders_that_datasets_saved(tmp_path):
     data = datasets.Dataset.from_list(ROWS)
     data.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": data, "test": data.select([1])}).save_to_disk(tmp_path / "several")
+    datasets.DatasetDict({"train": data, "test": data.select([1])}).save_to_disk(
+        tmp_path / "several"
+    )
+
     for folder in ("one", "several"):
-        assert [(p.text, p.columns["label"]) for p in load(tmp_path / folder)] == [("1+1=", "2"), ("2+3=", "5")]
+        assert [(p.text, p.columns["label"]) for p in load(tmp_path / folder)] == [
+            ("1+1=", "2"),
+            ("2+3=", "5"),
+        ]
+
     assert [p.text for p in load(tmp_path / "several", held_out=True)] == ["2+3="]
-    with pytest.raises(DataError, match="--prompt_data .*several: there is no split 'dev'; the data set has train, test"):
+    with pytest.raises(
+        DataError,
+        match="--prompt_data .*several: there is no split 'dev'; the data set has train, test",
+    ):
         load(tmp_path / "several", prompt_split="dev")
-    with pytest.raises(DataError, match=r"--prompt_data: .*several\[train\] row 1: no column 'question'"):
+
+    with pytest.raises(
+        DataError, match=r"--prompt_data: .*several\[train\] row 1: no column 'question'"
+    ):
         load(tmp_path / "several", input_key="question")
+
     next((tmp_path / "one").glob("*.arrow")).write_bytes(b"nothing")
-    with pytest.raises(DataError, match="--prompt_data .*one: it cannot be read as a folder of Dataset.save_to_disk"):
+    with pytest.raises(
+        DataError,
+        match="--prompt_data .*one: it cannot be read as a folder of Dataset.save_to_disk",
+    ):
         load(tmp_path / "one")
 
 
@@ -254,9 +320,13 @@ def test_an_object_of_a_file_in_a_folder_is_no_name_of_the_hub(tmp_path, monkeyp
 
 
 def test_a_name_that_the_hub_does_not_have():
-    with pytest.raises(DataError, match="--prompt_data nobody/nothing:main: the hub's data set cannot be loaded: "):
+    with pytest.raises(
+        DataError, match="--prompt_data nobody/nothing:main: the hub's data set cannot be loaded: "
+    ):
         load("nobody/nothing:main")
-    with pytest.raises(DataError, match="--prompt_data nobody/nothing: the hub's data set cannot be loaded: "):
+    with pytest.raises(
+        DataError, match="--prompt_data nobody/nothing: the hub's data set cannot be loaded: "
+    ):
         load("nobody/nothing")
 
 
@@ -291,9 +361,11 @@ def test_rows_of_python(tmp_path, monkeypatch):
         "absent": " has no object 'absent'",
         "bad": " row 2: not a JSON object but list",
     }
+
     for name, message in wrong.items():
         with pytest.raises(DataError, match=f"--prompt_data:? .*my_rows.py.*{message}"):
             load(f"{file}:{name}")
+
     with pytest.raises(DataError, match="--prompt_data nowhere:rows: cannot import 'nowhere'"):
         load("nowhere:rows")
 
@@ -302,20 +374,35 @@ def test_rows_of_python(tmp_path, monkeypatch):
 
 
 def test_duplicates_are_omitted_and_counted(tmp_path, infos):
-    first = write_lines(tmp_path / "a.jsonl", *({"input": text, "label": "x"} for text in ("a b", "a b", "a\n b ", "c")))
+    first = write_lines(
+        tmp_path / "a.jsonl",
+        *({"input": text, "label": "x"} for text in ("a b", "a b", "a\n b ", "c")),
+    )
     second = write_lines(tmp_path / "b.jsonl", {"input": "c", "label": "y"}, {"input": "d"})
-    found = {mode: load(f"{first},{second}", deduplicate=mode) for mode in ("none", "exact", "whitespace")}
-    assert [p.text for p in found["exact"]] == ["a b", "a\n b ", "c", "d"] and len(found["none"]) == 6
+    found = {
+        mode: load(f"{first},{second}", deduplicate=mode)
+        for mode in ("none", "exact", "whitespace")
+    }
+    assert [p.text for p in found["exact"]] == ["a b", "a\n b ", "c", "d"] and len(
+        found["none"]
+    ) == 6
     assert [(p.index, p.text) for p in found["whitespace"]] == [(0, "a b"), (1, "c"), (2, "d")]
+
     assert [message.strip() for message in infos if "duplicates" in message] == [
         f"--prompt_data {first}: 1 duplicates omitted (--deduplicate exact), 3 rows are left",
         f"--prompt_data {second}: 1 duplicates omitted (--deduplicate exact), 1 rows are left",
         f"--prompt_data {first}: 2 duplicates omitted (--deduplicate whitespace), 2 rows are left",
         f"--prompt_data {second}: 1 duplicates omitted (--deduplicate whitespace), 1 rows are left",
     ]
-    assert len(load(first, deduplicate="exact", held_out=True)) == 4, "held-out data stay as they are"
+    assert len(load(first, deduplicate="exact", held_out=True)) == 4, (
+        "held-out data stay as they are"
+    )
     assert [p.text for p in load(first, deduplicate="exact", max_samples=2)] == ["a b", "a\n b "]
-    with pytest.raises(DataError, match="a.jsonl: no usable row .0 bad ones were skipped and 4 duplicates were omitted"):
+
+    with pytest.raises(
+        DataError,
+        match="a.jsonl: no usable row .0 bad ones were skipped and 4 duplicates were omitted",
+    ):
         load(f"{first},{first}", deduplicate="whitespace")
 
 
@@ -324,10 +411,19 @@ def test_duplicates_are_omitted_and_counted(tmp_path, infos):
 
 def test_label_key_becomes_label(tmp_path):
     file = write_lines(tmp_path / "data.jsonl", {"question": "a", "answer": 7, "label": "other"})
-    assert load(file, input_key="question", label_key="answer")[0].columns == {"answer": 7, "label": 7}
-    with pytest.raises(DataError, match=r"data.jsonl:1: no column 'absent' \(--label_key\); it has question, answer, label"):
+    assert load(file, input_key="question", label_key="answer")[0].columns == {
+        "answer": 7,
+        "label": 7,
+    }
+
+    with pytest.raises(
+        DataError,
+        match=r"data.jsonl:1: no column 'absent' \(--label_key\); it has question, answer, label",
+    ):
         load(file, input_key="question", label_key="absent")
-    assert load(write_lines(tmp_path / "none.jsonl", {"input": "a"}))[0].columns == {}  # nobody named a label
+
+    # nobody named a label
+    assert load(write_lines(tmp_path / "none.jsonl", {"input": "a"}))[0].columns == {}
 
 
 def test_template_puts_the_prompt_in_its_place_once(tmp_path):
@@ -338,16 +434,29 @@ def test_template_puts_the_prompt_in_its_place_once(tmp_path):
 
 def test_template_without_a_place(tmp_path):
     with pytest.raises(DataError, match="--input_template 'Question: ' has no {}"):
-        load(write_lines(tmp_path / "data.jsonl", *ROWS), input_template="Question: ", bad_rows="skip")
+        load(
+            write_lines(tmp_path / "data.jsonl", *ROWS),
+            input_template="Question: ",
+            bad_rows="skip",
+        )
 
 
 def test_chat_template_of_text_and_of_messages(tmp_path):
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}]
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y"},
+        {"role": "user", "content": "z"},
+    ]
     file = write_lines(tmp_path / "data.jsonl", {"input": "a"}, {"input": messages})
     texts = [p.text for p in load(file, apply_chat_template=True, template=TEMPLATE)]
     assert texts == ["<user>a<assistant>", "<user>x<assistant>y<user>z<assistant>"]
-    prompt = load(file, apply_chat_template=True, template=TEMPLATE, system_prompt="s", input_template="[{}]")[0]
-    assert prompt.text == "<system>s<user>[a]<assistant>" and prompt.token_ids == list(prompt.text.encode())
+
+    prompt = load(
+        file, apply_chat_template=True, template=TEMPLATE, system_prompt="s", input_template="[{}]"
+    )[0]
+    assert prompt.text == "<system>s<user>[a]<assistant>" and prompt.token_ids == list(
+        prompt.text.encode()
+    )
 
 
 def test_an_input_template_is_not_for_messages(tmp_path, warnings):
@@ -360,29 +469,52 @@ def test_an_input_template_is_not_for_messages(tmp_path, warnings):
 
 def test_messages_that_end_in_an_answer_are_no_prompt(tmp_path, warnings):
     asked = [{"role": "user", "content": "1+1="}]
-    file = write_lines(tmp_path / "data.jsonl", {"input": asked}, {"input": [*asked, {"role": "assistant", "content": "2"}]})
+    file = write_lines(
+        tmp_path / "data.jsonl",
+        {"input": asked},
+        {"input": [*asked, {"role": "assistant", "content": "2"}]},
+    )
+
     with pytest.raises(
-        DataError, match="data.jsonl:2: the last message of 'input' is a turn of the assistant, .* remove that message"
+        DataError,
+        match=(
+            "data.jsonl:2: the last message of 'input' is a turn of the assistant, .* remove that"
+            " message"
+        ),
     ):
         load(file, apply_chat_template=True, template=TEMPLATE)
+
     prompts = load(file, apply_chat_template=True, template=TEMPLATE, bad_rows="skip")
-    assert [p.text for p in prompts] == ["<user>1+1=<assistant>"] and "1 bad rows of --prompt_data" in warnings[0]
+    assert [p.text for p in prompts] == [
+        "<user>1+1=<assistant>"
+    ] and "1 bad rows of --prompt_data" in warnings[0]
 
 
 def test_further_variables_of_the_chat_template(tmp_path):
     file = write_lines(tmp_path / "data.jsonl", {"input": "a"})
     template = TEMPLATE + "{% if thinking %}<think>{% endif %}"
-    texts = [load(file, apply_chat_template=True, template=template, chat_template_kwargs=given)[0].text
-             for given in ('{"thinking": true}', '{"thinking": false}', None)]  # fmt: skip
+    texts = [
+        load(file, apply_chat_template=True, template=template, chat_template_kwargs=given)[0].text
+        for given in ('{"thinking": true}', '{"thinking": false}', None)
+    ]
     assert texts == ["<user>a<assistant><think>", "<user>a<assistant>", "<user>a<assistant>"]
+
     for wrong in ("thinking", '["thinking"]'):
         with pytest.raises(DataError, match="--chat_template_kwargs .* is not"):
-            load(file, apply_chat_template=True, template=template, chat_template_kwargs=wrong, bad_rows="skip")
+            load(
+                file,
+                apply_chat_template=True,
+                template=template,
+                chat_template_kwargs=wrong,
+                bad_rows="skip",
+            )
 
 
 def test_special_tokens_are_the_tokenizers_or_the_templates_never_both(tmp_path):
     tokenizer = byte_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", BOS)]
+    )
     tokenizer.chat_template = "{{ bos_token }}" + TEMPLATE
     section = DataSection(prompt_data=str(write_lines(tmp_path / "data.jsonl", {"input": "ab"})))
     assert load_prompts(section, tokenizer)[0].token_ids == [BOS, 97, 98]
@@ -393,18 +525,29 @@ def test_special_tokens_are_the_tokenizers_or_the_templates_never_both(tmp_path)
 def test_messages_from_parquet(tmp_path):
     rows = [{"input": [{"role": "user", "content": "x"}]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
-    assert load(tmp_path / "data.parquet", apply_chat_template=True, template=TEMPLATE)[0].text == "<user>x<assistant>"
+    assert (
+        load(tmp_path / "data.parquet", apply_chat_template=True, template=TEMPLATE)[0].text
+        == "<user>x<assistant>"
+    )
 
 
 def test_tokenizer_without_a_chat_template(tmp_path):
-    with pytest.raises(DataError, match="--apply_chat_template: the tokenizer of --pretrain has no chat template"):
+    with pytest.raises(
+        DataError, match="--apply_chat_template: the tokenizer of --pretrain has no chat template"
+    ):
         load(write_lines(tmp_path / "data.jsonl", *ROWS), apply_chat_template=True, bad_rows="skip")
 
 
 @pytest.mark.parametrize("value", [None, 5, ["a"], {"role": "user", "content": "a"}])
 def test_what_is_neither_text_nor_messages(tmp_path, value):
-    with pytest.raises(DataError, match="data.jsonl:1: 'input' is neither text nor a list of chat messages"):
-        load(write_lines(tmp_path / "data.jsonl", {"input": value}), apply_chat_template=True, template=TEMPLATE)
+    with pytest.raises(
+        DataError, match="data.jsonl:1: 'input' is neither text nor a list of chat messages"
+    ):
+        load(
+            write_lines(tmp_path / "data.jsonl", {"input": value}),
+            apply_chat_template=True,
+            template=TEMPLATE,
+        )
 
 
 def test_messages_that_the_template_refuses(tmp_path):
@@ -415,8 +558,14 @@ def test_messages_that_the_template_refuses(tmp_path):
 
 def test_a_judge_leaves_prompts_out(tmp_path, warnings):
     file = write_lines(tmp_path / "data.jsonl", *ROWS)
-    prompts = load(file, bad_rows="skip", row_problem=lambda prompt: "even" if prompt.columns["label"] == "2" else None)
-    assert [(p.index, p.text) for p in prompts] == [(0, "2+3=")] and "data.jsonl:1: even" in warnings[0]
+    prompts = load(
+        file,
+        bad_rows="skip",
+        row_problem=lambda prompt: "even" if prompt.columns["label"] == "2" else None,
+    )
+    assert [(p.index, p.text) for p in prompts] == [
+        (0, "2+3=")
+    ] and "data.jsonl:1: even" in warnings[0]
 
 
 # -- several data sets
@@ -424,7 +573,10 @@ def test_a_judge_leaves_prompts_out(tmp_path, warnings):
 
 def several(tmp_path: Path, *counts: int) -> str:
     files = [
-        write_lines(tmp_path / f"{name}.jsonl", *({"input": f"{name}{i}", "label": "x"} for i in range(count)))
+        write_lines(
+            tmp_path / f"{name}.jsonl",
+            *({"input": f"{name}{i}", "label": "x"} for i in range(count)),
+        )
         for name, count in zip("abc", counts, strict=False)
     ]
     return ",".join(map(str, files))
@@ -434,17 +586,28 @@ def test_several_data_sets_one_after_the_other(tmp_path):
     prompts = load(several(tmp_path, 3, 2))
     assert [prompt.text for prompt in prompts] == ["a0", "a1", "a2", "b0", "b1"]
     assert [prompt.index for prompt in prompts] == [0, 1, 2, 3, 4]
-    assert [prompt.text for prompt in load(several(tmp_path, 3, 4), max_samples=2)] == ["a0", "a1", "b0", "b1"]
+    assert [prompt.text for prompt in load(several(tmp_path, 3, 4), max_samples=2)] == [
+        "a0",
+        "a1",
+        "b0",
+        "b1",
+    ]
 
 
 def test_probabilities_of_several_data_sets(tmp_path):
     files = several(tmp_path, 3, 2).split(",")
-    weighted = ",".join(f"{file}:{weight}" for file, weight in zip(files, ("0.9", "0.3"), strict=True))
+    weighted = ",".join(
+        f"{file}:{weight}" for file, weight in zip(files, ("0.9", "0.3"), strict=True)
+    )
     for prompts in (load(weighted), load(",".join(files), prompt_data_probs=[3, 1])):
         assert [prompt.text for prompt in prompts] == ["a0", "a1", "a2", "b0", "b1"]
         assert prompts.probabilities == pytest.approx([0.75, 0.25]) and prompts.draws_of_epoch == 8
-        assert f"{files[0]}: 3 rows with probability 0.75, each drawn 2 times in an epoch of 8 rows" in prompts.repetitions()
+        assert (
+            f"{files[0]}: 3 rows with probability 0.75, each drawn 2 times in an epoch of 8 rows"
+            in prompts.repetitions()
+        )
         assert prompts.order(lambda count: Order(count, 0), 0).num_rows == 8
+
     assert load(",".join(files)).probabilities == [] and load(f"{files[0]}:0.5").draws_of_epoch == 3
 
 
@@ -452,10 +615,22 @@ def test_probabilities_of_several_data_sets(tmp_path):
     ("end", "options", "message"),
     [
         (":0.5", {}, "a.jsonl has no probability, and others have: write .*a.jsonl:NUMBER"),
-        (":0.5", {"prompt_data_probs": [1, 2]}, "has probabilities of its own, and --prompt_data_probs is set"),
-        ("", {"prompt_data_probs": [1.0]}, "--prompt_data_probs has 1 numbers, and --prompt_data has 2 data sets"),
+        (
+            ":0.5",
+            {"prompt_data_probs": [1, 2]},
+            "has probabilities of its own, and --prompt_data_probs is set",
+        ),
+        (
+            "",
+            {"prompt_data_probs": [1.0]},
+            "--prompt_data_probs has 1 numbers, and --prompt_data has 2 data sets",
+        ),
         ("", {"prompt_data_probs": [0.5, 0.0]}, "a probability must be above 0"),
-        (":0.5", {"held_out": True}, "--eval_data .*: held-out data are evaluated whole and have no probabilities"),
+        (
+            ":0.5",
+            {"held_out": True},
+            "--eval_data .*: held-out data are evaluated whole and have no probabilities",
+        ),
         (",", {}, "has an empty name: separate data sets by one comma"),
     ],
     ids=str,
@@ -474,7 +649,10 @@ def test_a_comma_in_a_name_and_a_missing_file(tmp_path):
 def test_a_reference_answer(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", {"input": "1", "label": "x", "solution": "y"})
     assert load(path, reference_key="solution")[0].columns["reference"] == "y"
-    with pytest.raises(DataError, match=r"a.jsonl:1: no column 'answer' \(--reference_key\); it has input, label, solution"):
+    with pytest.raises(
+        DataError,
+        match=r"a.jsonl:1: no column 'answer' \(--reference_key\); it has input, label, solution",
+    ):
         load(path, reference_key="answer")
 
 
@@ -500,10 +678,31 @@ def test_a_token_takes_four_bytes():
 
 def test_token_ids_are_like_a_list():
     ids = Prompt(0, "", [50, 55, 151_643]).token_ids
-    assert ids == [50, 55, 151_643] and [50, 55, 151_643] == ids and ids == TokenIds(ids) and ids != [50, 55] and ids != "a"
-    assert ids + [1] == [50, 55, 151_643, 1] and [1] + ids == [1, 50, 55, 151_643] and ids + ids == 2 * list(ids)
-    assert all(type(made) is list for made in (ids + [1], [1] + ids, ids[:2])) and ids[:2] == [50, 55] and ids[-1] == 151_643
-    assert [*ids] == list(ids) and len(ids) == 3 and 55 in ids and type(ids[0]) is int and repr(ids) == "[50, 55, 151643]"
+    assert (
+        ids == [50, 55, 151_643]
+        and [50, 55, 151_643] == ids
+        and ids == TokenIds(ids)
+        and ids != [50, 55]
+        and ids != "a"
+    )
+    assert (
+        ids + [1] == [50, 55, 151_643, 1]
+        and [1] + ids == [1, 50, 55, 151_643]
+        and ids + ids == 2 * list(ids)
+    )
+    assert (
+        all(type(made) is list for made in (ids + [1], [1] + ids, ids[:2]))
+        and ids[:2] == [50, 55]
+        and ids[-1] == 151_643
+    )
+
+    assert (
+        [*ids] == list(ids)
+        and len(ids) == 3
+        and 55 in ids
+        and type(ids[0]) is int
+        and repr(ids) == "[50, 55, 151643]"
+    )
     for again in (copy.deepcopy(ids), pickle.loads(pickle.dumps(ids))):
         assert type(again) is TokenIds and again == ids and again is not ids
     assert torch.tensor(ids).tolist() == list(ids) and not TokenIds([])

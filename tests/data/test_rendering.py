@@ -1,4 +1,6 @@
-"""What rows say about their prompts and answers: roles, tools, weights, nulls; and the templates that would lose some of it."""
+"""What rows say about their prompts and answers: roles, tools, weights, nulls; and the templates
+that would lose some of it.
+"""
 
 import base64
 import json
@@ -27,11 +29,14 @@ from lightrft.types import Answer, Prompt
 from tiny import BOS, EOS, byte_tokenizer
 
 TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
-CALLS = "{% for call in m.tool_calls or [] %}({{ call.function.name }} {{ call.function.arguments | tojson }}){% endfor %}"
+CALLS = (
+    "{% for call in m.tool_calls or [] %}({{ call.function.name }} {{ call.function.arguments |"
+    " tojson }}){% endfor %}"
+)
 CHAT = (
     TOOLS
-    + "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant', 'tool'] %}<|{{ m.role }}|>"
-    "{{ m.content or '' }}" + CALLS + "<|end|>\n{% endif %}{% endfor %}"
+    + "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant', 'tool'] %}<|{{ m.role"
+    " }}|>{{ m.content or '' }}" + CALLS + "<|end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{{ prefill or '' }}{% endif %}"
 )
 """It knows four roles, and ends a turn with another token than the tokenizer's."""
@@ -52,13 +57,17 @@ OTHERS = {
     "other end of calls": CHAT.replace(
         "<|end|>", "{% if m.tool_calls %}<|call|>{% else %}<|end|>{% endif %}"
     ),
-    "moves system messages": "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
-    "{% for m in messages if m.role != 'system' %}{% if m.role == 'assistant' %}"
-    "{% generation %}<|assistant|>{{ m.content }}<|end|>{% endgeneration %}{% else %}"
-    "<|{{ m.role }}|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}",
-    "cuts thinking": CHAT.replace("m.content or ''", "m.content.split('</think>')[-1]").replace(
-        "{{ prefill or '' }}", "<think>\n"
+    "moves system messages": (
+        "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+        "{% for m in messages if m.role != 'system' %}{% if m.role == 'assistant' %}"
+        "{% generation %}<|assistant|>{{ m.content }}<|end|>{% endgeneration %}{% else %}"
+        "<|{{ m.role }}|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+    ),
+    "cuts thinking": (
+        CHAT.replace("m.content or ''", "m.content.split('</think>')[-1]").replace(
+            "{{ prefill or '' }}", "<think>\n"
+        )
     ),
 }
 
@@ -158,7 +167,11 @@ GOOD = {
         {"tools": [ADD]},
         '<|assistant|>(add {"a": 6})<|end|>\n<|tool|>7<|end|>\n',
     ),
-    "tools among the variables": ([ASK], {"chat_template_kwargs": {"tools": [ADD]}}, "add;<|system|>"),
+    "tools among the variables": (
+        [ASK],
+        {"chat_template_kwargs": {"tools": [ADD]}},
+        "add;<|system|>",
+    ),
     "a system message in a column": ([ASK], {"system": "own"}, "<|system|>own<|end|>\n<|user|>"),
     "an empty column": ([ASK], {"system": ""}, "<|system|>run<|end|>\n<|user|>"),
     "calls with nulls": (
@@ -256,7 +269,9 @@ SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "A"}]
 
 def weighted(first: dict, second: dict) -> dict:
     """Two answers with what they say about being learned."""
-    return {"messages": [ASK, turn("assistant", "A", **first), ASK, turn("assistant", "B", **second)]}
+    return {
+        "messages": [ASK, turn("assistant", "A", **first), ASK, turn("assistant", "B", **second)]
+    }
 
 
 LEARNED = {
@@ -350,7 +365,9 @@ def test_a_template_without_a_generation_prompt():
 
 
 def test_nulls_of_arrow(tmp_path):
-    """One row with calls fills all others with nulls, one of each form of conversation the other's column."""
+    """One row with calls fills all others with nulls, one of each form of conversation the other's
+    column.
+    """
     plain = [turn("user", "q"), turn("assistant", "A")]
     file = tmp_path / "rows.parquet"
     other = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "A"}]
@@ -362,6 +379,7 @@ def test_nulls_of_arrow(tmp_path):
     columns = {name: [row.get(name) for row in rows] for name in ("messages", "conversations")}
     datasets.Dataset.from_dict(columns).to_parquet(file)
     reader = tokenizer("counts calls")
+
     first, second, third = load_examples(
         replace(SECTION, prompt_data=str(file)), tokenizer(), longest=999
     )
@@ -378,7 +396,8 @@ def test_nulls_of_arrow(tmp_path):
 
 def with_bos():
     """A tokenizer that writes BOS before each text, and an end token after it."""
-    made, specials = tokenizer("begins with BOS"), [("<bos>", BOS), ("<eos>", EOS)]
+    made = tokenizer("begins with BOS")
+    specials = [("<bos>", BOS), ("<eos>", EOS)]
     made.backend_tokenizer.post_processor = TemplateProcessing(
         single="<bos> $A <eos>", special_tokens=specials
     )
@@ -414,7 +433,8 @@ def test_answers_have_the_tokens_of_the_whole_text(tmp_path):
     """A tokenizer that writes a space before each text writes none between prompt and answer."""
     spaced = byte_tokenizer()
     spaced.backend_tokenizer.normalizer = normalizers.Prepend("_")
-    section, file = DataSection(prompt_data=str(tmp_path / "rows.jsonl")), tmp_path / "rows.jsonl"
+    section = DataSection(prompt_data=str(tmp_path / "rows.jsonl"))
+    file = tmp_path / "rows.jsonl"
 
     def written(load, *rest, **row):
         file.write_text(json.dumps(row))
@@ -459,6 +479,7 @@ def test_turns_follow_the_columns_of_their_row():
     assert begun.text == "add;<|user|>What is 6+1? Now!<|end|>\n<|assistant|><b>"
     between = format.tokens(TurnRequest([turn("tool", "7")]), None, columns)
     assert tokenizer().decode(between).endswith("<|tool|>7<|end|>\n<|assistant|><b>")
+
     with pytest.raises(ValueError, match="does not describe the tool add"):
         TurnFormat(SECTION, tokenizer("no tools"), frozenset()).prompt(
             prompt, TurnRequest([ASK], BEGINNING, tools=[ADD])
@@ -479,13 +500,28 @@ def test_tools_that_no_prompt_would_name():
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 
-@pytest.mark.parametrize(("said", "content", "calls"), [
-    (f"<think>I may {CALL}</think>\nNo.", f"<think>I may {CALL}</think>\nNo.", []),
-    (f"<think>I may {CALL}</think>\nx{CALL}", f"<think>I may {CALL}</think>x", [ToolCall("f", {})]),
-    (f"<think>I may {CALL}", f"<think>I may {CALL}", []),
-    ('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', "", [ToolCall("f", {"a": 1})]),
-    ('<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>', "", [ToolCall("f", {"a": "x\ny"})]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "content", "calls"),
+    [
+        (f"<think>I may {CALL}</think>\nNo.", f"<think>I may {CALL}</think>\nNo.", []),
+        (
+            f"<think>I may {CALL}</think>\nx{CALL}",
+            f"<think>I may {CALL}</think>x",
+            [ToolCall("f", {})],
+        ),
+        (f"<think>I may {CALL}", f"<think>I may {CALL}", []),
+        (
+            '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>',
+            "",
+            [ToolCall("f", {"a": 1})],
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>',
+            "",
+            [ToolCall("f", {"a": "x\ny"})],
+        ),
+    ],
+)
 def test_calls_come_after_the_thinking(said, content, calls):
     assert hermes(said) == (content, calls)
 
@@ -517,11 +553,20 @@ def test_pairs_of_texts_without_a_prompt():
 def test_forms_of_images(tmp_path):
     Image.new("RGB", (4, 3)).save(tmp_path / "a.png")
     content = base64.b64encode((tmp_path / "a.png").read_bytes() * 4).decode()
-    forms = [f"file://{tmp_path}/a.png", {"image": "a.png"}, {"url": f"file://{tmp_path}/a.png"}, [["a.png"]], '["a.png"]',
-             {"image_url": {"url": f"data:image/png;base64,{content}"}}, content, {"bytes": content}]  # fmt: skip
+    forms = [
+        f"file://{tmp_path}/a.png",
+        {"image": "a.png"},
+        {"url": f"file://{tmp_path}/a.png"},
+        [["a.png"]],
+        '["a.png"]',
+        {"image_url": {"url": f"data:image/png;base64,{content}"}},
+        content,
+        {"bytes": content},
+    ]
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps({"input": "q", "images": form}) + "\n" for form in forms)
     )
+
     template = (
         "{% for m in messages %}{% for p in m.content %}{{ p.text or '@' }}{% endfor %}{% endfor %}"
     )

@@ -1,4 +1,6 @@
-"""Every type that Arrow can hold: a row with it is loaded with plain values, or is a bad row that names file, row and column."""
+"""Every type that Arrow can hold: a row with it is loaded with plain values, or is a bad row that
+names file, row and column.
+"""
 
 import datetime
 import decimal
@@ -57,19 +59,34 @@ VALUES = {
     "fixed list": (pa.array([[7, 8]], pa.list_(pa.int32(), 2)), [7, 8]),
     "struct": (pa.array([{"a": 7}], STRUCT), {"a": 7, "b": None}),
     "map": (pa.array([[("a", 7)]], pa.map_(pa.string(), pa.int64())), {"a": 7}),
-    "map of numbers": (pa.array([[(1, DAY)]], pa.map_(pa.int8(), pa.timestamp("s"))), {"1": DAY.isoformat()}),
+    "map of numbers": (
+        pa.array([[(1, DAY)]], pa.map_(pa.int8(), pa.timestamp("s"))),
+        {"1": DAY.isoformat()},
+    ),
     "uuid": (pa.array([WORD.bytes], pa.uuid()), str(WORD)),
     "json": (pa.ExtensionArray.from_storage(pa.json_(), pa.array(['["7"]'])), ["7"]),
 }
 """Name -> a column with one value, and the label that it becomes."""
 UNREADABLE = {
     "far date": (pa.array([2**30], pa.date32()), "has a date32.* that cannot be read"),
-    "far timestamp": (pa.array([2**50], pa.timestamp("s")), "has a timestamp.* that cannot be read"),
-    "no zone": (pa.array([2], pa.timestamp("s", tz="Mars/Base")), "has a timestamp.* that cannot be read"),
+    "far timestamp": (
+        pa.array([2**50], pa.timestamp("s")),
+        "has a timestamp.* that cannot be read",
+    ),
+    "no zone": (
+        pa.array([2], pa.timestamp("s", tz="Mars/Base")),
+        "has a timestamp.* that cannot be read",
+    ),
     "long duration": (pa.array([2**60], pa.duration("s")), "has a duration.* that cannot be read"),
     "no utf-8": (pa.array([b"\xff"]).view(pa.string()), "has a string that cannot be read"),
-    "keys twice": (pa.array([[("a", 1)] * 2], pa.map_(pa.string(), pa.int64())), "has a map.* that cannot be read"),
-    "broken json": (pa.ExtensionArray.from_storage(pa.json_(), pa.array(["["])), "has a JSON that cannot be read"),
+    "keys twice": (
+        pa.array([[("a", 1)] * 2], pa.map_(pa.string(), pa.int64())),
+        "has a map.* that cannot be read",
+    ),
+    "broken json": (
+        pa.ExtensionArray.from_storage(pa.json_(), pa.array(["["])),
+        "has a JSON that cannot be read",
+    ),
 }
 REFUSED = {
     "bytes": (pa.array([b"\xff"]), "has bytes that are not text in UTF-8"),
@@ -104,25 +121,39 @@ def test_a_value_of_a_table(name):
 
 
 def test_a_parquet_file_with_all_types(tmp_path):
-    """As labels and as other columns they are the same, in memory and in a cache, and can be written, sent and compared."""
-    columns = {name: column for name, (column, _) in VALUES.items() if name not in ("nan", "binary")}
+    """As labels and as other columns they are the same, in memory and in a cache, and can be
+    written, sent and compared.
+    """
+    columns = {
+        name: column for name, (column, _) in VALUES.items() if name not in ("nan", "binary")
+    }
     file = write(tmp_path, columns)
     for name in columns:
         expected = VALUES[name][1]
-        (prompt,), (stored,) = (load(file, label_key=name, data_cache=cache) for cache in ("", str(tmp_path / "cache")))
-        assert prompt.columns["label"] == expected and type(prompt.columns["label"]) is type(expected), name
+        (prompt,), (stored,) = (
+            load(file, label_key=name, data_cache=cache) for cache in ("", str(tmp_path / "cache"))
+        )
+        assert prompt.columns["label"] == expected and type(prompt.columns["label"]) is type(
+            expected
+        ), name
         assert pickle.loads(pickle.dumps(prompt)) == prompt == stored
         (row,) = sample_rows([Sample(prompt, 0, [1], [0.0], "7", "stop")])
         assert json.loads(encode_row({"step": 1, **row}))["label"] == expected
         assert sample_table([{"step": 1, **row}])
-    assert {name: prompt.columns[name] for name in columns} == {name: VALUES[name][1] for name in columns}
+
+    assert {name: prompt.columns[name] for name in columns} == {
+        name: VALUES[name][1] for name in columns
+    }
     changed = write(tmp_path, columns | {"date": pa.array([DAY.date() + datetime.timedelta(1)])})
     assert digests_of_pieces(load(changed, label_key=name)) != digests_of_pieces([prompt])
 
 
 @pytest.mark.parametrize("name", ["nan", "binary"])
 def test_what_a_label_is_and_another_column_is_not(tmp_path, name):
-    """A missing number is null as a label. Bytes may be anything in other columns, which only functions in Python receive."""
+    """A missing number is null as a label.
+
+    Bytes may be anything in other columns, which only functions in Python receive.
+    """
     column, expected = VALUES[name]
     (prompt,) = load(write(tmp_path, {name: column}), label_key=name)
     assert prompt.columns["label"] == expected
@@ -143,17 +174,22 @@ def test_a_bad_row_names_file_row_and_column(tmp_path, name, label_key):
 
 def test_rows_of_other_sources(tmp_path):
     (tmp_path / "rows.py").write_text(
-        "import datetime, decimal, numpy as np\n"
-        "ROWS = [{'input': 'a', 'label': np.int64(7), 'b': np.array([1.5, 2]), 'c': (1, decimal.Decimal('2.5')),\n"
-        "         'd': {1: np.bool_(True)}, 'e': np.datetime64('2024-05-01'), 'f': np.float32(0.5)}]\n"
-        "SETS = [{'input': 'a', 'x': {1, 2}}]\n"
+        "import datetime, decimal, numpy as np\nROWS = [{'input': 'a', 'label': np.int64(7), 'b':"
+        " np.array([1.5, 2]), 'c': (1, decimal.Decimal('2.5')),\n         'd': {1: np.bool_(True)},"
+        " 'e': np.datetime64('2024-05-01'), 'f': np.float32(0.5)}]\nSETS = [{'input': 'a', 'x': {1,"
+        " 2}}]\n"
     )
     (prompt,) = load(f"{tmp_path}/rows.py:ROWS")
     b_to_f = {"b": [1.5, 2.0], "c": [1, 2.5], "d": {"1": True}, "e": "2024-05-01", "f": 0.5}
     assert prompt.columns == {"label": 7, **b_to_f}
     assert json.dumps(prompt.columns)
-    with pytest.raises(DataError, match="rows.py:SETS row 1: the column 'x' has a value of type set, which is not text"):
+
+    with pytest.raises(
+        DataError,
+        match="rows.py:SETS row 1: the column 'x' has a value of type set, which is not text",
+    ):
         load(f"{tmp_path}/rows.py:SETS")
+
     kinds = {"label": datasets.Value("decimal128(5, 2)"), "grid": datasets.Array2D((1, 2), "int32")}
     features = datasets.Features({"input": datasets.Value("string"), **kinds})
     rows = {"input": ["a"], "label": [decimal.Decimal("7.00")], "grid": [[[1, 2]]]}
@@ -163,7 +199,12 @@ def test_rows_of_other_sources(tmp_path):
 
 def test_a_truncated_parquet_file(tmp_path):
     file = tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"input": [str(n) * 50 for n in range(1000)]}), file, row_group_size=500, compression="none")
+    pq.write_table(
+        pa.table({"input": [str(n) * 50 for n in range(1000)]}),
+        file,
+        row_group_size=500,
+        compression="none",
+    )
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match="rows.parquet: not a valid parquet file"):
@@ -174,14 +215,26 @@ def test_a_truncated_parquet_file(tmp_path):
 
 
 def test_labels_of_all_types_reach_worker_processes(tmp_path):
-    """A column of integers with a missing one is one of floats in many files; its labels are right answers all the same."""
-    (tmp_path / "mine.py").write_text("def right(samples, label, day, **columns):\n    return [float(day[0] == '2024-05-01')]\n")
+    """A column of integers with a missing one is one of floats in many files; its labels are right
+    answers all the same.
+    """
+    (tmp_path / "mine.py").write_text(
+        "def right(samples, label, day, **columns):\n    return [float(day[0] == '2024-05-01')]\n"
+    )
     file = tmp_path / "rows.parquet"
-    table = pa.table({"input": ["3+4="] * 2, "label": pa.array([7.0, 8.0]), "day": [DAY.date()] * 2})
+    table = pa.table(
+        {"input": ["3+4="] * 2, "label": pa.array([7.0, 8.0]), "day": [DAY.date()] * 2}
+    )
     pq.write_table(table, file)
-    judge = RewardRunner(f"exact_match,{tmp_path}/mine.py:right", section=RewardSection(reward_workers=1))
+
+    judge = RewardRunner(
+        f"exact_match,{tmp_path}/mine.py:right", section=RewardSection(reward_workers=1)
+    )
     samples = [Sample(prompt, 0, [1], [0.0], "7", "stop") for prompt in load(file)]
     for sample in samples:
         judge.begin([sample])
     judge.finish(samples)
-    assert [sample.reward_parts for sample in samples] == [{"exact_match": 1.0, "right": 1.0}, {"exact_match": 0.0, "right": 1.0}]
+    assert [sample.reward_parts for sample in samples] == [
+        {"exact_match": 1.0, "right": 1.0},
+        {"exact_match": 0.0, "right": 1.0},
+    ]

@@ -1,6 +1,7 @@
 """The contract of an engine as functions: every adapter passes all of them, in every layout.
 
-Starting an engine costs seconds, so one start serves all cases: each leaves the engine awake with the original weights.
+Starting an engine costs seconds, so one start serves all cases: each leaves the engine awake with
+the original weights.
 """
 
 import copy
@@ -19,7 +20,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from lightrft.config import EngineSection
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
@@ -32,7 +39,13 @@ from lightrft.types import Completion
 from lightrft.weight_sync.verify import PRODUCT_ROUNDS, ROUNDS
 from tiny import VOCABULARY
 
-PROMPTS = [[50, 55, 43, 53, 56, 61], [1, 2, 3, 4, 5, 6, 7, 8, 9], [200], [50, 55, 43, 53, 56, 61], [61, 60]]
+PROMPTS = [
+    [50, 55, 43, 53, 56, 61],
+    [1, 2, 3, 4, 5, 6, 7, 8, 9],
+    [200],
+    [50, 55, 43, 53, 56, 61],
+    [61, 60],
+]
 LENGTH = 8
 """Tokens of most responses."""
 GREEDY = Sampling(temperature=0, max_tokens=LENGTH)
@@ -65,28 +78,49 @@ class Bench:
 Case = Callable[[Bench], None]
 
 
-def run_contract(engine_type: str, tp: int, chosen: list[Case], folder: str, tied_folder: str) -> dict[str, str]:
-    """On every rank: chosen case -> traceback, empty when it passed. Replicas after the first have only those OF_REPLICAS."""
+def run_contract(
+    engine_type: str, tp: int, chosen: list[Case], folder: str, tied_folder: str
+) -> dict[str, str]:
+    """On every rank: chosen case -> traceback, empty when it passed.
+
+    Replicas after the first have only those OF_REPLICAS.
+    """
     mesh = Mesh(select_device().type, tp=1)
     results: dict[str, str] = {}
-    for path, group, options in ((folder, CASES, {}), (tied_folder, STREAM_ONLY_CASES, {"from_stream": True})):
-        cases = [case for case in group if case in chosen and (mesh.world.rank < tp or case in OF_REPLICAS)]
+    for path, group, options in (
+        (folder, CASES, {}),
+        (tied_folder, STREAM_ONLY_CASES, {"from_stream": True}),
+    ):
+        cases = [
+            case
+            for case in group
+            if case in chosen and (mesh.world.rank < tp or case in OF_REPLICAS)
+        ]
         if not cases:
             continue
+
         engine = start(engine_type, path, mesh.engine(tp), **options)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(current_device())
         bench = Bench(engine, model, mesh.engine(tp), mesh.world.rank)
         for case in cases:
             results[case.__name__] = outcome(case, bench)
         engine.close()
+
     return results
 
 
-def start(engine_type: str, folder: str, axis: Axis, flags: dict[str, Any] | None = None, **options) -> Engine:
+def start(
+    engine_type: str, folder: str, axis: Axis, flags: dict[str, Any] | None = None, **options
+) -> Engine:
     chosen = {"engine_kv_cache_gb": 0.05, "micro_rollout_batch_size": 3} | (flags or {})
     section = EngineSection(engine_type=engine_type, **chosen)
-    setup = {"dtype": torch.float32, "device": current_device(), "max_model_len": MAX_MODEL_LEN, "seed": 0,
-             "trust_remote_code": False}
+    setup = {
+        "dtype": torch.float32,
+        "device": current_device(),
+        "max_model_len": MAX_MODEL_LEN,
+        "seed": 0,
+        "trust_remote_code": False,
+    }
     return build_engine(section, model_path=folder, axis=axis, **setup | options)
 
 
@@ -111,32 +145,52 @@ def _unknown_ids(folder: str, size: int) -> list[int]:
     return sorted(set(range(size)) - set(known))
 
 
-def reference_greedy(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, max_tokens: int = LENGTH) -> list[list[int]]:
+def reference_greedy(
+    model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, max_tokens: int = LENGTH
+) -> list[list[int]]:
     outputs = []
     never = {"suppress_tokens": unknown} if (unknown := unknown_ids(model)) else {}
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)
-        full = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, **never)
+        full = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            **never,
+        )
         outputs.append(full[0, len(prompt) :].tolist())
+
     return outputs
 
 
 @torch.no_grad()
-def reference_logprobs(model: PreTrainedModel, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
+def reference_logprobs(
+    model: PreTrainedModel, prompt: list[int], tokens: list[int], temperature: float
+) -> torch.Tensor:
     """[len(tokens)] float32."""
     logits = _logits(model, prompt, tokens)
-    return torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return torch.log_softmax(logits / (temperature or 1.0), -1).gather(
+        1, torch.tensor(tokens)[:, None]
+    )[:, 0]
 
 
 def _logits(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     """[len(tokens), vocabulary] float32 on the host; ids without a token are impossible."""
-    logits = model(torch.tensor([prompt + tokens], device=model.device)).logits[0, len(prompt) - 1 : -1].float().cpu()
+    logits = (
+        model(torch.tensor([prompt + tokens], device=model.device))
+        .logits[0, len(prompt) - 1 : -1]
+        .float()
+        .cpu()
+    )
     logits[:, unknown_ids(model)] = -torch.inf
     return logits
 
 
 @torch.no_grad()
-def distribution(model: PreTrainedModel, prompt: list[int], tokens: list[int], sampling: Sampling) -> torch.Tensor:
+def distribution(
+    model: PreTrainedModel, prompt: list[int], tokens: list[int], sampling: Sampling
+) -> torch.Tensor:
     """Log-probs [len(tokens)] as transformers' own generation would sample."""
     logits = _logits(model, prompt, tokens)
     logits[:, list(sampling.banned_token_ids)] = -torch.inf
@@ -154,7 +208,9 @@ def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     counts = torch.cat([counts[~rare].double(), counts[rare].sum().double()[None]])
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]]).clamp_min(1e-9)
     statistic = ((counts - expected).square() / expected).sum()
-    return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2).item()
+    return torch.special.gammaincc(
+        torch.tensor((len(counts) - 1) / 2).double(), statistic / 2
+    ).item()
 
 
 def perturbed(model: PreTrainedModel, seed: int) -> PreTrainedModel:
@@ -162,7 +218,9 @@ def perturbed(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(
+                parameter.device
+            )
     return other
 
 
@@ -180,7 +238,9 @@ def logprobs_are_of_the_sampling_distribution(bench: Bench) -> None:
             for sample in samples:
                 assert len(sample.logprobs) == len(sample.token_ids)
                 expected = reference_logprobs(bench.model, prompt, sample.token_ids, temperature)
-                torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5)
+                torch.testing.assert_close(
+                    torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5
+                )
 
 
 def new_weights_are_used(bench: Bench) -> None:
@@ -189,7 +249,12 @@ def new_weights_are_used(bench: Bench) -> None:
         other = perturbed(bench.model, seed)
         bench.load(other, version)
         assert bench.greedy() == reference_greedy(other) != before
-        assert {sample.weight_version for samples in bench.generate(PROMPTS, GREEDY) for sample in samples} == {version}
+        assert {
+            sample.weight_version
+            for samples in bench.generate(PROMPTS, GREEDY)
+            for sample in samples
+        } == {version}
+
     bench.load(bench.model)
     assert bench.greedy() == before
 
@@ -213,7 +278,9 @@ def no_prefix_of_the_old_weights_survives(bench: Bench) -> None:
 
 
 def _broken_stream_is_refused(bench: Bench, stream: list, message: str) -> None:
-    """The error names the parameter, nothing is generated with half a model, a complete stream repairs."""
+    """The error names the parameter, nothing is generated with half a model, a complete stream
+    repairs.
+    """
     with pytest.raises(ValueError, match=message):
         bench.engine.load_weights(stream, 9)
     with pytest.raises(EngineError, match="load_weights"):
@@ -232,8 +299,11 @@ def missing_weights_are_named(bench: Bench) -> None:
 
 def unknown_weights_are_named(bench: Bench) -> None:
     stream = list(bench.model.named_parameters())
-    _broken_stream_is_refused(bench, stream[:4] + [("model.layers.7.x.weight", torch.zeros(3))] + stream[4:],
-                              "model.layers.7.x.weight is not")
+    _broken_stream_is_refused(
+        bench,
+        stream[:4] + [("model.layers.7.x.weight", torch.zeros(3))] + stream[4:],
+        "model.layers.7.x.weight is not",
+    )
 
 
 def repeated_weights_are_named(bench: Bench) -> None:
@@ -244,7 +314,9 @@ def repeated_weights_are_named(bench: Bench) -> None:
 def wrong_shapes_are_named(bench: Bench) -> None:
     stream = list(bench.model.named_parameters())
     name, tensor = stream[3]
-    _broken_stream_is_refused(bench, stream[:3] + [(name, tensor[:-1])] + stream[4:], f"{name} has shape")
+    _broken_stream_is_refused(
+        bench, stream[:3] + [(name, tensor[:-1])] + stream[4:], f"{name} has shape"
+    )
 
 
 def a_stream_that_raises_is_repaired(bench: Bench) -> None:
@@ -262,7 +334,9 @@ def a_stream_that_raises_is_repaired(bench: Bench) -> None:
 
 @contextmanager
 def _tampered(engine: Engine, tamper: Callable[[dict[str, torch.Tensor]], None]) -> Iterator[None]:
-    """Inside, the engine takes over something else than what came, whose fingerprints are known by then."""
+    """Inside, the engine takes over something else than what came, whose fingerprints are known by
+    then.
+    """
     load = engine._load_weights
 
     def load_changed(named_tensors: Iterator) -> None:
@@ -278,11 +352,19 @@ def _tampered(engine: Engine, tamper: Callable[[dict[str, torch.Tensor]], None])
 
 
 def _is_noticed(
-    bench: Bench, tamper: Callable[[dict[str, torch.Tensor]], None], name: str, round: int | None = None
+    bench: Bench,
+    tamper: Callable[[dict[str, torch.Tensor]], None],
+    name: str,
+    round: int | None = None,
 ) -> None:
-    """The error names the weight, nothing is generated with it, and the next stream is verified as a whole."""
+    """The error names the weight, nothing is generated with it, and the next stream is verified as
+    a whole.
+    """
     bench.engine.verify_round = round
-    with _tampered(bench.engine, tamper), pytest.raises(EngineError, match=f"{name} in the engine differs from the weight"):
+    with (
+        _tampered(bench.engine, tamper),
+        pytest.raises(EngineError, match=f"{name} in the engine differs from the weight"),
+    ):
         bench.load(bench.model, 9)
     with pytest.raises(EngineError, match="load_weights"):
         bench.greedy()
@@ -296,7 +378,9 @@ def _is_repaired(bench: Bench) -> None:
 
 
 def flipped_elements_are_named(bench: Bench, names: Iterable[str]) -> None:
-    """One element of each weight with the other sign; in bfloat16 the largest, as products of a packed one are rounded there."""
+    """One element of each weight with the other sign; in bfloat16 the largest, as products of a
+    packed one are rounded there.
+    """
 
     def flip(name: str, tensors: dict[str, torch.Tensor]) -> None:
         flat = tensors[name].view(-1)
@@ -314,26 +398,58 @@ def one_wrong_element_is_named(bench: Bench) -> None:
 
 def a_weight_that_stays_the_old_one_is_named(bench: Bench) -> None:
     old = perturbed(bench.model, 41)
-    for name in ("model.layers.0.self_attn.v_proj.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
-        _is_noticed(bench, lambda tensors, name=name: tensors.update({name: old.get_parameter(name).detach()}), name)
+    for name in (
+        "model.layers.0.self_attn.v_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.norm.weight",
+    ):
+        _is_noticed(
+            bench,
+            lambda tensors, name=name: tensors.update({name: old.get_parameter(name).detach()}),
+            name,
+        )
+
     _is_repaired(bench)
 
 
 def swapped_weights_are_named(bench: Bench) -> None:
     """Of one fused layer, of one shape in two layers; rows and columns of one weight."""
     layers = "model.layers.0.", "model.layers.1."
-    for first, second in (("self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
-        for one, other in ((layers[0] + first, layers[0] + second), (layers[0] + second, layers[1] + second)):
-            _is_noticed(bench, partial(_swap, f"{one}.weight", f"{other}.weight"), f"({one}|{other}).weight")
-    for name in ("model.embed_tokens.weight", layers[1] + "self_attn.o_proj.weight", layers[0] + "mlp.down_proj.weight"):
+    for first, second in (
+        ("self_attn.k_proj", "self_attn.v_proj"),
+        ("mlp.gate_proj", "mlp.up_proj"),
+    ):
+        for one, other in (
+            (layers[0] + first, layers[0] + second),
+            (layers[0] + second, layers[1] + second),
+        ):
+            _is_noticed(
+                bench, partial(_swap, f"{one}.weight", f"{other}.weight"), f"({one}|{other}).weight"
+            )
+
+    for name in (
+        "model.embed_tokens.weight",
+        layers[1] + "self_attn.o_proj.weight",
+        layers[0] + "mlp.down_proj.weight",
+    ):
         for dim in (0, 1):
-            _is_noticed(bench, lambda tensors, name=name, dim=dim: tensors.update({name: tensors[name].roll(1, dim)}), name)
+            _is_noticed(
+                bench,
+                lambda tensors, name=name, dim=dim: tensors.update(
+                    {name: tensors[name].roll(1, dim)}
+                ),
+                name,
+            )
+
     _is_repaired(bench)
 
 
 def later_syncs_verify_parts(bench: Bench) -> None:
-    """One wrong element is named in its round; so is a weight that stays the old one, or, where it lies as it came, in any."""
-    name, old = "model.layers.1.mlp.up_proj.weight", perturbed(bench.model, 43)
+    """One wrong element is named in its round; so is a weight that stays the old one, or, where it
+    lies as it came, in any.
+    """
+    name = "model.layers.1.mlp.up_proj.weight"
+    old = perturbed(bench.model, 43)
 
     def flip(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name][0, tensors[name][0].abs().argmax()] *= -1
@@ -341,7 +457,11 @@ def later_syncs_verify_parts(bench: Bench) -> None:
     def stay(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name] = old.get_parameter(name).detach()
 
-    by_product = [round for round in range(ROUNDS) if name in bench.engine._fingerprints(torch.float32, round).products]
+    by_product = [
+        round
+        for round in range(ROUNDS)
+        if name in bench.engine._fingerprints(torch.float32, round).products
+    ]
     round = by_product[0] if by_product else 0
     assert len(by_product) in (0, ROUNDS // PRODUCT_ROUNDS)
     for tamper in (flip, stay):
@@ -395,7 +515,8 @@ def the_engine_has_its_own_copy(bench: Bench) -> None:
 
 
 def sleeping_keeps_or_drops_the_weights(bench: Bench) -> None:
-    engine, before = bench.engine, bench.greedy()
+    engine = bench.engine
+    before = bench.greedy()
     engine.sleep(1)
     engine.wake("weights")
     engine.wake("kv_cache")
@@ -444,7 +565,9 @@ def n_samples_per_prompt_in_order(bench: Bench) -> None:
     assert [len(samples) for samples in outputs] == [4] * len(PROMPTS)
     texts = [tuple(sample.token_ids) for samples in outputs for sample in samples]
     assert len(set(texts)) == len(texts), "samples must differ, also those of equal prompts"
-    for expected, samples in zip(bench.expected, bench.generate(PROMPTS, replace(GREEDY, n=3)), strict=True):
+    for expected, samples in zip(
+        bench.expected, bench.generate(PROMPTS, replace(GREEDY, n=3)), strict=True
+    ):
         assert [sample.token_ids for sample in samples] == [expected] * 3
 
 
@@ -466,12 +589,18 @@ def the_end_token_ends_a_response(bench: Bench) -> None:
     with torch.no_grad():
         eager.lm_head.weight[end] = eager.lm_head.weight.mean(0) * 4
     bench.load(eager)
-    samples = [sample for group in bench.generate(PROMPTS, Sampling(n=16, max_tokens=30, seed=2)) for sample in group]
+    samples = [
+        sample
+        for group in bench.generate(PROMPTS, Sampling(n=16, max_tokens=30, seed=2))
+        for sample in group
+    ]
+
     reasons = {sample.finish_reason for sample in samples}
     for sample in samples:
         assert end not in sample.token_ids[:-1]
         assert (sample.token_ids[-1] == end) == (sample.finish_reason == "stop")
         assert sample.finish_reason == "stop" or len(sample.token_ids) == 30
+
     assert "stop" in reasons
     bench.load(bench.model)
 
@@ -501,15 +630,21 @@ def impossible_requests_are_refused(bench: Bench) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             bench.generate(prompts, sampling)
+
     with pytest.raises(ValueError, match="supports only text"):
         bench.engine.generate([Request([1], multi_modal={"images": []})], Sampling(max_tokens=4))
     with pytest.raises(ValueError, match="request 1 does not fit.*max_model_len"):
-        bench.engine.generate([Request([1]), Request([1], sampling=Sampling(max_tokens=MAX_MODEL_LEN))], Sampling(max_tokens=4))
+        bench.engine.generate(
+            [Request([1]), Request([1], sampling=Sampling(max_tokens=MAX_MODEL_LEN))],
+            Sampling(max_tokens=4),
+        )
+
     assert bench.greedy() == bench.expected
 
 
 def a_prompt_is_computed_once_for_all_its_samples(bench: Bench) -> None:
-    """Also a short one, as in most tasks: vLLM shares whole blocks, which have 128 tokens by its default for CPUs.
+    """Also a short one, as in most tasks: vLLM shares whole blocks, which have 128 tokens by its
+    default for CPUs.
 
     On CPUs, samples share the last block too, and each computes only the last token of the prompt.
     """
@@ -527,17 +662,29 @@ def a_prompt_is_computed_once_for_all_its_samples(bench: Bench) -> None:
 
 def requests_have_samplings_of_their_own(bench: Bench) -> None:
     call = Sampling(n=2, max_tokens=9, temperature=0.7, seed=6)
-    own = [None, GREEDY, Sampling(n=3, max_tokens=4, temperature=1.3, top_k=5), None,
-           Sampling(temperature=0, max_tokens=2, n=2)]
-    requests = [Request(prompt, sampling=sampling) for prompt, sampling in zip(PROMPTS, own, strict=True)]
+    own = [
+        None,
+        GREEDY,
+        Sampling(n=3, max_tokens=4, temperature=1.3, top_k=5),
+        None,
+        Sampling(temperature=0, max_tokens=2, n=2),
+    ]
+    requests = [
+        Request(prompt, sampling=sampling) for prompt, sampling in zip(PROMPTS, own, strict=True)
+    ]
+
     outputs = bench.engine.generate(requests, call)
     for prompt, sampling, samples in zip(PROMPTS, own, outputs, strict=True):
         sampling = sampling or call
         assert len(samples) == sampling.n
-        assert all(len(sample.token_ids) == sampling.max_tokens or sample.finish_reason == "stop" for sample in samples)
+        assert all(
+            len(sample.token_ids) == sampling.max_tokens or sample.finish_reason == "stop"
+            for sample in samples
+        )
         for sample in samples:
             expected = distribution(bench.model, prompt, sample.token_ids, sampling)
             torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5)
+
     assert outputs[1][0].token_ids == bench.expected[1]
     assert [sample.token_ids for sample in outputs[4]] == [bench.expected[4][:2]] * 2
 
@@ -549,10 +696,12 @@ def each_request_comes_as_it_ends(bench: Bench) -> None:
     for seed in range(2):
         sampling = Sampling(n=2, max_tokens=36, seed=seed, stop_token_ids=stops)
         bench.engine.reset_cache()
+
         given: dict[int, list[Completion]] = {}
         for index, completions in bench.engine.stream(requests, sampling):
             given[index] = completions
             torch.rand(3)  # draws of the caller change no sample
+
         assert sorted(given) == [0, 1, 2]
         outputs = [given[index] for index in range(3)]
         longest = [max(len(sample.token_ids) for sample in samples) for samples in given.values()]
@@ -564,64 +713,96 @@ def each_request_comes_as_it_ends(bench: Bench) -> None:
 def requests_are_admitted_while_others_decode(bench: Bench) -> None:
     """Each gets the tokens that it gets alone, whatever is beside it and whenever it came."""
     sampling = Sampling(n=2, max_tokens=_interrupted(bench, 10, by_itself=16), seed=3)
-    requests = [Request(prompt, seeds=(derived_seed(row, 0), derived_seed(row, 1))) for row, prompt in enumerate(PROMPTS)]
+    requests = [
+        Request(prompt, seeds=(derived_seed(row, 0), derived_seed(row, 1)))
+        for row, prompt in enumerate(PROMPTS)
+    ]
     alone = [bench.engine.generate([request], sampling)[0] for request in requests]
     loop = bench.engine.open(sampling)
-    found, waiting = {}, iter(requests[1:])
+    found = {}
+    waiting = iter(requests[1:])
     assert loop.add(requests[:1]) == range(1)
+
     while loop.running:
         for index, completions in loop.step():
             found[index] = completions
         loop.add([request for _, request in zip(range(1), waiting, strict=False)])
-    assert [[s.token_ids for s in found[row]] for row in range(5)] == [[s.token_ids for s in samples] for samples in alone]
+
+    assert [[s.token_ids for s in found[row]] for row in range(5)] == [
+        [s.token_ids for s in samples] for samples in alone
+    ]
     with pytest.raises(ValueError, match="contains the token 9999"):
         loop.add([Request([9999])])
     assert bench.greedy() == bench.expected
 
 
 def _interrupted(bench: Bench, tokens: int, by_itself: int) -> int:
-    """Return the length of responses beside which other things happen after some steps: SGLang decodes by itself meanwhile."""
+    """Return the length of responses beside which other things happen after some steps: SGLang
+    decodes by itself meanwhile.
+    """
     return by_itself if type(bench.engine).__name__ == "SGLangEngine" else tokens
 
 
 def responses_go_on_with_new_weights(bench: Bench) -> None:
-    """Each token has the log-prob of the weights that sampled it, and their version; requests that wait have only the new one."""
+    """Each token has the log-prob of the weights that sampled it, and their version; requests that
+    wait have only the new one.
+    """
     longest = _interrupted(bench, 40, by_itself=100)
     sampling = Sampling(temperature=1.0, max_tokens=longest, n=2, seed=7)
     hot = replace(sampling, first_token_temperature=4.0)
-    requests = [Request(prompt, sampling=hot if place > 2 else sampling) for place, prompt in enumerate(PROMPTS)]
+    requests = [
+        Request(prompt, sampling=hot if place > 2 else sampling)
+        for place, prompt in enumerate(PROMPTS)
+    ]
     models = {3: bench.model, 4: perturbed(bench.model, 21), 5: perturbed(bench.model, 22)}
     bench.load(bench.model, 3)
     loop = bench.engine.open(Sampling())
     loop.add(requests)
     found = dict(sum([loop.step() for _ in range(5)], []))
+
     for version in (4, 5):
         with loop.interrupted():
             bench.load(models[version], version)
         assert loop.running
         found |= dict(sum([loop.step() for _ in range(3)], []))
+
     while loop.running:
         found |= dict(loop.step())
     bench.load(bench.model)
     assert sorted(found) == list(range(len(requests)))
     ended = [(request, sample) for index, request in enumerate(requests) for sample in found[index]]
     versions = [set(sample.weight_versions) for _, sample in ended]
-    assert len(ended) == 10 and set.union(*versions) == {3, 4, 5} and any(len(of_sample) > 1 for of_sample in versions)
+    assert (
+        len(ended) == 10
+        and set.union(*versions) == {3, 4, 5}
+        and any(len(of_sample) > 1 for of_sample in versions)
+    )
+
     for request, sample in ended:
         assert sample.finish_reason == "stop" or len(sample.token_ids) == longest
-        assert sorted(sample.weight_versions) == sample.weight_versions and len(sample.weight_versions) == len(sample.token_ids)
+        assert sorted(sample.weight_versions) == sample.weight_versions and len(
+            sample.weight_versions
+        ) == len(sample.token_ids)
+
         first = request.sampling.first_token_temperature or 1.0
         for version in set(sample.weight_versions):
             expected = reference_logprobs(models[version], request.token_ids, sample.token_ids, 1.0)
-            expected[:1] = reference_logprobs(models[version], request.token_ids, sample.token_ids, first)[:1]
+            expected[:1] = reference_logprobs(
+                models[version], request.token_ids, sample.token_ids, first
+            )[:1]
             tokens = torch.tensor(sample.weight_versions) == version
-            torch.testing.assert_close(torch.tensor(sample.logprobs)[tokens], expected[tokens], rtol=0, atol=1e-4)
+            torch.testing.assert_close(
+                torch.tensor(sample.logprobs)[tokens], expected[tokens], rtol=0, atol=1e-4
+            )
 
 
 def an_abort_keeps_what_was_sampled(bench: Bench) -> None:
-    """The prompt with those tokens is then continued with the tokens and log-probs of an uninterrupted request."""
+    """The prompt with those tokens is then continued with the tokens and log-probs of an
+    uninterrupted request.
+    """
     whole = Sampling(temperature=0, max_tokens=_interrupted(bench, 48, by_itself=120))
-    prompts = [[50, 55, 43], [1, 2, 3, 4, 5], [200, 7], [61, 60]]  # four, and the hf engine has batches of three
+    # four, and the hf engine has batches of three
+    prompts = [[50, 55, 43], [1, 2, 3, 4, 5], [200, 7], [61, 60]]
     expected = bench.generate(prompts, whole)
     loop = bench.engine.open(whole)
     loop.add([Request(prompt) for prompt in prompts])
@@ -629,18 +810,40 @@ def an_abort_keeps_what_was_sampled(bench: Bench) -> None:
     with pytest.raises(EngineError, match="not consumed"):
         bench.greedy()
     begun = loop.abort() | dict(sum(early, []))
-    assert not loop.running and sorted(begun) == [0, 1, 2, 3] and any(sample.token_ids for (sample,) in begun.values())
-    aborted = {index: sample for index, (sample,) in begun.items() if sample.finish_reason == "abort"}
-    assert all(begun[index][0].token_ids == expected[index][0].token_ids for index in begun.keys() - aborted.keys())
-    rests = [replace(whole, max_tokens=whole.max_tokens - len(sample.token_ids)) for sample in aborted.values()]
-    requests = [Request(prompts[index] + sample.token_ids, sampling=rest)
-                for (index, sample), rest in zip(aborted.items(), rests, strict=True)]  # fmt: skip
-    for (index, sample), (rest,) in zip(aborted.items(), bench.engine.generate(requests, whole), strict=True):
+    assert (
+        not loop.running
+        and sorted(begun) == [0, 1, 2, 3]
+        and any(sample.token_ids for (sample,) in begun.values())
+    )
+
+    aborted = {
+        index: sample for index, (sample,) in begun.items() if sample.finish_reason == "abort"
+    }
+    assert all(
+        begun[index][0].token_ids == expected[index][0].token_ids
+        for index in begun.keys() - aborted.keys()
+    )
+    rests = [
+        replace(whole, max_tokens=whole.max_tokens - len(sample.token_ids))
+        for sample in aborted.values()
+    ]
+    requests = [
+        Request(prompts[index] + sample.token_ids, sampling=rest)
+        for (index, sample), rest in zip(aborted.items(), rests, strict=True)
+    ]
+
+    for (index, sample), (rest,) in zip(
+        aborted.items(), bench.engine.generate(requests, whole), strict=True
+    ):
         (one,), length = expected[index], len(sample.token_ids)
         assert sample.token_ids == one.token_ids[:length] and length < len(one.token_ids)
-        assert (sample.token_ids + rest.token_ids, rest.finish_reason) == (one.token_ids, one.finish_reason)
+        assert (sample.token_ids + rest.token_ids, rest.finish_reason) == (
+            one.token_ids,
+            one.finish_reason,
+        )
         logprobs = torch.tensor(sample.logprobs + rest.logprobs)
         torch.testing.assert_close(logprobs, torch.tensor(one.logprobs), rtol=0, atol=1e-5)
+
     assert aborted
     fire = replace(whole, n=3, temperature=1.0, first_token_temperature=5.0)
     loop = bench.engine.open(fire)
@@ -648,20 +851,30 @@ def an_abort_keeps_what_was_sampled(bench: Bench) -> None:
     loop.step(), loop.step(), loop.step()
     (samples,) = loop.abort().values()
     assert len(samples) == 3
+
     for sample in samples:
         assert len(sample.logprobs) == len(sample.token_ids) < whole.max_tokens
         if sample.token_ids:
-            logprobs = [reference_logprobs(bench.model, prompts[0], sample.token_ids, t) for t in (5.0, 1.0)]
+            logprobs = [
+                reference_logprobs(bench.model, prompts[0], sample.token_ids, t) for t in (5.0, 1.0)
+            ]
             expected_logprobs = torch.cat([logprobs[0][:1], logprobs[1][1:]])
-            torch.testing.assert_close(torch.tensor(sample.logprobs), expected_logprobs, rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                torch.tensor(sample.logprobs), expected_logprobs, rtol=0, atol=1e-5
+            )
+
     assert bench.greedy() == bench.expected
 
 
 def continuing_costs_a_hit_in_the_cache(bench: Bench) -> None:
-    """All keys and values of an aborted request are used again, but for the last block: of 32 tokens in vLLM on a CPU."""
+    """All keys and values of an aborted request are used again, but for the last block: of 32
+    tokens in vLLM on a CPU.
+    """
     prompt = [(13 * position) % 250 for position in range(300)]
     ends = tuple(bench.engine.vocabulary.end_token_ids)
-    whole = Sampling(temperature=0, max_tokens=_interrupted(bench, 32, by_itself=80), banned_token_ids=ends)
+    whole = Sampling(
+        temperature=0, max_tokens=_interrupted(bench, 32, by_itself=80), banned_token_ids=ends
+    )
     expected = bench.generate([prompt], whole)[0][0].token_ids
     bench.engine.reset_cache()
     loop = bench.engine.open(whole)
@@ -684,29 +897,45 @@ def a_part_of_the_vocabulary_is_sampled_and_normalised(bench: Bench) -> None:
         for prompt, samples in zip(PROMPTS, bench.generate(PROMPTS, sampling), strict=True):
             for sample in samples:
                 expected = distribution(bench.model, prompt, sample.token_ids, sampling)
-                torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5)
+                torch.testing.assert_close(
+                    torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5
+                )
+
     for options in ({"top_k": 1}, {"top_p": 1e-6}):
-        samples = [group[0] for group in bench.generate(PROMPTS, Sampling(max_tokens=LENGTH, **options))]
+        samples = [
+            group[0] for group in bench.generate(PROMPTS, Sampling(max_tokens=LENGTH, **options))
+        ]
         assert [sample.token_ids for sample in samples] == bench.expected
         assert max(abs(value) for sample in samples for value in sample.logprobs) < 1e-5
 
 
 def stop_strings_end_a_response(bench: Bench) -> None:
-    """The token that completes the text is the last one, wherever the text begins within its tokens."""
+    """The token that completes the text is the last one, wherever the text begins within its
+    tokens.
+    """
     tokenizer = bench.engine.vocabulary.tokenizer
     prompts = [[40 + first, second] for first in range(4) for second in (50, 90)]
     long = Sampling(temperature=0, max_tokens=24)
     free = [samples[0].token_ids for samples in bench.generate(prompts, long)]
-    pairs = [tokens[at : at + 2] for tokens in free for at in range(3, 23) if all(33 <= t < 127 for t in tokens[at : at + 2])]
+    pairs = [
+        tokens[at : at + 2]
+        for tokens in free
+        for at in range(3, 23)
+        if all(33 <= t < 127 for t in tokens[at : at + 2])
+    ]
     assert pairs, "no two letters in a row: other prompts are needed"
     stop = (tokenizer.decode(pairs[0]), "never said")
+
     outputs = bench.generate(prompts, replace(long, stop=stop))
     for tokens, (sample,) in zip(free, outputs, strict=True):
         ends = [at + 2 for at in range(23) if tokens[at : at + 2] == pairs[0]]
         assert sample.token_ids == tokens[: ends[0] if ends else 24]
         assert len(sample.logprobs) == len(sample.token_ids)
         assert sample.finish_reason == ("stop" if ends else "length")
-    special = bench.generate(prompts[:1], replace(long, stop=("<eos>",), banned_token_ids=tuple(free[0][:2])))[0][0]
+
+    special = bench.generate(
+        prompts[:1], replace(long, stop=("<eos>",), banned_token_ids=tuple(free[0][:2]))
+    )[0][0]
     assert special.finish_reason == ("stop" if 258 in special.token_ids else "length")
 
 
@@ -719,47 +948,84 @@ def banned_tokens_never_come(bench: Bench) -> None:
             for sample in samples:
                 assert not set(banned) & set(sample.token_ids)
                 expected = distribution(bench.model, prompt, sample.token_ids, sampling)
-                torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5)
+                torch.testing.assert_close(
+                    torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5
+                )
 
 
 def ids_without_a_token_never_come(bench: Bench) -> None:
-    """Nearly uniform samples have all others; the cases of log-probs hold that both sides normalise without them."""
+    """Nearly uniform samples have all others; the cases of log-probs hold that both sides normalise
+    without them.
+    """
     unknown = set(unknown_ids(bench.model))
     hot = Sampling(n=8, max_tokens=60, seed=8, temperature=50.0)
-    sampled = {token for samples in bench.generate(PROMPTS, hot) for sample in samples for token in sample.token_ids}
+    sampled = {
+        token
+        for samples in bench.generate(PROMPTS, hot)
+        for sample in samples
+        for token in sample.token_ids
+    }
     assert len(unknown) > 50 and not unknown & sampled
     assert len(sampled) > VOCABULARY - len(unknown) - 20
 
 
 def the_first_token_has_a_temperature_of_its_own(bench: Bench) -> None:
-    """With its own log-prob; what follows is at the temperature of the call, also beside requests without a first one."""
+    """With its own log-prob; what follows is at the temperature of the call, also beside requests
+    without a first one.
+    """
     prompt = PROMPTS[0]
     fire = Sampling(n=24, max_tokens=6, temperature=0.7, seed=5, first_token_temperature=30.0)
     own = [fire, GREEDY, replace(fire, n=1, max_tokens=1), replace(fire, temperature=0)]
-    requests = [Request(PROMPTS[1] if index == 1 else prompt, sampling=sampling) for index, sampling in enumerate(own)]
+    requests = [
+        Request(PROMPTS[1] if index == 1 else prompt, sampling=sampling)
+        for index, sampling in enumerate(own)
+    ]
     finished = list(bench.engine.stream(requests, fire))
     assert sorted(index for index, _ in finished) == [0, 1, 2, 3]
     outputs = [completions for _, completions in sorted(finished, key=lambda each: each[0])]
     assert [len(samples) for samples in outputs] == [24, 1, 1, 24]
     assert outputs[1][0].token_ids == bench.expected[1]
+
     for index in (0, 2, 3):
         for sample in outputs[index]:
             assert len(sample.token_ids) == len(sample.logprobs)
-            assert len(sample.token_ids) == requests[index].sampling.max_tokens or sample.finish_reason == "stop"
+            assert (
+                len(sample.token_ids) == requests[index].sampling.max_tokens
+                or sample.finish_reason == "stop"
+            )
             first = reference_logprobs(bench.model, prompt, sample.token_ids, 30.0)[:1]
-            rest = reference_logprobs(bench.model, prompt, sample.token_ids, requests[index].sampling.temperature)[1:]
-            torch.testing.assert_close(torch.tensor(sample.logprobs), torch.cat([first, rest]), rtol=0, atol=1e-5)
-    assert len({sample.token_ids[0] for sample in outputs[0]}) > 15, "at this temperature all tokens are about as likely"
+            rest = reference_logprobs(
+                bench.model, prompt, sample.token_ids, requests[index].sampling.temperature
+            )[1:]
+            torch.testing.assert_close(
+                torch.tensor(sample.logprobs), torch.cat([first, rest]), rtol=0, atol=1e-5
+            )
+
+    assert len({sample.token_ids[0] for sample in outputs[0]}) > 15, (
+        "at this temperature all tokens are about as likely"
+    )
     usual = bench.generate([prompt], replace(fire, first_token_temperature=None))[0]
-    likelihood = [sum(reference_logprobs(bench.model, prompt, sample.token_ids[:1], 1.0).item() for sample in samples) / 24
-                  for samples in (usual, outputs[0])]
-    assert likelihood[0] > likelihood[1] + 0.2, "without it the first token is as likely as the others"
+    likelihood = [
+        sum(
+            reference_logprobs(bench.model, prompt, sample.token_ids[:1], 1.0).item()
+            for sample in samples
+        )
+        / 24
+        for samples in (usual, outputs[0])
+    ]
+    assert likelihood[0] > likelihood[1] + 0.2, (
+        "without it the first token is as likely as the others"
+    )
 
 
 def a_response_has_its_smallest_length(bench: Bench) -> None:
-    """Nothing that ends it is sampled before, and log-probs are those of what is left; afterwards it may end at once."""
+    """Nothing that ends it is sampled before, and log-probs are those of what is left; afterwards
+    it may end at once.
+    """
     ends = tuple(range(0, 384, 2))  # half of all tokens
-    sampling = Sampling(n=8, max_tokens=9, min_tokens=5, temperature=0.9, seed=3, stop_token_ids=ends)
+    sampling = Sampling(
+        n=8, max_tokens=9, min_tokens=5, temperature=0.9, seed=3, stop_token_ids=ends
+    )
     own = [
         sampling,
         replace(sampling, top_p=0.8, top_k=20),
@@ -769,6 +1035,7 @@ def a_response_has_its_smallest_length(bench: Bench) -> None:
         replace(sampling, min_tokens=0),
     ]
     requests = [Request(PROMPTS[0], sampling=each) for each in own]
+
     outputs = bench.engine.generate(requests, sampling)
     ends = {*ends, *bench.engine.vocabulary.end_token_ids}
     for each, samples in zip(own, outputs, strict=True):
@@ -779,13 +1046,22 @@ def a_response_has_its_smallest_length(bench: Bench) -> None:
             assert ended == ([len(sample.token_ids)] if sample.finish_reason == "stop" else [])
             early = replace(each, banned_token_ids=tuple(ends))
             expected = distribution(bench.model, PROMPTS[0], sample.token_ids, each)
-            expected[:least] = distribution(bench.model, PROMPTS[0], sample.token_ids, early)[:least]
+            expected[:least] = distribution(bench.model, PROMPTS[0], sample.token_ids, early)[
+                :least
+            ]
+
             if each.first_token_temperature:
                 first = replace(early, temperature=each.first_token_temperature)
                 expected[:1] = distribution(bench.model, PROMPTS[0], sample.token_ids, first)[:1]
+
             torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-4)
-    assert {len(sample.token_ids) for sample in outputs[0]} > {6} and all(len(sample.token_ids) == 3 for sample in outputs[4])
-    assert min(len(sample.token_ids) for sample in outputs[5]) < 5, "without it responses end earlier"
+
+    assert {len(sample.token_ids) for sample in outputs[0]} > {6} and all(
+        len(sample.token_ids) == 3 for sample in outputs[4]
+    )
+    assert min(len(sample.token_ids) for sample in outputs[5]) < 5, (
+        "without it responses end earlier"
+    )
 
 
 def no_requests_no_answers(bench: Bench) -> None:
@@ -809,16 +1085,25 @@ def the_seed_decides(bench: Bench) -> None:
 
 
 def the_seed_of_a_sample_decides(bench: Bench) -> None:
-    """Whatever is beside it, in whatever order, and whatever else draws random numbers, be it on one rank of an engine alone."""
+    """Whatever is beside it, in whatever order, and whatever else draws random numbers, be it on
+    one rank of an engine alone.
+    """
 
     def sample(rows: list[int], seed: int) -> dict[int, list[list[int]]]:
         np.random.seed(seed + bench.rank)
-        requests = [Request(PROMPTS[row], seeds=(derived_seed(row, 0), derived_seed(row, 1))) for row in rows]
+        requests = [
+            Request(PROMPTS[row], seeds=(derived_seed(row, 0), derived_seed(row, 1)))
+            for row in rows
+        ]
+
         drawn = {}
-        for index, completions in bench.engine.stream(requests, Sampling(n=2, max_tokens=LENGTH, seed=seed)):
+        for index, completions in bench.engine.stream(
+            requests, Sampling(n=2, max_tokens=LENGTH, seed=seed)
+        ):
             drawn[rows[index]] = [each.token_ids for each in completions]
             for _ in range(bench.rank + seed):
                 np.random.rand(), torch.rand(1), random.random()
+
         return drawn
 
     drawn = sample([0, 1, 2, 3, 4], seed=1)
@@ -834,7 +1119,11 @@ def the_callers_generators_are_left_alone(bench: Bench) -> None:
         generator(5)
     before = (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate())
     bench.generate(PROMPTS, Sampling(n=2, max_tokens=4))
-    assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == before
+    assert (
+        torch.get_rng_state().tolist(),
+        np.random.get_state()[1].tolist(),
+        random.getstate(),
+    ) == before
 
 
 def ranks_of_one_engine_get_the_same_tokens(bench: Bench) -> None:
@@ -845,12 +1134,16 @@ def ranks_of_one_engine_get_the_same_tokens(bench: Bench) -> None:
 def ranks_of_one_engine_must_ask_the_same(bench: Bench) -> None:
     if bench.axis.size == 1:
         return
+
     with pytest.raises(ValueError, match="same requests"):
         bench.generate([[1, 2, 3 + bench.axis.rank]], GREEDY)
     with pytest.raises(ValueError, match="same requests"):
         bench.generate([[1, 2, 3]], Sampling(temperature=0, seed=bench.axis.rank))
     with pytest.raises(ValueError, match="same requests"):
-        bench.engine.generate([Request([1], sampling=replace(GREEDY, max_tokens=1 + bench.axis.rank))], GREEDY)
+        bench.engine.generate(
+            [Request([1], sampling=replace(GREEDY, max_tokens=1 + bench.axis.rank))], GREEDY
+        )
+
     assert bench.greedy() == bench.expected
 
 
@@ -871,7 +1164,11 @@ def nothing_before_the_first_stream(bench: Bench) -> None:
 def a_tied_model_comes_by_stream(bench: Bench) -> None:
     assert "lm_head.weight" not in bench.engine.expected
     other = perturbed(bench.model, 2)
-    for model, expected in ((bench.model, bench.expected), (other, reference_greedy(other)), (bench.model, bench.expected)):
+    for model, expected in (
+        (bench.model, bench.expected),
+        (other, reference_greedy(other)),
+        (bench.model, bench.expected),
+    ):
         bench.load(model)
         assert bench.greedy() == expected
 
@@ -896,15 +1193,28 @@ def a_closed_engine_says_so(bench: Bench) -> None:
         bench.greedy()
 
 
-_here = [case for name, case in inspect.getmembers(sys.modules[__name__], inspect.isfunction)
-         if list(inspect.signature(case).parameters) == ["bench"] and not name.startswith("_")]
+_here = [
+    case
+    for name, case in inspect.getmembers(sys.modules[__name__], inspect.isfunction)
+    if list(inspect.signature(case).parameters) == ["bench"] and not name.startswith("_")
+]
 _in_order = sorted(_here, key=lambda case: case.__code__.co_firstlineno)
 _first_stream_only = _in_order.index(nothing_before_the_first_stream)
-CASES, STREAM_ONLY_CASES = _in_order[:_first_stream_only], _in_order[_first_stream_only:]
+CASES = _in_order[:_first_stream_only]
+STREAM_ONLY_CASES = _in_order[_first_stream_only:]
 OF_REPLICAS = [
-    greedy_equals_transformers, new_weights_are_used, a_step_sleeps_streams_and_wakes, n_samples_per_prompt_in_order,
-    ranks_may_have_different_numbers_of_requests, the_seed_of_a_sample_decides, the_callers_generators_are_left_alone,
-    the_trainers_process_group_still_works, nothing_before_the_first_stream, a_tied_model_comes_by_stream, a_tied_model_sleeps,
+    greedy_equals_transformers,
+    new_weights_are_used,
+    a_step_sleeps_streams_and_wakes,
+    n_samples_per_prompt_in_order,
+    ranks_may_have_different_numbers_of_requests,
+    the_seed_of_a_sample_decides,
+    the_callers_generators_are_left_alone,
+    the_trainers_process_group_still_works,
+    nothing_before_the_first_stream,
+    a_tied_model_comes_by_stream,
+    a_tied_model_sleeps,
     a_closed_engine_says_so,
-]  # fmt: skip
-"""Those that an engine beside another one could disturb: weights, requests, draws, the process group, and its end."""
+]
+"""Those that an engine beside another one could disturb: weights, requests, draws, the process
+group, and its end."""

@@ -1,9 +1,10 @@
-"""Contract cases on vLLM's Model Runner V2, which accelerators have, on a CPU: Triton's kernels run in its interpreter.
+"""Contract cases on vLLM's Model Runner V2, which accelerators have, on a CPU: Triton's kernels run
+in its interpreter.
 
     python tests/engine/runner_v2.py FOLDER CASE [CASE ...]
 
-Prints a JSON object: which runner it was, case -> traceback, empty where it passed, and how many of the model's tensors exist
-when vLLM has been shut down.
+Prints a JSON object: which runner it was, case -> traceback, empty where it passed, and how many of
+the model's tensors exist when vLLM has been shut down.
 """
 
 import json
@@ -14,7 +15,9 @@ import weakref
 from itertools import chain
 from pathlib import Path
 
-os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+os.environ.update(
+    TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0"
+)
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from triton.backends import Backend, backends  # noqa: E402  after its environment
@@ -42,9 +45,13 @@ def main(folder: str, *names: str) -> None:
         axis = Mesh("cpu").world
         engine = contract.start("vllm", folder, axis)
         bench = contract.Bench(engine, AutoModelForCausalLM.from_pretrained(folder), axis, 0)
-        runner = type(engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner).__module__
+        runner = type(
+            engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        ).__module__
         outcomes = {name: contract.outcome(getattr(contract, name), bench) for name in names}
-        model, left, destroy = engine._shim.model, [], shim.destroy_model_parallel
+        model = engine._shim.model
+        left = []
+        destroy = shim.destroy_model_parallel
         tensors = [weakref.ref(tensor) for tensor in chain(model.parameters(), model.buffers())]
         del model
 
@@ -54,7 +61,12 @@ def main(folder: str, *names: str) -> None:
 
         shim.destroy_model_parallel = count_and_destroy  # which follows the shutdown of the workers
         engine.close()
-        print("\n" + json.dumps({"runner": runner, "outcomes": outcomes, "tensors": len(tensors), "left": left}))
+        print(
+            "\n"
+            + json.dumps(
+                {"runner": runner, "outcomes": outcomes, "tensors": len(tensors), "left": left}
+            )
+        )
 
 
 main(*sys.argv[1:])

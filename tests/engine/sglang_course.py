@@ -1,4 +1,6 @@
-"""What is SGLang's own, beyond the contract: one course on a tensor-parallel engine, which ends with its death."""
+"""What is SGLang's own, beyond the contract: one course on a tensor-parallel engine, which ends
+with its death.
+"""
 
 import math
 import multiprocessing
@@ -28,30 +30,46 @@ LOAD_FILES = "/dev/shm/sglang_loads_"
 def course(folder: str) -> dict[str, str]:
     """Two ranks share an engine of a tied model. Case -> traceback, empty when it passed."""
     mesh = Mesh("cpu")
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torchrun's: an engine that sees it waits forever
+    # torchrun's: an engine that sees it waits forever
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     before = _settings()
     too_small = _refusal(folder, mesh)
-    bench = Bench(start("sglang", folder, mesh.engine(2), from_stream=True),
-                  AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), mesh.engine(2), mesh.world.rank)
-    results = {case.__name__: outcome(case, bench) for case in STREAM_ONLY_CASES[:-1]}  # the last one closes the engine
+    bench = Bench(
+        start("sglang", folder, mesh.engine(2), from_stream=True),
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        mesh.engine(2),
+        mesh.world.rank,
+    )
+    # the last one closes the engine
+    results = {case.__name__: outcome(case, bench) for case in STREAM_ONLY_CASES[:-1]}
     results["a_cache_for_less_than_one_sequence_is_refused"] = too_small
     after = _settings()
     results["the_process_keeps_its_settings"] = "" if after == before else f"{before}\n{after}"
-    for case in (no_name_in_shared_memory, a_stream_comes_in_buckets, a_forgotten_stream_is_seen,
-                 a_long_wait_for_stop_strings_is_cut, a_death_is_told):
+
+    for case in (
+        no_name_in_shared_memory,
+        a_stream_comes_in_buckets,
+        a_forgotten_stream_is_seen,
+        a_long_wait_for_stop_strings_is_cut,
+        a_death_is_told,
+    ):
         results[case.__name__] = outcome(case, bench)
+
     return results
 
 
 def weights_before_a_stream() -> dict[str, float]:
-    """Of a model with a persistent buffer, loaded by SGLang without its folder in one of its processes; all of it was 1."""
+    """Of a model with a persistent buffer, loaded by SGLang without its folder in one of its
+    processes; all of it was 1.
+    """
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader import loader
 
     from lightrft.engine.sglang import scheduler
 
-    model, seen = torch.nn.Module(), {}
+    model = torch.nn.Module()
+    seen = {}
     model.weight = torch.nn.Parameter(torch.ones(()), requires_grad=False)
     model.register_buffer("scale", torch.ones(()))
     loader._get_quantization_config = lambda *_: None
@@ -59,7 +77,9 @@ def weights_before_a_stream() -> dict[str, float]:
     made = SimpleNamespace(dtype=torch.float32)
 
     def process() -> None:
-        loaded = loader.DummyModelLoader(LoadConfig()).load_model(model_config=made, device_config=DeviceConfig("cpu"))
+        loaded = loader.DummyModelLoader(LoadConfig()).load_model(
+            model_config=made, device_config=DeviceConfig("cpu")
+        )
         seen.update((name, tensor.item()) for name, tensor in loaded.state_dict().items())
 
     scheduler.run_scheduler_process = process
@@ -68,7 +88,9 @@ def weights_before_a_stream() -> dict[str, float]:
 
 
 def shares_of_free_memory(utilizations: list[float]) -> list[float | str]:
-    """The share that SGLang is started with, or the refusal, on an accelerator of 80 GB; the other rank has 60 GB free."""
+    """The share that SGLang is started with, or the refusal, on an accelerator of 80 GB; the other
+    rank has 60 GB free.
+    """
     from lightrft.engine.sglang import arguments
 
     axis = Axis("engine", 2, 0, None)
@@ -77,8 +99,14 @@ def shares_of_free_memory(utilizations: list[float]) -> list[float | str]:
         patch.setattr(arguments, "free_memory", lambda device: (70 * 10**9, 80 * 10**9))
         patch.setattr(Axis, "gather", lambda self, value: [value, 60 * 10**9])
         for share in utilizations:
-            setup = EngineSetup(section=EngineSection(engine_mem_util=share), model_path="", dtype=torch.float32,
-                                device=torch.device("cuda", 0), axis=axis, max_model_len=8)
+            setup = EngineSetup(
+                section=EngineSection(engine_mem_util=share),
+                model_path="",
+                dtype=torch.float32,
+                device=torch.device("cuda", 0),
+                axis=axis,
+                max_model_len=8,
+            )
             try:
                 found.append(arguments.arguments(setup, None)["mem_fraction_static"])
             except ConfigError as error:
@@ -92,7 +120,13 @@ def answer_to_an_image(folder: str) -> str:
 
     Gemma3Config(image_token_index=7).save_pretrained(folder)
     SGLangEngine._on_first_rank = lambda *_: []
-    engine = start("sglang", folder, Axis("engine", 1, 0, None), {"engine_kv_cache_gb": 0.125}, from_stream=True)
+    engine = start(
+        "sglang",
+        folder,
+        Axis("engine", 1, 0, None),
+        {"engine_kv_cache_gb": 0.125},
+        from_stream=True,
+    )
     with pytest.raises(ValueError) as refusal:
         engine._checked_request(0, Request([7], {"images": [Image.new("RGB", (8, 8))]}))
     return str(refusal.value)
@@ -101,8 +135,13 @@ def answer_to_an_image(folder: str) -> str:
 def _settings() -> dict:
     """What SGLang's start changes in a process, but for variables of its own."""
     handlers = {str(number): signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG")}
-    return handlers | {"start": multiprocessing.get_start_method(allow_none=True), "environment": environment}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("SGLANG")
+    }
+    return handlers | {
+        "start": multiprocessing.get_start_method(allow_none=True),
+        "environment": environment,
+    }
 
 
 def _refusal(folder: str, mesh: Mesh) -> str:
@@ -116,7 +155,11 @@ def _refusal(folder: str, mesh: Mesh) -> str:
 def no_name_in_shared_memory(bench: Bench) -> None:
     """Its processes have files of 16 kB open there, whose names would outlive them."""
     if bench.axis.rank == 0:
-        links = [link for pid in bench.engine._shim.engine.get_all_child_pids() for link in Path(f"/proc/{pid}/fd").iterdir()]
+        links = [
+            link
+            for pid in bench.engine._shim.engine.get_all_child_pids()
+            for link in Path(f"/proc/{pid}/fd").iterdir()
+        ]
         opened = [path for link in links if LOAD_FILES in (path := os.readlink(link))]
         assert opened and all(path.endswith("(deleted)") for path in opened)
 
@@ -129,7 +172,9 @@ def a_stream_comes_in_buckets(bench: Bench) -> None:
 
 
 def a_forgotten_stream_is_seen(bench: Bench) -> None:
-    """Also by one who forgets to ask: a sleep of level 2 destroys the weights, though SGLang keeps them on a CPU."""
+    """Also by one who forgets to ask: a sleep of level 2 destroys the weights, though SGLang keeps
+    them on a CPU.
+    """
     bench.engine.sleep(2)
     bench.engine.wake("weights")
     bench.engine.wake("kv_cache")
@@ -148,26 +193,39 @@ def a_long_wait_for_stop_strings_is_cut(bench: Bench) -> None:
     text = bench.engine.vocabulary.tokenizer.decode(begun[3:5])
     generated = []
     plain = Samples._completion
-    Samples._completion = lambda its, answer, sample: generated.append(len(answer["output_ids"])) or plain(its, answer, sample)
+    Samples._completion = lambda its, answer, sample: (
+        generated.append(len(answer["output_ids"])) or plain(its, answer, sample)
+    )
     sample = bench.generate([[5, 6]], Sampling(temperature=0, max_tokens=200, stop=(text,)))[0][0]
     Samples._completion = plain
-    assert sample.finish_reason == "stop" and text in bench.engine.vocabulary.tokenizer.decode(sample.token_ids)
+    assert sample.finish_reason == "stop" and text in bench.engine.vocabulary.tokenizer.decode(
+        sample.token_ids
+    )
     assert sample.token_ids == begun[: len(sample.token_ids)] and len(sample.token_ids) <= 5
     if bench.axis.rank == 0:
         assert generated[0] < 100
 
 
 def a_death_is_told(bench: Bench) -> None:
-    """A killed process of SGLang's, in the middle of a call: all ranks that share the engine say so, soon."""
+    """A killed process of SGLang's, in the middle of a call: all ranks that share the engine say
+    so, soon.
+    """
     if bench.axis.rank == 0:
         scheduler = psutil.Process(bench.engine._shim.engine.get_all_child_pids()[0])
         threading.Timer(1.0, scheduler.kill).start()
+
     begun = time.monotonic()
-    requests = [Request([place % 250, 7], sampling=Sampling(n=4, max_tokens=240)) for place in range(2000)]
+    requests = [
+        Request([place % 250, 7], sampling=Sampling(n=4, max_tokens=240)) for place in range(2000)
+    ]
     with pytest.raises(EngineError, match="a process of SGLang died"):
         bench.engine.generate(requests, Sampling())
     assert time.monotonic() - begun < SECONDS_TO_DIE
     with pytest.raises(EngineError, match="failed earlier"):
         bench.greedy()
     bench.engine.close()
-    assert not [child for child in psutil.Process().children(recursive=True) if child.name().startswith("sglang")]
+    assert not [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.name().startswith("sglang")
+    ]

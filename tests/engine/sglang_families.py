@@ -1,4 +1,6 @@
-"""Families of models in SGLang: folders, streams with their verification, answers, parts; all against plain transformers."""
+"""Families of models in SGLang: folders, streams with their verification, answers, parts; all
+against plain transformers.
+"""
 
 from pathlib import Path
 
@@ -23,10 +25,20 @@ from lightrft.tools.diagnosis import compare
 from tiny import BOS, EOS, PAD, VOCABULARY
 
 SMALL = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 96, "vocab_size": VOCABULARY, "initializer_range": 0.1, "max_position_embeddings": 512,
-    "tie_word_embeddings": False, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "vocab_size": VOCABULARY,
+    "initializer_range": 0.1,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
 EXPERTS = {"num_experts_per_tok": 2, "sliding_window": None}
 FAMILIES = {
     "llama": {"attention_bias": True},
@@ -34,24 +46,33 @@ FAMILIES = {
     "mistral": {"sliding_window": None},
     "phi3": {},
     "gemma3_text": {
-        "head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True, "sliding_window": 8,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "tie_word_embeddings": True,
+        "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "mixtral": {"num_local_experts": 5, **EXPERTS},
     "olmoe": {"num_experts": 5, "num_key_value_heads": 4, **EXPERTS},
     "qwen3_moe": {"head_dim": 32, "num_experts": 5, "moe_intermediate_size": 40, **EXPERTS},
-}  # fmt: skip
+}
 """SGLang fills the 40 columns of Qwen3's experts up to 64."""
 CUT = "qwen3_moe"
-"""This one is also cut over two ranks, each of which then has 32 columns, the second 8 of them with weights."""
-GATE_UP, DOWN = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"
+"""This one is also cut over two ranks, each of which then has 32 columns, the second 8 of them with
+weights."""
+GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
+DOWN = "model.layers.0.mlp.experts.down_proj"
 
 
 def course(folder: str) -> dict[str, list[str]]:
-    """On each of two ranks every other family in an engine of its own, then one in an engine of both."""
+    """On each of two ranks every other family in an engine of its own, then one in an engine of
+    both.
+    """
     mesh = Mesh("cpu")
     mine = list(FAMILIES)[mesh.world.rank :: 2]
-    return {family: problems(family, folder, mesh.engine(1)) for family in mine} | {"cut": problems(CUT, folder, mesh.engine(2))}
+    return {family: problems(family, folder, mesh.engine(1)) for family in mine} | {
+        "cut": problems(CUT, folder, mesh.engine(2))
+    }
 
 
 def problems(family: str, folder: str, axis: Axis) -> list[str]:
@@ -59,13 +80,16 @@ def problems(family: str, folder: str, axis: Axis) -> list[str]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     engine = start("sglang", path, axis)
     bench = Bench(engine, model, axis, torch.distributed.get_rank())
-    found = [f"unknown {name}" for name in engine.expected.keys() - engine._places.keys()] + _gaps(bench, model)
+    found = [f"unknown {name}" for name in engine.expected.keys() - engine._places.keys()] + _gaps(
+        bench, model
+    )
     engine.verify_dtype = torch.float32
     other = perturbed(model, 3)
     bench.load(other)
     found += [f"streamed: {gap}" for gap in _gaps(bench, other)] + _differing_parts(engine, other)
     flipped_elements_are_named(bench, sorted(engine.expected.keys() & {GATE_UP, DOWN}))
     engine.close()
+
     return found
 
 
@@ -95,5 +119,10 @@ def _differing_parts(engine: Engine, model: PreTrainedModel) -> list[str]:
     with probe.attached(model):
         ours = probe.parts(model(torch.tensor([tokens])).logits[0, -1])
     compared = compare(ours, engine.parts(tokens), torch.float32)
-    lost = {"model.norm", "lm_head", "model.layers.1.self_attn.o_proj", "model.layers.0.mlp"} - {part.name for part in compared}
-    return [f"no {name}" for name in lost] + [f"{part.name} differs: {part.relative}" for part in compared if part.differs]
+    lost = {"model.norm", "lm_head", "model.layers.1.self_attn.o_proj", "model.layers.0.mlp"} - {
+        part.name for part in compared
+    }
+
+    return [f"no {name}" for name in lost] + [
+        f"{part.name} differs: {part.relative}" for part in compared if part.differs
+    ]

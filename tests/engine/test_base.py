@@ -19,8 +19,10 @@ class Idle(Engine):
 
     def __init__(self, *, reads: int = 9, broken: tuple[str, ...] = ()):
         super().__init__(EXPECTED)
-        self.reads, self.broken = reads, broken
-        self.closings, self.keys = 0, []
+        self.reads = reads
+        self.broken = broken
+        self.closings = 0
+        self.keys = []
 
     def _act(self, verb: str) -> None:
         if verb in self.broken:
@@ -71,10 +73,16 @@ def test_an_engine_that_broke_is_not_used_again(verb: str) -> None:
         else:
             engine.sleep()
             engine.wake("weights")
+
     assert isinstance(caught.value.__cause__, MemoryError)
-    for call in (lambda: engine.generate([], Sampling()), lambda: engine.load_weights(STREAM, 1), engine.sleep):
+    for call in (
+        lambda: engine.generate([], Sampling()),
+        lambda: engine.load_weights(STREAM, 1),
+        engine.sleep,
+    ):
         with pytest.raises(EngineError, match="failed earlier.*no memory"):
             call()
+
     engine.close()
     engine.close()
     assert engine.closings == 1
@@ -105,7 +113,8 @@ class Keeps(Idle):
 
     def __init__(self):
         super().__init__()
-        self.expected, self.verify_dtype = {"a": torch.Size([128, 2])}, torch.float32
+        self.expected = {"a": torch.Size([128, 2])}
+        self.verify_dtype = torch.float32
         self.wrong: list[int] = []
 
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -119,25 +128,36 @@ class Keeps(Idle):
 
 
 def test_the_first_verification_is_whole_and_later_ones_are_rounds_of_parts() -> None:
-    """An element that is wrong from the second sync on is named in its round, and then by the next one, which is whole."""
-    engine, stream = Keeps(), [("a", torch.arange(256.0).view(128, 2))]
+    """An element that is wrong from the second sync on is named in its round, and then by the next
+    one, which is whole.
+    """
+    engine = Keeps()
+    stream = [("a", torch.arange(256.0).view(128, 2))]
     engine.wrong = [89]
     with pytest.raises(EngineError, match="a in the engine differs from the weight that was sent"):
         engine.load_weights(stream, 1)
     engine.wrong = []
     engine.load_weights(stream, 1)
     engine.wrong = [89]
-    for round in range(20):  # each looks at one of the 128 rows, 79 after the one before: the element's is 20 * 79 - 12 * 128
+
+    # each looks at one of the 128 rows, 79 after the one before: the element's is 20 * 79 - 12 *
+    # 128
+    for round in range(20):
         assert engine.verify_round == round
         engine.load_weights(stream, 2)
+
     for _ in range(2):
-        with pytest.raises(EngineError, match="a in the engine differs from the weight that was sent"):
+        with pytest.raises(
+            EngineError, match="a in the engine differs from the weight that was sent"
+        ):
             engine.load_weights(stream, 3)
         assert engine.verify_round is None and not engine.weights_valid
+
     engine.wrong = []
     for round in [*range(ROUNDS), 0]:
         engine.load_weights(stream, 4)
         assert engine.verify_round == round
+
     engine.sleep(2)  # every row is written anew: what does not come is seen in any part
     engine.wake("weights")
     engine.load_weights(stream, 5)

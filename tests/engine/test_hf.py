@@ -28,15 +28,20 @@ def engine(folder: Path) -> HFEngine:
     return start("hf", str(folder), ALONE)
 
 
-def test_samples_do_not_depend_on_how_prompts_are_batched(engine: HFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_do_not_depend_on_how_prompts_are_batched(
+    engine: HFEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor on when finished rows leave the batch."""
     stops = tuple(range(0, 384, 12))  # about one token in twelve ends a response
     outputs = []
     for batch_size, drop_share in ((1, 0.25), (2, 0.01), (3, 2.0), (64, 0.25)):
         monkeypatch.setattr(engine, "batch_size", batch_size)
         monkeypatch.setattr("lightrft.engine.hf.DROP_SHARE", drop_share)
-        completions = engine.generate(REQUESTS, Sampling(n=5, max_tokens=40, seed=3, stop_token_ids=stops))
+        completions = engine.generate(
+            REQUESTS, Sampling(n=5, max_tokens=40, seed=3, stop_token_ids=stops)
+        )
         outputs.append([[sample.token_ids for sample in samples] for samples in completions])
+
     lengths = {len(tokens) for samples in outputs[0] for tokens in samples}
     assert len(lengths) > 5
     assert outputs[1:] == outputs[:1] * 3
@@ -44,13 +49,16 @@ def test_samples_do_not_depend_on_how_prompts_are_batched(engine: HFEngine, monk
 
 def test_a_request_samples_the_same_whoever_is_beside_it(engine: HFEngine) -> None:
     sampling = Sampling(n=2, max_tokens=10, seed=3)
-    alone, beside = engine.generate(REQUESTS[:2], sampling), engine.generate(REQUESTS, sampling)
+    alone = engine.generate(REQUESTS[:2], sampling)
+    beside = engine.generate(REQUESTS, sampling)
     for group, other in zip(alone, beside, strict=False):
         assert [sample.token_ids for sample in group] == [sample.token_ids for sample in other]
 
 
 def test_sampling_follows_the_distribution() -> None:
-    """Every token at its probability, within four standard deviations; one of probability zero never."""
+    """Every token at its probability, within four standard deviations; one of probability zero
+    never.
+    """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 40, generator=generator).mul(1.5)
     logits[0, -1] = -torch.inf
@@ -77,7 +85,9 @@ def test_a_large_flat_vocabulary_is_reached_to_its_end() -> None:
     logits = torch.full((1, 200_000), -18.0)
     logits[0, 0] = 0.0
     tail = 1 - 1 / (1 + 199_999 * torch.tensor(-18.0, dtype=torch.float64).exp())
-    tokens, _ = sample_tokens(logits.expand(3, -1), 1.0, 1 - tail * torch.tensor([0.999, 0.5, 1e-3]))
+    tokens, _ = sample_tokens(
+        logits.expand(3, -1), 1.0, 1 - tail * torch.tensor([0.999, 0.5, 1e-3])
+    )
     assert [round(token / 1e3) for token in tokens.tolist()] == [0, 100, 200]
 
 
@@ -86,7 +96,10 @@ def test_bfloat16_weights_from_a_float32_stream(folder: Path) -> None:
     engine = start("hf", str(folder), ALONE, dtype=torch.bfloat16, from_stream=True)
     engine.load_weights(model.named_parameters(), version=1)
     assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.bfloat16}
-    tokens = [samples[0].token_ids for samples in engine.generate(REQUESTS, Sampling(temperature=0, max_tokens=4))]
+    tokens = [
+        samples[0].token_ids
+        for samples in engine.generate(REQUESTS, Sampling(temperature=0, max_tokens=4))
+    ]
     assert tokens == reference_greedy(model.bfloat16(), max_tokens=4)
 
 
@@ -97,6 +110,8 @@ def test_sleep_of_level_2_frees_the_weights_and_keeps_the_rotary_frequencies(fol
     engine.sleep(2)
     assert sum(parameter.untyped_storage().nbytes() for parameter in engine.model.parameters()) == 0
     engine.wake("weights")
-    assert {name: parameter.shape for name, parameter in engine.model.named_parameters()} == engine.expected
+    assert {
+        name: parameter.shape for name, parameter in engine.model.named_parameters()
+    } == engine.expected
     for name, buffer in engine.model.named_buffers():
         assert torch.equal(buffer, buffers[name])

@@ -1,4 +1,6 @@
-"""What is SGLang's own, beyond the contract: a course with the real engine, whole runs, and what its versions have."""
+"""What is SGLang's own, beyond the contract: a course with the real engine, whole runs, and what
+its versions have.
+"""
 
 import json
 from collections.abc import Callable
@@ -7,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.sglang_course import answer_to_an_image, course, shares_of_free_memory, weights_before_a_stream
+from engine.sglang_course import (
+    answer_to_an_image,
+    course,
+    shares_of_free_memory,
+    weights_before_a_stream,
+)
 from engine.sglang_families import FAMILIES, write
 from engine.sglang_families import course as families
 from ranks import run_ranks
@@ -22,14 +29,20 @@ NEWEST = Path(__file__).parent / "sglang_newest.json"
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     folder = tiny_model(tmp_path_factory.mktemp("tied"), seed=2, tie=True)
-    return in_sglang_environment(partial(run_ranks, 2, course, folder, timeout=400), timeout=850, spawns=True)
+    return in_sglang_environment(
+        partial(run_ranks, 2, course, folder, timeout=400), timeout=850, spawns=True
+    )
 
 
 @pytest.mark.slow
 def test_course(outcomes: list[dict[str, str]]) -> None:
     assert len(outcomes[0]) == 11
-    failures = [f"rank {rank}, {case}:\n{trace}"
-                for rank, outcome in enumerate(outcomes) for case, trace in outcome.items() if trace]
+    failures = [
+        f"rank {rank}, {case}:\n{trace}"
+        for rank, outcome in enumerate(outcomes)
+        for case, trace in outcome.items()
+        if trace
+    ]
     assert not failures, "\n".join(failures)
 
 
@@ -43,7 +56,10 @@ def test_buffers_stay_as_the_model_makes_them() -> None:
 @pytest.mark.slow
 def test_images_that_it_reads_wrong_are_refused(tmp_path: Path) -> None:
     said = in_sglang_environment(answer_to_an_image, str(tmp_path))
-    assert "request 0 carries images: this engine supports only text; --engine_type hf also supports images" in said
+    assert (
+        "request 0 carries images: this engine supports only text; --engine_type hf also supports"
+        " images" in said
+    )
 
 
 @pytest.mark.slow
@@ -57,9 +73,13 @@ def test_memory_is_a_share_of_the_accelerator() -> None:
 @pytest.mark.slow
 def test_families(tmp_path: Path) -> None:
     write(tmp_path)
-    found = in_sglang_environment(partial(run_ranks, 2, families, str(tmp_path), timeout=400), timeout=450)
+    found = in_sglang_environment(
+        partial(run_ranks, 2, families, str(tmp_path), timeout=400), timeout=450
+    )
     assert {family for rank in found for family in rank} == {*FAMILIES, "cut"}
-    assert [(family, problems) for rank in found for family, problems in rank.items() if problems] == []
+    assert [
+        (family, problems) for rank in found for family, problems in rank.items() if problems
+    ] == []
 
 
 # -- runs, which differ from those with another engine in one flag
@@ -68,10 +88,14 @@ def test_families(tmp_path: Path) -> None:
 LORA = ["--lora_rank=8", "--lora_alpha=32", "--actor_learning_rate=1e-2"]
 RUNS = {
     "fsdp": (2, []),
-    "zigzag, tp, engine cut": (4, ["--sp_size=2", "--sp_impl=zigzag", "--tp_size=2", "--engine_tp_size=2"]),
+    "zigzag, tp, engine cut": (
+        4,
+        ["--sp_size=2", "--sp_impl=zigzag", "--tp_size=2", "--engine_tp_size=2"],
+    ),
     "lora, zero3": (2, [*LORA, "--fsdp=false", "--zero_stage=3", "--offload_idle"]),
 }
-"""Ranks and flags. ../trainer/test_resume.py has ZeRO 3, ../trainer/test_lora.py the numbers of adapters."""
+"""Ranks and flags. ../trainer/test_resume.py has ZeRO 3, ../trainer/test_lora.py the numbers of
+adapters."""
 SAME = {"zigzag, tp, engine cut": "fsdp"}
 """Runs that have the same numbers, as they have as many engines."""
 
@@ -86,7 +110,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[s
     def rows(name: str) -> list[dict[str, float]]:
         ranks, own = RUNS[name]
         steps = "--max_steps=6" if name == "fsdp" else "--max_steps=3"
-        in_sglang_environment(partial(train, "train_ppo", ranks, [*flags, *own, steps], folder / name))
+        in_sglang_environment(
+            partial(train, "train_ppo", ranks, [*flags, *own, steps], folder / name)
+        )
         return repeatable(rows_of(folder / name))
 
     return rows
@@ -95,9 +121,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[s
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_every_strategy_feeds_it(run: Callable[[str], list[dict[str, float]]], name: str) -> None:
-    """Of every step: SGLang samples from what the trainer computes with, and the layout changes no number."""
+    """Of every step: SGLang samples from what the trainer computes with, and the layout changes no
+    number.
+    """
     rows = run(name)
-    assert max(row["engine/logprob_mismatch_max"] for row in rows) < 1e-4 < min(row["train/grad_norm"] for row in rows)
+    assert (
+        max(row["engine/logprob_mismatch_max"] for row in rows)
+        < 1e-4
+        < min(row["train/grad_norm"] for row in rows)
+    )
     for mine, other in zip(rows[:3], run(SAME.get(name, name))[:3], strict=True):
         for metric in mine.keys() - {"engine/logprob_mismatch_max"}:
             assert mine[metric] == pytest.approx(other[metric], rel=2e-3, abs=1e-5), metric
@@ -105,7 +137,10 @@ def test_every_strategy_feeds_it(run: Callable[[str], list[dict[str, float]]], n
 
 @pytest.mark.slow
 def test_the_reward_rises(run: Callable[[str], list[dict[str, float]]]) -> None:
-    assert len(run("fsdp")) == 6 and run("fsdp")[-1]["rollout/reward"] > run("fsdp")[0]["rollout/reward"]
+    assert (
+        len(run("fsdp")) == 6
+        and run("fsdp")[-1]["rollout/reward"] > run("fsdp")[0]["rollout/reward"]
+    )
 
 
 # -- without an engine
@@ -113,7 +148,9 @@ def test_the_reward_rises(run: Callable[[str], list[dict[str, float]]]) -> None:
 
 def test_the_pinned_version_has_what_is_used() -> None:
     packages = next(PREFIX.glob("lib/python*/site-packages"), None)
-    assert packages is not None, f"no environment with SGLang at {PREFIX}: make it with `bash scripts/environment.sh test`"
+    assert packages is not None, (
+        f"no environment with SGLang at {PREFIX}: make it with `bash scripts/environment.sh test`"
+    )
     assert missing(used(source()), interface(packages)) == []
 
 
@@ -122,15 +159,32 @@ def test_the_newest_version_has_what_is_used() -> None:
     assert missing(used(source()), json.loads(NEWEST.read_text())) == []
 
 
-@pytest.mark.parametrize(("name", "other", "problem"), [
-    ("load_format=", "load_as=", "Engine.update_weights_from_tensor: load_as"),
-    ('"max_total_tokens"', '"max_tokens"', "arguments: max_tokens"),
-    ('"sampling_seed"', '"seed"', "sampling: seed"),
-    ('"cuda_graph"', '"graphs"', "tags: graphs"),
-    ("import run_scheduler_process", "import run_scheduler", "from sglang.srt.managers.scheduler import run_scheduler"),
-    ("multinomial_with_seed", "multinomial", "from sglang.srt.layers.sampler import multinomial"),
-    ("self.engine.begin_weight_update", "self.engine.start_update", "Engine.start_update: start_update"),
-])
+@pytest.mark.parametrize(
+    ("name", "other", "problem"),
+    [
+        ("load_format=", "load_as=", "Engine.update_weights_from_tensor: load_as"),
+        ('"max_total_tokens"', '"max_tokens"', "arguments: max_tokens"),
+        ('"sampling_seed"', '"seed"', "sampling: seed"),
+        ('"cuda_graph"', '"graphs"', "tags: graphs"),
+        (
+            "import run_scheduler_process",
+            "import run_scheduler",
+            "from sglang.srt.managers.scheduler import run_scheduler",
+        ),
+        (
+            "multinomial_with_seed",
+            "multinomial",
+            "from sglang.srt.layers.sampler import multinomial",
+        ),
+        (
+            "self.engine.begin_weight_update",
+            "self.engine.start_update",
+            "Engine.start_update: start_update",
+        ),
+    ],
+)
 def test_what_a_version_lacks_is_named(name: str, other: str, problem: str) -> None:
-    adapter = source().replace("import Scheduler, run_scheduler_process", "import run_scheduler_process")
+    adapter = source().replace(
+        "import Scheduler, run_scheduler_process", "import run_scheduler_process"
+    )
     assert missing(used(adapter.replace(name, other)), json.loads(NEWEST.read_text())) == [problem]

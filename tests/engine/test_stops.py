@@ -1,4 +1,6 @@
-"""Where a response ends whose text has a stop string, and what of the vocabulary a sampling names."""
+"""Where a response ends whose text has a stop string, and what of the vocabulary a sampling
+names.
+"""
 
 import pytest
 
@@ -16,7 +18,13 @@ def tokenizer():
 
 
 def completion(tokens: list[int], reason: str = "length") -> Completion:
-    return Completion(tokens, [-float(place) for place in range(len(tokens))], reason, 7, weight_versions=[*range(len(tokens))])
+    return Completion(
+        tokens,
+        [-float(place) for place in range(len(tokens))],
+        reason,
+        7,
+        weight_versions=[*range(len(tokens))],
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,7 +41,9 @@ def test_the_last_token_completes_the_first_text(tokenizer, text, stop, kept):
     """Of tokens that are bytes: a character of three of them is there with the third."""
     tokens = list(text.encode())
     cut = StopStrings(tokenizer, stop).cut(completion(tokens))
-    assert bytes(cut.token_ids).decode() == kept and cut.logprobs == [-float(place) for place in range(len(kept.encode()))]
+    assert bytes(cut.token_ids).decode() == kept and cut.logprobs == [
+        -float(place) for place in range(len(kept.encode()))
+    ]
     assert cut.finish_reason == ("length" if stop == ("else",) else "stop")
     assert (cut.weight_versions, cut.num_cached_tokens) == ([*range(len(cut.token_ids))], 7)
 
@@ -49,9 +59,21 @@ def test_asked_after_every_token_it_is_reached_at_the_same_one(tokenizer):
 
 
 def test_a_sampling_of_the_flags():
-    section = RolloutSection(generate_max_len=9, top_p=0.5, top_k=4, stop=["a"], stop_token_ids=[1], first_token_temperature=3.0)
+    section = RolloutSection(
+        generate_max_len=9,
+        top_p=0.5,
+        top_k=4,
+        stop=["a"],
+        stop_token_ids=[1],
+        first_token_temperature=3.0,
+    )
     sampling = sampling_of(section, seed=5)
     assert sampling == Sampling(8, 9, 1.0, 5, (1,), 0.5, 4, ("a",), 3.0)
     greedy = greedy_sampling(section)
-    assert (greedy.n, greedy.temperature, greedy.first_token_temperature, greedy.stop) == (1, 0.0, None, ("a",))
+    assert (greedy.n, greedy.temperature, greedy.first_token_temperature, greedy.stop) == (
+        1,
+        0.0,
+        None,
+        ("a",),
+    )
     assert greedy.resolved(()).truncation.active is False

@@ -12,9 +12,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Phi3Config, PretrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+)
 
-from engine.contract import Bench, flipped_elements_are_named, p_value, perturbed, reference_greedy, start
+from engine.contract import (
+    Bench,
+    flipped_elements_are_named,
+    p_value,
+    perturbed,
+    reference_greedy,
+    start,
+)
 from lightrft.config import EngineSection
 from lightrft.engine.base import EngineError, EngineSetup
 from lightrft.parallel.collectives import Axis
@@ -33,16 +46,24 @@ def _loaded() -> None:
 
 
 def _two_engines_on_one_machine(folder: str) -> tuple[list[list[int]], list[str], bool]:
-    """Ranks 0 and 1 share one engine, 2 and 3 another. Returns the tokens, and the shared memory as this process maps it.
+    """Ranks 0 and 1 share one engine, 2 and 3 another.
 
-    The last says whether vLLM exchanges through shared memory here, which its kernels do with AVX-512 only.
+    Returns the tokens, and the shared memory as this process maps it.
+
+    The last says whether vLLM exchanges through shared memory here, which its kernels do with
+    AVX-512 only.
     """
     mesh = Mesh("cpu")
     engine = start("vllm", folder, mesh.engine(2))
-    bench = Bench(engine, AutoModelForCausalLM.from_pretrained(folder), mesh.engine(2), mesh.world.rank)
+    bench = Bench(
+        engine, AutoModelForCausalLM.from_pretrained(folder), mesh.engine(2), mesh.world.rank
+    )
     tokens = bench.greedy([[1 + mesh.world.rank // 2]])
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/lightrft-" in line]
+    mapped = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if "/lightrft-" in line
+    ]
     engine.close()
+
     return tokens, mapped, hasattr(torch.ops._C, "init_shm_manager")
 
 
@@ -53,42 +74,77 @@ def test_two_tensor_parallel_engines_beside_each_other(tmp_path: Path) -> None:
     results = run_ranks(4, _two_engines_on_one_machine, folder, timeout=300)
     first, second = reference_greedy(model, [[1], [2]])
     assert [tokens for tokens, *_ in results] == [[first], [first], [second], [second]]
-    names = [{line.split("/lightrft-")[1].split("-")[0] for line in mapped} for _, mapped, _ in results]
+    names = [
+        {line.split("/lightrft-")[1].split("-")[0] for line in mapped} for _, mapped, _ in results
+    ]
+
     if not results[0][2]:
         assert names == [set()] * 4
         return
+
     assert names[0] == names[1] != names[2] == names[3]
     assert len(names[0]) == len(names[2]) == 1
     assert all(line.endswith("(deleted)") for _, mapped, _ in results for line in mapped)
 
 
 def _norms_are_of_one_kernel(dtype: torch.dtype) -> None:
-    """Also of heads that are cut out of a wider tensor; where it rounds otherwise, or its vectors do not fit, torch computes."""
+    """Also of heads that are cut out of a wider tensor; where it rounds otherwise, or its vectors
+    do not fit, torch computes.
+    """
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     def expected(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return (x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()).to(dtype)
+        return (
+            x.double()
+            / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+            * weight.double()
+        ).to(dtype)
 
-    for width, kernels in ((32, {"rms_norm", "fused_add_rms_norm"} if dtype == torch.float32 else set()), (24, set())):
-        with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))):
+    for width, kernels in (
+        (32, {"rms_norm", "fused_add_rms_norm"} if dtype == torch.float32 else set()),
+        (24, set()),
+    ):
+        with set_current_vllm_config(
+            VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))
+        ):
             norm = RMSNorm(width, dtype=dtype)
+
         norm.weight.data.copy_(torch.randn(width))
-        x, residual = torch.randn(5, 6, width, dtype=dtype), torch.randn(5, 2, width, dtype=dtype)
-        heads, summed = x[:, 2:4], x[:, 2:4] + residual
+        x = torch.randn(5, 6, width, dtype=dtype)
+        residual = torch.randn(5, 2, width, dtype=dtype)
+
+        heads = x[:, 2:4]
+        summed = x[:, 2:4] + residual
         with torch.inference_mode(), torch.profiler.profile() as profiler:
             torch.testing.assert_close(norm(heads), expected(heads, norm.weight))
-            torch.testing.assert_close(norm(heads.clone(), residual.clone()), (expected(summed, norm.weight), summed))
-        assert {event.key.removeprefix("_C::") for event in profiler.key_averages() if "_C::" in event.key} == kernels
+            torch.testing.assert_close(
+                norm(heads.clone(), residual.clone()), (expected(summed, norm.weight), summed)
+            )
+
+        assert {
+            event.key.removeprefix("_C::")
+            for event in profiler.key_averages()
+            if "_C::" in event.key
+        } == kernels
 
 
 def _latent_attention_turns_in_torch() -> None:
     """Without its own kernel for it, and no other model does."""
     from lightrft.engine.vllm.arguments import arguments
 
-    setup = EngineSetup(section=EngineSection(), model_path="", dtype=torch.float32, device=torch.device("cpu"),
-                        axis=Axis("engine", 1, 0, None), max_model_len=8)
-    asked = [arguments(setup, config, {}).get("compilation_config") for config in (DeepseekV3Config(), Qwen2Config())]
+    setup = EngineSetup(
+        section=EngineSection(),
+        model_path="",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        axis=Axis("engine", 1, 0, None),
+        max_model_len=8,
+    )
+    asked = [
+        arguments(setup, config, {}).get("compilation_config")
+        for config in (DeepseekV3Config(), Qwen2Config())
+    ]
     assert asked == [{"custom_ops": ["all", "-rotary_embedding"]}, None]
 
 
@@ -98,13 +154,17 @@ def _buffers_are_no_weights() -> None:
     from vllm.model_executor.model_loader import get_model_loader
 
     model = torch.nn.BatchNorm1d(4)
-    get_model_loader(LoadConfig(load_format="dummy")).load_weights(model, SimpleNamespace(runner_type="generate"))
+    get_model_loader(LoadConfig(load_format="dummy")).load_weights(
+        model, SimpleNamespace(runner_type="generate")
+    )
     assert model.running_var.tolist() == [1] * 4 and model.running_mean.tolist() == [0] * 4
     assert (model.weight != 1).all()
 
 
 def _verification_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list[str], str]:
-    """Names that no verification covers, and what is said of a tied head that still multiplies with the old weights."""
+    """Names that no verification covers, and what is said of a tied head that still multiplies with
+    the old weights.
+    """
     mesh = Mesh("cpu")
     engine = start("vllm", folder, mesh.world, dtype=dtype)
     _norms_are_of_one_kernel(dtype)
@@ -115,25 +175,36 @@ def _verification_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list
     bench.load(perturbed(model, 1))
     flipped_elements_are_named(bench, engine.expected)
     stale = ""
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightrft.engine.vllm.shim._renew_tied_layers", lambda model: None)
         if model.config.tie_word_embeddings:
             with pytest.raises(EngineError) as caught:
                 bench.load(perturbed(model, 2))
             stale = str(caught.value)
+
     unknown = engine._shim.weights.unknown
     engine.close()
     return unknown, stale
 
 
-ON_V2 = ("greedy_equals_transformers", "no_prefix_of_the_old_weights_survives", "a_stream_that_raises_is_repaired",
-         "sleeping_keeps_or_drops_the_weights", "the_length_limit_holds", "a_prompt_is_computed_once_for_all_its_samples",
-         "the_first_token_has_a_temperature_of_its_own", "the_seed_of_a_sample_decides", "the_callers_generators_are_left_alone",
-         "ids_without_a_token_never_come")
+ON_V2 = (
+    "greedy_equals_transformers",
+    "no_prefix_of_the_old_weights_survives",
+    "a_stream_that_raises_is_repaired",
+    "sleeping_keeps_or_drops_the_weights",
+    "the_length_limit_holds",
+    "a_prompt_is_computed_once_for_all_its_samples",
+    "the_first_token_has_a_temperature_of_its_own",
+    "the_seed_of_a_sample_decides",
+    "the_callers_generators_are_left_alone",
+    "ids_without_a_token_never_come",
+)
 """Cases that take seconds. The first token's compares log-probs at three temperatures.
 
-All 47 cases were run once by hand on vLLM 0.32.0, those of CASES and those of STREAM_ONLY_CASES: 44 passed. The others use the
-kernel for top k and top p, which the interpreter cannot run: requests_have_samplings_of_their_own, banned_tokens_never_come, and
+All 47 cases were run once by hand on vLLM 0.32.0, those of CASES and those of STREAM_ONLY_CASES: 44
+passed. The others use the kernel for top k and top p, which the interpreter cannot run:
+requests_have_samplings_of_their_own, banned_tokens_never_come, and
 a_part_of_the_vocabulary_is_sampled_and_normalised.
 """
 NOT_INTERPRETED = "'int' object has no attribute 'to'"
@@ -141,7 +212,9 @@ NOT_INTERPRETED = "'int' object has no attribute 'to'"
 
 
 def test_model_runner_v2_keeps_the_contract(tmp_path: Path) -> None:
-    """The runner of accelerators, interpreted: slow, so these are the cases that depend on the runner."""
+    """The runner of accelerators, interpreted: slow, so these are the cases that depend on the
+    runner.
+    """
     last = "a_part_of_the_vocabulary_is_sampled_and_normalised"
     model = tiny_model(tmp_path, seed=1)
     byte_tokenizer(300).save_pretrained(model)
@@ -151,20 +224,28 @@ def test_model_runner_v2_keeps_the_contract(tmp_path: Path) -> None:
     found = json.loads(ended.stdout.splitlines()[-1])
     assert found["runner"] == "vllm.v1.worker.cpu.model_runner"
     outcomes = found["outcomes"]
-    assert NOT_INTERPRETED in outcomes.pop(last), "top k and top p work now: move the cases that need them to ON_V2"
+    assert NOT_INTERPRETED in outcomes.pop(last), (
+        "top k and top p work now: move the cases that need them to ON_V2"
+    )
     assert outcomes == dict.fromkeys(ON_V2, "")
-    assert found["tensors"] > 20 and found["left"] == [0], "vLLM frees its memory pool, and starts again only if it is empty"
+    assert found["tensors"] > 20 and found["left"] == [0], (
+        "vLLM frees its memory pool, and starts again only if it is empty"
+    )
 
 
 def test_attention_of_float32_models_is_not_rounded(tmp_path: Path) -> None:
-    """On an H200 log-probs were up to 4e-3 from transformers', and 4e-2 at temperature 0.05, with Triton's own default."""
+    """On an H200 log-probs were up to 4e-3 from transformers', and 4e-2 at temperature 0.05, with
+    Triton's own default.
+    """
     from lightrft.engine.vllm import ENVIRONMENT
 
     def rounding(environment: dict[str, str]) -> str:
         command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "triton_product.py")]
         own = {name: value for name, value in os.environ.items() if name != "TRITON_F32_DEFAULT"}
         cache = {"TRITON_CACHE_DIR": str(tmp_path)}
-        return subprocess.run(command, capture_output=True, text=True, check=True, env=own | environment | cache).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, env=own | environment | cache
+        ).stdout.strip()
 
     assert (rounding({}), rounding(ENVIRONMENT)) == ("tf32", "none")
 
@@ -172,21 +253,26 @@ def test_attention_of_float32_models_is_not_rounded(tmp_path: Path) -> None:
 def _warns(folder: str) -> None:
     for handler in logging.getLogger("vllm").handlers:
         handler.setStream(sys.__stdout__)  # it has that of the moment of vLLM's import
-    start("vllm", folder, Mesh("cpu").world).close()  # what it leaves in the environment is no reason for a warning
+    # what it leaves in the environment is no reason for a warning
+    start("vllm", folder, Mesh("cpu").world).close()
     engine = start("vllm", folder, Mesh("cpu").world, from_stream=True)
     engine.load_weights(AutoModelForCausalLM.from_pretrained(folder).named_parameters(), 0)
     logging.getLogger("vllm.v1.worker.cpu_worker").warning("memory is %s", "short")
     engine.close()
 
 
-def test_warnings_are_shown_but_for_those_of_choices_made_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_warnings_are_shown_but_for_those_of_choices_made_here(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run_ranks(1, _warns, tiny_model(tmp_path, tie=True))
     said = [line for line in "".join(capfd.readouterr()).splitlines() if ") WARNING " in line]
     assert len(said) == 1 and "memory is short" in said[0]
 
 
 def test_both_runners_draw_from_the_seeds_of_requests() -> None:
-    """V2 takes a seed that is missing from numpy's generator: replicas would repeat each other, and ranks of one engine part."""
+    """V2 takes a seed that is missing from numpy's generator: replicas would repeat each other, and
+    ranks of one engine part.
+    """
     import vllm.v1.worker.cpu.shm  # noqa: F401  buffers without pinned memory
     from vllm.sampling_params import SamplingType
     from vllm.v1.worker.gpu.sample.states import SamplingStates
@@ -196,16 +282,27 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
 
     def seeds(request: Request, numpy_seed: int) -> list[int]:
         submitted = []
-        stub = SimpleNamespace(vocabulary=SimpleNamespace(end_token_ids=set()), _outputs={}, _samplings={},
-                               _speculation=None, _shares_last_blocks=False,
-                               _shim=SimpleNamespace(submit=lambda name, prompt, parameters: submitted.append(parameters)))
+        stub = SimpleNamespace(
+            vocabulary=SimpleNamespace(end_token_ids=set()),
+            _outputs={},
+            _samplings={},
+            _speculation=None,
+            _shares_last_blocks=False,
+            _shim=SimpleNamespace(
+                submit=lambda name, prompt, parameters: submitted.append(parameters)
+            ),
+        )
         stub._parameters = partial(VLLMEngine._parameters, stub)
         VLLMEngine._add(stub, 0, request)
         np.random.seed(numpy_seed)
+
         states = SamplingStates(4, 20)
         for place, parameters in enumerate(submitted):
-            assert parameters.sampling_type == (SamplingType.RANDOM_SEED if request.sampling.temperature else SamplingType.GREEDY)
+            assert parameters.sampling_type == (
+                SamplingType.RANDOM_SEED if request.sampling.temperature else SamplingType.GREEDY
+            )
             states.add_request(place, parameters)
+
         return states.seeds.np[: len(submitted)].tolist()
 
     sampled = Request([1], sampling=Sampling(n=3), seeds=(2**63 - 1, 7, 0))
@@ -217,7 +314,9 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="vLLM for CPUs")
 @pytest.mark.parametrize("num_tokens", [50, 256, 1000, 32000])
 def test_tokens_are_drawn_by_their_probabilities(num_tokens: int) -> None:
-    """By Pearson's test, with tokens that are impossible; and it does not matter whether a row is alone or among others."""
+    """By Pearson's test, with tokens that are impossible; and it does not matter whether a row is
+    alone or among others.
+    """
     from lightrft.engine.vllm.cpu_sampler import SEEDS, draw
 
     torch.manual_seed(0)
@@ -227,7 +326,9 @@ def test_tokens_are_drawn_by_their_probabilities(num_tokens: int) -> None:
     logits[3, torch.arange(num_tokens) != num_tokens - 1] = -torch.inf
     seeds = torch.randint(0, SEEDS, (2, 40000))
     for probabilities in logits.softmax(1):
-        tokens = torch.cat([draw(probabilities.expand(part.shape[1], -1), part) for part in seeds.split(1000, 1)])
+        tokens = torch.cat(
+            [draw(probabilities.expand(part.shape[1], -1), part) for part in seeds.split(1000, 1)]
+        )
         counts = tokens.bincount(minlength=num_tokens)
         assert len(counts) == num_tokens and not counts[probabilities == 0].any()
         assert p_value(counts, probabilities) > 1e-3
@@ -239,13 +340,17 @@ def test_tokens_are_drawn_by_their_probabilities(num_tokens: int) -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="vLLM for CPUs")
 def test_similar_distributions_mostly_draw_the_same_token() -> None:
-    """Nearly as often as with noise for each token of the vocabulary, whose probability is known exactly."""
+    """Nearly as often as with noise for each token of the vocabulary, whose probability is known
+    exactly.
+    """
     from lightrft.engine.vllm.cpu_sampler import SEEDS, draw
 
     torch.manual_seed(0)
     logits = 3 * torch.randn(2000)
-    first, second = logits.softmax(0), (logits + 0.3 * torch.randn(2000)).softmax(0)
-    ratios = torch.maximum(first / first[:, None], second / second[:, None])  # of each token to another
+    first = logits.softmax(0)
+    second = (logits + 0.3 * torch.randn(2000)).softmax(0)
+    # of each token to another
+    ratios = torch.maximum(first / first[:, None], second / second[:, None])
     seeds = torch.randint(0, SEEDS, (2, 20000))
     same = draw(first.expand(20000, -1), seeds) == draw(second.expand(20000, -1), seeds)
     assert same.float().mean() > 0.95 * (1 / ratios.sum(1)).sum()
@@ -253,50 +358,91 @@ def test_similar_distributions_mostly_draw_the_same_token() -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="vLLM for CPUs")
 def test_fast_sampling_on_a_cpu_takes_the_seeds_of_a_generator_in_turn() -> None:
-    """Also those of a copy. Rows are greedy or have a generator, and the log-probs are vLLM's, with and without truncation."""
+    """Also those of a copy.
+
+    Rows are greedy or have a generator, and the log-probs are vLLM's, with and without truncation.
+    """
     from vllm.v1.sample.sampler import Sampler
 
     from lightrft.engine.vllm.cpu_sampler import SEEDS, copy_of, draw, use_fast_sampling
 
     plain, fast = (Sampler(logprobs_mode="processed_logprobs") for _ in range(2))
     use_fast_sampling(fast)
-    assert plain.topk_topp_sampler.forward == plain.topk_topp_sampler.forward_cpu != fast.topk_topp_sampler.forward
-    ours, theirs = ({row: torch.Generator().manual_seed(row) for row in (0, 2, 5)} for _ in range(2))
-    for step, (k, p) in enumerate([(None, None), (torch.full((6,), 7), torch.full((6,), 0.8)), (None, None)] * 12):
+    assert (
+        plain.topk_topp_sampler.forward
+        == plain.topk_topp_sampler.forward_cpu
+        != fast.topk_topp_sampler.forward
+    )
+
+    ours, theirs = (
+        {row: torch.Generator().manual_seed(row) for row in (0, 2, 5)} for _ in range(2)
+    )
+    for step, (k, p) in enumerate(
+        [(None, None), (torch.full((6,), 7), torch.full((6,), 0.8)), (None, None)] * 12
+    ):
         if step % 3 == 1:
             ours = {row: copy_of(generator) for row, generator in ours.items()}
         if step == 20:  # a request ends, another takes its row, and a third begins
-            ours, theirs = ({2: old[5], 3: torch.Generator().manual_seed(9), 0: old[0]} for old in (ours, theirs))
+            ours, theirs = (
+                {2: old[5], 3: torch.Generator().manual_seed(9), 0: old[0]}
+                for old in (ours, theirs)
+            )
+
         logits = torch.randn(6, 500)
         _, expected = plain.topk_topp_sampler.forward(logits.clone(), {}, k, p)
         tokens, probabilities = fast.topk_topp_sampler.forward(logits, ours, k, p)
-        seeds = torch.stack([torch.randint(0, SEEDS, (2,), generator=generator) for generator in theirs.values()], 1)
+        seeds = torch.stack(
+            [torch.randint(0, SEEDS, (2,), generator=generator) for generator in theirs.values()], 1
+        )
         rows = list(theirs)
         assert torch.equal(tokens[rows], draw(expected[rows].exp(), seeds))
         with torch.compiler.set_stance("force_eager"):
             expected = plain.gather_logprobs(expected, 0, tokens)
         found = fast.gather_logprobs(probabilities, 0, tokens)
-        assert all(one.dtype == other.dtype for one, other in zip(found[:3], expected[:3], strict=True))
+        assert all(
+            one.dtype == other.dtype for one, other in zip(found[:3], expected[:3], strict=True)
+        )
         assert torch.equal(found.logprob_token_ids, expected.logprob_token_ids)
         torch.testing.assert_close(found.logprobs[rows], expected.logprobs[rows], rtol=0, atol=2e-6)
         assert len(set(tokens.tolist())) > 1
 
 
-SHAPE = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192,
-         "vocab_size": 301, "initializer_range": 0.08, "max_position_embeddings": 512, "pad_token_id": 0, "eos_token_id": 1}
+SHAPE = {
+    "hidden_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 192,
+    "vocab_size": 301,
+    "initializer_range": 0.08,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
 
 
-@pytest.mark.parametrize(("config", "ranks", "dtype"), [
-    (Qwen2Config(**SHAPE, tie_word_embeddings=True), 4, torch.float32),
-    (Phi3Config(**SHAPE), 2, torch.float32),
-    (Qwen2Config(**SHAPE), 1, torch.bfloat16),
-], ids=["repeated-heads-biases-padding-tied", "fused-in-the-folder", "bfloat16"])  # fmt: skip
-def test_every_weight_is_proven(tmp_path: Path, config: PretrainedConfig, ranks: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("config", "ranks", "dtype"),
+    [
+        (Qwen2Config(**SHAPE, tie_word_embeddings=True), 4, torch.float32),
+        (Phi3Config(**SHAPE), 2, torch.float32),
+        (Qwen2Config(**SHAPE), 1, torch.bfloat16),
+    ],
+    ids=["repeated-heads-biases-padding-tied", "fused-in-the-folder", "bfloat16"],
+)
+def test_every_weight_is_proven(
+    tmp_path: Path, config: PretrainedConfig, ranks: int, dtype: torch.dtype
+) -> None:
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.08 * torch.randn(parameter.shape)  # biases and norms too
+
     model.save_pretrained(tmp_path)
-    for unverified, stale in run_ranks(ranks, _verification_of_every_weight, str(tmp_path), dtype, timeout=400):
+    for unverified, stale in run_ranks(
+        ranks, _verification_of_every_weight, str(tmp_path), dtype, timeout=400
+    ):
         assert unverified == []
-        assert ("model.embed_tokens.weight in the engine differs from" in stale) == config.tie_word_embeddings
+        assert (
+            "model.embed_tokens.weight in the engine differs from" in stale
+        ) == config.tie_word_embeddings

@@ -1,4 +1,6 @@
-"""Compiles a product of float32 matrices for a GPU, as in the attention of vLLM, and prints how Triton rounds the factors."""
+"""Compiles a product of float32 matrices for a GPU, as in the attention of vLLM, and prints how
+Triton rounds the factors.
+"""
 
 import re
 
@@ -14,7 +16,10 @@ def product(left, right, out):
     tl.store(out + places, tl.dot(tl.load(left + places), tl.load(right + places)))
 
 
-compiled = triton.compile(ASTSource(product, dict.fromkeys(("left", "right", "out"), "*fp32")), target=GPUTarget("cuda", 90, 32))
+compiled = triton.compile(
+    ASTSource(product, dict.fromkeys(("left", "right", "out"), "*fp32")),
+    target=GPUTarget("cuda", 90, 32),
+)
 (line,) = (line for line in compiled.asm["ttir"].splitlines() if "tt.dot" in line)
 rounding = re.search(r"inputPrecision = (\w+)", line)
 print(rounding[1] if rounding else "none")

@@ -1,8 +1,10 @@
-"""Why: an axis that counts a replica as data, or forgets a sum, shows only in combination with others.
+"""Why: an axis that counts a replica as data, or forgets a sum, shows only in combination with
+others.
 
-Two GRPO updates, the second with the moments of the first, on every product data x sequence x tensor of up to four ranks, both
-kinds of sequence parallelism, hybrid sharding, with the residual stream cut, with memory saved in every way, come out as those of
-the loop in plain torch, on every rank, and the copies of every parameter stay equal to the last bit.
+Two GRPO updates, the second with the moments of the first, on every product data x sequence x
+tensor of up to four ranks, both kinds of sequence parallelism, hybrid sharding, with the residual
+stream cut, with memory saved in every way, come out as those of the loop in plain torch, on every
+rank, and the copies of every parameter stay equal to the last bit.
 """
 
 from pathlib import Path
@@ -26,7 +28,9 @@ from parallel.families import family_model
 from ranks import run_ranks
 
 STEPS = 2
-LAYOUTS = [  # most with two micro-batches of a rank: for every other length of one, DTensor derives each operation anew
+# most with two micro-batches of a rank: for every other length of one, DTensor derives each
+# operation anew
+LAYOUTS = [
     Layout(2, sp=2, tokens=60, memory="offload_idle"),
     Layout(2, sp=2, impl="zigzag", tokens=60, checkpointing="selective"),
     Layout(2, tp=2, tokens=60, memory="fsdp_cpu_offload"),
@@ -51,13 +55,26 @@ LAYOUTS = [  # most with two micro-batches of a rank: for every other length of 
 def test_no_product_is_left_out():
     """Those of data alone are in test_layouts.py."""
     layouts = [*LAYOUTS, *test_layouts.LAYOUTS]
-    products = {(layout.ranks // layout.sp // layout.tp, layout.sp, layout.tp) for layout in layouts}
-    assert products == {(dp, sp, tp) for dp in (1, 2, 4) for sp in (1, 2, 4) for tp in (1, 2, 4) if dp * sp * tp in (1, 2, 4)}
+    products = {
+        (layout.ranks // layout.sp // layout.tp, layout.sp, layout.tp) for layout in layouts
+    }
+    assert products == {
+        (dp, sp, tp)
+        for dp in (1, 2, 4)
+        for sp in (1, 2, 4)
+        for tp in (1, 2, 4)
+        if dp * sp * tp in (1, 2, 4)
+    }
 
 
 @pytest.mark.slow
 def test_every_product_is_plain_torch(tmp_path):
-    assert_all_are_plain_torch(family_model(tmp_path, "qwen3", vocabulary=261, kv_heads=4), "token-mean", LAYOUTS, steps=STEPS)
+    assert_all_are_plain_torch(
+        family_model(tmp_path, "qwen3", vocabulary=261, kv_heads=4),
+        "token-mean",
+        LAYOUTS,
+        steps=STEPS,
+    )
 
 
 @pytest.mark.slow
@@ -67,7 +84,12 @@ def test_every_axis_at_once_is_plain_torch(tmp_path):
         Layout(8, replicas=2, sp=2, tp=2, tokens=60),
         Layout(8, replicas=2, sp=2, impl="zigzag", tp=2, tokens=60, sequence=True),
     ]
-    assert_all_are_plain_torch(family_model(tmp_path, "qwen3", vocabulary=261, kv_heads=4), "token-mean", layouts, steps=STEPS)
+    assert_all_are_plain_torch(
+        family_model(tmp_path, "qwen3", vocabulary=261, kv_heads=4),
+        "token-mean",
+        layouts,
+        steps=STEPS,
+    )
 
 
 @pytest.mark.slow
@@ -92,7 +114,9 @@ def test_divided_sequences_under_deepspeed(tmp_path):
         Layout(4, sp=2, impl="zigzag", tokens=30, zero=2),
         Layout(4, sp=4, zero=0),
     ]
-    assert_all_are_plain_torch(family_model(tmp_path, "qwen3", tie=True, kv_heads=4), "token-mean", layouts, steps=STEPS)
+    assert_all_are_plain_torch(
+        family_model(tmp_path, "qwen3", tie=True, kv_heads=4), "token-mean", layouts, steps=STEPS
+    )
 
 
 def one_more_each(folder: str, root: Path, layouts: list[Layout], begin: int) -> list[Trained]:
@@ -110,13 +134,21 @@ def one_more_each(folder: str, root: Path, layouts: list[Layout], begin: int) ->
 
 @pytest.mark.slow
 def test_a_run_that_changes_its_layout_after_each_step(tmp_path):
-    """Parameters and optimizer move through checkpoints: both kinds of sequence parallelism, tensor, data, and back."""
-    folder, root = family_model(tmp_path / "model", "qwen3", tie=True, kv_heads=4), tmp_path / "checkpoints"
+    """Parameters and optimizer move through checkpoints: both kinds of sequence parallelism,
+    tensor, data, and back.
+    """
+    folder = family_model(tmp_path / "model", "qwen3", tie=True, kv_heads=4)
+    root = tmp_path / "checkpoints"
     first = [Layout(4, sp=2, tp=2, impl="zigzag", tokens=60), Layout(4, sp=2, tokens=24)]
     results = run_ranks(4, one_more_each, folder, root, first, 0)[0]
     results += run_ranks(2, one_more_each, folder, root, [Layout(2, tp=2, sequence=True)], 2)[0]
     expected_numbers, expected = plain_torch(folder, "token-mean", steps=3)
     numbers = [its_numbers[0] for its_numbers, _ in results]
-    torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected_numbers), rtol=1e-5, atol=1e-6)
-    start = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    torch.testing.assert_close(
+        torch.tensor(numbers), torch.tensor(expected_numbers), rtol=1e-5, atol=1e-6
+    )
+
+    start = dict(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters()
+    )
     assert_same_parameters(results[-1][1], expected, start, "in turn")

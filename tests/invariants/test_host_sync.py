@@ -1,7 +1,8 @@
-"""Why: a host that waits for the device between micro-batches leaves the device idle while it prepares the next one.
+"""Why: a host that waits for the device between micro-batches leaves the device idle while it
+prepares the next one.
 
-Tensors on the meta device have shapes and no values: whatever reads a value on the host (item, tolist, nonzero, a copy to
-the host, a size that depends on values) fails on them.
+Tensors on the meta device have shapes and no values: whatever reads a value on the host (item,
+tolist, nonzero, a copy to the host, a size that depends on values) fails on them.
 """
 
 import pytest
@@ -22,7 +23,10 @@ from lightrft.observe.metrics import Metrics
 from lightrft.roles.microbatch import micro_batches
 from lightrft.types import Experience
 
-T, N, H, V = 12, 3, 4, 20
+T = 12
+N = 3
+H = 4
+V = 20
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
@@ -30,23 +34,42 @@ def on_device(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = Fals
 
 
 def batch() -> Experience:
-    token, sequence = on_device(T), on_device(N, dtype=torch.int64)
+    token = on_device(T)
+    sequence = on_device(N, dtype=torch.int64)
     return Experience(
-        lengths=sequence, input_ids=on_device(T, dtype=torch.int64), loss_mask=on_device(T, dtype=torch.bool), rows=sequence,
-        groups=sequence, rewards=on_device(N), advantages=token, engine_logprobs=token, old_logprobs=token,
-        reference_logprobs=token, weights=token, marked=on_device(T, dtype=torch.bool),
-    )  # fmt: skip
+        lengths=sequence,
+        input_ids=on_device(T, dtype=torch.int64),
+        loss_mask=on_device(T, dtype=torch.bool),
+        rows=sequence,
+        groups=sequence,
+        rewards=on_device(N),
+        advantages=token,
+        engine_logprobs=token,
+        old_logprobs=token,
+        reference_logprobs=token,
+        weights=token,
+        marked=on_device(T, dtype=torch.bool),
+    )
 
 
 MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 CORRECTED = {"rollout_correction": "mis", "rollout_correction_level": "sequence"}
-OBJECTIVES = [*({"loss_agg_mode": mode} for mode in MODES), *({"policy_loss": name} for name in policy_losses.names()), CORRECTED]
+OBJECTIVES = [
+    *({"loss_agg_mode": mode} for mode in MODES),
+    *({"policy_loss": name} for name in policy_losses.names()),
+    CORRECTED,
+]
 
 
 @pytest.mark.parametrize("fields", OBJECTIVES, ids=str)
 def test_a_micro_batch_never_waits_for_the_device(fields):
-    hidden, weight, part, metrics = on_device(T, H, grad=True), on_device(V, H, grad=True), batch(), Metrics()
-    objective = PolicyObjective(AlgorithmSection(**fields, use_kl_loss=True, dual_clip=3.0, entropy_coef=0.1))
+    hidden = on_device(T, H, grad=True)
+    weight = on_device(V, H, grad=True)
+    part = batch()
+    metrics = Metrics()
+    objective = PolicyObjective(
+        AlgorithmSection(**fields, use_kl_loss=True, dual_clip=3.0, entropy_coef=0.1)
+    )
     logprobs, entropy = token_logprobs(hidden, weight, part.input_ids, temperature=0.7, chunk=5)
     part.entropy = entropy
     loss, report = objective(logprobs, part, Denominator(on_device(), on_device(), 8))
@@ -59,7 +82,9 @@ def test_a_micro_batch_never_waits_for_the_device(fields):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2 window", "qwen3", "gemma3"])
 def test_models_never_wait(family):
-    """Micro-batches are chosen on the host, where lengths and masks have values; then everything happens on the device."""
+    """Micro-batches are chosen on the host, where lengths and masks have values; then everything
+    happens on the device.
+    """
     model = make_model(family, ATTENTION)
     actor = Actor(model.to("meta"))
     model.config.num_labels = 1
@@ -75,16 +100,21 @@ def test_models_never_wait(family):
 @pytest.mark.parametrize("window", [None, 4])
 def test_attention_within_images_never_waits(window):
     """Lengths and places of images are known on the host."""
-    lengths, in_images = torch.tensor([9, 3]), torch.arange(12) % 6 > 1
+    lengths = torch.tensor([9, 3])
+    in_images = torch.arange(12) % 6 > 1
     layout = Layout(lengths, torch.device("meta"), bidirectional=in_images)
     query, key, value = (on_device(1, heads, 12, 8, grad=True) for heads in (4, 2, 2))
-    flat_attention(torch.nn.Module(), query, key, value, None, layout=layout, sliding_window=window)[0].sum().backward()
+    flat_attention(
+        torch.nn.Module(), query, key, value, None, layout=layout, sliding_window=window
+    )[0].sum().backward()
     assert len(layout.parts(window)) == 2 and query.grad.shape == query.shape
 
 
 def test_truncated_log_probs_and_those_of_logits_never_wait():
-    hidden, logits = on_device(T, H, grad=True), on_device(T, V, grad=True)
-    targets, truncation = on_device(T, 2, dtype=torch.int64), Truncation(top_k=3, top_p=0.9)
+    hidden = on_device(T, H, grad=True)
+    logits = on_device(T, V, grad=True)
+    targets = on_device(T, 2, dtype=torch.int64)
+    truncation = Truncation(top_k=3, top_p=0.9)
     values = token_logprobs(hidden, on_device(V, H), targets, truncation=truncation, chunk=5)
     values += logprobs_of_logits(logits, targets, truncation=truncation, chunk=5)
     sum(value.sum() for value in values).backward()
@@ -105,11 +135,16 @@ def waiting_is_an_error():
 
 
 def forward_and_backward(family: str, recomputes: str, device: torch.device, dtype: torch.dtype):
-    """Return a function that does both for some micro-batches: of a model, and of a head that computes its gradient at once."""
-    actor, batch = Actor(make_model(family, ATTENTION).to(device, dtype)).train(), make_batch(alike=2)
+    """Return a function that does both for some micro-batches: of a model, and of a head that
+    computes its gradient at once.
+    """
+    actor = Actor(make_model(family, ATTENTION).to(device, dtype)).train()
+    batch = make_batch(alike=2)
     if recomputes:
         recompute(actor, selective=recomputes == "selective")
-    hidden, weight = (torch.zeros(rows, 16, device=device, dtype=dtype, requires_grad=True) for rows in (T, V))
+    hidden, weight = (
+        torch.zeros(rows, 16, device=device, dtype=dtype, requires_grad=True) for rows in (T, V)
+    )
     targets = torch.zeros(T, dtype=torch.int64, device=device)
     ones = lambda rows, logprobs, entropy: (torch.ones_like(logprobs), None)  # noqa: E731
 
@@ -117,13 +152,22 @@ def forward_and_backward(family: str, recomputes: str, device: torch.device, dty
         for part in micro_batches(batch, [[2, 0], [7, 1, 3]], device):
             logprobs, entropy = actor(part, 0.7)
             (logprobs.sum() + entropy.sum()).backward()
-        token_logprobs(hidden, weight, targets, chunk=5, entropy=False, upstream=ones)[0].sum().backward()
+        token_logprobs(hidden, weight, targets, chunk=5, entropy=False, upstream=ones)[
+            0
+        ].sum().backward()
 
     return run
 
 
-FLASH = [("llama", ""), ("llama", "full"), ("llama", "selective"), ("qwen2 window", ""), ("gemma3", ""), ("experts", ""),
-         ("experts", "selective")]  # fmt: skip
+FLASH = [
+    ("llama", ""),
+    ("llama", "full"),
+    ("llama", "selective"),
+    ("qwen2 window", ""),
+    ("gemma3", ""),
+    ("experts", ""),
+    ("experts", "selective"),
+]
 """Families with heads of eight columns, which flash attention takes, and what is recomputed."""
 
 
@@ -136,8 +180,13 @@ def test_forward_and_backward_run(family, recomputes):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("family", "recomputes"), FLASH)
 def test_a_real_device_is_never_waited_for(family, recomputes, request):
-    """CUDA raises where the host would wait. The first run compiles, and chooses kernels, which may wait."""
-    run = forward_and_backward(family, recomputes, torch.device(torch.accelerator.current_accelerator()), torch.bfloat16)
+    """CUDA raises where the host would wait.
+
+    The first run compiles, and chooses kernels, which may wait.
+    """
+    run = forward_and_backward(
+        family, recomputes, torch.device(torch.accelerator.current_accelerator()), torch.bfloat16
+    )
     run()
     request.getfixturevalue("waiting_is_an_error")
     run()

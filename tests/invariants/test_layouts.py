@@ -1,9 +1,10 @@
-"""Why: a loss that is normalised per micro-batch or per rank trains differently for every way of splitting the batch.
+"""Why: a loss that is normalised per micro-batch or per rank trains differently for every way of
+splitting the batch.
 
-Here three GRPO updates of a fixed experience are computed by a loop in plain torch, one sequence at a time: the canonical
-trajectory of losses, gradient norms and parameters. It must come out the same for every number of ranks, way of batching,
-size of micro-batch, with activations recomputed, and for every chunk of the log-probs; test_factorisations.py has the ranks
-divided into axes.
+Here three GRPO updates of a fixed experience are computed by a loop in plain torch, one sequence at
+a time: the canonical trajectory of losses, gradient norms and parameters. It must come out the same
+for every number of ranks, way of batching, size of micro-batch, with activations recomputed, and
+for every chunk of the log-probs; test_factorisations.py has the ranks divided into axes.
 """
 
 from dataclasses import dataclass
@@ -24,10 +25,15 @@ from lightrft.types import Experience
 from ranks import run_ranks
 from tiny import tiny_model
 
-PROMPT, STEPS, LEARNING_RATE, MAX_NORM, TEMPERATURE = 3, 5, 3e-4, 0.5, 0.8
+PROMPT = 3
+STEPS = 5
+LEARNING_RATE = 3e-4
+MAX_NORM = 0.5
+TEMPERATURE = 0.8
 RESPONSES = [1, 9, 4, 17, 2, 6, 6, 12, 3, 5]
 LONGEST = 20
-TOP_K, TOP_P = 120, 0.7
+TOP_K = 120
+TOP_P = 0.7
 """Of 384 tokens, of which about a hundred are then left."""
 
 
@@ -43,10 +49,12 @@ def experience() -> Experience:
     total = int(lengths.sum())
     learned = torch.cat([torch.arange(PROMPT + response) >= PROMPT for response in RESPONSES])
     advantages = torch.randn(len(RESPONSES), generator=generator).repeat_interleave(lengths)
-    old = -5 + torch.randn(total, generator=generator)  # far from the actor's, so that tokens are clipped on both sides
+    # far from the actor's, so that tokens are clipped on both sides
+    old = -5 + torch.randn(total, generator=generator)
     rows = torch.randint(0, 256, (total,), generator=generator).split(lengths.tolist())
     for one, other in zip(rows[::2], rows[1::2], strict=True):
         one[:PROMPT] = other[:PROMPT]
+
     return Experience(
         lengths=lengths,
         input_ids=torch.cat(rows),
@@ -63,15 +71,26 @@ def experience() -> Experience:
 
 def configuration(folder: str, mode: str) -> Config:
     config = Config()
-    config.model.pretrain, config.strategy.fsdp = folder, True
-    config.rollout.temperature, config.rollout.generate_max_len = TEMPERATURE, LONGEST
+    config.model.pretrain = folder
+    config.strategy.fsdp = True
+    config.rollout.temperature = TEMPERATURE
+    config.rollout.generate_max_len = LONGEST
+
     if mode == "truncated":
-        config.rollout.top_k, config.rollout.top_p = TOP_K, TOP_P
+        config.rollout.top_k = TOP_K
+        config.rollout.top_p = TOP_P
         mode = "token-mean"
-    config.algorithm.loss_agg_mode, config.algorithm.use_kl_loss, config.algorithm.init_kl_coef = mode, True, 0.1
-    config.algorithm.eps_clip_high, config.algorithm.dual_clip = 0.3, 3.0
-    config.optim.learning_rate, config.optim.lr_scheduler, config.optim.lr_warmup_ratio = LEARNING_RATE, "constant", 0.0
+
+    config.algorithm.loss_agg_mode = mode
+    config.algorithm.use_kl_loss = True
+    config.algorithm.init_kl_coef = 0.1
+    config.algorithm.eps_clip_high = 0.3
+    config.algorithm.dual_clip = 3.0
+    config.optim.learning_rate = LEARNING_RATE
+    config.optim.lr_scheduler = "constant"
+    config.optim.lr_warmup_ratio = 0.0
     config.optim.max_norm = MAX_NORM
+
     return config
 
 
@@ -87,7 +106,8 @@ class Layout:
     batching: str = "packed"
     tokens: int = 1000
     sequences: int | None = None
-    sequence: bool = False  # between attention and feed-forward each of the tp ranks keeps a part of the tokens
+    # between attention and feed-forward each of the tp ranks keeps a part of the tokens
+    sequence: bool = False
     checkpointing: str = ""  # full or selective
     memory: str = ""  # fsdp_cpu_offload or offload_idle
     zero: int | None = None  # DeepSpeed's stage, in place of FSDP
@@ -114,32 +134,46 @@ def build(folder: str, mode: str, layout: Layout) -> tuple[Config, Policy]:
     config = configuration(folder, mode)
     config.model.gradient_checkpointing = bool(layout.checkpointing)
     config.model.gradient_checkpointing_policy = layout.checkpointing or "full"
-    config.strategy.tp_size, config.strategy.dp_replicate = layout.tp, layout.replicas
+    config.strategy.tp_size = layout.tp
+    config.strategy.dp_replicate = layout.replicas
     config.strategy.tp_sequence_parallel = layout.sequence
-    config.strategy.sp_size, config.strategy.sp_impl = layout.sp, layout.impl
-    config.strategy.fsdp, config.strategy.zero_stage = layout.zero is None, layout.zero or 0
+    config.strategy.sp_size = layout.sp
+    config.strategy.sp_impl = layout.impl
+    config.strategy.fsdp = layout.zero is None
+    config.strategy.zero_stage = layout.zero or 0
     config.strategy.fsdp_cpu_offload = layout.memory == "fsdp_cpu_offload"
     config.strategy.offload_idle = layout.memory == "offload_idle"
-    config.train.max_tokens_per_microbatch, config.train.batching = layout.tokens, layout.batching
+    config.train.max_tokens_per_microbatch = layout.tokens
+    config.train.batching = layout.batching
     logprobs.HOST_CHUNK = layout.chunk
     strategy = get_strategy(config)
     strategy.setup_distributed()
-    return config, build_policy(config, strategy, updates=STEPS, reference=False, sampling=sampling_of(config.rollout))
+
+    return config, build_policy(
+        config, strategy, updates=STEPS, reference=False, sampling=sampling_of(config.rollout)
+    )
 
 
 def updated(config: Config, policy: Policy, layout: Layout, steps: int) -> list[list[float]]:
     """Loss and gradient norm of each update. Between two of them nobody needs the actor."""
-    data, whole = policy.strategy.mesh.data, experience()
+    data = policy.strategy.mesh.data
+    whole = experience()
     ends = [len(whole) * rank // data.size for rank in range(data.size + 1)]
-    mine, (rows,) = policy.redistribute_flat(whole.select(range(*ends[data.rank : data.rank + 2])), mbs=layout.sequences)
+    mine, (rows,) = policy.redistribute_flat(
+        whole.select(range(*ends[data.rank : data.rank + 2])), mbs=layout.sequences
+    )
+
     numbers = []
     for _ in range(steps):
         denominator = policy.denominator(mine, rows, length=LONGEST)
-        update = policy.update(mine, rows, PolicyObjective(config.algorithm), denominator, Metrics())
+        update = policy.update(
+            mine, rows, PolicyObjective(config.algorithm), denominator, Metrics()
+        )
         numbers.append([float(number) for number in update])
         policy.finish_training()
         away = {parameter.device.type for parameter in policy.actor.parameters()} == {"meta"}
         assert away == (layout.memory == "offload_idle")
+
     return numbers
 
 
@@ -150,7 +184,8 @@ def parameters_of(policy: Policy) -> dict[str, torch.Tensor]:
 def trained(folder: str, mode: str, layout: Layout, steps: int = STEPS) -> Trained:
     """Loss and gradient norm of each update, and the parameters after them."""
     config, policy = build(folder, mode, layout)
-    numbers, parameters = updated(config, policy, layout, steps), parameters_of(policy)
+    numbers = updated(config, policy, layout, steps)
+    parameters = parameters_of(policy)
     policy.strategy.close()
     return numbers, parameters
 
@@ -159,19 +194,27 @@ def trained_in_turn(folder: str, mode: str, layouts: list[Layout], steps: int) -
     return [trained(folder, mode, layout, steps) for layout in layouts]
 
 
-def assert_all_are_plain_torch(folder: str, mode: str, layouts: list[Layout], steps: int = STEPS) -> None:
+def assert_all_are_plain_torch(
+    folder: str, mode: str, layouts: list[Layout], steps: int = STEPS
+) -> None:
     """On every rank, one start of processes for each number of them."""
     expected_numbers, expected = plain_torch(folder, mode, steps)
-    start = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    start = dict(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters()
+    )
     for ranks in sorted({layout.ranks for layout in layouts}):
         chosen = [layout for layout in layouts if layout.ranks == ranks]
         by_rank = run_ranks(ranks, trained_in_turn, folder, mode, chosen, steps, timeout=600)
         for index, layout in enumerate(chosen):
             first = by_rank[0][index][1]
             for numbers, parameters in (results[index] for results in by_rank):
-                torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected_numbers), rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(
+                    torch.tensor(numbers), torch.tensor(expected_numbers), rtol=1e-5, atol=1e-6
+                )
                 assert_same_parameters(parameters, expected, start, layout)
-                assert all(torch.equal(tensor, first[name]) for name, tensor in parameters.items()), layout
+                assert all(
+                    torch.equal(tensor, first[name]) for name, tensor in parameters.items()
+                ), layout
 
 
 def assert_same_parameters(found: dict, expected: dict, start: dict, what: object) -> None:
@@ -179,16 +222,23 @@ def assert_same_parameters(found: dict, expected: dict, start: dict, what: objec
     for name, tensor in found.items():
         off = (tensor - expected[name]).norm()
         assert off <= 1e-5 * expected[name].norm(), (what, name)
-        assert off <= 2e-3 * (expected[name] - start[name]).norm(), (what, name)  # of what was learned
+        # of what was learned
+        assert off <= 2e-3 * (expected[name] - start[name]).norm(), (what, name)
 
 
 def plain_torch(folder: str, mode: str, steps: int = STEPS) -> Trained:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     decayed = [parameter for parameter in model.parameters()]
+
     optimizer = torch.optim.AdamW(decayed, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     numbers = []
     for _ in range(steps):
-        per_sequence = [sequence_loss(model, experience(), index, mode == "truncated") for index in range(len(RESPONSES))]
+        per_sequence = [
+            sequence_loss(model, experience(), index, mode == "truncated")
+            for index in range(len(RESPONSES))
+        ]
         if mode in ("token-mean", "truncated"):
             loss = sum(values.sum() for values in per_sequence) / sum(RESPONSES)
         elif mode == "seq-mean-token-mean":
@@ -197,34 +247,54 @@ def plain_torch(folder: str, mode: str, steps: int = STEPS) -> Trained:
             loss = sum(values.sum() for values in per_sequence) / len(RESPONSES)
         else:
             loss = sum(values.sum() for values in per_sequence) / len(RESPONSES) / LONGEST
+
         loss.backward()
-        numbers.append([loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item()])
+        numbers.append(
+            [loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item()]
+        )
         optimizer.step()
         optimizer.zero_grad()
+
     return numbers, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def sequence_loss(model: torch.nn.Module, whole: Experience, index: int, truncated: bool = False) -> torch.Tensor:
+def sequence_loss(
+    model: torch.nn.Module, whole: Experience, index: int, truncated: bool = False
+) -> torch.Tensor:
     """Per response token: clipped ratio with dual clip 3, and 0.1 of the k3 divergence."""
-    start, end = int(whole.offsets[index]), int(whole.offsets[index + 1])
-    ids, part = whole.input_ids[start:end], slice(start + PROMPT, end)
+    start = int(whole.offsets[index])
+    end = int(whole.offsets[index + 1])
+    ids = whole.input_ids[start:end]
+    part = slice(start + PROMPT, end)
+
     logits = model(ids[None], use_cache=False).logits[0, PROMPT - 1 : -1] / TEMPERATURE
     if truncated:
         ordered, order = logits.detach().topk(TOP_K)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        kept = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, before < TOP_P).scatter(1, ids[PROMPT:, None], True)
+        kept = (
+            torch.zeros_like(logits, dtype=torch.bool)
+            .scatter(1, order, before < TOP_P)
+            .scatter(1, ids[PROMPT:, None], True)
+        )
         logits = logits.masked_fill(~kept, -torch.inf)
+
     logprobs = logits.log_softmax(-1).gather(1, ids[PROMPT:, None])[:, 0]
-    advantage, old, reference = whole.advantages[part], whole.old_logprobs[part], whole.reference_logprobs[part]
+    advantage = whole.advantages[part]
+    old = whole.old_logprobs[part]
+    reference = whole.reference_logprobs[part]
     ratio = (logprobs - old).exp()
     loss = -torch.minimum(ratio * advantage, ratio.clip(0.8, 1.3) * advantage)
     loss = torch.where(advantage < 0, torch.minimum(loss, -3.0 * advantage), loss)
     difference = reference - logprobs
+
     return loss + 0.1 * (difference.exp() - difference - 1)
 
 
 ALL_LAYOUTS = pytest.param("token-mean", marks=pytest.mark.slow)
-TOO = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("seq-mean-token-sum", "seq-mean-token-sum-norm")]
+TOO = [
+    pytest.param(mode, marks=pytest.mark.slow)
+    for mode in ("seq-mean-token-sum", "seq-mean-token-sum-norm")
+]
 
 
 @pytest.mark.parametrize("mode", [ALL_LAYOUTS, "seq-mean-token-mean", *TOO])
@@ -234,10 +304,21 @@ def test_every_layout_is_plain_torch(folder, mode):
 
 @pytest.mark.slow
 def test_truncated_sampling_is_plain_torch_in_every_layout(folder):
-    """The vocabulary whole and in parts, sequences divided both ways, both strategies, several sizes of chunks."""
+    """The vocabulary whole and in parts, sequences divided both ways, both strategies, several
+    sizes of chunks.
+    """
     layouts = [
-        *(Layout(chunk=7 * 384), Layout(2, tp=2), Layout(2, tp=2, sequence=True, chunk=5 * 192), Layout(2, sp=2)),
-        *(Layout(2, sp=2, impl="zigzag", chunk=3 * 384), Layout(2, zero=3, tokens=40), Layout(4, tp=2, sp=2, impl="zigzag")),
+        *(
+            Layout(chunk=7 * 384),
+            Layout(2, tp=2),
+            Layout(2, tp=2, sequence=True, chunk=5 * 192),
+            Layout(2, sp=2),
+        ),
+        *(
+            Layout(2, sp=2, impl="zigzag", chunk=3 * 384),
+            Layout(2, zero=3, tokens=40),
+            Layout(4, tp=2, sp=2, impl="zigzag"),
+        ),
     ]
     assert_all_are_plain_torch(folder, "truncated", layouts, steps=2)
 
@@ -251,4 +332,6 @@ def test_more_ranks_than_sequences(folder):
         numbers, _ = run_ranks(4, trained, folder, "token-mean", Layout(4))[0]
     finally:
         RESPONSES = kept
-    torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected_numbers), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.tensor(numbers), torch.tensor(expected_numbers), rtol=1e-5, atol=1e-6
+    )

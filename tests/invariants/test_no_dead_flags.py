@@ -1,5 +1,7 @@
-"""Why: a flag that is accepted and changes nothing is worse than one that is missing. Every field of the algorithm and of the
-reward is turned in a real step, which must then report other numbers than without; a field that is not listed here fails too.
+"""Why: a flag that is accepted and changes nothing is worse than one that is missing.
+
+Every field of the algorithm and of the reward is turned in a real step, which must then report
+other numbers than without; a field that is not listed here fails too.
 """
 
 import json
@@ -22,7 +24,11 @@ from runs import PPO, prepare, repeatable, rows_of
 from scripts.prepare_quickstart import tiny_qwen3
 from tiny import tiny_experts
 
-CORRECTED = ["--rollout_correction=mis", "--rollout_correction_low=0.99999", "--rollout_correction_high=1.00001"]
+CORRECTED = [
+    "--rollout_correction=mis",
+    "--rollout_correction_low=0.99999",
+    "--rollout_correction_high=1.00001",
+]
 MARKED = ["--policy_loss=kl_cov", "--cov_ratio=0.3"]
 DRAWN = ["--policy_loss=clip_cov", "--cov_ratio=0.3", "--clip_cov_range", "-9", "9"]
 OVERLONG = ["--overlong_buffer", "--overlong_buffer_len=2"]
@@ -34,8 +40,12 @@ TEACHER = ["--teacher_pretrain={folder}/teacher", "--distill_coef=0.5"]
 CRITIC = ["--advantage_estimator=gae", "--critic_learning_rate=1e-3"]
 """What a flag needs beside it."""
 
-STEPS = ["--process_reward_pretrain={folder}/model/scorer1", "--step_separator=\N{REPLACEMENT CHARACTER}"]
-"""Random responses of bytes have several steps: bytes that are no text are decoded to this character."""
+STEPS = [
+    "--process_reward_pretrain={folder}/model/scorer1",
+    "--step_separator=\N{REPLACEMENT CHARACTER}",
+]
+"""Random responses of bytes have several steps: bytes that are no text are decoded to this
+character."""
 TURNED: dict[str, tuple[list[str], list[str]]] = {
     "advantage_estimator": ([], ["--advantage_estimator=rloo"]),
     "policy_loss": ([], ["--policy_loss=sapo"]),
@@ -46,7 +56,10 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "sapo_tau_positive": (["--policy_loss=sapo"], ["--sapo_tau_positive=3"]),
     "sapo_tau_negative": (["--policy_loss=sapo"], ["--sapo_tau_negative=3"]),
     "policy_drift_coef": (["--policy_loss=cpgd"], ["--policy_drift_coef=1"]),
-    "policy_drift_clip": (["--policy_loss=cpgd", "--policy_drift_coef=1"], ["--policy_drift_clip=1e-9"]),
+    "policy_drift_clip": (
+        ["--policy_loss=cpgd", "--policy_drift_coef=1"],
+        ["--policy_drift_clip=1e-9"],
+    ),
     "cov_ratio": (MARKED, ["--cov_ratio=0.6"]),
     "kl_cov_coef": (MARKED, ["--kl_cov_coef=9"]),
     "clip_cov_range": (DRAWN, ["--clip_cov_range", "0.01", "9"]),
@@ -82,20 +95,27 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "kl_target": (KL, ["--kl_target=0.1"]),
     "kl_horizon": ([*KL, "--kl_target=0.1"], ["--kl_horizon=100"]),
     "reward": ([], ["--reward={folder}/reward.py:share_of_letters"]),
-    "reward_key": (["--reward={folder}/reward.py:share_of_ascii,{folder}/reward.py:share_of_letters"], ["--reward_key=task"]),
+    "reward_key": (
+        ["--reward={folder}/reward.py:share_of_ascii,{folder}/reward.py:share_of_letters"],
+        ["--reward_key=task"],
+    ),
     "reward_model_coef": (["--reward_pretrain={folder}/model/scorer1"], ["--reward_model_coef=2"]),
     "step_rewards": (STEPS, ["--step_rewards=min"]),
     "overlong_buffer": ([], OVERLONG),
     "overlong_buffer_len": (OVERLONG, ["--overlong_buffer_len=5"]),
     "overlong_buffer_penalty_factor": (OVERLONG, ["--overlong_buffer_penalty_factor=3"]),
     "reward_running_norm": ([], ["--reward_running_norm"]),
-    "reward_running_norm_minus_mean": (["--reward_running_norm"], ["--reward_running_norm_minus_mean"]),
+    "reward_running_norm_minus_mean": (
+        ["--reward_running_norm"],
+        ["--reward_running_norm_minus_mean"],
+    ),
     "reward_clip": ([], ["--reward_clip=0.4"]),
     "reward_group_norm": ([], ["--reward_group_norm"]),
 }
 """Field -> (flags of both runs, flags of the second)."""
 EXTREMES = ["--advantage_estimator=dr_grpo", "--loss_agg_mode=token-mean", "--seed=4"]
-"""Without the standard deviation of groups, which would hide what only scales rewards; and with responses that end early."""
+"""Without the standard deviation of groups, which would hide what only scales rewards; and with
+responses that end early."""
 OTHER_REWARD = """
 
 def share_of_letters(samples, label, **columns):
@@ -104,11 +124,21 @@ def share_of_letters(samples, label, **columns):
 
 
 def test_every_field_is_turned():
-    names = {field.name for section in (AlgorithmSection, RewardSection) for field in fields(section)}
-    where_and_how_long = {"reward_workers", "reward_memory_gb", "reward_minutes", "reward_failure", "server_minutes"}
+    names = {
+        field.name for section in (AlgorithmSection, RewardSection) for field in fields(section)
+    }
+    where_and_how_long = {
+        "reward_workers",
+        "reward_memory_gb",
+        "reward_minutes",
+        "reward_failure",
+        "server_minutes",
+    }
     where_and_how_long |= set(JUDGE_FIELDS)  # tests/rewards/test_judge.py
     reported = {"measure_kl"}  # a metric more, and no other number
-    assert set(TURNED) == names - where_and_how_long - reported, "those say where and how long a reward is asked"
+    assert set(TURNED) == names - where_and_how_long - reported, (
+        "those say where and how long a reward is asked"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -120,22 +150,31 @@ def numbers(tmp_path_factory) -> dict[str, tuple[dict[str, Any], dict[str, Any]]
     tiny_experts(folder / "experts")
     tokenizer.save_pretrained(rows.dense_scorer(str(folder / "model"), 1))
     (folder / "reward.py").open("a").write(OTHER_REWARD)
-    rows_of_data = [json.loads(line) | {"task": "share_of_letters"} for line in (folder / "train.jsonl").open()]
+    rows_of_data = [
+        json.loads(line) | {"task": "share_of_letters"} for line in (folder / "train.jsonl").open()
+    ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of_data))
     fields = list(TURNED)
     halves = fields[: len(fields) // 2], fields[len(fields) // 2 :]
-    first, second = run_apart(every_step, [(inputs, str(folder), half) for half in halves], timeout=400)
+    first, second = run_apart(
+        every_step, [(inputs, str(folder), half) for half in halves], timeout=400
+    )
+
     return first | second
 
 
-def every_step(inputs: list[str], folder: str, names: list[str]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+def every_step(
+    inputs: list[str], folder: str, names: list[str]
+) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """The metrics of one step, of two updates, for the pairs of flags of these fields."""
     known: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def step(flags: list[str]) -> dict[str, Any]:
         key = tuple(flags)
         if key not in known:
-            known[key] = one_step([*inputs, *PPO, *EXTREMES, *flags, f"--save_path={folder}/{names[0]}{len(known)}"])
+            known[key] = one_step(
+                [*inputs, *PPO, *EXTREMES, *flags, f"--save_path={folder}/{names[0]}{len(known)}"]
+            )
         return known[key]
 
     made = {}
@@ -147,7 +186,9 @@ def every_step(inputs: list[str], folder: str, names: list[str]) -> dict[str, tu
 
 
 def one_step(flags: list[str]) -> dict[str, Any]:
-    config = prepare_config("train_ppo", parse([*flags, "--max_steps=1", "--train_batch_size=16"], "train_ppo"))
+    config = prepare_config(
+        "train_ppo", parse([*flags, "--max_steps=1", "--train_batch_size=16"], "train_ppo")
+    )
     torch.manual_seed(0)
     strategy = get_strategy(config)
     strategy.setup_distributed()

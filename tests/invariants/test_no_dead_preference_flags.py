@@ -1,5 +1,7 @@
-"""Why: a flag that is accepted and changes nothing is worse than one that is missing. Every field about judged answers is turned
-in two real steps, which must then report other numbers than without; a field that is not listed here fails too.
+"""Why: a flag that is accepted and changes nothing is worse than one that is missing.
+
+Every field about judged answers is turned in two real steps, which must then report other numbers
+than without; a field that is not listed here fails too.
 """
 
 import json
@@ -42,7 +44,10 @@ ONLY_WHERE_AND_WHEN = {"precompute_reference"}
 
 def test_every_field_is_turned():
     of_data = {"step_separator"}
-    assert set(TURNED) - of_data == {field.name for field in fields(PreferenceSection)} - ONLY_WHERE_AND_WHEN
+    assert (
+        set(TURNED) - of_data
+        == {field.name for field in fields(PreferenceSection)} - ONLY_WHERE_AND_WHEN
+    )
 
 
 def every_run(folder: str, given: list[str]) -> dict[str, list]:
@@ -58,7 +63,10 @@ def every_run(folder: str, given: list[str]) -> dict[str, list]:
             known[key] = repeatable(rows_of(Path(path)))
         return known[key]
 
-    return {name: [steps(command, both), steps(command, [*both, *flags])] for name, (command, both, flags) in TURNED.items()}
+    return {
+        name: [steps(command, both), steps(command, [*both, *flags])]
+        for name, (command, both, flags) in TURNED.items()
+    }
 
 
 @pytest.mark.slow
@@ -67,12 +75,21 @@ def test_a_field_changes_a_number(tmp_path):
     turned = [
         row
         | {"better": row["chosen"] + "!", "worse": row["rejected"] + "!", "other": "a"}
-        | {"completion": row["chosen"], "label": row["tie"], "completions": ["a", row["chosen"]], "labels": [True, row["tie"]]}
+        | {
+            "completion": row["chosen"],
+            "label": row["tie"],
+            "completions": ["a", row["chosen"]],
+            "labels": [True, row["tie"]],
+        }
         for row in PAIRS
     ]
     data = write(turned, tmp_path / "pairs.jsonl")
-    write([{name: row[name] for name in ("prompt", "completions", "labels")} for row in turned], tmp_path / "steps.jsonl")
+    write(
+        [{name: row[name] for name in ("prompt", "completions", "labels")} for row in turned],
+        tmp_path / "steps.jsonl",
+    )
     given = ["--fsdp", f"--pretrain={tmp_path}/model", f"--prompt_data={data}", *RUN]
+
     (found,) = run_ranks(1, every_run, str(tmp_path), given)
     for name, (before, after) in found.items():
         shared = before[-1].keys() & after[-1].keys()

@@ -1,13 +1,21 @@
-"""Why: before the first update the actor is its own past and its own reference. Whatever part of the pipeline computes their
-log-probs (another micro-batch, another mode, another model object), the ratio is exactly 1 and the divergence exactly 0; anything
-else is a bug in log-probs, packing or the moving of rows. Without learning that holds in every step.
+"""Why: before the first update the actor is its own past and its own reference.
+
+Whatever part of the pipeline computes their log-probs (another micro-batch, another mode, another
+model object), the ratio is exactly 1 and the divergence exactly 0; anything else is a bug in
+log-probs, packing or the moving of rows. Without learning that holds in every step.
 """
 
 import pytest
 
 from runs import PPO, prepare, train
 
-STILL = ["--actor_learning_rate=0", "--init_kl_coef=0.04", "--max_steps=4", "--max_epochs=2", "--train_batch_size=16"]
+STILL = [
+    "--actor_learning_rate=0",
+    "--init_kl_coef=0.04",
+    "--max_steps=4",
+    "--max_epochs=2",
+    "--train_batch_size=16",
+]
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +25,9 @@ def inputs(tmp_path_factory):
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_actor_that_does_not_move(inputs, tmp_path, world_size):
-    rows = train("train_ppo", world_size, [*inputs, *PPO, *STILL, "--max_tokens_per_microbatch=60"], tmp_path)
+    rows = train(
+        "train_ppo", world_size, [*inputs, *PPO, *STILL, "--max_tokens_per_microbatch=60"], tmp_path
+    )
     assert len(rows) == 4
     for row in rows:
         assert row["train/ratio"] == 1.0

@@ -1,4 +1,6 @@
-"""A rank that fails, dies or does not come ends all, and every rank's log says which one it was and where it is."""
+"""A rank that fails, dies or does not come ends all, and every rank's log says which one it was and
+where it is.
+"""
 
 import os
 import resource
@@ -68,9 +70,19 @@ def late(folder, layout, rank):
 @pytest.mark.slow
 def test_every_rank_says_who_is_late_and_where_all_are(tmp_path):
     for said in ended(tmp_path, 3, late, {}, 1):
-        assert "this run ends: a collective has waited for more than 1 s (--timeout_minutes). Late: rank 1." in said
-        where = f"rank 1 (pid {(tmp_path / 'pid1').read_text()} on {socket.gethostname()}): late: has begun 0 of 1 collectives"
-        assert where in said and "in phase reward, at tests/launch/test_heartbeat.py:" in said.replace(f"{os.getcwd()}/", "")
+        assert (
+            "this run ends: a collective has waited for more than 1 s (--timeout_minutes). Late:"
+            " rank 1." in said
+        )
+        where = (
+            f"rank 1 (pid {(tmp_path / 'pid1').read_text()} on {socket.gethostname()}): late: has"
+            " begun 0 of 1 collectives"
+        )
+        assert (
+            where in said
+            and "in phase reward, at tests/launch/test_heartbeat.py:"
+            in said.replace(f"{os.getcwd()}/", "")
+        )
         assert "(oversleep)" in said
         assert "ranks 0, 2: in phase train, at lightrft/parallel/collectives.py:" in said
 
@@ -118,8 +130,14 @@ def test_the_others_notice_that_rank_0_stands_still(tmp_path):
     with pytest.raises(RuntimeError, match="rank 1 ended with 1"):
         run_ranks(3, stopped, tmp_path, 0, timeout=30)
     for said in logs(tmp_path, 3)[1:]:
-        assert f"rank 0 (pid {(tmp_path / 'pid0').read_text()} on {socket.gethostname()}) has sent no heartbeat" in said
-        assert "for more than 1 s (--timeout_minutes), the last one in phase generate: its process is suspended" in said
+        assert (
+            f"rank 0 (pid {(tmp_path / 'pid0').read_text()} on {socket.gethostname()}) has sent no"
+            " heartbeat" in said
+        )
+        assert (
+            "for more than 1 s (--timeout_minutes), the last one in phase generate: its process is"
+            " suspended" in said
+        )
 
 
 def together(folder, phase):
@@ -140,7 +158,10 @@ def work():
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_phase_that_never_ends_on_any_rank(tmp_path, world_size):
     for said in ended(tmp_path, world_size, together, "generate"):
-        assert "this run ends: phase generate has taken " in said and "more than 1 s (--phase_minutes)" in said
+        assert (
+            "this run ends: phase generate has taken " in said
+            and "more than 1 s (--phase_minutes)" in said
+        )
         assert "test_heartbeat.py:" in said and "(together)" in said
 
 
@@ -154,6 +175,7 @@ def killed(folder, rank):
     made = start(folder, timedelta(minutes=1))
     made.announce("experience")
     made.mesh.world.barrier()
+
     if dist.get_rank() == rank:
         child = os.fork()
         if child == 0:
@@ -161,6 +183,7 @@ def killed(folder, rank):
             os._exit(0)
         (folder / "child").write_text(str(child))
         os.kill(os.getpid(), signal.SIGKILL)
+
     made.mesh.world.sum(torch.ones(1))
 
 
@@ -169,8 +192,14 @@ def test_a_killed_rank_is_named_at_once(tmp_path, rank):
     said = ended(tmp_path, 3, killed, rank)
     os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
     for other in {0, 1, 2} - {rank}:
-        assert f"this run ends: rank {rank} (pid {(tmp_path / f'pid{rank}').read_text()}" in said[other]
-        assert "ended without an error message in phase experience: it was killed or crashed" in said[other]
+        assert (
+            f"this run ends: rank {rank} (pid {(tmp_path / f'pid{rank}').read_text()}"
+            in said[other]
+        )
+        assert (
+            "ended without an error message in phase experience: it was killed or crashed"
+            in said[other]
+        )
 
 
 def fails(folder):
@@ -190,7 +219,10 @@ def test_the_first_cause_is_said_and_not_its_echoes(tmp_path):
     said = ended(tmp_path, 3, fails)
     assert "Traceback" in said[1] and said[1].rstrip().endswith("ValueError: bad luck")
     for other in (0, 2):
-        assert said[other].count("\n") == 1 and "failed in phase train: ValueError: bad luck" in said[other]
+        assert (
+            said[other].count("\n") == 1
+            and "failed in phase train: ValueError: bad luck" in said[other]
+        )
 
 
 def all_fail(folder):
@@ -226,11 +258,18 @@ def leaves_in_order(folder):
     """Rank 0 first; then nobody watches, and no strange bytes have done any harm."""
     made = start(folder, timedelta(minutes=1))
     if dist.get_rank() == 1:
-        for bytes_of_a_stranger in (b"GET / HTTP/1.1\r\n\r\n", b"[" * 60_000 + b"\n", b"[" * 1000 + b"\n", b"x" * 2000, b"5\n"):
+        for bytes_of_a_stranger in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"[" * 60_000 + b"\n",
+            b"[" * 1000 + b"\n",
+            b"x" * 2000,
+            b"5\n",
+        ):
             with socket.create_connection(("127.0.0.1", made._watchdog._rank_0["port"])) as strange:
                 strange.sendall(bytes_of_a_stranger)
                 with suppress(ConnectionResetError):
                     assert strange.recv(1) == b""
+
     if dist.get_rank() == 0:
         assert made._watchdog._monitor._listening.getsockname()[0] == "127.0.0.1"
     made.mesh.world.barrier()
@@ -238,6 +277,7 @@ def leaves_in_order(folder):
         time.sleep(0.5)
     else:
         assert made._watchdog._monitor._thread.is_alive()
+
     made.close()
     made.close()
     return True
@@ -258,16 +298,24 @@ def absent(folder):
 def test_a_rank_that_never_says_where_it_is(tmp_path):
     with pytest.raises(RuntimeError, match="rank 0 ended with 1"):
         run_ranks(2, absent, tmp_path, timeout=30)
-    assert "this run ends: rank 1 ended, or hung, before it could send its position" in logs(tmp_path, 2)[0]
+    assert (
+        "this run ends: rank 1 ended, or hung, before it could send its position"
+        in logs(tmp_path, 2)[0]
+    )
 
 
 def test_errors_that_come_from_another_rank():
-    gloo = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+    gloo = RuntimeError(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+        " [127.0.0.1]:1"
+    )
     wrapped = ValueError("the engine failed")
     wrapped.__cause__ = gloo
     assert is_secondary(gloo) and is_secondary(wrapped)
     assert is_secondary(dist.DistBackendError("NCCL error: remote process exited"))
-    assert not is_secondary(ValueError("bad luck")) and not is_secondary(OSError("Connection reset by peer"))
+    assert not is_secondary(ValueError("bad luck")) and not is_secondary(
+        OSError("Connection reset by peer")
+    )
 
 
 def test_a_receiver_who_does_not_read_stops_nobody():
@@ -278,6 +326,7 @@ def test_a_receiver_who_does_not_read_stops_nobody():
     first = list(theirs.receive())
     assert [message["phase"] for message in first[:2]] == ["0", "1"]
     theirs.close()
+
     with pytest.raises(ConnectionLost):
         for _ in range(1000):
             list(ours.receive())
@@ -293,8 +342,16 @@ def tcp_pair() -> list[socket.socket]:
 def test_libraries_of_an_environment_beneath_are_not_named():
     """A function whose file is torch's, in another environment than this one."""
     scope = {}
-    exec(compile("def call(inner): return inner()", "/base/lib/python3.11/site-packages/torch/optim/adam.py", "exec"), scope)
-    ready, done = threading.Event(), threading.Event()
+    exec(
+        compile(
+            "def call(inner): return inner()",
+            "/base/lib/python3.11/site-packages/torch/optim/adam.py",
+            "exec",
+        ),
+        scope,
+    )
+    ready = threading.Event()
+    done = threading.Event()
 
     def train():
         scope["call"](lambda: (ready.set(), done.wait()))
@@ -305,13 +362,20 @@ def test_libraries_of_an_environment_beneath_are_not_named():
     said = heartbeat.code_position(thread.ident)
     done.set()
     thread.join()
-    assert "(test_libraries_of_an_environment_beneath_are_not_named.<locals>.train)" in said and "adam.py" not in said
+    assert (
+        "(test_libraries_of_an_environment_beneath_are_not_named.<locals>.train)" in said
+        and "adam.py" not in said
+    )
 
 
 def test_where_rank_0_listens(monkeypatch):
-    """On the address that ranks use; on all where a name of this machine may mean something else to others."""
+    """On the address that ranks use; on all where a name of this machine may mean something else to
+    others.
+    """
     found = {"fabric": "10.1.2.3", "debian": "127.0.1.1"}
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(socket.AF_INET, 1, 6, "", (found[host], 0))])
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *_, **__: [(socket.AF_INET, 1, 6, "", (found[host], 0))]
+    )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for name, address in (("fabric", "fabric"), ("debian", None)):
         monkeypatch.setenv("MASTER_ADDR", name)
@@ -320,18 +384,23 @@ def test_where_rank_0_listens(monkeypatch):
 
 
 def test_ranks_are_named_by_spans():
-    assert monitor.names({0, 1, 2, 5, 7, 8}) == "ranks 0-2, 5, 7-8" and monitor.names([3]) == "rank 3"
+    assert (
+        monitor.names({0, 1, 2, 5, 7, 8}) == "ranks 0-2, 5, 7-8" and monitor.names([3]) == "rank 3"
+    )
 
 
 def test_strangers_and_too_many_files_do_not_end_the_monitor(monkeypatch):
     monkeypatch.setattr("lightrft.launch.monitor.ARRIVAL", 1.0)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    made = monitor.Monitor(1, address="127.0.0.1", limit=60.0, phase_limit=60.0, beat=0.2, token="secret")
+    made = monitor.Monitor(
+        1, address="127.0.0.1", limit=60.0, phase_limit=60.0, beat=0.2, token="secret"
+    )
     monkeypatch.setattr(made, "_check", lambda now: None)
     address = "127.0.0.1", made.port
     strangers = [socket.create_connection(address) for _ in range(4)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
     strangers[1].sendall(b"[" * 900 + b"\n")
+
     try:
         late = [socket.socket() for _ in range(3)]
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))  # no further file can be opened
@@ -341,9 +410,11 @@ def test_strangers_and_too_many_files_do_not_end_the_monitor(monkeypatch):
         assert made._thread.is_alive()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
     for each in strangers:
         each.settimeout(10)
         assert each.recv(1) == b"", "a stranger is closed, also a silent one"
+
     rank = Connection(socket.create_connection(address))
     rank.send({"hello": {"token": "secret", "rank": 0, "host": "a", "pid": 1, "node": "n"}})
     deadline = time.monotonic() + 10

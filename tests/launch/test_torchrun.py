@@ -1,4 +1,6 @@
-"""Why: Ctrl-C after a complete checkpoint is no failure, and a traceback of torchrun hides the line that says how to go on."""
+"""Why: Ctrl-C after a complete checkpoint is no failure, and a traceback of torchrun hides the line
+that says how to go on.
+"""
 
 import os
 import signal
@@ -15,7 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def plug_in(folder: Path) -> str:
-    """Write what pip writes when it installs the package, and return the path that torchrun needs to find it."""
+    """Write what pip writes when it installs the package, and return the path that torchrun needs
+    to find it.
+    """
     about = folder / "lightrft_plug_in-0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: lightrft-plug-in\nVersion: 0\n")
@@ -29,11 +33,25 @@ def plug_in(folder: Path) -> str:
 def test_ctrl_c_ends_a_run_with_a_checkpoint_one_line_and_its_code(tmp_path):
     flags = [flag for flag in prepare(tmp_path) if not flag.startswith("--reward")]
     flags += ["--train_batch_size=8", "--num_episodes=100000", f"--save_path={tmp_path}/run"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+
     command += ["-m", "lightrft.cli.train_sft"]
     log = tmp_path / "log"
     with log.open("w") as out:
-        run = subprocess.Popen([*command, *flags], stdout=out, stderr=out, env=os.environ | {"PYTHONPATH": plug_in(tmp_path)})
+        run = subprocess.Popen(
+            [*command, *flags],
+            stdout=out,
+            stderr=out,
+            env=os.environ | {"PYTHONPATH": plug_in(tmp_path)},
+        )
+
     try:
         deadline = time.monotonic() + 120
         while " 3/" not in log.read_text() and time.monotonic() < deadline:
@@ -42,6 +60,7 @@ def test_ctrl_c_ends_a_run_with_a_checkpoint_one_line_and_its_code(tmp_path):
         assert run.wait(60) == 130, log.read_text()[-3000:]
     finally:
         run.kill()
+
     said = log.read_text()
     assert "Traceback" not in said and "resume with the same command and --load_checkpoint" in said
     assert said.rstrip().splitlines()[-1] == "torchrun: stopped by SIGINT"
@@ -58,13 +77,26 @@ raise SignalException("stopped", signal.SIGINT) if sys.argv[-1] != "fails" else 
 """
 
 
-@pytest.mark.parametrize(("arguments", "code", "last"), [
-    (["-m", "lightrft.cli.train_ppo"], 130, "torchrun: stopped by SIGINT"),
-    (["-m", "lightrft.cli.train_ppo", "fails"], 1, "RuntimeError: broken"),
-    (["-m", "another.program"], 1, "torch.distributed.elastic.multiprocessing.api.SignalException: stopped"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "code", "last"),
+    [
+        (["-m", "lightrft.cli.train_ppo"], 130, "torchrun: stopped by SIGINT"),
+        (["-m", "lightrft.cli.train_ppo", "fails"], 1, "RuntimeError: broken"),
+        (
+            ["-m", "another.program"],
+            1,
+            "torch.distributed.elastic.multiprocessing.api.SignalException: stopped",
+        ),
+    ],
+)
 def test_only_signals_of_our_own_programs_are_shortened(arguments, code, last):
-    done = subprocess.run([sys.executable, "-c", OTHER, *arguments], capture_output=True, text=True, env=os.environ, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ,
+        timeout=60,
+    )
     assert (done.returncode, done.stderr.rstrip().splitlines()[-1]) == (code, last)
 
 
@@ -86,7 +118,15 @@ print(config.shutdown_timeout)
         (["-m", "another.program"], {}, 30),
     ],
 )
-def test_torchrun_waits_for_the_checkpoint_of_our_own_programs(tmp_path, arguments, environment, seconds):
+def test_torchrun_waits_for_the_checkpoint_of_our_own_programs(
+    tmp_path, arguments, environment, seconds
+):
     environment = os.environ | {"PYTHONPATH": plug_in(tmp_path)} | environment
-    done = subprocess.run([sys.executable, "-c", WAITS, *arguments], capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", WAITS, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+    )
     assert done.stdout.strip() == str(seconds), done.stderr

@@ -6,15 +6,24 @@ from torch import Tensor
 from lightrft.models import logprobs
 from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs
 
-T, H = 6, 4
+T = 6
+H = 4
 UPSTREAM = torch.linspace(-1.0, 2.0, T), torch.linspace(0.5, -0.7, T)
 
-CASES = [(41, 1.0, 0.7, True), (41, 60.0, 1.0, False), (2048, 60.0, 0.7, True), (5003, 1.0, 1.0, True), (5003, 60.0, 0.7, False)]
+CASES = [
+    (41, 1.0, 0.7, True),
+    (41, 60.0, 1.0, False),
+    (2048, 60.0, 0.7, True),
+    (5003, 1.0, 1.0, True),
+    (5003, 60.0, 0.7, False),
+]
 """Vocabulary, size of the hidden states, temperature, with tokens that are left out."""
 
 
 def check() -> None:
-    """Log-probs, entropy and gradients of hidden states and weight against float64, in three and in four products."""
+    """Log-probs, entropy and gradients of hidden states and weight against float64, in three and in
+    four products.
+    """
     count = 0
     for vocabulary, scale, temperature, truncated in CASES:
         generator = torch.Generator().manual_seed(vocabulary)
@@ -23,6 +32,7 @@ def check() -> None:
         targets = torch.randint(vocabulary, (T, 2), generator=generator)
         targets[3] = -100
         banned = (0, 5, vocabulary - 1) if truncated else ()
+
         options = {"temperature": temperature, "truncation": Truncation(banned=banned)}
         expected = in_float64(hidden, weight, targets, banned, temperature)
         for chunk, known in ((4, None), (4, slopes), (T, None)):
@@ -31,8 +41,11 @@ def check() -> None:
             found = [*values, *torch.autograd.grad(values, [hidden, weight], upstream)]
             for value, wanted in zip(found, expected, strict=True):
                 # the rounding of logits of some hundreds
-                assert (value - wanted).abs().max() <= 2e-6 * scale * max(1.0, wanted.abs().max()), (vocabulary, scale, chunk)
+                assert (value - wanted).abs().max() <= 2e-6 * scale * max(
+                    1.0, wanted.abs().max()
+                ), (vocabulary, scale, chunk)
             count += 1
+
     half_precision()
     impossible()
     print(count, "cases")
@@ -42,7 +55,9 @@ def slopes(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tens
     return UPSTREAM[0][rows, None].expand(-1, 2), UPSTREAM[1][rows]
 
 
-def in_float64(hidden: Tensor, weight: Tensor, targets: Tensor, banned: tuple[int, ...], temperature: float) -> list[Tensor]:
+def in_float64(
+    hidden: Tensor, weight: Tensor, targets: Tensor, banned: tuple[int, ...], temperature: float
+) -> list[Tensor]:
     hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
     logits = hidden @ weight.T / temperature
     outside = torch.zeros(logits.shape, dtype=torch.bool)
@@ -55,13 +70,17 @@ def in_float64(hidden: Tensor, weight: Tensor, targets: Tensor, banned: tuple[in
     picked = torch.where(targets < 0, 0.0, inside.gather(1, asked))
     entropy = -(torch.where(outside, 0.0, inside.exp()) * inside).sum(-1)
     total = (picked * UPSTREAM[0][:, None]).sum() + (entropy * UPSTREAM[1]).sum()
+
     return [picked.detach(), entropy.detach(), *torch.autograd.grad(total, [hidden, weight])]
 
 
 def half_precision() -> None:
-    """The gradient of logits loses bits once, after the token that was asked for was added; the interpreter cuts them off."""
+    """The gradient of logits loses bits once, after the token that was asked for was added; the
+    interpreter cuts them off.
+    """
     generator = torch.Generator().manual_seed(1)
-    logits, targets = torch.randn(T, 100, generator=generator) * 3, torch.randint(100, (T,), generator=generator)
+    logits = torch.randn(T, 100, generator=generator) * 3
+    targets = torch.randint(100, (T,), generator=generator)
     logits[range(T), targets] += 9.0  # so likely that 1 - p has few bits of p's
     logits = logits.bfloat16().requires_grad_()
     wide = logits.detach().double().requires_grad_()
@@ -74,11 +93,17 @@ def impossible() -> None:
     """Rows in which all logits of this part, or all but one, are -inf."""
     logits = torch.full((2, 3000), -torch.inf)
     logits[1, 2999] = 4.0
-    local_targets = logprobs.LocalTargets(torch.tensor([[1], [2999]]), logprobs.VocabularyPart.full(3000))
+    local_targets = logprobs.LocalTargets(
+        torch.tensor([[1], [2999]]), logprobs.VocabularyPart.full(3000)
+    )
     from lightrft.models import triton
 
     top, total, moment, picked = triton.local_sums(logits, local_targets)
-    assert top.tolist() == [-torch.inf, 4.0] and total.tolist() == [0.0, 1.0] and moment.tolist() == [0.0, 0.0]
+    assert (
+        top.tolist() == [-torch.inf, 4.0]
+        and total.tolist() == [0.0, 1.0]
+        and moment.tolist() == [0.0, 0.0]
+    )
     assert picked.tolist() == [[-torch.inf], [4.0]]
 
 
@@ -86,7 +111,12 @@ def merged() -> None:
     """Merged adapters of several sizes, in matrices that no tile fits, against torch."""
     from lightrft.models import peft, triton
 
-    for height, width, rank, size in [(5, 7, 1, 1e-5), (70, 131, 4, 1e-3), (33, 260, 16, 0.1), (40, 50, 24, 0.01)]:
+    for height, width, rank, size in [
+        (5, 7, 1, 1e-5),
+        (70, 131, 4, 1e-3),
+        (33, 260, 16, 0.1),
+        (40, 50, 24, 0.01),
+    ]:
         generator = torch.Generator().manual_seed(height)
         weight = (torch.randn(height, width, generator=generator) * 0.02).bfloat16()
         a = torch.randn(rank, width, generator=generator).bfloat16()
@@ -109,9 +139,19 @@ def compiled() -> str:
 
     from lightrft.models import triton as kernels
 
-    sums = {"logits": "*fp32", "top": "*fp32", "total": "*fp32", "moment": "*fp32", "num": "i32", "stride": "i32"}
+    sums = {
+        "logits": "*fp32",
+        "top": "*fp32",
+        "total": "*fp32",
+        "moment": "*fp32",
+        "num": "i32",
+        "stride": "i32",
+    }
     gradient = {"logits": "*fp32", "out": "*bf16", "places": "*i64"}
-    gradient |= dict.fromkeys(("grad_logprobs", "asked_for", "largest", "total", "entropy", "grad_entropy"), "*fp32")
+
+    gradient |= dict.fromkeys(
+        ("grad_logprobs", "asked_for", "largest", "total", "entropy", "grad_entropy"), "*fp32"
+    )
     gradient |= dict.fromkeys(("num", "stride", "out_stride", "num_targets"), "i32")
     merge = dict.fromkeys(("weight", "a", "b", "out"), "*bf16") | {"scaling": "fp32"}
     merge |= dict.fromkeys(("height", "width", "rank"), "i32")
@@ -120,6 +160,7 @@ def compiled() -> str:
         "COLUMNS": kernels.MERGED_COLUMNS,
         "RANK": kernels.MERGED_RANK,
     }
+
     texts = []
     for kernel, signature, constants in [
         (kernels._sums, sums, {"BLOCK": kernels.BLOCK}),
@@ -127,5 +168,10 @@ def compiled() -> str:
         (kernels._merge, merge, merged_tile),
     ]:
         source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
-        texts.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"])
+        texts.append(
+            triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm[
+                "ptx"
+            ]
+        )
+
     return "".join(texts)

@@ -21,14 +21,20 @@ convert = interpreter._implicit_cvt
 
 
 def with_floats(argument: object) -> object:
-    """A kernel's argument, where a float is float32 as on a device; the interpreter leaves it Python's."""
+    """A kernel's argument, where a float is float32 as on a device; the interpreter leaves it
+    Python's.
+    """
     if type(argument) is float:
-        return tl.tensor(interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32), tl.float32)
+        return tl.tensor(
+            interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32), tl.float32
+        )
     return convert(argument)
 
 
 def prepare() -> None:
-    """What the interpreter lacks: floats, and the function of CUDA's library that the norm calls."""
+    """What the interpreter lacks: floats, and the function of CUDA's library that the norm
+    calls.
+    """
     interpreter._implicit_cvt = with_floats
     import_module("liger_kernel.ops.rms_norm").rsqrt = lambda x: 1.0 / tl.sqrt(x)
 
@@ -36,17 +42,23 @@ def prepare() -> None:
 def results(actor: Actor) -> tuple[Tensor, dict[str, Tensor]]:
     values = actor(make_batch([5, 7, 9]), 0.8)
     weighted(values).backward()
-    return values[0].detach(), {name: whole(gradient) for name, gradient in gradients_of(actor.language_model).items()}
+    return values[0].detach(), {
+        name: whole(gradient) for name, gradient in gradients_of(actor.language_model).items()
+    }
 
 
 def deviation(found: tuple, expected: tuple) -> float:
     """The largest of log-probs, and of gradients relative to their norm."""
-    gradients = [(found[1][name] - wanted).norm() / wanted.norm() for name, wanted in expected[1].items()]
+    gradients = [
+        (found[1][name] - wanted).norm() / wanted.norm() for name, wanted in expected[1].items()
+    ]
     return max([(found[0] - expected[0]).abs().max(), *gradients]).item()
 
 
 def sharded() -> tuple[Tensor, dict[str, Tensor]]:
-    """Both ranks have the same batch, and the mean of their gradients is that of one; with activations computed again."""
+    """Both ranks have the same batch, and the mean of their gradients is that of one; with
+    activations computed again.
+    """
     model = make_model("qwen3", ATTENTION)
     fuse(model, CPU)
     recompute(model, selective=False)
@@ -59,7 +71,10 @@ def sharded() -> tuple[Tensor, dict[str, Tensor]]:
 
 def check() -> None:
     prepare()
-    expected = {name: results(Actor(make_model(name, ATTENTION)).train()) for name in ("qwen2", "qwen3")}  # before the exchange
+    # before the exchange
+    expected = {
+        name: results(Actor(make_model(name, ATTENTION)).train()) for name in ("qwen2", "qwen3")
+    }
     model = make_model("qwen2", ATTENTION)
     fuse(model, CPU)
     assert "Liger" in model.get_decoder().layers[0].mlp.forward.__func__.__qualname__

@@ -1,4 +1,6 @@
-"""Why: other kernels must compute the same model, and where they cannot, a run must say so before it trains another one."""
+"""Why: other kernels must compute the same model, and where they cannot, a run must say so before
+it trains another one.
+"""
 
 import os
 import subprocess
@@ -20,10 +22,21 @@ TESTS = Path(__file__).parent.parent
 
 @pytest.mark.slow
 def test_log_probs_and_gradients_are_those_of_transformers():
-    """Interpreted by Triton in a process of its own; also sharded over two ranks, with activations computed again."""
+    """Interpreted by Triton in a process of its own; also sharded over two ranks, with activations
+    computed again.
+    """
     pytest.importorskip("liger_kernel")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "TRITON_INTERPRET": "1"}
-    program = [sys.executable, "-W", "ignore", "-c", "from models.interpreted_liger import check; check()"]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+        "TRITON_INTERPRET": "1",
+    }
+    program = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        "from models.interpreted_liger import check; check()",
+    ]
     run = subprocess.run(program, capture_output=True, text=True, env=environment)
     assert not run.returncode, run.stderr[-3000:]
     rows = [line.split() for line in run.stdout.splitlines()]
@@ -32,17 +45,40 @@ def test_log_probs_and_gradients_are_those_of_transformers():
 
 
 def test_what_it_cannot_compute_is_named():
-    with pytest.raises(ValueError, match="'gemma3_text' is not one of llama, qwen2, qwen3; the kernels need an accelerator"):
+    with pytest.raises(
+        ValueError,
+        match="'gemma3_text' is not one of llama, qwen2, qwen3; the kernels need an accelerator",
+    ):
         fuse(make_model("gemma3", ATTENTION), torch.device("cpu"))
-    config = AutoConfig.for_model("qwen2", hidden_act="gelu", hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-                                  num_key_value_heads=1, intermediate_size=8, vocab_size=9)  # fmt: skip
-    with pytest.raises(ValueError, match="--fused_kernels liger .* its activation is gelu, not silu"):
+
+    config = AutoConfig.for_model(
+        "qwen2",
+        hidden_act="gelu",
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=8,
+        vocab_size=9,
+    )
+    with pytest.raises(
+        ValueError, match="--fused_kernels liger .* its activation is gelu, not silu"
+    ):
         fuse(torch.nn.ModuleList([AutoModelForCausalLM.from_config(config)]), torch.device("cuda"))
 
 
 def test_what_cannot_be_beside_it_is_named():
     selective = {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}
     assert fused_problems(ModelSection(**selective), tp_size=2) == []
-    assert fused_problems(ModelSection(fused_kernels="liger", gradient_checkpointing_policy="selective"), tp_size=1) == []
+    assert (
+        fused_problems(
+            ModelSection(fused_kernels="liger", gradient_checkpointing_policy="selective"),
+            tp_size=1,
+        )
+        == []
+    )
     problems = fused_problems(ModelSection(fused_kernels="liger", **selective), tp_size=2)
-    assert ["--tp_size 1" in problems[0], "--gradient_checkpointing_policy full" in problems[1]] == [True, True]
+    assert [
+        "--tp_size 1" in problems[0],
+        "--gradient_checkpointing_policy full" in problems[1],
+    ] == [True, True]

@@ -1,4 +1,6 @@
-"""Why: a model whose head or attention does more than is computed here must be refused, not trained wrongly."""
+"""Why: a model whose head or attention does more than is computed here must be refused, not trained
+wrongly.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,7 +18,13 @@ from lightrft.models.heads import Actor
 from lightrft.models.load import load_model, load_scorer, load_tokenizer
 from tiny import byte_tokenizer, tiny_model
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 40,
+}
 
 
 def build(kind: str, **extra) -> PreTrainedModel:
@@ -38,7 +46,10 @@ def test_a_folder_loads_in_float32_with_flat_attention(tmp_path):
 
 def test_bf16_weights_on_disk_become_float32_masters(tmp_path):
     build("llama").to(torch.bfloat16).save_pretrained(tmp_path)
-    assert {parameter.dtype for parameter in load_model(ModelSection(pretrain=str(tmp_path))).parameters()} == {torch.float32}
+    assert {
+        parameter.dtype
+        for parameter in load_model(ModelSection(pretrain=str(tmp_path))).parameters()
+    } == {torch.float32}
 
 
 def test_a_folder_in_the_home_folder(tmp_path, monkeypatch):
@@ -52,7 +63,9 @@ def test_a_folder_in_the_home_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./absent", "absent", "a/b/c"])
 @pytest.mark.parametrize("load", [load_model, load_tokenizer])
 def test_missing_folder(name, load):
-    with pytest.raises(ValueError, match=f"--pretrain {name}: neither an existing folder nor a hub name"):
+    with pytest.raises(
+        ValueError, match=f"--pretrain {name}: neither an existing folder nor a hub name"
+    ):
         load(ModelSection(pretrain=name))
 
 
@@ -82,9 +95,17 @@ def test_tokenizer_without_an_end_token(tmp_path):
 
 
 HEADS = {
-    "soft-capped": ("gemma3_text", {"final_logit_softcapping": 30.0, "head_dim": 8}, "Gemma3ForCausalLM.*soft-capped"),
+    "soft-capped": (
+        "gemma3_text",
+        {"final_logit_softcapping": 30.0, "head_dim": 8},
+        "Gemma3ForCausalLM.*soft-capped",
+    ),
     "bias": ("phi", {}, "PhiForCausalLM.*its output layer has a bias"),
-    "scaled in an unknown way": ("hyperclovax", {"logits_scaling": 2.0}, "HyperCLOVAX.*its logits are scaled"),
+    "scaled in an unknown way": (
+        "hyperclovax",
+        {"logits_scaling": 2.0},
+        "HyperCLOVAX.*its logits are scaled",
+    ),
 }
 
 
@@ -96,13 +117,30 @@ def test_heads_that_are_not_computed_are_refused_by_name(case):
 
 
 FLAT = {
-    "soft-capped attention": ("gemma2", {"head_dim": 8, "num_key_value_heads": 1}, "Gemma2ForCausalLM.*soft-capped"),
+    "soft-capped attention": (
+        "gemma2",
+        {"head_dim": 8, "num_key_value_heads": 1},
+        "Gemma2ForCausalLM.*soft-capped",
+    ),
     "own attention": ("bloom", {"n_head": 2, "n_layer": 1}, "BloomForCausalLM.*cannot be replaced"),
     "recurrent": ("mamba", {"state_size": 4}, "MambaForCausalLM.*recurrent state"),
-    "chunked": ("llama4_text", {"head_dim": 8, "num_key_value_heads": 1, "intermediate_size_mlp": 24, "num_local_experts": 1,
-                                "layer_types": ["chunked_attention"]}, "Llama4ForCausalLM.*layers of type chunked_attention"),
-    "bidirectional": ("gemma3_text", {"use_bidirectional_attention": True, "head_dim": 8}, "Gemma3ForCausalLM.*bidirectional"),
-}  # fmt: skip
+    "chunked": (
+        "llama4_text",
+        {
+            "head_dim": 8,
+            "num_key_value_heads": 1,
+            "intermediate_size_mlp": 24,
+            "num_local_experts": 1,
+            "layer_types": ["chunked_attention"],
+        },
+        "Llama4ForCausalLM.*layers of type chunked_attention",
+    ),
+    "bidirectional": (
+        "gemma3_text",
+        {"use_bidirectional_attention": True, "head_dim": 8},
+        "Gemma3ForCausalLM.*bidirectional",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", FLAT)
@@ -152,24 +190,61 @@ def shard(folder: Path) -> Path:
 def move_tensors(folder: Path) -> None:
     """Name a tensor in the index as one of another shard."""
     index = folder / "model.safetensors.index.json"
-    index.write_text(index.read_text().replace('"model.norm.weight": "model-00007', '"model.norm.weight": "model-00003'))
+    index.write_text(
+        index.read_text().replace(
+            '"model.norm.weight": "model-00007', '"model.norm.weight": "model-00003'
+        )
+    )
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 DAMAGED = {
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot read the weights .*no file named"),
-    "empty": (lambda folder: cut(folder / "model.safetensors", 0), "/model.safetensors is empty: 0 bytes"),
-    "cut": (lambda folder: cut(folder / "model.safetensors", 5000), "/model.safetensors is damaged .*: 5000 bytes"),
-    "pointer": (lambda folder: (folder / "model.safetensors").write_bytes(LFS), "is a git-lfs pointer .*git lfs pull"),
-    "no shard": (in_shards(lambda folder: shard(folder).unlink()), "/model-00003-of-00007.safetensors does not exist, but"),
-    "cut shard": (in_shards(lambda folder: cut(shard(folder), -100)), "/model-00003-of-00007.safetensors is damaged"),
-    "index": (in_shards(lambda folder: cut(folder / "model.safetensors.index.json", 9)), "model.safetensors.index.json is no"),
-    "other index": (in_shards(move_tensors), "/model-00003-of-00007.safetensors lacks 1 tensors .* model.norm.weight"),
-    "shape": (change("model.norm.weight", lambda tensor: tensor[:32].clone()), r"has shape .32,. in the folder, but .64,. in"),
-    "int8": (change("lm_head.weight", lambda tensor: tensor.to(torch.int8)), "/model.safetensors: lm_head.weight is of dtype I8"),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "cannot read the weights .*no file named",
+    ),
+    "empty": (
+        lambda folder: cut(folder / "model.safetensors", 0),
+        "/model.safetensors is empty: 0 bytes",
+    ),
+    "cut": (
+        lambda folder: cut(folder / "model.safetensors", 5000),
+        "/model.safetensors is damaged .*: 5000 bytes",
+    ),
+    "pointer": (
+        lambda folder: (folder / "model.safetensors").write_bytes(LFS),
+        "is a git-lfs pointer .*git lfs pull",
+    ),
+    "no shard": (
+        in_shards(lambda folder: shard(folder).unlink()),
+        "/model-00003-of-00007.safetensors does not exist, but",
+    ),
+    "cut shard": (
+        in_shards(lambda folder: cut(shard(folder), -100)),
+        "/model-00003-of-00007.safetensors is damaged",
+    ),
+    "index": (
+        in_shards(lambda folder: cut(folder / "model.safetensors.index.json", 9)),
+        "model.safetensors.index.json is no",
+    ),
+    "other index": (
+        in_shards(move_tensors),
+        "/model-00003-of-00007.safetensors lacks 1 tensors .* model.norm.weight",
+    ),
+    "shape": (
+        change("model.norm.weight", lambda tensor: tensor[:32].clone()),
+        r"has shape .32,. in the folder, but .64,. in",
+    ),
+    "int8": (
+        change("lm_head.weight", lambda tensor: tensor.to(torch.int8)),
+        "/model.safetensors: lm_head.weight is of dtype I8",
+    ),
     "pickled": (pickled, "transformers cannot read the weights"),
-    "config": (lambda folder: cut(folder / "config.json", 5), "config.json' is not a valid JSON file"),
-}  # fmt: skip
+    "config": (
+        lambda folder: cut(folder / "config.json", 5),
+        "config.json' is not a valid JSON file",
+    ),
+}
 
 
 @pytest.mark.parametrize("makes", [nullcontext, empty_parameters])
@@ -186,8 +261,14 @@ def test_a_damaged_folder_is_an_error_that_names_the_file(tmp_path, case, makes)
 def test_weights_that_are_not_finite_are_an_error(tmp_path):
     section = ModelSection(pretrain=tiny_model(tmp_path))
     for number in (torch.nan, torch.inf):
-        change("lm_head.weight", lambda tensor, number=number: tensor.index_fill(0, torch.tensor([7]), number))(tmp_path)
-        with pytest.raises(ValueError, match=f"--pretrain {tmp_path}: lm_head.weight has values that are not finite"):
+        change(
+            "lm_head.weight",
+            lambda tensor, number=number: tensor.index_fill(0, torch.tensor([7]), number),
+        )(tmp_path)
+        with pytest.raises(
+            ValueError,
+            match=f"--pretrain {tmp_path}: lm_head.weight has values that are not finite",
+        ):
             load_model(section)
 
 
@@ -195,8 +276,16 @@ def test_integers_that_are_no_weights(tmp_path):
     """A mask or a table of positions, which some folders hold, is no quantized weight."""
     section = ModelSection(pretrain=tiny_model(tmp_path))
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {"model.position_ids": torch.arange(4)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="1 tensors in the folder are not in the model, the first is model.position_ids"):
+    save_file(
+        tensors | {"model.position_ids": torch.arange(4)},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+
+    with pytest.raises(
+        ValueError,
+        match="1 tensors in the folder are not in the model, the first is model.position_ids",
+    ):
         load_model(section)
 
 
@@ -204,5 +293,7 @@ def test_a_folder_without_a_tokenizer(tmp_path):
     section = ModelSection(pretrain=tiny_model(tmp_path))
     for file in tmp_path.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(ValueError, match=f"--pretrain {tmp_path} has no tokenizer: the folder has no vocabulary"):
+    with pytest.raises(
+        ValueError, match=f"--pretrain {tmp_path} has no tokenizer: the folder has no vocabulary"
+    ):
         load_tokenizer(section)

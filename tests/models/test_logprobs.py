@@ -1,4 +1,5 @@
-"""Why: everything that is learned passes through these log-probs, and their backward pass is written by hand.
+"""Why: everything that is learned passes through these log-probs, and their backward pass is
+written by hand.
 
 The reference is torch's own autograd through the dense logits.
 """
@@ -20,10 +21,14 @@ from lightrft.tools.step_memory import total
 from marginal import MARGINAL, MARGINAL_CASES, check_marginal, marginal_inputs
 from ranks import run_ranks
 
-T, H, V = 23, 8, 41
+T = 23
+H = 8
+V = 41
 
 
-def dense(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def dense(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """All logits at once, upcast and scaled as a model's head would."""
     logp = ((hidden @ weight.T).float() / temperature).log_softmax(-1)
     picked = logp.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
@@ -34,18 +39,27 @@ def inputs(dtype: torch.dtype = torch.float32, scale: float = 1.0) -> tuple[Tens
     generator = torch.Generator().manual_seed(1)
     hidden = (torch.randn(T, H, generator=generator) * scale).to(dtype)
     weight = torch.randn(V, H, generator=generator).to(dtype)
-    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(V, (T,), generator=generator)
+    return (
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        torch.randint(V, (T,), generator=generator),
+    )
 
 
-def gradients(function, hidden: Tensor, weight: Tensor, targets: Tensor, upstream: tuple, **options) -> list[Tensor]:
+def gradients(
+    function, hidden: Tensor, weight: Tensor, targets: Tensor, upstream: tuple, **options
+) -> list[Tensor]:
     values = function(hidden, weight, targets, **options)
-    total = sum((value * up).sum() for value, up in zip(values, upstream, strict=True) if up is not None)
+    total = sum(
+        (value * up).sum() for value, up in zip(values, upstream, strict=True) if up is not None
+    )
     return list(torch.autograd.grad(total, [hidden, weight]))
 
 
 def test_two_tokens_by_hand():
     # logits (1, 0) and (0, 2): log-probs -log(1 + 1/e) and -log(1 + e^2)
-    hidden, weight = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.eye(2)
+    hidden = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    weight = torch.eye(2)
     logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([0, 0]))
     assert logprobs.tolist() == pytest.approx([-0.31326169, -2.12692801], abs=1e-6)
     # p = 0.7310586: -p log p - q log q; p = 0.1192029 and 0.8807971
@@ -68,13 +82,17 @@ UPSTREAM = torch.linspace(-1.0, 2.0, T), torch.linspace(0.5, -0.7, T)
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk", [1, 7, T, None])
-@pytest.mark.parametrize("use", [(True, False), (False, True), (True, True)], ids=["logprob", "entropy", "both"])
+@pytest.mark.parametrize(
+    "use", [(True, False), (False, True), (True, True)], ids=["logprob", "entropy", "both"]
+)
 def test_gradients_equal_dense(chunk, use, temperature):
     upstream = tuple(up if used else None for up, used in zip(UPSTREAM, use, strict=True))
     hidden, weight, targets = inputs()
     targets[::5] = -100
     expected = gradients(dense, hidden, weight, targets, upstream, temperature=temperature)
-    actual = gradients(token_logprobs, hidden, weight, targets, upstream, temperature=temperature, chunk=chunk)
+    actual = gradients(
+        token_logprobs, hidden, weight, targets, upstream, temperature=temperature, chunk=chunk
+    )
     for gradient, reference in zip(actual, expected, strict=True):
         torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
 
@@ -98,22 +116,36 @@ def test_bf16_is_the_dense_computation_of_the_same_bf16_logits():
     for value, reference in zip(values, expected, strict=True):
         assert value.dtype == torch.float32
         torch.testing.assert_close(value, reference, rtol=1e-6, atol=1e-6)
+
     references = gradients(dense, hidden, weight, targets, UPSTREAM, temperature=0.7)
-    actual = gradients(token_logprobs, hidden, weight, targets, UPSTREAM, temperature=0.7, chunk=None)
+    actual = gradients(
+        token_logprobs, hidden, weight, targets, UPSTREAM, temperature=0.7, chunk=None
+    )
     for gradient, expected in zip(actual, references, strict=True):
         assert gradient.dtype == torch.bfloat16
-        # of the rounded logit gradients autograd keeps the same bits; the products round once, to 2^-8
+        # of the rounded logit gradients autograd keeps the same bits; the products round once, to
+        # 2^-8
         torch.testing.assert_close(gradient, expected, rtol=2**-7, atol=2**-10)
 
 
-def errors_against_float64(device: torch.device, tokens: int, width: int, vocabulary: int) -> dict[str, float]:
-    """The largest error of log-probs in bfloat16 against float64 of the same numbers, and the relative one of their gradients.
+def errors_against_float64(
+    device: torch.device, tokens: int, width: int, vocabulary: int
+) -> dict[str, float]:
+    """The largest error of log-probs in bfloat16 against float64 of the same numbers, and the
+    relative one of their gradients.
 
-    `rounded` are those of logits that were rounded to bfloat16 first. Logits of trained models are about as large.
+    `rounded` are those of logits that were rounded to bfloat16 first. Logits of trained models are
+    about as large.
     """
     generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(tokens, width, generator=generator).to(device, torch.bfloat16).requires_grad_()
-    weight = (torch.randn(vocabulary, width, generator=generator) * 5 / width**0.5).to(device, torch.bfloat16).requires_grad_()
+    hidden = (
+        torch.randn(tokens, width, generator=generator).to(device, torch.bfloat16).requires_grad_()
+    )
+    weight = (
+        (torch.randn(vocabulary, width, generator=generator) * 5 / width**0.5)
+        .to(device, torch.bfloat16)
+        .requires_grad_()
+    )
     targets = torch.randint(vocabulary, (tokens,), generator=generator).to(device)
     exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     exact = (exact_hidden @ exact_weight.T).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
@@ -121,10 +153,14 @@ def errors_against_float64(device: torch.device, tokens: int, width: int, vocabu
     logprobs, _ = token_logprobs(hidden, weight, targets)
     found = torch.autograd.grad(logprobs.sum(), [hidden, weight])
     rounded, _ = dense(hidden, weight, targets, 1.0)
+
     return {
         "float32 products": (logprobs - exact).abs().max().item(),
         "rounded products": (rounded - exact).abs().max().item(),
-        "gradients": max(((one - other).norm() / other.norm()).item() for one, other in zip(found, known, strict=True)),
+        "gradients": max(
+            ((one - other).norm() / other.norm()).item()
+            for one, other in zip(found, known, strict=True)
+        ),
     }
 
 
@@ -135,10 +171,16 @@ def test_bf16_gradients_are_close_to_float64_on_a_cpu():
 
 @pytest.mark.gpu
 def test_bf16_logits_are_not_rounded_on_an_accelerator():
-    """The products write what they summed in float32; rounded logits, at 20 in steps of 0.125, are many times as far off."""
-    errors = errors_against_float64(torch.device(torch.accelerator.current_accelerator()), 512, 1024, 20_000)
+    """The products write what they summed in float32; rounded logits, at 20 in steps of 0.125, are
+    many times as far off.
+    """
+    errors = errors_against_float64(
+        torch.device(torch.accelerator.current_accelerator()), 512, 1024, 20_000
+    )
     assert errors["float32 products"] < 1e-3, errors
-    assert errors["rounded products"] > 10 * errors["float32 products"] and errors["gradients"] < 1e-2, errors
+    assert (
+        errors["rounded products"] > 10 * errors["float32 products"] and errors["gradients"] < 1e-2
+    ), errors
 
 
 def test_large_logits_stay_finite():
@@ -146,7 +188,8 @@ def test_large_logits_stay_finite():
     expected = dense(hidden, weight, targets, 1.0)
     for value, reference in zip(token_logprobs(hidden, weight, targets), expected, strict=True):
         assert value.isfinite().all()
-        torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-3)  # logits of a thousand have steps of 1e-4
+        # logits of a thousand have steps of 1e-4
+        torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-3)
 
 
 def test_no_tokens():
@@ -167,12 +210,19 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))])
+        self.numel = max(
+            [
+                self.numel,
+                *(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)),
+            ]
+        )
         return result
 
 
 def largest_tensor(chunk: int | None) -> int:
-    tokens, width, vocabulary = 96, 4, 500
+    tokens = 96
+    width = 4
+    vocabulary = 500
     hidden = torch.randn(tokens, width, requires_grad=True)
     weight = torch.randn(vocabulary, width, requires_grad=True)
     with Largest() as seen:
@@ -183,28 +233,38 @@ def largest_tensor(chunk: int | None) -> int:
 
 def test_all_logits_never_exist():
     assert largest_tensor(chunk=8) == 8 * 500
-    assert largest_tensor(chunk=None) == 96 * 500  # so the measure sees the backward and forward pass
+    # so the measure sees the backward and forward pass
+    assert largest_tensor(chunk=None) == 96 * 500
 
 
 def truncated(logits: Tensor, targets: Tensor, top_k: int, top_p: float) -> Tensor:
-    """[T, V] log-probs of truncated sampling, row by row and token by token; targets [T, K] are always kept."""
+    """[T, V] log-probs of truncated sampling, row by row and token by token; targets [T, K] are
+    always kept.
+    """
     rows = []
     for row, kept in zip(logits, targets.tolist(), strict=True):
         order = sorted(range(len(row)), key=(-row).tolist().__getitem__)
         part = order[:top_k] if top_k > 0 else order
-        probabilities, reached, nucleus = row[part].softmax(-1).tolist(), 0.0, []
+        probabilities = row[part].softmax(-1).tolist()
+
+        reached = 0.0
+        nucleus = []
         for token, probability in zip(part, probabilities, strict=True):
             if reached >= top_p:
                 break
             nucleus.append(token)
             reached += probability
+
         outside = torch.ones(len(row), dtype=torch.bool)
         outside[nucleus + [token for token in kept if token >= 0]] = False
         rows.append(row.masked_fill(outside, -torch.inf).log_softmax(-1))
+
     return torch.stack(rows)
 
 
-def dense_truncated(hidden, weight, targets, temperature=1.0, top_k=0, top_p=1.0) -> tuple[Tensor, Tensor]:
+def dense_truncated(
+    hidden, weight, targets, temperature=1.0, top_k=0, top_p=1.0
+) -> tuple[Tensor, Tensor]:
     columns = targets if targets.dim() == 2 else targets[:, None]
     logp = truncated((hidden @ weight.T).float() / temperature, columns, top_k, top_p)
     picked = torch.where(columns < 0, 0.0, logp.gather(-1, columns.clamp(min=0)))
@@ -212,19 +272,36 @@ def dense_truncated(hidden, weight, targets, temperature=1.0, top_k=0, top_p=1.0
     return picked.view(targets.shape), -(logp.exp() * inside).sum(-1)
 
 
-TRUNCATIONS = {"top-k": {"top_k": 5}, "top-p": {"top_p": 0.7}, "both": {"top_k": 9, "top_p": 0.6}, "best": {"top_k": 1}}
+TRUNCATIONS = {
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.7},
+    "both": {"top_k": 9, "top_p": 0.6},
+    "best": {"top_k": 1},
+}
 
 
 @pytest.mark.parametrize("options", TRUNCATIONS.values(), ids=TRUNCATIONS.keys())
 def test_truncated_sampling_equals_the_dense_computation(options):
     hidden, weight, targets = inputs(scale=0.5)
-    values = token_logprobs(hidden, weight, targets, temperature=0.8, truncation=Truncation(**options), chunk=7)
+    values = token_logprobs(
+        hidden, weight, targets, temperature=0.8, truncation=Truncation(**options), chunk=7
+    )
     expected = dense_truncated(hidden, weight, targets, temperature=0.8, **options)
     for value, reference in zip(values, expected, strict=True):
         torch.testing.assert_close(value, reference, rtol=1e-6, atol=2e-6)
-    expected = gradients(dense_truncated, hidden, weight, targets, UPSTREAM, temperature=0.8, **options)
+    expected = gradients(
+        dense_truncated, hidden, weight, targets, UPSTREAM, temperature=0.8, **options
+    )
+
     actual = gradients(
-        token_logprobs, hidden, weight, targets, UPSTREAM, temperature=0.8, truncation=Truncation(**options), chunk=7
+        token_logprobs,
+        hidden,
+        weight,
+        targets,
+        UPSTREAM,
+        temperature=0.8,
+        truncation=Truncation(**options),
+        chunk=7,
     )
     for gradient, reference in zip(actual, expected, strict=True):
         torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
@@ -242,18 +319,30 @@ def test_the_kept_part_is_that_of_transformers(options):
     assert torch.equal(Truncation(**options)(logits.clone(), best).isinf(), warped.isinf())
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.7}], ids=["alone", "top-k", "top-p"])
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 3}, {"top_p": 0.7}], ids=["alone", "top-k", "top-p"]
+)
 def test_banned_tokens_are_as_if_they_were_not_in_the_vocabulary(options):
     hidden, weight, targets = inputs(scale=0.5)
-    banned, kept = (0, 4, V - 1), [token for token in range(V) if token not in (0, 4, V - 1)]
+    banned = (0, 4, V - 1)
+    kept = [token for token in range(V) if token not in (0, 4, V - 1)]
     targets = torch.tensor(kept)[targets.clamp(min=0) % len(kept)]
-    values = token_logprobs(hidden, weight, targets, truncation=Truncation(banned=banned, **options), chunk=7)
+    values = token_logprobs(
+        hidden, weight, targets, truncation=Truncation(banned=banned, **options), chunk=7
+    )
     renumbered = torch.searchsorted(torch.tensor(kept), targets)
-    expected = token_logprobs(hidden, weight[kept], renumbered, truncation=Truncation(**options), chunk=7)
+    expected = token_logprobs(
+        hidden, weight[kept], renumbered, truncation=Truncation(**options), chunk=7
+    )
     for value, reference in zip(values, expected, strict=True):
         torch.testing.assert_close(value, reference, rtol=1e-6, atol=2e-6)
-    logprobs, _ = token_logprobs(hidden, weight, torch.full_like(targets, 4), truncation=Truncation(banned=banned, **options))
-    assert logprobs.isfinite().all(), "a banned token that is asked for, as in a prompt, has a log-prob all the same"
+
+    logprobs, _ = token_logprobs(
+        hidden, weight, torch.full_like(targets, 4), truncation=Truncation(banned=banned, **options)
+    )
+    assert logprobs.isfinite().all(), (
+        "a banned token that is asked for, as in a prompt, has a log-prob all the same"
+    )
 
 
 def test_tokens_of_equal_probability_stay_together():
@@ -267,19 +356,25 @@ def test_tokens_of_equal_probability_stay_together():
 def test_a_target_outside_of_the_part_is_kept_and_gradients_outside_are_zero():
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]], requires_grad=True)
     logprobs, _ = logprobs_of_logits(logits, torch.tensor([3]), truncation=Truncation(top_k=1))
-    assert logprobs.item() == pytest.approx(-3.04858735, abs=1e-6)  # -log(1 + e^3): the best token and the target
+    # -log(1 + e^3): the best token and the target
+    assert logprobs.item() == pytest.approx(-3.04858735, abs=1e-6)
     (gradient,) = torch.autograd.grad(logprobs.sum(), logits)
     assert gradient[0, 1:3].tolist() == [0.0, 0.0] and gradient[0, 3] > 0.9
 
 
 def test_what_is_kept_is_what_the_definition_says():
-    """A token stays where those that are more likely have less than top_p together; equal ones stay together."""
+    """A token stays where those that are more likely have less than top_p together; equal ones stay
+    together.
+    """
     generator = torch.Generator().manual_seed(5)
     decided = 0
-    for vocabulary, scale, top_p in product((1, 2, 41, 3000), (0.0, 0.1, 1.0, 5.0), (0.01, 0.5, 0.9, 0.999)):
+    for vocabulary, scale, top_p in product(
+        (1, 2, 41, 3000), (0.0, 0.1, 1.0, 5.0), (0.01, 0.5, 0.9, 0.999)
+    ):
         for dtype in (torch.float32, torch.bfloat16):  # in which many are equal
             logits = (torch.randn(40, vocabulary, generator=generator) * scale).to(dtype).float()
             logits[::7, vocabulary // 2 + 1 :] = -torch.inf
+
             found = Truncation(top_p=top_p)(logits.clone()).isfinite()
             for row, kept in zip(logits, found, strict=True):
                 values, counts = row.unique(return_counts=True)
@@ -287,7 +382,10 @@ def test_what_is_kept_is_what_the_definition_says():
                 above = (1 - mass.cumsum(0) / mass.sum()).clamp(min=0)  # of each value
                 if (above - top_p).abs().min() > 1e-5:  # so that rounding does not decide
                     decided += 1
-                    assert torch.equal(kept, torch.isin(row, values[(above < top_p) & values.isfinite()]))
+                    assert torch.equal(
+                        kept, torch.isin(row, values[(above < top_p) & values.isfinite()])
+                    )
+
     assert decided > 3000
 
 
@@ -314,7 +412,9 @@ def test_truncation_that_keeps_all_changes_nothing():
     hidden, weight, targets = inputs()
     expected = token_logprobs(hidden, weight, targets)
     for truncation in (Truncation(top_k=10 * V), Truncation(top_k=V)):
-        for value, reference in zip(token_logprobs(hidden, weight, targets, truncation=truncation), expected, strict=True):
+        for value, reference in zip(
+            token_logprobs(hidden, weight, targets, truncation=truncation), expected, strict=True
+        ):
             assert torch.equal(value, reference)
 
 
@@ -337,7 +437,10 @@ def test_several_targets_at_each_position(options):
     for value, reference in zip(values, expected, strict=True):
         torch.testing.assert_close(value, reference, rtol=1e-6, atol=2e-6)
     expected = gradients(dense_truncated, hidden, weight, targets, upstream, **options)
-    actual = gradients(token_logprobs, hidden, weight, targets, upstream, truncation=Truncation(**options), chunk=7)
+
+    actual = gradients(
+        token_logprobs, hidden, weight, targets, upstream, truncation=Truncation(**options), chunk=7
+    )
     for gradient, reference in zip(actual, expected, strict=True):
         torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
 
@@ -355,21 +458,26 @@ def at_the_edge(threads: int) -> None:
 def test_the_last_token_inside_has_its_gradient(threads):
     """The same tokens are inside in the backward pass, however many rows are computed together.
 
-    In a process of its own: one that has computed with two threads cannot start others by a fork that do.
+    In a process of its own: one that has computed with two threads cannot start others by a fork
+    that do.
     """
     run_ranks(1, at_the_edge, threads)
 
 
 def test_recomputed_gradients_are_as_exact_as_those_of_float32_torch():
-    """Of logits of a thousand the sum in one number would be off by 6e-5; p is held against float64."""
+    """Of logits of a thousand the sum in one number would be off by 6e-5; p is held against
+    float64.
+    """
     generator = torch.Generator().manual_seed(6)
     logits = (torch.randn(64, 50, generator=generator) * 3 + 100.0).requires_grad_()
-    targets, temperature = torch.randint(50, (64,), generator=generator), 0.1
+    targets = torch.randint(50, (64,), generator=generator)
+    temperature = 0.1
     values = logprobs_of_logits(logits, targets, temperature=temperature, chunk=8)
     (gradient,) = torch.autograd.grad(values, logits, [torch.ones(64), torch.ones(64)])
     scaled = (logits.detach() / temperature).double().requires_grad_()  # the same rounded numbers
     logp = scaled.log_softmax(-1)
-    picked, entropy = logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    picked = logp.gather(-1, targets[:, None])[:, 0]
+    entropy = -(logp.exp() * logp).sum(-1)
     (wanted,) = torch.autograd.grad((picked + entropy).sum(), scaled)
     assert (gradient * temperature - wanted).abs().max() < 2e-6
 
@@ -385,9 +493,13 @@ def test_impossible_tokens_have_no_part_in_entropy_and_gradient():
     assert logprobs[1].item() == pytest.approx(logp[1].item(), abs=1e-6)
     assert entropy[1].item() == pytest.approx(-(logp.exp() * logp).sum().item(), abs=1e-6)
     (wanted,) = torch.autograd.grad(logp[1] - (logp.exp() * logp).sum(), few)
-    torch.testing.assert_close(gradient[1], torch.cat([wanted, torch.zeros(4)]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        gradient[1], torch.cat([wanted, torch.zeros(4)]), rtol=1e-5, atol=1e-6
+    )
     assert entropy.isfinite().all() and gradient.isfinite().all() and gradient[2, 0] == 0
-    assert logprobs_of_logits(logits, torch.tensor([0, 5, 0, 5]))[0][1:3].tolist() == [-torch.inf] * 2
+    assert (
+        logprobs_of_logits(logits, torch.tensor([0, 5, 0, 5]))[0][1:3].tolist() == [-torch.inf] * 2
+    )
 
 
 def test_a_token_that_is_not_in_the_vocabulary_is_not_overlooked():
@@ -398,21 +510,33 @@ def test_a_token_that_is_not_in_the_vocabulary_is_not_overlooked():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [1, 7, None, 0])
 def test_from_logits(dtype, chunk):
-    logits = (torch.randn(T, V, generator=torch.Generator().manual_seed(4)) * 3).to(dtype).requires_grad_()
-    before, targets = logits.detach().clone(), inputs()[2]
+    logits = (
+        (torch.randn(T, V, generator=torch.Generator().manual_seed(4)) * 3)
+        .to(dtype)
+        .requires_grad_()
+    )
+    before = logits.detach().clone()
+    targets = inputs()[2]
     targets[4] = -100
     values = logprobs_of_logits(logits, targets, temperature=0.7, chunk=chunk)
     reference = logits.detach().float().requires_grad_()
     logp = (reference / 0.7).log_softmax(-1)
-    expected = torch.where(targets < 0, 0.0, logp.gather(-1, targets.clamp(min=0)[:, None])[:, 0]), -(logp.exp() * logp).sum(-1)
+    expected = (
+        torch.where(targets < 0, 0.0, logp.gather(-1, targets.clamp(min=0)[:, None])[:, 0]),
+        -(logp.exp() * logp).sum(-1),
+    )
+
     for value, wanted in zip(values, expected, strict=True):
         assert value.dtype == torch.float32
         torch.testing.assert_close(value, wanted, rtol=1e-6, atol=2e-6)
+
     upstream = [UPSTREAM[0], UPSTREAM[1]]
     (gradient,) = torch.autograd.grad(values, logits, upstream)
     (wanted,) = torch.autograd.grad(expected, reference, upstream)
     assert gradient.dtype == dtype
-    torch.testing.assert_close(gradient, wanted.to(dtype), rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-5)
+    torch.testing.assert_close(
+        gradient, wanted.to(dtype), rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-5
+    )
     assert torch.equal(logits, before)
 
 
@@ -423,10 +547,14 @@ def test_top_logprobs():
     expected = logp.topk(5)
     assert torch.equal(ids, expected.indices) and not values.requires_grad
     torch.testing.assert_close(values, expected.values, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(values, token_logprobs(hidden, weight, ids, temperature=0.6)[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        values, token_logprobs(hidden, weight, ids, temperature=0.6)[0], rtol=1e-6, atol=1e-6
+    )
 
 
-@pytest.mark.parametrize("truncation", [Truncation(), Truncation(top_k=6, top_p=0.9)], ids=["all", "truncated"])
+@pytest.mark.parametrize(
+    "truncation", [Truncation(), Truncation(top_k=6, top_p=0.9)], ids=["all", "truncated"]
+)
 def test_chunk_sizes_agree(truncation):
     hidden, weight, targets = inputs()
     upstream = [up.clone() for up in UPSTREAM]
@@ -455,28 +583,43 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_fits_into_a_chunk_is_not_computed_again(dtype, options):
     hidden, weight, _ = inputs(dtype, scale=0.5)
-    targets, upstream = several_targets(), torch.linspace(-1.0, 2.0, 3 * T).view(T, 3)
-    expected = gradients(dense_truncated, hidden, weight, targets, (upstream, None), temperature=0.7, **options)
-    logprobs, _ = token_logprobs(hidden, weight, targets, temperature=0.7, truncation=Truncation(**options), chunk=T)
+    targets = several_targets()
+    upstream = torch.linspace(-1.0, 2.0, 3 * T).view(T, 3)
+    expected = gradients(
+        dense_truncated, hidden, weight, targets, (upstream, None), temperature=0.7, **options
+    )
+    logprobs, _ = token_logprobs(
+        hidden, weight, targets, temperature=0.7, truncation=Truncation(**options), chunk=T
+    )
+
     for products in (2, 2 + 1):  # the first time the gradient takes the place of what was kept
         with Products() as seen:
             actual = torch.autograd.grad(logprobs, [hidden, weight], upstream, retain_graph=True)
         assert seen.count == products
         for gradient, reference in zip(actual, expected, strict=True):
-            exact = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2**-10}
+            exact = (
+                {"rtol": 1e-5, "atol": 1e-5}
+                if dtype == torch.float32
+                else {"rtol": 2**-7, "atol": 2**-10}
+            )
             torch.testing.assert_close(gradient, reference, **exact)
 
 
-def slopes(rows: slice, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def slopes(
+    rows: slice, logprobs: Tensor, entropy: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
     """The gradient of objective(): that of each token depends on its own values alone."""
-    up, per = UPSTREAM[0][rows], UPSTREAM[1][rows]
+    up = UPSTREAM[0][rows]
+    per = UPSTREAM[1][rows]
     shape = (-1,) + (1,) * (logprobs.dim() - 1)
     return up.view(shape) * logprobs.exp(), None if entropy is None else 2 * per * entropy
 
 
 def objective(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
     up = UPSTREAM[0].view((-1,) + (1,) * (logprobs.dim() - 1))
-    return (up * logprobs.exp()).sum() + (0.0 if entropy is None else (UPSTREAM[1] * entropy.square()).sum())
+    return (up * logprobs.exp()).sum() + (
+        0.0 if entropy is None else (UPSTREAM[1] * entropy.square()).sum()
+    )
 
 
 def learned(times: float = 1.0, **options) -> tuple[list[Tensor], int]:
@@ -484,10 +627,16 @@ def learned(times: float = 1.0, **options) -> tuple[list[Tensor], int]:
     hidden, weight, targets = inputs(options.pop("dtype", torch.float32))
     targets = options.pop("targets", targets)
     targets[::5] = -100
+
     with Products() as seen:
-        logprobs, entropy = token_logprobs(hidden, weight, targets, temperature=0.7, chunk=8, **options)
+        logprobs, entropy = token_logprobs(
+            hidden, weight, targets, temperature=0.7, chunk=8, **options
+        )
         found = torch.autograd.grad(times * objective(logprobs, entropy), [hidden, weight])
-    return [value.detach() for value in (logprobs, entropy, *found) if value is not None], seen.count
+
+    return [
+        value.detach() for value in (logprobs, entropy, *found) if value is not None
+    ], seen.count
 
 
 KNOWN = {
@@ -501,7 +650,9 @@ KNOWN = {
 @pytest.mark.parametrize("options", KNOWN.values(), ids=KNOWN.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_that_is_known_in_the_forward_pass_is_the_same_in_three_products(dtype, options):
-    """Of each chunk: one product for the logits, each time they are computed, and two for gradients."""
+    """Of each chunk: one product for the logits, each time they are computed, and two for
+    gradients.
+    """
     known, three = learned(dtype=dtype, upstream=slopes, **options)
     again, four = learned(dtype=dtype, **options)
     chunks = 3
@@ -516,7 +667,8 @@ def test_a_gradient_that_is_known_in_the_forward_pass_is_the_same_in_three_produ
 
 def test_a_known_gradient_follows_the_factor_of_the_loss():
     """As a strategy multiplies it; the values are the same."""
-    once, twice = learned(upstream=slopes)[0], learned(2.0, upstream=slopes)[0]
+    once = learned(upstream=slopes)[0]
+    twice = learned(2.0, upstream=slopes)[0]
     for index, (value, other) in enumerate(zip(once, twice, strict=True)):
         assert torch.equal(other, value if index < 2 else 2 * value)
 
@@ -537,7 +689,9 @@ def test_a_gradient_that_was_announced_otherwise_is_refused():
 
 def test_a_gradient_of_zeros_is_known_too():
     hidden, weight, targets = inputs()
-    logprobs, _ = token_logprobs(hidden, weight, targets, chunk=8, upstream=lambda *_: (torch.zeros_like(_[1]), None))
+    logprobs, _ = token_logprobs(
+        hidden, weight, targets, chunk=8, upstream=lambda *_: (torch.zeros_like(_[1]), None)
+    )
     for gradient in torch.autograd.grad(0 * logprobs.sum(), [hidden, weight]):
         assert not gradient.any()
 
@@ -549,12 +703,16 @@ def test_entropy_is_computed_where_it_is_asked_for():
     assert entropy is None and "clone" not in seen.names
     assert torch.equal(logprobs, token_logprobs(hidden, weight, targets, chunk=8)[0])
     gradient = torch.autograd.grad(logprobs, hidden, UPSTREAM[0])[0]
-    assert torch.equal(gradient, gradients(token_logprobs, hidden, weight, targets, (UPSTREAM[0], None), chunk=8)[0])
+    assert torch.equal(
+        gradient,
+        gradients(token_logprobs, hidden, weight, targets, (UPSTREAM[0], None), chunk=8)[0],
+    )
 
 
 def test_the_weight_gradient_of_bf16_is_summed_in_float32():
     # 512 chunks that add 1 each: bfloat16 stops counting at 256
-    hidden, weight = torch.ones(512, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.ones(512, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     logprobs, _ = token_logprobs(hidden, weight, torch.zeros(512, dtype=torch.int64), chunk=1)
     (gradient,) = torch.autograd.grad(logprobs, weight, 2 * torch.ones(512))
     assert gradient.tolist() == [[512.0], [-512.0]]
@@ -562,8 +720,12 @@ def test_the_weight_gradient_of_bf16_is_summed_in_float32():
 
 @pytest.mark.slow
 def test_memory_of_the_host_stays_within_a_few_chunks():
-    """Measured in a process of its own: 4096 tokens of 32,000 are 524 MB of logits; the automatic chunk is 134 MB."""
-    result = subprocess.run([sys.executable, "-c", MEASURE_PEAK], capture_output=True, text=True, check=True)
+    """Measured in a process of its own: 4096 tokens of 32,000 are 524 MB of logits; the automatic
+    chunk is 134 MB.
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", MEASURE_PEAK], capture_output=True, text=True, check=True
+    )
     assert int(result.stdout) < 250e6
 
 
@@ -582,14 +744,23 @@ print(peak() - before)
 
 
 def test_one_gradient_of_logits_exists_at_a_time():
-    """At the peak a logit of a chunk takes 4 bytes, its bfloat16 gradient 2, and what has the size of the weight about 1 here."""
-    tokens, vocabulary, size, chunk = 256, 4096, 8, 64
+    """At the peak a logit of a chunk takes 4 bytes, its bfloat16 gradient 2, and what has the size
+    of the weight about 1 here.
+    """
+    tokens = 256
+    vocabulary = 4096
+    size = 8
+    chunk = 64
     hidden = torch.randn(tokens, size, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocabulary, size, dtype=torch.bfloat16, requires_grad=True)
     tracker = MemTracker()
     tracker.track_external(hidden, weight)
+
     with tracker:
         ones = lambda rows, logprobs, entropy: (torch.ones_like(logprobs), None)  # noqa: E731
         targets = torch.zeros(tokens, dtype=torch.int64)
-        token_logprobs(hidden, weight, targets, chunk=chunk, entropy=False, upstream=ones)[0].sum().backward()
+        token_logprobs(hidden, weight, targets, chunk=chunk, entropy=False, upstream=ones)[
+            0
+        ].sum().backward()
+
     assert 6 < total(tracker.get_tracker_snapshot("peak")) / (chunk * vocabulary) < 7.5

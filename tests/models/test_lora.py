@@ -26,8 +26,15 @@ from lightrft.models.recompute import recompute
 from lightrft.types import Batch
 from tiny import tiny_model
 
-LAYERS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
-          "mlp.down_proj"]  # fmt: skip
+LAYERS = [
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+]
 IDS = torch.arange(3, 15)[None]
 
 
@@ -43,7 +50,9 @@ def load(folder: str):
 def adapted(folder: str, **settings):
     """With a B as if it were trained."""
     torch.manual_seed(0)
-    model = freeze_parameters(load(folder), ModelSection(pretrain=folder, **{"lora_rank": 4} | settings))
+    model = freeze_parameters(
+        load(folder), ModelSection(pretrain=folder, **{"lora_rank": 4} | settings)
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -52,13 +61,21 @@ def adapted(folder: str, **settings):
 
 
 def whole(model) -> dict[str, torch.Tensor]:
-    return dict(merge_adapters(model, ((name, parameter.detach()) for name, parameter in model.named_parameters())))
+    return dict(
+        merge_adapters(
+            model, ((name, parameter.detach()) for name, parameter in model.named_parameters())
+        )
+    )
 
 
 def test_by_default_every_linear_layer_but_the_head_has_an_adapter(folder):
     model = adapted(folder)
-    assert set(adapted_layers(model)) == {f"model.layers.{n}.{layer}" for n in (0, 1) for layer in LAYERS}
-    assert all(parameter.requires_grad == is_adapter(name) for name, parameter in model.named_parameters())
+    assert set(adapted_layers(model)) == {
+        f"model.layers.{n}.{layer}" for n in (0, 1) for layer in LAYERS
+    }
+    assert all(
+        parameter.requires_grad == is_adapter(name) for name, parameter in model.named_parameters()
+    )
 
 
 def test_a_new_adapter_changes_nothing_and_begins_equally_each_time(folder):
@@ -75,17 +92,27 @@ def test_a_new_adapter_changes_nothing_and_begins_equally_each_time(folder):
 
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}], ids=str)
 def test_the_merged_stream_is_what_peft_merges(folder, options):
-    """With peft's own model as the reference; names, order and shapes are those of the model without adapters."""
-    config = LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM", **options)
-    ours, theirs = inject_adapter_in_model(config, load(folder)), get_peft_model(load(folder), config)
+    """With peft's own model as the reference; names, order and shapes are those of the model
+    without adapters.
+    """
+    config = LoraConfig(
+        r=4, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM", **options
+    )
+    ours = inject_adapter_in_model(config, load(folder))
+    theirs = get_peft_model(load(folder), config)
     torch.manual_seed(1)
+
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             if is_adapter(name):
                 parameter.normal_(std=0.1)
-    theirs.load_state_dict({f"base_model.model.{name}": value for name, value in ours.state_dict().items()})
+
+    theirs.load_state_dict(
+        {f"base_model.model.{name}": value for name, value in ours.state_dict().items()}
+    )
     before = {name: parameter.clone() for name, parameter in ours.named_parameters()}
-    found, expected = whole(ours), dict(theirs.merge_and_unload().named_parameters())
+    found = whole(ours)
+    expected = dict(theirs.merge_and_unload().named_parameters())
     assert list(found) == list(expected)
     for name, tensor in found.items():
         assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
@@ -109,7 +136,9 @@ def test_merged_bfloat16_is_a_neighbour_of_the_float32_product(folder):
 
 @pytest.mark.parametrize("size", [1e-6, 1e-5, 1e-4, 1e-3, 1e-2])
 def test_merging_in_bfloat16_keeps_an_adapter_of_any_size_on_average(size):
-    """Rounding to the nearest loses 99 % of the smallest, and the error of a mean has a known size."""
+    """Rounding to the nearest loses 99 % of the smallest, and the error of a mean has a known
+    size.
+    """
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(512, 1024, generator=generator) * 0.02).bfloat16()
     a = torch.rand(4, 1024, generator=generator).bfloat16()
@@ -120,7 +149,9 @@ def test_merging_in_bfloat16_keeps_an_adapter_of_any_size_on_average(size):
     assert abs(error.mean()) < 5 * error.std() / error.numel() ** 0.5
     for axis in (0, 1):
         outputs = error.mean(axis)
-        assert outputs.std() < 2 * error.std() / error.shape[axis] ** 0.5, "rows or columns that err together"
+        assert outputs.std() < 2 * error.std() / error.shape[axis] ** 0.5, (
+            "rows or columns that err together"
+        )
     assert torch.equal(merge(weight, a, 0 * b, 2.0), weight)
     assert torch.equal(merge(weight, a, b, 2.0), merge(weight, a, b, 2.0))
 
@@ -158,23 +189,34 @@ def test_a_stream_without_adapters_stays_itself(folder):
     model = load(folder)
     found = whole(model)
     assert list(found) == [name for name, _ in model.named_parameters()]
-    assert all(found[name].data_ptr() == parameter.data_ptr() for name, parameter in model.named_parameters())
+    assert all(
+        found[name].data_ptr() == parameter.data_ptr()
+        for name, parameter in model.named_parameters()
+    )
 
 
 def test_a_bias_keeps_its_name():
-    named = [("x.base_layer.weight", "W"), ("x.base_layer.bias", "c"), ("x.lora_A.default.weight", "A"),
-             ("x.lora_B.default.weight", "B"), ("y.weight", "V")]  # fmt: skip
+    named = [
+        ("x.base_layer.weight", "W"),
+        ("x.base_layer.bias", "c"),
+        ("x.lora_A.default.weight", "A"),
+        ("x.lora_B.default.weight", "B"),
+        ("y.weight", "V"),
+    ]
     folded = list(fold_adapters(named, lambda *parts: parts))
     assert folded == [("x.bias", "c"), ("x.weight", ("x", "W", "A", "B")), ("y.weight", "V")]
 
 
 def test_switched_off_the_model_is_its_base(folder):
     model = adapted(folder)
-    on, base = model(IDS).logits, load(folder)(IDS).logits
+    on = model(IDS).logits
+    base = load(folder)(IDS).logits
     with adapters_off(model):
         assert torch.equal(model(IDS).logits, base)
     assert torch.equal(model(IDS).logits, on) and not torch.equal(on, base)
-    assert all(parameter.requires_grad == is_adapter(name) for name, parameter in model.named_parameters())
+    assert all(
+        parameter.requires_grad == is_adapter(name) for name, parameter in model.named_parameters()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -184,7 +226,8 @@ def test_dropout_is_that_of_training_alone(folder, dtype):
     assert torch.equal(model.eval()(IDS).logits, plain.eval()(IDS).logits)
     model.train()
     torch.manual_seed(0)
-    first, second = model(IDS).logits, model(IDS).logits
+    first = model(IDS).logits
+    second = model(IDS).logits
     torch.manual_seed(0)
     assert torch.equal(model(IDS).logits, first) and not torch.equal(first, second)
 
@@ -200,11 +243,19 @@ def test_recomputation_gives_adapters_the_same_gradients(folder, selective, dtyp
         actor = Actor(freeze_parameters(load_model(section), section)).train().to(dtype)
         if recomputed:
             recompute(actor, selective=selective)
-        mask, rows = torch.arange(12) % 7 > 0, torch.tensor([0, 1])
+        mask = torch.arange(12) % 7 > 0
+        rows = torch.tensor([0, 1])
         batch = Batch(lengths=torch.tensor([7, 5]), input_ids=IDS[0], loss_mask=mask, rows=rows)
         torch.manual_seed(1)
         actor(batch, 1.0)[0].sum().backward()
-        gradients.append({name: parameter.grad for name, parameter in actor.named_parameters() if parameter.requires_grad})
+        gradients.append(
+            {
+                name: parameter.grad
+                for name, parameter in actor.named_parameters()
+                if parameter.requires_grad
+            }
+        )
+
     assert all(tensor is not None and tensor.isfinite().all() for tensor in gradients[0].values())
     assert all(gradients[0][name].abs().max() > 0 for name in gradients[0] if "lora_B" in name)
     for name, tensor in gradients[0].items():
@@ -215,16 +266,24 @@ def test_a_scorer_trains_its_head_too(folder):
     section = ModelSection(pretrain=folder, lora_rank=2)
     scorer = Scorer(freeze_parameters(load_scorer(section), section))
     trained = {name for name, parameter in scorer.hf_parameters() if parameter.requires_grad}
-    assert "score.weight" in trained and all(is_adapter(name) for name in trained - {"score.weight"})
+    assert "score.weight" in trained and all(
+        is_adapter(name) for name in trained - {"score.weight"}
+    )
 
 
 # -- parts that are not trained
 
 
 def test_a_prefix_is_not_trained(folder):
-    model = freeze_parameters(load(folder), ModelSection(freeze_prefix=["model.layers.0", "model.embed_tokens"]))
+    model = freeze_parameters(
+        load(folder), ModelSection(freeze_prefix=["model.layers.0", "model.embed_tokens"])
+    )
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert frozen == {name for name, _ in model.named_parameters() if name.startswith(("model.layers.0.", "model.embed"))}
+    assert frozen == {
+        name
+        for name, _ in model.named_parameters()
+        if name.startswith(("model.layers.0.", "model.embed"))
+    }
 
 
 def test_a_prefix_gets_no_adapters(folder):
@@ -237,12 +296,21 @@ def test_a_prefix_gets_no_adapters(folder):
     [
         (
             {"freeze_prefix": ["visual"]},
-            "--freeze_prefix visual: no parameter has this prefix; the prefixes are model.embed_tokens",
+            (
+                "--freeze_prefix visual: no parameter has this prefix; the prefixes are"
+                " model.embed_tokens"
+            ),
         ),
         ({"freeze_prefix": ["model", "lm_head"]}, "freezes all parameters"),
         ({"lora_rank": 4, "target_modules": ["query"]}, "--target_modules query: Target modules"),
-        ({"lora_rank": 4, "target_modules": ["lm_head"]}, "LoRA on lm_head cannot be trained: it is outside of the"),
-        ({"lora_rank": 4, "target_modules": ["embed_tokens"]}, "LoRA on model.embed_tokens cannot be trained: it is not a"),
+        (
+            {"lora_rank": 4, "target_modules": ["lm_head"]},
+            "LoRA on lm_head cannot be trained: it is outside of the",
+        ),
+        (
+            {"lora_rank": 4, "target_modules": ["embed_tokens"]},
+            "LoRA on model.embed_tokens cannot be trained: it is not a",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_said(folder, settings, message):
@@ -253,14 +321,18 @@ def test_what_cannot_be_trained_is_said(folder, settings, message):
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}], ids=str)
 def test_other_kinds_of_adapters_are_not_merged_wrongly(folder, options):
-    model = inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"], **options), load(folder))
+    model = inject_adapter_in_model(
+        LoraConfig(r=2, target_modules=["q_proj"], **options), load(folder)
+    )
     with pytest.raises(ConfigError, match="more than the product of two matrices"):
         whole(model)
 
 
 def test_two_adapters_are_not_merged_wrongly(folder):
     model = inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), load(folder))
-    model = inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model, adapter_name="second")
+    model = inject_adapter_in_model(
+        LoraConfig(r=2, target_modules=["q_proj"]), model, adapter_name="second"
+    )
     with pytest.raises(ConfigError, match="has several adapters"):
         whole(model)
 

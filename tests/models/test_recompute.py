@@ -1,4 +1,6 @@
-"""Activations that are computed again: the same gradients to the last bit, and only what was promised is done twice."""
+"""Activations that are computed again: the same gradients to the last bit, and only what was
+promised is done twice.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -29,15 +31,25 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def backward_pass(name: str, policy: str | None, alike: int) -> tuple[Counter[str], dict[str, torch.Tensor]]:
-    """What the backward pass does, and the gradients. 16 tokens in each of 4 sequences, of which `alike` are a shared prefix."""
+def backward_pass(
+    name: str, policy: str | None, alike: int
+) -> tuple[Counter[str], dict[str, torch.Tensor]]:
+    """What the backward pass does, and the gradients.
+
+    16 tokens in each of 4 sequences, of which `alike` are a shared prefix.
+    """
     actor = Actor(make_model(name, ATTENTION)).train()
     if policy:
         recompute(actor, selective=policy == "selective")
     batch = make_batch([16] * 4, alike)
-    loss = weighted(actor(replace(batch, shared=find_shared_prefixes(batch.input_ids, batch.lengths)), TEMPERATURE))
+    loss = weighted(
+        actor(
+            replace(batch, shared=find_shared_prefixes(batch.input_ids, batch.lengths)), TEMPERATURE
+        )
+    )
     with Operations() as operations:
         loss.backward()
+
     return operations.seen, gradients_of(actor)
 
 
@@ -49,7 +61,8 @@ def test_what_is_computed_twice(name, alike):
     selective, its_gradients = backward_pass(name, "selective", alike)
     for found in (gradients, its_gradients):
         assert all(torch.equal(found[key], gradient) for key, gradient in expected.items())
-    products, norms = "aten::mm", "aten::rsqrt"
+    products = "aten::mm"
+    norms = "aten::rsqrt"
     assert selective[products] == plain[products] < full[products]
     assert selective[SDPA] == plain[SDPA] == 0 and full[SDPA] >= 1
     assert plain[norms] == 0 and selective[norms] == full[norms] > 0, "norms are not kept"

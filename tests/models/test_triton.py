@@ -1,7 +1,7 @@
 """Why: no test machine has a GPU, and these kernels are all that log-probs are made of there.
 
-Triton interprets them on the CPU, in a process of its own because it decides when it is imported; the reference is float64. And
-they are compiled for a GPU, which needs none.
+Triton interprets them on the CPU, in a process of its own because it decides when it is imported;
+the reference is float64. And they are compiled for a GPU, which needs none.
 """
 
 import os
@@ -18,10 +18,17 @@ pytest.importorskip("triton")
 
 
 def python(program: str, **environment: str) -> str:
-    paths = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)])
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True,
-                         env=os.environ | environment | {"PYTHONPATH": paths})  # fmt: skip
+    paths = os.pathsep.join(
+        [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment | {"PYTHONPATH": paths},
+    )
     assert not run.returncode, run.stderr[-3000:]
+
     return run.stdout
 
 
@@ -32,13 +39,21 @@ def test_the_kernels_are_not_imported_where_torch_computes():
 
 @pytest.mark.slow
 def test_interpreted_kernels_equal_float64():
-    """A vocabulary within a block, of some blocks, and not a multiple; masks, several targets, huge logits; both passes."""
-    assert python("from models.interpreted import check; check()", TRITON_INTERPRET="1").strip() == "15 cases"
+    """A vocabulary within a block, of some blocks, and not a multiple; masks, several targets, huge
+    logits; both passes.
+    """
+    assert (
+        python("from models.interpreted import check; check()", TRITON_INTERPRET="1").strip()
+        == "15 cases"
+    )
 
 
 @pytest.mark.slow
 def test_interpreted_merging_equals_torch():
-    assert python("from models.interpreted import merged; merged()", TRITON_INTERPRET="1").strip() == "merged"
+    assert (
+        python("from models.interpreted import merged; merged()", TRITON_INTERPRET="1").strip()
+        == "merged"
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Log-probs from a split vocabulary are those of the whole one: values, gradients, and how often ranks talk.
+"""Log-probs from a split vocabulary are those of the whole one: values, gradients, and how often
+ranks talk.
 
 The reference is torch's own autograd through dense logits, in one process.
 """
@@ -21,7 +22,8 @@ from lightrft.parallel.tensor_parallel import vocabulary_shard
 from marginal import MARGINAL, MARGINAL_CASES, check_marginal, marginal_inputs
 from ranks import run_cases, run_ranks
 
-T, H = 23, 8
+T = 23
+H = 8
 UPSTREAM = torch.linspace(-1.0, 2.0, T), torch.linspace(0.5, -0.7, T)
 
 
@@ -31,7 +33,8 @@ class Collectives:
     NAMES = ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "all_gather_object")
 
     def __enter__(self) -> list[str]:
-        self.seen, self.originals = [], {name: getattr(dist, name) for name in self.NAMES}
+        self.seen = []
+        self.originals = {name: getattr(dist, name) for name in self.NAMES}
         for name in self.NAMES:
             setattr(dist, name, partial(self._note, name))
         return self.seen
@@ -45,16 +48,22 @@ class Collectives:
             setattr(dist, name, original)
 
 
-def inputs(vocabulary: int, dtype: torch.dtype, num_targets: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    vocabulary: int, dtype: torch.dtype, num_targets: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(T, H, generator=generator).to(dtype)
     weight = torch.randn(vocabulary, H, generator=generator).to(dtype)
-    targets = torch.randint(vocabulary, (T, num_targets) if num_targets else (T,), generator=generator)
+    targets = torch.randint(
+        vocabulary, (T, num_targets) if num_targets else (T,), generator=generator
+    )
     targets[::5] = -100
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
-def dense(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def dense(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     logp = ((hidden @ weight.T).float() / temperature).log_softmax(-1)
     columns = targets if targets.dim() == 2 else targets[:, None]
     picked = logp.gather(-1, columns.clamp(min=0)).view(targets.shape)
@@ -63,14 +72,22 @@ def dense(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -
 
 def weighted(values: tuple[Tensor, Tensor], use: tuple[bool, bool]) -> Tensor:
     pairs = zip(values, UPSTREAM, use, strict=True)
-    return sum((value * (up if value.dim() == 1 else up[:, None])).sum() for value, up, used in pairs if used)
+    return sum(
+        (value * (up if value.dim() == 1 else up[:, None])).sum()
+        for value, up, used in pairs
+        if used
+    )
 
 
 Result = tuple[list[Tensor], list[Tensor], list[str], list[str]]
 
 
-def split(vocabulary: int, dtype: torch.dtype, use: tuple[bool, bool], num_targets: int, options: dict) -> Result:
-    """On every rank: values, gradients of hidden states and whole weight, collectives of forward and backward pass."""
+def split(
+    vocabulary: int, dtype: torch.dtype, use: tuple[bool, bool], num_targets: int, options: dict
+) -> Result:
+    """On every rank: values, gradients of hidden states and whole weight, collectives of forward
+    and backward pass.
+    """
     hidden, weight, targets = inputs(vocabulary, dtype, num_targets)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     cut = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
@@ -79,12 +96,23 @@ def split(vocabulary: int, dtype: torch.dtype, use: tuple[bool, bool], num_targe
     with Collectives() as backward:
         weighted(values, use).backward()
     assert cut.grad.placements == cut.placements
-    return [value.detach() for value in values], [hidden.grad, cut.grad.full_tensor()], list(forward), list(backward)
+
+    return (
+        [value.detach() for value in values],
+        [hidden.grad, cut.grad.full_tensor()],
+        list(forward),
+        list(backward),
+    )
 
 
 USES = [(True, False), (False, True), (True, True)]
-TRUNCATIONS = [Truncation(top_k=5), Truncation(top_p=0.8), Truncation(30, 0.9), Truncation(30, 0.9, (3, 50, 95)),
-               Truncation(banned=(0, 95))]  # fmt: skip
+TRUNCATIONS = [
+    Truncation(top_k=5),
+    Truncation(top_p=0.8),
+    Truncation(30, 0.9),
+    Truncation(30, 0.9, (3, 50, 95)),
+    Truncation(banned=(0, 95)),
+]
 VOCABULARIES = {2: (96, 97), 4: (96, 97)}
 SEVERAL_TARGETS = {"temperature": 0.7, "chunk": 10}
 
@@ -97,30 +125,51 @@ def results() -> Callable[[int], dict[Any, list[Result]]]:
     def of(tp: int) -> dict[Any, list[Result]]:
         options = {"temperature": 0.7, "chunk": 7}
         cases: dict[Any, tuple] = {
-            (vocabulary, use): (vocabulary, torch.float32, use, 0, options) for vocabulary in VOCABULARIES[tp] for use in USES
+            (vocabulary, use): (vocabulary, torch.float32, use, 0, options)
+            for vocabulary in VOCABULARIES[tp]
+            for use in USES
         }
-        cases |= {truncation: (97, torch.float32, (True, True), 2, SEVERAL_TARGETS | {"truncation": truncation})
-                  for truncation in TRUNCATIONS}  # fmt: skip
+        cases |= {
+            truncation: (
+                97,
+                torch.float32,
+                (True, True),
+                2,
+                SEVERAL_TARGETS | {"truncation": truncation},
+            )
+            for truncation in TRUNCATIONS
+        }
+
         if tp == 4:
-            cases |= {("bf16", vocabulary): (vocabulary, torch.bfloat16, (True, True), 3, {}) for vocabulary in (3, 96, 97)}
+            cases |= {
+                ("bf16", vocabulary): (vocabulary, torch.bfloat16, (True, True), 3, {})
+                for vocabulary in (3, 96, 97)
+            }
+
         return run_cases(tp, split, cases)
 
     return of
 
 
-@pytest.mark.parametrize(("tp", "vocabulary"), [(tp, vocabulary) for tp, each in VOCABULARIES.items() for vocabulary in each])
+@pytest.mark.parametrize(
+    ("tp", "vocabulary"),
+    [(tp, vocabulary) for tp, each in VOCABULARIES.items() for vocabulary in each],
+)
 def test_values_and_gradients_equal_dense(results, tp, vocabulary):
     for use in USES:
         hidden, weight, targets = inputs(vocabulary, torch.float32)
         expected = dense(hidden, weight, targets, 0.7)
         weighted(expected, use).backward()
+
         for values, gradients, forward, backward in results(tp)[vocabulary, use]:
             for value, reference in zip(values, expected, strict=True):
                 assert value.dtype == torch.float32
                 torch.testing.assert_close(value, reference.detach(), rtol=1e-6, atol=2e-6)
             for gradient, reference in zip(gradients, (hidden.grad, weight.grad), strict=True):
                 torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
-            assert forward == ["all_reduce"] * 2, "the largest, then the sums, whatever the number of chunks"
+            assert forward == ["all_reduce"] * 2, (
+                "the largest, then the sums, whatever the number of chunks"
+            )
             assert backward == ["all_reduce"], "of the hidden states' gradient"
 
 
@@ -130,6 +179,7 @@ def test_bf16_and_several_targets(results, vocabulary):
     hidden, weight, targets = inputs(vocabulary, torch.bfloat16, num_targets=3)
     expected = dense(hidden, weight, targets, 1.0)
     weighted(expected, (True, True)).backward()
+
     found = results(4)["bf16", vocabulary]
     for values, gradients, _, _ in found:
         for value, reference in zip(values, expected, strict=True):
@@ -138,9 +188,12 @@ def test_bf16_and_several_targets(results, vocabulary):
             assert gradient.dtype == torch.bfloat16
             # each rank's part of a hidden gradient is rounded to 2^-8 before the parts are added
             assert (gradient.float() - reference.float()).norm() <= 2**-7 * reference.float().norm()
+
     first = found[0][0] + found[0][1]
     for values, gradients, _, _ in found[1:]:
-        assert all(torch.equal(mine, its) for mine, its in zip(values + gradients, first, strict=True))
+        assert all(
+            torch.equal(mine, its) for mine, its in zip(values + gradients, first, strict=True)
+        )
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
@@ -167,7 +220,10 @@ def at_the_edge() -> list[list[Tensor]]:
         cut = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
         values = token_logprobs(hidden, cut, targets, truncation=MARGINAL, chunk=chunk)
         grad_hidden, grad_weight = torch.autograd.grad(values, [hidden, cut], upstream)
-        results.append([value.detach() for value in values] + [grad_hidden, grad_weight.full_tensor()])
+        results.append(
+            [value.detach() for value in values] + [grad_hidden, grad_weight.full_tensor()]
+        )
+
     return results
 
 
@@ -211,14 +267,24 @@ def edge_cases() -> list:
     hidden.data[3, 2] = torch.nan
     poisoned, _ = token_logprobs(hidden, cut, targets)
     shard = vocabulary_shard(cut)
-    return [[len(value) for value in nothing], large.isfinite().all().item(), poisoned.isnan().nonzero().tolist(),
-            (shard.first, len(shard.weight), shard.size)]
+
+    return [
+        [len(value) for value in nothing],
+        large.isfinite().all().item(),
+        poisoned.isnan().nonzero().tolist(),
+        (shard.first, len(shard.weight), shard.size),
+    ]
 
 
 def test_edges():
     results = run_ranks(4, edge_cases)
     assert [result[:3] for result in results] == [[[0, 0], True, [[3]]]] * 4
-    assert [result[3] for result in results] == [(0, 25, 97), (25, 25, 97), (50, 25, 97), (75, 22, 97)]
+    assert [result[3] for result in results] == [
+        (0, 25, 97),
+        (25, 25, 97),
+        (50, 25, 97),
+        (75, 22, 97),
+    ]
 
 
 def test_a_whole_output_embedding_has_no_shard():

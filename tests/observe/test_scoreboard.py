@@ -7,14 +7,28 @@ from lightrft.parallel.peaks import known_device
 
 
 def row(step: float, generate: float, train: float, **others: float) -> dict:
-    return {"time/step": step, "time/generate": generate, "time/train": train, "rollout/tokens": 1000, "time/idle_share": 0.25,
-            "memory/peak_gb": 3.0, "engine/logprob_mismatch": 1e-6} | others  # fmt: skip
+    return {
+        "time/step": step,
+        "time/generate": generate,
+        "time/train": train,
+        "rollout/tokens": 1000,
+        "time/idle_share": 0.25,
+        "memory/peak_gb": 3.0,
+        "engine/logprob_mismatch": 1e-6,
+    } | others
 
 
 def test_numbers_by_hand():
-    """The first step, which is slower, does not count; of two devices each has half of the tokens."""
+    """The first step, which is slower, does not count; of two devices each has half of the
+    tokens.
+    """
     flops = {"perf/train_flops": 7e15}
-    rows = [row(90, 80, 1), row(4, 1, 2, **flops), row(4, 1, 2, **flops), row(8, 2, 4, **flops, **{"memory/peak_gb": 5.0})]
+    rows = [
+        row(90, 80, 1),
+        row(4, 1, 2, **flops),
+        row(4, 1, 2, **flops),
+        row(8, 2, 4, **flops, **{"memory/peak_gb": 5.0}),
+    ]
     counts = {"parameters": 9e12, "active_parameters": 1e12, "weight_bytes": 2e12}
     found = scoreboard(rows, {"world_size": 2, "device": "NVIDIA H100 80GB HBM3"} | counts)
     assert (found.steps, found.seconds, found.tokens_per_second, found.peak_gb) == (3, 4, 125, 5.0)
@@ -24,12 +38,22 @@ def test_numbers_by_hand():
 
 
 def test_rows_of_several_steps_have_the_same_numbers():
-    """With --logging_steps a row has sums of tokens and operations over its steps, but means of their seconds."""
-    run, names = {"world_size": 2, "device": "NVIDIA H100 80GB HBM3"}, ("rollout/tokens", "perf/train_flops")
+    """With --logging_steps a row has sums of tokens and operations over its steps, but means of
+    their seconds.
+    """
+    run = {"world_size": 2, "device": "NVIDIA H100 80GB HBM3"}
+    names = ("rollout/tokens", "perf/train_flops")
     single = [row(4, 1, 2, **{"perf/train_flops": 7e15, "perf/steps": 1.0})] * 9
-    joined = [each | {name: 3 * each[name] for name in (*names, "perf/steps")} for each in single[:3]]
-    one, three = scoreboard(single, run), scoreboard(joined, run)
-    assert (one.tokens_per_second, one.mfu, one.seconds) == (three.tokens_per_second, three.mfu, three.seconds)
+    joined = [
+        each | {name: 3 * each[name] for name in (*names, "perf/steps")} for each in single[:3]
+    ]
+    one = scoreboard(single, run)
+    three = scoreboard(joined, run)
+    assert (one.tokens_per_second, one.mfu, one.seconds) == (
+        three.tokens_per_second,
+        three.mfu,
+        three.seconds,
+    )
     assert (one.steps, three.steps) == (8, 6)
 
 
@@ -38,7 +62,10 @@ def test_ranks_that_only_generate_are_devices_but_do_not_train():
     alone = {"world_size": 2, "device": "NVIDIA H100 80GB HBM3"}
     with_others = alone | {"rollout_ranks": 2}
     assert scoreboard(rows, alone).mfu == scoreboard(rows, with_others).mfu
-    assert scoreboard(rows, alone).tokens_per_second == 2 * scoreboard(rows, with_others).tokens_per_second
+    assert (
+        scoreboard(rows, alone).tokens_per_second
+        == 2 * scoreboard(rows, with_others).tokens_per_second
+    )
 
 
 @pytest.mark.parametrize("part", NESTED)

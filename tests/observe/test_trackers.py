@@ -1,6 +1,8 @@
-"""Why: a tracker may fail, hang or be away, and the run must not; what it records must be complete and must contain no secret.
+"""Why: a tracker may fail, hang or be away, and the run must not; what it records must be complete
+and must contain no secret.
 
-The real packages, offline; each in a process of its own, because they keep threads. Those that are not installed are left out.
+The real packages, offline; each in a process of its own, because they keep threads. Those that are
+not installed are left out.
 """
 
 import json
@@ -24,27 +26,42 @@ from ranks import exit_codes, run_apart
 from runs import prepare, rows_of
 
 SECRET = "k3y-of-the-judge"
-CONFIG = {"train": {"seed": 1, "stop": ["a", "b"], "none": None}, "reward": {"reward": f"http://host/score?key={SECRET}"}}
-ROWS = [{"prompt": "1+1=", "response": "two and more", "reward": 1.0}, {"prompt": "1+1=", "response": "3", "reward": 0.0}]
+CONFIG = {
+    "train": {"seed": 1, "stop": ["a", "b"], "none": None},
+    "reward": {"reward": f"http://host/score?key={SECRET}"},
+}
+ROWS = [
+    {"prompt": "1+1=", "response": "two and more", "reward": 1.0},
+    {"prompt": "1+1=", "response": "3", "reward": 0.0},
+]
 OFFLINE = {"WANDB_MODE": "offline", "SWANLAB_MODE": "offline", "COMET_START_ONLINE": "0"}
 
 
 def run_twice(name: str, folder: str) -> list[str]:
     """A run of two steps, and one that resumes after the first; returns the ids."""
-    os.environ.update(OFFLINE, TRACKIO_DIR=f"{folder}/trackio", MLFLOW_TRACKING_URI=f"sqlite:///{folder}/mlflow.db",
-                      REWARD_API_KEY=SECRET)  # fmt: skip
+    os.environ.update(
+        OFFLINE,
+        TRACKIO_DIR=f"{folder}/trackio",
+        MLFLOW_TRACKING_URI=f"sqlite:///{folder}/mlflow.db",
+        REWARD_API_KEY=SECRET,
+    )
     os.chdir(folder)
     sys.argv = ["train", "--reward_key", SECRET]
-    ids, section = [], ObserveSection(tracker_project="project", tracker_run_name="name")
+
+    ids = []
+    section = ObserveSection(tracker_project="project", tracker_run_name="name")
     for resume_step, steps in ((None, (1, 2)), (1, (2, 3))):
         sink = Tracker(name, folder, section)
-        sink.start(CONFIG if resume_step is None else CONFIG | {"train": {"seed": 2}}, 3, resume_step)
+        sink.start(
+            CONFIG if resume_step is None else CONFIG | {"train": {"seed": 2}}, 3, resume_step
+        )
         for step in steps:
             sink.log(step, {"train/loss": 0.5 * step, "train/kl": float("nan")})
             sink.samples(step, ROWS)
         sink.close("failed" if resume_step is None else "finished")
         assert not sink._failed and sys.argv[2] == SECRET
         ids.append((Path(folder) / f"{name}_run_id").read_text())
+
     return ids
 
 
@@ -65,8 +82,17 @@ def losses(name: str, folder: Path) -> list[tuple[int, float]]:
     if name == "mlflow":
         query = "select step, value from metrics where key = 'train/loss'"
         return sorted(sqlite3.connect(folder / "mlflow.db").execute(query).fetchall())
-    rows = sqlite3.connect(next(folder.glob("trackio/*.db"))).execute("select step, metrics from metrics").fetchall()
-    return sorted((step, found["train/loss"]) for step, metrics in rows if "train/loss" in (found := json.loads(metrics)))
+
+    rows = (
+        sqlite3.connect(next(folder.glob("trackio/*.db")))
+        .execute("select step, metrics from metrics")
+        .fetchall()
+    )
+    return sorted(
+        (step, found["train/loss"])
+        for step, metrics in rows
+        if "train/loss" in (found := json.loads(metrics))
+    )
 
 
 @pytest.mark.slow
@@ -86,7 +112,9 @@ def test_a_run_is_recorded_without_secrets_and_continued(name, tmp_path):
 
 def test_sections_are_one_level_without_secrets(monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", SECRET)
-    found = flat({"a": {"b": {"c": 1}, "list": [1, 2]}, "text": f"x{SECRET}", "none": None, "switch": True})
+    found = flat(
+        {"a": {"b": {"c": 1}, "list": [1, 2]}, "text": f"x{SECRET}", "none": None, "switch": True}
+    )
     assert found == {"a.b.c": 1, "a.list": "1, 2", "text": "x***", "none": None, "switch": True}
     assert hide_secrets("http://a/b?key=1,c:0.5 https://d/e") == "http://a/b?***,c:0.5 https://d/e"
 
@@ -134,7 +162,10 @@ def test_a_tracker_that_cannot_start_ends_the_run_with_one_line(failing, tmp_pat
     monkeypatch.setattr(Failing, "broken", {"start"})
     with pytest.raises(ConfigError) as error:
         Tracker("wandb", tmp_path, ObserveSection()).start({}, 3)
-    assert str(error.value) == "--report_to wandb cannot start: ConnectionError: start: no route to host with ***"
+    assert (
+        str(error.value)
+        == "--report_to wandb cannot start: ConnectionError: start: no route to host with ***"
+    )
     assert not (tmp_path / "wandb_run_id").exists()
 
 
@@ -149,19 +180,28 @@ def test_a_later_failure_is_reported_once_and_the_run_goes_on(failing, tmp_path,
     sink = Tracker("wandb", tmp_path, ObserveSection())
     sink.start({}, 3)
     monkeypatch.setattr(Failing, "broken", {"log", "log_table", "finish"})
+
     for step in (1, 2):
         sink.log(step, {"train/loss": 1.0})
         sink.samples(step, ROWS)
+
     sink.close("finished")
-    assert len(failing) == 1 and "ConnectionError: log: no route to host with ***; the run continues" in failing[0]
+    assert (
+        len(failing) == 1
+        and "ConnectionError: log: no route to host with ***; the run continues" in failing[0]
+    )
     thread = " tracker wandb"
     names = ["start", "store_init_configuration", *["log", "log_table"] * 2, "finish"]
-    assert Failing.calls == [name + thread for name in names], "later calls are attempted, all in one thread"
+    assert Failing.calls == [name + thread for name in names], (
+        "later calls are attempted, all in one thread"
+    )
 
 
 def test_the_end_waits_only_for_a_while(failing, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
-    monkeypatch.setattr(Failing, "log", lambda self, *_, **__: threading.Event().wait(0.5), raising=False)
+    monkeypatch.setattr(
+        Failing, "log", lambda self, *_, **__: threading.Event().wait(0.5), raising=False
+    )
     sink = Tracker("wandb", tmp_path, ObserveSection())
     sink.start({}, 3)
     sink.log(1, {})
@@ -187,18 +227,36 @@ def train_to_trackio(flags: list[str], folder: str, broken: set[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("trackio") is None, reason="trackio is not installed")
 def test_two_ranks_report_once_and_end_together_if_the_tracker_cannot_start(tmp_path):
-    flags = [*prepare(tmp_path), "--train_batch_size=8", "--max_steps=2", "--report_to=trackio", f"--save_path={tmp_path}/run",
-             "--max_tokens_per_microbatch=128"]  # fmt: skip
+    flags = [
+        *prepare(tmp_path),
+        "--train_batch_size=8",
+        "--max_steps=2",
+        "--report_to=trackio",
+        f"--save_path={tmp_path}/run",
+        "--max_tokens_per_microbatch=128",
+    ]
     assert exit_codes(2, train_to_trackio, flags, str(tmp_path / "trackio"), set()) == [0, 0]
-    assert losses("trackio", tmp_path) == [(row["step"], row["train/loss"]) for row in rows_of(tmp_path / "run")]
-    assert exit_codes(2, train_to_trackio, [*flags, "--overwrite"], str(tmp_path / "trackio"), {"start"}) == [2, 2]
+    assert losses("trackio", tmp_path) == [
+        (row["step"], row["train/loss"]) for row in rows_of(tmp_path / "run")
+    ]
+    assert exit_codes(
+        2, train_to_trackio, [*flags, "--overwrite"], str(tmp_path / "trackio"), {"start"}
+    ) == [2, 2]
 
 
-@pytest.mark.parametrize(("variables", "netrc", "problem"), [
-    ({}, "", True), ({"WANDB_API_KEY": "key"}, "", False), ({"WANDB_MODE": "offline"}, "", False),
-    ({}, "machine api.wandb.ai login user password key", False), ({}, "machine other.host login user password key", True),
-])  # fmt: skip
-def test_a_missing_login_is_found_before_anything_is_loaded(tmp_path, monkeypatch, variables, netrc, problem):
+@pytest.mark.parametrize(
+    ("variables", "netrc", "problem"),
+    [
+        ({}, "", True),
+        ({"WANDB_API_KEY": "key"}, "", False),
+        ({"WANDB_MODE": "offline"}, "", False),
+        ({}, "machine api.wandb.ai login user password key", False),
+        ({}, "machine other.host login user password key", True),
+    ],
+)
+def test_a_missing_login_is_found_before_anything_is_loaded(
+    tmp_path, monkeypatch, variables, netrc, problem
+):
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC", "WANDB_CONFIG_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -207,6 +265,7 @@ def test_a_missing_login_is_found_before_anything_is_loaded(tmp_path, monkeypatc
         monkeypatch.setenv(name, value)
     (tmp_path / ".netrc").write_text(netrc)
     (tmp_path / ".netrc").chmod(0o600)
+
     if problem:
         with pytest.raises(ConfigError, match="--report_to wandb cannot start: there is no login"):
             check_login(["tensorboard", "wandb"])

@@ -1,4 +1,6 @@
-"""Random models of every supported family, small enough for a test, in folders as a user would have them."""
+"""Random models of every supported family, small enough for a test, in folders as a user would have
+them.
+"""
 
 from pathlib import Path
 
@@ -26,24 +28,54 @@ FAMILIES = {
 
 
 def family_config(
-    family: str, *, tie: bool, vocabulary: int, heads: int = 4, kv_heads: int = 2, pad: int = PAD, **options: bool
+    family: str,
+    *,
+    tie: bool,
+    vocabulary: int,
+    heads: int = 4,
+    kv_heads: int = 2,
+    pad: int = PAD,
+    **options: bool,
 ) -> PretrainedConfig:
-    special = {"gemma3": {"query_pre_attn_scalar": 16, "sliding_window": 4, "sliding_window_pattern": 2}}
+    special = {
+        "gemma3": {"query_pre_attn_scalar": 16, "sliding_window": 4, "sliding_window_pattern": 2}
+    }
     return FAMILIES[family][0](
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16,
-        intermediate_size=48, vocab_size=vocabulary, initializer_range=0.1, max_position_embeddings=128, tie_word_embeddings=tie,
-        pad_token_id=pad, bos_token_id=BOS, eos_token_id=EOS, dtype=torch.float32, **special.get(family, {}), **options,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=16,
+        intermediate_size=48,
+        vocab_size=vocabulary,
+        initializer_range=0.1,
+        max_position_embeddings=128,
+        tie_word_embeddings=tie,
+        pad_token_id=pad,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        dtype=torch.float32,
+        **special.get(family, {}),
+        **options,
+    )
 
 
-def family_model(folder: Path | str, family: str, *, tie: bool = False, vocabulary: int = 261, **options: int) -> str:
-    """Write model and tokenizer; returns the folder. Norms and biases are random too, so that their gradients matter."""
+def family_model(
+    folder: Path | str, family: str, *, tie: bool = False, vocabulary: int = 261, **options: int
+) -> str:
+    """Write model and tokenizer; returns the folder.
+
+    Norms and biases are random too, so that their gradients matter.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = FAMILIES[family][1](family_config(family, tie=tie, vocabulary=vocabulary, **options))
+        model = FAMILIES[family][1](
+            family_config(family, tie=tie, vocabulary=vocabulary, **options)
+        )
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.data.add_(torch.randn_like(parameter) * 0.2)
+
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return str(folder)

@@ -1,4 +1,6 @@
-"""Why: a bucket of weights whose memory is used again too early holds other numbers, on an accelerator only, and now and then."""
+"""Why: a bucket of weights whose memory is used again too early holds other numbers, on an
+accelerator only, and now and then.
+"""
 
 from collections.abc import Iterator
 
@@ -12,9 +14,11 @@ SIZE = 4096
 
 
 def different_numbers(device: torch.device, count: int) -> int:
-    """Numbers that differ from what was put into so many buckets, all memory overwritten as soon as it is free.
+    """Numbers that differ from what was put into so many buckets, all memory overwritten as soon as
+    it is free.
 
-    Products of some size keep the stream of the caller behind, so that the next buckets are made while it still reads.
+    Products of some size keep the stream of the caller behind, so that the next buckets are made
+    while it still reads.
     """
     table = torch.arange(64 * SIZE, device=device).view(64, SIZE)
     slow = torch.randn(512, 512, device=device)
@@ -32,7 +36,9 @@ def different_numbers(device: torch.device, count: int) -> int:
     for index, (first, second) in enumerate(ahead(buckets(), device)):
         if index % 8 == 0:
             slow = (slow @ slow).clamp(-1, 1)
-        different += (first != table[index % 64] + index).sum() + (second != table[(index + 1) % 64] * 2).sum()
+        different += (first != table[index % 64] + index).sum() + (
+            second != table[(index + 1) % 64] * 2
+        ).sum()
         del first, second
         overwrite()
     return int(different)
@@ -44,4 +50,7 @@ def test_buckets_are_the_same_on_a_cpu():
 
 @pytest.mark.gpu
 def test_buckets_made_ahead_are_the_same_bit_by_bit():
-    assert different_numbers(torch.device(torch.accelerator.current_accelerator().type, 0), 10_000) == 0
+    assert (
+        different_numbers(torch.device(torch.accelerator.current_accelerator().type, 0), 10_000)
+        == 0
+    )

@@ -18,29 +18,42 @@ TIMEOUT = timedelta(seconds=77)
 
 def threads() -> int:
     """Number of threads of this process that wait for sockets of gloo."""
-    return sum(task.read_text() == "gloo_tcp_loop\n" for task in Path("/proc/self/task").glob("*/comm"))
+    return sum(
+        task.read_text() == "gloo_tcp_loop\n" for task in Path("/proc/self/task").glob("*/comm")
+    )
 
 
 def sums_and_threads(variables: dict[str, str]) -> tuple[list[float], int, int]:
-    """Sums over groups of two and of one rank, and the threads before and after they are created; `variables` are set between."""
-    before, rank = threads(), dist.get_rank()
+    """Sums over groups of two and of one rank, and the threads before and after they are created;
+    `variables` are set between.
+    """
+    before = threads()
+    rank = dist.get_rank()
     os.environ.update(variables)
     pairs = [dist.new_group([0, 1], timeout=TIMEOUT) for _ in range(4)]
-    alone = [dist.new_group([rank], timeout=TIMEOUT, use_local_synchronization=True) for _ in range(4)]
+    alone = [
+        dist.new_group([rank], timeout=TIMEOUT, use_local_synchronization=True) for _ in range(4)
+    ]
+
     sums = []
     for group in pairs + alone:
         value = torch.full((), 2.0**rank)
         dist.all_reduce(value, group=group)
         sums.append(value.item())
         assert group._get_backend(torch.device("cpu")).options._timeout == TIMEOUT
+
     return sums, before, threads()
 
 
 @pytest.mark.parametrize(
-    ("variables", "created"), [({}, 0), ({gloo.RANKS_IN_ADDRESSES: "1"}, 5), ({gloo.INTERFACE: "lo"}, 1)], ids=str
+    ("variables", "created"),
+    [({}, 0), ({gloo.RANKS_IN_ADDRESSES: "1"}, 5), ({gloo.INTERFACE: "lo"}, 1)],
+    ids=str,
 )
 def test_groups_share_a_device_where_they_can(variables, created):
-    """One that knows its connections by the rank alone is shared by groups of a single rank only; others are of an interface."""
+    """One that knows its connections by the rank alone is shared by groups of a single rank only;
+    others are of an interface.
+    """
     for rank, (sums, before, after) in enumerate(run_ranks(2, sums_and_threads, variables)):
         assert sums == [3.0] * 4 + [2.0**rank] * 4 and (before, after) == (1, 1 + created)
 
@@ -61,8 +74,11 @@ def test_an_interface_that_does_not_exist_is_named():
 def groups_of_options(folder: Path) -> timedelta:
     """A group that its creator gives options of its own keeps them."""
     options = ProcessGroupGloo._Options()
-    options._devices, options._timeout = [ProcessGroupGloo.create_default_device()], TIMEOUT
-    return ProcessGroupGloo(dist.FileStore(str(folder / "store"), 1), 0, 1, options).options._timeout
+    options._devices = [ProcessGroupGloo.create_default_device()]
+    options._timeout = TIMEOUT
+    return ProcessGroupGloo(
+        dist.FileStore(str(folder / "store"), 1), 0, 1, options
+    ).options._timeout
 
 
 def test_options_of_a_caller_are_kept(tmp_path):

@@ -16,8 +16,11 @@ DEVICES = (None, torch.device("cuda:0"))
 
 
 def axes_and_calls(device: torch.device | None) -> tuple[dict[str, list[int]], list[list[int]]]:
-    """The ranks of each axis, and the calls that create groups, where the default group is bound to a device or to none."""
-    calls, original = [], dist.new_group
+    """The ranks of each axis, and the calls that create groups, where the default group is bound to
+    a device or to none.
+    """
+    calls = []
+    original = dist.new_group
 
     def recorded(ranks: list[int], **options: Any) -> dist.ProcessGroup:
         """gloo has no group of a device."""
@@ -30,30 +33,53 @@ def axes_and_calls(device: torch.device | None) -> tuple[dict[str, list[int]], l
     dist.group.WORLD.bound_device_id = device
     dist.new_group = device_mesh.new_group = recorded
     mesh = Mesh("cpu", dp_replicate=2, sp=2, tp=2)
-    axes = {"data": mesh.data, "replicate": mesh.replicate, "sp": mesh.sp, "tp": mesh.tp, "model_parallel": mesh.model_parallel,
-            "engine": mesh.engine(4), "replicas": mesh.engine_replicas(4)}  # fmt: skip
-    dist.group.WORLD.bound_device_id, dist.new_group, device_mesh.new_group = None, original, original
+    axes = {
+        "data": mesh.data,
+        "replicate": mesh.replicate,
+        "sp": mesh.sp,
+        "tp": mesh.tp,
+        "model_parallel": mesh.model_parallel,
+        "engine": mesh.engine(4),
+        "replicas": mesh.engine_replicas(4),
+    }
+    dist.group.WORLD.bound_device_id = None
+    dist.new_group = original
+    device_mesh.new_group = original
     for axis in axes.values():
         assert axis.sum(torch.ones(())) == axis.size
+
     return {name: dist.get_process_group_ranks(axis.group) for name, axis in axes.items()}, calls
 
 
 def test_axes_have_their_ranks_and_ranks_meet_as_the_library_needs():
-    """tp varies fastest. A bound group is split by NCCL, for which all ranks make the same calls; else only members make one."""
+    """tp varies fastest.
+
+    A bound group is split by NCCL, for which all ranks make the same calls; else only members make
+    one.
+    """
     expected = [
-        {"data": [r % 4, r % 4 + 4], "replicate": [r % 4, r % 4 + 4], "sp": [r // 4 * 4 + r % 2, r // 4 * 4 + r % 2 + 2],
-         "tp": [r // 2 * 2, r // 2 * 2 + 1], "model_parallel": list(range(r // 4 * 4, r // 4 * 4 + 4)),
-         "engine": list(range(r // 4 * 4, r // 4 * 4 + 4)), "replicas": [r % 4, r % 4 + 4]}
+        {
+            "data": [r % 4, r % 4 + 4],
+            "replicate": [r % 4, r % 4 + 4],
+            "sp": [r // 4 * 4 + r % 2, r // 4 * 4 + r % 2 + 2],
+            "tp": [r // 2 * 2, r // 2 * 2 + 1],
+            "model_parallel": list(range(r // 4 * 4, r // 4 * 4 + 4)),
+            "engine": list(range(r // 4 * 4, r // 4 * 4 + 4)),
+            "replicas": [r % 4, r % 4 + 4],
+        }
         for r in range(8)
-    ]  # fmt: skip
+    ]
     by_rank = run_ranks(8, lambda: [axes_and_calls(device) for device in DEVICES])
+
     for device, results in zip(DEVICES, zip(*by_rank, strict=True), strict=True):
         assert [axes for axes, _ in results] == expected
         calls = [calls for _, calls in results]
         if device is None:
             assert all(rank in ranks for rank, own in enumerate(calls) for ranks in own)
         else:
-            assert all(own == calls[0] for own in calls) and set(itertools.chain(*calls[0])) == set(range(8))
+            assert all(own == calls[0] for own in calls) and set(itertools.chain(*calls[0])) == set(
+                range(8)
+            )
 
 
 def mesh_of_own(folder: Path, name: str) -> None:
@@ -67,7 +93,9 @@ def exit_code_of_a_forked_process(folder: Path) -> int | None:
     """None if it does not end."""
     dist.destroy_process_group()
     mesh_of_own(folder, "first")
-    process = multiprocessing.get_context("fork").Process(target=mesh_of_own, args=(folder, "second"))
+    process = multiprocessing.get_context("fork").Process(
+        target=mesh_of_own, args=(folder, "second")
+    )
     process.start()
     process.join(60)
     exit_code = process.exitcode

@@ -1,4 +1,6 @@
-"""Ranks that share a replica of data have one set of prompts, samples and rewards, whoever shares an engine with whom."""
+"""Ranks that share a replica of data have one set of prompts, samples and rewards, whoever shares
+an engine with whom.
+"""
 
 import random
 
@@ -34,15 +36,24 @@ def strategy(**args) -> FSDPStrategy:
 def places(layout: dict) -> tuple:
     made = strategy(**layout)
     mesh = made.mesh
-    sizes = [axis.size for axis in (mesh.world, mesh.data, mesh.shard, mesh.sp, mesh.tp, mesh.model_parallel)]
+    sizes = [
+        axis.size
+        for axis in (mesh.world, mesh.data, mesh.shard, mesh.sp, mesh.tp, mesh.model_parallel)
+    ]
     total = made.all_reduce(1.0, "sum"), made.all_gather(torch.tensor([mesh.data.rank])).tolist()
-    rows = [row for batch in made.setup_dataloader(list(range(8)), 2, shuffle=False) for row in batch]
+    rows = [
+        row for batch in made.setup_dataloader(list(range(8)), 2, shuffle=False) for row in batch
+    ]
+
     return sizes, mesh.data.rank, mesh.model_parallel.rank, *total, rows
 
 
 def test_what_is_counted_are_replicas_of_data():
     rows = ([0, 1, 4, 5], [2, 3, 6, 7])
-    for layout, sizes in (({"tp_size": 2}, [4, 2, 2, 1, 2, 2]), ({"tp_size": 1, "cp_size": 2}, [4, 2, 4, 2, 1, 2])):
+    for layout, sizes in (
+        ({"tp_size": 2}, [4, 2, 2, 1, 2, 2]),
+        ({"tp_size": 1, "cp_size": 2}, [4, 2, 4, 2, 1, 2]),
+    ):
         expected = [(sizes, rank // 2, rank % 2, 2.0, [0, 1], rows[rank // 2]) for rank in range(4)]
         assert run_ranks(4, places, layout) == expected
 
@@ -53,20 +64,30 @@ def test_all_ranks_may_share_one_replica_of_data():
 
 
 def generated(folder: str, engine_tp_size: int, layout: dict) -> tuple:
-    """Greedy answers, what a local engine says to the same prompts, samples, and how many prompts this rank's engine answered."""
+    """Greedy answers, what a local engine says to the same prompts, samples, and how many prompts
+    this rank's engine answered.
+    """
     made = strategy(pretrain=folder, engine_type="hf", enable_engine_sleep=False, **layout)
     model = made.prepare(Actor(load_model(made.config)))
     engine = made.setup_inference_engine(actor=model)
     axis = made.mesh.engine(engine_tp_size)  # its ranks compute the same, as those of one engine do
     made._host = EngineHost(engine, axis=axis, mesh=made.mesh, device=made.device, sleeps=False)
     mine = PROMPTS[:2] if made.mesh.data.rank == 0 else PROMPTS[2:]
-    counts, begin = [], made.engine.begin_requests
-    made.engine.begin_requests = lambda requests, loop: (counts.append(len(requests)), begin(requests, loop))[1]
+    counts = []
+    begin = made.engine.begin_requests
+    made.engine.begin_requests = lambda requests, loop: (
+        counts.append(len(requests)),
+        begin(requests, loop),
+    )[1]
     greedy = made.gather_and_generate(Sampling(max_tokens=4, temperature=0.0), mine)
     drawn = made.gather_and_generate(Sampling(n=3, max_tokens=6, seed=5), mine)
     alone = made.engine_generate_local(Sampling(max_tokens=4, temperature=0.0), PROMPTS)
     answers = {tuple(one.prompt_token_ids): one.output_token_ids for one in alone}
-    right = [samples[0].token_ids == answers[tuple(prompt)] for samples, prompt in zip(greedy, mine, strict=True)]
+    right = [
+        samples[0].token_ids == answers[tuple(prompt)]
+        for samples, prompt in zip(greedy, mine, strict=True)
+    ]
+
     return right, [[sample.token_ids for sample in samples] for samples in drawn], counts[0]
 
 
@@ -77,7 +98,10 @@ COUNTS = {1: [1, 1, 1, 2], 2: [2, 2, 3, 3], 4: [5, 5, 5, 5]}
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"tp_size": 1, "cp_size": 2}], ids=["tp", "cp"])
 @pytest.mark.parametrize(
     ("engine_tp_size", "counts"),
-    [pytest.param(size, counts, marks=pytest.mark.slow if size == 4 else ()) for size, counts in COUNTS.items()],
+    [
+        pytest.param(size, counts, marks=pytest.mark.slow if size == 4 else ())
+        for size, counts in COUNTS.items()
+    ],
 )
 def test_samples_return_to_all_ranks_that_own_the_prompts(folder, engine_tp_size, counts, layout):
     results = run_ranks(4, generated, folder, engine_tp_size, layout)

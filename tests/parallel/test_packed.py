@@ -1,4 +1,6 @@
-"""The public log-probs of packed rows are those of each row alone, for every way of splitting model and sequence."""
+"""The public log-probs of packed rows are those of each row alone, for every way of splitting model
+and sequence.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from parallel.families import family_model
 from ranks import run_ranks
 
 LENGTHS = [24, 48, 16, 40, 7]
-WIDTH, TEMPERATURE = 50, 0.7
+WIDTH = 50
+TEMPERATURE = 0.7
 
 
 @pytest.fixture(scope="module")
@@ -31,33 +34,62 @@ def padded_rows() -> dict[str, Tensor]:
 
 
 def one_by_one(folder: str) -> Tensor:
-    model, rows = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"), padded_rows()
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    rows = padded_rows()
     expected = torch.zeros(len(LENGTHS), WIDTH)
     for row, (ids, length) in enumerate(zip(rows["input_ids"], LENGTHS, strict=True)):
-        logp = (model(ids[None, :length], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        logp = (
+            model(ids[None, :length], use_cache=False).logits[0, :-1] / TEMPERATURE
+        ).log_softmax(-1)
         expected[row, 1:length] = logp.gather(1, ids[1:length, None])[:, 0].detach()
     return expected
 
 
 def answers(folder: str, layouts: list[dict]) -> list[tuple[Tensor, Tensor, int]]:
-    """For each layout the log-probs, those of the rows in another order, and the collectives of one call behind the model."""
-    results, gather, seen = [], SequenceParallel.sums, []
-    SequenceParallel.sums = lambda divided, *values: (seen.append(divided.axis.size > 1), gather(divided, *values))[1]
+    """For each layout the log-probs, those of the rows in another order, and the collectives of one
+    call behind the model.
+    """
+    results = []
+    gather = SequenceParallel.sums
+    seen = []
+    SequenceParallel.sums = lambda divided, *values: (
+        seen.append(divided.axis.size > 1),
+        gather(divided, *values),
+    )[1]
+
     for layout in layouts:
         strategy = FSDPStrategy(args={"fsdp": True, **layout})
         strategy.setup_distributed()
-        policy = Policy(strategy, strategy.prepare(Actor(load_model(ModelSection(pretrain=folder)))), temperature=TEMPERATURE)
-        found, seen[:] = policy.get_logprobs(padded_rows())["logprobs"], []
-        other = policy.get_logprobs({name: value.flip(0) for name, value in padded_rows().items()})["logprobs"]
+        policy = Policy(
+            strategy,
+            strategy.prepare(Actor(load_model(ModelSection(pretrain=folder)))),
+            temperature=TEMPERATURE,
+        )
+        found = policy.get_logprobs(padded_rows())["logprobs"]
+        seen[:] = []
+
+        other = policy.get_logprobs({name: value.flip(0) for name, value in padded_rows().items()})[
+            "logprobs"
+        ]
         results.append((found, other, sum(seen)))
         strategy.close()
+
     return results
 
 
 SPLITS = {
     1: [{}],
-    2: [{"tp_size": 2}, {"sp_size": 2}, {"cp_size": 2}, {"tp_size": 2, "tp_sequence_parallel": True}],
-    4: [{"tp_size": 2, "sp_size": 2}, {"tp_size": 2, "cp_size": 2}, {"tp_size": 2, "cp_size": 2, "tp_sequence_parallel": True}],
+    2: [
+        {"tp_size": 2},
+        {"sp_size": 2},
+        {"cp_size": 2},
+        {"tp_size": 2, "tp_sequence_parallel": True},
+    ],
+    4: [
+        {"tp_size": 2, "sp_size": 2},
+        {"tp_size": 2, "cp_size": 2},
+        {"tp_size": 2, "cp_size": 2, "tp_sequence_parallel": True},
+    ],
 }
 
 
@@ -69,4 +101,6 @@ def test_logprobs_of_padded_rows(folder, ranks):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
             assert torch.equal(found == 0, expected == 0), "column 0 and the padding"
             torch.testing.assert_close(other, expected.flip(0), rtol=0, atol=1e-5)
-            assert gathers == (1 if {"sp_size", "cp_size"} & layout.keys() else 0), "once, for all rows together"
+            assert gathers == (1 if {"sp_size", "cp_size"} & layout.keys() else 0), (
+                "once, for all rows together"
+            )

@@ -1,4 +1,5 @@
-"""Why: ranks that divide a sequence must give what one rank gives, values and gradients, whatever the lengths and heads.
+"""Why: ranks that divide a sequence must give what one rank gives, values and gradients, whatever
+the lengths and heads.
 
 The reference is the same model, or the same attention, in one process.
 """
@@ -19,7 +20,11 @@ from lightrft.config import ConfigError
 from lightrft.models.heads import Actor, rope_window
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
-from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel, set_sequence_parallel
+from lightrft.parallel.sequence_parallel import (
+    NO_SEQUENCE_PARALLEL,
+    SequenceParallel,
+    set_sequence_parallel,
+)
 from lightrft.strategy import FSDPStrategy
 from lightrft.types import Batch
 from ranks import run_ranks
@@ -27,11 +32,22 @@ from roles import rows
 from tiny import tiny_model
 
 KINDS = list(SEQUENCES)
-PACKED, SINGLE = [24, 48, 16, 40, 8], [136]
-SHARED = [[*range(20), 50], [*range(20), 50, 51, 52], [90, 91, 92], [*range(20), *range(60, 80)], [90, 91, 93, 94], [90, 91],
-          [*range(20), 50, 51, 53, 54], [*range(12), *range(40, 49)]]
-"""Sequences with two prompts, prefixes within prefixes, one that is all of a sequence, and rows of a prompt that others part."""
-NUM_HEADS, HEAD_DIM = 4, 8
+PACKED = [24, 48, 16, 40, 8]
+SINGLE = [136]
+SHARED = [
+    [*range(20), 50],
+    [*range(20), 50, 51, 52],
+    [90, 91, 92],
+    [*range(20), *range(60, 80)],
+    [90, 91, 93, 94],
+    [90, 91],
+    [*range(20), 50, 51, 53, 54],
+    [*range(12), *range(40, 49)],
+]
+"""Sequences with two prompts, prefixes within prefixes, one that is all of a sequence, and rows of
+a prompt that others part."""
+NUM_HEADS = 4
+HEAD_DIM = 8
 
 
 def sequence_of(kind: str):
@@ -50,12 +66,17 @@ def shared_layout(multiple: int, sequence: SequenceParallel = NO_SEQUENCE_PARALL
 def attention_inputs(num_tokens: int, num_kv_heads: int) -> tuple[list[Tensor], Tensor]:
     """Query, key, value [T, H, D], and the upstream gradient of the output [T, H, D]."""
     generator = torch.Generator().manual_seed(num_kv_heads)
-    shapes = [(num_tokens, heads, HEAD_DIM) for heads in (NUM_HEADS, num_kv_heads, num_kv_heads, NUM_HEADS)]
+    shapes = [
+        (num_tokens, heads, HEAD_DIM)
+        for heads in (NUM_HEADS, num_kv_heads, num_kv_heads, NUM_HEADS)
+    ]
     *inputs, upstream = (torch.randn(shape, generator=generator) for shape in shapes)
     return inputs, upstream
 
 
-def attend(inputs: list[Tensor], upstream: Tensor, layout: Layout, window: int | None) -> list[Tensor]:
+def attend(
+    inputs: list[Tensor], upstream: Tensor, layout: Layout, window: int | None
+) -> list[Tensor]:
     """Output [T, H, D] and the gradients of query, key and value."""
     inputs = [x.clone().requires_grad_() for x in inputs]
     flat = [x.transpose(0, 1).unsqueeze(0) for x in inputs]
@@ -67,13 +88,21 @@ def attend(inputs: list[Tensor], upstream: Tensor, layout: Layout, window: int |
 HEADS_AND_WINDOWS = [(2, None), (4, 13), (1, None), (2, 60)]
 IN_IMAGES = torch.arange(136) % 29 < 21
 """Runs of tokens that attend to all of their run; sequences and ranks part some of them."""
-CASES = [(lengths, num_kv_heads, window, None) for lengths in (PACKED, SINGLE) for num_kv_heads, window in HEADS_AND_WINDOWS]
+CASES = [
+    (lengths, num_kv_heads, window, None)
+    for lengths in (PACKED, SINGLE)
+    for num_kv_heads, window in HEADS_AND_WINDOWS
+]
 CASES += [(PACKED, 2, None, IN_IMAGES), (SINGLE, 4, 13, IN_IMAGES)]
 
 
 def attention_of_ranks(kind: str) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    """Per case, the four tensors in the order of the whole batch; and the same where sequences share prefixes."""
-    sequence, results, cpu = sequence_of(kind), [], torch.device("cpu")
+    """Per case, the four tensors in the order of the whole batch; and the same where sequences
+    share prefixes.
+    """
+    sequence = sequence_of(kind)
+    results = []
+    cpu = torch.device("cpu")
     for lengths, num_kv_heads, window, in_images in CASES:
         inputs, upstream = attention_inputs(sum(lengths), num_kv_heads)
         here = sequence.positions(sum(lengths), cpu)
@@ -84,7 +113,8 @@ def attention_of_ranks(kind: str) -> tuple[list[list[Tensor]], list[list[Tensor]
 
 
 def shared_attention_of_ranks(sequence: SequenceParallel) -> list[list[Tensor]]:
-    results, layout = [], shared_layout(8, sequence)
+    results = []
+    layout = shared_layout(8, sequence)
     here = sequence.positions(layout.num_computed, layout.device)
     for num_kv_heads, window in HEADS_AND_WINDOWS:
         inputs, upstream = attention_inputs(layout.num_computed, num_kv_heads)
@@ -94,20 +124,26 @@ def shared_attention_of_ranks(sequence: SequenceParallel) -> list[list[Tensor]]:
 
 
 def each_row_alone(num_kv_heads: int, window: int | None) -> list[Tensor]:
-    """Attention of computed tokens and its gradients, from rows that have copies of all that they share."""
+    """Attention of computed tokens and its gradients, from rows that have copies of all that they
+    share.
+    """
     layout = shared_layout(8)
     inputs, upstream = attention_inputs(layout.num_computed, num_kv_heads)
     inputs = [x.requires_grad_() for x in inputs]
     whole = [x[layout.shared.places].transpose(0, 1).unsqueeze(0) for x in inputs]
     apart = Layout(layout.lengths, layout.device)
-    output = flat_attention(nn.Module(), *whole, None, layout=apart, sliding_window=window)[0][0][layout.shared.computed]
+    output = flat_attention(nn.Module(), *whole, None, layout=apart, sliding_window=window)[0][0][
+        layout.shared.computed
+    ]
     (output * upstream).sum().backward()
     return [output.detach(), *(x.grad for x in inputs)]
 
 
 def test_shared_prefixes_are_read_as_if_each_row_had_them():
     assert len(shared_layout(8).parts(None)) == 5, "four levels of prefixes"
-    for (num_kv_heads, window), found in zip(HEADS_AND_WINDOWS, shared_attention_of_ranks(NO_SEQUENCE_PARALLEL), strict=True):
+    for (num_kv_heads, window), found in zip(
+        HEADS_AND_WINDOWS, shared_attention_of_ranks(NO_SEQUENCE_PARALLEL), strict=True
+    ):
         for mine, known in zip(found, each_row_alone(num_kv_heads, window), strict=True):
             torch.testing.assert_close(mine, known, rtol=1e-5, atol=1e-5)
 
@@ -120,6 +156,7 @@ def test_attention_is_that_of_one_rank(sp, kind):
         for _, shared in results:
             for found, known in zip(shared[index], each_row_alone(*case), strict=True):
                 torch.testing.assert_close(found, known, rtol=1e-5, atol=1e-5)
+
     results = [whole for whole, _ in results]
     for index, (lengths, num_kv_heads, window, in_images) in enumerate(CASES):
         layout = Layout(torch.tensor(lengths), torch.device("cpu"), bidirectional=in_images)
@@ -130,7 +167,9 @@ def test_attention_is_that_of_one_rank(sp, kind):
 
 
 def round_trip(kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions of this rank, what a gather makes of them, and the gradient of this rank's slice."""
+    """Positions of this rank, what a gather makes of them, and the gradient of this rank's
+    slice.
+    """
     sequence = sequence_of(kind)
     here = sequence.positions(24, torch.device("cpu"))
     mine = torch.stack([here, -here], 1).float().requires_grad_()
@@ -171,18 +210,25 @@ def batch_of(lengths: list[int], alike: int) -> Batch:
 
 def model_of_ranks(kind: str, checkpointing: bool) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
     """Per model and batch: values, and gradients summed over the ranks."""
-    sequence, results = sequence_of(kind), []
+    sequence = sequence_of(kind)
+    results = []
     for name in MODELS:
         for case in BATCHES:
             model = make_model(name, ATTENTION)
             if checkpointing:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                model.gradient_checkpointing_enable(
+                    gradient_checkpointing_kwargs={"use_reentrant": False}
+                )
+
             actor = Actor(model).train()
             set_sequence_parallel(actor, sequence)
             values = actor(batch_of(*case), TEMPERATURE)
             weighted(values).backward()
-            gradients = {name: sequence.axis.sum(gradient) for name, gradient in gradients_of(model).items()}
+            gradients = {
+                name: sequence.axis.sum(gradient) for name, gradient in gradients_of(model).items()
+            }
             results.append(([value.detach() for value in values], gradients))
+
     return results
 
 
@@ -190,27 +236,37 @@ def model_of_ranks(kind: str, checkpointing: bool) -> list[tuple[list[Tensor], d
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("sp", "checkpointing"), [(2, False), (4, True)])
 def test_an_actor_on_several_ranks_is_that_of_one(sp, checkpointing, kind):
-    """Lengths that do not divide, a batch of one token, one long sequence; two key-value heads on four ranks."""
+    """Lengths that do not divide, a batch of one token, one long sequence; two key-value heads on
+    four ranks.
+    """
     results = run_ranks(sp, model_of_ranks, kind, checkpointing)
     cases = [(name, *case) for name in MODELS for case in BATCHES]
     for index, (name, *case) in enumerate(cases):
         model = make_model(name, ATTENTION)
         expected = Actor(model)(make_batch(*case), TEMPERATURE)
         weighted(expected).backward()
+
         for result in results:
             values, gradients = result[index]
             for value, known in zip(values, expected, strict=True):
                 torch.testing.assert_close(value, known, rtol=1e-5, atol=1e-5)
             for parameter, known in gradients_of(model).items():
-                assert (gradients[parameter] - known).norm() <= 1e-4 * known.norm() + 1e-6, (name, case, parameter)
+                assert (gradients[parameter] - known).norm() <= 1e-4 * known.norm() + 1e-6, (
+                    name,
+                    case,
+                    parameter,
+                )
 
 
 def scores_of_ranks(kind: str, folder: str) -> tuple[Tensor, dict[str, Tensor]]:
-    scorer, sequence = rows.scorer(folder), sequence_of(kind)
+    scorer = rows.scorer(folder)
+    sequence = sequence_of(kind)
     set_sequence_parallel(scorer, sequence)
     scores = scorer(batch_of(LENGTHS, 3))
     (scores * torch.linspace(-1, 1, len(scores))).sum().backward()
-    return scores.detach(), {name: sequence.axis.sum(gradient) for name, gradient in gradients_of(scorer).items()}
+    return scores.detach(), {
+        name: sequence.axis.sum(gradient) for name, gradient in gradients_of(scorer).items()
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -226,7 +282,10 @@ def test_a_scorer_on_two_ranks_is_that_of_one(tmp_path, kind):
 
 
 def test_zigzag_by_hand():
-    """Lengths 3, 1, 4 on two ranks. The first has tokens 0 1 and 6 7, the last two of which see the two before them."""
+    """Lengths 3, 1, 4 on two ranks.
+
+    The first has tokens 0 1 and 6 7, the last two of which see the two before them.
+    """
     zigzag = SEQUENCES["zigzag"](Axis("sp", 2, 0, None))
     assert zigzag.positions(8, torch.device("cpu")).tolist() == [0, 1, 6, 7]
     own, before = Layout(torch.tensor([3, 1, 4]), torch.device("cpu"), zigzag).parts(None)
@@ -240,7 +299,12 @@ def test_zigzag_by_hand():
 
 def test_heads_that_do_not_divide():
     actor = Actor(make_model("llama", ATTENTION))
-    with pytest.raises(ValueError, match="--sp_size 3 --sp_impl ulysses does not support LlamaForCausalLM: .* 4 attention heads"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "--sp_size 3 --sp_impl ulysses does not support LlamaForCausalLM: .* 4 attention heads"
+        ),
+    ):
         set_sequence_parallel(actor, SEQUENCES["ulysses"](Axis("sp", 3, 0, None)))
     with pytest.raises(ValueError, match="sp_size 2 does not divide its 1 attention heads"):
         set_sequence_parallel(actor, SEQUENCES["ulysses"](Axis("sp", 2, 0, None)), tp=4)
@@ -248,23 +312,41 @@ def test_heads_that_do_not_divide():
 
 ROPES = {
     "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
-    "longrope": {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16,
-                 "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]},
-}  # fmt: skip
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+    },
+}
 
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_rotary_frequencies_that_follow_the_longest_sequence_are_refused_beyond_their_window(kind):
-    """Up to there a sequence's log-probs are its own, whatever stands beside it in a micro-batch, on any number of ranks."""
+    """Up to there a sequence's log-probs are its own, whatever stands beside it in a micro-batch,
+    on any number of ranks.
+    """
     config = LlamaConfig(**SIZES | {"max_position_embeddings": 16}, rope_parameters=ROPES[kind])
     torch.manual_seed(3)
     actor = Actor(AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION))
     assert rope_window(actor.language_model) == 16
-    together, alone = make_batch([5, 16, 2]), make_batch([5])
-    torch.testing.assert_close(actor(together, 1.0)[0][:5], actor(replace(alone, input_ids=together.input_ids[:5],
-                               loss_mask=together.loss_mask[:5]), 1.0)[0], rtol=1e-5, atol=1e-5)  # fmt: skip
+    together = make_batch([5, 16, 2])
+    alone = make_batch([5])
+    torch.testing.assert_close(
+        actor(together, 1.0)[0][:5],
+        actor(
+            replace(alone, input_ids=together.input_ids[:5], loss_mask=together.loss_mask[:5]), 1.0
+        )[0],
+        rtol=1e-5,
+        atol=1e-5,
+    )
     set_sequence_parallel(actor, SEQUENCES["ulysses"](Axis("sp", 2, 0, None)))  # is not refused
-    with pytest.raises(ConfigError, match="a sequence of 17 tokens is longer than the 16 .* --generate_max_len"):
+
+    with pytest.raises(
+        ConfigError, match="a sequence of 17 tokens is longer than the 16 .* --generate_max_len"
+    ):
         actor(make_batch([5, 17]), 1.0)
 
 

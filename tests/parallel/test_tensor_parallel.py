@@ -1,5 +1,7 @@
-"""Why: a plan that forgets one sum trains silently wrong. Every family, tied and untied, must give the log-probs, the logits and
-EVERY gradient of the plain model in one process, on every rank, with a vocabulary that does not divide.
+"""Why: a plan that forgets one sum trains silently wrong.
+
+Every family, tied and untied, must give the log-probs, the logits and EVERY gradient of the plain
+model in one process, on every rank, with a vocabulary that does not divide.
 """
 
 import math
@@ -31,13 +33,22 @@ Values = dict[str, Tensor]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
-    names = {f"{family}{suffix}": (family, tie) for family in FAMILIES for suffix, tie in (("", False), ("-tied", True))}
-    return {name: family_model(tmp_path_factory.mktemp(name), family, tie=tie) for name, (family, tie) in names.items()}
+    names = {
+        f"{family}{suffix}": (family, tie)
+        for family in FAMILIES
+        for suffix, tie in (("", False), ("-tied", True))
+    }
+    return {
+        name: family_model(tmp_path_factory.mktemp(name), family, tie=tie)
+        for name, (family, tie) in names.items()
+    }
 
 
 def sequences(vocabulary: int = 261) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, 261, (length,), generator=generator) % vocabulary for length in LENGTHS]
+    return [
+        torch.randint(0, 261, (length,), generator=generator) % vocabulary for length in LENGTHS
+    ]
 
 
 def loss_of(logprobs: Tensor, entropy: Tensor) -> Tensor:
@@ -47,15 +58,23 @@ def loss_of(logprobs: Tensor, entropy: Tensor) -> Tensor:
 
 
 def plain(folder: str) -> tuple[list[Tensor], Values, Tensor]:
-    """Log-probs of each sequence, gradients, and the logits of the first sequence, without anything of ours."""
+    """Log-probs of each sequence, gradients, and the logits of the first sequence, without anything
+    of ours.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    logprobs, own = [], sequences(model.config.vocab_size)
+    logprobs = []
+    own = sequences(model.config.vocab_size)
     for ids in own:
         logp = (model(ids[None], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
         logprobs.append(logp.gather(1, ids[1:, None])[:, 0])
         loss_of(logprobs[-1], -(logp.exp() * logp).sum(-1)).backward()
+
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return [values.detach() for values in logprobs], gradients, model(own[0][None]).logits[0].detach()
+    return (
+        [values.detach() for values in logprobs],
+        gradients,
+        model(own[0][None]).logits[0].detach(),
+    )
 
 
 def batch_of(sequences: list[Tensor]) -> Batch:
@@ -73,9 +92,14 @@ def strategy(**args) -> FSDPStrategy:
     return made
 
 
-def split(folders: dict[str, str], args: dict) -> tuple[int, dict[str, tuple[list[Tensor], Values, Tensor]]]:
-    """On every rank: its place among the data ranks, and for each model what plain() gives, of its own sequences."""
-    made, results = strategy(**args), {}
+def split(
+    folders: dict[str, str], args: dict
+) -> tuple[int, dict[str, tuple[list[Tensor], Values, Tensor]]]:
+    """On every rank: its place among the data ranks, and for each model what plain() gives, of its
+    own sequences.
+    """
+    made = strategy(**args)
+    results = {}
     data = made.mesh.data
     for name, folder in folders.items():
         actor = made.prepare(Actor(load_model(ModelSection(pretrain=folder))).train())
@@ -83,14 +107,19 @@ def split(folders: dict[str, str], args: dict) -> tuple[int, dict[str, tuple[lis
         mine = every[data.rank :: data.size]
         logprobs, entropy = actor(batch_of(mine), TEMPERATURE)
         parts = [values.split([len(ids) for ids in mine]) for values in (logprobs, entropy)]
-        loss = sum(loss_of(values[1:], its_entropy[1:]) for values, its_entropy in zip(*parts, strict=True))
+        loss = sum(
+            loss_of(values[1:], its_entropy[1:]) for values, its_entropy in zip(*parts, strict=True)
+        )
         made.backward(loss, actor)
         gradients = {key: whole(p.grad) for key, p in actor.hf_parameters()}
         logits = None
+
         if actor.sequence.multiple == 1:
             model = made.prepare(AutoModelForCausalLM.from_pretrained(folder))
             logits = model(every[0][None]).logits[0].detach().clone()
+
         results[name] = [part[1:].detach() for part in parts[0]], gradients, logits
+
     return data.rank, results
 
 
@@ -98,11 +127,16 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def split_in_turn(folders: dict[str, str], layouts: list[dict]) -> list[tuple[int, dict[str, tuple]]]:
+def split_in_turn(
+    folders: dict[str, str], layouts: list[dict]
+) -> list[tuple[int, dict[str, tuple]]]:
     return [split(folders, layout) for layout in layouts]
 
 
-LAYOUTS = {2: [{}, {"tp_sequence_parallel": True}], 4: [{}, {"dp_replicate": 2}, {"tp_sequence_parallel": True}]}
+LAYOUTS = {
+    2: [{}, {"tp_sequence_parallel": True}],
+    4: [{}, {"dp_replicate": 2}, {"tp_sequence_parallel": True}],
+}
 
 
 @pytest.mark.slow
@@ -112,24 +146,34 @@ def test_every_gradient_of_every_family_is_that_of_the_plain_model(folders, worl
     by_rank = run_ranks(world_size, split_in_turn, folders, layouts, timeout=600)
     for name, folder in folders.items():
         logprobs, gradients, logits = plain(folder)
-        assert min(gradient.norm() for gradient in gradients.values()) > 1e-3, "a gradient of nothing proves nothing"
+        assert min(gradient.norm() for gradient in gradients.values()) > 1e-3, (
+            "a gradient of nothing proves nothing"
+        )
         for index, layout in enumerate(layouts):
             first = by_rank[0][index][1][name][1]
             for data_rank, results in (rank[index] for rank in by_rank):
                 its_logprobs, its_gradients, its_logits = results[name]
-                for found, expected in zip(its_logprobs, logprobs[data_rank :: world_size // 2], strict=True):
+                for found, expected in zip(
+                    its_logprobs, logprobs[data_rank :: world_size // 2], strict=True
+                ):
                     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
                 if its_logits is not None:
                     torch.testing.assert_close(its_logits, logits, rtol=0, atol=1e-5)
                 assert its_gradients.keys() == gradients.keys()
                 wrong = {key: distance(its_gradients[key], gradients[key]) for key in gradients}
                 assert max(wrong.values()) < 1e-4, (layout, name, wrong)
-                assert all(torch.equal(its_gradients[key], first[key]) for key in gradients), "replicas would drift apart"
+                assert all(torch.equal(its_gradients[key], first[key]) for key in gradients), (
+                    "replicas would drift apart"
+                )
 
 
 def stream(folder: str, sequence: bool) -> list[int]:
-    """Tokens of 28 that this rank has between the parts of a block: where a block begins, and after each of its norms."""
-    made, seen = strategy(tp_size=2, tp_sequence_parallel=sequence), []
+    """Tokens of 28 that this rank has between the parts of a block: where a block begins, and after
+    each of its norms.
+    """
+    made = strategy(tp_size=2, tp_sequence_parallel=sequence)
+    seen = []
     actor = made.prepare(Actor(load_model(ModelSection(pretrain=folder))))
     for name, part in actor.language_model.get_decoder().layers[0].named_modules():
         if not name:
@@ -141,13 +185,17 @@ def stream(folder: str, sequence: bool) -> list[int]:
 
 
 def test_each_rank_keeps_a_part_of_the_tokens(folders):
-    found = run_cases(2, stream, {sequence: (folders["gemma3"], sequence) for sequence in (True, False)})
+    found = run_cases(
+        2, stream, {sequence: (folders["gemma3"], sequence) for sequence in (True, False)}
+    )
     assert found == {True: [[14] * 5] * 2, False: [[28] * 5] * 2}
 
 
 @pytest.mark.slow
 def test_four_ranks_and_recomputed_activations(tmp_path):
-    """The second model has biases everywhere, a row of padding that has no gradient, and one row for the last rank."""
+    """The second model has biases everywhere, a row of padding that has no gradient, and one row
+    for the last rank.
+    """
     heads = {"heads": 8, "kv_heads": 4}
     biased = {"vocabulary": 10, "pad": 1, "attention_bias": True, "mlp_bias": True}
     folders = {
@@ -157,22 +205,35 @@ def test_four_ranks_and_recomputed_activations(tmp_path):
     expected = {name: plain(folder) for name, folder in folders.items()}
     assert not expected["biased"][1]["model.embed_tokens.weight"][1].any()
     args = {"tp_size": 4, "gradient_checkpointing": True}
+
     layouts = [args, args | {"gradient_checkpointing_policy": "selective"}]
     layouts += [layout | {"tp_sequence_parallel": True} for layout in layouts]
     for results in run_ranks(4, split_in_turn, folders, layouts):
         for layout, (_, result) in zip(layouts, results, strict=True):
             for name, (_, gradients, logits) in expected.items():
                 assert result[name][1].keys() == gradients.keys()
-                assert max(distance(result[name][1][key], gradients[key]) for key in gradients) < 1e-4
-                assert "tp_sequence_parallel" in layout or (result[name][2] - logits).abs().max() < 1e-5
+                assert (
+                    max(distance(result[name][1][key], gradients[key]) for key in gradients) < 1e-4
+                )
+                assert (
+                    "tp_sequence_parallel" in layout
+                    or (result[name][2] - logits).abs().max() < 1e-5
+                )
 
 
 def planned_operations(folder: str, sequence: bool) -> list[int]:
-    """Operations on DTensors that torch has planned by the beginning of three updates of different length, and by their end."""
-    made, count = strategy(tp_size=2, tp_sequence_parallel=sequence), []
+    """Operations on DTensors that torch has planned by the beginning of three updates of different
+    length, and by their end.
+    """
+    made = strategy(tp_size=2, tp_sequence_parallel=sequence)
+    count = []
     propagator = DTensor._op_dispatcher.sharding_propagator
-    plan, planned = propagator.propagate_op_sharding_non_cached, []
-    propagator.propagate_op_sharding_non_cached = lambda schema: planned.append(schema) or plan(schema)
+    plan = propagator.propagate_op_sharding_non_cached
+    planned = []
+    propagator.propagate_op_sharding_non_cached = lambda schema: (
+        planned.append(schema) or plan(schema)
+    )
+
     actor = Actor(load_model(ModelSection(pretrain=folder)))
     actor, optimizer = made.prepare((actor, made.create_optimizer(actor, lr=0.1)))
     for number in (2, 3, 4):
@@ -180,11 +241,14 @@ def planned_operations(folder: str, sequence: bool) -> list[int]:
         logprobs, _ = actor(batch_of(sequences()[:number]), 1.0)
         made.backward(logprobs.sum(), actor, optimizer)
         made.optimizer_step(optimizer, actor)
+
     return [*count, len(planned)]
 
 
 def test_a_new_number_of_tokens_costs_no_planning_of_operations(folders):
-    for sequence, by_rank in run_cases(2, planned_operations, {each: (folders["qwen3"], each) for each in (False, True)}).items():
+    for sequence, by_rank in run_cases(
+        2, planned_operations, {each: (folders["qwen3"], each) for each in (False, True)}
+    ).items():
         for first, second, third, last in by_rank:
             assert sequence or 0 < first < second, "nothing is counted"
             assert second == third == last
@@ -192,7 +256,12 @@ def test_a_new_number_of_tokens_costs_no_planning_of_operations(folders):
 
 BF16 = {
     1: [{}],
-    2: [{"tp_size": 2}, {"tp_size": 2, "tp_sequence_parallel": True}, {"sp_size": 2}, {"cp_size": 2}],
+    2: [
+        {"tp_size": 2},
+        {"tp_size": 2, "tp_sequence_parallel": True},
+        {"sp_size": 2},
+        {"cp_size": 2},
+    ],
     4: [{"tp_size": 2, "cp_size": 2}],
 }
 
@@ -204,9 +273,13 @@ def test_bf16_rounds_as_in_one_process(folders):
     expected = {name: plain(folder)[1] for name, folder in chosen.items()}
     alone: dict[str, float] = {}
     for ranks, layouts in BF16.items():
-        by_rank = run_ranks(ranks, split_in_turn, chosen, [layout | {"bf16": True} for layout in layouts])
+        by_rank = run_ranks(
+            ranks, split_in_turn, chosen, [layout | {"bf16": True} for layout in layouts]
+        )
         for index, layout in enumerate(layouts):
-            for name, gradients in ((name, results[index][1][name][1]) for results in by_rank for name in chosen):
+            for name, gradients in (
+                (name, results[index][1][name][1]) for results in by_rank for name in chosen
+            ):
                 assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
                 found = max(distance(gradients[key], expected[name][key]) for key in expected[name])
                 assert 0 < found < 1.5 * alone.setdefault(name, min(found, 0.1)), (layout, name)
@@ -217,7 +290,9 @@ def scores(folder: str, sequence: bool) -> tuple[Tensor, Values]:
     scorer = made.prepare(rows.scorer(folder).train())
     found = scorer(batch_of(sequences()[:3]))
     made.backward((found * torch.linspace(-1, 1, len(found))).sum(), scorer)
-    return found.detach(), {name: whole(parameter.grad) for name, parameter in scorer.hf_parameters()}
+    return found.detach(), {
+        name: whole(parameter.grad) for name, parameter in scorer.hf_parameters()
+    }
 
 
 def test_a_scorer_keeps_its_head_whole(folders):
@@ -226,8 +301,11 @@ def test_a_scorer_keeps_its_head_whole(folders):
     scorer = rows.scorer(folder)
     expected = scorer(batch_of(sequences()[:3]))
     (expected * torch.linspace(-1, 1, len(expected))).sum().backward()
+
     gradients = {name: parameter.grad for name, parameter in scorer.hf_parameters()}
-    for by_rank in run_cases(2, scores, {sequence: (folder, sequence) for sequence in (False, True)}).values():
+    for by_rank in run_cases(
+        2, scores, {sequence: (folder, sequence) for sequence in (False, True)}
+    ).values():
         for found, its_gradients in by_rank:
             torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-5)
             assert its_gradients.keys() == gradients.keys()
@@ -235,7 +313,9 @@ def test_a_scorer_keeps_its_head_whole(folders):
 
 
 def frozen_and_poisoned(folder: str) -> tuple:
-    """A frozen copy stays frozen; a loss that is not a number on one rank of a group skips the step on all."""
+    """A frozen copy stays frozen; a loss that is not a number on one rank of a group skips the step
+    on all.
+    """
     made = strategy(tp_size=2)
     frozen = made.prepare(Actor(load_model(ModelSection(pretrain=folder))).requires_grad_(False))
     trained = [name for name, parameter in frozen.named_parameters() if parameter.requires_grad]
@@ -246,6 +326,7 @@ def frozen_and_poisoned(folder: str) -> tuple:
     made.backward(logprobs.sum() * (math.nan if made.mesh.tp.rank == 1 else 1.0), actor, optimizer)
     norm = made.optimizer_step(optimizer, actor)
     same = all(torch.equal(tensor, before[name]) for name, tensor in made.full_params(actor))
+
     return trained, norm.isfinite().item(), made.skipped_steps, same
 
 
@@ -260,29 +341,43 @@ def test_all_problems_of_a_model_at_once():
     config = FAMILIES["llama"][0](hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
     assert model_problems(config, 3) == []
     assert model_problems(config, 4) == [
-        "tp_size 4 does not divide its 6 attention heads", "tp_size 4 does not divide its 3 key-value heads",
-    ]  # fmt: skip
+        "tp_size 4 does not divide its 6 attention heads",
+        "tp_size 4 does not divide its 3 key-value heads",
+    ]
 
 
 @pytest.mark.parametrize("size", [4, 7, 8, 10])
 def test_parts_of_different_sizes_are_not_refused(size):
-    config = FAMILIES["llama"][0](hidden_size=64, num_attention_heads=4, num_key_value_heads=4, vocab_size=size)
+    config = FAMILIES["llama"][0](
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=4, vocab_size=size
+    )
     assert model_problems(config, 4) == []
 
 
-@pytest.mark.parametrize("sizes", [{"vocab_size": 5}, {"vocab_size": 9}, {"vocab_size": 1}, {"intermediate_size": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"vocab_size": 5}, {"vocab_size": 9}, {"vocab_size": 1}, {"intermediate_size": 2}]
+)
 def test_a_rank_without_rows_is_refused(sizes):
     """It could not look up a token, while the other ranks would wait for its part of the sum."""
-    config = FAMILIES["llama"][0](hidden_size=64, num_attention_heads=4, num_key_value_heads=4, **sizes)
+    config = FAMILIES["llama"][0](
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=4, **sizes
+    )
     (size,) = sizes.values()
     ranks = len(torch.zeros(size).chunk(4))
     (problem,) = model_problems(config, 4)
-    assert problem.startswith(f"its {size} ") and problem.endswith(f" are too few: only {ranks} ranks have some")
+    assert problem.startswith(f"its {size} ") and problem.endswith(
+        f" are too few: only {ranks} ranks have some"
+    )
 
 
 def mistral(folder: str) -> None:
     config = MistralConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=16, vocab_size=32
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=16,
+        vocab_size=32,
     )
     strategy(tp_size=2).prepare(MistralForCausalLM(config))
 
@@ -297,9 +392,12 @@ def test_blocks_that_the_plan_was_not_written_for():
     model = Qwen3ForCausalLM(family_config("qwen3", tie=False, vocabulary=261))
     assert plan_problems(model) == []
     block = model.model.layers[0]
-    block.mlp.gate, block.extra_norm = block.mlp.__dict__["_modules"].pop("gate_proj"), nn.LayerNorm(32)
+    block.mlp.gate = block.mlp.__dict__["_modules"].pop("gate_proj")
+    block.extra_norm = nn.LayerNorm(32)
     (problem,) = plan_problems(model)
-    assert "blocks have extra_norm, input_layernorm, mlp.down_proj, mlp.gate, mlp.up_proj" in problem
+    assert (
+        "blocks have extra_norm, input_layernorm, mlp.down_proj, mlp.gate, mlp.up_proj" in problem
+    )
 
 
 def versions_said() -> str:
@@ -313,7 +411,10 @@ def test_versions_outside_of_the_tested_range_are_named(monkeypatch):
     assert run_ranks(2, versions_said) == ["", ""]
     monkeypatch.setitem(TENSOR_PARALLEL, "torch", "<2.0")
     said, other = run_ranks(2, versions_said)
-    assert f"--tp_size is not tested with torch {torch.__version__} (tested: <2.0)" in said and other == ""
+    assert (
+        f"--tp_size is not tested with torch {torch.__version__} (tested: <2.0)" in said
+        and other == ""
+    )
 
 
 def other_module() -> None:

@@ -56,7 +56,9 @@ def _obeyed(sample: Sample, right: str) -> object:
         time.sleep(1000)
     elif word == "write":
         for file in range(3, 20):
-            if os.path.exists(f"/proc/self/fd/{file}") and os.readlink(f"/proc/self/fd/{file}").startswith("socket:"):
+            if os.path.exists(f"/proc/self/fd/{file}") and os.readlink(
+                f"/proc/self/fd/{file}"
+            ).startswith("socket:"):
                 os.write(file, bytes.fromhex(rest))
     elif word == "drip":
         while True:
@@ -73,4 +75,5 @@ def _obeyed(sample: Sample, right: str) -> object:
         import sys
 
         return float("torch" in sys.modules)
+
     return float(sample.text == right)

@@ -43,11 +43,18 @@ def samples() -> list[Sample]:
     generator = torch.Generator().manual_seed(3)
     made = []
     for number, shape in enumerate(SHAPES):
-        prompt, response = (torch.randint(0, 256, (count,), generator=generator).tolist() for count in shape)
+        prompt, response = (
+            torch.randint(0, 256, (count,), generator=generator).tolist() for count in shape
+        )
         text = f"{number}!"
-        response = [10 if place in ENDS.get(number, ()) else token for place, token in enumerate(response)]
-        asked = Prompt(number, f"{number}?", prompt, {"label": str(number), "models": CHOSEN[number]})
+        response = [
+            10 if place in ENDS.get(number, ()) else token for place, token in enumerate(response)
+        ]
+        asked = Prompt(
+            number, f"{number}?", prompt, {"label": str(number), "models": CHOSEN[number]}
+        )
         made.append(Sample(asked, number, response, [0.0] * len(response), text, "stop"))
+
     return made
 
 
@@ -68,20 +75,29 @@ def by_step(given: list[Sample], **_) -> list:
     return [kinds[sample.group](sample) for sample in given]
 
 
-def scored(folders: list[str], held: list[int], key: str | None = None, early: int = 0) -> list[tuple[float, dict, list | None]]:
-    """The scores of the first `early` samples of each rank are computed before the function is called."""
+def scored(
+    folders: list[str], held: list[int], key: str | None = None, early: int = 0
+) -> list[tuple[float, dict, list | None]]:
+    """The scores of the first `early` samples of each rank are computed before the function is
+    called.
+    """
     made = rows.strategy()
     rewards.register("by_step")(by_step)
     judge = RewardRunner("by_step", made.mesh.model_parallel, RewardSection(reward_workers=0))
     models = [rows.reward_model(made, folder, max_tokens=24) for folder in folders]
-    whole = [ScoringModel(f"model{place}", model, COEFFICIENT) for place, model in enumerate(models)]
-    of_lines = StepRewards(AutoTokenizer.from_pretrained(folders[0].rpartition("/")[0]), "\n", "sum")
+    whole = [
+        ScoringModel(f"model{place}", model, COEFFICIENT) for place, model in enumerate(models)
+    ]
+    of_lines = StepRewards(
+        AutoTokenizer.from_pretrained(folders[0].rpartition("/")[0]), "\n", "sum"
+    )
     steps = ScoringModel("steps", models[1], 2.0, of_lines)
     judge.models = ModelRewards(whole if key is None else [whole[0], steps], key=key)
     mine = samples()[sum(held[: made.get_rank()]) : sum(held[: made.get_rank() + 1])]
     if early:
         judge.models.compute_early(mine[:early])
     judge(mine)
+
     return [(sample.reward, sample.reward_parts, sample.token_rewards) for sample in mine]
 
 
@@ -94,17 +110,26 @@ def folders(tmp_path_factory) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("held", "early"), [([5], 0), ([2, 3], 1), ([5, 0], 5)], ids=str)
 def test_scores_are_added_to_what_the_function_says(folders, held, early):
-    """Scores of transformers' own class, which reads the last token; also if some, or all, are computed early."""
-    found = [each for part in run_ranks(len(held), scored, folders, held, None, early) for each in part]
+    """Scores of transformers' own class, which reads the last token; also if some, or all, are
+    computed early.
+    """
+    found = [
+        each for part in run_ranks(len(held), scored, folders, held, None, early) for each in part
+    ]
+
     plain = [rows.plain_scorer(folder) for folder in folders]
     function = [2.0, 1.0, 4.0, 0.0, 1.0]
     for sample, (reward, parts, tokens), said in zip(samples(), found, function, strict=True):
         ids = torch.tensor([*sample.prompt.token_ids, *sample.token_ids])
         with torch.no_grad():
-            scores = [COEFFICIENT * float(model(ids[None], use_cache=False).logits) for model in plain]
+            scores = [
+                COEFFICIENT * float(model(ids[None], use_cache=False).logits) for model in plain
+            ]
+
         assert reward == pytest.approx(said + sum(scores), abs=1e-4)
         own = {"a": 1.0, "b": 3.0} if sample.group == 2 else {"function": said}
         assert parts == pytest.approx(own | {"model0": scores[0], "model1": scores[1]}, abs=1e-4)
+
         if sample.group == 4:
             assert tokens == [1.0, *[None] * 7, pytest.approx(sum(scores), abs=1e-4)]
         elif sample.group == 1:
@@ -118,20 +143,31 @@ def test_a_column_chooses_models_and_steps_get_rewards_of_their_own(folders):
     found = [each for part in run_ranks(2, scored, folders, [2, 3], "models") for each in part]
     outcome, process = (rows.plain_scorer(folder) for folder in folders)
     function = [2.0, 1.0, 4.0, 0.0, 1.0]
-    for sample, chosen, (reward, parts, tokens), said in zip(samples(), CHOSEN, found, function, strict=True):
+    for sample, chosen, (reward, parts, tokens), said in zip(
+        samples(), CHOSEN, found, function, strict=True
+    ):
         ids = torch.tensor([*sample.prompt.token_ids, *sample.token_ids])
         with torch.no_grad():
             last = COEFFICIENT * float(outcome(ids[None], use_cache=False).logits)
             correct = rows.plain_scores(process, ids)[len(sample.prompt.token_ids) :].sigmoid()
+
         expected = {"a": 1.0, "b": 3.0} if sample.group == 2 else {"function": said}
         expected |= {"model0": last} if "model0" in chosen else {}
         ends = sorted({*ENDS.get(sample.group, ()), len(sample.token_ids) - 1} - {-1})
         if "steps" in chosen and ends:
             expected["steps"] = 2 * float(correct[ends].sum())
-            own = {0: [None] * 4 + [2.0], 2: [None, 4.0 + last], 4: [1.0] + [None] * 8}[sample.group]
-            of_steps = [2 * float(correct[place]) if place in ends else None for place in range(len(own))]
+            own = {0: [None] * 4 + [2.0], 2: [None, 4.0 + last], 4: [1.0] + [None] * 8}[
+                sample.group
+            ]
+            of_steps = [
+                2 * float(correct[place]) if place in ends else None for place in range(len(own))
+            ]
             pairs = zip(own, of_steps, strict=True)
-            assert tokens == [pytest.approx((a or 0) + (b or 0), abs=1e-4) if (a, b) != (None, None) else None for a, b in pairs]
+            assert tokens == [
+                pytest.approx((a or 0) + (b or 0), abs=1e-4) if (a, b) != (None, None) else None
+                for a, b in pairs
+            ]
+
         assert (parts or {"function": reward}) == pytest.approx(expected, abs=1e-4)
         assert reward == pytest.approx(sum(expected.values()), abs=1e-4)
 
@@ -140,7 +176,8 @@ def test_a_column_chooses_models_and_steps_get_rewards_of_their_own(folders):
 def merging_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with the tokens `.\n\n` and `\n\n`."""
     tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False, use_regex=False), ByteLevelDecoder()
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteLevelDecoder()
     text = ["Ab.\n\n", "Cd.\n\n", "E\n\n", "\n\nF", "\n\nG"]
     trainer = BpeTrainer(vocab_size=280, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
     tokenizer.train_from_iterator(text * 9, trainer)
@@ -155,16 +192,24 @@ def merging_tokenizer() -> PreTrainedTokenizerFast:
         ("one.\n\n\n\n\n\ntwo", "\n\n", ["one.\n\n\n\n\n\n", "two"]),
         ("one\ntwo", "\n\n", ["one\ntwo"]),
         ("one.\n\n \n", "\n\n", ["one.\n\n \n"]),
-        ("1 \N{CYRILLIC SMALL LETTER KA}\N{CYRILLIC SMALL LETTER I} 2", "\N{CYRILLIC SMALL LETTER KA}\N{CYRILLIC SMALL LETTER I}",
-         ["1 \N{CYRILLIC SMALL LETTER KA}\N{CYRILLIC SMALL LETTER I}", " 2"]),
+        (
+            "1 \N{CYRILLIC SMALL LETTER KA}\N{CYRILLIC SMALL LETTER I} 2",
+            "\N{CYRILLIC SMALL LETTER KA}\N{CYRILLIC SMALL LETTER I}",
+            ["1 \N{CYRILLIC SMALL LETTER KA}\N{CYRILLIC SMALL LETTER I}", " 2"],
+        ),
         ("", "\n\n", []),
     ],
-)  # fmt: skip
-def test_steps_end_at_the_token_that_completes_the_separator(merging_tokenizer, text, separator, steps):
+)
+def test_steps_end_at_the_token_that_completes_the_separator(
+    merging_tokenizer, text, separator, steps
+):
     ids = merging_tokenizer.encode(text)
     ends = StepEnds(merging_tokenizer, separator)(ids)
     starts = [0, *(end + 1 for end in ends)][: len(ends)]
-    assert [merging_tokenizer.decode(ids[start : end + 1]) for start, end in zip(starts, ends, strict=True)] == steps
+    assert [
+        merging_tokenizer.decode(ids[start : end + 1])
+        for start, end in zip(starts, ends, strict=True)
+    ] == steps
 
 
 @pytest.mark.parametrize(
@@ -182,7 +227,9 @@ def test_rewards_of_steps(merging_tokenizer, form, rewards):
     found = StepRewards(merging_tokenizer, "\n\n", form)(ids, scores)
     assert len(ids) == 5
     expected = [None, rewards[0], None, rewards[1], rewards[2]]
-    assert [None if each is None else round(each, 5) for each in found] == [each and round(each, 5) for each in expected]
+    assert [None if each is None else round(each, 5) for each in found] == [
+        each and round(each, 5) for each in expected
+    ]
 
 
 # -- a server
@@ -197,12 +244,17 @@ class Lengths(JsonHandler):
     def do_POST(self) -> None:
         request = self.read_json()
         type(self).said.append((self.path, request, self.headers["Authorization"]))
-        self.send_json({"rewards": [len(text) for text in request["responses"]]} if self.answer is None else self.answer)
+        self.send_json(
+            {"rewards": [len(text) for text in request["responses"]]}
+            if self.answer is None
+            else self.answer
+        )
 
 
 @pytest.fixture
 def address():
-    Lengths.said, Lengths.answer = [], None
+    Lengths.said = []
+    Lengths.answer = None
     with listening(Lengths) as address:
         yield f"{address}/get_reward"
 
@@ -212,7 +264,12 @@ def test_a_server_is_a_reward_function(address, monkeypatch):
     given = samples()[:2]
     runner(address)(given)
     assert [sample.reward for sample in given] == [2, 2]
-    request = {"query": ["0?0!", "1?1!"], "prompts": ["0?", "1?"], "responses": ["0!", "1!"], "labels": ["0", "1"]}
+    request = {
+        "query": ["0?0!", "1?1!"],
+        "prompts": ["0?", "1?"],
+        "responses": ["0!", "1!"],
+        "labels": ["0", "1"],
+    }
     assert Lengths.said == [("/get_reward", request, "Bearer secret")]
 
 
@@ -232,14 +289,34 @@ def test_a_key_of_user_and_password(address, monkeypatch):
 @pytest.mark.parametrize(
     ("url", "key", "says"),
     [
-        ("http://host:80/x?token=secret", "", r"http://host\?\.\.\.: .* set REWARD_API_KEY in the environment"),
-        ("http://host:80/x#secret", "", r"http://host\?\.\.\.: .* set REWARD_API_KEY in the environment"),
-        ("http://me:secret@host:80/x", "", r"http://\.\.\.@host: .* set REWARD_API_KEY=user:password"),
+        (
+            "http://host:80/x?token=secret",
+            "",
+            r"http://host\?\.\.\.: .* set REWARD_API_KEY in the environment",
+        ),
+        (
+            "http://host:80/x#secret",
+            "",
+            r"http://host\?\.\.\.: .* set REWARD_API_KEY in the environment",
+        ),
+        (
+            "http://me:secret@host:80/x",
+            "",
+            r"http://\.\.\.@host: .* set REWARD_API_KEY=user:password",
+        ),
         ("http://host:port/x", "", "the address cannot be read"),
         ("http://", "", "is not an address such as"),
         ("http://host/a b", "", "is not an address such as"),
-        ("http://host/x", "secret\n", "the environment variable REWARD_API_KEY must not contain line ends"),
-        ("http://host/x", "s\N{LATIN SMALL LETTER E WITH ACUTE}cret", "REWARD_API_KEY must not contain"),
+        (
+            "http://host/x",
+            "secret\n",
+            "the environment variable REWARD_API_KEY must not contain line ends",
+        ),
+        (
+            "http://host/x",
+            "s\N{LATIN SMALL LETTER E WITH ACUTE}cret",
+            "REWARD_API_KEY must not contain",
+        ),
     ],
 )
 def test_addresses_and_keys_are_checked_before_anything_else(monkeypatch, url, key, says):
@@ -260,7 +337,9 @@ def strange_server(behave: Callable[[socket.socket], None]) -> Iterator[str]:
         def serve() -> None:
             with suppress(OSError):
                 while True:
-                    threading.Thread(target=behave, args=(accepting.accept()[0],), daemon=True).start()
+                    threading.Thread(
+                        target=behave, args=(accepting.accept()[0],), daemon=True
+                    ).start()
 
         threading.Thread(target=serve, daemon=True).start()
         yield f"http://127.0.0.1:{accepting.getsockname()[1]}/x"
@@ -275,10 +354,15 @@ def drip(connection: socket.socket, begin: bytes, byte: bytes) -> None:
             time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("begin", "byte"), [(b"X-Header: ", b"x"), (b"Content-Length: 100000\r\n\r\n", b" ")])
+@pytest.mark.parametrize(
+    ("begin", "byte"), [(b"X-Header: ", b"x"), (b"Content-Length: 100000\r\n\r\n", b" ")]
+)
 def test_a_server_that_never_ends_its_answer(begin, byte):
     with strange_server(partial(drip, begin=begin, byte=byte)) as url:
-        with pytest.raises(ValueError, match=r"POST sent no complete response within 0 s \(after \d+ s of repeated requests"):
+        with pytest.raises(
+            ValueError,
+            match=r"POST sent no complete response within 0 s \(after \d+ s of repeated requests",
+        ):
             runner(url, reward_minutes=0.3 / 60)(samples()[:2])
 
 
@@ -289,7 +373,10 @@ def test_a_server_that_is_away_is_asked_again_for_as_long_as_it_may(address, mon
     with socket.create_server(("127.0.0.1", 0)) as closed:
         away = f"http://127.0.0.1:{closed.getsockname()[1]}/x"
     began = time.monotonic()
-    problem = r"POST: ConnectError: .* \(after \d+ s of repeated requests, see --server_minutes\), for the"
+    problem = (
+        r"POST: ConnectError: .* \(after \d+ s of repeated requests, see --server_minutes\),"
+        r" for the"
+    )
     with pytest.raises(ValueError, match=problem):
         runner(away, server_minutes=1 / 60)(samples()[:2])
     assert 1 < time.monotonic() - began < 20

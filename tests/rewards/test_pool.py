@@ -1,4 +1,6 @@
-"""Worker processes of rewards: what goes wrong in one is said, costs that call alone, and loses no other."""
+"""Worker processes of rewards: what goes wrong in one is said, costs that call alone, and loses no
+other.
+"""
 
 import gc
 import os
@@ -24,7 +26,8 @@ from tiny import byte_tokenizer
 FILE = Path(__file__).with_name("misbehaving.py")
 ALONE = Axis("data", 1, 0, None)
 SHORT = 3 / 60
-"""Time limit where calls hang, in minutes; much longer than the other calls take on a busy machine."""
+"""Time limit where calls hang, in minutes; much longer than the other calls take on a busy
+machine."""
 
 
 def group(*texts: str, row: int = 0) -> list[Sample]:
@@ -33,7 +36,9 @@ def group(*texts: str, row: int = 0) -> list[Sample]:
 
 
 def runner(function: str = "obey", **settings) -> RewardRunner:
-    section = RewardSection(**{"reward_workers": 2, "reward_minutes": 2.0, "reward_memory_gb": 1.0} | settings)
+    section = RewardSection(
+        **{"reward_workers": 2, "reward_minutes": 2.0, "reward_memory_gb": 1.0} | settings
+    )
     return RewardRunner(f"{FILE}:{function}", section=section)
 
 
@@ -76,17 +81,32 @@ def forgiving() -> RewardRunner:
 
 
 def test_calls_run_beside_each_other_in_other_processes(forgiving):
-    assert judged(forgiving, *(group("right", "wrong", row=row) for row in range(20))) == [1.0, 0.0] * 20
+    assert (
+        judged(forgiving, *(group("right", "wrong", row=row) for row in range(20)))
+        == [1.0, 0.0] * 20
+    )
     processes = judged(forgiving, group("process", "sleep 0.3"), group("process", "sleep 0.3"))[::2]
     assert len({*processes, os.getpid()}) == 3
-    assert judged(forgiving, group("alarm", "modules")) == [1.0, 0.0], "signals may be set, and no worker imports torch"
-    assert judged(runner("obey_slowly"), group("right", "wrong")) == [1.0, 0.0], "coroutine functions are awaited"
+    assert judged(forgiving, group("alarm", "modules")) == [
+        1.0,
+        0.0,
+    ], "signals may be set, and no worker imports torch"
+    assert judged(runner("obey_slowly"), group("right", "wrong")) == [
+        1.0,
+        0.0,
+    ], "coroutine functions are awaited"
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("raise answer", r"KeyError: 'answer', at \S*misbehaving.py:\d+ \(_obeyed\), for .*\. The data has the columns label"),
+        (
+            "raise answer",
+            (
+                r"KeyError: 'answer', at \S*misbehaving.py:\d+ \(_obeyed\), for .*\. The data has"
+                r" the columns label"
+            ),
+        ),
         ("exit", "SystemExit: 3, at"),
         ("die", "the worker has ended with exit code 3, twice"),
         ("crash", "the worker was killed by SIGSEGV, twice"),
@@ -95,13 +115,19 @@ def test_calls_run_beside_each_other_in_other_processes(forgiving):
     ],
 )
 def test_a_call_that_fails_costs_no_other_one(forgiving, text, says):
-    groups = [group("right", "wrong", row=1), group("right", text, "wrong", row=2), group("wrong", "right", row=3)]
-    (said,) = logged(forgiving, *groups, rewards=[1, 0, 1, 0, 0, 0, 1])  # only the response that fails gets 0
+    groups = [
+        group("right", "wrong", row=1),
+        group("right", text, "wrong", row=2),
+        group("wrong", "right", row=3),
+    ]
+    # only the response that fails gets 0
+    (said,) = logged(forgiving, *groups, rewards=[1, 0, 1, 0, 0, 0, 1])
     metrics = Metrics()
     forgiving.count_failures("failures", metrics)
     assert metrics.reduce(ALONE) == {"failures": 1}
     with pytest.raises(ConfigError) as caught:
         judged(runner(), group("right", text, "wrong", row=2))
+
     for message in (said, str(caught.value)):
         assert re.match(f"--reward {FILE}:obey: {says}", message)
         assert f"for the response '{text}' to the prompt 'question 2' (row 2)" in message
@@ -111,20 +137,33 @@ def test_a_call_that_fails_costs_no_other_one(forgiving, text, says):
 def test_calls_that_hang_cost_no_other_one():
     said = logged(
         runner(reward_failure="zero", reward_minutes=SHORT),
-        group("right", row=1), group("right", "hang", "hang_in_c", "wrong", row=2), group("wrong", "right", row=3),
+        group("right", row=1),
+        group("right", "hang", "hang_in_c", "wrong", row=2),
+        group("wrong", "right", row=3),
         rewards=[1, 1, 0, 0, 0, 0, 1],
-    )  # fmt: skip
+    )
     with pytest.raises(ConfigError) as caught:
         judged(runner(reward_minutes=SHORT), group("hang", row=2))
+
     late = rf"--reward {FILE}:obey: a call has taken more than 3 s \(--reward_minutes\)"
-    for message, text in zip([*said, str(caught.value)], ("hang", "hang_in_c", "hang"), strict=True):
-        assert re.match(rf"{late}.* '{text}' to .* \(row 2\)\. It is at \S*misbehaving.py:\d+ \(_obeyed\) < ", message)
+    for message, text in zip(
+        [*said, str(caught.value)], ("hang", "hang_in_c", "hang"), strict=True
+    ):
+        assert re.match(
+            rf"{late}.* '{text}' to .* \(row 2\)\. It is at \S*misbehaving.py:\d+ \(_obeyed\) < ",
+            message,
+        )
 
 
-@pytest.mark.parametrize("written", ["00", "0000000568656c6c6f", "ffffffff", "7fffffff", "7ffffffe", "00" * 9])
+@pytest.mark.parametrize(
+    "written", ["00", "0000000568656c6c6f", "ffffffff", "7fffffff", "7ffffffe", "00" * 9]
+)
 def test_what_a_function_writes_to_its_socket_costs_its_own_call(written):
     made = runner(reward_failure="zero", reward_minutes=SHORT)
-    assert judged(made, group(f"write {written}"), *(group("right", row=row) for row in range(1, 6))) == [0.0] + [1.0] * 5
+    assert (
+        judged(made, group(f"write {written}"), *(group("right", row=row) for row in range(1, 6)))
+        == [0.0] + [1.0] * 5
+    )
 
 
 def test_a_function_that_never_ends_writing_is_out_of_time():
@@ -138,14 +177,18 @@ def test_a_failure_that_ends_the_run_waits_for_no_other_call():
     with pytest.raises(ConfigError, match="KeyError: 'now'"):
         judged(runner(), group("sleep 60"), group("raise now", row=1))
     with pytest.raises(ConfigError, match="a call has taken more than 3 s"):
-        judged(runner(reward_minutes=SHORT), *(group("hang", "right", row=row) for row in range(12)))
+        judged(
+            runner(reward_minutes=SHORT), *(group("hang", "right", row=row) for row in range(12))
+        )
     assert time.monotonic() - began < 15
 
 
 def test_a_thread_that_has_failed_lets_no_call_wait():
     made = runner(reward_minutes=1e18)
     for row in range(2):
-        with pytest.raises(ConfigError, match="the thread of the worker processes has failed: OverflowError"):
+        with pytest.raises(
+            ConfigError, match="the thread of the worker processes has failed: OverflowError"
+        ):
             judged(made, group("sleep 5", row=row))
 
 
@@ -156,19 +199,34 @@ def test_a_long_error_is_cut():
 
 
 def test_a_worker_without_memory_gets_no_further_call(forgiving):
-    groups = [each for row in range(24) for each in (group("right", "fill", row=row), group("right", row=row))]
+    groups = [
+        each
+        for row in range(24)
+        for each in (group("right", "fill", row=row), group("right", row=row))
+    ]
     judged(forgiving, *groups)
     assert [sample.reward for each in groups for sample in each] == [1, 0, 1] * 24
 
 
 def test_a_failure_is_reported_at_the_line_of_the_data(tmp_path):
     for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text('\n{"input": "one", "label": "right"}\n{"input": "two", "label": "right"}\n')
+        (tmp_path / f"{name}.jsonl").write_text(
+            '\n{"input": "one", "label": "right"}\n{"input": "two", "label": "right"}\n'
+        )
+
     section = DataSection(prompt_data=f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl")
     prompts = load_prompts(section, byte_tokenizer())
-    assert [prompt.location for prompt in prompts] == [f"{tmp_path}/{name}.jsonl:{line}" for name in "ab" for line in (2, 3)]
-    with pytest.raises(ConfigError, match=rf"the response 'raise it' to the prompt 'two' \({tmp_path}/b.jsonl:3\)"):
-        judged(runner(), [Sample(prompts[3], 0, [1], [0.0], text, "stop") for text in ("right", "raise it")])
+    assert [prompt.location for prompt in prompts] == [
+        f"{tmp_path}/{name}.jsonl:{line}" for name in "ab" for line in (2, 3)
+    ]
+
+    with pytest.raises(
+        ConfigError, match=rf"the response 'raise it' to the prompt 'two' \({tmp_path}/b.jsonl:3\)"
+    ):
+        judged(
+            runner(),
+            [Sample(prompts[3], 0, [1], [0.0], text, "stop") for text in ("right", "raise it")],
+        )
 
 
 def test_a_call_that_fails_only_with_several_samples_is_reported_with_their_responses(forgiving):
@@ -180,7 +238,9 @@ def test_a_call_that_fails_only_with_several_samples_is_reported_with_their_resp
 
 
 def test_a_worker_that_is_killed_for_no_fault_of_its_own_costs_nothing(tmp_path):
-    assert judged(runner(), group("right"), group(f"crash_once {tmp_path}/mark"), group("right")) == [1, 0, 1]
+    assert judged(
+        runner(), group("right"), group(f"crash_once {tmp_path}/mark"), group("right")
+    ) == [1, 0, 1]
 
 
 def test_responses_of_a_failed_call_are_dropped_with_their_prompt():
@@ -220,7 +280,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.slow
 def test_no_worker_outlives_its_rank():
-    rank = subprocess.run([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, check=False)
+    rank = subprocess.run(
+        [sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, check=False
+    )
     assert ended(int(rank.stdout))
 
 
@@ -235,6 +297,7 @@ def test_a_process_ends_if_its_parent_has_ended_before_it_asks_to_end_with_it():
             end_with(process)
             os.write(writes, b"alive")
         os._exit(0)
+
     os.waitpid(parent, 0)
     os.close(writes)
     assert os.read(reads, 5) == b""
@@ -257,10 +320,13 @@ def test_a_function_of_the_main_script_stays_in_this_process(monkeypatch):
     assert judged(made, group("")) == [os.getpid()]
     collected = weakref.ref(made)
     del made
+
     deadline = time.monotonic() + 60
-    while collected() and time.monotonic() < deadline:  # the thread of a timer that was cancelled has to end
+    # the thread of a timer that was cancelled has to end
+    while collected() and time.monotonic() < deadline:
         time.sleep(0.01)
         gc.collect()
+
     assert collected() is None, "nothing keeps it, or the reward models beside it, in memory"
 
 
@@ -300,5 +366,7 @@ def test_calls_of_a_pool_that_closes_get_a_result():
         made.begin(group(text))
     time.sleep(0.5)
     made._calls.close()
-    with pytest.raises(ConfigError, match="the worker processes have been closed, for the response 'hang'"):
+    with pytest.raises(
+        ConfigError, match="the worker processes have been closed, for the response 'hang'"
+    ):
         made.finish([])

@@ -18,7 +18,14 @@ from lightrft.types import Prompt, Sample
 
 def sample(text: str, finish_reason: str = "stop", **columns) -> Sample:
     prompt = Prompt(index=0, text="question", token_ids=[1], columns=columns)
-    return Sample(prompt=prompt, group=0, token_ids=[1], logprobs=[0.0], text=text, finish_reason=finish_reason)
+    return Sample(
+        prompt=prompt,
+        group=0,
+        token_ids=[1],
+        logprobs=[0.0],
+        text=text,
+        finish_reason=finish_reason,
+    )
 
 
 def runner(name: str, *, chat: bool = False, **settings) -> RewardRunner:
@@ -33,7 +40,12 @@ def judged(name: str, *samples: Sample) -> list[float]:
 
 def test_exact_match():
     samples = [sample(text, label="580") for text in ("580", "58", "580 ")]
-    assert judged("exact_match", *samples, sample("580", "length", label="580")) == [1.0, 0.0, 0.0, 0.0]
+    assert judged("exact_match", *samples, sample("580", "length", label="580")) == [
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
     assert judged("exact_match", sample("7", label=7)) == [1.0]  # a number in the data file
 
 
@@ -89,21 +101,32 @@ def test_gsm8k_takes_a_number_as_label():
 def longest(samples, *, label, weight, **columns):
     """A user's reward: it gets the columns as lists, aligned with the samples."""
     assert columns == {"level": [1, 2]}
-    return [len(s.text) * w if right == s.text else 0 for s, right, w in zip(samples, label, weight, strict=True)]
+    return [
+        len(s.text) * w if right == s.text else 0
+        for s, right, w in zip(samples, label, weight, strict=True)
+    ]
 
 
 def test_columns_arrive_by_name_aligned():
-    samples = [sample("ab", label="ab", weight=0.5, level=1), sample("abc", label="abc", weight=2.0, level=2)]
+    samples = [
+        sample("ab", label="ab", weight=0.5, level=1),
+        sample("abc", label="abc", weight=2.0, level=2),
+    ]
     assert judged(f"{__file__}:longest", *samples) == [1.0, 6.0]
 
 
 def test_a_column_that_not_every_sample_has_is_left_out():
-    with pytest.raises(ValueError, match="--reward exact_match: TypeError: .*label.* The data has the columns level"):
+    with pytest.raises(
+        ValueError,
+        match="--reward exact_match: TypeError: .*label.* The data has the columns level",
+    ):
         judged("exact_match", sample("a", label="a", level=1), sample("b", level=1))
 
 
 def test_a_reward_by_module_path_and_by_file(tmp_path, monkeypatch):
-    (tmp_path / "mine_for_tests.py").write_text("def half(samples, **columns):\n    return [0.5 for _ in samples]\n")
+    (tmp_path / "mine_for_tests.py").write_text(
+        "def half(samples, **columns):\n    return [0.5 for _ in samples]\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     for path in ("mine_for_tests:half", f"{tmp_path}/mine_for_tests.py:half"):
         assert judged(path, sample("a"), sample("b")) == [0.5, 0.5]
@@ -117,7 +140,9 @@ def write(tmp_path, body: str) -> str:
 
 
 def test_numbers_of_any_kind(tmp_path):
-    assert judged(write(tmp_path, "return torch.tensor([1.5, -2.0])"), sample("a"), sample("b")) == [1.5, -2.0]
+    assert judged(
+        write(tmp_path, "return torch.tensor([1.5, -2.0])"), sample("a"), sample("b")
+    ) == [1.5, -2.0]
     assert type(sample("a").reward) is float
     path = tmp_path / "other.py"
     path.write_text("def f(samples, **columns):\n    return [True, 3]\n")
@@ -131,25 +156,46 @@ BROKEN = {
     "nothing": ("pass", "None is not a list of 2 rewards"),
     "one number": ("return 1.0", "1.0 is not a list of 2 rewards"),
     "NaN": ("return [1.0, float('nan')]", "nan is not a finite number, for the response 'second'"),
-    "infinity": ("return [float('-inf'), 1.0]", "-inf is not a finite number, for the response 'first'"),
+    "infinity": (
+        "return [float('-inf'), 1.0]",
+        "-inf is not a finite number, for the response 'first'",
+    ),
     "a word": ("return [1.0, 'good']", "'good' is not a finite number"),
     "a number as text": ("return [1.0, '2.0']", "'2.0' is not a finite number"),
     "beyond float32": (
         "return [1.0, 1e300]",
         r"1e\+300 is larger than 1e\+18, for the response 'second' to the prompt 'question'",
     ),
-    "a sum beyond float32": ("return [1.0, {'a': 9e17, 'b': 9e17}]", r"1.8e\+18 is larger than 1e\+18"),
+    "a sum beyond float32": (
+        "return [1.0, {'a': 9e17, 'b': 9e17}]",
+        r"1.8e\+18 is larger than 1e\+18",
+    ),
     "a large integer": ("return [1.0, 10 ** 400]", "1000.* is not a finite number"),
     "a row": ("return torch.ones(2, 3)", r"tensor\(\[1., 1., 1.\]\) is not a finite number"),
-    "a tensor without rows": ("return torch.tensor(1.0)", r"tensor\(1.\) is not a list of 2 rewards"),
-    "parts": ("return {'format': [1, 2], 'answer': [0, 1]}", "{.*} is not a list .*; to return parts of a reward"),
+    "a tensor without rows": (
+        "return torch.tensor(1.0)",
+        r"tensor\(1.\) is not a list of 2 rewards",
+    ),
+    "parts": (
+        "return {'format': [1, 2], 'answer': [0, 1]}",
+        "{.*} is not a list .*; to return parts of a reward",
+    ),
     "rewards by row": ("return {0: 1.0, 1: 2.0}", "{0: 1.0, 1: 2.0} is not a list of 2 rewards"),
     "a text": ("return '12'", "'12' is not a list of 2 rewards"),
     "a set": ("return {1.0, 2.0}", r"{1.0, 2.0} is not a list of 2 rewards"),
     "None": ("return [None, 1.0]", "None is not a finite number"),
-    "its own error": ("return [1 / 0]", r"ZeroDivisionError: division by zero, at /.*/reward.py:\d+ \(f\)"),
-    "its own error, of another's file": ("import json; json.loads('{')", r"JSONDecodeError: .*, at /.*/reward.py:\d+ \(f\)"),
-    "its own key": ("return [columns['answer']]", r"KeyError: 'answer', at .*:\d+ \(f\), for .*\. The data has .* label"),
+    "its own error": (
+        "return [1 / 0]",
+        r"ZeroDivisionError: division by zero, at /.*/reward.py:\d+ \(f\)",
+    ),
+    "its own error, of another's file": (
+        "import json; json.loads('{')",
+        r"JSONDecodeError: .*, at /.*/reward.py:\d+ \(f\)",
+    ),
+    "its own key": (
+        "return [columns['answer']]",
+        r"KeyError: 'answer', at .*:\d+ \(f\), for .*\. The data has .* label",
+    ),
 }
 
 
@@ -165,17 +211,24 @@ def test_names_that_are_none(tmp_path):
     path = write(tmp_path, "return []")
     for name, message in [
         ("gsm8", "--reward gsm8: no reward of this name; did you mean 'gsm8k'"),
-        ("no_such_package.rewards:f", "--reward no_such_package.rewards:f: cannot import 'no_such_package.rewards'"),
+        (
+            "no_such_package.rewards:f",
+            "--reward no_such_package.rewards:f: cannot import 'no_such_package.rewards'",
+        ),
         ("math:nothing", "--reward math:nothing: 'math' has no object 'nothing'"),
         (f"{tmp_path}/absent.py:f", "absent.py:f: no file .*/absent.py"),
         (
             path.removesuffix(":f"),
-            r"no reward of this name; add the name of the function: --reward .*/reward.py:function\. Choices",
+            (
+                r"no reward of this name; add the name of the function: --reward"
+                r" .*/reward.py:function\. Choices"
+            ),
         ),
         (path.replace(":f", ":g"), "reward.py' has no object 'g'"),
     ]:
         with pytest.raises(ValueError, match=message):
             runner(name)
+
     with pytest.raises(ValueError, match="NOT_CALLABLE: .*not callable"):
         judged(path.replace(":f", ":NOT_CALLABLE"), sample("a"))
 
@@ -195,7 +248,8 @@ def hung(log: str) -> None:
     logger.remove()
     logger.add(log, format="{message}")
     judge = runner(f"{__name__}:hangs", reward_minutes=2 / 60)
-    good, bad = [sample("good")], [sample("bad")]
+    good = [sample("good")]
+    bad = [sample("bad")]
     judge.begin(good)
     judge.begin(bad)
     judge.finish(good + bad)
@@ -207,8 +261,15 @@ def test_a_call_that_hangs_in_this_process_ends_it(tmp_path):
     process.join(120)
     assert process.exitcode == 2
     said = (tmp_path / "log").read_text()
-    assert f"--reward {__name__}:hangs: a call has taken more than 2 s (--reward_minutes), for the response 'bad'" in said
-    assert " to the prompt 'question' (row 0). It is at " in said and "(hangs) < " in said and "test_rewards.py:" in said
+    assert (
+        f"--reward {__name__}:hangs: a call has taken more than 2 s (--reward_minutes), for the"
+        " response 'bad'" in said
+    )
+    assert (
+        " to the prompt 'question' (row 0). It is at " in said
+        and "(hangs) < " in said
+        and "test_rewards.py:" in said
+    )
 
 
 # -- signatures
@@ -231,20 +292,28 @@ def test_a_signature_that_does_not_fit_is_found_before_anything_is_loaded():
         """verl's, with an argument that nobody gives."""
 
     prompts = [sample("", label="1", level=2).prompt]
-    for number, (function, says) in enumerate({
-        needs: r"the function needs answer: its signature is \(samples, .*\)\. The data has the columns label, level",
-        closed: "the function does not take level: add \\*\\*columns to",
-        nothing: "the function has no parameter for samples",
-        late: "the function needs solution",
-        scored: "the function needs threshold",
-        5: "5 is not callable",
-    }.items()):  # fmt: skip
+    for number, (function, says) in enumerate(
+        {
+            needs: (
+                r"the function needs answer: its signature is \(samples, .*\)\. The data has the"
+                r" columns label, level"
+            ),
+            closed: "the function does not take level: add \\*\\*columns to",
+            nothing: "the function has no parameter for samples",
+            late: "the function needs solution",
+            scored: "the function needs threshold",
+            5: "5 is not callable",
+        }.items()
+    ):
         rewards.register(f"unfit{number}")(function)
         with pytest.raises(ConfigError, match=f"--reward unfit{number}: {says}"):
             runner(f"unfit{number}").check(prompts)
+
     for name in ("exact_match", "gsm8k", "none", f"{__file__}:steps"):
         runner(name).check(prompts)
-    with pytest.raises(ConfigError, match="exact_match: the function needs label: .* columns level"):
+    with pytest.raises(
+        ConfigError, match="exact_match: the function needs label: .* columns level"
+    ):
         runner("exact_match").check([*prompts, sample("", level=2).prompt])
 
 
@@ -283,7 +352,12 @@ CONVENTIONS = {
     "OpenRLHF, with logs": (OPENRLHF, "logs", {"label": "y"}, [9, 9]),
     "verl": (VERL, "compute_score", {"label": "b", **INFO}, [0, 1]),
     "verl, with details": (VERL, "detailed", {"ground_truth": "a", "label": "b", **INFO}, [1, 0]),
-    "verl, with its data": (VERL, "compute_score", {"reward_model": {"ground_truth": "b"}, **INFO}, [0, 1]),
+    "verl, with its data": (
+        VERL,
+        "compute_score",
+        {"reward_model": {"ground_truth": "b"}, **INFO},
+        [0, 1],
+    ),
 }
 
 
@@ -291,7 +365,8 @@ CONVENTIONS = {
 def test_rewards_of_other_tools(tmp_path, case):
     source, name, columns, expected = CONVENTIONS[case]
     (tmp_path / "theirs.py").write_text(source)
-    judge, samples = runner(f"{tmp_path}/theirs.py:{name}", chat="chat" in case), [sample("a", **columns), sample("b", **columns)]
+    judge = runner(f"{tmp_path}/theirs.py:{name}", chat="chat" in case)
+    samples = [sample("a", **columns), sample("b", **columns)]
     judge.check([one.prompt for one in samples])
     judge(samples)
     assert [one.reward for one in samples] == expected
@@ -334,7 +409,9 @@ def infinite(samples, **columns):
     return [[None, float("inf")] for _ in samples]
 
 
-@pytest.mark.parametrize("name, message", [("unsaid", "at least one number"), ("infinite", "not a finite number")])
+@pytest.mark.parametrize(
+    "name, message", [("unsaid", "at least one number"), ("infinite", "not a finite number")]
+)
 def test_steps_without_a_number(name, message):
     with pytest.raises(ValueError, match=message):
         judged(f"{__file__}:{name}", replace(sample(""), token_ids=[1, 2]))
@@ -346,7 +423,10 @@ def parts(samples, **columns):
 
 def reordered(samples, **columns):
     values = [[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]]
-    return [turn if len(samples[0].token_ids) == 3 else dict(zip("abc", turn, strict=True)) for turn in values]
+    return [
+        turn if len(samples[0].token_ids) == 3 else dict(zip("abc", turn, strict=True))
+        for turn in values
+    ]
 
 
 @pytest.mark.parametrize("tokens", [[1, 2, 3], [1]])
@@ -397,16 +477,33 @@ def any_columns(samples, **columns):
 @pytest.mark.parametrize("columns", [{}, {"label": None}, {"label": math.nan}])
 def test_a_row_without_the_right_answer_is_named_where_the_function_requires_it(columns):
     prompt = sample("", level=2, **columns).prompt
-    for name in ("exact_match", "gsm8k", *(f"{__file__}:{name}" for name in ("of_verl", "of_openrlhf", "of_trl"))):
+    for name in (
+        "exact_match",
+        "gsm8k",
+        *(f"{__file__}:{name}" for name in ("of_verl", "of_openrlhf", "of_trl")),
+    ):
         problem = runner(name).row_problem(prompt)
-        assert problem.startswith(f"--reward {name}: ") and "label" in problem and "its signature is (" in problem, problem
+        assert (
+            problem.startswith(f"--reward {name}: ")
+            and "label" in problem
+            and "its signature is (" in problem
+        ), problem
         assert runner(name).row_problem(sample("", label="", **{"level": 2}).prompt) is None
-    for name in ("none", f"{__file__}:with_default", f"{__file__}:any_columns", "http://127.0.0.1:1/reward"):
+
+    for name in (
+        "none",
+        f"{__file__}:with_default",
+        f"{__file__}:any_columns",
+        "http://127.0.0.1:1/reward",
+    ):
         assert runner(name).row_problem(prompt) is None
 
 
 def of_verl_in_batches(data_sources, solution_strs, ground_truths, extra_infos):
-    return [{"score": float(text == right), "acc": 9} for text, right in zip(solution_strs, ground_truths, strict=True)]
+    return [
+        {"score": float(text == right), "acc": 9}
+        for text, right in zip(solution_strs, ground_truths, strict=True)
+    ]
 
 
 def of_easy_r1(reward_inputs, format_weight=0.5):
@@ -423,11 +520,16 @@ def _overall(reward_input):
 
 
 @pytest.mark.parametrize("name", ["of_verl_in_batches", "of_easy_r1", "of_easy_r1_alone"])
-@pytest.mark.parametrize("column", ["label", "ground_truth", "reward_model", "reward_model in JSON"])
+@pytest.mark.parametrize(
+    "column", ["label", "ground_truth", "reward_model", "reward_model in JSON"]
+)
 def test_functions_for_verl_and_easy_r1_are_called_as_there(name, column):
     rows = {
         "reward_model": {"reward_model": {"ground_truth": "7", "style": "rule"}},
-        "reward_model in JSON": {"reward_model": '{"ground_truth": "7", "style": "rule"}', "extra_info": '{"index": 1}'},
+        "reward_model in JSON": {
+            "reward_model": '{"ground_truth": "7", "style": "rule"}',
+            "extra_info": '{"index": 1}',
+        },
     }
     columns = rows.get(column, {column: "7"})
     samples = [sample(text, **columns) for text in ("7", "8")]
@@ -436,23 +538,40 @@ def test_functions_for_verl_and_easy_r1_are_called_as_there(name, column):
     assert judge.row_problem(samples[0].prompt) is None
     judge(samples)
     assert [one.reward for one in samples] == [1.0, 0.0] and not samples[0].reward_parts
-    for null in ({"label": None}, {"reward_model": '{"ground_truth": null}'}, {"reward_model": "rule"}, {"input": "7"}):
+
+    for null in (
+        {"label": None},
+        {"reward_model": '{"ground_truth": null}'},
+        {"reward_model": "rule"},
+        {"input": "7"},
+    ):
         assert judge.row_problem(sample("", **null).prompt), null
 
 
 def test_the_extra_information_of_verl_may_be_json(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("def score(solution_str, ground_truth, extra_info):\n    return float(extra_info['index'])\n")
+    file.write_text(
+        "def score(solution_str, ground_truth, extra_info):\n    return"
+        " float(extra_info['index'])\n"
+    )
     assert judged(f"{file}:score", sample("", label="7", extra_info='{"index": 3}')) == [3.0]
 
 
 def test_a_row_without_a_label_says_how_to_name_its_column():
     prompt = sample("", answer="7").prompt
-    assert runner("exact_match").row_problem(prompt).endswith("--label_key names the column of the label")
+    assert (
+        runner("exact_match")
+        .row_problem(prompt)
+        .endswith("--label_key names the column of the label")
+    )
 
 
 def test_a_row_of_verls_data_without_the_right_answer():
     judge = runner(f"{__file__}:of_verl")
     assert judge.row_problem(sample("", reward_model={"ground_truth": 0}).prompt) is None
-    assert "ground_truth (--label_key) is None" in judge.row_problem(sample("", reward_model={"ground_truth": None}).prompt)
-    assert "needs the column 'ground_truth'" in judge.row_problem(sample("", reward_model=None).prompt)
+    assert "ground_truth (--label_key) is None" in judge.row_problem(
+        sample("", reward_model={"ground_truth": None}).prompt
+    )
+    assert "needs the column 'ground_truth'" in judge.row_problem(
+        sample("", reward_model=None).prompt
+    )

@@ -57,8 +57,13 @@ def test_nothing_of_the_kernel_opens_for_writing():
 
 
 def test_a_sandbox_that_its_user_makes_hides_as_much(kind):
-    if kind == "bwrap" or not (command := sandbox._unshare(by_root=False)) or not sandbox._works(command):
+    if (
+        kind == "bwrap"
+        or not (command := sandbox._unshare(by_root=False))
+        or not sandbox._works(command)
+    ):
         pytest.skip("it is that of every user")
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sandbox, "find_sandbox", lambda: command)
         assert output_of(WRITABLE, errors=subprocess.STDOUT) == (0, "[]\n")
@@ -72,6 +77,7 @@ def test_a_program_is_not_root_and_has_no_capabilities():
         "l.startswith(('CapEff', 'CapBnd', 'NoNewPrivs'))])"
     )
     assert output_of(status)[1].strip() == "[['0000000000000000'], ['0000000000000000'], ['1']]"
+
     if os.getuid() == 0:
         seen = []
         with sandbox.running("program", "import time; time.sleep(60)") as process:
@@ -459,7 +465,7 @@ SOLVES = {
         [
             "import threading\nc = C()\ndef adds():\n  for _ in range(50): c.add()",
             "ts = [threading.Thread(target=adds) for _ in range(3)]\n"
-            "for t in ts: t.start()\nfor t in ts: t.join()\nassert c.n == 150"
+            "for t in ts: t.start()\nfor t in ts: t.join()\nassert c.n == 150",
         ],
     ),
     "exceptions of other forms": (

@@ -1,4 +1,6 @@
-"""lightrft serve_reward: a run's reward from models on a server equals the scores of transformers."""
+"""lightrft serve_reward: a run's reward from models on a server equals the scores of
+transformers.
+"""
 
 import json
 import os
@@ -53,9 +55,14 @@ def folders(tmp_path_factory) -> list[str]:
 @contextmanager
 def server(world_size: int, *flags: str, key: str = "") -> Iterator[tuple[str, subprocess.Popen]]:
     """Its address and process."""
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", "--standalone"] if world_size > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", "--standalone"]
+        if world_size > 1
+        else []
+    )
     command = [warm_python(), *launcher, "-m", "lightrft.cli.serve_reward", "--port=0", *flags]
     environment = os.environ | {"REWARD_API_KEY": key, "PYTHONPATH": str(Path(__file__).parents[2])}
+
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     said = []
     try:
@@ -86,18 +93,28 @@ def post(address: str, content: object) -> tuple[int, dict]:
 @pytest.mark.slow
 def test_several_models_on_two_ranks_answer_a_run(folders, monkeypatch):
     flags = ["--fsdp", "--step_rewards=sum", "--reward_pretrain", f"good={folders[0]}:0.5"]
-    with server(2, *flags, f"--process_reward_pretrain=steps={folders[1]}", key="me:secret") as (address, process):
+    with server(2, *flags, f"--process_reward_pretrain=steps={folders[1]}", key="me:secret") as (
+        address,
+        process,
+    ):
         monkeypatch.setenv("REWARD_API_KEY", "me:secret")
-        samples = [Sample(Prompt(0, prompt, [1], {}), 0, [1], [0.0], response, "stop") for prompt, response in TEXTS]
+        samples = [
+            Sample(Prompt(0, prompt, [1], {}), 0, [1], [0.0], response, "stop")
+            for prompt, response in TEXTS
+        ]
         RewardRunner(address, section=RewardSection(reward_workers=0))(samples)
+
         outcome, process_model = (rows.plain_scorer(folder) for folder in folders)
         for sample, (prompt, response) in zip(samples, TEXTS, strict=True):
             with torch.no_grad():
                 good = 0.5 * rows.plain_scores(outcome, whole(prompt, response))[-1]
-                steps = rows.plain_scores(process_model, whole(prompt, response))[len(prompt) :].sigmoid()
+                steps = rows.plain_scores(process_model, whole(prompt, response))[
+                    len(prompt) :
+                ].sigmoid()
             ends = [5, 7] if "\n\n" in response else [len(response)]
             expected = {"good": float(good), "steps": float(steps[ends].sum())}
             assert sample.reward_parts == pytest.approx(expected, abs=1e-4)
+
         assert post(address, {"query": ["x"]})[0] == 401
         process.send_signal(signal.SIGINT)
         assert process.wait(60) != 0
@@ -105,22 +122,42 @@ def test_several_models_on_two_ranks_answer_a_run(folders, monkeypatch):
 
 @pytest.mark.slow
 def test_bad_requests_are_answered_and_the_server_goes_on(folders):
-    with server(1, "--fsdp", "--max_tokens_per_microbatch=200", "--reward_pretrain", folders[0]) as (address, process):
+    with server(
+        1, "--fsdp", "--max_tokens_per_microbatch=200", "--reward_pretrain", folders[0]
+    ) as (address, process):
         assert json.load(urllib.request.urlopen(address))["status"] == "ready"
         status, answer = post(address, {"query": ["ab", "a" * 300]})
-        assert status == 400 and "a text has 301 tokens, more than --max_tokens_per_microbatch 200" in answer["error"]
-        for content in ([], {"prompts": ["a"]}, {"prompts": ["a"], "responses": []}, {"query": [1]}):
+        assert (
+            status == 400
+            and "a text has 301 tokens, more than --max_tokens_per_microbatch 200"
+            in answer["error"]
+        )
+
+        for content in (
+            [],
+            {"prompts": ["a"]},
+            {"prompts": ["a"], "responses": []},
+            {"query": [1]},
+        ):
             status, answer = post(address, content)
             assert status == 400 and "the request" in answer["error"]
+
         head = b"POST / HTTP/1.1\r\nHost: a\r\n"
         for sent, status in MALFORMED.items():
             answer = b""
-            with socket.create_connection(address.removeprefix("http://").split(":"), timeout=30) as client:
+            with socket.create_connection(
+                address.removeprefix("http://").split(":"), timeout=30
+            ) as client:
                 client.sendall(head + sent)
                 client.shutdown(socket.SHUT_WR)
                 while part := client.recv(1 << 16):
                     answer += part
-            assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and b'"error": "' in answer, (sent[:50], answer)
+
+            assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and b'"error": "' in answer, (
+                sent[:50],
+                answer,
+            )
+
         assert post(address, {"query": []}) == (200, {"rewards": []})
         plain = post(address, {"query": ["ab"]})
         assert post(address, {"query": ["ab"], "prompts": ["a"], "labels": [None]}) == plain

@@ -1,4 +1,6 @@
-"""Built-in verifiers: a table of awkward responses for each, and programs that try to get out of their sandbox."""
+"""Built-in verifiers: a table of awkward responses for each, and programs that try to get out of
+their sandbox.
+"""
 
 import importlib.util
 import json
@@ -22,8 +24,14 @@ from lightrft.samples import Prompt, Sample
 
 def sample(text: str, prompt: str = "question", num_tokens: int = 1, **columns) -> Sample:
     ids = [1] * num_tokens
-    return Sample(Prompt(0, prompt, [1], columns), group=0, token_ids=ids, logprobs=[0.0] * num_tokens, text=text,
-                  finish_reason="stop")  # fmt: skip
+    return Sample(
+        Prompt(0, prompt, [1], columns),
+        group=0,
+        token_ids=ids,
+        logprobs=[0.0] * num_tokens,
+        text=text,
+        finish_reason="stop",
+    )
 
 
 def judged(name: str, *samples: Sample, workers: int = 0) -> list[float]:
@@ -192,13 +200,27 @@ def test_choice(text, letter):
 
 
 def test_labels_of_choice():
-    assert judged("choice", *(sample("Answer: B", label=label) for label in ("B", "(B)", "b", " (b) ", "C"))) == [1, 1, 1, 1, 0]
+    assert judged(
+        "choice", *(sample("Answer: B", label=label) for label in ("B", "(B)", "b", " (b) ", "C"))
+    ) == [1, 1, 1, 1, 0]
     for label in (1, "K", "B or C", ""):
         with pytest.raises(ConfigError, match="the label .* is not a letter from A to J"):
             judged("choice", sample("Answer: B", label=label))
 
 
-LONG = ["(A) and ", "A ", "answer is ", "\\boxed{", " ", "A,", "\n", "\t", "_", "answer is" + " " * 99, "{}"]
+LONG = [
+    "(A) and ",
+    "A ",
+    "answer is ",
+    "\\boxed{",
+    " ",
+    "A,",
+    "\n",
+    "\t",
+    "_",
+    "answer is" + " " * 99,
+    "{}",
+]
 
 
 @pytest.mark.parametrize("part", LONG)
@@ -249,7 +271,13 @@ def test_format_counts_a_tag_that_the_prompt_has_opened():
         assert judged("format", sample("a</think><answer>b</answer>", prompt=prompt)) == [reward]
 
 
-LENGTHS = [("", 0, 0.0), ("", 500, 0.5), ("x" * 9000, 1, 0.001), ("\ud800", 2000, 2.0), ("a b c", 100_000, 100.0)]
+LENGTHS = [
+    ("", 0, 0.0),
+    ("", 500, 0.5),
+    ("x" * 9000, 1, 0.001),
+    ("\ud800", 2000, 2.0),
+    ("a b c", 100_000, 100.0),
+]
 
 
 @pytest.mark.parametrize(("text", "num_tokens", "reward"), LENGTHS)
@@ -337,8 +365,8 @@ KNOWN_LIMITS = [
     ("\\boxed{50\\%}", "0.5", 1),
     ("\\boxed{50\\%}", "50", 1),
 ]
-"""What math-verify judges wrongly: inequalities are no intervals, `e` is a number, and a percentage equals two numbers. README.md
-says so, and a version that judges otherwise is worth knowing."""
+"""What math-verify judges wrongly: inequalities are no intervals, `e` is a number, and a percentage
+equals two numbers. README.md says so, and a version that judges otherwise is worth knowing."""
 
 
 @pytest.mark.parametrize(("text", "label", "reward"), KNOWN_LIMITS)
@@ -346,7 +374,9 @@ def test_known_limits_of_math(text, label, reward):
     assert judged("math", sample(text, label=label)) == [reward]
 
 
-@pytest.mark.parametrize(("text", "label", "reward"), [(*one, 1) for one in EQUAL] + [(*one, 0) for one in UNEQUAL])
+@pytest.mark.parametrize(
+    ("text", "label", "reward"), [(*one, 1) for one in EQUAL] + [(*one, 0) for one in UNEQUAL]
+)
 def test_math(text, label, reward):
     assert judged("math", sample(text, label=label)) == [reward]
 
@@ -360,13 +390,20 @@ before = set(sys.modules)
 assert math_verify._is_equal(r"\\boxed{\\frac{\\sqrt{3}}{3}}", r"\\frac{1}{\\sqrt{3}}")
 print(sorted(set(sys.modules) - before))
 """
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        ).stdout
+        == "[]\n"
+    )
 
 
 def test_math_that_takes_too_long_is_wrong(monkeypatch, capfd):
     monkeypatch.setattr("lightrft.rewards.verifiers.math_verify.SECONDS", 2)
     began = time.monotonic()
-    assert judged("math", sample("\\boxed{9^{9^{9^9}}}", label="5"), sample("\\boxed{5}", label="5.0")) == [0.0, 1.0]
+    assert judged(
+        "math", sample("\\boxed{9^{9^{9^9}}}", label="5"), sample("\\boxed{5}", label="5.0")
+    ) == [0.0, 1.0]
     assert time.monotonic() - began < 30
     assert "9^9" not in capfd.readouterr().err
 
@@ -390,12 +427,16 @@ def test_math_in_worker_processes_and_in_a_thread():
         ("reasoning_gym", "reasoning_gym", "reasoning-gym"),
     ],
 )
-def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, name, package, install):
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    monkeypatch, name, package, install
+):
     monkeypatch.delitem(sys.modules, f"lightrft.rewards.verifiers.{package}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     for module in [module for module in sys.modules if module.startswith(f"{package}.")]:
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=rf"--reward {name} needs {package}\S*: pip install {install}$"):
+    with pytest.raises(
+        ValueError, match=rf"--reward {name} needs {package}\S*: pip install {install}$"
+    ):
         RewardRunner(name)
     assert importlib.util.find_spec("lightrft.rewards.verifiers.code"), "the others do not need it"
 
@@ -471,15 +512,20 @@ def way(request, monkeypatch):
 @pytest.fixture(params=["bwrap", "unshare"])
 def sandbox(request, monkeypatch):
     """Run in each kind of sandbox, in which programs have three seconds."""
-    found, (other,) = shutil.which, {"bwrap", "unshare"} - {request.param}
+    found = shutil.which
+    (other,) = {"bwrap", "unshare"} - {request.param}
     monkeypatch.delenv(code_sandbox.WITHOUT_SANDBOX, raising=False)
-    monkeypatch.setattr(code_sandbox.shutil, "which", lambda name: None if name == other else found(name))
+    monkeypatch.setattr(
+        code_sandbox.shutil, "which", lambda name: None if name == other else found(name)
+    )
     monkeypatch.setattr(code_sandbox, "SECONDS", 3)
     code_sandbox.find_sandbox.cache_clear()
+
     try:
         code_sandbox.find_sandbox()
     except ValueError:
         pytest.skip(f"{request.param} does not work here")
+
     yield
     code_sandbox.find_sandbox.cache_clear()
 
@@ -546,8 +592,18 @@ def test_tests_as_text():
     texts = (json.dumps(ASSERTS), ASSERTS[0], "assert f(2) == 5")
     assert judged("code", *(sample(SQUARE, tests=tests) for tests in texts)) == [1.0, 1.0, 0.0]
     assert judged("code", sample(SUM, tests=json.dumps(PAIRS))) == [1.0]
-    for wrong in ([], {"inputs": ["1"], "outputs": []}, {"inputs": "1", "outputs": "1"}, None, 5, [1]):
-        with pytest.raises(ConfigError, match="the column tests has .* which is neither a list of asserts nor"):
+
+    for wrong in (
+        [],
+        {"inputs": ["1"], "outputs": []},
+        {"inputs": "1", "outputs": "1"},
+        None,
+        5,
+        [1],
+    ):
+        with pytest.raises(
+            ConfigError, match="the column tests has .* which is neither a list of asserts nor"
+        ):
             judged("code", sample(SQUARE, tests=wrong))
 
 
@@ -555,15 +611,25 @@ CONFINED = {
     "endless": "while True: pass",
     "sleeping": "import time; time.sleep(1000)",
     "network": "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
-    "raised limits": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1)); x = bytearray(2 << 30)",
+    "raised limits": (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1)); x = bytearray(2 << 30)"
+    ),
     "another process": "import os; os.kill({rank}, 0)",
     "reads a file of the user": "open({file!r}).read()",
     "writes a file of the user": "open({file!r}, 'a').write('more')",
     "writes a folder of the user": "open({file!r} + '.new', 'w')",
-    "reads $HOME": "import os, sys; assert any(not sys.prefix.startswith({home!r} + '/' + x) for x in os.listdir({home!r}))",
+    "reads $HOME": (
+        "import os, sys; assert any(not sys.prefix.startswith({home!r} + '/' + x) for x in"
+        " os.listdir({home!r}))"
+    ),
     "writes a folder of the system": "open('/usr/new', 'w')",
-    "mounts": "import ctypes; assert ctypes.CDLL(None).mount(b'tmpfs', b'/tmp', b'tmpfs', 0, b'') == 0",
-    "writes again": "import ctypes; assert ctypes.CDLL(None).mount(b'', b'/usr', b'', 4096 | 32, b'') == 0",  # remount, bind
+    "mounts": (
+        "import ctypes; assert ctypes.CDLL(None).mount(b'tmpfs', b'/tmp', b'tmpfs', 0, b'') == 0"
+    ),
+    # remount, bind
+    "writes again": (
+        "import ctypes; assert ctypes.CDLL(None).mount(b'', b'/usr', b'', 4096 | 32, b'') == 0"
+    ),
 }
 
 
@@ -572,19 +638,27 @@ def test_programs_are_confined(sandbox, case, tmp_path):
     (tmp_path / "file").write_text("secret")
     with socket.create_server(("127.0.0.1", 0)) as server:
         program = CONFINED[case].format(
-            port=server.getsockname()[1], rank=os.getpid(), file=f"{tmp_path}/file", home=str(Path.home())
-        )  # fmt: skip
+            port=server.getsockname()[1],
+            rank=os.getpid(),
+            file=f"{tmp_path}/file",
+            home=str(Path.home()),
+        )
         began = time.monotonic()
         assert judged("code", sample(f"{program}\n{SQUARE}", tests=ASSERTS)) == [0.0]
         assert time.monotonic() - began < 30
+
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "secret"}
 
 
 @pytest.mark.parametrize("end", ["pass", "time.sleep(1000)"])
 def test_children_end_with_their_program(sandbox, end):
     word = f"orphan{os.getpid()}{len(end)}"
-    child = f"    os.setsid(); ctypes.CDLL(None).prctl(15, b'{word}'[:15]); time.sleep(1000)"  # with a name that ps shows
-    program = f"import ctypes, os, time\nfor _ in range(20):\n  if os.fork() == 0:\n{child}\ntime.sleep(0.3)\n{end}\n{SQUARE}"
+    # with a name that ps shows
+    child = f"    os.setsid(); ctypes.CDLL(None).prctl(15, b'{word}'[:15]); time.sleep(1000)"
+    program = (
+        "import ctypes, os, time\nfor _ in range(20):\n  if os.fork() =="
+        f" 0:\n{child}\ntime.sleep(0.3)\n{end}\n{SQUARE}"
+    )
     assert judged("code", sample(program, tests=ASSERTS)) == [float(end == "pass")]
     deadline = time.monotonic() + 60
     while (left := _named(word[:15])) and time.monotonic() < deadline:
@@ -606,17 +680,36 @@ def test_code_refuses_to_run_without_a_sandbox(monkeypatch, tmp_path):
     monkeypatch.delenv(code_sandbox.WITHOUT_SANDBOX, raising=False)
     monkeypatch.setattr(code_sandbox.shutil, "which", lambda name: None)
     code_sandbox.find_sandbox.cache_clear()
-    with pytest.raises(ConfigError, match="code needs a sandbox.* install bubblewrap .*LIGHTRFT_CODE_SANDBOX=none"):
+    with pytest.raises(
+        ConfigError, match="code needs a sandbox.* install bubblewrap .*LIGHTRFT_CODE_SANDBOX=none"
+    ):
         judged("code", sample(f"open({str(tmp_path / 'ran')!r}, 'w')", tests=ASSERTS))
     assert not list(tmp_path.iterdir())
 
 
 def test_code_in_worker_processes():
-    assert judged("code", sample(SQUARE, tests=ASSERTS), sample("def f(x): return x", tests=ASSERTS), workers=1) == [1.0, 0.0]
+    assert judged(
+        "code",
+        sample(SQUARE, tests=ASSERTS),
+        sample("def f(x): return x", tests=ASSERTS),
+        workers=1,
+    ) == [1.0, 0.0]
 
 
 def test_every_verifier_is_registered_and_slow_ones_run_in_workers():
-    names = {"exact_match", "number", "gsm8k", "math", "choice", "f1", "format", "length", "json_schema", "code", "none",
-             "reasoning_gym"}  # fmt: skip
+    names = {
+        "exact_match",
+        "number",
+        "gsm8k",
+        "math",
+        "choice",
+        "f1",
+        "format",
+        "length",
+        "json_schema",
+        "code",
+        "none",
+        "reasoning_gym",
+    }
     assert names <= set(rewards.names())
     assert names - FAST_REWARDS == {"math", "json_schema", "code", "reasoning_gym"}

@@ -1,4 +1,6 @@
-"""Several rewards with weights: their sum and parts, the choice by a column, and what is said of wrong ones."""
+"""Several rewards with weights: their sum and parts, the choice by a column, and what is said of
+wrong ones.
+"""
 
 import pytest
 
@@ -40,39 +42,57 @@ def rewarded(terms: str, *samples, workers: int = 0, **settings):
     return [(each.reward, each.reward_parts) for each in samples]
 
 
-@pytest.mark.parametrize(("text", "terms"), [
-    ("exact_match", [("exact_match", "exact_match", 1.0)]),
-    ("a:0.8, b:.2", [("a", "a", 0.8), ("b", "b", 0.2)]),
-    ("m:f:-1,x.py:g", [("f", "m:f", -1.0), ("g", "x.py:g", 1.0)]),
-    ("short=pack.mod:length:1e-3", [("short", "pack.mod:length", 1e-3)]),
-    ("http://h:8000", [("server", "http://h:8000", 1.0)]),
-    ("http://h:8000:0.5", [("server", "http://h:8000", 0.5)]),
-    ("judge=https://h/score?x=1:2,http://g:1/s", [("judge", "https://h/score?x=1", 2.0), ("server", "http://g:1/s", 1.0)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "terms"),
+    [
+        ("exact_match", [("exact_match", "exact_match", 1.0)]),
+        ("a:0.8, b:.2", [("a", "a", 0.8), ("b", "b", 0.2)]),
+        ("m:f:-1,x.py:g", [("f", "m:f", -1.0), ("g", "x.py:g", 1.0)]),
+        ("short=pack.mod:length:1e-3", [("short", "pack.mod:length", 1e-3)]),
+        ("http://h:8000", [("server", "http://h:8000", 1.0)]),
+        ("http://h:8000:0.5", [("server", "http://h:8000", 0.5)]),
+        (
+            "judge=https://h/score?x=1:2,http://g:1/s",
+            [("judge", "https://h/score?x=1", 2.0), ("server", "http://g:1/s", 1.0)],
+        ),
+    ],
+)
 def test_terms(text, terms):
     found = reward_terms(text)
     assert [(term.label, term.name, term.weight) for term in found] == terms
-    assert reward_terms(",".join(map(str, found))) == found, "what is written for a worker is read as the same"
+    assert reward_terms(",".join(map(str, found))) == found, (
+        "what is written for a worker is read as the same"
+    )
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("a,,b", "empty term"), ("a,m:a", "two rewards are called a"), ("http://h:80/s:much", "the weight 'much' is not a number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a,,b", "empty term"),
+        ("a,m:a", "two rewards are called a"),
+        ("http://h:80/s:much", "the weight 'much' is not a number"),
+    ],
+)
 def test_wrong_terms_are_named(text, says):
     with pytest.raises(ValueError, match=says):
         reward_terms(text)
 
 
 def test_a_list_is_the_same_as_commas():
-    assert Config.of(reward=["gsm8k:0.8", "exact_match:0.2"]).reward.reward == "gsm8k:0.8,exact_match:0.2"
+    assert (
+        Config.of(reward=["gsm8k:0.8", "exact_match:0.2"]).reward.reward
+        == "gsm8k:0.8,exact_match:0.2"
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_reward_is_the_weighted_sum(file, workers):
     texts = sample("banane"), sample("xyz")
     found = rewarded(f"{file}:length:0.5,{file}:vowels:10", *texts, workers=workers)
-    assert found == [(3 + 20 + 10, {"length": 3.0, "vowels_a": 20.0, "vowels_e": 10.0}),
-                     (1.5, {"length": 1.5, "vowels_a": 0.0, "vowels_e": 0.0})]  # fmt: skip
+    assert found == [
+        (3 + 20 + 10, {"length": 3.0, "vowels_a": 20.0, "vowels_e": 10.0}),
+        (1.5, {"length": 1.5, "vowels_a": 0.0, "vowels_e": 0.0}),
+    ]
 
 
 def test_one_reward_with_a_weight(file):
@@ -81,15 +101,24 @@ def test_one_reward_with_a_weight(file):
 
 def test_numbers_for_responses_are_added_at_the_last_of_the_tokens(file):
     response = sample("ab")
-    response.token_ids, response.logprobs = [1, 2], [0.0, 0.0]
+    response.token_ids = [1, 2]
+    response.logprobs = [0.0, 0.0]
     rewarded(f"{file}:length,{file}:per_token:0.5,again={file}:per_token", response)
     assert response.token_rewards == [None, 2 + 1 + 2] and response.reward == 5.0
 
 
 def test_a_column_names_the_rewards_of_its_row(file):
-    rows = [sample("aa", task="fine", label="aa"), sample("aa", task=["fine", "length"], label="b"), sample("aa", task="length")]
+    rows = [
+        sample("aa", task="fine", label="aa"),
+        sample("aa", task=["fine", "length"], label="b"),
+        sample("aa", task="length"),
+    ]
     found = rewarded(f"{file}:length,{file}:fine:3", *rows, reward_key="task")
-    assert found == [(3.0, {"fine": 3.0}), (2.0, {"fine": 0.0, "length": 2.0}), (2.0, {"length": 2.0})]
+    assert found == [
+        (3.0, {"fine": 3.0}),
+        (2.0, {"fine": 0.0, "length": 2.0}),
+        (2.0, {"length": 2.0}),
+    ]
 
 
 def test_a_row_that_names_no_reward_is_a_bad_row(file):
@@ -97,16 +126,27 @@ def test_a_row_that_names_no_reward_is_a_bad_row(file):
     runner = RewardRunner(f"{file}:length,{file}:fine", section=section, models=["helpful"])
     for value, named in (("math", "math"), (None, "nothing"), (["fine", "math"], "math")):
         problem = runner.row_problem(sample("", task=value, label="x").prompt)
-        assert f"the column task (--reward_key) names {named}; the rewards are fine, helpful, length" in problem
-    assert runner.row_problem(sample("", task="helpful").prompt) is None, "a reward model scores this row alone"
+        assert (
+            f"the column task (--reward_key) names {named}; the rewards are fine, helpful, length"
+            in problem
+        )
+
+    assert runner.row_problem(sample("", task="helpful").prompt) is None, (
+        "a reward model scores this row alone"
+    )
     assert "fine: the function needs label" in runner.row_problem(sample("", task="fine").prompt)
-    assert runner.row_problem(sample("", task="length").prompt) is None, "a column that only other rewards need may be absent"
+    assert runner.row_problem(sample("", task="length").prompt) is None, (
+        "a column that only other rewards need may be absent"
+    )
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    ("too_few", r"too_few returned \[1.0\], not a list of 2 rewards"),
-    ("no_number", "no_number returned 'high', which is not a finite number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("too_few", r"too_few returned \[1.0\], not a list of 2 rewards"),
+        ("no_number", "no_number returned 'high', which is not a finite number"),
+    ],
+)
 def test_a_wrong_result_names_its_function(file, name, says):
     with pytest.raises(ConfigError, match=says):
         rewarded(f"{file}:length,{file}:{name}", sample("a"), sample("b"))

@@ -1,4 +1,6 @@
-"""Ten padded rows of every kind, their share on each rank, and what plain torch makes of them, one row at a time."""
+"""Ten padded rows of every kind, their share on each rank, and what plain torch makes of them, one
+row at a time.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +25,18 @@ Padded = dict[str, Tensor]
 
 
 def whole() -> Padded:
-    """The rows of all ranks. Padding is noise, which must not matter; row 3 is masked altogether; some rows begin alike."""
+    """The rows of all ranks.
+
+    Padding is noise, which must not matter; row 3 is masked altogether; some rows begin alike.
+    """
     generator = torch.Generator().manual_seed(0)
-    lengths, prompts = torch.tensor(LENGTHS), torch.tensor(PROMPT)
+    lengths = torch.tensor(LENGTHS)
+    prompts = torch.tensor(PROMPT)
     column = torch.arange(WIDTH)
     ids = torch.randint(0, 256, (len(LENGTHS), WIDTH), generator=generator)
     for row, same in ((9, 3), (5, 6), (7, 5), (6, 7)):
         ids[row, :same] = ids[2, :same]
+
     return {
         "input_ids": ids,
         "input_lengths": lengths,
@@ -53,7 +60,11 @@ def policy(made: FSDPStrategy, folder: str, reference: str | None = None, **opti
     """With SGD, which shows a constant factor on the gradients, and a schedule of 0.5, 1, 1, ..."""
     actor = Actor(load_model(ModelSection(pretrain=folder)))
     trained = prepared(made, actor)
-    frozen = made.prepare(Actor(load_model(ModelSection(pretrain=reference))).requires_grad_(False)) if reference else None
+    frozen = (
+        made.prepare(Actor(load_model(ModelSection(pretrain=reference))).requires_grad_(False))
+        if reference
+        else None
+    )
     return Policy(made, *trained, reference=frozen, temperature=TEMPERATURE, **options)
 
 
@@ -85,11 +96,15 @@ def dense_scorer(folder: str, seed: int) -> str:
 
 
 def plain_model(folder: str) -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
 
 
 def plain_scorer(folder: str) -> nn.Module:
-    return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
 
 
 def plain_logprobs(model: nn.Module, ids: Tensor, temperature: float = TEMPERATURE) -> Tensor:
@@ -105,7 +120,8 @@ def plain_scores(model: nn.Module, ids: Tensor) -> Tensor:
 
 def every_row(function) -> Tensor:
     """`function(ids of one row)` for all rows, padded with zeros: [10, WIDTH]."""
-    batch, result = whole(), torch.zeros(len(LENGTHS), WIDTH)
+    batch = whole()
+    result = torch.zeros(len(LENGTHS), WIDTH)
     with torch.no_grad():
         for row, length in enumerate(LENGTHS):
             result[row, :length] = function(batch["input_ids"][row, :length])

@@ -1,5 +1,7 @@
-"""Why: the load of experts is a product of two means over all tokens. Taken per micro-batch it is another loss for every split;
-here it is transformers' own, of all sequences at once, whatever ranks and micro-batches they lie in.
+"""Why: the load of experts is a product of two means over all tokens.
+
+Taken per micro-batch it is another loss for every split; here it is transformers' own, of all
+sequences at once, whatever ranks and micro-batches they lie in.
 """
 
 import pytest
@@ -20,18 +22,28 @@ from tiny import tiny_model
 
 COEFFICIENT = 3.0
 SIZES = {
-    "vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "num_experts_per_tok": 2, "initializer_range": 0.2,
-}  # fmt: skip
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.2,
+}
 FAMILIES = {
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(num_local_experts=5, **SIZES)),
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=5, moe_intermediate_size=24, head_dim=16, **SIZES)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(num_experts=5, moe_intermediate_size=24, head_dim=16, **SIZES)
+    ),
 }
 
 
 def test_the_loss_by_hand():
-    # two tokens, one layer, three experts, the best of each: probabilities .5 .25 .25 and .25 .25 .5, so f = 1/2 0 1/2
-    logits, mask = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.25, 0.5], [9.0, 1.0, 1.0]]).log(), torch.tensor([True, True, False])
+    # two tokens, one layer, three experts, the best of each: probabilities .5 .25 .25 and .25 .25
+    # .5, so f = 1/2 0 1/2
+    logits = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.25, 0.5], [9.0, 1.0, 1.0]]).log()
+    mask = torch.tensor([True, True, False])
     found = routing([logits], mask, 1)
     assert found.chosen.tolist() == [1.0, 0.0, 1.0] and found.count == 2
     balance = Balance.of(found, lambda values: values)
@@ -45,33 +57,62 @@ def updated(folder: str, args: dict, limit: int):
     made = get_strategy({"fsdp": True, **args})
     made.max_norm = 0.5
     made.setup_distributed()
-    policy, metrics = rows.policy(made, folder, max_tokens=limit), Metrics()
+    policy = rows.policy(made, folder, max_tokens=limit)
+    metrics = Metrics()
     policy.routers = Routers(policy.actor.language_model, COEFFICIENT)
     data = made.mesh.data
     batch, (members,) = policy.redistribute(rows.share(rows.whole(), data.rank, data.size))
-    numbers = [policy.update(batch, members, sft, policy.denominator(batch, members), metrics) for _ in range(2)]
-    return torch.stack([torch.stack(each) for each in numbers]), dict(made.full_params(policy.module)), metrics.reduce(data)
+    numbers = [
+        policy.update(batch, members, sft, policy.denominator(batch, members), metrics)
+        for _ in range(2)
+    ]
+
+    return (
+        torch.stack([torch.stack(each) for each in numbers]),
+        dict(made.full_params(policy.module)),
+        metrics.reduce(data),
+    )
 
 
 def plain(folder: str):
     """All learned rows in one forward pass, padded on the right; what is masked counts nowhere."""
-    model, batch = rows.plain_model(folder), rows.whole()
-    learned = torch.tensor([row for row in range(len(rows.LENGTHS)) if row != 3 and rows.PROMPT[row] < rows.LENGTHS[row]])
-    ids, lengths = batch["input_ids"][learned], batch["input_lengths"][learned]
+    model = rows.plain_model(folder)
+    batch = rows.whole()
+    learned = torch.tensor(
+        [
+            row
+            for row in range(len(rows.LENGTHS))
+            if row != 3 and rows.PROMPT[row] < rows.LENGTHS[row]
+        ]
+    )
+    ids = batch["input_ids"][learned]
+    lengths = batch["input_lengths"][learned]
     mask = torch.arange(rows.WIDTH) < lengths[:, None]
-    optimizer, numbers, loads = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    numbers = []
+    loads = []
     for step in range(2):
         optimizer.param_groups[0]["lr"] = 0.05 * (0.5 if step == 0 else 1.0)
         found = model(ids, attention_mask=mask.long(), output_router_logits=True, use_cache=False)
         load = load_balancing_loss_func(found.router_logits, 5, 2, mask)
-        logprobs = (found.logits[:, :-1] / rows.TEMPERATURE).log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+        logprobs = (
+            (found.logits[:, :-1] / rows.TEMPERATURE)
+            .log_softmax(-1)
+            .gather(2, ids[:, 1:, None])[..., 0]
+        )
         loss = -logprobs[batch["token_mask"][learned][:, 1:]].mean() + COEFFICIENT * load
         loss.backward()
         loads.append(load.item())
         numbers.append([loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()])
         optimizer.step()
         optimizer.zero_grad()
-    return torch.tensor(numbers), {name: parameter.detach() for name, parameter in model.named_parameters()}, loads
+
+    return (
+        torch.tensor(numbers),
+        {name: parameter.detach() for name, parameter in model.named_parameters()},
+        loads,
+    )
 
 
 LAYOUTS = [
@@ -85,18 +126,26 @@ LAYOUTS = [
 ]
 
 
-CASES = [(family, layout) for family in FAMILIES for layout in (LAYOUTS if family == "qwen3_moe" else LAYOUTS[:1])]
+CASES = [
+    (family, layout)
+    for family in FAMILIES
+    for layout in (LAYOUTS if family == "qwen3_moe" else LAYOUTS[:1])
+]
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [pytest.param(*case, marks=[] if case == ("qwen3_moe", LAYOUTS[1]) else pytest.mark.slow) for case in CASES],
+    [
+        pytest.param(*case, marks=[] if case == ("qwen3_moe", LAYOUTS[1]) else pytest.mark.slow)
+        for case in CASES
+    ],
     ids=str,
 )
 def test_every_split_is_transformers_loss(tmp_path, family, layout):
     assert DeepSpeedStrategy
     torch.manual_seed(0)
     FAMILIES[family]().save_pretrained(tmp_path)
+
     numbers, parameters, loads = plain(str(tmp_path))
     world_size, args, limit = layout
     for found, tensors, metrics in run_ranks(world_size, updated, str(tmp_path), args, limit):
@@ -108,5 +157,8 @@ def test_every_split_is_transformers_loss(tmp_path, family, layout):
 
 
 def test_a_model_without_experts_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--aux_loss_coef: Qwen3ForCausalLM has no experts whose load can be balanced"):
+    with pytest.raises(
+        ValueError,
+        match="--aux_loss_coef: Qwen3ForCausalLM has no experts whose load can be balanced",
+    ):
         Routers(rows.plain_model(tiny_model(tmp_path)), 0.1)

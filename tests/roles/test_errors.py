@@ -13,13 +13,31 @@ CASES = {
         lambda batch: {"input_ids": batch["input_ids"], "advantages": batch["token_mask"]},
         "the batch lacks input_lengths, token_mask, sample_mask; it has advantages, input_ids",
     ),
-    "nothing": (lambda batch: {}, "the batch lacks input_ids, input_lengths, token_mask, sample_mask; it has nothing"),
-    "lists": (lambda batch: batch | {"input_lengths": [3], "mine": "text"}, "input_lengths, mine must be a tensor"),
-    "flat ids": (lambda batch: batch | {"input_ids": torch.zeros(4)}, "input_ids must be [B, S], not [4]"),
+    "nothing": (
+        lambda batch: {},
+        "the batch lacks input_ids, input_lengths, token_mask, sample_mask; it has nothing",
+    ),
+    "lists": (
+        lambda batch: batch | {"input_lengths": [3], "mine": "text"},
+        "input_lengths, mine must be a tensor",
+    ),
+    "flat ids": (
+        lambda batch: batch | {"input_ids": torch.zeros(4)},
+        "input_ids must be [B, S], not [4]",
+    ),
     "shapes": (
-        lambda batch: batch | {"token_mask": torch.ones(10), "advantages": torch.ones(10), "own": torch.ones(10, 3)},
-        "token_mask must be [B, S] = [10, 23], not [10]; advantages must be [B, S] = [10, 23], not [10]; "
-        "own must be [B, S] = [10, 23], not [10, 3]",
+        lambda batch: (
+            batch
+            | {
+                "token_mask": torch.ones(10),
+                "advantages": torch.ones(10),
+                "own": torch.ones(10, 3),
+            }
+        ),
+        (
+            "token_mask must be [B, S] = [10, 23], not [10]; advantages must be [B, S] = [10, 23],"
+            " not [10]; own must be [B, S] = [10, 23], not [10, 3]"
+        ),
     ),
     "rows": (
         lambda batch: batch | {"sample_mask": torch.ones(9), "grade": torch.ones(11)},
@@ -47,10 +65,12 @@ def refused(folder: str):
         with pytest.raises(ValueError) as caught:
             policy.train(spoil(rows.whole()), sft)
         errors[case] = str(caught.value)
+
     with pytest.raises(ValueError) as caught:
         policy.get_logprobs({"ids": torch.zeros(2, 2)})
     errors["get_logprobs"] = str(caught.value)
     assert policy.train(rows.whole(), sft)["loss"].item() > 0
+
     return errors
 
 
@@ -63,27 +83,37 @@ def test_exact_texts(folder):
 def one_rank_is_wrong(folder: str):
     made = rows.strategy()
     policy = rows.policy(made, folder)
+
     mine = rows.share(rows.whole(), made.get_rank(), 2)
     bad = [dict(mine), dict(mine), dict(mine)]
     if made.get_rank() == 1:
         del bad[0]["sample_mask"]
         bad[1]["bonus"] = torch.ones(3)
         bad[2]["input_lengths"] = mine["input_lengths"] + 20
+
     errors = []
     for batch in bad:
         with pytest.raises(ValueError) as caught:
             policy.train(batch, sft)
         errors.append(str(caught.value))
+
     return errors, policy.train(mine, sft)["loss"].item()
 
 
 def test_one_rank_alone_stops_all_of_them(folder):
     (first, loss), (second, _) = run_ranks(2, one_rank_is_wrong, folder)
-    assert first == second == [
-        "batch of rank 1: the batch lacks sample_mask; it has input_ids, input_lengths, token_mask",
-        "batch of rank 1: its columns are bonus, those of rank 0 none",
-        "batch of rank 1: input_lengths of row 0 is 33, not between 1 and S = 23",
-    ]
+    assert (
+        first
+        == second
+        == [
+            (
+                "batch of rank 1: the batch lacks sample_mask; it has input_ids, input_lengths,"
+                " token_mask"
+            ),
+            "batch of rank 1: its columns are bonus, those of rank 0 none",
+            "batch of rank 1: input_lengths of row 0 is 33, not between 1 and S = 23",
+        ]
+    )
     assert loss > 0
 
 
@@ -102,7 +132,10 @@ def too_long(folder: str):
 def test_a_row_longer_than_the_budget(folder):
     """Row 5, which rank 0 holds, has 20 tokens."""
     for errors in run_ranks(2, too_long, folder):
-        assert all("20" in error and "19" in error and "--max_tokens_per_microbatch" in error for error in errors)
+        assert all(
+            "20" in error and "19" in error and "--max_tokens_per_microbatch" in error
+            for error in errors
+        )
 
 
 def nothing_to_train(folder: str):
@@ -111,7 +144,13 @@ def nothing_to_train(folder: str):
         policy.train({name: value[:0] for name, value in rows.whole().items()}, sft)
     masked = rows.whole() | {"sample_mask": torch.zeros(10)}
     result = policy.train(masked, sft)
-    return str(caught.value), result["loss"].tolist(), result["grad_norm"].tolist(), result["metrics"]["tokens"]
+
+    return (
+        str(caught.value),
+        result["loss"].tolist(),
+        result["grad_norm"].tolist(),
+        result["metrics"]["tokens"],
+    )
 
 
 def test_no_rows_is_an_error_and_no_learned_token_is_a_loss_of_zero(folder):

@@ -17,7 +17,12 @@ NEW = 6
 
 
 def start(folder: str, **args):
-    options = {"pretrain": folder, "engine_type": "hf", "prompt_max_len": 32, "generate_max_len": NEW} | args
+    options = {
+        "pretrain": folder,
+        "engine_type": "hf",
+        "prompt_max_len": 32,
+        "generate_max_len": NEW,
+    } | args
     made = rows.strategy(**options)
     policy = rows.policy(made, folder, folder, tokenizer=byte_tokenizer())
     made.setup_inference_engine(actor=policy.actor)
@@ -25,77 +30,121 @@ def start(folder: str, **args):
 
 
 def generated(folder: str):
-    """After an optimizer step, so that the weights must have been streamed; greedy, sampled, and sampled again."""
+    """After an optimizer step, so that the weights must have been streamed; greedy, sampled, and
+    sampled again.
+    """
     policy, mine = start(folder)
     policy.width_multiple = 16
     policy.train(mine, sft)
     policy.prepare_for_generation()
     results = [policy.generate(mine, greedy=True), policy.generate(mine), policy.generate(mine)]
     policy.finish_generation()
-    again = {"input_ids": results[1]["output_ids"], "input_lengths": results[1]["unpadded_sequence_lengths"]}
+    again = {
+        "input_ids": results[1]["output_ids"],
+        "input_lengths": results[1]["unpadded_sequence_lengths"],
+    }
     logprobs = policy.get_logprobs(again)["logprobs"]
     policy.save_checkpoint(f"{folder}/trained")
+
     return results, logprobs
 
 
 def test_greedy_is_transformers_and_sampled_logprobs_are_the_trainers(folder):
     per_rank = run_ranks(2, generated, folder)
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/trained", dtype=torch.float32)
-    batch, row = rows.whole(), 0
+    batch = rows.whole()
+    row = 0
     for place in range(3):  # greedy, sampled, once more
         assert {results[place]["output_ids"].shape[1] for results, _ in per_rank} == {32}
+
     for (greedy, sampled, once_more), logprobs in per_rank:
         for index in range(len(greedy["output_ids"])):
             ids = batch["input_ids"][row, : rows.LENGTHS[row]]
             expected = model.generate(
-                ids[None], attention_mask=torch.ones_like(ids)[None], max_new_tokens=NEW, do_sample=False,
-                eos_token_id=EOS, pad_token_id=PAD,
-            )[0]  # fmt: skip
+                ids[None],
+                attention_mask=torch.ones_like(ids)[None],
+                max_new_tokens=NEW,
+                do_sample=False,
+                eos_token_id=EOS,
+                pad_token_id=PAD,
+            )[0]
             length = greedy["unpadded_sequence_lengths"][index]
             assert greedy["output_ids"][index, :length].tolist() == expected.tolist()
             assert greedy["generation_lengths"][index] == length - len(ids)
             assert (greedy["output_ids"][index, length:] == PAD).all()
             with torch.no_grad():
                 raw = rows.plain_logprobs(model, expected, temperature=1.0)[len(ids) :]
-            torch.testing.assert_close(greedy["logprobs"][index, len(ids) : length], raw, rtol=0, atol=1e-4)
+
+            torch.testing.assert_close(
+                greedy["logprobs"][index, len(ids) : length], raw, rtol=0, atol=1e-4
+            )
             end = sampled["unpadded_sequence_lengths"][index]
             response = slice(len(ids), end)
-            torch.testing.assert_close(sampled["logprobs"][index, response], logprobs[index, response], rtol=0, atol=1e-4)
-            assert (sampled["logprobs"][index, : len(ids)] == 0).all() and (sampled["logprobs"][index, end:] == 0).all()
+            torch.testing.assert_close(
+                sampled["logprobs"][index, response], logprobs[index, response], rtol=0, atol=1e-4
+            )
+
+            assert (sampled["logprobs"][index, : len(ids)] == 0).all() and (
+                sampled["logprobs"][index, end:] == 0
+            ).all()
             row += 1
+
         if len(sampled["output_ids"]):
             assert not torch.equal(sampled["output_ids"], once_more["output_ids"])
+
     assert row == 10
 
 
 def phases(folder: str, flag: bool):
     """A whole step by the explicit verbs; (phase, actor here, optimizer here) after each."""
     policy, mine = start(folder, offload_idle=flag)
-    made, seen = policy.strategy, []
+    made = policy.strategy
+    seen = []
 
     def look(*verbs):
         for verb in verbs:
             verb()
             state = policy.optimizer.state.values()
-            optimizer = all(moment.device.type == "cpu" for value in state for moment in value.values())
-            seen.append((made.phase.value, next(policy.actor.parameters()).device.type == "cpu", optimizer))
+            optimizer = all(
+                moment.device.type == "cpu" for value in state for moment in value.values()
+            )
+            seen.append(
+                (made.phase.value, next(policy.actor.parameters()).device.type == "cpu", optimizer)
+            )
 
     look(policy.prepare_for_training)
     loss = policy.train(mine, sft)["loss"]
     version = made.engine.version
-    look(policy.offload_before_refit, lambda: made.update_engine_weights(policy.actor), policy.offload_after_refit)
+    look(
+        policy.offload_before_refit,
+        lambda: made.update_engine_weights(policy.actor),
+        policy.offload_after_refit,
+    )
     look(policy.prepare_for_generation)
     streams = made.engine.version - version
     with pytest.raises(PhaseError, match="phase TRAIN cannot begin in phase GENERATE"):
         policy.train(mine, sft)
-    with pytest.raises(PhaseError, match="phase LOGPROB cannot begin in phase GENERATE.*finish_generation"):
+
+    with pytest.raises(
+        PhaseError, match="phase LOGPROB cannot begin in phase GENERATE.*finish_generation"
+    ):
         policy.get_logprobs(mine)
+
     policy.generate(mine)
-    look(policy.finish_generation, policy.prepare_for_logprobs, policy.finish_inference, policy.prepare_for_training)
+    look(
+        policy.finish_generation,
+        policy.prepare_for_logprobs,
+        policy.finish_inference,
+        policy.prepare_for_training,
+    )
     look(policy.finish_training)
     second = policy.train(mine, sft)["loss"]
-    with pytest.raises(RuntimeError, match=r"generate\(\) in phase TRAIN: call prepare_for_generation\(\) first"):
+
+    with pytest.raises(
+        RuntimeError, match=r"generate\(\) in phase TRAIN: call prepare_for_generation\(\) first"
+    ):
         policy.generate(mine)
+
     with pytest.raises(EngineError, match="sleeping"):
         made.engine_generate_local(Sampling(), [[1]])
     return seen, streams, loss.item(), second.item()
@@ -106,30 +155,71 @@ def test_a_step_by_hand(folder):
     (idle, streams, *losses), (kept, _, *expected) = found[True][0], found[False][0]
     assert losses == expected and losses[0] > losses[1]
     assert streams == 1  # the one by hand; prepare_for_generation() had nothing to add
-    assert [phase for phase, *_ in idle] == [phase for phase, *_ in kept] == [
-        "TRAIN", "REFIT", "REFIT", "REFIT", "GENERATE", "LOGPROB", "LOGPROB", "LOGPROB", "TRAIN", "LOGPROB",
-    ]  # fmt: skip
-    here, away = (True, True), (False, False)
+    assert (
+        [phase for phase, *_ in idle]
+        == [phase for phase, *_ in kept]
+        == [
+            "TRAIN",
+            "REFIT",
+            "REFIT",
+            "REFIT",
+            "GENERATE",
+            "LOGPROB",
+            "LOGPROB",
+            "LOGPROB",
+            "TRAIN",
+            "LOGPROB",
+        ]
+    )
+    here = (True, True)
+    away = (False, False)
     only_actor = (True, False)
     assert [tuple(where) for _, *where in idle] == [
-        here, only_actor, only_actor, away, away, away, only_actor, away, here, away,
-    ]  # fmt: skip
-    assert [tuple(where) for _, *where in kept] == [  # the explicit verbs offload anyway, and it all stays once it is back
-        here, only_actor, only_actor, away, away, away, only_actor, only_actor, here, here,
-    ]  # fmt: skip
+        here,
+        only_actor,
+        only_actor,
+        away,
+        away,
+        away,
+        only_actor,
+        away,
+        here,
+        away,
+    ]
+    # the explicit verbs offload anyway, and it all stays once it is back
+    assert [tuple(where) for _, *where in kept] == [
+        here,
+        only_actor,
+        only_actor,
+        away,
+        away,
+        away,
+        only_actor,
+        only_actor,
+        here,
+        here,
+    ]
 
 
 def refits(folder: str):
     policy, _ = start(folder, engine_sleep_level=1)
-    info, stream = policy.refit_info(), {name: tensor.clone() for name, tensor in policy.stream_weights()}
+    info = policy.refit_info()
+    stream = {name: tensor.clone() for name, tensor in policy.stream_weights()}
     policy.offload_before_refit()
     before = policy.strategy.engine.version
     policy.prepare_for_generation()  # nobody streamed: the engine's weights are old
     after = policy.strategy.engine.version
     policy.prepare_for_generation()
-    return info, {name: (tensor.shape, tensor.dtype) for name, tensor in stream.items()}, (
-        after - before, policy.strategy.engine.version - after, policy.strategy.phase is Phase.GENERATE
-    )  # fmt: skip
+
+    return (
+        info,
+        {name: (tensor.shape, tensor.dtype) for name, tensor in stream.items()},
+        (
+            after - before,
+            policy.strategy.engine.version - after,
+            policy.strategy.phase is Phase.GENERATE,
+        ),
+    )
 
 
 def test_refit_info_is_what_the_stream_brings_and_old_weights_never_generate(folder):
@@ -155,7 +245,12 @@ def files(folder: str, root: str):
     policy.start_profiling(f"{root}/profile2")
     policy.shutdown()
     policy.shutdown()
-    return trace, [result["loss"].item() for result in (expected, found)], [r["grad_norm"].item() for r in (expected, found)]
+
+    return (
+        trace,
+        [result["loss"].item() for result in (expected, found)],
+        [r["grad_norm"].item() for r in (expected, found)],
+    )
 
 
 def test_files(folder, tmp_path):

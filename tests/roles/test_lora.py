@@ -1,4 +1,6 @@
-"""The reference of a policy of adapters is its actor without them: as a second model would be, and without any trace."""
+"""The reference of a policy of adapters is its actor without them: as a second model would be, and
+without any trace.
+"""
 
 import pytest
 import torch
@@ -14,8 +16,12 @@ from lightrft.strategy import get_strategy
 from ranks import run_ranks
 from roles.rows import TEMPERATURE, share, whole
 
-LAYOUTS = {"fsdp": (2, {"fsdp": True}), "fsdp bf16": (2, {"fsdp": True, "bf16": True}), "zero3": (2, {"zero_stage": 3}),
-           "zero2 bf16": (2, {"zero_stage": 2, "bf16": True})}  # fmt: skip
+LAYOUTS = {
+    "fsdp": (2, {"fsdp": True}),
+    "fsdp bf16": (2, {"fsdp": True, "bf16": True}),
+    "zero3": (2, {"zero_stage": 3}),
+    "zero2 bf16": (2, {"zero_stage": 2, "bf16": True}),
+}
 
 
 def policy_of_adapters(folder: str, args: dict) -> dict:
@@ -27,12 +33,17 @@ def policy_of_adapters(folder: str, args: dict) -> dict:
     optimizer = made.create_optimizer(actor, 1e-2)
     trained = made.prepare((actor, optimizer, made.create_scheduler(optimizer, "constant", 0, 9)))
     reference = made.prepare(Actor(load_model(section)).requires_grad_(False))
-    alone, pair = (Policy(made, *trained, reference=one, temperature=TEMPERATURE) for one in (actor, reference))
+    alone, pair = (
+        Policy(made, *trained, reference=one, temperature=TEMPERATURE) for one in (actor, reference)
+    )
     batch = share(whole(), made.mesh.data.rank, made.mesh.data.size)
     begun = alone.get_logprobs(batch)["logprobs"]
     alone.train(batch, sft)
     learned = alone.get_logprobs(batch)["logprobs"]
-    found, expected = (policy.get_reference_logprobs(batch)["reference_logprobs"] for policy in (alone, pair))
+
+    found, expected = (
+        policy.get_reference_logprobs(batch)["reference_logprobs"] for policy in (alone, pair)
+    )
     again = alone.get_logprobs(batch)["logprobs"]
     norm = alone.train(batch, sft)["grad_norm"]
     info = alone.prepare_refit_info()
@@ -40,11 +51,23 @@ def policy_of_adapters(folder: str, args: dict) -> dict:
     changed = dict(alone.stream_weights())["model.layers.1.mlp.up_proj.weight"].clone()
     base = dict(made.full_params(reference))["model.layers.1.mlp.up_proj.weight"].clone()
     made.close()
-    return {"begun": begun, "learned": learned, "found": found, "expected": expected, "again": again, "norm": norm,
-            "info": (info, streamed), "weights": (changed, base)}  # fmt: skip
+
+    return {
+        "begun": begun,
+        "learned": learned,
+        "found": found,
+        "expected": expected,
+        "again": again,
+        "norm": norm,
+        "info": (info, streamed),
+        "weights": (changed, base),
+    }
 
 
-@pytest.fixture(scope="module", params=["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[1:])])
+@pytest.fixture(
+    scope="module",
+    params=["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[1:])],
+)
 def outcome(request, folder):
     world_size, args = LAYOUTS[request.param]
     return run_ranks(world_size, policy_of_adapters, folder, args)
@@ -58,7 +81,8 @@ def test_the_reference_is_the_actor_without_adapters(outcome):
 
 
 def test_an_actor_without_adapters_is_no_reference_of_its_own(folder):
-    made, actor = get_strategy({"fsdp": True}), Actor(load_model(ModelSection(pretrain=folder)))
+    made = get_strategy({"fsdp": True})
+    actor = Actor(load_model(ModelSection(pretrain=folder)))
     with pytest.raises(ValueError, match="without adapters"):
         Policy(made, actor, reference=actor)
 

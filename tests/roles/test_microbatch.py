@@ -34,12 +34,22 @@ def test_infer_restores_the_order_and_leaves_out_the_filler():
 
 
 def test_rows_that_are_in_no_micro_batch_stay_zero():
-    assert infer(lambda batch: batch.input_ids.float(), experience(), [[1]], CPU).tolist() == [0.0, 0.0, 20.0, 21.0, 22.0, 0.0]
+    assert infer(lambda batch: batch.input_ids.float(), experience(), [[1]], CPU).tolist() == [
+        0.0,
+        0.0,
+        20.0,
+        21.0,
+        22.0,
+        0.0,
+    ]
 
 
 def test_an_empty_micro_batch_is_one_unlearned_token_with_every_column():
     (empty_microbatch,) = micro_batches(experience(), [[]], CPU)
-    assert type(empty_microbatch) is Experience and len(empty_microbatch) == empty_microbatch.num_tokens == 1
+    assert (
+        type(empty_microbatch) is Experience
+        and len(empty_microbatch) == empty_microbatch.num_tokens == 1
+    )
     assert not empty_microbatch.loss_mask.any() and empty_microbatch.loss_mask.dtype == torch.bool
     assert empty_microbatch.columns("token").keys() == experience().columns("token").keys()
     assert empty_microbatch.columns("sequence").keys() == experience().columns("sequence").keys()

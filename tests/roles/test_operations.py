@@ -1,4 +1,6 @@
-"""Operations of a training step, compared with those that PyTorch itself counts while it computes one."""
+"""Operations of a training step, compared with those that PyTorch itself counts while it computes
+one.
+"""
 
 import pytest
 import torch
@@ -21,11 +23,16 @@ RESPONSES = {100: 7, 140: 9, 200: 30}
 MODELS = {
     "whole": {},
     "tied": {"tie": True},
-    "frozen embeddings and layer": {"freeze_prefix": ["model.embed_tokens", "model.layers.0", "model.layers.1"]},
+    "frozen embeddings and layer": {
+        "freeze_prefix": ["model.embed_tokens", "model.layers.0", "model.layers.1"]
+    },
     "frozen layer, trained embeddings": {"freeze_prefix": ["model.layers.0", "model.layers.1"]},
     "frozen head": {"freeze_prefix": ["lm_head"]},
     "adapters": {"lora_rank": 4},
-    "adapters of the last layer": {"lora_rank": 4, "freeze_prefix": [f"model.layers.{n}." for n in range(5)]},
+    "adapters of the last layer": {
+        "lora_rank": 4,
+        "freeze_prefix": [f"model.layers.{n}." for n in range(5)],
+    },
     "experts": {"experts": True},
     "scorer": {"scorer": True},
 }
@@ -34,18 +41,25 @@ MODELS = {
 def batch_of(shared: bool) -> Batch:
     """Several responses to one prompt, which is computed once if it is shared."""
     prompt = torch.arange(PROMPT)
-    rows = [torch.cat([prompt, torch.arange(first, first + length)]) for first, length in RESPONSES.items()]
+    rows = [
+        torch.cat([prompt, torch.arange(first, first + length)])
+        for first, length in RESPONSES.items()
+    ]
     masks = [torch.arange(len(row)) >= PROMPT for row in rows]
+
     lengths = torch.tensor([len(row) for row in rows])
     batch = Batch(lengths, torch.cat(rows), torch.cat(masks), torch.arange(len(rows)))
     if shared:
         batch.shared = find_shared_prefixes(batch.input_ids, lengths, None, min_saving=0.0)
         assert batch.num_computed == PROMPT + sum(RESPONSES.values())
+
     return batch
 
 
 def grouped(rows, matrices, *_, out_shape=None, **__) -> int:
-    """PyTorch counts no product in groups: rows [M, K] with matrices [G, K, N], or [M, K] with [K, N] in groups of K."""
+    """PyTorch counts no product in groups: rows [M, K] with matrices [G, K, N], or [M, K] with [K,
+    N] in groups of K.
+    """
     return 2 * rows[-2] * rows[-1] * matrices[-1]
 
 
@@ -57,22 +71,36 @@ def added(total, rows, columns, *_, out_shape=None, **__) -> int:
 @pytest.mark.parametrize("name", MODELS)
 def test_operations_are_those_that_are_computed(tmp_path, name, shared):
     options = dict(MODELS[name])
-    experts, scorer = options.pop("experts", False), options.pop("scorer", False)
-    folder = tiny_experts(tmp_path) if experts else tiny_model(tmp_path, tie=options.pop("tie", False), layers=6)
+    experts = options.pop("experts", False)
+    scorer = options.pop("scorer", False)
+    folder = (
+        tiny_experts(tmp_path)
+        if experts
+        else tiny_model(tmp_path, tie=options.pop("tie", False), layers=6)
+    )
     section = ModelSection(pretrain=folder, **options)
     model = freeze_parameters((load_scorer if scorer else load_model)(section), section)
-    role, batch = (Scorer if scorer else Actor)(model).train(), batch_of(shared)
+    role = (Scorer if scorer else Actor)(model).train()
+    batch = batch_of(shared)
+
     denominator = Denominator(batch.num_loss_tokens, torch.tensor(3.0), 30)
     others = {torch.ops.aten._grouped_mm: grouped, torch.ops.aten.addmm_: added}
     with FlopCounterMode(display=False, custom_mapping=others) as counter:
         if scorer:
             loss = role(batch)[batch.loss_mask].sum()
         else:
-            values, _ = role(batch, 1.0, entropy=False, gradients=token_gradients(sft, batch, denominator))
+            values, _ = role(
+                batch, 1.0, entropy=False, gradients=token_gradients(sft, batch, denominator)
+            )
             loss, _ = sft(values, batch, denominator)
         loss.backward()
+
     counts = counter.get_flop_counts()["Global"]
-    products = sum(count for kind, count in counts.items() if "mm" in str(kind) and "bmm" not in str(kind))
+    products = sum(
+        count for kind, count in counts.items() if "mm" in str(kind) and "bmm" not in str(kind)
+    )
     found = TrainingOperations.of(model, lambda parameter: parameter.shape)(batch)
     # Keys and values of the first trained layer need no gradient of their input, which is counted.
-    assert found == pytest.approx(products, rel=0.025 if options else 0.005), {str(kind): count for kind, count in counts.items()}
+    assert found == pytest.approx(products, rel=0.025 if options else 0.005), {
+        str(kind): count for kind, count in counts.items()
+    }

@@ -1,4 +1,6 @@
-"""Training on padded rows is plain torch, one row at a time, for every number of ranks and every size of micro-batch."""
+"""Training on padded rows is plain torch, one row at a time, for every number of ranks and every
+size of micro-batch.
+"""
 
 from collections.abc import Callable
 
@@ -31,30 +33,41 @@ def batch_of(kind: str) -> rows.Padded:
             "old_logprobs": -5 + torch.randn(shape, generator=generator),
             "engine_logprobs": -5 + torch.randn(shape, generator=generator),
         },
-        "own": {"teacher": torch.rand(shape, generator=generator), "trust": torch.rand(shape[0], generator=generator)},
+        "own": {
+            "teacher": torch.rand(shape, generator=generator),
+            "trust": torch.rand(shape[0], generator=generator),
+        },
         "critic": {"returns": torch.randn(shape, generator=generator)},
         "reward": {"grade": torch.randn(shape[0], generator=generator)},
     }
     batch = rows.whole() | columns[kind]
     if kind == "reward":
         del batch["token_mask"]
+
     return batch
 
 
 def own_loss(logprobs, batch, denominator):
     """Reads columns that only this test has: one per token, one per row."""
     values = batch.trust[batch.sequence_ids] * (logprobs - batch.teacher) ** 2
-    return share_of_mean(values, batch, "seq-mean-token-mean", denominator), {"own/gap": values, "own/gap_max": values}
+    return share_of_mean(values, batch, "seq-mean-token-mean", denominator), {
+        "own/gap": values,
+        "own/gap_max": values,
+    }
 
 
 def regression(values, batch, denominator):
-    return share_of_mean((values - batch.returns) ** 2, batch, "token-mean", denominator), {"value": values}
+    return share_of_mean((values - batch.returns) ** 2, batch, "token-mean", denominator), {
+        "value": values
+    }
 
 
 def grading(scores, batch, denominator):
     """Mean square over rows that are not masked."""
     here = torch.zeros(len(batch)).index_add(0, batch.sequence_ids, batch.loss_mask.float()) > 0
-    return torch.where(here, (scores - batch.grade) ** 2, 0.0).sum() / denominator.sequences, {"score": scores}
+    return torch.where(here, (scores - batch.grade) ** 2, 0.0).sum() / denominator.sequences, {
+        "score": scores
+    }
 
 
 def clipped(section_mode: str = "token-mean") -> PolicyObjective:
@@ -63,28 +76,50 @@ def clipped(section_mode: str = "token-mean") -> PolicyObjective:
     return PolicyObjective(section)
 
 
-LOSSES: dict[str, Callable] = {"sft": sft, "grpo": clipped(), "own": own_loss, "critic": regression, "reward": grading}
+LOSSES: dict[str, Callable] = {
+    "sft": sft,
+    "grpo": clipped(),
+    "own": own_loss,
+    "critic": regression,
+    "reward": grading,
+}
 
 
 def role_for(kind: str, made, folder: str, **options) -> Role:
-    return {"critic": rows.critic, "reward": rows.reward_model}.get(kind, rows.policy)(made, folder, **options)
+    return {"critic": rows.critic, "reward": rows.reward_model}.get(kind, rows.policy)(
+        made, folder, **options
+    )
 
 
 def trained(kind: str, folder: str, limits: list[dict]) -> list[Trained]:
-    made, results = rows.strategy(), []
+    made = rows.strategy()
+    results = []
     mine = rows.share(batch_of(kind), made.get_rank(), made.mesh.data.size)
     for limit in limits:
-        role = role_for(kind, made, folder, max_tokens=limit.get("max_tokens", 1000), batching=limit.get("batching", "packed"))
+        role = role_for(
+            kind,
+            made,
+            folder,
+            max_tokens=limit.get("max_tokens", 1000),
+            batching=limit.get("batching", "packed"),
+        )
         result = role.train(mine, LOSSES[kind], gbs=GBS, mbs=limit.get("mbs"))
         numbers = torch.stack([result["loss"], result["grad_norm"]], 1)
-        results.append((numbers, {name: tensor.clone() for name, tensor in made.full_params(role.module)}))
+        results.append(
+            (numbers, {name: tensor.clone() for name, tensor in made.full_params(role.module)})
+        )
+
     return results
 
 
 def plain(kind: str, folder: str) -> Trained:
-    model = rows.plain_model(folder) if kind in ("sft", "grpo", "own") else rows.plain_scorer(folder)
+    model = (
+        rows.plain_model(folder) if kind in ("sft", "grpo", "own") else rows.plain_scorer(folder)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    batch, numbers = batch_of(kind), []
+
+    batch = batch_of(kind)
+    numbers = []
     for step, members in enumerate(STEPS):
         optimizer.param_groups[0]["lr"] = 0.05 * (0.5 if step == 0 else 1.0)
         loss = PLAIN[kind](model, batch, [row for row in members if row != 3])
@@ -92,7 +127,10 @@ def plain(kind: str, folder: str) -> Trained:
         numbers.append([loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()])
         optimizer.step()
         optimizer.zero_grad()
-    return torch.tensor(numbers), {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    return torch.tensor(numbers), {
+        name: parameter.detach() for name, parameter in model.named_parameters()
+    }
 
 
 def learned(row: int) -> slice:
@@ -118,7 +156,11 @@ def plain_grpo(model, batch, members):
 
 def plain_own(model, batch, members):
     """Rows without a response do not count."""
-    gaps = [(logprobs(model, batch, row) - batch["teacher"][row, learned(row)]) ** 2 * batch["trust"][row] for row in members]
+    gaps = [
+        (logprobs(model, batch, row) - batch["teacher"][row, learned(row)]) ** 2
+        * batch["trust"][row]
+        for row in members
+    ]
     return torch.stack([gap.mean() for gap in gaps if len(gap)]).mean()
 
 
@@ -131,11 +173,20 @@ def plain_critic(model, batch, members):
 
 
 def plain_reward(model, batch, members):
-    scores = [rows.plain_scores(model, batch["input_ids"][row, : rows.LENGTHS[row]])[-1] for row in members]
+    scores = [
+        rows.plain_scores(model, batch["input_ids"][row, : rows.LENGTHS[row]])[-1]
+        for row in members
+    ]
     return (torch.stack(scores) - batch["grade"][members]).square().mean()
 
 
-PLAIN = {"sft": plain_sft, "grpo": plain_grpo, "own": plain_own, "critic": plain_critic, "reward": plain_reward}
+PLAIN = {
+    "sft": plain_sft,
+    "grpo": plain_grpo,
+    "own": plain_own,
+    "critic": plain_critic,
+    "reward": plain_reward,
+}
 
 
 @pytest.mark.slow
@@ -144,8 +195,11 @@ def test_every_layout_is_plain_torch(folder, scorer_folder, kind):
     path = scorer_folder if kind in ("critic", "reward") else folder
     expected, parameters = plain(kind, path)
     assert (expected[:, 1] > 0.5).any()  # clipping matters
+
     for world_size in (1, 2, 4):
-        for numbers, found in run_ranks(world_size, trained, kind, path, LIMITS if kind == "sft" else LIMITS[3:6])[0]:
+        for numbers, found in run_ranks(
+            world_size, trained, kind, path, LIMITS if kind == "sft" else LIMITS[3:6]
+        )[0]:
             torch.testing.assert_close(numbers, expected, rtol=1e-5, atol=1e-6)
             assert found.keys() == parameters.keys()
             for name, tensor in found.items():
@@ -161,21 +215,36 @@ def reported(folder: str, mbs: int | None):
 
 @pytest.mark.parametrize(("world_size", "mbs"), [(1, None), (2, 1), (4, 2)])
 def test_metrics_have_every_microbatch_of_all_ranks(folder, world_size, mbs):
-    """Weighted by their tokens the lists are the mean over everything; those of all ranks are on every rank."""
+    """Weighted by their tokens the lists are the mean over everything; those of all ranks are on
+    every rank.
+    """
     results = run_ranks(world_size, reported, folder, mbs)
     metrics = results[0]["metrics"]
     assert all(result["metrics"] == result["all_mb_metrics"] == metrics for result in results)
-    batch, model, gaps = batch_of("own"), rows.plain_model(folder), []
+    batch = batch_of("own")
+
+    model = rows.plain_model(folder)
+    gaps = []
     with torch.no_grad():
         for row in range(len(rows.LENGTHS)):
             if row != 3:
-                gaps.append((logprobs(model, batch, row) - batch["teacher"][row, learned(row)]) ** 2 * batch["trust"][row])
-    tokens, means = torch.tensor(metrics["tokens"]), torch.tensor(metrics["own/gap"])
+                gaps.append(
+                    (logprobs(model, batch, row) - batch["teacher"][row, learned(row)]) ** 2
+                    * batch["trust"][row]
+                )
+
+    tokens = torch.tensor(metrics["tokens"])
+    means = torch.tensor(metrics["own/gap"])
     assert tokens.sum() == len(torch.cat(gaps))
     if mbs == 1:
         assert sorted(metrics["tokens"]) == sorted(len(gap) for gap in gaps if len(gap))
-    torch.testing.assert_close((tokens * means).sum() / tokens.sum(), torch.cat(gaps).mean(), rtol=1e-5, atol=0)
-    torch.testing.assert_close(torch.tensor(metrics["own/gap_max"]).max(), torch.cat(gaps).max(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        (tokens * means).sum() / tokens.sum(), torch.cat(gaps).mean(), rtol=1e-5, atol=0
+    )
+
+    torch.testing.assert_close(
+        torch.tensor(metrics["own/gap_max"]).max(), torch.cat(gaps).max(), rtol=1e-5, atol=0
+    )
     assert set(metrics) == {"tokens", "own/gap", "own/gap_max", "train/entropy"}
     assert {len(values) for values in metrics.values()} == {len(tokens)}
 
@@ -187,8 +256,14 @@ def evaluated(folder: str):
     role = rows.policy(made, folder)
     before = {name: tensor.clone() for name, tensor in made.full_params(role.module)}
     first = role.train(mine, sft, eval_mode=True)
-    untouched = all(torch.equal(tensor, before[name]) for name, tensor in made.full_params(role.module))
-    clean = all(parameter.grad is None for parameter in role.module.parameters()) and not role.optimizer.state
+    untouched = all(
+        torch.equal(tensor, before[name]) for name, tensor in made.full_params(role.module)
+    )
+
+    clean = (
+        all(parameter.grad is None for parameter in role.module.parameters())
+        and not role.optimizer.state
+    )
     return first, role.train(mine, sft), untouched and clean and role.scheduler.last_epoch == 1
 
 
@@ -216,4 +291,6 @@ def aggregated(folder: str):
 
 def test_the_constant_length_is_that_of_the_longest_response(folder):
     losses = run_ranks(2, aggregated, folder)[0]
-    assert losses["seq-mean-token-sum-norm"] == pytest.approx(losses["seq-mean-token-sum"] / 40, rel=1e-5)
+    assert losses["seq-mean-token-sum-norm"] == pytest.approx(
+        losses["seq-mean-token-sum"] / 40, rel=1e-5
+    )

@@ -45,8 +45,12 @@ def three_ways(folder: str):
                 numbers = by_hand(policy, batch)
             else:
                 flat, (members,) = policy.redistribute(batch, mbs=1)
-                numbers = policy.update(flat, members, sft, policy.denominator(flat, members), Metrics())
+                numbers = policy.update(
+                    flat, members, sft, policy.denominator(flat, members), Metrics()
+                )
+
         results.append((torch.stack(numbers), state(policy)))
+
     return results
 
 
@@ -74,17 +78,24 @@ def with_aborts(folder: str, aborts: bool, args: dict):
         policy.abort_train_step()
         assert all(parameter.grad is None for parameter in policy.actor.parameters())
         torch.testing.assert_close(state(policy), before, rtol=0, atol=0)
+
     numbers = by_hand(policy, batch)
     return torch.stack(numbers), state(policy)
 
 
 @pytest.mark.parametrize(
     ("world_size", "args"),
-    [(1, {"gradient_checkpointing": True}), (2, {}), pytest.param(2, {"bf16": True}, marks=pytest.mark.slow)],
+    [
+        (1, {"gradient_checkpointing": True}),
+        (2, {}),
+        pytest.param(2, {"bf16": True}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_an_aborted_step_leaves_nothing_behind(folder, world_size, args):
-    results = run_cases(world_size, with_aborts, {aborts: (folder, aborts, args) for aborts in (False, True)})
+    results = run_cases(
+        world_size, with_aborts, {aborts: (folder, aborts, args) for aborts in (False, True)}
+    )
     torch.testing.assert_close(results[True], results[False], rtol=0, atol=0)
 
 
@@ -115,6 +126,7 @@ def out_of_order(folder: str):
     policy.train_microbatch(ready[1])
     refused(policy.train_microbatch, ready[1])
     policy.finish_train_step()
+
     return errors
 
 
@@ -122,10 +134,14 @@ def test_verbs_out_of_order(folder):
     none = "no train step is open: call begin_train_step() first"
     still_open = "a train step is open: call finish_train_step() or abort_train_step() first"
     assert run_ranks(1, out_of_order, folder)[0] == [
-        none, none, none, still_open, still_open,
+        none,
+        none,
+        none,
+        still_open,
+        still_open,
         "finish_train_step() after 1 of 2 micro-batches",
         "the train step was begun with 2 micro-batches, but got another one",
-    ]  # fmt: skip
+    ]
 
 
 def without_optimizer(folder: str):
@@ -139,5 +155,6 @@ def without_optimizer(folder: str):
 
 def test_a_role_without_optimizer_only_infers(folder):
     assert run_ranks(1, without_optimizer, folder)[0] == (
-        True, "this Policy has no optimizer: create it with one, or pass eval_mode=True"
-    )  # fmt: skip
+        True,
+        "this Policy has no optimizer: create it with one, or pass eval_mode=True",
+    )

@@ -1,4 +1,6 @@
-"""What a step is filled with: decided alike on all ranks, repeatable, and the same after a resumed run."""
+"""What a step is filled with: decided alike on all ranks, repeatable, and the same after a resumed
+run.
+"""
 
 import copy
 from functools import cache
@@ -25,20 +27,30 @@ ALONE = Axis("data", 1, 0, None)
 
 
 def rows_reward(samples, mode, length, **columns):
-    """The first response to a prompt of the mode `some` is right; of `all` and `none` it is as they say."""
-    assert len({sample.group for sample in samples}) == 1, "a function is called for one prompt at a time"
+    """The first response to a prompt of the mode `some` is right; of `all` and `none` it is as they
+    say.
+    """
+    assert len({sample.group for sample in samples}) == 1, (
+        "a function is called for one prompt at a time"
+    )
     share = {"all": len(samples), "none": 0, "some": 1}[mode[0]]
     return [float(place < share) for place in range(len(samples))]
 
 
 class Script:
-    """Stands for the engine: a response has as many tokens as its prompt's column says, each drawn by the seed."""
+    """Stands for the engine: a response has as many tokens as its prompt's column says, each drawn
+    by the seed.
+    """
 
     episodes = None
 
     def __init__(self, longest: int = 100, at_once: int = 1):
-        self.longest, self.calls, self.tokens, self.clock = longest, [], 0, 0
-        self.at_once, self.prepared = at_once, 0
+        self.longest = longest
+        self.calls = []
+        self.tokens = 0
+        self.clock = 0
+        self.at_once = at_once
+        self.prepared = 0
 
     @property
     def exchange(self) -> Axis:
@@ -58,22 +70,35 @@ class Script:
         sample.token_ids += completion.token_ids
         sample.logprobs += completion.logprobs
         sample.weight_versions += completion.weight_versions
-        sample.finish_reason = GROWING if completion.finish_reason == ABORTED else completion.finish_reason
+        sample.finish_reason = (
+            GROWING if completion.finish_reason == ABORTED else completion.finish_reason
+        )
 
 
 class ScriptedGrowth:
     def __init__(self, script: Script, seed: int):
-        self.script, self.seed, self.parts, self.at_once = script, seed, [], script.at_once
+        self.script = script
+        self.seed = seed
+        self.parts = []
+        self.at_once = script.at_once
 
     def add(self, parts, prepared) -> None:
-        assert all(prepared[group.number, places] == (self.seed, group) for group, places in parts if prepared)
+        assert all(
+            prepared[group.number, places] == (self.seed, group)
+            for group, places in parts
+            if prepared
+        )
         self.script.prepared += len(prepared)
         self.script.calls[-1][1].extend(group.number for group, _ in parts)
         self.parts += [part for part in parts if not part[0].complete]
 
     def running(self) -> set[tuple[int, int]]:
-        return {(group.number, place) for group, places in self.parts for place in places
-                if group.responses[place].finish_reason == GROWING}  # fmt: skip
+        return {
+            (group.number, place)
+            for group, places in self.parts
+            for place in places
+            if group.responses[place].finish_reason == GROWING
+        }
 
     def steps(self, most=None):
         while self.parts and most != 0:
@@ -94,7 +119,9 @@ class ScriptedGrowth:
             sample.logprobs.append(-0.5 - place / 3)
             sample.weight_versions.append(3)
             self.script.tokens += 1
-            if len(sample.token_ids) == min(self.script.length(self.seed, sample, place), self.script.longest):
+            if len(sample.token_ids) == min(
+                self.script.length(self.seed, sample, place), self.script.longest
+            ):
                 sample.finish_reason = "stop"
 
     def abort(self) -> None:
@@ -109,11 +136,16 @@ def prompts(modes: str, lengths: list[int] | None = None) -> list[Prompt]:
     names = {"s": "some", "a": "all", "n": "none"}
     lengths = lengths or [5] * len(modes)
     rows = zip(modes, lengths, strict=True)
-    return [Prompt(i, "", [1, i], {"mode": names[mode], "length": length}) for i, (mode, length) in enumerate(rows)]
+    return [
+        Prompt(i, "", [1, i], {"mode": names[mode], "length": length})
+        for i, (mode, length) in enumerate(rows)
+    ]
 
 
 def collector(data: list[Prompt], axis: Axis = ALONE, greedy: bool = False, **flags) -> Collector:
-    section = RolloutSection(**{"rollout_batch_size": 4, "n_samples_per_prompt": 3, "generate_max_len": 100} | flags)
+    section = RolloutSection(
+        **{"rollout_batch_size": 4, "n_samples_per_prompt": 3, "generate_max_len": 100} | flags
+    )
     rewards = RewardRunner(f"{__name__}:rows_reward", section=RewardSection(reward_workers=0))
     return Collector(Script(), rewards, data, section=section, data=axis, seed=7, greedy=greedy)
 
@@ -135,12 +167,18 @@ def test_samples_carry_rewards_and_groups():
     assert len(samples) == 12
     for group in groups:
         mode = group.samples[0].prompt.columns["mode"]
-        assert [sample.reward for sample in group.samples] == {"all": [1, 1, 1], "none": [0, 0, 0], "some": [1, 0, 0]}[mode]
+        assert [sample.reward for sample in group.samples] == {
+            "all": [1, 1, 1],
+            "none": [0, 0, 0],
+            "some": [1, 0, 0],
+        }[mode]
         assert {sample.group for sample in group.samples} == {group.number}
 
 
 def test_dynamic_sampling_replaces_groups_without_signal():
-    """Half of the prompts teach something: a step holds only those, and another seed is drawn in each round."""
+    """Half of the prompts teach something: a step holds only those, and another seed is drawn in
+    each round.
+    """
     collect = collector(prompts("sasn" * 10), dynamic_sampling=True)
     metrics = Metrics()
     for number in range(1, 6):
@@ -158,7 +196,9 @@ def test_few_signals_fill_a_step_up_with_groups_that_are_left_out():
     collect.place = collect.order.rows(0, 40).index(0)
     groups, _ = step(collect)
     assert len(groups) == 4 and groups[0].row == 0
-    assert [all(sample.masked for sample in group.samples) for group in groups] == [group.row != 0 for group in groups]
+    assert [all(sample.masked for sample in group.samples) for group in groups] == [
+        group.row != 0 for group in groups
+    ]
 
 
 def test_data_without_signal_are_an_error():
@@ -167,7 +207,9 @@ def test_data_without_signal_are_an_error():
 
 
 def test_over_sampling_stops_with_enough_complete_groups():
-    """Eight prompts for four, and half of them are long: these are given up one look after the others were complete."""
+    """Eight prompts for four, and half of them are long: these are given up one look after the
+    others were complete.
+    """
     collect = collector(prompts("s" * 8, [10, 90] * 4), over_sampling=2.0, early_stop_every=5)
     groups, samples = step(collect)
     assert [len(sample.token_ids) for sample in samples] == [10] * 12
@@ -178,16 +220,27 @@ def test_partial_rollouts_go_on_in_the_next_step():
     data = prompts("s" * 8, [10, 35] * 4)
     collect = collector(data, over_sampling=2.0, early_stop_every=5, partial_rollout=True)
     step(collect, 1)
-    assert len(collect.carried) == 4 and all(len(s.token_ids) == 15 for group in collect.carried for s in group.samples)
-    carried = {group.number: [list(sample.token_ids) for sample in group.samples] for group in collect.carried}
+    assert len(collect.carried) == 4 and all(
+        len(s.token_ids) == 15 for group in collect.carried for s in group.samples
+    )
+    carried = {
+        group.number: [list(sample.token_ids) for sample in group.samples]
+        for group in collect.carried
+    }
     finished = {}
+
     for number in range(2, 6):
-        finished |= {group.number: group for group in step(collect, number)[0] if group.number in carried}
+        finished |= {
+            group.number: group for group in step(collect, number)[0] if group.number in carried
+        }
+
     assert set(finished) == set(carried)
     for number, group in finished.items():
         assert [sample.token_ids[:15] for sample in group.samples] == carried[number]
         assert all(len(sample.token_ids) == len(sample.logprobs) == 35 for sample in group.samples)
-        assert len({token for sample in group.samples for token in sample.token_ids}) > 1, "drawn in several calls"
+        assert len({token for sample in group.samples for token in sample.token_ids}) > 1, (
+            "drawn in several calls"
+        )
 
 
 def test_complete_groups_beyond_the_step_are_kept_for_the_next_one():
@@ -201,9 +254,15 @@ def test_complete_groups_beyond_the_step_are_kept_for_the_next_one():
 
 
 def test_curriculum_lets_prompts_rest_that_are_too_easy_or_too_hard():
-    collect = collector(prompts("sans" * 3), curriculum=[0.1, 0.9], curriculum_rest=3, rollout_batch_size=12)
+    collect = collector(
+        prompts("sans" * 3), curriculum=[0.1, 0.9], curriculum_rest=3, rollout_batch_size=12
+    )
     assert sorted(group.row for group in step(collect, 1)[0]) == list(range(12))
-    again = [group.samples[0].prompt.columns["mode"] for number in (2, 3) for group in step(collect, number)[0]]
+    again = [
+        group.samples[0].prompt.columns["mode"]
+        for number in (2, 3)
+        for group in step(collect, number)[0]
+    ]
     assert again[:18].count("some") == 18, "two passes without them"
     assert {"all", "none"} <= set(again[18:]), "and in the third they are back"
 
@@ -217,7 +276,13 @@ def test_the_greedy_response_is_judged_and_not_learned_from():
     assert {group.greedy.reward for group in groups} == {0.0, 1.0}
 
 
-FLAGS = {"dynamic_sampling": True, "over_sampling": 1.5, "early_stop_every": 3, "partial_rollout": True, "curriculum": [0.1, 0.9]}
+FLAGS = {
+    "dynamic_sampling": True,
+    "over_sampling": 1.5,
+    "early_stop_every": 3,
+    "partial_rollout": True,
+    "curriculum": [0.1, 0.9],
+}
 TAIL = {"rollout_schedule": "tail_rounds", "over_sampling": 1.5, "early_stop_every": 3}
 MIXED = prompts("ssanssnassns" * 3, [7, 30, 12, 25, 9, 41, 3, 18, 22, 11, 36, 5] * 3)
 
@@ -225,7 +290,10 @@ MIXED = prompts("ssanssnassns" * 3, [7, 30, 12, 25, 9, 41, 3, 18, 22, 11, 36, 5]
 def course(collect: Collector, numbers: range) -> list:
     """What each step has learned from, on this rank."""
     steps = [step(collect, number)[0] for number in numbers]
-    return [[(group.number, group.row, len(group.samples[0].token_ids)) for group in groups] for groups in steps]
+    return [
+        [(group.number, group.row, len(group.samples[0].token_ids)) for group in groups]
+        for groups in steps
+    ]
 
 
 def test_a_resumed_run_goes_on_alike(tmp_path):
@@ -237,7 +305,11 @@ def test_a_resumed_run_goes_on_alike(tmp_path):
     resumed = collector(MIXED, **FLAGS)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert course(resumed, range(6, 11)) == expected[5:]
-    assert not any(sample.finish_reason == GROWING for group in step(resumed, 11)[0] for sample in group.samples)
+    assert not any(
+        sample.finish_reason == GROWING
+        for group in step(resumed, 11)[0]
+        for sample in group.samples
+    )
 
 
 def ahead_course(collect: Collector, numbers: range, last: int) -> list:
@@ -246,29 +318,41 @@ def ahead_course(collect: Collector, numbers: range, last: int) -> list:
     for number in numbers:
         groups = collect(number, Metrics(), ahead=min(2, last - number))
         collect.score(groups, Metrics())
-        found.append([(group.number, group.row, len(group.samples[0].token_ids)) for group in groups])
+        found.append(
+            [(group.number, group.row, len(group.samples[0].token_ids)) for group in groups]
+        )
     return found
 
 
 def test_groups_begun_ahead_begin_anew_in_a_resumed_run(tmp_path):
-    """The same prompts are learned in the same steps as without generation ahead; nothing is lost when a step is taken back."""
+    """The same prompts are learned in the same steps as without generation ahead; nothing is lost
+    when a step is taken back.
+    """
     expected = course(collector(MIXED), range(1, 10))
     first = collector(MIXED)
     assert ahead_course(first, range(1, 5), 9) == expected[:4]
-    assert [numbers for _, numbers in first.sampler.calls[-2:]] == [[number for number, _, _ in step] for step in expected[4:6]]
+    assert [numbers for _, numbers in first.sampler.calls[-2:]] == [
+        [number for number, _, _ in step] for step in expected[4:6]
+    ]
     take_back = first.begin()
     assert ahead_course(first, range(5, 6), 9) == expected[4:5]
     take_back()
     torch.save(first.state_dict(), tmp_path / "state.pt")
     resumed = collector(MIXED)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert ahead_course(resumed, range(5, 10), 9) == expected[4:] and not resumed.state_dict()["parked"]
+
+    assert (
+        ahead_course(resumed, range(5, 10), 9) == expected[4:]
+        and not resumed.state_dict()["parked"]
+    )
     assert len(resumed.sampler.calls) == 5, "the last steps begin nothing that nobody learns from"
 
 
 @pytest.mark.parametrize("flags", [FLAGS, {"rollout_schedule": "longest_first"}, TAIL])
 def test_a_step_that_was_prepared_is_the_same(flags):
-    """Nothing is drawn while it is prepared, so a checkpoint, or a step that is taken back, knows nothing of it."""
+    """Nothing is drawn while it is prepared, so a checkpoint, or a step that is taken back, knows
+    nothing of it.
+    """
     expected = course(collector(MIXED, **flags), range(1, 10))
     collect = collector(MIXED, **flags)
     for number in range(1, 6):
@@ -279,6 +363,7 @@ def test_a_step_that_was_prepared_is_the_same(flags):
         assert course(collect, range(number, number + 1)) == expected[number - 1 : number]
         with collect.preparing(number + 1):
             state = copy.deepcopy(collect.state_dict())
+
     assert course(collect, range(6, 10)) == expected[5:] and collect.sampler.prepared >= 5
     resumed = collector(MIXED, **flags)
     resumed.load_state_dict(state)
@@ -286,13 +371,17 @@ def test_a_step_that_was_prepared_is_the_same(flags):
 
 
 def test_a_history_takes_back_the_rows_that_changed_since_the_step_began():
-    """Also a row that changed twice, and again after it was taken back; what earlier steps recorded stays."""
+    """Also a row that changed twice, and again after it was taken back; what earlier steps recorded
+    stays.
+    """
     history = History(4)
     values = lambda: [each.tolist() for each in (history.turns, history.solved, history.lengths)]  # noqa: E731
     outcome = lambda row, solved: GroupOutcome(0, row, True, solved, 8 * solved)  # noqa: E731
     history.begin()
     history.record([outcome(0, 0.5)], 3)
-    before, take_back = values(), history.begin()
+
+    before = values()
+    take_back = history.begin()
     for _ in range(2):
         history.record([outcome(0, 0.25), outcome(2, 1.0), outcome(0, 0.75)], 4)
         assert values() == [[4, -1, 4, -1], [0.75, 0, 1, 0], [6, 0, 8, 0]]
@@ -301,40 +390,60 @@ def test_a_history_takes_back_the_rows_that_changed_since_the_step_began():
 
 
 def test_tail_rounds_ahead_lose_no_group_and_learn_from_none_twice():
-    """Rounds of the next pass may begin before the last groups of this one have been parked: 36 prompts, 9 steps."""
+    """Rounds of the next pass may begin before the last groups of this one have been parked: 36
+    prompts, 9 steps.
+    """
     collect = collector(MIXED, **TAIL)
     first = ahead_course(collect, range(1, 6), 9)
     resumed = collector(MIXED, **TAIL)
     resumed.load_state_dict(collect.state_dict())
-    learned = [number for step in first + ahead_course(resumed, range(6, 10), 9) for number, _, _ in step]
+    learned = [
+        number for step in first + ahead_course(resumed, range(6, 10), 9) for number, _, _ in step
+    ]
     left = [number for _, number, _ in resumed.parked]
-    assert len(learned) == 36 and sorted(learned + left) == list(range(1, resumed.number + 1)) and left
+    assert (
+        len(learned) == 36 and sorted(learned + left) == list(range(1, resumed.number + 1)) and left
+    )
 
 
 def test_a_resumed_run_with_shorter_responses_loses_those_that_are_too_long():
     first = collector(MIXED, **FLAGS | {"early_stop_every": 1})
     course(first, range(1, 6))
-    lengths = [max(len(sample.token_ids) + (sample.finish_reason == GROWING) for sample in g.responses) for g in first.carried]
+    lengths = [
+        max(len(sample.token_ids) + (sample.finish_reason == GROWING) for sample in g.responses)
+        for g in first.carried
+    ]
     assert min(lengths) < max(lengths)
     resumed = collector(MIXED, **FLAGS, generate_max_len=max(lengths) - 1)
     resumed.load_state_dict(first.state_dict())
-    short = [group.number for group, length in zip(first.carried, lengths, strict=True) if length < max(lengths)]
+
+    short = [
+        group.number
+        for group, length in zip(first.carried, lengths, strict=True)
+        if length < max(lengths)
+    ]
     assert [group.number for group in resumed.carried] == short
 
 
 def on_ranks(state: dict | None = None) -> tuple[list, dict, list[int], list]:
-    """Steps 1 to 8, or of a run that resumes 9 to 12; the state after them, what is carried here, and what is learned later."""
+    """Steps 1 to 8, or of a run that resumes 9 to 12; the state after them, what is carried here,
+    and what is learned later.
+    """
     collect = collector(copy.deepcopy(MIXED), Mesh("cpu").data, **FLAGS)
     if state is not None:
         collect.load_state_dict(state)
     steps = course(collect, range(1, 9) if state is None else range(9, 13))
-    state, carried = copy.deepcopy(collect.state_dict()), [group.number for group in collect.carried]
-    assert [group.number for group in collect.all_carried if group.rank == collect.data.rank] == carried
+    state = copy.deepcopy(collect.state_dict())
+    carried = [group.number for group in collect.carried]
+    assert [
+        group.number for group in collect.all_carried if group.rank == collect.data.rank
+    ] == carried
     take_back = collect.begin()
     first = course(collect, range(9, 10))
     take_back()
     assert course(collect, range(9, 10)) == first, "a step that is taken back comes again"
     take_back()
+
     return steps, state, carried, course(collect, range(9, 13))
 
 
@@ -350,16 +459,22 @@ def joined_steps(found: list, place: int) -> list:
 
 def give_files(data: list[Prompt], folder: Path | str) -> None:
     for prompt in data:
-        prompt.location, file = f"rows:{prompt.index}", Path(folder, f"{prompt.index}.png")
+        prompt.location = f"rows:{prompt.index}"
+        file = Path(folder, f"{prompt.index}.png")
         prompt.multi_modal = {IMAGES: [ImageFile(file.name, file)]}
 
 
 def with_files(folder: str) -> tuple[list, list]:
-    """Rows of each step; a file was never an image, and after the third step another one is none any more."""
+    """Rows of each step; a file was never an image, and after the third step another one is none
+    any more.
+    """
     data = prompts("s" * 12)
     give_files(data, folder)
-    collect, metrics = collector(data, Mesh("cpu").data), Metrics()
-    collect.skips_unreadable, steps = True, []
+    collect = collector(data, Mesh("cpu").data)
+    metrics = Metrics()
+    collect.skips_unreadable = True
+
+    steps = []
     for number in range(1, 10):
         groups = collect(number, metrics)
         steps.append([(group.number, group.row) for group in groups])
@@ -369,12 +484,14 @@ def with_files(folder: str) -> tuple[list, list]:
             Path(folder, "7.png").write_bytes(b"not any more")
         with collect.preparing(number + 1):
             pass
+
     left_out = metrics.reduce(ALONE)["rollout/prompts_left_out"]
     for prompt in data:
         Path(folder, f"{prompt.index}.png").unlink(missing_ok=True)
     Mesh("cpu").data.gather(None)
     with pytest.raises(DataError, match="the media of no prompt can be read any more"):
         collect(10, metrics), collect(11, metrics)
+
     return steps, left_out
 
 
@@ -386,41 +503,65 @@ def test_prompts_whose_files_cannot_be_read_any_more_are_left_out_on_all_ranks(t
             Image.new("RGB", (4, 4)).save(tmp_path / f"{index}.png")
         (tmp_path / "5.png").write_bytes(b"never")
         found[ranks] = run_ranks(ranks, with_files, str(tmp_path))
+
     ((alone, left_out),) = found[1]
-    assert joined_steps(found[2], 0) == alone and left_out == 2 and all(len(groups) == 4 for groups in alone)
+    assert (
+        joined_steps(found[2], 0) == alone
+        and left_out == 2
+        and all(len(groups) == 4 for groups in alone)
+    )
     rows = [row for groups in alone for _, row in groups]
     expected = [row for row in collector(prompts("s" * 12)).order.rows(0, 24) if row != 5]
-    assert rows[:12] == expected[:12] and set(rows[:11]) == {*range(12)} - {5} and 7 not in rows[12:] and 5 not in rows
+    assert (
+        rows[:12] == expected[:12]
+        and set(rows[:11]) == {*range(12)} - {5}
+        and 7 not in rows[12:]
+        and 5 not in rows
+    )
 
 
 def test_ranks_decide_alike_and_together_as_one():
-    """Which groups fill a step, what is carried and remembered: the same on every rank, and as on one rank alone."""
+    """Which groups fill a step, what is carried and remembered: the same on every rank, and as on
+    one rank alone.
+    """
     (alone,), pair = from_the_beginning(1), from_the_beginning(2)
     assert joined_steps(pair, 0) == alone[0] and all(len(groups) == 4 for groups in alone[0])
     for _, state, *_ in pair:
         assert state["place"] == alone[1]["place"] and state["number"] == alone[1]["number"]
-        assert all(torch.equal(state["history"][name], alone[1]["history"][name]) for name in state["history"])
+        assert all(
+            torch.equal(state["history"][name], alone[1]["history"][name])
+            for name in state["history"]
+        )
 
 
 @pytest.mark.slow
 def test_carried_groups_are_on_one_rank_and_all_in_a_checkpoint():
-    """Each on the rank where it grew; a run goes on alike from a checkpoint, on as many ranks, on others, and from an old one."""
+    """Each on the rank where it grew; a run goes on alike from a checkpoint, on as many ranks, on
+    others, and from an old one.
+    """
     (alone,), pair = from_the_beginning(1), from_the_beginning(2)
     (_, state, first, _), (_, other, second, _) = pair
     assert sorted(first + second) == alone[2] and first and second and not other["carried"]
     assert [group["number"] for group in state["carried"]] == alone[2]
-    assert [sum(len(tokens) for tokens, *_ in group["responses"]) for group in state["carried"]] == [
-        sum(len(tokens) for tokens, *_ in group["responses"]) for group in alone[1]["carried"]]  # fmt: skip
+    assert [
+        sum(len(tokens) for tokens, *_ in group["responses"]) for group in state["carried"]
+    ] == [sum(len(tokens) for tokens, *_ in group["responses"]) for group in alone[1]["carried"]]
     resumed = run_ranks(2, on_ranks, state)
-    assert [each[0] for each in resumed] == [each[3] for each in pair], "groups stay where they were"
+    assert [each[0] for each in resumed] == [each[3] for each in pair], (
+        "groups stay where they were"
+    )
     old = {name: value for name, value in state.items() if name not in ("ranks", "num_ranks")}
     for ranks, begun in ((1, state), (3, state), (2, old)):
         assert joined_steps(run_ranks(ranks, on_ranks, begun), 0) == joined_steps(pair, 3)
 
 
 def long_and_short() -> int:
-    """Tokens of this rank in the second pass, when lengths are known: a few prompts are ten times as long."""
-    collect = collector(prompts("s" * 16, [50, 50, 50, 50] + [5] * 12), Mesh("cpu").data, rollout_batch_size=16)
+    """Tokens of this rank in the second pass, when lengths are known: a few prompts are ten times
+    as long.
+    """
+    collect = collector(
+        prompts("s" * 16, [50, 50, 50, 50] + [5] * 12), Mesh("cpu").data, rollout_batch_size=16
+    )
     step(collect, 1)
     before = collect.sampler.tokens
     step(collect, 2)
@@ -428,15 +569,20 @@ def long_and_short() -> int:
 
 
 def tail_on_ranks(state: dict | None = None) -> tuple[list, dict]:
-    """Steps 1 to 5, or of a run that resumes 6 to 9, in which a step is taken back; the state after them."""
+    """Steps 1 to 5, or of a run that resumes 6 to 9, in which a step is taken back; the state after
+    them.
+    """
     collect = collector(copy.deepcopy(MIXED), Mesh("cpu").data, **TAIL)
     if state is not None:
         collect.load_state_dict(state)
     take_back = collect.begin()
     before = course(collect, range(20, 21))
     take_back()
-    assert before == course(collect, range(20, 21)), "tail rounds do not depend on the number of the step"
+    assert before == course(collect, range(20, 21)), (
+        "tail rounds do not depend on the number of the step"
+    )
     take_back()
+
     return course(collect, range(1, 6) if state is None else range(6, 10)), collect.state_dict()
 
 
@@ -444,40 +590,66 @@ def test_tail_rounds_are_alike_on_all_ranks_and_resume(tmp_path):
     whole = joined_steps([(course(collector(MIXED, **TAIL), range(1, 10)),)], 0)
     for ranks, others in ((1, 2), (2, 1)):
         first = run_ranks(ranks, tail_on_ranks)
-        assert joined_steps(first, 0) == whole[:5] and first[0][1]["parked"] and first[0][1]["parked"] == first[-1][1]["parked"]
+        assert (
+            joined_steps(first, 0) == whole[:5]
+            and first[0][1]["parked"]
+            and first[0][1]["parked"] == first[-1][1]["parked"]
+        )
         torch.save(first[0][1], tmp_path / "state.pt")
-        second = run_ranks(others, tail_on_ranks, torch.load(tmp_path / "state.pt", weights_only=True))
+        second = run_ranks(
+            others, tail_on_ranks, torch.load(tmp_path / "state.pt", weights_only=True)
+        )
         assert joined_steps(second, 0) == whole[5:]
 
 
 def longest_first() -> tuple[list, int, list[int]]:
-    """What is learned in two steps, and the time and the order of the second, in which the lengths are known."""
+    """What is learned in two steps, and the time and the order of the second, in which the lengths
+    are known.
+    """
     lengths = [10] * 11 + [60] + [10] * 4
-    collect = collector(prompts("s" * 16, lengths), Mesh("cpu").data, rollout_batch_size=16, early_stop_every=5,
-                        rollout_schedule="longest_first")  # fmt: skip
+    collect = collector(
+        prompts("s" * 16, lengths),
+        Mesh("cpu").data,
+        rollout_batch_size=16,
+        early_stop_every=5,
+        rollout_schedule="longest_first",
+    )
     first = course(collect, range(1, 2))
     before = collect.sampler.clock
     second = step(collect, 2)[0]
     rows = collect.order.rows(0, 32)
-    return first + [[(g.number, g.row, len(g.samples[0].token_ids)) for g in second]], collect.sampler.clock - before, [
-        rows[number - 1] for number in collect.sampler.calls[-1][1]]  # fmt: skip
+
+    return (
+        first + [[(g.number, g.row, len(g.samples[0].token_ids)) for g in second]],
+        collect.sampler.clock - before,
+        [rows[number - 1] for number in collect.sampler.calls[-1][1]],
+    )
 
 
 def test_the_longest_prompts_begin_first_on_any_rank_with_room():
-    """Of 16 prompts one is as long as six others: one rank has that one, and the other nearly everything else."""
+    """Of 16 prompts one is as long as six others: one rank has that one, and the other nearly
+    everything else.
+    """
     ((alone, _, _),), pair = run_ranks(1, longest_first), run_ranks(2, longest_first)
     assert joined_steps([(found,) for found, *_ in pair], 0) == [sorted(groups) for groups in alone]
     (_, _, order), (_, _, other) = pair
-    assert 11 in (order[0], other[0]) and sorted([len(order), len(other)]) in ([5, 11], [6, 10], [7, 9])
+    assert 11 in (order[0], other[0]) and sorted([len(order), len(other)]) in (
+        [5, 11],
+        [6, 10],
+        [7, 9],
+    )
     time = max(clock for _, clock, _ in pair)
     assert time <= 60 + 5 * (10 + 10), "a rank that becomes free waits for two looks at most"
 
 
 UNEVEN = prompts("s" * 12, [3, 30, 4, 6, 25, 5, 3, 9, 40, 2, 7, 12])
 DIVIDED = {
-    "plain": {}, "dynamic": {"dynamic_sampling": True}, "greedy": {"greedy": True},
-    "over": {"over_sampling": 2.0, "dynamic_sampling": True}, "partial": {"over_sampling": 2.0, "partial_rollout": True},
-}  # fmt: skip
+    "plain": {},
+    "dynamic": {"dynamic_sampling": True},
+    "greedy": {"greedy": True},
+    "over": {"over_sampling": 2.0, "dynamic_sampling": True},
+    "partial": {"over_sampling": 2.0, "partial_rollout": True},
+}
 
 
 class Uneven(Script):
@@ -486,37 +658,78 @@ class Uneven(Script):
 
 
 def divided(flags: dict, schedule: str) -> tuple[list, list[int], list]:
-    """All samples of four steps on this rank, the groups whose chunks it generated, and the responses that it carries."""
-    collect = collector(copy.deepcopy(UNEVEN), Mesh("cpu").data, n_samples_per_prompt=8, early_stop_every=2,
-                        rollout_schedule=schedule, **flags)  # fmt: skip
+    """All samples of four steps on this rank, the groups whose chunks it generated, and the
+    responses that it carries.
+    """
+    collect = collector(
+        copy.deepcopy(UNEVEN),
+        Mesh("cpu").data,
+        n_samples_per_prompt=8,
+        early_stop_every=2,
+        rollout_schedule=schedule,
+        **flags,
+    )
     collect.sampler = Uneven(at_once=4)
     steps = [step(collect, number)[0] for number in range(1, 5)]
-    learned = [[(group.number, sample.token_ids, sample.logprobs, sample.weight_versions, sample.reward, sample.greedy_reward)
-                for group in groups for sample in group.samples] for groups in steps]  # fmt: skip
+    learned = [
+        [
+            (
+                group.number,
+                sample.token_ids,
+                sample.logprobs,
+                sample.weight_versions,
+                sample.reward,
+                sample.greedy_reward,
+            )
+            for group in groups
+            for sample in group.samples
+        ]
+        for groups in steps
+    ]
     carried = [(group.number, group.state_dict()["responses"]) for group in collect.carried]
+
     return learned, [number for _, numbers in collect.sampler.calls for number in numbers], carried
 
 
 @pytest.mark.parametrize("case", DIVIDED)
 def test_divided_groups_are_complete_at_home(case):
-    """Ranks share the responses of a prompt, and each learns in the same order what `fifo` would have given it."""
+    """Ranks share the responses of a prompt, and each learns in the same order what `fifo` would
+    have given it.
+    """
     flags = DIVIDED[case]
     pair = run_ranks(2, divided, flags, "longest_first")
     both = set(pair[0][1]) & set(pair[1][1])
     assert len(both) > 4, "groups were divided"
+
     for learned, _, carried in pair:
         for samples in learned:
             lengths = {number: [] for number, *_ in samples}
             for number, token_ids, logprobs, versions, *_ in samples:
                 lengths[number].append(len(token_ids))
                 assert len(logprobs) == len(versions) == len(token_ids)
-            assert all([each - found[0] for each in found] == [0, 1, 2, 0, 1, 2, 0, 1] for found in lengths.values())
+            assert all(
+                [each - found[0] for each in found] == [0, 1, 2, 0, 1, 2, 0, 1]
+                for found in lengths.values()
+            )
         assert carried == [] or case == "partial"
+
     if "over_sampling" not in flags:
-        assert [learned for learned, *_ in pair] == [learned for learned, *_ in run_ranks(2, divided, flags, "fifo")]
+        assert [learned for learned, *_ in pair] == [
+            learned for learned, *_ in run_ranks(2, divided, flags, "fifo")
+        ]
+
     if case == "partial":
-        assert any(0 < len(token_ids) for _, _, carried in pair for _, responses in carried for token_ids, *_ in responses)
-    assert all(sum(len(samples) for samples in steps) == 8 * 4 for steps in zip(*(learned for learned, *_ in pair), strict=True))
+        assert any(
+            0 < len(token_ids)
+            for _, _, carried in pair
+            for _, responses in carried
+            for token_ids, *_ in responses
+        )
+
+    assert all(
+        sum(len(samples) for samples in steps) == 8 * 4
+        for steps in zip(*(learned for learned, *_ in pair), strict=True)
+    )
 
 
 def test_ranks_get_as_much_work_by_the_lengths_of_the_last_visit():
@@ -531,12 +744,13 @@ def test_groups_that_have_begun_go_on_without_their_files(tmp_path):
     give_files(data, tmp_path)
     for index in range(len(data)):
         Image.new("RGB", (4, 4)).save(tmp_path / f"{index}.png")
-    collect, whole = collector(data, **FLAGS), collector(MIXED, **FLAGS)
+    collect = collector(data, **FLAGS)
+    whole = collector(MIXED, **FLAGS)
     collect.skips_unreadable = True
     assert course(collect, range(1, 6)) == course(whole, range(1, 6))
     begun = {group.number: group.row for group in collect.carried}
     for row in begun.values():
         (tmp_path / f"{row}.png").unlink()
-    ((found,), (expected,)) = (course(each, range(6, 7)) for each in (collect, whole))
+    (found,), (expected,) = (course(each, range(6, 7)) for each in (collect, whole))
     kept = [[group for group in groups if group[0] in begun] for groups in (found, expected)]
     assert kept[0] == kept[1] != [] and collect.left_out == {9}

@@ -1,6 +1,8 @@
-"""Why: between a reward and a gradient lie the flat layout, the advantages and the move to another rank; all by hand here.
+"""Why: between a reward and a gradient lie the flat layout, the advantages and the move to another
+rank; all by hand here.
 
-The reference for log-probs is transformers' eager attention on each sample alone; for advantages, plain numbers.
+The reference for log-probs is transformers' eager attention on each sample alone; for advantages,
+plain numbers.
 """
 
 from typing import Any
@@ -41,18 +43,38 @@ def make_sample(prompt: list[int], response: list[int], group: int, reward: floa
 
 
 def test_flatten_by_hand():
-    samples = [make_sample([1, 2], [3, 4, 5], 9, 1.0), make_sample([6], [7], 9, 0.5), make_sample([8, 9], [], 4, 0.25)]
+    samples = [
+        make_sample([1, 2], [3, 4, 5], 9, 1.0),
+        make_sample([6], [7], 9, 0.5),
+        make_sample([8, 9], [], 4, 0.25),
+    ]
     experience = flatten(samples, first_row=10)
     assert experience.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert experience.loss_mask.tolist() == [False, False, True, True, True, False, True, False, False]
+    assert experience.loss_mask.tolist() == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
     assert experience.engine_logprobs.tolist() == [0, 0, -0.375, -0.5, -0.625, 0, 0, 0, 0]
     assert experience.lengths.tolist() == [5, 2, 2] and experience.rows.tolist() == [10, 11, 12]
-    assert experience.groups.tolist() == [9, 9, 4] and experience.rewards.tolist() == [1.0, 0.5, 0.25]
+
+    assert experience.groups.tolist() == [9, 9, 4] and experience.rewards.tolist() == [
+        1.0,
+        0.5,
+        0.25,
+    ]
     assert experience.advantages is experience.old_logprobs is experience.reference_logprobs is None
 
 
 def test_no_samples_keep_every_column_and_its_type():
-    nothing, something = flatten([], first_row=3), flatten([make_sample([1], [2], 0, 0.0)], first_row=0)
+    nothing = flatten([], first_row=3)
+    something = flatten([make_sample([1], [2], 0, 0.0)], first_row=0)
     for per in ("token", "sequence"):
         types = {name: value.dtype for name, value in something.columns(per).items()}
         assert {name: value.dtype for name, value in nothing.columns(per).items()} == types
@@ -60,25 +82,49 @@ def test_no_samples_keep_every_column_and_its_type():
 
 
 # group, reward, response length; group 1 lies on both ranks, group 2 has no signal
-SAMPLES = [(0, 1.0, 3), (0, 0.0, 9), (1, 2.0, 4), (1, 6.0, 1), (1, 1.0, 7), (2, 0.1, 2), (2, 0.1, 5), (2, 0.1, 6)]
+SAMPLES = [
+    (0, 1.0, 3),
+    (0, 0.0, 9),
+    (1, 2.0, 4),
+    (1, 6.0, 1),
+    (1, 1.0, 7),
+    (2, 0.1, 2),
+    (2, 0.1, 5),
+    (2, 0.1, 6),
+]
 # group 0: mean 0.5, std 0.707107; group 1: 2, 6, 1 has mean 3, std 2.645751
 ADVANTAGES = [0.707007, -0.707007, -0.377950, 1.133850, -0.755900, 0.0, 0.0, 0.0]
-TOKEN_MEAN = sum(abs(a) * length for a, (_, _, length) in zip(ADVANTAGES, SAMPLES, strict=True)) / 37
-METRICS = {"rollout/advantage_abs": TOKEN_MEAN, "rollout/groups_without_signal": 1 / 3, "rollout/groups_solved_100": 1 / 3}
+TOKEN_MEAN = (
+    sum(abs(a) * length for a, (_, _, length) in zip(ADVANTAGES, SAMPLES, strict=True)) / 37
+)
+METRICS = {
+    "rollout/advantage_abs": TOKEN_MEAN,
+    "rollout/groups_without_signal": 1 / 3,
+    "rollout/groups_solved_100": 1 / 3,
+}
 
 
 def all_samples() -> list[Sample]:
     prompts = {0: [60, 61], 1: [70], 2: [80, 81, 82]}
     return [
-        make_sample(prompts[group], [(13 * place + 29 * index) % 250 for index in range(length)], group, reward)
+        make_sample(
+            prompts[group],
+            [(13 * place + 29 * index) % 250 for index in range(length)],
+            group,
+            reward,
+        )
         for place, (group, reward, length) in enumerate(SAMPLES)
     ]
 
 
-def make(folder: str, held: list[int], minibatch: int, epochs: int, reference: bool) -> dict[str, Any]:
+def make(
+    folder: str, held: list[int], minibatch: int, epochs: int, reference: bool
+) -> dict[str, Any]:
     """The experience of this rank, which holds so many of the samples as `held` says for it."""
     policy = make_policy(folder, minibatch, reference)
-    train = TrainSection(train_batch_size=minibatch, max_epochs=epochs, max_tokens_per_microbatch=16)
+    train = TrainSection(
+        train_batch_size=minibatch, max_epochs=epochs, max_tokens_per_microbatch=16
+    )
     return experience_of(policy, all_samples(), held, train=train)
 
 
@@ -91,9 +137,15 @@ def make_policy(folder: str, minibatch: int, reference: bool) -> Policy:
     optimizer = strategy.create_optimizer(actor, lr=1e-3)
     actor, optimizer = strategy.prepare((actor, optimizer))
     frozen = None
+
     if reference:
-        frozen = strategy.prepare(Actor(load_model(ModelSection(pretrain=folder + "/reference"))).requires_grad_(False))
-    return Policy(strategy, actor, optimizer, None, reference=frozen, temperature=TEMPERATURE, max_tokens=16)
+        frozen = strategy.prepare(
+            Actor(load_model(ModelSection(pretrain=folder + "/reference"))).requires_grad_(False)
+        )
+
+    return Policy(
+        strategy, actor, optimizer, None, reference=frozen, temperature=TEMPERATURE, max_tokens=16
+    )
 
 
 ONE_STEP = TrainSection(train_batch_size=8, max_tokens_per_microbatch=16)
@@ -115,8 +167,12 @@ def experience_of(
     metrics = Metrics()
     shape = RewardShaper(reward or RewardSection(), longest=10)
     algorithm = algorithm or AlgorithmSection(use_kl_loss=True)
-    given = {"shape": shape, "kl_coefficient": kl_coefficient or KLCoefficient(algorithm.init_kl_coef)}
+    given = {
+        "shape": shape,
+        "kl_coefficient": kl_coefficient or KLCoefficient(algorithm.init_kl_coef),
+    }
     planned = ExperienceMaker(policy, algorithm, train, branches=branches, **given)(mine, metrics)
+
     return {
         "columns": planned.experience.columns("token") | planned.experience.columns("sequence"),
         "minibatches": planned.minibatches,
@@ -132,7 +188,9 @@ def folder(tmp_path_factory) -> str:
 
 
 def reference_logprobs(folder: str, sample: Sample) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
     ids = torch.tensor(sample.prompt.token_ids + sample.token_ids)
     with torch.no_grad():
         logp = (model(input_ids=ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
@@ -145,8 +203,16 @@ def sequences(result: dict[str, Any]) -> dict[int, dict[str, torch.Tensor]]:
     """Row -> its columns, in the rank's order."""
     columns, lengths = result["columns"], result["columns"]["lengths"].tolist()
     total = sum(lengths)
-    per_token = {name: value.split(lengths) for name, value in columns.items() if len(value) == total and name != "lengths"}
-    return {row: {name: parts[place] for name, parts in per_token.items()} for place, row in enumerate(columns["rows"].tolist())}
+    per_token = {
+        name: value.split(lengths)
+        for name, value in columns.items()
+        if len(value) == total and name != "lengths"
+    }
+
+    return {
+        row: {name: parts[place] for name, parts in per_token.items()}
+        for place, row in enumerate(columns["rows"].tolist())
+    }
 
 
 @pytest.mark.parametrize(
@@ -164,28 +230,48 @@ def test_experience(folder, held, minibatch, epochs, reference):
     results = run_ranks(len(held), make, folder, held, minibatch, epochs, reference)
     samples = all_samples()
     found = {row: columns for result in results for row, columns in sequences(result).items()}
-    assert sorted(found) == list(range(8)) and sum(len(result["columns"]["rows"]) for result in results) == 8
+    assert (
+        sorted(found) == list(range(8))
+        and sum(len(result["columns"]["rows"]) for result in results) == 8
+    )
+
     several_updates = 8 // minibatch * epochs > 1
     for row, columns in found.items():
         sample = samples[row]
-        prompt, response = len(sample.prompt.token_ids), len(sample.token_ids)
+        prompt = len(sample.prompt.token_ids)
+        response = len(sample.token_ids)
         assert columns["input_ids"].tolist() == sample.prompt.token_ids + sample.token_ids
         assert columns["loss_mask"].tolist() == [False] * prompt + [True] * response
         assert columns["engine_logprobs"].tolist() == [0.0] * prompt + sample.logprobs
-        assert columns["advantages"].tolist() == pytest.approx([0.0] * prompt + [ADVANTAGES[row]] * response, abs=1e-6)
-        assert ("old_logprobs" in columns) == several_updates and ("reference_logprobs" in columns) == reference
+        assert columns["advantages"].tolist() == pytest.approx(
+            [0.0] * prompt + [ADVANTAGES[row]] * response, abs=1e-6
+        )
+
+        assert ("old_logprobs" in columns) == several_updates and (
+            "reference_logprobs" in columns
+        ) == reference
         if several_updates:
-            torch.testing.assert_close(columns["old_logprobs"], reference_logprobs(folder, sample), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                columns["old_logprobs"], reference_logprobs(folder, sample), rtol=1e-5, atol=1e-5
+            )
+
         if reference:
             expected = reference_logprobs(folder + "/reference", sample)
-            torch.testing.assert_close(columns["reference_logprobs"], expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                columns["reference_logprobs"], expected, rtol=1e-5, atol=1e-5
+            )
+
     assert_planned(results, minibatch, [sample.length for sample in samples])
     for result in results:
-        assert {name: result["metrics"][name] for name in METRICS} == pytest.approx(METRICS, abs=1e-6)
+        assert {name: result["metrics"][name] for name in METRICS} == pytest.approx(
+            METRICS, abs=1e-6
+        )
 
 
 def assert_planned(results: list[dict[str, Any]], minibatch: int, lengths: list[int]) -> None:
-    """Every optimizer step takes its own rows, in as many micro-batches on every rank, none over 16 tokens."""
+    """Every optimizer step takes its own rows, in as many micro-batches on every rank, none over 16
+    tokens.
+    """
     for step in range(8 // minibatch):
         of_ranks = [result["minibatches"][step] for result in results]
         assert len({len(micro_batches) for micro_batches in of_ranks}) == 1
@@ -194,7 +280,9 @@ def assert_planned(results: list[dict[str, Any]], minibatch: int, lengths: list[
             for result, micro_batches in zip(results, of_ranks, strict=True)
             for places in micro_batches
         ]
-        assert sorted(row for rows in packed for row in rows) == list(range(step * minibatch, (step + 1) * minibatch))
+        assert sorted(row for rows in packed for row in rows) == list(
+            range(step * minibatch, (step + 1) * minibatch)
+        )
         assert all(sum(lengths[row] for row in rows) <= 16 for rows in packed)
 
 
@@ -202,7 +290,9 @@ def assert_planned(results: list[dict[str, Any]], minibatch: int, lengths: list[
 
 
 def stepwise() -> list[Sample]:
-    """Group 0: one response rewarded at its second and last token (1 and 3), the other at the end (2); group 1 without tokens."""
+    """Group 0: one response rewarded at its second and last token (1 and 3), the other at the end
+    (2); group 1 without tokens.
+    """
     samples = [make_sample([60], [1, 2, 3], 0, 4.0), make_sample([60], [4, 5], 0, 2.0)]
     samples[0].token_rewards = [None, 1.0, 3.0]
     return [*samples, make_sample([70, 71], [], 1, 5.0), make_sample([70, 71], [6], 1, 1.0)]
@@ -252,22 +342,32 @@ CASES: dict[str, tuple[list[Sample], dict[str, Any], dict[str, Any]]] = {
     "open": (all_samples(), {"entropy_filter": [0.01, 20.0]}, {}),
 }
 WHOLE = [[value] * length for value, (_, _, length) in zip(ADVANTAGES, SAMPLES, strict=True)]
-# w(1/2) = 0.4 + 1.1 / (1 + exp(-2.5)) = 1.416556, w(1) = 0.4 + 1.1 / (1 + exp(2.5)) = 0.483444, w(0) = 1.499392
+# w(1/2) = 0.4 + 1.1 / (1 + exp(-2.5)) = 1.416556, w(1) = 0.4 + 1.1 / (1 + exp(2.5)) = 0.483444,
+# w(0) = 1.499392
 RARE = [1.416556, 1.416556, 1.499392, 0.483444, 1.499392, 1.0, 1.0, 1.0]
 LENGTHS = [length for _, _, length in SAMPLES]
-# deviations from the group mean: 0.5, -0.5, -1, 3, -2, 0, 0, 0, each as often as its response has tokens (37):
-# sum 1.5 - 4.5 - 4 + 3 - 14 = -18; squares 0.75 + 2.25 + 4 + 9 + 28 = 44; variance 44/37 - (18/37)^2 = 0.952520, std 0.975971
+# deviations from the group mean: 0.5, -0.5, -1, 3, -2, 0, 0, 0, each as often as its response has
+# tokens (37): sum 1.5 - 4.5 - 4 + 3 - 14 = -18; squares 0.75 + 2.25 + 4 + 9 + 28 = 44; variance
+# 44/37 - (18/37)^2 = 0.952520, std 0.975971
 DEVIATIONS = [0.5, -0.5, -1.0, 3.0, -2.0, 0.0, 0.0, 0.0]
 EXPECTED: dict[str, list[list[float] | None]] = {
     "discounted": [[0.5 + 0.75, 1 + 1.5, 3.0], [1.0, 2.0], [], [1.0]],
-    # group 0 has three rewards, 1, 3, 2, mean 2: -1 and 1 make the first response; group 1 has 5 and 1
+    # group 0 has three rewards, 1, 3, 2, mean 2: -1 and 1 make the first response; group 1 has 5
+    # and 1
     "steps": [[0.0, 0.0, 1.0], [0.0, 0.0], [], [-2.0]],
     # group 0: 1 and 3 less 2, and 2 less their mean; group 1: 1 less 5
     "others' steps": [[0.0, 0.0, 1.0], [0.0, 0.0], [], [-4.0]],
-    # weights 2, 1, 2: mean (2 * 1 + 3 + 2 * 2) / 5 = 1.8; the response without tokens weighs nothing
+    # weights 2, 1, 2: mean (2 * 1 + 3 + 2 * 2) / 5 = 1.8; the response without tokens weighs
+    # nothing
     "lengths": [[0.4, 0.4, 1.2], [0.2, 0.2], [], [0.0]],
-    "whitened": [[(value + 18 / 37) / 0.9759713] * length for value, length in zip(DEVIATIONS, LENGTHS, strict=True)],
-    "clipped": [[max(-0.75, min(0.75, value))] * length for value, length in zip(DEVIATIONS, LENGTHS, strict=True)],
+    "whitened": [
+        [(value + 18 / 37) / 0.9759713] * length
+        for value, length in zip(DEVIATIONS, LENGTHS, strict=True)
+    ],
+    "clipped": [
+        [max(-0.75, min(0.75, value))] * length
+        for value, length in zip(DEVIATIONS, LENGTHS, strict=True)
+    ],
     "rewards": [[min(reward, 1.5)] * length for _, reward, length in SAMPLES],
     # longest 10, buffer 4: -0.5 per token from 7 on
     "too long": [[reward - max(0, length - 6) / 2] * length for _, reward, length in SAMPLES],
@@ -281,8 +381,11 @@ EXPECTED: dict[str, list[list[float] | None]] = {
     "hard enough": [None if SAMPLES[place][0] == 1 else whole for place, whole in enumerate(WHOLE)],
     # group 0: one wrong of two, no draw fails; groups 1: none wrong; group 2: all wrong
     "pass at 2": [[0.0] * length for length in LENGTHS],
-    # shares of right responses 1/2, 1 and 0: w(p) = 0.4 + 1.1 / (1 + exp(10 (p - 0.75))), of 1 - p where A < 0
-    "rare": [[value * weight for value in whole] for whole, weight in zip(WHOLE, RARE, strict=True)],
+    # shares of right responses 1/2, 1 and 0: w(p) = 0.4 + 1.1 / (1 + exp(10 (p - 0.75))), of 1 - p
+    # where A < 0
+    "rare": [
+        [value * weight for value in whole] for whole, weight in zip(WHOLE, RARE, strict=True)
+    ],
     "certain": [None] * 8,
     "open": list(WHOLE),
 }
@@ -297,30 +400,44 @@ def make_cases(folder: str, shares: dict[int, list[int]]) -> dict[str, dict[str,
     return results
 
 
-@pytest.fixture(scope="module", params=[{8: [8], 4: [4]}, {8: [3, 5], 4: [1, 3]}, {8: [8, 0], 4: [0, 4]}], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[{8: [8], 4: [4]}, {8: [3, 5], 4: [1, 3]}, {8: [8, 0], 4: [0, 4]}],
+    ids=str,
+)
 def made(request, folder) -> dict[str, dict[int, dict[str, torch.Tensor]]]:
     """Case -> row -> its columns, however the samples lie on ranks."""
     results = run_ranks(len(request.param[8]), make_cases, folder, request.param)
-    return {name: {row: c for result in results for row, c in sequences(result[name]).items()} for name in CASES}
+    return {
+        name: {row: c for result in results for row, c in sequences(result[name]).items()}
+        for name in CASES
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_options(made, name):
     for row, expected in enumerate(EXPECTED[name]):
-        columns, prompt = made[name][row], len(CASES[name][0][row].prompt.token_ids)
+        columns = made[name][row]
+        prompt = len(CASES[name][0][row].prompt.token_ids)
         learned = columns["loss_mask"][prompt:]
-        assert not columns["loss_mask"][:prompt].any() and bool(learned.all()) == (expected is not None)
+        assert not columns["loss_mask"][:prompt].any() and bool(learned.all()) == (
+            expected is not None
+        )
+
         if expected is None:
             assert not learned.any()
         else:
-            assert columns["advantages"].tolist() == pytest.approx([0.0] * prompt + expected, abs=1e-6)
+            assert columns["advantages"].tolist() == pytest.approx(
+                [0.0] * prompt + expected, abs=1e-6
+            )
 
 
 # -- rewards at tokens that are not learned
 
 
 TURNS = [
-    # sampled, rewards of tokens or of the response, learned with a first token of its own temperature
+    # sampled, rewards of tokens or of the response, learned with a first token of its own
+    # temperature
     ([1, 1, 1, 0, 1], 2.0, [0, 1, 1, 0, 1]),
     ([1, 1, 1, 0, 1], [None, None, 3.0, None, 2.0], [0, 1, 1, 0, 1]),
     ([1, 1, 0, 0, 1], [None, None, 3.0, 4.0, 2.0], [0, 1, 0, 0, 1]),
@@ -335,8 +452,11 @@ TURNS = [
 
 @pytest.mark.parametrize("first_token_apart", [True, False])
 def test_rewards_at_tokens_that_are_not_learned_stay_in_the_returns(first_token_apart):
-    """Only the first token of a conversation has its own temperature; a return is the sum of all rewards from its token on."""
-    samples, values = [], []
+    """Only the first token of a conversation has its own temperature; a return is the sum of all
+    rewards from its token on.
+    """
+    samples = []
+    values = []
     for sampled, reward, learned in TURNS:
         sample = make_sample([1, 2], list(range(3, 3 + len(learned))), len(samples), 0.0)
         sample.episode = sampled and Episode(sampled=[bool(one) for one in sampled])
@@ -346,9 +466,14 @@ def test_rewards_at_tokens_that_are_not_learned_stay_in_the_returns(first_token_
             sample.reward = reward
         samples.append(sample)
         values += [value for _, value in sample.steps]
+
     experience = flatten(samples, first_row=0, first_token_apart=first_token_apart)
-    returns = reward_to_go(place_at_tokens(torch.tensor(values), samples, experience), experience, gamma=1.0)
-    for sample, (sampled, _, learned), start in zip(samples, TURNS, experience.offsets.tolist(), strict=False):
+    returns = reward_to_go(
+        place_at_tokens(torch.tensor(values), samples, experience), experience, gamma=1.0
+    )
+    for sample, (sampled, _, learned), start in zip(
+        samples, TURNS, experience.offsets.tolist(), strict=False
+    ):
         learned = learned if first_token_apart else sampled or [1] * len(learned)
         own = slice(start + 2, start + 2 + len(learned))
         steps = dict(sample.steps)
@@ -375,7 +500,9 @@ def with_a_branch(sample: Sample, shared: int, *others: list[int]) -> Sample:
     """Add branches that repeat the first `shared` tokens of the sample."""
     sample.episode = Episode(sampled=[True] * len(sample.token_ids))
     for tokens in others:
-        branch = make_sample(list(sample.prompt.token_ids), [*sample.token_ids[:shared], *tokens], sample.group, 0.0)
+        branch = make_sample(
+            list(sample.prompt.token_ids), [*sample.token_ids[:shared], *tokens], sample.group, 0.0
+        )
         branch.episode = Episode(sampled=[False] * shared + [True] * len(tokens))
         sample.episode.branches.append(branch)
     return sample
@@ -384,7 +511,12 @@ def with_a_branch(sample: Sample, shared: int, *others: list[int]) -> Sample:
 def branched() -> list[Sample]:
     first, second, *others = stepwise()
     second.reward = 5.0
-    return [with_a_branch(first, 2, [9], [8, 7]), second, others[0], with_a_branch(others[1], 1, [5])]
+    return [
+        with_a_branch(first, 2, [9], [8, 7]),
+        second,
+        others[0],
+        with_a_branch(others[1], 1, [5]),
+    ]
 
 
 def make_branched(folder: str, held: list[int]) -> dict[str, Any]:
@@ -395,28 +527,43 @@ def make_branched(folder: str, held: list[int]) -> dict[str, Any]:
 
 
 def test_branches_share_a_micro_batch_with_their_episode():
-    """To the planner they begin with the same prompt, so that what they have in common is computed once."""
+    """To the planner they begin with the same prompt, so that what they have in common is computed
+    once.
+    """
     rows = with_branches(branched())
     tags = prompts(flatten(rows, first_row=0), torch.tensor([0, 0, 0, 1, 2, 3, 3]))
     assert tags[:, 1].tolist() == [1, 1, 1, 1, 2, 2, 2]
-    assert [len(set(tags[rows, 0].tolist())) for rows in ([0, 1, 2, 3], [4, 5, 6], [0, 4])] == [1, 1, 2]
+    assert [len(set(tags[rows, 0].tolist())) for rows in ([0, 1, 2, 3], [4, 5, 6], [0, 4])] == [
+        1,
+        1,
+        2,
+    ]
 
 
 @pytest.mark.parametrize("held", [[4], [1, 3], [0, 4]], ids=str)
 def test_branches_have_the_advantage_of_their_episode(folder, held):
-    """They count neither for the baseline nor for --train_batch_size, and are learned in the step of their sample."""
+    """They count neither for the baseline nor for --train_batch_size, and are learned in the step
+    of their sample.
+    """
     results = run_ranks(len(held), make_branched, folder, held)
     found = {row: columns for result in results for row, columns in sequences(result).items()}
-    # group 0 has the rewards 1, 3 and 5 with mean 3, so the first episode has -2 and 0, and its branches -2; group 1 has 5 and 1
+
+    # group 0 has the rewards 1, 3 and 5 with mean 3, so the first episode has -2 and 0, and its
+    # branches -2; group 1 has 5 and 1
     expected = [[-2.0, -2.0, 0.0], [-2.0], [-2.0, -2.0], [2.0, 2.0], [], [-2.0], [-2.0]]
     learned = [[1, 2, 3], [9], [8, 7], [4, 5], [], [6], [5]]
     for row, (advantages, tokens) in enumerate(zip(expected, learned, strict=True)):
         mask = found[row]["loss_mask"]
         assert found[row]["input_ids"][mask].tolist() == tokens
         assert found[row]["advantages"][mask].tolist() == pytest.approx(advantages, abs=1e-6)
+
     for step, rows in enumerate([[0, 1, 2, 3], [4, 5, 6]]):
-        planned = [result["columns"]["rows"][place].item() for result in results
-                   for members in result["minibatches"][step] for place in members]  # fmt: skip
+        planned = [
+            result["columns"]["rows"][place].item()
+            for result in results
+            for members in result["minibatches"][step]
+            for place in members
+        ]
         assert sorted(planned) == rows
 
 
@@ -434,18 +581,27 @@ def of_nothing(rewards, groups, *, greedy_rewards):
 
 
 def test_estimators_that_cannot_be_are_named(folder):
-    needs, of_another_shape, not_finite = run_ranks(1, estimate_with, folder, ["of_the_moon", "of_groups", "of_nothing"])[0]
+    needs, of_another_shape, not_finite = run_ranks(
+        1, estimate_with, folder, ["of_the_moon", "of_groups", "of_nothing"]
+    )[0]
     assert "of_the_moon needs phase, which this run does not compute" in needs
     for message in (of_another_shape, not_finite):
         assert "must return a finite advantage for each of the 8 rewards" in message
 
 
 def estimate_with(folder: str, names: list[str]) -> list[str]:
-    policy, messages = make_policy(folder, 8, reference=False), []
+    policy = make_policy(folder, 8, reference=False)
+    messages = []
     for name in names:
         with pytest.raises(ValueError) as error:
-            experience_of(policy, all_samples(), [8], algorithm=AlgorithmSection(advantage_estimator=f"{__name__}:{name}"))
+            experience_of(
+                policy,
+                all_samples(),
+                [8],
+                algorithm=AlgorithmSection(advantage_estimator=f"{__name__}:{name}"),
+            )
         messages.append(str(error.value))
+
     return messages
 
 
@@ -460,35 +616,59 @@ def make_chosen(folder: str, held: list[int]) -> dict[str, dict[str, Any]]:
         "covariant": AlgorithmSection(policy_loss="kl_cov", cov_ratio=0.3),
         "engine": AlgorithmSection(use_engine_logprobs=True),
     }
-    return {name: experience_of(policy, all_samples(), held, algorithm=s, train=train) for name, s in sections.items()}
+
+    return {
+        name: experience_of(policy, all_samples(), held, algorithm=s, train=train)
+        for name, s in sections.items()
+    }
 
 
 @pytest.mark.parametrize("held", [[8], [3, 5]], ids=str)
 def test_tokens_are_chosen_among_those_of_all_ranks(folder, held):
     results = run_ranks(len(held), make_chosen, folder, held)
-    found = {name: {r: c for result in results for r, c in sequences(result[name]).items()} for name in results[0]}
+    found = {
+        name: {r: c for result in results for r, c in sequences(result[name]).items()}
+        for name in results[0]
+    }
     samples = all_samples()
     for row, columns in found["engine"].items():
         assert torch.equal(columns["old_logprobs"], columns["engine_logprobs"]), row
+
     for step in ([0, 1, 2, 3], [4, 5, 6, 7]):
-        entropy, logprobs, advantages = {}, {}, {}
+        entropy = {}
+        logprobs = {}
+        advantages = {}
         for row in step:
             prompt = len(samples[row].prompt.token_ids)
-            values, entropies = reference_logprobs(folder, samples[row]), reference_entropy(folder, samples[row])
+            values = reference_logprobs(folder, samples[row])
+            entropies = reference_entropy(folder, samples[row])
             for place in range(prompt, samples[row].length):
-                entropy[row, place], logprobs[row, place] = entropies[place].item(), values[place].item()
+                entropy[row, place], logprobs[row, place] = (
+                    entropies[place].item(),
+                    values[place].item(),
+                )
                 advantages[row, place] = ADVANTAGES[row]
+
         means = [sum(column.values()) / len(column) for column in (logprobs, advantages)]
-        covariance = {at: (logprobs[at] - means[0]) * (advantages[at] - means[1]) for at in logprobs}
-        for name, column, values in (("forks", "weights", entropy), ("covariant", "marked", covariance)):
+        covariance = {
+            at: (logprobs[at] - means[0]) * (advantages[at] - means[1]) for at in logprobs
+        }
+        for name, column, values in (
+            ("forks", "weights", entropy),
+            ("covariant", "marked", covariance),
+        ):
             top = set(sorted(values, key=lambda at: -values[at])[: int(0.3 * len(values))])
             for row in step:
                 given = found[name][row][column].tolist()
-                assert [float(value) for value in given] == [float((row, place) in top) for place in range(len(given))]
+                assert [float(value) for value in given] == [
+                    float((row, place) in top) for place in range(len(given))
+                ]
 
 
 def reference_entropy(folder: str, sample: Sample) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
     ids = torch.tensor(sample.prompt.token_ids + sample.token_ids)
     with torch.no_grad():
         logp = (model(input_ids=ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
@@ -500,18 +680,41 @@ def reference_entropy(folder: str, sample: Sample) -> torch.Tensor:
 
 def make_divergent(folder: str, held: list[int]) -> dict[str, Any]:
     policy = make_policy(folder, 8, reference=True)
-    fields = {"advantage_estimator": "reinforce", "kl_estimator": "k3", "init_kl_coef": 0.5, "gamma": 0.9}
-    in_reward, in_loss = AlgorithmSection(**fields), AlgorithmSection(**fields, use_kl_loss=True)
+    fields = {
+        "advantage_estimator": "reinforce",
+        "kl_estimator": "k3",
+        "init_kl_coef": 0.5,
+        "gamma": 0.9,
+    }
+    in_reward = AlgorithmSection(**fields)
+    in_loss = AlgorithmSection(**fields, use_kl_loss=True)
     compared = {"advantage_estimator": "rloo", "kl_estimator": "k1", "init_kl_coef": 0.5}
     moved = KLCoefficient(0.5, target=0.001, horizon=8)  # far above: 0.5 * (1 + 0.2 * 8 / 8) = 0.6
+
     return {
         "reward": experience_of(policy, all_samples(), held, algorithm=in_reward),
         "loss": experience_of(policy, all_samples(), held, algorithm=in_loss),
-        "moved": experience_of(policy, all_samples(), held, algorithm=in_reward, kl_coefficient=moved),
-        "moved in loss": experience_of(policy, all_samples(), held, algorithm=in_loss, kl_coefficient=moved),
-        "compared": experience_of(policy, all_samples(), held, algorithm=AlgorithmSection(**compared)),
-        "after": experience_of(policy, all_samples(), held, algorithm=AlgorithmSection(**compared, kl_after_baseline=True)),
-        "masked": experience_of(policy, cut(all_samples(), 3), held, algorithm=AlgorithmSection(**compared, mask_truncated=True)),
+        "moved": experience_of(
+            policy, all_samples(), held, algorithm=in_reward, kl_coefficient=moved
+        ),
+        "moved in loss": experience_of(
+            policy, all_samples(), held, algorithm=in_loss, kl_coefficient=moved
+        ),
+        "compared": experience_of(
+            policy, all_samples(), held, algorithm=AlgorithmSection(**compared)
+        ),
+        "after": experience_of(
+            policy,
+            all_samples(),
+            held,
+            algorithm=AlgorithmSection(**compared, kl_after_baseline=True),
+        ),
+        "masked": experience_of(
+            policy,
+            cut(all_samples(), 3),
+            held,
+            algorithm=AlgorithmSection(**compared, mask_truncated=True),
+        ),
         "coefficient": moved.value,
     }
 
@@ -522,42 +725,76 @@ def divergent(request, folder) -> list[dict[str, Any]]:
 
 
 def by_row(results: list[dict[str, Any]]) -> dict[str, dict[int, dict[str, torch.Tensor]]]:
-    return {name: {r: c for result in results for r, c in sequences(result[name]).items()} for name in list(results[0])[:-1]}
+    return {
+        name: {r: c for result in results for r, c in sequences(result[name]).items()}
+        for name in list(results[0])[:-1]
+    }
 
 
 def test_rloo_compares_penalised_rewards(divergent, folder):
-    """R' = R - beta KL of the response, less the mean R' of the others of its group; those left out have no divergence."""
-    made, samples = by_row(divergent), all_samples()
+    """R' = R - beta KL of the response, less the mean R' of the others of its group; those left out
+    have no divergence.
+    """
+    made = by_row(divergent)
+    samples = all_samples()
     divergences = []
     for sample in samples:
-        mine, reference = reference_logprobs(folder, sample), reference_logprobs(folder + "/reference", sample)
+        mine = reference_logprobs(folder, sample)
+        reference = reference_logprobs(folder + "/reference", sample)
         divergences.append(0.5 * (mine - reference)[len(sample.prompt.token_ids) :])
+
     for row, sample in enumerate(samples):
         prompt = len(sample.prompt.token_ids)
-        others = [place for place, other in enumerate(samples) if other.group == sample.group and place != row]
+        others = [
+            place
+            for place, other in enumerate(samples)
+            if other.group == sample.group and place != row
+        ]
         baseline = sum(samples[place].reward for place in others) / len(others)
         penalties = [divergences[place].sum().item() for place in others]
-        whole = sample.reward - divergences[row].sum().item() - baseline + sum(penalties) / len(others)
+        whole = (
+            sample.reward - divergences[row].sum().item() - baseline + sum(penalties) / len(others)
+        )
         length = len(divergences[row])
-        assert made["compared"][row]["advantages"][prompt:].tolist() == pytest.approx([whole] * length, abs=1e-4)
+        assert made["compared"][row]["advantages"][prompt:].tolist() == pytest.approx(
+            [whole] * length, abs=1e-4
+        )
         after = sample.reward - baseline - divergences[row].flip(0).cumsum(0).flip(0)
-        assert made["after"][row]["advantages"][prompt:].tolist() == pytest.approx(after.tolist(), abs=1e-4)
-    # group 1 has rows 2, 3 and 4, of which row 3 is left out: its reward still counts, its divergence is not known
+        assert made["after"][row]["advantages"][prompt:].tolist() == pytest.approx(
+            after.tolist(), abs=1e-4
+        )
+
+    # group 1 has rows 2, 3 and 4, of which row 3 is left out: its reward still counts, its
+    # divergence is not known
     penalty = divergences[2].sum().item() - divergences[4].sum().item()
-    assert made["masked"][2]["advantages"][-1].item() == pytest.approx(2 - (6 + 1) / 2 - penalty, abs=1e-4)
+    assert made["masked"][2]["advantages"][-1].item() == pytest.approx(
+        2 - (6 + 1) / 2 - penalty, abs=1e-4
+    )
 
 
 def test_divergence_in_the_reward_of_each_token(divergent, folder):
-    """k3 of every token, discounted with what comes after it; none of it where it is in the loss."""
-    results, made = divergent, by_row(divergent)
+    """k3 of every token, discounted with what comes after it; none of it where it is in the
+    loss.
+    """
+    results = divergent
+    made = by_row(divergent)
     everything = []
+
     for row, sample in enumerate(all_samples()):
         prompt = len(sample.prompt.token_ids)
-        mine, reference = reference_logprobs(folder, sample), reference_logprobs(folder + "/reference", sample)
+        mine = reference_logprobs(folder, sample)
+        reference = reference_logprobs(folder + "/reference", sample)
         divergence = kl_estimators["k3"](mine, reference)[prompt:].tolist()
         everything += divergence
-        for name, coefficient in (("reward", 0.5), ("loss", 0.0), ("moved", 0.6), ("moved in loss", 0.0)):
-            earned, expected = 0.0, []
+
+        for name, coefficient in (
+            ("reward", 0.5),
+            ("loss", 0.0),
+            ("moved", 0.6),
+            ("moved in loss", 0.0),
+        ):
+            earned = 0.0
+            expected = []
             for place in reversed(range(len(divergence))):
                 end = sample.reward if place == len(divergence) - 1 else 0.0
                 earned = end - coefficient * divergence[place] + 0.9 * earned
@@ -565,6 +802,7 @@ def test_divergence_in_the_reward_of_each_token(divergent, folder):
             found = made[name][row]
             assert found["advantages"][prompt:].tolist() == pytest.approx(expected[::-1], abs=1e-4)
             assert ("old_logprobs" in found) == (name != "loss")  # a single update needs none
+
     mean = sum(everything) / len(everything)
     for result in results:
         assert result["coefficient"] == pytest.approx(0.72)

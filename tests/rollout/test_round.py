@@ -1,4 +1,6 @@
-"""Who generates which responses: the queue that all ranks share, its predictions, and the end of a round."""
+"""Who generates which responses: the queue that all ranks share, its predictions, and the end of a
+round.
+"""
 
 from lightrft.rollout.schedule import Round, chunks_of
 
@@ -8,13 +10,24 @@ def test_a_group_is_divided_into_few_chunks_of_nearly_the_same_size():
         return [len(chunk.responses) for chunk in chunks_of(0, num_responses, divided=divided)]
 
     assert sizes(16, divided=False) == [16]
-    assert [sizes(n) for n in (1, 4, 8, 16, 17)] == [[1], [4], [4, 4], [4, 4, 4, 4], [3, 3, 4, 3, 4]]
-    assert [place for chunk in chunks_of(5, 17, divided=True) for place in chunk.responses] == list(range(17))
+    assert [sizes(n) for n in (1, 4, 8, 16, 17)] == [
+        [1],
+        [4],
+        [4, 4],
+        [4, 4, 4, 4],
+        [3, 3, 4, 3, 4],
+    ]
+    assert [place for chunk in chunks_of(5, 17, divided=True) for place in chunk.responses] == list(
+        range(17)
+    )
 
 
 def owned(round: Round) -> list[tuple[int, int, int]]:
     """Return (group, first response, rank) of each chunk that has begun, in order."""
-    return [(round.chunks[index].place, round.chunks[index].responses.start, round.owners[index]) for index in round.started]
+    return [
+        (round.chunks[index].place, round.chunks[index].responses.start, round.owners[index])
+        for index in round.started
+    ]
 
 
 def test_the_longest_begin_first_and_are_spread_over_ranks():
@@ -23,7 +36,9 @@ def test_the_longest_begin_first_and_are_spread_over_ranks():
 
 
 def test_ended_responses_predict_the_others_of_their_prompt():
-    """One chunk of four at a time on one rank: after a long response to prompt 2, its other chunk comes before those expected."""
+    """One chunk of four at a time on one rank: after a long response to prompt 2, its other chunk
+    comes before those expected.
+    """
     round = Round([8, 6, 4], [None] * 3, 8, num_ranks=1, needed=3, at_once=1, divided=True)
     assert owned(round) == [(0, 0, 0)]
 
@@ -53,7 +68,9 @@ def test_first_chunks_come_before_others_that_are_expected_to_be_as_long():
 
 
 def test_a_chunk_begins_in_place_of_responses_that_have_ended():
-    """Of two chunks of four, five responses have ended: an engine that decodes eight has room for one more, and not for two."""
+    """Of two chunks of four, five responses have ended: an engine that decodes eight has room for
+    one more, and not for two.
+    """
     round = Round([9] * 4, [None] * 4, 4, num_ranks=1, needed=4, at_once=7, divided=True)
     assert len(round.started) == 2
     round.begin_exchange()

@@ -1,4 +1,6 @@
-"""Tail rounds with a real engine: each prompt is learned from once a pass, and nothing is favoured by its length or reward."""
+"""Tail rounds with a real engine: each prompt is learned from once a pass, and nothing is favoured
+by its length or reward.
+"""
 
 import math
 from bisect import bisect
@@ -24,11 +26,16 @@ from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
 pytestmark = pytest.mark.slow
 
 KINDS = {range(97, 102): 1 / 4, range(102, 107): 1 / 16}
-"""Tokens that follow each other, all with the same probability, and the probability with which each is followed by the end."""
+"""Tokens that follow each other, all with the same probability, and the probability with which each
+is followed by the end."""
 MARKED = {97, 102}
 """A response is right without these, which a long one hardly is."""
 EDGES = [2, 3, 4, 6, 9, 13, 20, 32]
-MOST, PASSES, ROWS, BATCH, SAMPLES = 32, 2, 320, 16, 4
+MOST = 32
+PASSES = 2
+ROWS = 320
+BATCH = 16
+SAMPLES = 4
 
 
 def without_marks(samples, **columns):
@@ -36,30 +43,53 @@ def without_marks(samples, **columns):
 
 
 def markov_chain(folder: Path) -> str:
-    """Write a model whose next token depends on the last one only: layers add nothing, and embeddings are unit vectors."""
+    """Write a model whose next token depends on the last one only: layers add nothing, and
+    embeddings are unit vectors.
+    """
     config = Qwen3Config(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=16, intermediate_size=16,
-        vocab_size=VOCABULARY, max_position_embeddings=128, tie_word_embeddings=False,
-        pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS, dtype=torch.float32,
-    )  # fmt: skip
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=16,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        dtype=torch.float32,
+    )
     model = Qwen3ForCausalLM(config)
+
     with torch.no_grad():
-        for matrix in (model.model.embed_tokens, model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj):
+        for matrix in (
+            model.model.embed_tokens,
+            model.model.layers[0].self_attn.o_proj,
+            model.model.layers[0].mlp.down_proj,
+        ):
             matrix.weight.zero_()
+
         model.lm_head.weight.fill_(-100)
         for kind, end in KINDS.items():
             columns = [token - 97 for token in kind]
             model.model.embed_tokens.weight[kind, columns] = 1
             model.lm_head.weight[kind.start : kind.stop, columns] = math.log((1 - end) / len(kind))
             model.lm_head.weight[EOS, columns] = math.log(end)
-        model.lm_head.weight /= math.sqrt(config.hidden_size)  # the norm makes unit vectors that long
+
+        # the norm makes unit vectors that long
+        model.lm_head.weight /= math.sqrt(config.hidden_size)
+
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return str(folder)
 
 
 def cell_probabilities(end: float) -> dict[tuple[int, float], float]:
-    """Return the probability of each (length, reward): that of the end after the other tokens, or of MOST tokens without it."""
+    """Return the probability of each (length, reward): that of the end after the other tokens, or
+    of MOST tokens without it.
+    """
     right = (1 - end) * 4 / 5
     cells = {}
     for length in range(1, MOST + 1):
@@ -70,27 +100,50 @@ def cell_probabilities(end: float) -> dict[tuple[int, float], float]:
 
 
 def p_value(learned: list[tuple[int, int, float]]) -> float:
-    """Return the p-value of Pearson's chi-square test with the cells (kind, lengths between EDGES, reward).
+    """Return the p-value of Pearson's chi-square test with the cells (kind, lengths between EDGES,
+    reward).
 
-    `learned`: (kind, length, reward) of every sample. Cells in which fewer than five are expected become one for each kind.
+    `learned`: (kind, length, reward) of every sample. Cells in which fewer than five are expected
+    become one for each kind.
     """
-    total, degrees = 0.0, 0
+    total = 0.0
+    degrees = 0
     for kind, end in enumerate(KINDS.values()):
-        expected, found = Counter(), Counter()
+        expected = Counter()
+        found = Counter()
         for (length, reward), probability in cell_probabilities(end).items():
             expected[bisect(EDGES, length), reward] += PASSES * ROWS / 2 * SAMPLES * probability
-        found.update((bisect(EDGES, length), reward) for of, length, reward in learned if of == kind)
-        cells = [(found.pop(cell), mean) for cell, mean in expected.items() if mean >= 5 and cell in found]
+        found.update(
+            (bisect(EDGES, length), reward) for of, length, reward in learned if of == kind
+        )
+        cells = [
+            (found.pop(cell), mean)
+            for cell, mean in expected.items()
+            if mean >= 5 and cell in found
+        ]
         rare = found.total(), PASSES * ROWS / 2 * SAMPLES - sum(mean for _, mean in cells)
         total += sum((count - mean) ** 2 / mean for count, mean in [*cells, rare])
         degrees += len(cells)
+
     return float(torch.special.gammaincc(torch.tensor(degrees / 2), torch.tensor(total / 2)))
 
 
 def learned_on_ranks(folder: str, schedule: str, resumes: bool) -> tuple[list, int]:
-    """(step, row, [(kind, length, reward)]) of this rank's groups, and the number of groups parked when it resumed."""
-    flags = {"engine_type": "hf", "prompt_max_len": 8, "generate_max_len": MOST, "rollout_batch_size": BATCH}
-    flags |= {"n_samples_per_prompt": SAMPLES, "rollout_schedule": schedule, "over_sampling": 2.0, "early_stop_every": 2}
+    """(step, row, [(kind, length, reward)]) of this rank's groups, and the number of groups parked
+    when it resumed.
+    """
+    flags = {
+        "engine_type": "hf",
+        "prompt_max_len": 8,
+        "generate_max_len": MOST,
+        "rollout_batch_size": BATCH,
+    }
+    flags |= {
+        "n_samples_per_prompt": SAMPLES,
+        "rollout_schedule": schedule,
+        "over_sampling": 2.0,
+        "early_stop_every": 2,
+    }
     config = Config.of(pretrain=folder, **flags)
     strategy = get_strategy(config)
     strategy.setup_distributed()
@@ -98,31 +151,55 @@ def learned_on_ranks(folder: str, schedule: str, resumes: bool) -> tuple[list, i
     prompts = [Prompt(row, "", [97 + 5 * (row % 2) + row % 5], {}) for row in range(ROWS)]
 
     def collector() -> Collector:
-        rewards = RewardRunner(f"{__name__}:without_marks", section=replace(config.reward, reward_workers=0))
+        rewards = RewardRunner(
+            f"{__name__}:without_marks", section=replace(config.reward, reward_workers=0)
+        )
         sampler = Sampler(strategy, byte_tokenizer(), config.rollout)
-        return Collector(sampler, rewards, prompts, section=config.rollout, data=strategy.mesh.data, seed=4)
+        return Collector(
+            sampler, rewards, prompts, section=config.rollout, data=strategy.mesh.data, seed=4
+        )
 
-    collect, learned, parked = collector(), [], 0
+    collect = collector()
+    learned = []
+    parked = 0
+
     for step in range(PASSES * ROWS // BATCH):
         if resumes and step == 7:
-            state, collect = deepcopy(collect.state_dict()), collector()
+            state = deepcopy(collect.state_dict())
+            collect = collector()
             collect.load_state_dict(state)
             parked = len(state["parked"])
+
         groups = collect(step, Metrics())
         collect.score(groups, Metrics())
-        learned += [(step, group.row, [(group.row % 2, len(sample.token_ids), sample.reward) for sample in group.samples])
-                    for group in groups]  # fmt: skip
+        learned += [
+            (
+                step,
+                group.row,
+                [(group.row % 2, len(sample.token_ids), sample.reward) for sample in group.samples],
+            )
+            for group in groups
+        ]
+
     strategy.close()
     return learned, parked
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Schedule -> (groups of all ranks in the order of the steps, number of groups parked where the run was resumed)."""
+    """Schedule -> (groups of all ranks in the order of the steps, number of groups parked where the
+    run was resumed).
+    """
     folder = markov_chain(tmp_path_factory.mktemp("chain"))
-    cases = {schedule: (folder, schedule, schedule == "tail_rounds") for schedule in ("tail_rounds", "fifo")}
+    cases = {
+        schedule: (folder, schedule, schedule == "tail_rounds")
+        for schedule in ("tail_rounds", "fifo")
+    }
     found = run_cases(2, learned_on_ranks, cases)
-    return {case: (sorted(first + second), parked) for case, ((first, parked), (second, _)) in found.items()}
+    return {
+        case: (sorted(first + second), parked)
+        for case, ((first, parked), (second, _)) in found.items()
+    }
 
 
 def test_tail_rounds_learn_from_every_prompt_once_a_pass_also_when_resumed(runs):
@@ -130,14 +207,20 @@ def test_tail_rounds_learn_from_every_prompt_once_a_pass_also_when_resumed(runs)
     rows = [row for _, row, _ in learned]
     assert parked > 0
     assert [Counter(rows[:ROWS]), Counter(rows[ROWS:])] == [Counter(range(ROWS))] * PASSES
-    assert {Counter(step for step, *_ in learned)[step] for step in range(PASSES * ROWS // BATCH)} == {BATCH}
+    assert {
+        Counter(step for step, *_ in learned)[step] for step in range(PASSES * ROWS // BATCH)
+    } == {BATCH}
 
 
 def test_tail_rounds_favour_no_length_and_no_reward(runs):
-    """What is learned has the distribution that the weights define, as groups begin anew with their own seeds.
+    """What is learned has the distribution that the weights define, as groups begin anew with their
+    own seeds.
 
     Over-sampling alone loses what is long, and therefore wrong.
     """
-    samples = {case: [sample for *_, group in learned for sample in group] for case, (learned, _) in runs.items()}
+    samples = {
+        case: [sample for *_, group in learned for sample in group]
+        for case, (learned, _) in runs.items()
+    }
     assert p_value(samples["tail_rounds"]) > 0.01
     assert p_value(samples["fifo"]) < 1e-9

@@ -1,4 +1,6 @@
-"""Why: the one command of a first day on a GPU has to work there at once, so all of it but the device is tried here."""
+"""Why: the one command of a first day on a GPU has to work there at once, so all of it but the
+device is tried here.
+"""
 
 import json
 import math
@@ -22,21 +24,43 @@ from lightrft.versions import CORE
 from ranks import run_ranks
 from runs import run_here
 from scripts import gpu_check, gpu_measure
-from scripts.gpu_check import CHECKS, Aim, Check, figures_of_line, figures_of_pytest, rows_of, run_check, table, why_skipped
+from scripts.gpu_check import (
+    CHECKS,
+    Aim,
+    Check,
+    figures_of_line,
+    figures_of_pytest,
+    rows_of,
+    run_check,
+    table,
+    why_skipped,
+)
 from warm import STARTS_WARM, warm_python
 from with_vllm import load_vllm
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEED, EXACT = Aim("tokens/s", least=100), Aim("failed", most=0, anywhere=True)
-CHECK = Check("speed", "training", ("scripts/gpu_measure.py", "training"), (SPEED, Aim("peak GB"), EXACT))
+SPEED = Aim("tokens/s", least=100)
+EXACT = Aim("failed", most=0, anywhere=True)
+CHECK = Check(
+    "speed", "training", ("scripts/gpu_measure.py", "training"), (SPEED, Aim("peak GB"), EXACT)
+)
 
 
-@pytest.mark.parametrize(("aim", "measured", "device", "expected"), [
-    (Aim("x", most=5), 5.0, "cuda", True), (Aim("x", most=5), 5.1, "cuda", False), (Aim("x", least=5), 4.9, "cuda", False),
-    (Aim("x", least=5, most=6), 5.5, "cuda", True), (Aim("x", least=5, most=6), 7.0, "cuda", False),
-    (Aim("x", most=5), float("nan"), "cuda", False), (Aim("x"), 1.0, "cuda", None), (Aim("x", most=5), 9.0, "cpu", None),
-    (Aim("x", most=5, anywhere=True), 9.0, "cpu", False), (Aim("x", most=0, anywhere=True), 0, "cpu", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("aim", "measured", "device", "expected"),
+    [
+        (Aim("x", most=5), 5.0, "cuda", True),
+        (Aim("x", most=5), 5.1, "cuda", False),
+        (Aim("x", least=5), 4.9, "cuda", False),
+        (Aim("x", least=5, most=6), 5.5, "cuda", True),
+        (Aim("x", least=5, most=6), 7.0, "cuda", False),
+        (Aim("x", most=5), float("nan"), "cuda", False),
+        (Aim("x"), 1.0, "cuda", None),
+        (Aim("x", most=5), 9.0, "cpu", None),
+        (Aim("x", most=5, anywhere=True), 9.0, "cpu", False),
+        (Aim("x", most=0, anywhere=True), 0, "cpu", True),
+    ],
+)
 def test_verdicts(aim, measured, device, expected):
     assert aim.verdict(measured, device) is expected
 
@@ -44,15 +68,23 @@ def test_verdicts(aim, measured, device, expected):
 def test_rows_of_what_was_measured_and_what_was_not():
     rows = rows_of(CHECK, {"tokens/s": 99.0, "peak GB": 3.0, "failed": 0}, "cuda", "")
     assert [(row.figure, row.measured, row.ok) for row in rows] == [
-        ("tokens/s", 99.0, False), ("peak GB", 3.0, None), ("failed", 0, True)
-    ]  # fmt: skip
-    assert [row.ok for row in rows_of(CHECK, {}, "cuda", "ended with 1: out of memory")] == [False] * 3
-    (unknown,) = [row for row in rows_of(CHECK, {"failed": 0}, "cuda", "") if row.figure == "tokens/s"]
+        ("tokens/s", 99.0, False),
+        ("peak GB", 3.0, None),
+        ("failed", 0, True),
+    ]
+    assert [row.ok for row in rows_of(CHECK, {}, "cuda", "ended with 1: out of memory")] == [
+        False
+    ] * 3
+    (unknown,) = [
+        row for row in rows_of(CHECK, {"failed": 0}, "cuda", "") if row.figure == "tokens/s"
+    ]
     assert unknown.ok is None and "not known" in unknown.note
 
 
 def test_the_table_has_a_line_for_each_row():
-    rows = rows_of(CHECK, {"tokens/s": 99.0, "failed": 0}, "cuda", "") + [gpu_check.skipped(CHECK, "vllm not installed")]
+    rows = rows_of(CHECK, {"tokens/s": 99.0, "failed": 0}, "cuda", "") + [
+        gpu_check.skipped(CHECK, "vllm not installed")
+    ]
     head, *lines = table(rows).splitlines()
     assert head.split() == ["part", "check", "figure", "expected", "measured", "ok"]
     assert lines[0].split() == ["training", "speed", "tokens/s", ">=", "100", "99", "NO"]
@@ -60,23 +92,42 @@ def test_the_table_has_a_line_for_each_row():
 
 
 def test_figures_of_what_processes_print():
-    assert figures_of_line('warning\n{"a": 1}\n{"a": 2}\nbye') == {"a": 2} and figures_of_line("nothing") == {}
-    assert figures_of_pytest("FAILED x\n2 failed, 3 passed, 1 skipped in 1.2s\n") == {"failed": 2, "passed": 3, "skipped": 1}
-    assert figures_of_pytest("no tests ran\n1 error in 0.1s")["failed"] == 1 and figures_of_pytest("Killed") == {}
+    assert (
+        figures_of_line('warning\n{"a": 1}\n{"a": 2}\nbye') == {"a": 2}
+        and figures_of_line("nothing") == {}
+    )
+    assert figures_of_pytest("FAILED x\n2 failed, 3 passed, 1 skipped in 1.2s\n") == {
+        "failed": 2,
+        "passed": 3,
+        "skipped": 1,
+    }
+    assert (
+        figures_of_pytest("no tests ran\n1 error in 0.1s")["failed"] == 1
+        and figures_of_pytest("Killed") == {}
+    )
 
 
 def test_needs_that_are_not_met():
     needs_module = Check("x", "p", (), (), modules=("no_such_module", "json"))
     assert why_skipped(needs_module, "cuda", 8) == "no_such_module not installed"
-    assert why_skipped(Check("x", "p", (), (), devices=2), "cuda", 1) == "needs 2 GPUs, this machine has 1"
-    assert why_skipped(Check("x", "p", (), (), devices=2), "cpu", 0) == why_skipped(CHECK, "cuda", 1) == ""
+    assert (
+        why_skipped(Check("x", "p", (), (), devices=2), "cuda", 1)
+        == "needs 2 GPUs, this machine has 1"
+    )
+    assert (
+        why_skipped(Check("x", "p", (), (), devices=2), "cpu", 0)
+        == why_skipped(CHECK, "cuda", 1)
+        == ""
+    )
     assert why_skipped(Check("x", "p", (), (), only_gpu=True), "cpu", 0) == "needs a GPU"
 
 
 def test_every_part_is_shorter_than_eight_minutes_and_every_check_exists():
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     for part in gpu_check.PARTS:
-        assert sum(check.seconds for check in CHECKS if check.part == part) <= 480, "with every check at its limit"
+        assert sum(check.seconds for check in CHECKS if check.part == part) <= 480, (
+            "with every check at its limit"
+        )
     for check in CHECKS:
         if check.command[0].endswith("gpu_measure.py"):
             assert check.command[1] in gpu_measure.MEASUREMENTS
@@ -86,33 +137,61 @@ def test_every_part_is_shorter_than_eight_minutes_and_every_check_exists():
 
 def needed_by(names: list[str]) -> set[str]:
     """Return these distributions and all that they need, as their metadata says."""
-    found, left = set(), list(names)
+    found = set()
+    left = list(names)
     while left:
         name = canonicalize_name(left.pop())
         if name not in found:
             found.add(name)
             needed = map(Requirement, requires(name) or [])
-            left += [each.name for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
+            left += [
+                each.name
+                for each in needed
+                if each.marker is None or each.marker.evaluate({"extra": ""})
+            ]
+
     return found
 
 
 def test_the_packages_of_a_machine_without_a_network():
-    """Wheels are unpacked without what they need, so all of it is named, but for what torch and transformers bring."""
+    """Wheels are unpacked without what they need, so all of it is named, but for what torch and
+    transformers bring.
+    """
     of_the_machine = needed_by(["torch", "transformers"])
     named = set(gpu_check.PACKAGES.values())
     assert named >= needed_by([*CORE, *gpu_check.OF_TESTS]) - of_the_machine
     assert gpu_check.missing_packages() == []
-    downloaded = (ROOT / "docs" / "gpu_check.md").read_text().split("pip download")[1].split("```")[0].split()
+    downloaded = (
+        (ROOT / "docs" / "gpu_check.md")
+        .read_text()
+        .split("pip download")[1]
+        .split("```")[0]
+        .split()
+    )
     assert named - of_the_machine <= set(downloaded)
 
 
 OF_OTHER_TESTS = ("head", "contract", "engine_contract")
-"""Measurements of tests/bench/test_logprobs.py, tests/strategy/test_contract.py and tests/engine/test_contract.py."""
-ONE_OF_EACH = ("HSDP", "tensor parallel", "FSDP, bfloat16", "sequence parallel, bfloat16", "gradients of 14B on rank 0 of 8",
-               "1.5B, fused kernels", "a run learns with vLLM, bfloat16")  # fmt: skip
-"""Checks that differ from one that is run only in a flag of the trainer, in the size, or in a package for accelerators."""
-MEASURED = [check for check in CHECKS if check.command[0].endswith("gpu_measure.py") and check.command[1] not in OF_OTHER_TESTS
-            and check.name not in ONE_OF_EACH]  # fmt: skip
+"""Measurements of tests/bench/test_logprobs.py, tests/strategy/test_contract.py and
+tests/engine/test_contract.py."""
+ONE_OF_EACH = (
+    "HSDP",
+    "tensor parallel",
+    "FSDP, bfloat16",
+    "sequence parallel, bfloat16",
+    "gradients of 14B on rank 0 of 8",
+    "1.5B, fused kernels",
+    "a run learns with vLLM, bfloat16",
+)
+"""Checks that differ from one that is run only in a flag of the trainer, in the size, or in a
+package for accelerators."""
+MEASURED = [
+    check
+    for check in CHECKS
+    if check.command[0].endswith("gpu_measure.py")
+    and check.command[1] not in OF_OTHER_TESTS
+    and check.name not in ONE_OF_EACH
+]
 
 
 def measure(check: Check, ranks: int) -> dict[str, float]:
@@ -120,11 +199,18 @@ def measure(check: Check, ranks: int) -> dict[str, float]:
     dist.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
-    return gpu_measure.MEASUREMENTS[check.command[1]](gpu_measure.Setting(torch.device("cpu"), ranks), *check.command[2:])
+    return gpu_measure.MEASUREMENTS[check.command[1]](
+        gpu_measure.Setting(torch.device("cpu"), ranks), *check.command[2:]
+    )
 
 
 def train_here(
-    ranks: int, entrypoint: str, flags: list[str], *, environment: dict[str, str] | None = None, check: bool = True
+    ranks: int,
+    entrypoint: str,
+    flags: list[str],
+    *,
+    environment: dict[str, str] | None = None,
+    check: bool = True,
 ) -> tuple[int, str]:
     """Train as gpu_measure.train() does, on forked ranks, which start in a second."""
     with pytest.MonkeyPatch.context() as patch:
@@ -142,10 +228,14 @@ def train_here(
 @pytest.mark.slow
 @pytest.mark.parametrize("check", MEASURED, ids=lambda check: check.name)
 def test_every_measurement_runs_on_a_cpu(check, monkeypatch):
-    """At tiny sizes. The death of a rank is that of processes of torchrun, whose log has to name it."""
+    """At tiny sizes.
+
+    The death of a rank is that of processes of torchrun, whose log has to name it.
+    """
     if "vllm" in check.modules:
         pytest.importorskip("vllm", reason="vllm is not installed")
         load_vllm()
+
     if check.part in ("runs", "layouts", "layouts_bf16", "ranks"):
         if check.name == "death of a rank":
             monkeypatch.setattr(sys, "executable", warm_python())
@@ -155,16 +245,20 @@ def test_every_measurement_runs_on_a_cpu(check, monkeypatch):
         figures = gpu_measure.MEASUREMENTS[check.command[1]](*arguments)
     else:
         (figures,) = run_ranks(1, measure, check, 2)
+
     assert all(math.isfinite(value) for value in figures.values())
     assert figures.keys() >= {aim.figure for aim in check.aims} - {"share of peak"}
     assert [row for row in rows_of(check, figures, "cpu", "") if row.ok is False] == []
 
 
-@pytest.mark.parametrize(("program", "note"), [
-    ("import os; os.kill(os.getpid(), 9)", "ended with -9"),
-    ("import time; print('{\"failed\": 0}', flush=True); time.sleep(60)", "not done after 1 s"),
-    ("raise MemoryError('no room')", "MemoryError: no room"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "note"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "ended with -9"),
+        ("import time; print('{\"failed\": 0}', flush=True); time.sleep(60)", "not done after 1 s"),
+        ("raise MemoryError('no room')", "MemoryError: no room"),
+    ],
+)
 def test_a_check_that_crashes_or_hangs_fails_and_says_why(program, note, tmp_path, monkeypatch):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "gpu_measure.py").write_text(program)
@@ -174,20 +268,26 @@ def test_a_check_that_crashes_or_hangs_fails_and_says_why(program, note, tmp_pat
 
 
 def check_that_waits(folder: Path) -> None:
-    gpu_check.ROOT, gpu_check.CHECKS[:] = folder, [CHECK]
+    gpu_check.ROOT = folder
+    gpu_check.CHECKS[:] = [CHECK]
     gpu_check.main(["--device", "cpu", "--out", str(folder)])
 
 
 def test_a_terminated_script_ends_the_processes_of_its_check(tmp_path):
     """Or they disturb what is measured next."""
     (tmp_path / "scripts").mkdir()
-    program = "import os, time; open('pid.new', 'w').write(str(os.getpid())); os.rename('pid.new', 'pid'); time.sleep(120)"
+    program = (
+        "import os, time; open('pid.new', 'w').write(str(os.getpid())); os.rename('pid.new',"
+        " 'pid'); time.sleep(120)"
+    )
     (tmp_path / "scripts" / "gpu_measure.py").write_text(program)
     script = multiprocessing.get_context("fork").Process(target=check_that_waits, args=(tmp_path,))
     script.start()
+
     while not (tmp_path / "pid").exists():
         assert script.is_alive()
         time.sleep(0.05)
+
     os.kill(script.pid, signal.SIGTERM)
     script.join(60)
     assert script.exitcode == 1 and not psutil.pid_exists(int((tmp_path / "pid").read_text()))
@@ -208,14 +308,35 @@ def test_unknown_parts_are_refused():
 @pytest.mark.slow
 def test_the_script_on_a_cpu(tmp_path):
     names = ["buckets ahead: bits", "1.5B, none", "1.5B, fused kernels"]
-    command = ["bash", ROOT / "scripts" / "gpu_check.sh", "--device", "cpu", "--out", tmp_path, "--only", *names]
+    command = [
+        "bash",
+        ROOT / "scripts" / "gpu_check.sh",
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path,
+        "--only",
+        *names,
+    ]
     environment = os.environ | {"PYTHON": warm_python(), STARTS_WARM: warm_python()}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     result = json.loads(ran.stdout.splitlines()[-1])
-    assert result == json.loads((tmp_path / "gpu_check.json").read_text()) and result["ok"] and result["versions"]["torch"]
+    assert (
+        result == json.loads((tmp_path / "gpu_check.json").read_text())
+        and result["ok"]
+        and result["versions"]["torch"]
+    )
     assert {row["check"] for row in result["rows"]} == {*names}
     measured = {(row["check"], row["figure"]): row for row in result["rows"]}
-    assert measured["buckets ahead: bits", "failed"]["ok"] is True and measured["1.5B, none", "tokens/s"]["measured"] > 0
-    assert measured["1.5B, none", "tokens/s"]["ok"] is measured["1.5B, none", "share of peak"]["ok"] is None, "aims of a GPU"
+    assert (
+        measured["buckets ahead: bits", "failed"]["ok"] is True
+        and measured["1.5B, none", "tokens/s"]["measured"] > 0
+    )
+
+    assert (
+        measured["1.5B, none", "tokens/s"]["ok"]
+        is measured["1.5B, none", "share of peak"]["ok"]
+        is None
+    ), "aims of a GPU"
     assert "skipped: needs a GPU" in ran.stdout or "skipped: liger_kernel" in ran.stdout

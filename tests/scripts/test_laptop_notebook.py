@@ -22,19 +22,29 @@ def text_of(cell: dict) -> str:
 
 
 def test_the_stored_notebook_is_that_of_the_page():
-    assert [(cell["cell_type"], text_of(cell)) for cell in STORED] == [(cell.cell_type, cell.source) for cell in BUILT]
+    assert [(cell["cell_type"], text_of(cell)) for cell in STORED] == [
+        (cell.cell_type, cell.source) for cell in BUILT
+    ]
 
 
 @pytest.mark.skipif(not PUBLISHED, reason="no run is published yet: scripts/laptop/results.py")
 def test_the_stored_notebook_has_outputs():
-    """Each cell but those that only define has one; no cell has failed, and no output names a folder of a machine."""
+    """Each cell but those that only define has one; no cell has failed, and no output names a
+    folder of a machine.
+    """
     code = [cell for cell in STORED if cell["cell_type"] == "code"]
     outputs = [output for cell in code for output in cell["outputs"]]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert sum(bool(cell["outputs"]) for cell in code) == len(code) - 1
-    assert {output["output_type"] for output in outputs} <= {"execute_result", "display_data", "stream"}
+    assert {output["output_type"] for output in outputs} <= {
+        "execute_result",
+        "display_data",
+        "stream",
+    }
     assert any("image/svg+xml" in output.get("data", {}) for output in outputs)
-    assert not any(place in json.dumps(outputs) for place in ("/home/", "/root/", "/tmp/", str(ROOT)))
+    assert not any(
+        place in json.dumps(outputs) for place in ("/home/", "/root/", "/tmp/", str(ROOT))
+    )
 
 
 @pytest.mark.slow
@@ -44,6 +54,7 @@ def test_the_cells_run_in_a_kernel(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(tmp_path / "model")
+
     for trained in ("model", "sft/model"):
         (tmp_path / "run" / trained).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / trained).symlink_to(tmp_path / "model")
@@ -52,11 +63,15 @@ def test_the_cells_run_in_a_kernel(tmp_path):
     write_training(tmp_path / "run", "train_ppo", [grpo, grpo])
     for stage in ("before", "after_sft", "after"):
         write_evaluation(tmp_path / "run" / stage, ["1 + 1 = 2"] * 8, [1] * 8)
-    problems = [{"input": f"What is 1 and {number}?", "label": str(1 + number), "working": "1 + ..."} for number in range(64)]
+    problems = [
+        {"input": f"What is 1 and {number}?", "label": str(1 + number), "working": "1 + ..."}
+        for number in range(64)
+    ]
     for name in ("train", "new"):
         write_rows(tmp_path / f"run/data/{name}.jsonl", problems)
 
     page = notebook.SOURCE.read_text()
+
     replaced = {
         "runs/laptop/words-seed0": f"{tmp_path}/run",
         "runs/laptop/model": f"{tmp_path}/model",

@@ -1,4 +1,6 @@
-"""Why: figures of runs that nobody has made are believed only if the planner says them of the printed commands."""
+"""Why: figures of runs that nobody has made are believed only if the planner says them of the
+printed commands.
+"""
 
 import re
 
@@ -8,14 +10,18 @@ from scripts.laptop import plans
 
 PAGE = plans.PAGE.read_text()
 TRAININGS = list(plans.trainings(PAGE))
-ROWS = re.search(r"<!-- plans -->\n(?:.*\n){2}((?:\|.*\n)*)<!-- end of plans -->", PAGE)[1].splitlines()
+ROWS = re.search(r"<!-- plans -->\n(?:.*\n){2}((?:\|.*\n)*)<!-- end of plans -->", PAGE)[
+    1
+].splitlines()
 
 
 def test_every_command_has_a_plan_that_fits():
     assert len(TRAININGS) == len(ROWS) == 12
     for training, row in zip(TRAININGS, ROWS, strict=True):
         _, config, model, devices, *_, fits, _ = (cell.strip(" `") for cell in row.split("|"))
-        assert training.config_file.endswith(config) and any(flag.endswith(model) for flag in training.flags)
+        assert training.config_file.endswith(config) and any(
+            flag.endswith(model) for flag in training.flags
+        )
         assert devices.startswith(f"{training.ranks} x ") and fits == "yes"
 
 
@@ -40,5 +46,7 @@ lightrft train_ppo --config a.yaml --chat_template_kwargs '{"a": 1}'
 """
     assert list(plans.trainings(page)) == [
         plans.Training("train_dpo", 8, ("--bf16", "--lora_rank", "4", "--seed", "1")),
-        plans.Training("train_ppo", 1, ("--config", "a.yaml", "--chat_template_kwargs", '{"a": 1}')),
+        plans.Training(
+            "train_ppo", 1, ("--config", "a.yaml", "--chat_template_kwargs", '{"a": 1}')
+        ),
     ]

@@ -1,4 +1,6 @@
-"""Why: a number, a curve or an example that is written by hand is soon another one than that of the run."""
+"""Why: a number, a curve or an example that is written by hand is soon another one than that of the
+run.
+"""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -14,17 +16,28 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def words(tmp_path) -> Path:
-    """A run of the recipe `words`: three steps of GRPO after two of SFT, and four rows in each held-out set."""
+    """A run of the recipe `words`: three steps of GRPO after two of SFT, and four rows in each
+    held-out set.
+    """
     folder = tmp_path / "words-seed1"
-    gaps = [{"engine/logprob_mismatch": gap * 1e-6, "engine/logprob_mismatch_max": gap * 1e-4} for gap in (1, 3, 2)]
+    gaps = [
+        {"engine/logprob_mismatch": gap * 1e-6, "engine/logprob_mismatch_max": gap * 1e-4}
+        for gap in (1, 3, 2)
+    ]
     grpo = [{"rollout/reward": 0.123456 * number} | gap for number, gap in enumerate(gaps, 1)]
     grpo[1] |= {"eval/known/accuracy": 0.4, "eval/new/accuracy": 0.3}
     write_training(folder, "train_ppo", grpo)
     write_training(folder / "sft", "train_sft", [{"memory/peak_gb": 5.25}, {}], seconds=20.0)
 
-    write_evaluation(folder / "before", ["I ramble ...", "so | what", "well", "2 + 2 = 4"], [0, 0, 0, 1])
-    write_evaluation(folder / "after_sft", ["1 + 1 = 3", "2 + 3 = 6", "1", "2 + 2 = 4"], [0, 0, 0, 1])
-    write_evaluation(folder / "after", ["1 + 1 = 2", "2 + 3 = 5", "1 + 4 = 6", "2 + 2 = 4"], [1, 1, 0, 1])
+    write_evaluation(
+        folder / "before", ["I ramble ...", "so | what", "well", "2 + 2 = 4"], [0, 0, 0, 1]
+    )
+    write_evaluation(
+        folder / "after_sft", ["1 + 1 = 3", "2 + 3 = 6", "1", "2 + 2 = 4"], [0, 0, 0, 1]
+    )
+    write_evaluation(
+        folder / "after", ["1 + 1 = 2", "2 + 3 = 5", "1 + 4 = 6", "2 + 2 = 4"], [1, 1, 0, 1]
+    )
     write_rows(folder / "data/new.jsonl", [{"input": f"question {row}"} for row in range(4)])
     return folder
 
@@ -33,12 +46,20 @@ def words(tmp_path) -> Path:
 def brevity(tmp_path) -> Path:
     """A run of the recipe `brevity`, with one set that has no name, and five questions."""
     folder = tmp_path / "brevity-seed0"
-    write_training(folder, "train_dpo", [{"train/accuracy": 0.5, "train/margin": -0.1}, {"train/margin": 0.2}], seed=0)
+    write_training(
+        folder,
+        "train_dpo",
+        [{"train/accuracy": 0.5, "train/margin": -0.1}, {"train/margin": 0.2}],
+        seed=0,
+    )
     write_training(folder / "sft", "train_sft", [{}], seed=0)
 
-    long, brief = "This is a sentence of eight words indeed.", "This one has five words."
+    long = "This is a sentence of eight words indeed."
+    brief = "This one has five words."
     write_evaluation(folder / "before", [long, long, long, brief, "cut ..."], [0] * 5, sets=("",))
-    write_evaluation(folder / "after_sft", [long, long, long, brief, "cut ..."], [0] * 5, sets=("",))
+    write_evaluation(
+        folder / "after_sft", [long, long, long, brief, "cut ..."], [0] * 5, sets=("",)
+    )
     write_evaluation(folder / "after", [brief, brief, "Too few.", brief, long], [0] * 5, sets=("",))
     write_rows(folder / "data/new.jsonl", [{"input": f"question {row}"} for row in range(5)])
     return folder
@@ -62,11 +83,17 @@ def test_numbers_of_a_run(words):
     assert new["after"]["low"] < 0.75 < new["after"]["high"]
     assert new["before"]["truncated"] == 0.25 and new["before"]["words"] == 3.0
 
-    assert [row["rollout/reward"] for row in steps] == [0.1235, 0.2469, 0.3704] and "train/not_kept" not in steps[0]
+    assert [row["rollout/reward"] for row in steps] == [
+        0.1235,
+        0.2469,
+        0.3704,
+    ] and "train/not_kept" not in steps[0]
 
 
 def test_minutes_of_a_continued_run_are_those_of_its_steps(words):
-    """run.json of SFT has 20 seconds, those of the last part; its two steps took 30 seconds each."""
+    """run.json of SFT has 20 seconds, those of the last part; its two steps took 30 seconds
+    each.
+    """
     found, _ = results.record(words)
     assert found["training"]["sft"] == {"steps": 2, "minutes": 1.0, "peak_gb": 5.25}
 
@@ -74,12 +101,23 @@ def test_minutes_of_a_continued_run_are_those_of_its_steps(words):
 def test_examples_are_chosen_by_a_rule(words):
     """The first two rows that became right, and the first that stayed wrong."""
     found, _ = results.record(words)
-    assert [example["input"] for example in found["examples"]] == ["question 0", "question 1", "question 2"]
-    assert found["examples"][1] == {"input": "question 1", "before": "so | what", "after_sft": "2 + 3 = 6", "after": "2 + 3 = 5"}
+    assert [example["input"] for example in found["examples"]] == [
+        "question 0",
+        "question 1",
+        "question 2",
+    ]
+    assert found["examples"][1] == {
+        "input": "question 1",
+        "before": "so | what",
+        "after_sft": "2 + 3 = 6",
+        "after": "2 + 3 = 5",
+    }
 
 
 def test_wins_against_the_model_before(brevity):
-    """Two briefer answers and a whole one in place of a cut one win, one that is too short loses, and an equal one is a tie."""
+    """Two briefer answers and a whole one in place of a cut one win, one that is too short loses,
+    and an equal one is a tie.
+    """
     found, _ = results.record(brevity)
     new = found["held_out"]["new"]
     assert new["after_sft"]["value"] == 0.5 and "value" not in new["before"]
@@ -109,14 +147,25 @@ def test_text_and_pictures_of_records(words, brevity):
 
 def test_the_curve_of_accuracy_begins_with_the_model_after_sft(words):
     panel = results._accuracy_panel([results.record(words)], "", "known")
-    assert list(panel.curves[0].points) == [(0, 0.25), (2, 0.4), (3, 0.75)] and panel.curves[0].marked == (0, -1)
+    assert list(panel.curves[0].points) == [(0, 0.25), (2, 0.4), (3, 0.75)] and panel.curves[
+        0
+    ].marked == (0, -1)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda folder: write_training(folder, "train_ppo", [{}], status="failed"), "the run is failed, not finished"),
-    (lambda folder: write_training(folder, "train_ppo", [{}], seed=2), "has seed 2"),
-    (lambda folder: write_rows(folder / "data/new.jsonl", [{"input": "another"}] * 4), "not the prompt that was evaluated"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda folder: write_training(folder, "train_ppo", [{}], status="failed"),
+            "the run is failed, not finished",
+        ),
+        (lambda folder: write_training(folder, "train_ppo", [{}], seed=2), "has seed 2"),
+        (
+            lambda folder: write_rows(folder / "data/new.jsonl", [{"input": "another"}] * 4),
+            "not the prompt that was evaluated",
+        ),
+    ],
+)
 def test_a_folder_that_is_not_the_run_is_refused(words, change, message):
     change(words)
     with pytest.raises(ValueError, match=message):
@@ -130,4 +179,6 @@ def test_a_folder_of_another_name_is_refused(words):
 
 def test_the_recipes_are_those_of_the_script():
     script = (ROOT / "scripts/laptop/run.sh").read_text()
-    assert re.search(r"^    ([a-z |]+)\) ;;", script, flags=re.MULTILINE)[1].split(" | ") == list(results.RECIPES)
+    assert re.search(r"^    ([a-z |]+)\) ;;", script, flags=re.MULTILINE)[1].split(" | ") == list(
+        results.RECIPES
+    )

@@ -43,7 +43,9 @@ def test_new_instructions_are_about_new_subjects():
 
 
 def is_new(row):
-    return any(re.search(rf"(about|Describe) {subject}[ .,]", row["input"]) for subject in NEW_SUBJECTS)
+    return any(
+        re.search(rf"(about|Describe) {subject}[ .,]", row["input"]) for subject in NEW_SUBJECTS
+    )
 
 
 def test_the_form_shows_the_working_of_trained_problems(words):
@@ -54,7 +56,9 @@ def test_the_form_shows_the_working_of_trained_problems(words):
 def test_a_seed_makes_the_same_files(tmp_path):
     command = [sys.executable, TASKS, "questions", "--out"]
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        subprocess.run([*command, str(tmp_path / name), "--seed", seed], check=True, capture_output=True)
+        subprocess.run(
+            [*command, str(tmp_path / name), "--seed", seed], check=True, capture_output=True
+        )
     first, again, other = ((tmp_path / name / "train.jsonl").read_text() for name in "abc")
     assert first == again != other
 
@@ -91,7 +95,11 @@ def test_the_reward_is_for_all_checks_and_for_an_end():
     def sample(text, truncated=False):
         return SimpleNamespace(text=text, truncated=truncated)
 
-    samples = [sample("the sea is wide!"), sample("the sea is wide."), sample("the sea is wide!", truncated=True)]
+    samples = [
+        sample("the sea is wide!"),
+        sample("the sea is wide."),
+        sample("the sea is wide!", truncated=True),
+    ]
     checks = [["sentence", "end:!"]] * 3
     assert follows(samples, checks=checks) == [1.0, 0.0, 0.0]
     assert share_passed(samples, checks=checks) == [1.0, 0.5, 0.0]
@@ -108,20 +116,32 @@ def test_pairs_are_the_briefest_and_the_longest_whole_answers():
     def answer(row, sample, text, finish="stop"):
         return {"row": row, "sample": sample, "response": text, "finish_reason": finish}
 
-    long, short = "The sea is wide and deep and old.", "The sea is very wide."
+    long = "The sea is wide and deep and old."
+    short = "The sea is very wide."
     responses = [
-        answer(0, "greedy", "The sea is so wide."), answer(0, 0, long), answer(0, 1, short), answer(0, 2, "Wide."),
+        answer(0, "greedy", "The sea is so wide."),
+        answer(0, 0, long),
+        answer(0, 1, short),
+        answer(0, 2, "Wide."),
         answer(0, 3, long + " It is so wide that nobody", "length"),
-        answer(1, 0, short), answer(1, 1, short),
-    ]  # fmt: skip
+        answer(1, 0, short),
+        answer(1, 1, short),
+    ]
     made = pairs([{"input": "What is the sea?"}, {"input": "And now?"}], responses)
     assert made["pairs"] == [{"input": "What is the sea?", "chosen": short, "rejected": long}]
     assert made["brief"] == [{"input": "What is the sea?", "label": short}]
-    assert brevity(short, False) == pytest.approx(10 / 15) and brevity(short, True) == brevity("Wide.", False) == 0
+    assert (
+        brevity(short, False) == pytest.approx(10 / 15)
+        and brevity(short, True) == brevity("Wide.", False) == 0
+    )
 
 
 def test_rows_are_written_as_they_are(tmp_path):
-    subprocess.run([sys.executable, TASKS, "instructions", "--out", str(tmp_path)], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, TASKS, "instructions", "--out", str(tmp_path)],
+        check=True,
+        capture_output=True,
+    )
     rows = [json.loads(line) for line in (tmp_path / "new.jsonl").read_text().splitlines()]
     assert rows == data("instructions", seed=0)["new"]
 
@@ -139,5 +159,7 @@ def test_a_wrong_command_is_told_before_anything_is_installed(tmp_path, argument
     (tmp_path / "run").mkdir()
     (tmp_path / "run/seed").write_text("3\n")
     script = Path(TASKS).with_name("run.sh")
-    done = subprocess.run(["bash", script, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=20)
+    done = subprocess.run(
+        ["bash", script, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=20
+    )
     assert done.returncode == 2 and said in done.stderr

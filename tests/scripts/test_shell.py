@@ -1,4 +1,6 @@
-"""The shell scripts: syntax, and the environment they make, with a stand-in for Python that notes what it is asked for."""
+"""The shell scripts: syntax, and the environment they make, with a stand-in for Python that notes
+what it is asked for.
+"""
 
 import os
 import re
@@ -26,27 +28,47 @@ class Machine:
     """A machine whose only Python is the stand-in."""
 
     def __init__(self, folder: Path, version: str = "3.12.1", refuses: bool = False):
-        self.venv, self.log, self.fail = folder / "venv", folder / "log", folder / "fail"
+        self.venv = folder / "venv"
+        self.log = folder / "log"
+        self.fail = folder / "fail"
         self.python = self.add_python(folder / "python", version, 1000, refuses)
 
-    def add_python(self, file: Path, version: str, microseconds: int, refuses: bool = False) -> Path:
+    def add_python(
+        self, file: Path, version: str, microseconds: int, refuses: bool = False
+    ) -> Path:
         """Write a stand-in, which takes that long to compile a program."""
         file.parent.mkdir(exist_ok=True)
-        values = {"log": self.log, "version": version, "refuses": int(refuses), "fail": self.fail, "microseconds": microseconds}
+        values = {
+            "log": self.log,
+            "version": version,
+            "refuses": int(refuses),
+            "fail": self.fail,
+            "microseconds": microseconds,
+        }
         file.write_text(STAND_IN.format(**values))
         file.chmod(0o755)
+
         return file
 
     def make(self, *arguments: str) -> subprocess.CompletedProcess:
         self.log.write_text("")
-        environment = {"PATH": os.environ["PATH"], "PYTHON": str(self.python), "LIGHTRFT_VENV": str(self.venv)}
+        environment = {
+            "PATH": os.environ["PATH"],
+            "PYTHON": str(self.python),
+            "LIGHTRFT_VENV": str(self.venv),
+        }
         command = ["bash", str(ROOT / "scripts" / "environment.sh"), *arguments]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
 
     def installed(self) -> list[str]:
-        """What pip was asked to install, in order; into another environment where it begins with --python."""
+        """What pip was asked to install, in order; into another environment where it begins with
+        --python.
+        """
         lines = [line for line in self.log.read_text().splitlines() if line.startswith("-m pip")]
-        return [re.sub("-m pip |install --quiet --disable-pip-version-check ", "", line) for line in lines]
+        return [
+            re.sub("-m pip |install --quiet --disable-pip-version-check ", "", line)
+            for line in lines
+        ]
 
 
 @pytest.fixture
@@ -62,12 +84,18 @@ def test_syntax_and_strictness(path):
 
 @pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
 def test_python_files_and_configurations_named_in_scripts_exist(path):
-    named = re.findall(r"\b(?:scripts|configs|requirements)/[\w./-]+\.(?:py|sh|sbatch|yaml|txt)\b", path.read_text())
+    named = re.findall(
+        r"\b(?:scripts|configs|requirements)/[\w./-]+\.(?:py|sh|sbatch|yaml|txt)\b",
+        path.read_text(),
+    )
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_what_people_start_is_executable():
-    started = [ROOT / ".ci" / "run", *(path for path in ROOT.glob("scripts/*.sh") if path.name != "environment.sh")]
+    started = [
+        ROOT / ".ci" / "run",
+        *(path for path in ROOT.glob("scripts/*.sh") if path.name != "environment.sh"),
+    ]
     assert [path.name for path in started if not path.stat().st_mode & stat.S_IXUSR] == []
 
 
@@ -87,8 +115,11 @@ def test_makes_the_environment_in_order(machine):
     assert lock == f"--no-compile --no-deps -r {ROOT}/requirements/cpu.txt"
     assert itself == f"--no-compile --no-deps --no-build-isolation -e {ROOT}"
     assert tests.endswith(f"-r {ROOT}/requirements/test.txt")
-    assert overlays == [f"--python {machine.venv}-{name}/bin/python --no-compile --no-deps -r {ROOT}/requirements/{name}.txt"
-                        for name in ("sglang", "extras")]  # fmt: skip
+    assert overlays == [
+        f"--python {machine.venv}-{name}/bin/python --no-compile --no-deps -r"
+        f" {ROOT}/requirements/{name}.txt"
+        for name in ("sglang", "extras")
+    ]
     assert (machine.venv / "install_s").read_text().strip().isdigit()
 
 
@@ -104,9 +135,15 @@ def test_makes_it_once_and_adds_the_tests_later(machine):
 def test_a_shell_that_enters_it_reaches_the_hub(machine):
     """Tests work offline; a user's shell keeps its own settings."""
     machine.make()
-    environment = {"PATH": os.environ["PATH"], "PYTHON": str(machine.python), "LIGHTRFT_VENV": str(machine.venv)}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHON": str(machine.python),
+        "LIGHTRFT_VENV": str(machine.venv),
+    }
     enter = f"source {ROOT}/scripts/environment.sh && env"
-    entered = subprocess.run(["bash", "-c", enter], env=environment, capture_output=True, text=True, check=True).stdout
+    entered = subprocess.run(
+        ["bash", "-c", enter], env=environment, capture_output=True, text=True, check=True
+    ).stdout
     assert f"VIRTUAL_ENV={machine.venv}" in entered and "OFFLINE" not in entered
 
 
@@ -123,19 +160,28 @@ def test_leaves_the_folder_of_somebody_else_alone(machine):
     machine.venv.mkdir()
     (machine.venv / "precious").touch()
     result = machine.make()
-    assert result.returncode == 1 and "was not made by this script" in result.stderr and "LIGHTRFT_VENV=" in result.stderr
+    assert (
+        result.returncode == 1
+        and "was not made by this script" in result.stderr
+        and "LIGHTRFT_VENV=" in result.stderr
+    )
     assert (machine.venv / "precious").exists()
 
 
 def test_leaves_the_environment_of_another_clone_alone(machine, tmp_path):
     assert machine.make().returncode == 0
-    stamp, other = machine.venv / "lightrft-requirements", tmp_path / "other"
+    stamp = machine.venv / "lightrft-requirements"
+    other = tmp_path / "other"
     stamp.write_text(stamp.read_text().replace(str(ROOT), str(other)))
     (other / "scripts").mkdir(parents=True)
     (other / "scripts" / "environment.sh").touch()
     (machine.venv / "precious").touch()
     result = machine.make()
-    assert result.returncode == 1 and f"is the environment of {other}" in result.stderr and machine.installed() == []
+    assert (
+        result.returncode == 1
+        and f"is the environment of {other}" in result.stderr
+        and machine.installed() == []
+    )
     assert (machine.venv / "precious").exists()
     (other / "scripts" / "environment.sh").unlink()  # a clone that was moved
     assert machine.make().returncode == 0 and len(machine.installed()) == 3
@@ -149,18 +195,36 @@ def test_an_old_python_is_refused_with_the_way_out(tmp_path):
 
 
 def test_a_clearly_faster_python_of_the_same_version_is_preferred(machine, tmp_path):
-    speeds = {"first": ("3.12", 1000), "similar": ("3.12", 900), "faster": ("3.12", 700), "newer": ("3.13", 100)}
-    folders = [machine.add_python(tmp_path / name / "python3", *speeds[name]).parent for name in speeds]
-    environment = {"PATH": ":".join([*map(str, folders), os.environ["PATH"]]), "LIGHTRFT_VENV": str(machine.venv)}
+    speeds = {
+        "first": ("3.12", 1000),
+        "similar": ("3.12", 900),
+        "faster": ("3.12", 700),
+        "newer": ("3.13", 100),
+    }
+    folders = [
+        machine.add_python(tmp_path / name / "python3", *speeds[name]).parent for name in speeds
+    ]
+    environment = {
+        "PATH": ":".join([*map(str, folders), os.environ["PATH"]]),
+        "LIGHTRFT_VENV": str(machine.venv),
+    }
     command = ["bash", str(ROOT / "scripts" / "environment.sh")]
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=30)
     assert f"-m venv {machine.venv}" in machine.log.read_text()
     assert " 700 " in (machine.venv / "bin" / "python").read_text()
 
 
-@pytest.mark.parametrize(("arguments", "message"), [(["--sed", "1"], "unknown: --sed"), (["--seed"], "--seed needs a number")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--sed", "1"], "unknown: --sed"), (["--seed"], "--seed needs a number")],
+)
 def test_quick_start_refuses_wrong_arguments_before_any_work(arguments, message):
-    result = subprocess.run(["bash", ROOT / "scripts" / "quickstart.sh", *arguments], capture_output=True, text=True, timeout=30)
+    result = subprocess.run(
+        ["bash", ROOT / "scripts" / "quickstart.sh", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
     assert result.returncode != 0 and message in result.stderr and result.stdout == ""
 
 
@@ -170,6 +234,10 @@ def test_gsm8k_run_says_what_to_do_without_a_gpu(tmp_path):
     (tmp_path / "test.jsonl").touch()
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DATA": str(tmp_path)}
     result = subprocess.run(
-        ["bash", ROOT / "scripts" / "run_grpo_gsm8k.sh"], env=environment, capture_output=True, text=True, timeout=30
+        ["bash", ROOT / "scripts" / "run_grpo_gsm8k.sh"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
     assert result.returncode == 1 and "NPROC=4" in result.stderr

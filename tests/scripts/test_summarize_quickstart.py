@@ -7,36 +7,94 @@ import pytest
 
 from scripts import summarize_quickstart
 
-COLUMNS = ("step", "rollout/reward", "engine/logprob_mismatch_max", "memory/peak_gb",
-           "time/generate", "time/generate/weight_sync", "time/train", "time/step")  # fmt: skip
+COLUMNS = (
+    "step",
+    "rollout/reward",
+    "engine/logprob_mismatch_max",
+    "memory/peak_gb",
+    "time/generate",
+    "time/generate/weight_sync",
+    "time/train",
+    "time/step",
+)
 STEPS = [(1, 0.25, 1e-6, 1.5, 2.0, 0.5, 1.0, 3.5), (2, 0.75, 3e-6, 1.75, 1.0, 0.5, 2.0, 3.5)]
-RUN = {"engine": "vllm", "strategy": "FSDPStrategy", "world_size": 2, "seconds": 9.5, "versions": {"torch": "2.13.0"}}
-WANTED = {"eval_before_sft", "eval_after_sft", "eval_after_rl", "reward_first", "reward_last", "logprob_mismatch_max", "engine",
-          "strategy", "world_size", "wall_s", "install_s", "versions"}  # fmt: skip
+RUN = {
+    "engine": "vllm",
+    "strategy": "FSDPStrategy",
+    "world_size": 2,
+    "seconds": 9.5,
+    "versions": {"torch": "2.13.0"},
+}
+WANTED = {
+    "eval_before_sft",
+    "eval_after_sft",
+    "eval_after_rl",
+    "reward_first",
+    "reward_last",
+    "logprob_mismatch_max",
+    "engine",
+    "strategy",
+    "world_size",
+    "wall_s",
+    "install_s",
+    "versions",
+}
 
 
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(RUN))
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(dict(zip(COLUMNS, step, strict=True))) + "\n" for step in STEPS))
-    for name, accuracy in (("eval_before_sft", 0.0), ("eval_after_sft", 0.5), ("eval_after_rl", 0.98)):
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(dict(zip(COLUMNS, step, strict=True))) + "\n" for step in STEPS)
+    )
+    for name, accuracy in (
+        ("eval_before_sft", 0.0),
+        ("eval_after_sft", 0.5),
+        ("eval_after_rl", 0.98),
+    ):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "evaluation.json").write_text(json.dumps({"accuracy": accuracy, "num_samples": 500}))
+        (tmp_path / name / "evaluation.json").write_text(
+            json.dumps({"accuracy": accuracy, "num_samples": 500})
+        )
+
     return tmp_path
 
 
 def test_summary_and_table(folder, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["summarize", str(folder), "--wall_s", "300", "--install_s", "41", "--seed", "0"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["summarize", str(folder), "--wall_s", "300", "--install_s", "41", "--seed", "0"],
+    )
     monkeypatch.setenv("COLUMNS", "160")
     summarize_quickstart.main()
     summary = json.loads((folder / "summary.json").read_text())
     assert set(summary) >= WANTED
-    assert (summary["eval_before_sft"], summary["eval_after_sft"], summary["eval_after_rl"]) == (0.0, 0.5, 0.98)
-    assert (summary["reward_first"], summary["reward_last"], summary["logprob_mismatch_max"]) == (0.25, 0.75, 3e-6)
+
+    assert (summary["eval_before_sft"], summary["eval_after_sft"], summary["eval_after_rl"]) == (
+        0.0,
+        0.5,
+        0.98,
+    )
+    assert (summary["reward_first"], summary["reward_last"], summary["logprob_mismatch_max"]) == (
+        0.25,
+        0.75,
+        3e-6,
+    )
     assert (summary["wall_s"], summary["install_s"], summary["peak_memory_gb"]) == (300, 41, 1.75)
-    assert summary["seconds_per_phase"] == {"step": 7.0, "generate": 3.0, "train": 3.0, "generate/weight_sync": 1.0}
+    assert summary["seconds_per_phase"] == {
+        "step": 7.0,
+        "generate": 3.0,
+        "train": 3.0,
+        "generate/weight_sync": 1.0,
+    }
     shown = capsys.readouterr().out
-    assert "98.0%" in shown and "3.0e-06" in shown and "generate 3, train 3" in shown and "weight_sync" not in shown
+    assert (
+        "98.0%" in shown
+        and "3.0e-06" in shown
+        and "generate 3, train 3" in shown
+        and "weight_sync" not in shown
+    )
 
 
 def test_a_missing_evaluation_is_not_passed_over(folder):

@@ -1,4 +1,6 @@
-"""With this folder on PYTHONPATH every process can import SGLang in an environment laid over the one with vLLM."""
+"""With this folder on PYTHONPATH every process can import SGLang in an environment laid over the
+one with vLLM.
+"""
 
 import importlib.abc
 import os
@@ -7,10 +9,11 @@ from typing import Any
 
 
 class _BeforeTorchvision(importlib.abc.MetaPathFinder):
-    """torchvision's build in the package index is for CUDA: its compiled part does not load beside a CPU torch.
+    """torchvision's build in the package index is for CUDA: its compiled part does not load beside
+    a CPU torch.
 
-    The rest then fails, as it registers shapes for two operators that nobody has defined. They are defined here, in the moment
-    of the import and without an implementation.
+    The rest then fails, as it registers shapes for two operators that nobody has defined. They are
+    defined here, in the moment of the import and without an implementation.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
@@ -21,7 +24,9 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
             library = torch.library.Library("torchvision", "DEF")
             kept.append(library)
             for operator in ("nms", "qnms"):
-                library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                library.define(
+                    f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                )
 
 
 kept: list[Any] = []

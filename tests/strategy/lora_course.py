@@ -15,7 +15,8 @@ from lightrft.strategy import StrategyBase, get_strategy
 from strategy.training import SHARES, load, rows, share_of_loss, snapshot, tokens_learned
 
 LORA = {"lora_rank": 4, "lora_alpha": 8.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-RATE, NUM_STEPS = 1e-2, 3
+RATE = 1e-2
+NUM_STEPS = 3
 PROMPTS = [[50, 55, 43], [49, 48]]
 
 
@@ -27,10 +28,18 @@ def adapted(folder: str, seed: int = 5, **section: Any) -> nn.Module:
 def peft_model(folder: str, section: dict[str, Any] = LORA) -> PeftModel:
     """peft's own, with the adapters that ours begins with."""
     targets = section["target_modules"]
-    config = LoraConfig(r=section["lora_rank"], lora_alpha=section["lora_alpha"], target_modules=targets, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=section["lora_rank"],
+        lora_alpha=section["lora_alpha"],
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
     model = get_peft_model(load(folder), config)
-    ours = {f"base_model.model.{name}": value for name, value in adapted(folder).state_dict().items()}
+    ours = {
+        f"base_model.model.{name}": value for name, value in adapted(folder).state_dict().items()
+    }
     model.load_state_dict(ours)
+
     return model
 
 
@@ -52,7 +61,9 @@ def steps_in_torch(model: nn.Module) -> tuple[list[float], list[float]]:
     groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1}]
     groups += [{"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], RATE, (0.9, 0.95))
-    losses, norms = [], []
+
+    losses = []
+    norms = []
     for step in range(NUM_STEPS):
         loss = share_of_loss(model, rows(step), tokens_learned(rows(step)))
         loss.backward()
@@ -60,11 +71,15 @@ def steps_in_torch(model: nn.Module) -> tuple[list[float], list[float]]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+
     return losses, norms
 
 
-def take_step(made: StrategyBase, model: nn.Module, optimizer: Any, step: int) -> tuple[float, float]:
-    shares, rank = SHARES[made.mesh.data.size], made.mesh.data.rank
+def take_step(
+    made: StrategyBase, model: nn.Module, optimizer: Any, step: int
+) -> tuple[float, float]:
+    shares = SHARES[made.mesh.data.size]
+    rank = made.mesh.data.rank
     mine = rows(step)[sum(shares[:rank]) : sum(shares[: rank + 1])]
     total = 0.0
     for last, half in ((False, mine[::2]), (True, mine[1::2])):
@@ -87,13 +102,18 @@ def prepared(made: StrategyBase, folder: str, **options: Any) -> tuple[nn.Module
 
 
 def strategy_course(folder: str, args: dict[str, Any], out: Path) -> dict[str, Any]:
-    """On every rank: the steps, what the engine says, the folders, and how training goes on with and without an interruption."""
-    made = strategy(pretrain=folder, engine_type="hf", prompt_max_len=8, generate_max_len=8, **LORA, **args)
+    """On every rank: the steps, what the engine says, the folders, and how training goes on with
+    and without an interruption.
+    """
+    made = strategy(
+        pretrain=folder, engine_type="hf", prompt_max_len=8, generate_max_len=8, **LORA, **args
+    )
     model, optimizer = prepared(made, folder)
     made.setup_inference_engine(actor=model)
     before = said(made, model)
     steps = [take_step(made, model, optimizer, step) for step in range(NUM_STEPS)]
-    after, merged = said(made, model), snapshot(made, model)
+    after = said(made, model)
+    merged = snapshot(made, model)
     made.save_model(model, None, out / "model", torch.float32)
     made.save_adapter(model, None, out / "adapter")
     made.save_ckpt(model, out / "checkpoints", "three")
@@ -105,10 +125,17 @@ def strategy_course(folder: str, args: dict[str, Any], out: Path) -> dict[str, A
     resumed_step = take_step(made, other, its_optimizer, NUM_STEPS)
     resumed = snapshot(made, other)
     made.close()
+
     return {
-        "losses": [loss for loss, _ in steps], "norms": [norm for _, norm in steps], "merged": merged, "said": (before, after),
-        "uninterrupted": uninterrupted, "loaded": loaded, "resumed": resumed, "resumed_step": resumed_step,
-    }  # fmt: skip
+        "losses": [loss for loss, _ in steps],
+        "norms": [norm for _, norm in steps],
+        "merged": merged,
+        "said": (before, after),
+        "uninterrupted": uninterrupted,
+        "loaded": loaded,
+        "resumed": resumed,
+        "resumed_step": resumed_step,
+    }
 
 
 def said(made: StrategyBase, model: nn.Module) -> list[tuple[list[int], list[float]]]:

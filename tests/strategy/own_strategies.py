@@ -11,7 +11,9 @@ from lightrft.strategy import FSDPStrategy, StrategyBase
 
 
 class DataParallelStrategy(StrategyBase):
-    """Plain data parallelism: every rank has the whole model; gradients are summed once per optimizer step."""
+    """Plain data parallelism: every rank has the whole model; gradients are summed once per
+    optimizer step.
+    """
 
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
         module.to(self.device)
@@ -22,10 +24,14 @@ class DataParallelStrategy(StrategyBase):
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
         loss.backward()
         if last and self.mesh.world.size > 1:
-            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            gradients = [
+                parameter.grad for parameter in model.parameters() if parameter.grad is not None
+            ]
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(flat)
-            for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+            for gradient, total in zip(
+                gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
+            ):
                 gradient.copy_(total.view_as(gradient))
 
 

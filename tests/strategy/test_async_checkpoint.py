@@ -1,4 +1,6 @@
-"""A checkpoint that is written while training goes on holds what there was when it was asked for."""
+"""A checkpoint that is written while training goes on holds what there was when it was asked
+for.
+"""
 
 import threading
 from pathlib import Path
@@ -18,7 +20,8 @@ class Gate:
     """Holds up the writing of tensors in this process until it is opened."""
 
     def __init__(self):
-        self.opened, self.reached = threading.Event(), threading.Event()
+        self.opened = threading.Event()
+        self.reached = threading.Event()
         write = manager._Writer.write_data
 
         def wait_and_write(*args):
@@ -30,17 +33,27 @@ class Gate:
 
 
 def trains_meanwhile(folder: str, root: Path, args: dict):
-    run, gate = Run(folder, root, **args).steps(0, 2), Gate()
+    run = Run(folder, root, **args).steps(0, 2)
+    gate = Gate()
     expected = run.state()
     run.save("two", async_save=True)
     run.steps(2, 4)
-    assert gate.reached.wait(60) and not run.strategy.finish_ckpt(wait=False) and not (root / "two").exists()
+    assert (
+        gate.reached.wait(60)
+        and not run.strategy.finish_ckpt(wait=False)
+        and not (root / "two").exists()
+    )
     gate.opened.set()
     assert run.strategy.finish_ckpt() and run.strategy.finish_ckpt(wait=False)
     other = Run(folder, root, **args)
     assert other.load() == (root / "two", {"tag": "two"})
     found = other.state()
-    return [name for name in expected if not torch.equal(found[name], expected[name])], run.metrics, other.steps(2, 4).metrics
+
+    return (
+        [name for name in expected if not torch.equal(found[name], expected[name])],
+        run.metrics,
+        other.steps(2, 4).metrics,
+    )
 
 
 def uninterrupted(folder: str, root: Path, args: dict):
@@ -51,13 +64,16 @@ def uninterrupted(folder: str, root: Path, args: dict):
 @pytest.mark.parametrize("args", [{}, {"tp_size": 2}])
 def test_what_is_written_is_what_was_there_and_training_is_not_disturbed(folder, root, args):
     expected = run_ranks(2, uninterrupted, folder, root, args)
-    for (wrong, metrics, resumed), whole in zip(run_ranks(2, trains_meanwhile, folder, root, args), expected, strict=True):
+    for (wrong, metrics, resumed), whole in zip(
+        run_ranks(2, trains_meanwhile, folder, root, args), expected, strict=True
+    ):
         assert wrong == [] and metrics == whole and resumed == whole[2:]
 
 
 def one_after_the_other(folder: str, root: Path):
     """The second save waits for the first; so does loading, and the end."""
-    run, gate = Run(folder, root), Gate()
+    run = Run(folder, root)
+    gate = Gate()
     run.save("first", async_save=True)
     threading.Timer(0.3, gate.opened.set).start()
     run.save("second", async_save=True)
@@ -67,6 +83,7 @@ def one_after_the_other(folder: str, root: Path):
     run.save("third", async_save=True)
     threading.Timer(0.3, gate.opened.set).start()
     run.strategy.close()
+
     return there + [(root / "third" / "manifest.json").is_file(), (root / "latest").read_text()]
 
 
@@ -75,9 +92,15 @@ def test_a_save_is_finished_before_the_next_one_and_before_the_end(folder, root)
 
 
 def waits_for_room(folder: str, root: Path):
-    """Is a checkpoint there when save() returns, if the second rank sees a little more, or less, than twice the copies?"""
-    run, gate, found = Run(folder, root).steps(0, 1), Gate(), []
-    copies = 3 * 4 * sum(parameter.numel() for parameter in run.model.parameters())  # with two moments, on both ranks of the host
+    """Is a checkpoint there when save() returns, if the second rank sees a little more, or less,
+    than twice the copies?
+    """
+    run = Run(folder, root).steps(0, 1)
+    gate = Gate()
+
+    found = []
+    # with two moments, on both ranks of the host
+    copies = 3 * 4 * sum(parameter.numel() for parameter in run.model.parameters())
     for name, share in (("more", 2.1), ("less", 1.9)):
         free = share * copies if run.strategy.get_rank() == 1 else 1e12
         checkpoints.free_host_memory = lambda free=free: free
@@ -86,6 +109,7 @@ def waits_for_room(folder: str, root: Path):
         run.save(name, async_save=True)
         found.append((root / name / "manifest.json").is_file())
         run.strategy.finish_ckpt()
+
     return found
 
 
@@ -94,20 +118,24 @@ def test_training_waits_if_a_host_has_no_room_for_copies(folder, root):
 
 
 def fails_on_one_rank(folder: str, root: Path):
-    run, gate = Run(folder, root), Gate()
+    run = Run(folder, root)
+    gate = Gate()
     run.save("good", async_save=True)
     gate.opened.set()
     run.strategy.finish_ckpt()
     if run.strategy.get_rank() == 1:
         fill_the_disk(100_000)
     run.save("bad", async_save=True)
+
     with pytest.raises(CheckpointError, match="bad could not be written: rank 1: OSError") as error:
         while not run.strategy.finish_ckpt(wait=False):
             pass
+
     fill_the_disk(-1)
     left = sorted(path.name for path in root.iterdir())
     run.save("again", async_save=True)
     run.strategy.finish_ckpt()
+
     return str(error.value), left, run.load()[0].name
 
 

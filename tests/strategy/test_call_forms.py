@@ -1,5 +1,6 @@
-"""Why: code written for opendilab/LightRFT's StrategyBase calls it in these forms; each must do what it means there."""
-
+"""Why: code written for opendilab/LightRFT's StrategyBase calls it in these forms; each must do
+what it means there.
+"""
 
 from argparse import Namespace
 
@@ -19,16 +20,27 @@ from strategy.training import load, rows, share_of_loss, strategy, tokens_learne
 @pytest.mark.parametrize(
     ("parameters", "sampling"),
     [
-        ({"temperature": 0.7, "max_new_tokens": 9, "top_k": -1}, Sampling(temperature=0.7, max_tokens=9, seed=5)),
-        ({"max_tokens": 9, "stop": "a", "skip_special_tokens": False, "min_p": 0.0}, Sampling(max_tokens=9, stop=("a",), seed=5)),
-        ({"n": 2, "seed": 3, "stop_token_ids": [7], "repetition_penalty": 1.0}, Sampling(n=2, seed=3, stop_token_ids=(7,))),
+        (
+            {"temperature": 0.7, "max_new_tokens": 9, "top_k": -1},
+            Sampling(temperature=0.7, max_tokens=9, seed=5),
+        ),
+        (
+            {"max_tokens": 9, "stop": "a", "skip_special_tokens": False, "min_p": 0.0},
+            Sampling(max_tokens=9, stop=("a",), seed=5),
+        ),
+        (
+            {"n": 2, "seed": 3, "stop_token_ids": [7], "repetition_penalty": 1.0},
+            Sampling(n=2, seed=3, stop_token_ids=(7,)),
+        ),
     ],
 )
 def test_sampling_parameters_as_a_dictionary(parameters, sampling):
     assert sampling_from_dict(parameters, seed=5) == sampling
 
 
-@pytest.mark.parametrize("parameters", [{"min_p": 0.1}, {"temprature": 1.0}, {"repetition_penalty": 1.2}])
+@pytest.mark.parametrize(
+    "parameters", [{"min_p": 0.1}, {"temprature": 1.0}, {"repetition_penalty": 1.2}]
+)
 def test_parameters_that_no_engine_here_has_are_refused(parameters):
     with pytest.raises(ValueError, match="cannot sample with"):
         sampling_from_dict(parameters, seed=5)
@@ -48,7 +60,11 @@ def seed_calls(folder: str, out: str) -> dict:
     outputs = made.gather_and_generate(parameters, PROMPTS, texts, None, False)
     awake = made.inference_engine_status
     greedy = made.gather_and_generate(Sampling(temperature=0.0, max_tokens=4), PROMPTS)
-    drawn = [made.gather_and_generate({"max_new_tokens": 6}, all_prompt_token_ids=PROMPTS[:1])[0] for _ in range(2)]
+
+    drawn = [
+        made.gather_and_generate({"max_new_tokens": 6}, all_prompt_token_ids=PROMPTS[:1])[0]
+        for _ in range(2)
+    ]
     loader = made.setup_dataloader(list(range(8)), 2, False, False, None, True)
     named = made.setup_dataloader(replay_buffer=list(range(8)), batch_size=2, shuffle=False)
     made.maybe_offload_optimizer(optimizer)
@@ -60,7 +76,8 @@ def seed_calls(folder: str, out: str) -> dict:
     found = {
         "before": before,
         "prompts": [output.prompt_token_ids for output in outputs],
-        "same": [output.output_token_ids for output in outputs] == [samples[0].token_ids for samples in greedy],
+        "same": [output.output_token_ids for output in outputs]
+        == [samples[0].token_ids for samples in greedy],
         "status": (awake, made.inference_engine_status, made.inference_engine_type),
         "engine": made.inference_engine is made.engine,
         "drawn": [one.output_token_ids for one in drawn],
@@ -69,9 +86,12 @@ def seed_calls(folder: str, out: str) -> dict:
         "paths": [path.name for path in paths],
         "rank 0": (StrategyBase.is_rank_0(), StrategyBase.get_rank()),
         "memory": sorted(StrategyBase.report_memory("after")),
-        "groups": [None if group is None else dist.get_process_group_ranks(group) for group in groups],
+        "groups": [
+            None if group is None else dist.get_process_group_ranks(group) for group in groups
+        ],
     }
     made.close()
+
     return found
 
 
@@ -83,7 +103,9 @@ def found(folder, tmp_path_factory):
 def test_generation_in_the_seeds_forms(found):
     for one in found:
         assert one["before"] == (None, EngineStatus.SLEEPED) and one["engine"]
-        assert one["prompts"] == PROMPTS and one["same"], "ids are read where no prompt has media, and results know their prompt"
+        assert one["prompts"] == PROMPTS and one["same"], (
+            "ids are read where no prompt has media, and results know their prompt"
+        )
         assert one["status"] == (EngineStatus.WAKEUP, EngineStatus.SLEEPED, "hf")
         assert one["drawn"][0] != one["drawn"][1], "a call without a seed draws anew"
 
@@ -92,13 +114,21 @@ def test_positions_and_defaults_of_the_seed(found):
     for rank, one in enumerate(found):
         assert one["loader"] == one["named"] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]][rank]
         assert one["paths"] == ["save1", "save2"]
-        assert one["rank 0"] == (rank == 0, rank) and one["memory"] == ["memory/in_use_gb", "memory/peak_gb"]
+        assert one["rank 0"] == (rank == 0, rank) and one["memory"] == [
+            "memory/in_use_gb",
+            "memory/peak_gb",
+        ]
         assert one["groups"] == [None, [0, 1], None]
 
 
 def test_the_configuration_under_its_name_in_lightrft():
     made = StrategyConfig(bf16=True, actor_learning_rate=2e-6, mine=3)
-    assert (made.bf16, made.actor_learning_rate, made.learning_rate, made.mine) == (True, 2e-6, 2e-6, 3)
+    assert (made.bf16, made.actor_learning_rate, made.learning_rate, made.mine) == (
+        True,
+        2e-6,
+        2e-6,
+        3,
+    )
     assert StrategyConfig.from_args(Namespace(bf16=True, mine=3)).extra_args == {"mine": 3}
 
 
@@ -114,8 +144,14 @@ def test_objects_that_are_not_needed_say_what_does_their_work(name):
 
 def groups_of_a_shared_engine(folder: str) -> list:
     made = strategy(engine_tp_size=2, sp_size=2, pretrain=folder)
-    return [None if group is None else dist.get_process_group_ranks(group)
-            for group in (made.engine_mp_group, made.engine_dp_group, made.get_sequence_parallel_group())]  # fmt: skip
+    return [
+        None if group is None else dist.get_process_group_ranks(group)
+        for group in (
+            made.engine_mp_group,
+            made.engine_dp_group,
+            made.get_sequence_parallel_group(),
+        )
+    ]
 
 
 def test_groups_of_engines_and_sequences(folder):
@@ -135,7 +171,9 @@ def plain_module_under_sequence_parallelism(folder: str) -> float:
 def test_a_module_of_the_users_own_is_computed_whole_on_each_rank_of_a_sequence(folder):
     model = load(folder)
     share_of_loss(model, rows(), tokens_learned(rows())).backward()
-    expected = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
-    assert run_ranks(2, plain_module_under_sequence_parallelism, folder) == pytest.approx([expected] * 2, rel=1e-5)
-
-
+    expected = float(
+        torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    )
+    assert run_ranks(2, plain_module_under_sequence_parallelism, folder) == pytest.approx(
+        [expected] * 2, rel=1e-5
+    )

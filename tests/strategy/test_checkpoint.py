@@ -20,29 +20,50 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from lightrft.checkpoint.reader import CheckpointReader
 from lightrft.checkpoint.zero_fragment import SavePlanner
 from ranks import run_cases, run_ranks, run_refusals, whole
-from strategy.training import distance, fill_the_disk, load, my_rows, one_step, share_of_loss, snapshot, strategy
+from strategy.training import (
+    distance,
+    fill_the_disk,
+    load,
+    my_rows,
+    one_step,
+    share_of_loss,
+    snapshot,
+    strategy,
+)
 
 
 class Run:
-    """A model in training, as a trainer would hold it. The dropout-like noise makes resumed random states visible."""
+    """A model in training, as a trainer would hold it.
+
+    The dropout-like noise makes resumed random states visible.
+    """
 
     def __init__(self, folder: str, root: Path, **args):
-        self.strategy, self.root = strategy(**args), root
+        self.strategy = strategy(**args)
+        self.root = root
         model = load(folder)
         optimizer = self.strategy.create_optimizer(model, lr=1e-3, weight_decay=0.1)
         scheduler = self.strategy.create_scheduler(optimizer, "cosine", 2, 8)
-        self.model, self.optimizer, self.scheduler = self.strategy.prepare((model, optimizer, scheduler))
+        self.model, self.optimizer, self.scheduler = self.strategy.prepare(
+            (model, optimizer, scheduler)
+        )
         self.metrics: list[tuple] = []
 
     def steps(self, first: int, last: int) -> "Run":
         for step in range(first, last):
-            loss, norm, _ = one_step(self.strategy, self.model, self.optimizer, step, scheduler=self.scheduler)
+            loss, norm, _ = one_step(
+                self.strategy, self.model, self.optimizer, step, scheduler=self.scheduler
+            )
             noise = (random.random(), np.random.rand(), torch.rand(1).item())
             self.metrics.append((loss, norm, self.optimizer.param_groups[0]["lr"], *noise))
         return self
 
     def save(self, tag: str, **options):
-        options = {"client_state": {"tag": tag}, "optimizer": self.optimizer, "scheduler": self.scheduler} | options
+        options = {
+            "client_state": {"tag": tag},
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+        } | options
         return self.strategy.save_ckpt(self.model, self.root, tag, **options)
 
     def load(self, **options):
@@ -91,7 +112,9 @@ def interrupted(folder, root):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_resumed_run_is_bit_identical(folder, root, world_size):
-    for (whole_metrics, whole_state), (metrics, state) in run_ranks(world_size, interrupted, folder, root):
+    for (whole_metrics, whole_state), (metrics, state) in run_ranks(
+        world_size, interrupted, folder, root
+    ):
         assert metrics == whole_metrics[2:]
         assert state.keys() == whole_state.keys()
         assert all(torch.equal(state[name], whole_state[name]) for name in state)
@@ -103,7 +126,8 @@ def skipped_once(folder, root):
     run.strategy.backward(loss, run.model, run.optimizer)
     run.strategy.optimizer_step(run.optimizer, run.model, run.scheduler)
     run.save("step2")
-    resumed, module_only = Run(folder, root), Run(folder, root)
+    resumed = Run(folder, root)
+    module_only = Run(folder, root)
     assert resumed.load()[1] == {"tag": "step2"}, "the caller's own, and nothing else"
     module_only.load(load_module_only=True)
     return [each.strategy.skipped_steps for each in (run, resumed, module_only)]
@@ -121,6 +145,7 @@ def test_tied_model_resumes(tied_folder, root):
 
 def never_touched(folder, root):
     """A parameter that gets no gradient has no optimizer state, before and after."""
+
     def model():
         made = strategy()
         module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
@@ -152,7 +177,12 @@ def module_only(folder, root):
     torch.manual_seed(7)
     expected = torch.rand(1, generator=torch.Generator().manual_seed(7))
     other.load(load_module_only=True)
-    return distance(snapshot(other.strategy, other.model), saved), len(other.optimizer.state), torch.rand(1) == expected
+
+    return (
+        distance(snapshot(other.strategy, other.model), saved),
+        len(other.optimizer.state),
+        torch.rand(1) == expected,
+    )
 
 
 def test_load_module_only_leaves_the_rest(folder, root):
@@ -219,10 +249,15 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(folder,
 
 
 def test_the_newest_is_found_whatever_latest_says_and_any_by_its_name(folder, saved, tmp_path):
-    roots = {latest: Path(shutil.copytree(saved, tmp_path / str(latest))) for latest in ("b", "gone", None)}
+    roots = {
+        latest: Path(shutil.copytree(saved, tmp_path / str(latest)))
+        for latest in ("b", "gone", None)
+    }
     for latest, root in roots.items():
         (root / "latest").write_text(latest) if latest else (root / "latest").unlink()
-    cases = {latest: (folder, root) for latest, root in roots.items()} | {"by name": (folder, saved, {"tag": "a"})}
+    cases = {latest: (folder, root) for latest, root in roots.items()} | {
+        "by name": (folder, saved, {"tag": "a"})
+    }
     found = {case: results[0][:2] for case, results in run_cases(1, load_messages, cases).items()}
     assert found.pop("by name") == ("a", {"tag": "a"})
     assert found == dict.fromkeys(roots, ("c", {"tag": "c"}))
@@ -230,8 +265,13 @@ def test_the_newest_is_found_whatever_latest_says_and_any_by_its_name(folder, sa
 
 def test_a_damaged_or_missing_tag_is_an_error(folder, three):
     truncate(three / "c" / "state.json")
-    problems = {"c": "checkpoint .*c is damaged: state.json has", "d": "d is not a complete checkpoint"}
-    refusals = run_refusals(2, load_messages, {tag: (folder, three, {"tag": tag}) for tag in problems})
+    problems = {
+        "c": "checkpoint .*c is damaged: state.json has",
+        "d": "d is not a complete checkpoint",
+    }
+    refusals = run_refusals(
+        2, load_messages, {tag: (folder, three, {"tag": tag}) for tag in problems}
+    )
     assert all(re.search(problems[tag], text) for tag, texts in refusals.items() for text in texts)
 
 
@@ -251,12 +291,17 @@ def test_a_checkpoint_without_latest_is_loaded_by_tag_only(folder, root):
 
 
 OTHER_MODELS = {
-    r"6 tensors have another shape; .*down_proj.weight is \[64, 192\] in the checkpoint and \[64, 160\] in the model":
-        {"intermediate_size": 160},
-    "8 tensors of the model are not in it, the first is model.layers.0.self_attn.k_proj.bias": {"attention_bias": True},
-    "11 tensors in it are not in the model, the first is model.layers.1.":
-        {"layer_types": ["full_attention"], "num_hidden_layers": 1},
-}  # fmt: skip
+    r"6 tensors have another shape; .*down_proj.weight is \[64, 192\] in the checkpoint and \[64, 160\] in the model": {
+        "intermediate_size": 160
+    },
+    "8 tensors of the model are not in it, the first is model.layers.0.self_attn.k_proj.bias": {
+        "attention_bias": True
+    },
+    "11 tensors in it are not in the model, the first is model.layers.1.": {
+        "layer_types": ["full_attention"],
+        "num_hidden_layers": 1,
+    },
+}
 
 
 def test_a_checkpoint_of_another_model_is_an_error(folder, saved, tmp_path):
@@ -266,8 +311,12 @@ def test_a_checkpoint_of_another_model_is_an_error(folder, saved, tmp_path):
         config.update(change)
         Qwen3ForCausalLM(config).save_pretrained(tmp_path / str(number))
         cases[says] = str(tmp_path / str(number)), saved
+
     for says, refusals in run_refusals(2, load_messages, cases).items():
-        assert all(re.search(rf"{saved / 'c'} could not be loaded: rank 0: .*{says}", text) for text in refusals)
+        assert all(
+            re.search(rf"{saved / 'c'} could not be loaded: rank 0: .*{says}", text)
+            for text in refusals
+        )
 
 
 # -- checkpoints that were prepared to run code
@@ -295,8 +344,14 @@ def in_a_plain_value(folder: Path, bomb: Bomb) -> None:
     content = io.BytesIO()
     torch.save({"betas": bomb}, content)
     file = folder / "__0_0.distcp"
-    place = next(place for index, place in metadata.storage_data.items() if index.fqn.endswith("param_groups.0.betas"))
-    place.relative_path, place.offset, place.length = file.name, file.stat().st_size, len(content.getvalue())
+    place = next(
+        place
+        for index, place in metadata.storage_data.items()
+        if index.fqn.endswith("param_groups.0.betas")
+    )
+    place.relative_path = file.name
+    place.offset = file.stat().st_size
+    place.length = len(content.getvalue())
     with file.open("ab") as tensors:
         tensors.write(content.getvalue())
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -310,12 +365,18 @@ def in_the_file(name: str):
 
 
 def test_no_checkpoint_runs_code(folder, saved, tmp_path):
-    marker, problems = tmp_path / "marker", {}
-    for number, (put, says) in enumerate([
-        (in_the_index, "its index names pathlib.Path.write_text, which could execute code"),
-        (in_a_plain_value, "Weights only load failed"),
-        *((in_the_file(name), "Weights only load failed") for name in ("schedulers.pt", "parts.pt", "random_00000.pt")),
-    ]):  # fmt: skip
+    marker = tmp_path / "marker"
+    problems = {}
+    for number, (put, says) in enumerate(
+        [
+            (in_the_index, "its index names pathlib.Path.write_text, which could execute code"),
+            (in_a_plain_value, "Weights only load failed"),
+            *(
+                (in_the_file(name), "Weights only load failed")
+                for name in ("schedulers.pt", "parts.pt", "random_00000.pt")
+            ),
+        ]
+    ):
         newest = Path(shutil.copytree(saved, tmp_path / str(number))) / "c"
         problems[newest] = says
         put(newest, Bomb(marker))
@@ -324,10 +385,17 @@ def test_no_checkpoint_runs_code(folder, saved, tmp_path):
             data = (newest / name).read_bytes()
             content["files"][name] = [len(data), zlib.crc32(data)]
         (newest / "manifest.json").write_text(json.dumps(content))
+
     assert not marker.exists()
-    refusals = run_refusals(2, load_messages, {newest: (folder, newest.parent) for newest in problems})
+    refusals = run_refusals(
+        2, load_messages, {newest: (folder, newest.parent) for newest in problems}
+    )
     for newest, says in problems.items():
-        assert all(re.search(rf"{newest} could not be loaded: rank \d: .*{says}", text) for text in refusals[newest])
+        assert all(
+            re.search(rf"{newest} could not be loaded: rank \d: .*{says}", text)
+            for text in refusals[newest]
+        )
+
     assert not marker.exists()
 
 
@@ -343,26 +411,41 @@ class Attribute:
     """Pickled as Python 3.11.0 to 3.11.3 pickle a member of an enum."""
 
     def __init__(self, owner: type, name: str):
-        self.owner, self.name = owner, name
+        self.owner = owner
+        self.name = name
 
     def __reduce__(self):
         return getattr, (self.owner, self.name)
 
 
 def test_an_index_of_python_3_11_2_is_read_but_no_other_attribute(three):
-    metadata, index = dcp.FileSystemReader(three / "c").read_metadata(), three / "c" / ".metadata"
-    stored = next(each for each in metadata.state_dict_metadata.values() if isinstance(each, TensorStorageMetadata))
+    metadata = dcp.FileSystemReader(three / "c").read_metadata()
+    index = three / "c" / ".metadata"
+    stored = next(
+        each
+        for each in metadata.state_dict_metadata.values()
+        if isinstance(each, TensorStorageMetadata)
+    )
+
     plain = stored.properties.__getstate__()
-    for owner, name in ((type(plain[3]), plain[3].name), (TensorStorageMetadata, "__init__"), (type(plain[3]), "mro")):
+    for owner, name in (
+        (type(plain[3]), plain[3].name),
+        (TensorStorageMetadata, "__init__"),
+        (type(plain[3]), "mro"),
+    ):
         with pytest.MonkeyPatch.context() as patch:
             state = (*plain[:3], Attribute(owner, name), *plain[4:])
             patch.setattr(TensorProperties, "__getstate__", lambda self, state=state: state)
             index.write_bytes(pickle.dumps(metadata))
+
         if name == plain[3].name:
             read = CheckpointReader(three / "c").read_metadata()
             assert read.state_dict_metadata == metadata.state_dict_metadata
         else:
-            with pytest.raises(pickle.UnpicklingError, match=f"its index asks for {name} of .*, which could execute code"):
+            with pytest.raises(
+                pickle.UnpicklingError,
+                match=f"its index asks for {name} of .*, which could execute code",
+            ):
                 CheckpointReader(three / "c").read_metadata()
 
 
@@ -376,16 +459,19 @@ def disk_full(folder, root, bad_rank, limit):
     run.steps(1, 2)
     if run.strategy.get_rank() == bad_rank:
         fill_the_disk(limit)
+
     try:
         run.save("bad")
         raised = ""
     except RuntimeError as error:
         raised = str(error)
+
     fill_the_disk(resource.RLIM_INFINITY)
     left = sorted(path.name for path in root.iterdir())
     path, _ = run.load()
     found = distance(snapshot(run.strategy, run.model), before)
     run.save("again")
+
     return raised, left, path.name, found, sorted(path.name for path in root.iterdir())
 
 
@@ -397,13 +483,18 @@ def test_a_full_disk_leaves_the_checkpoint_before(folder, tmp_path):
     for (bad_rank, limit), results in found.items():
         assert results[0] == results[1]
         raised, left, path, distance_to_good, finally_there = results[0]
-        assert f"{roots[bad_rank, limit] / 'bad'} could not be written: rank {bad_rank}: OSError: [Errno 27]" in raised
+        assert (
+            f"{roots[bad_rank, limit] / 'bad'} could not be written: rank {bad_rank}: OSError:"
+            " [Errno 27]" in raised
+        )
         assert (left, path, distance_to_good) == (["good", "latest"], "good", 0.0)
         assert finally_there == ["again", "good", "latest"]
 
 
 def repeated(folder, tied_folder, root):
-    """How many global plans this rank made for checkpoints of a model, of another one, and after one that failed."""
+    """How many global plans this rank made for checkpoints of a model, of another one, and after
+    one that failed.
+    """
     made = 0
 
     def counted(planner, plans, make=DefaultSavePlanner._create_global_plan):
@@ -418,8 +509,14 @@ def repeated(folder, tied_folder, root):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DefaultSavePlanner, "_create_global_plan", counted)
-        run, other = Run(folder, root), Run(tied_folder, root / "other")
-        counts = [save(run.steps(0, 1), "one"), save(run.steps(1, 2), "two"), save(other.steps(0, 1), "one"), save(run, "again")]
+        run = Run(folder, root)
+        other = Run(tied_folder, root / "other")
+        counts = [
+            save(run.steps(0, 1), "one"),
+            save(run.steps(1, 2), "two"),
+            save(other.steps(0, 1), "one"),
+            save(run, "again"),
+        ]
         if run.strategy.get_rank() == 1:
             fill_the_disk(1_000)
         with pytest.raises(RuntimeError, match="could not be written"):
@@ -429,15 +526,22 @@ def repeated(folder, tied_folder, root):
         known = [run.state(), other.state()]
         run.steps(3, 4).load(tag="last")
         other.steps(1, 2).load(tag="one")
-    return counts, [distance(each.state(), before) for each, before in zip((run, other), known, strict=True)]
+
+    return counts, [
+        distance(each.state(), before) for each, before in zip((run, other), known, strict=True)
+    ]
 
 
 @pytest.mark.slow
 def test_a_plan_is_used_for_all_checkpoints_with_the_same_tensors(folder, tied_folder, root):
     """That of one rank, which this process made and the ranks inherit, is no plan of theirs."""
-    dcp.save({"one": torch.ones(2)}, checkpoint_id=root / "alone", planner=SavePlanner(1), no_dist=True)
+    dcp.save(
+        {"one": torch.ones(2)}, checkpoint_id=root / "alone", planner=SavePlanner(1), no_dist=True
+    )
     (counts, changes), (of_rank_1, others) = run_ranks(2, repeated, folder, tied_folder, root)
-    assert counts == [1, 0, 1, 1, 1, 0] and of_rank_1 == [0] * 6, "another model and a failure need another plan"
+    assert counts == [1, 0, 1, 1, 1, 0] and of_rank_1 == [0] * 6, (
+        "another model and a failure need another plan"
+    )
     assert changes == others == [0.0, 0.0]
 
 
@@ -449,7 +553,9 @@ def leftovers(folder, root):
     run.steps(0, 1).save("a")
     tag_again = snapshot(run.strategy, run.model)
     run.steps(1, 2).load()
-    return sorted(path.name for path in root.iterdir()), distance(snapshot(run.strategy, run.model), tag_again)
+    return sorted(path.name for path in root.iterdir()), distance(
+        snapshot(run.strategy, run.model), tag_again
+    )
 
 
 def test_half_written_folders_go_and_a_tag_can_be_written_again(folder, root):
@@ -470,8 +576,15 @@ def test_rotates_by_count(folder, root):
 
 def test_rotates_by_size_and_the_newest_stays(folder, tmp_path):
     size_of_one = 2.4e6 / 1e9
-    assert run_ranks(1, rotation, folder, tmp_path / "two", 9, 2.5 * size_of_one)[0] == ["mine", "step2", "step3"]
-    assert run_ranks(1, rotation, folder, tmp_path / "one", 9, 0.1 * size_of_one)[0] == ["mine", "step3"]
+    assert run_ranks(1, rotation, folder, tmp_path / "two", 9, 2.5 * size_of_one)[0] == [
+        "mine",
+        "step2",
+        "step3",
+    ]
+    assert run_ranks(1, rotation, folder, tmp_path / "one", 9, 0.1 * size_of_one)[0] == [
+        "mine",
+        "step3",
+    ]
 
 
 def failed_rotation(folder, root):
@@ -490,5 +603,7 @@ def test_nothing_is_removed_before_the_new_one_is_there(folder, root):
 
 def test_manifest_lists_every_other_file(folder, three):
     manifest = json.loads((three / "c" / "manifest.json").read_text())
-    assert set(manifest["files"]) == {path.name for path in (three / "c").iterdir()} - {"manifest.json"}
+    assert set(manifest["files"]) == {path.name for path in (three / "c").iterdir()} - {
+        "manifest.json"
+    }
     assert manifest["number"] == 3 and manifest["world_size"] == 2

@@ -1,4 +1,6 @@
-"""Several models, parts with a state of their own, counters and the engine: what a checkpoint holds besides one model."""
+"""Several models, parts with a state of their own, counters and the engine: what a checkpoint holds
+besides one model.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,14 @@ from strategy.training import snapshot, strategy
 
 
 class Moments:
-    """A part of somebody's own, as running moments of rewards would be: the same on all ranks after every update."""
+    """A part of somebody's own, as running moments of rewards would be: the same on all ranks after
+    every update.
+    """
 
     def __init__(self, world: Any):
-        self.world, self.count, self.total = world, 0, torch.zeros(2, dtype=torch.float64)
+        self.world = world
+        self.count = 0
+        self.total = torch.zeros(2, dtype=torch.float64)
         self.history: list[dict[str, Any]] = []
 
     def update(self, value: float) -> None:
@@ -29,52 +35,100 @@ class Moments:
 
     def state_dict(self) -> dict[str, Any]:
         """What differs between ranks is gathered."""
-        return {"count": self.count, "total": self.total, "history": self.world.gather(self.history)}
+        return {
+            "count": self.count,
+            "total": self.total,
+            "history": self.world.gather(self.history),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count, self.total = state["count"], state["total"]
-        self.history = [row for rows in state["history"][self.world.rank :: self.world.size] for row in rows]
+        self.count = state["count"]
+        self.total = state["total"]
+        self.history = [
+            row for rows in state["history"][self.world.rank :: self.world.size] for row in rows
+        ]
 
 
 class PPO:
-    """Actor, critic and a moving average, two of which learn, each by an optimizer and a schedule of its own."""
+    """Actor, critic and a moving average, two of which learn, each by an optimizer and a schedule
+    of its own.
+    """
 
     def __init__(self, folder: str, **args: Any):
         self.strategy = strategy(**args)
         section = ModelSection(pretrain=folder)
         torch.manual_seed(1)
-        self.actor, self.critic, self.ema = Actor(load_model(section)), Scorer(load_scorer(section)), Actor(load_model(section))
+        self.actor = Actor(load_model(section))
+        self.critic = Scorer(load_scorer(section))
+        self.ema = Actor(load_model(section))
         self.ema.requires_grad_(False)
-        self.optimizers = [self.strategy.create_optimizer(model, lr) for model, lr in ((self.actor, 1e-3), (self.critic, 3e-3))]
-        schedulers = [self.strategy.create_scheduler(optimizer, "cosine", 1, steps) for optimizer, steps in
-                      zip(self.optimizers, (6, 9), strict=True)]
+        self.optimizers = [
+            self.strategy.create_optimizer(model, lr)
+            for model, lr in ((self.actor, 1e-3), (self.critic, 3e-3))
+        ]
+
+        schedulers = [
+            self.strategy.create_scheduler(optimizer, "cosine", 1, steps)
+            for optimizer, steps in zip(self.optimizers, (6, 9), strict=True)
+        ]
         self.strategy.prepare(
-            (self.actor, self.optimizers[0], schedulers[0]), (self.critic, self.optimizers[1], schedulers[1]), self.ema
+            (self.actor, self.optimizers[0], schedulers[0]),
+            (self.critic, self.optimizers[1], schedulers[1]),
+            self.ema,
         )
-        self.schedulers, self.moments = schedulers, Moments(self.strategy.mesh.world)
-        self.models = {"actor": self.actor, "critic": (self.critic, self.optimizers[1], schedulers[1]), "ema": self.ema}
+        self.schedulers = schedulers
+        self.moments = Moments(self.strategy.mesh.world)
+        self.models = {
+            "actor": self.actor,
+            "critic": (self.critic, self.optimizers[1], schedulers[1]),
+            "ema": self.ema,
+        }
 
     def steps(self, first: int, last: int) -> list[float]:
         losses = []
         for step in range(first, last):
             generator = torch.Generator().manual_seed(step)
-            batch = Batch(lengths=torch.tensor([7, 4]), input_ids=torch.randint(0, 256, (11,), generator=generator),
-                          loss_mask=torch.ones(11, dtype=torch.bool), rows=torch.arange(2))
-            for model, optimizer, scheduler in zip((self.actor, self.critic), self.optimizers, self.schedulers, strict=True):
-                loss = -self.actor(batch, 1.0)[0].sum() if model is self.actor else (self.critic(batch) - 1).square().sum()
+            batch = Batch(
+                lengths=torch.tensor([7, 4]),
+                input_ids=torch.randint(0, 256, (11,), generator=generator),
+                loss_mask=torch.ones(11, dtype=torch.bool),
+                rows=torch.arange(2),
+            )
+
+            for model, optimizer, scheduler in zip(
+                (self.actor, self.critic), self.optimizers, self.schedulers, strict=True
+            ):
+                loss = (
+                    -self.actor(batch, 1.0)[0].sum()
+                    if model is self.actor
+                    else (self.critic(batch) - 1).square().sum()
+                )
                 self.strategy.backward(loss / self.strategy.mesh.world.size, model, optimizer)
                 norm = self.strategy.optimizer_step(optimizer, model, scheduler)
-                losses += [self.strategy.all_reduce(loss.item()), norm.item(), scheduler.get_last_lr()[0]]
+                losses += [
+                    self.strategy.all_reduce(loss.item()),
+                    norm.item(),
+                    scheduler.get_last_lr()[0],
+                ]
+
             with torch.no_grad():
-                for mine, theirs in zip(self.ema.parameters(), self.actor.parameters(), strict=True):
+                for mine, theirs in zip(
+                    self.ema.parameters(), self.actor.parameters(), strict=True
+                ):
                     mine.lerp_(theirs, 0.1)
+
             self.moments.update(losses[0])
+
         return losses
 
     def state(self) -> dict[str, torch.Tensor]:
         models = {"actor": self.actor, "critic": self.critic, "ema": self.ema}
         whole = {name: snapshot(self.strategy, model) for name, model in models.items()}
-        return {f"{name}.{key}": tensor for name, tensors in whole.items() for key, tensor in tensors.items()}
+        return {
+            f"{name}.{key}": tensor
+            for name, tensors in whole.items()
+            for key, tensor in tensors.items()
+        }
 
 
 def trained(folder: str, root: Path):
@@ -104,12 +158,18 @@ def test_models_parts_and_counters_come_back(folder, saved, world_size):
     root, (expected, total, losses) = saved
     results = run_ranks(world_size, resumed, folder, root)
     for state, (count, found_total, history), skipped, found_losses in results:
-        assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
-        assert any(name.startswith("critic.score") for name in state) and len({name.split(".")[0] for name in state}) == 3
+        assert state.keys() == expected.keys() and all(
+            torch.equal(state[name], expected[name]) for name in expected
+        )
+        assert (
+            any(name.startswith("critic.score") for name in state)
+            and len({name.split(".")[0] for name in state}) == 3
+        )
         assert count == 4 and torch.equal(found_total, total)
         assert all(row["kept"] == (1, None, True) for row in history)
         assert skipped == 3
         assert found_losses == (losses if world_size == 2 else pytest.approx(losses, rel=1e-5))
+
     assert sum(len(moments[2]) for _, moments, *_ in results) == 4
 
 
@@ -119,7 +179,9 @@ def part_of_it(folder: str, root: Path):
     before = run.state()
     run.strategy.load_ckpt({"actor": run.actor}, root, load_module_only=True)
     after = run.state()
-    return {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}, run.strategy.skipped_steps
+    return {
+        name.split(".")[0] for name in before if not torch.equal(before[name], after[name])
+    }, run.strategy.skipped_steps
 
 
 def test_one_of_the_models_can_be_loaded_alone(folder, saved):
@@ -138,7 +200,9 @@ def test_what_is_not_asked_for_is_an_error(folder, saved):
         "critic": "it contains a model for each of: actor, critic, ema; requested are: actor, ema",
         "moments": "it contains a state for each of: moments; requested are: none",
     }
-    refusals = run_refusals(1, without, {missing: (folder, saved[0], missing) for missing in problems})
+    refusals = run_refusals(
+        1, without, {missing: (folder, saved[0], missing) for missing in problems}
+    )
     assert all(problems[missing] in refusals[missing][0] for missing in problems)
 
 
@@ -153,18 +217,28 @@ def unreadable(folder: str, root: Path):
 
 def test_a_state_that_could_not_be_read_back_is_an_error_when_saved(folder, root):
     for message, there in run_ranks(2, unreadable, folder, root):
-        assert "rank 0: TypeError: the state of moments contains objects other than tensors and plain" in message and not there
+        assert (
+            "rank 0: TypeError: the state of moments contains objects other than tensors and plain"
+            in message
+            and not there
+        )
 
 
 def options(folder: str, root: Path):
     """The optimizer, or the schedule, as it is and not as it was."""
     run = PPO(folder)
     run.steps(0, 1)
+
     found = []
     for flag in ("load_optimizer_states", "load_lr_scheduler_states"):
         run.strategy.load_ckpt(run.models, root, parts={"moments": run.moments}, **{flag: False})
-        steps = {state["step"].item() for optimizer in run.optimizers for state in optimizer.state.values()}
+        steps = {
+            state["step"].item()
+            for optimizer in run.optimizers
+            for state in optimizer.state.values()
+        }
         found.append((steps, {scheduler.last_epoch for scheduler in run.schedulers}))
+
     return found
 
 
@@ -179,7 +253,8 @@ def versions(folder: str, root: Path, resume: bool):
     made = strategy(pretrain=folder, engine_type="hf", prompt_max_len=8, generate_max_len=4)
     actor = made.prepare(Actor(load_model(ModelSection(pretrain=folder))))
     made.setup_inference_engine(actor=actor)
-    prompts, sampling = [[1, 2, 3]], Sampling(max_tokens=4, temperature=0.0)
+    prompts = [[1, 2, 3]]
+    sampling = Sampling(max_tokens=4, temperature=0.0)
 
     def generated():
         with made.engine_awake():
@@ -199,7 +274,9 @@ def versions(folder: str, root: Path, resume: bool):
 
 
 def test_the_weight_version_goes_on_and_old_weights_never_generate(folder, root):
-    (version, expected), (found_version, found) = (run_ranks(1, versions, folder, root, resume)[0] for resume in (False, True))
+    (version, expected), (found_version, found) = (
+        run_ranks(1, versions, folder, root, resume)[0] for resume in (False, True)
+    )
     assert version == found_version == 4
     assert found["weight_version"] == expected["weight_version"] == 5
     assert found["output_token_ids"] == expected["output_token_ids"]

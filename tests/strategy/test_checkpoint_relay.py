@@ -1,4 +1,6 @@
-"""One training, handed on from ranks to ranks and from strategy to strategy: it is that of one process without a break."""
+"""One training, handed on from ranks to ranks and from strategy to strategy: it is that of one
+process without a break.
+"""
 
 import pytest
 import torch
@@ -9,13 +11,31 @@ from strategy.training import distance, load, my_rows, rows, share_of_loss, snap
 
 RELAYS = {
     "fewer ranks": [(4, {"fsdp": True}), (2, {"fsdp": True}), (1, {"fsdp": True})],
-    "more ranks": [(1, {"fsdp": True}), (2, {"fsdp": True, "fsdp_cpu_offload": True}), (4, {"fsdp": True, "dp_replicate": 2})],
-    "strategies": [(2, {"fsdp": True}), (2, {"zero_stage": 3, "adam_offload": True, "param_offload": True}),
-                   (1, {"zero_stage": 2}), (2, {"zero_stage": 0}), (2, {"fsdp": True})],
-    "ZeRO": [(4, {"zero_stage": 3}), (2, {"zero_stage": 1}), (1, {"zero_stage": 3}), (2, {"zero_stage": 2})],
-    "bfloat16": [(2, {"fsdp": True, "bf16": True}), (2, {"zero_stage": 2, "bf16": True}), (1, {"zero_stage": 3, "bf16": True}),
-                 (2, {"fsdp": True, "bf16": True})],
-}  # fmt: skip
+    "more ranks": [
+        (1, {"fsdp": True}),
+        (2, {"fsdp": True, "fsdp_cpu_offload": True}),
+        (4, {"fsdp": True, "dp_replicate": 2}),
+    ],
+    "strategies": [
+        (2, {"fsdp": True}),
+        (2, {"zero_stage": 3, "adam_offload": True, "param_offload": True}),
+        (1, {"zero_stage": 2}),
+        (2, {"zero_stage": 0}),
+        (2, {"fsdp": True}),
+    ],
+    "ZeRO": [
+        (4, {"zero_stage": 3}),
+        (2, {"zero_stage": 1}),
+        (1, {"zero_stage": 3}),
+        (2, {"zero_stage": 2}),
+    ],
+    "bfloat16": [
+        (2, {"fsdp": True, "bf16": True}),
+        (2, {"zero_stage": 2, "bf16": True}),
+        (1, {"zero_stage": 3, "bf16": True}),
+        (2, {"fsdp": True, "bf16": True}),
+    ],
+}
 
 
 def leg(folder: str, root, args: dict, steps: range):
@@ -27,12 +47,14 @@ def leg(folder: str, root, args: dict, steps: range):
     made.prepare((model, optimizer, scheduler))
     made.load_ckpt(model, root)
     begun_with = snapshot(made, model)
+
     numbers = []
     for step in steps:
         loss = share_of_loss(model, my_rows(made, step), tokens_learned(rows(step)))
         made.backward(loss, model, optimizer)
         norm = made.optimizer_step(optimizer, model, scheduler)
         numbers.append((made.all_reduce(loss.item(), "sum"), norm.item(), scheduler.last_epoch))
+
     made.save_ckpt(model, root, f"step{steps.stop}")
     return numbers, begun_with, snapshot(made, model)
 
@@ -44,13 +66,20 @@ def test_a_relay_is_one_run(folder, tmp_path, relay):
     bf16 = relay == "bfloat16"
     alone = {"fsdp": True, "bf16": bf16}
     expected, _, final = run_ranks(1, leg, folder, tmp_path / "one", alone, range(2 * len(legs)))[0]
-    numbers, before = [], None
+    numbers = []
+
+    before = None
     for index, (world_size, args) in enumerate(legs):
-        results = run_ranks(world_size, leg, folder, tmp_path / "relay", args, range(2 * index, 2 * index + 2))
+        results = run_ranks(
+            world_size, leg, folder, tmp_path / "relay", args, range(2 * index, 2 * index + 2)
+        )
         assert all(result[0] == results[0][0] for result in results)
         if before is not None:
             assert all(torch.equal(results[0][1][name], before[name]) for name in before)
         numbers += results[0][0]
         before = results[0][2]
-    torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected), rtol=2e-2 if bf16 else 1e-5, atol=0)
+
+    torch.testing.assert_close(
+        torch.tensor(numbers), torch.tensor(expected), rtol=2e-2 if bf16 else 1e-5, atol=0
+    )
     assert distance(before, final) < (2e-2 if bf16 else 1e-5)

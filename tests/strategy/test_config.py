@@ -6,16 +6,30 @@ from argparse import Namespace
 import pytest
 from easydict import EasyDict
 
-from lightrft.config import Config, ConfigError, as_config, check_strategy, deepspeed_problems, section_of_field, sequence_layout
+from lightrft.config import (
+    Config,
+    ConfigError,
+    as_config,
+    check_strategy,
+    deepspeed_problems,
+    section_of_field,
+    sequence_layout,
+)
 from lightrft.strategy import FSDPStrategy, get_strategy
 
 VALUES = {"fsdp": True, "bf16": True, "engine_tp_size": 2, "my_flag": 3}
 
 
-@pytest.mark.parametrize("args", [VALUES, EasyDict(VALUES), Namespace(**VALUES)], ids=lambda args: type(args).__name__)
+@pytest.mark.parametrize(
+    "args", [VALUES, EasyDict(VALUES), Namespace(**VALUES)], ids=lambda args: type(args).__name__
+)
 def test_from_whatever_the_caller_holds(args):
     config = as_config(args)
-    assert (config.model.bf16, config.engine.engine_tp_size, config.engine.engine_sleep_level) == (True, 2, 2)
+    assert (config.model.bf16, config.engine.engine_tp_size, config.engine.engine_sleep_level) == (
+        True,
+        2,
+        2,
+    )
     assert (config.bf16, config.engine_tp_size, config.my_flag) == (True, 2, 3)
     assert config.extra_args == {"my_flag": 3}
 
@@ -35,7 +49,9 @@ def test_defaults():
 def test_names_of_sections_that_strategies_do_not_read_belong_to_the_caller():
     config = as_config({"use_wandb": "a key", "seed": None})
     assert config.extra_args == {"use_wandb": "a key", "seed": None}
-    assert config.use_wandb == "a key" and config.seed is None, "not the defaults of fields that were never set"
+    assert config.use_wandb == "a key" and config.seed is None, (
+        "not the defaults of fields that were never set"
+    )
 
 
 def test_unknown_attribute_and_unknown_kind_of_args():
@@ -52,13 +68,20 @@ def test_copies_and_pickles():
         assert copied == config and copied.my_flag == 3
 
 
-@pytest.mark.parametrize("values, says", [
-    ({"engine_type": "tgi"}, "engine_type: invalid choice 'tgi'; choose from auto"), ({"timeout_minutes": 0}, "above 0"),
-    ({"arrival_minutes": 0}, "above 0"),
-    ({"sp_impl": "ring"}, "sp_impl: invalid choice 'ring'; choose from auto, ulysses, zigzag"),
-    ({"cp_size": 2, "sp_impl": "ulysses"}, "--cp_size 2 is short for .* contradicts --sp_impl ulysses: set only one"),
-    ({"offload_idle": True, "fsdp_cpu_offload": True}, "--offload_idle has nothing to move"),
-])
+@pytest.mark.parametrize(
+    "values, says",
+    [
+        ({"engine_type": "tgi"}, "engine_type: invalid choice 'tgi'; choose from auto"),
+        ({"timeout_minutes": 0}, "above 0"),
+        ({"arrival_minutes": 0}, "above 0"),
+        ({"sp_impl": "ring"}, "sp_impl: invalid choice 'ring'; choose from auto, ulysses, zigzag"),
+        (
+            {"cp_size": 2, "sp_impl": "ulysses"},
+            "--cp_size 2 is short for .* contradicts --sp_impl ulysses: set only one",
+        ),
+        ({"offload_idle": True, "fsdp_cpu_offload": True}, "--offload_idle has nothing to move"),
+    ],
+)
 def test_check(values, says):
     with pytest.raises(ValueError, match=says):
         check_strategy(as_config(values))
@@ -69,10 +92,16 @@ def test_check(values, says):
         check_strategy(config)
 
 
-@pytest.mark.parametrize(("values", "layout"), [
-    ({}, (1, "ulysses")), ({"sp_size": 2}, (2, "ulysses")), ({"sp_size": 2, "sp_impl": "zigzag"}, (2, "zigzag")),
-    ({"cp_size": 4}, (4, "zigzag")), ({"cp_size": 4, "sp_size": 4, "sp_impl": "zigzag"}, (4, "zigzag")),
-])
+@pytest.mark.parametrize(
+    ("values", "layout"),
+    [
+        ({}, (1, "ulysses")),
+        ({"sp_size": 2}, (2, "ulysses")),
+        ({"sp_size": 2, "sp_impl": "zigzag"}, (2, "zigzag")),
+        ({"cp_size": 4}, (4, "zigzag")),
+        ({"cp_size": 4, "sp_size": 4, "sp_impl": "zigzag"}, (4, "zigzag")),
+    ],
+)
 def test_cp_size_is_short_for_zigzag(values, layout):
     config = as_config(values)
     check_strategy(config)
@@ -80,17 +109,28 @@ def test_cp_size_is_short_for_zigzag(values, layout):
 
 
 def test_get_strategy():
-    made = get_strategy(Namespace(fsdp=True, seed=5, max_norm=0.5, train_batch_size=64, micro_train_batch_size=None))
+    made = get_strategy(
+        Namespace(fsdp=True, seed=5, max_norm=0.5, train_batch_size=64, micro_train_batch_size=None)
+    )
     assert isinstance(made, FSDPStrategy)
-    assert (made.seed, made.max_norm, made.train_batch_size, made.micro_train_batch_size) == (5, 0.5, 64, None)
+    assert (made.seed, made.max_norm, made.train_batch_size, made.micro_train_batch_size) == (
+        5,
+        0.5,
+        64,
+        None,
+    )
     config = Config()
-    config.strategy.fsdp, config.train.seed = True, 9
+    config.strategy.fsdp = True
+    config.train.seed = 9
     assert get_strategy(config).seed == 9
 
 
 def test_without_fsdp_it_is_deepspeed():
     made = get_strategy({"fsdp": False, "zero_stage": 3, "seed": 4})
-    assert type(made).__name__ == "DeepSpeedStrategy" and (made.config.zero_stage, made.seed) == (3, 4)
+    assert type(made).__name__ == "DeepSpeedStrategy" and (made.config.zero_stage, made.seed) == (
+        3,
+        4,
+    )
 
 
 def test_deepspeed_that_is_missing_is_named_with_the_way_out(monkeypatch):
@@ -103,24 +143,32 @@ def test_deepspeed_that_is_missing_is_named_with_the_way_out(monkeypatch):
 
 def test_a_strategy_of_ones_own_is_named_as_rewards_are(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from lightrft.strategy import FSDPStrategy\nclass Mine(FSDPStrategy):\n    pass\ndef no_class(): ...\n"
+        "from lightrft.strategy import FSDPStrategy\nclass Mine(FSDPStrategy):\n    pass\ndef"
+        " no_class(): ...\n"
     )
     assert type(get_strategy({"strategy": f"{tmp_path}/mine.py:Mine"})).__name__ == "Mine"
     assert type(get_strategy({"strategy": "lightrft.strategy.fsdp:FSDPStrategy"})) is FSDPStrategy
-    for name, message in (("mine.py:no_class", "is not a subclass of StrategyBase"), ("mine.py:Yours", "has no object 'Yours'")):
+
+    for name, message in (
+        ("mine.py:no_class", "is not a subclass of StrategyBase"),
+        ("mine.py:Yours", "has no object 'Yours'"),
+    ):
         with pytest.raises(ValueError, match=f"--strategy .*{message}"):
             get_strategy({"strategy": f"{tmp_path}/{name}"})
 
 
-@pytest.mark.parametrize("values, says", [
-    ({"zero_stage": 0, "bf16": True}, "no float32 master weights: use 1, 2 or 3"),
-    ({"tp_size": 2}, "--tp_size needs --fsdp"),
-    ({"dp_replicate": 2}, "--dp_replicate needs --fsdp; with DeepSpeed, --zpg is similar"),
-    ({"fsdp_cpu_offload": True}, "with ZeRO, use --adam_offload and --param_offload"),
-    ({"zero_stage": 0, "adam_offload": True}, "--adam_offload needs --zero_stage 1, 2 or 3"),
-    ({"param_offload": True}, "--param_offload needs --zero_stage 3"),
-    ({"zpg": 2}, "--zpg needs --zero_stage 3"),
-])
+@pytest.mark.parametrize(
+    "values, says",
+    [
+        ({"zero_stage": 0, "bf16": True}, "no float32 master weights: use 1, 2 or 3"),
+        ({"tp_size": 2}, "--tp_size needs --fsdp"),
+        ({"dp_replicate": 2}, "--dp_replicate needs --fsdp; with DeepSpeed, --zpg is similar"),
+        ({"fsdp_cpu_offload": True}, "with ZeRO, use --adam_offload and --param_offload"),
+        ({"zero_stage": 0, "adam_offload": True}, "--adam_offload needs --zero_stage 1, 2 or 3"),
+        ({"param_offload": True}, "--param_offload needs --zero_stage 3"),
+        ({"zpg": 2}, "--zpg needs --zero_stage 3"),
+    ],
+)
 def test_what_zero_cannot_do(values, says):
     """Before a process group exists, and from the command line."""
     with pytest.raises(ValueError, match=says):
@@ -128,4 +176,7 @@ def test_what_zero_cannot_do(values, says):
     config = Config()
     for name, value in values.items():
         setattr(config.model if name == "bf16" else config.strategy, name, value)
-    assert any(says.split(":")[0] in problem for problem in deepspeed_problems(config.strategy, bf16=config.model.bf16))
+    assert any(
+        says.split(":")[0] in problem
+        for problem in deepspeed_problems(config.strategy, bf16=config.model.bf16)
+    )

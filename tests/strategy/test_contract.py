@@ -1,4 +1,6 @@
-"""Every strategy passes the contract: ours, one written from nothing, one that overrides a hook, on one rank and on several."""
+"""Every strategy passes the contract: ours, one written from nothing, one that overrides a hook, on
+one rank and on several.
+"""
 
 import inspect
 from pathlib import Path
@@ -21,11 +23,14 @@ STRATEGIES = {
     "zero2-1-bf16": (1, DeepSpeedStrategy, {"zero_stage": 2, "bf16": True, "tolerance": 2e-2}),
     "zero3-2": (2, DeepSpeedStrategy, {"zero_stage": 3}),
 }
-"""Name -> ranks, strategy, its arguments. The one with a hook of its own is FSDP2 on one rank beside that."""
+"""Name -> ranks, strategy, its arguments. The one with a hook of its own is FSDP2 on one rank
+beside that."""
 FAST = {"own-2"}
 
 
-PARAMS = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES]
+PARAMS = [
+    name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES
+]
 
 
 @pytest.fixture(scope="module", params=PARAMS)
@@ -41,12 +46,16 @@ def _contract(strategy: type, args: dict) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES])
 def test_contract(case: str, outcomes: list[dict[str, str]]) -> None:
-    failures = [f"rank {rank}:\n{outcome[case]}" for rank, outcome in enumerate(outcomes) if outcome[case]]
+    failures = [
+        f"rank {rank}:\n{outcome[case]}" for rank, outcome in enumerate(outcomes) if outcome[case]
+    ]
     assert not failures, "\n".join(failures)
 
 
 def test_the_documentation_shows_these_strategies():
-    """Word for word, so that what users copy is what passes; the whole one has less than a hundred lines."""
+    """Word for word, so that what users copy is what passes; the whole one has less than a hundred
+    lines.
+    """
     page = Path(__file__).parents[2].joinpath("docs", "extending.md").read_text()
     shown = [block.partition("```")[0] for block in page.split("```python\n")[1:]]
     for strategy in (DataParallelStrategy, Counting):
@@ -59,7 +68,9 @@ def test_the_documentation_shows_these_strategies():
 def test_the_contract_from_the_command_line(tmp_path):
     """Of a strategy in a file, with an argument. It fails where the strategy is wrong."""
     (tmp_path / "mine.py").write_text(inspect.getsource(own_strategies) + WRONG)
-    assert run_ranks(1, main, [f"{tmp_path}/mine.py:DataParallelStrategy", "bf16=false", "tolerance=1.0e-4"]) == [0]
+    assert run_ranks(
+        1, main, [f"{tmp_path}/mine.py:DataParallelStrategy", "bf16=false", "tolerance=1.0e-4"]
+    ) == [0]
     assert run_ranks(2, main, [f"{tmp_path}/mine.py:Averaging"])[0] > 5
 
 

@@ -11,9 +11,18 @@ ROWS = list(range(100, 120))
 
 
 def sampler(rank: int = 0, size: int = 1, **options):
-    options = {"batch_size": 2, "shuffle": True, "drop_last": True, "seed": 3, "consumed_samples": 0, "rows": 20} | options
+    options = {
+        "batch_size": 2,
+        "shuffle": True,
+        "drop_last": True,
+        "seed": 3,
+        "consumed_samples": 0,
+        "rows": 20,
+    } | options
     rows, options["rows"] = range(options.pop("rows")), options.pop("rows_of", None)
-    return ResumableBatchSampler(rows, options.pop("batch_size"), Axis("data", size, rank, None), **options)
+    return ResumableBatchSampler(
+        rows, options.pop("batch_size"), Axis("data", size, rank, None), **options
+    )
 
 
 def global_order(samplers) -> list[list[int]]:
@@ -30,7 +39,8 @@ def test_ranks_see_disjoint_slices_of_one_order():
 
 def test_every_epoch_is_reshuffled_without_being_told():
     one = sampler()
-    first, second = list(one), list(one)
+    first = list(one)
+    second = list(one)
     assert first != second and sorted(sum(first, [])) == sorted(sum(second, []))
     again = sampler()
     assert [list(again), list(again)] == [first, second]
@@ -66,12 +76,16 @@ def test_without_drop_last_all_ranks_have_the_same_number_of_batches():
 
 
 def test_too_few_rows_for_a_batch_is_an_error():
-    with pytest.raises(ValueError, match="5 rows do not fill one batch of 2 rows on each of 3 data ranks"):
+    with pytest.raises(
+        ValueError, match="5 rows do not fill one batch of 2 rows on each of 3 data ranks"
+    ):
         sampler(rows=5, size=3)
 
 
 def weighted() -> WeightedRandomSampler:
-    return WeightedRandomSampler([1.0] * 10 + [3.0] * 10, 12, generator=torch.Generator().manual_seed(5))
+    return WeightedRandomSampler(
+        [1.0] * 10 + [3.0] * 10, 12, generator=torch.Generator().manual_seed(5)
+    )
 
 
 def test_rows_of_a_sampler_of_the_users():
@@ -81,7 +95,10 @@ def test_rows_of_a_sampler_of_the_users():
     ranks = [sampler(rank, 3, rows_of=weighted()) for rank in range(3)]
     found = [[row for batch in global_order(ranks) for row in batch] for _ in range(3)]
     assert found == epochs and epochs[0] != epochs[1]
-    resumed = [sampler(rank, 2, batch_size=3, rows_of=weighted(), consumed_samples=12 + 6) for rank in range(2)]
+    resumed = [
+        sampler(rank, 2, batch_size=3, rows_of=weighted(), consumed_samples=12 + 6)
+        for rank in range(2)
+    ]
     assert [row for batch in global_order(resumed) for row in batch] == epochs[1][6:]
     assert [row for batch in global_order(resumed) for row in batch] == epochs[2]
 
@@ -93,14 +110,25 @@ def loaded():
     plain = made.setup_dataloader(ROWS, 4, shuffle=False, drop_last=False, consumed_samples=8)
     last_first = list(made.setup_dataloader(ROWS, 5, sampler=range(19, -1, -1)))
     begin = 119 - 5 * made.get_rank()
-    assert last_first == [list(range(begin, begin - 5, -1)), list(range(begin - 10, begin - 15, -1))]
+    assert last_first == [
+        list(range(begin, begin - 5, -1)),
+        list(range(begin - 10, begin - 15, -1)),
+    ]
+
     return [list(loader), list(loader)], list(plain), len(loader)
 
 
 def test_loader_gives_rows_of_each_data_rank():
     results = run_ranks(2, loaded)
     for epoch in (0, 1):
-        assert sorted(row for epochs, _, _ in results for batch in epochs[epoch] for row in batch) == ROWS
+        assert (
+            sorted(row for epochs, _, _ in results for batch in epochs[epoch] for row in batch)
+            == ROWS
+        )
+
     assert results[0][0][0] != results[0][0][1]
-    assert [plain for _, plain, _ in results] == [[[108, 109, 110, 111], [116, 117]], [[112, 113, 114, 115], [118, 119]]]
+    assert [plain for _, plain, _ in results] == [
+        [[108, 109, 110, 111], [116, 117]],
+        [[112, 113, 114, 115], [118, 119]],
+    ]
     assert isinstance(results[0][0][0][0], tuple) and results[0][2] == 2

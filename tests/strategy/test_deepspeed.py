@@ -1,4 +1,6 @@
-"""What only DeepSpeed does, or could do wrong: where memory goes, whose checkpoints load, and what it switches on for others."""
+"""What only DeepSpeed does, or could do wrong: where memory goes, whose checkpoints load, and what
+it switches on for others.
+"""
 
 import gc
 from typing import Any
@@ -11,7 +13,16 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from lightrft.strategy import StrategyBase, get_strategy
 from ranks import run_ranks
-from strategy.training import distance, load, my_rows, rows, sgd, share_of_loss, snapshot, tokens_learned
+from strategy.training import (
+    distance,
+    load,
+    my_rows,
+    rows,
+    sgd,
+    share_of_loss,
+    snapshot,
+    tokens_learned,
+)
 from strategy.zero import DeepSpeedStrategy
 
 
@@ -46,13 +57,19 @@ def live_bytes(made: DeepSpeedStrategy | None = None) -> int:
     """Of all tensors of this process, whoever holds them, without what waits in host memory."""
     gc.collect()
     offloaded = made._memory.offloaded.values() if made else ()
-    waiting = {copy.untyped_storage().data_ptr() for item in offloaded for copy in item.copies.blocks}
+    waiting = {
+        copy.untyped_storage().data_ptr() for item in offloaded for copy in item.copies.blocks
+    }
+
     storages = {}
     for item in gc.get_objects():
         if isinstance(item, torch.Tensor) and item.device.type == "cpu":
             for tensor in (item, item.grad if item.is_leaf else None):
                 if tensor is not None:
-                    storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                    storages[tensor.untyped_storage().data_ptr()] = (
+                        tensor.untyped_storage().nbytes()
+                    )
+
     return sum(size for pointer, size in storages.items() if pointer not in waiting)
 
 
@@ -60,7 +77,9 @@ def released(folder: str, args: dict[str, Any]) -> tuple[dict[str, int], bool]:
     before = live_bytes()
     made, model, optimizer, scheduler = prepared(folder, **args)
     steps(made, model, optimizer, scheduler, range(2))
-    size = sum(tensor.numel() for _, tensor in made.full_params(model)) * (2 if args.get("bf16") else 4)
+    size = sum(tensor.numel() for _, tensor in made.full_params(model)) * (
+        2 if args.get("bf16") else 4
+    )
     measured = {"model": size, "here": live_bytes() - before}
     made.offload_model(model)
     made.maybe_offload_optimizer(optimizer)
@@ -69,6 +88,7 @@ def released(folder: str, args: dict[str, Any]) -> tuple[dict[str, int], bool]:
     measured["optimizer"] = live_bytes(made) - before
     made.reload_model(model)
     measured["back"] = live_bytes() - before
+
     return measured, steps(made, model, optimizer, scheduler, range(2, 3))[0][1] > 0
 
 
@@ -76,9 +96,13 @@ FAST = [{"zero_stage": 2, "bf16": True}, {"zero_stage": 3, "bf16": True}]
 SLOW = [{"zero_stage": 1, "bf16": True}, {"zero_stage": 2}, {"zero_stage": 3}]
 
 
-@pytest.mark.parametrize("args", [*FAST, *[pytest.param(args, marks=pytest.mark.slow) for args in SLOW]], ids=str)
+@pytest.mark.parametrize(
+    "args", [*FAST, *[pytest.param(args, marks=pytest.mark.slow) for args in SLOW]], ids=str
+)
 def test_what_is_away_frees_its_bytes(folder, args):
-    """Masters, moments, parameters and the buffers of gradients, wherever ZeRO keeps them: less than 3 % of the model stays."""
+    """Masters, moments, parameters and the buffers of gradients, wherever ZeRO keeps them: less
+    than 3 % of the model stays.
+    """
     for measured, learns in run_ranks(2, released, folder, args):
         assert measured["here"] > 2 * measured["model"], measured
         assert measured["away"] < 0.03 * measured["model"], measured
@@ -105,18 +129,25 @@ def in_the_background(folder: str, root: str, args: dict[str, Any]):
 
 @pytest.mark.slow
 def test_a_checkpoint_written_in_the_background(folder, tmp_path):
-    assert run_ranks(2, in_the_background, folder, str(tmp_path), {"zero_stage": 3}) == [(0, True)] * 2
+    assert (
+        run_ranks(2, in_the_background, folder, str(tmp_path), {"zero_stage": 3}) == [(0, True)] * 2
+    )
 
 
 def partly_frozen(folder: str, root: str, args: dict[str, Any]):
-    """Embeddings stay as they are; everything else learns. Through a checkpoint, a stream and a Hugging Face folder."""
+    """Embeddings stay as they are; everything else learns.
+
+    Through a checkpoint, a stream and a Hugging Face folder.
+    """
     made = strategy(**args)
 
     def begin() -> tuple:
         model = load(folder).train()
         model.model.embed_tokens.requires_grad_(False)
         optimizer = sgd_of_trained(model)
-        return made, *made.prepare((model, optimizer, made.create_scheduler(optimizer, "constant", 0, 1)))
+        return made, *made.prepare(
+            (model, optimizer, made.create_scheduler(optimizer, "constant", 0, 1))
+        )
 
     run = begin()
     steps(*run, range(2))
@@ -125,8 +156,17 @@ def partly_frozen(folder: str, root: str, args: dict[str, Any]):
     fresh = begin()
     made.load_ckpt(fresh[1], root, optimizer=fresh[2], scheduler=fresh[3])
     path = made.save_model(fresh[1], None, f"{root}/model", torch.float32)
-    exported = {name: p.detach() for name, p in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
-    return state, distance(snapshot(made, fresh[1]), state), distance(exported, state), steps(*run, range(2, 3))
+    exported = {
+        name: p.detach()
+        for name, p in AutoModelForCausalLM.from_pretrained(path).named_parameters()
+    }
+
+    return (
+        state,
+        distance(snapshot(made, fresh[1]), state),
+        distance(exported, state),
+        steps(*run, range(2, 3)),
+    )
 
 
 def sgd_of_trained(model: nn.Module) -> torch.optim.Optimizer:
@@ -136,7 +176,11 @@ def sgd_of_trained(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.slow
 def test_what_is_frozen_inside_a_model_stays(folder, tmp_path):
     strategies = [{"fsdp": True}, {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}]
-    results = [run_ranks(2, partly_frozen, folder, str(tmp_path / str(i)), args)[0] for i, args in enumerate(strategies)]
+    results = [
+        run_ranks(2, partly_frozen, folder, str(tmp_path / str(i)), args)[0]
+        for i, args in enumerate(strategies)
+    ]
+
     start = {name: parameter.detach() for name, parameter in load(folder).named_parameters()}
     for state, reloaded, exported, going_on in results:
         assert distance(state, results[0][0]) < 1e-5 and (reloaded, exported) == (0, 0)
@@ -158,10 +202,17 @@ def masters(folder: str, args: dict[str, Any]):
     return same, any((exact[name] != rounded[name].float()).any() for name in exact), model.dtype
 
 
-@pytest.mark.parametrize("stage", [1, *[pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3)]])
+@pytest.mark.parametrize(
+    "stage", [1, *[pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3)]]
+)
 def test_float32_masters_are_exported_when_asked_for(folder, stage):
-    """They are the optimizer's; it comes back for that. Asked for bfloat16, the stream has what the model computes with."""
-    assert run_ranks(2, masters, folder, {"zero_stage": stage}) == [(True, True, torch.bfloat16)] * 2
+    """They are the optimizer's; it comes back for that.
+
+    Asked for bfloat16, the stream has what the model computes with.
+    """
+    assert (
+        run_ranks(2, masters, folder, {"zero_stage": stage}) == [(True, True, torch.bfloat16)] * 2
+    )
 
 
 # -- what else could go wrong
@@ -171,11 +222,18 @@ def left_alone(folder: str):
     made, *_ = prepared(folder, zero_stage=3)
     other = AutoModelForCausalLM.from_pretrained(folder)
     logits = other(input_ids=torch.ones(1, 3, dtype=torch.int64)).logits
-    return is_deepspeed_zero3_enabled(), all(parameter.numel() for parameter in other.parameters()), logits.shape[1]
+    return (
+        is_deepspeed_zero3_enabled(),
+        all(parameter.numel() for parameter in other.parameters()),
+        logits.shape[1],
+    )
 
 
 def test_models_loaded_beside_zero_3_are_whole(folder):
-    """While transformers' own DeepSpeed configuration lives, every model it loads is cut. It never lives here."""
+    """While transformers' own DeepSpeed configuration lives, every model it loads is cut.
+
+    It never lives here.
+    """
     assert run_ranks(2, left_alone, folder) == [(False, True, 3)] * 2
 
 
@@ -190,6 +248,7 @@ def without_optimizer(folder: str, stage: int):
         with pytest.raises(RuntimeError) as caught:
             action()
         errors.append(str(caught.value))
+
     return errors
 
 
@@ -200,12 +259,17 @@ def test_an_optimizer_belongs_into_prepare(folder, stage):
 
 
 def parameters_left(folder: str):
-    """Elements of a ZeRO-3 model that a rank holds between uses, as a share of all: matrices are cut, vectors stay whole."""
+    """Elements of a ZeRO-3 model that a rank holds between uses, as a share of all: matrices are
+    cut, vectors stay whole.
+    """
     made, model, *_ = prepared(folder, zero_stage=3)
     frozen = made.prepare(load(folder).requires_grad_(False))
     share_of_loss(frozen, my_rows(made, 0), 50)
     whole = sum(parameter.numel() for parameter in load(folder).parameters())
-    held = [sum(parameter.numel() + parameter.ds_tensor.numel() for parameter in each.parameters()) for each in (model, frozen)]
+    held = [
+        sum(parameter.numel() + parameter.ds_tensor.numel() for parameter in each.parameters())
+        for each in (model, frozen)
+    ]
     return [size / whole for size in held]
 
 

@@ -1,5 +1,6 @@
-"""Why: equal dropout on all data ranks is noise that does not average out; unequal dropout inside a tensor or sequence group
-makes its ranks compute different models. Resumed runs must draw on, and recomputed activations draw the same again.
+"""Why: equal dropout on all data ranks is noise that does not average out; unequal dropout inside a
+tensor or sequence group makes its ranks compute different models. Resumed runs must draw on, and
+recomputed activations draw the same again.
 """
 
 import json
@@ -36,19 +37,24 @@ def with_dropout(folder: str) -> str:
 
 def drop_between_blocks(actor: Actor) -> None:
     for block in actor.language_model.get_decoder().layers:
-        block.register_forward_hook(lambda module, _, output: F.dropout(output, 0.3, module.training))
+        block.register_forward_hook(
+            lambda module, _, output: F.dropout(output, 0.3, module.training)
+        )
 
 
 Passed = tuple[Tensor, dict[str, Tensor], Tensor, float]
 
 
 def passed(folder: str, args: dict, blocks_only: bool = False) -> Passed:
-    """The same batch on all ranks: log-probs in training, gradients, log-probs in evaluation, and the next number drawn."""
+    """The same batch on all ranks: log-probs in training, gradients, log-probs in evaluation, and
+    the next number drawn.
+    """
     made = strategy(**args)
     actor = Actor(load_model(ModelSection(pretrain=folder)))
     if blocks_only:
         for block in actor.language_model.get_decoder().layers:
             block.self_attn.attention_dropout = 0.0
+
     drop_between_blocks(actor)
     actor = made.prepare(actor.train())
     logprobs, entropy = actor(batch_of(sequences()), 1.0)
@@ -56,24 +62,29 @@ def passed(folder: str, args: dict, blocks_only: bool = False) -> Passed:
     gradients = {name: whole(parameter.grad) for name, parameter in actor.hf_parameters()}
     with torch.no_grad():
         answer = actor.eval()(batch_of(sequences()), 1.0)[0]
+
     return logprobs.detach(), gradients, answer, torch.rand(1).item()
 
 
 def same(results: list[Passed]) -> list[bool]:
     """Whether all ranks agree in training, in evaluation, and in what is drawn next."""
     first = results[0]
-    return [all(torch.equal(other[index], first[index]) for other in results) for index in (0, 2)] + [
-        len({other[3] for other in results}) == 1
-    ]
+    return [
+        all(torch.equal(other[index], first[index]) for other in results) for index in (0, 2)
+    ] + [len({other[3] for other in results}) == 1]
 
 
 LAYOUTS = {
     2: {
-        "data": {}, "replicas": {"dp_replicate": 2}, "tp": {"tp_size": 2},
-        "tp, sequence": {"tp_size": 2, "tp_sequence_parallel": True}, "ulysses": {"sp_size": 2}, "zigzag": {"cp_size": 2},
+        "data": {},
+        "replicas": {"dp_replicate": 2},
+        "tp": {"tp_size": 2},
+        "tp, sequence": {"tp_size": 2, "tp_sequence_parallel": True},
+        "ulysses": {"sp_size": 2},
+        "zigzag": {"cp_size": 2},
     },
     4: {"tp, zigzag": {"tp_size": 2, "cp_size": 2}},
-}  # fmt: skip
+}
 """By number of ranks; one start for each."""
 
 
@@ -82,7 +93,11 @@ def results(folder) -> dict[str, list[Passed]]:
     found = {}
     for ranks, layouts in LAYOUTS.items():
         cases = {name: (folder, args) for name, args in layouts.items()}
-        found |= run_cases(ranks, passed, cases | ({"blocks only": (folder, {"tp_size": 2}, True)} if ranks == 2 else {}))
+        found |= run_cases(
+            ranks,
+            passed,
+            cases | ({"blocks only": (folder, {"tp_size": 2}, True)} if ranks == 2 else {}),
+        )
     return found
 
 
@@ -103,7 +118,9 @@ def test_ranks_of_one_replica_draw_the_same(results, layout):
 
 @pytest.mark.slow
 def test_tensor_parallel_dropout_is_that_of_one_process(folder, results):
-    """Between blocks the stream is whole on each rank, so the numbers drawn are those of a single process."""
+    """Between blocks the stream is whole on each rank, so the numbers drawn are those of a single
+    process.
+    """
     logprobs, gradients, *_ = run_ranks(1, passed, folder, {}, True)[0]
     for found, its_gradients, *_ in results["blocks only"]:
         torch.testing.assert_close(found, logprobs, rtol=0, atol=1e-5)

@@ -15,7 +15,9 @@ PROMPTS = [[50, 55, 43, 53], [49, 48], [57, 43, 49, 61, 50], [51]]
 
 
 def actor_with_engine(folder: str, **args):
-    made = strategy(pretrain=folder, engine_type="hf", prompt_max_len=16, generate_max_len=16, **args)
+    made = strategy(
+        pretrain=folder, engine_type="hf", prompt_max_len=16, generate_max_len=16, **args
+    )
     model = load(folder)
     model, optimizer = made.prepare((model, made.create_optimizer(model, lr=1e-2)))
     made.setup_inference_engine(actor=model)
@@ -30,34 +32,55 @@ def logprobs_of(model, prompt, token_ids) -> list[float]:
 
 
 def mismatch(folder: str, counts: tuple[int, int], args: dict):
-    """Largest difference of log-probs before and after an optimizer step, and how far that step went."""
+    """Largest difference of log-probs before and after an optimizer step, and how far that step
+    went.
+    """
     made, model, optimizer = actor_with_engine(folder, **args)
     prompts = PROMPTS[: counts[made.get_rank()]]
-    differences, versions, first = [], [], []
+    differences = []
+
+    versions = []
+    first = []
     for step in range(2):
         with made.engine_awake(model):
             assert made.engine_status is EngineStatus.WAKEUP
             completions = made.gather_and_generate(Sampling(n=3, max_tokens=8, seed=step), prompts)
+
         assert made.engine_status is EngineStatus.SLEEPED
         assert [len(samples) for samples in completions] == [3] * len(prompts)
-        mine = [(prompt, sample) for prompt, samples in zip(prompts, completions, strict=True) for sample in samples]
+        mine = [
+            (prompt, sample)
+            for prompt, samples in zip(prompts, completions, strict=True)
+            for sample in samples
+        ]
+
         for index in range(3 * max(counts)):  # every rank takes part in every forward
             prompt, sample = mine[index] if index < len(mine) else (PROMPTS[0], None)
             found = logprobs_of(model, prompt, sample.token_ids if sample else [1, 2])
             if sample:
-                differences.append(max(abs(a - b) for a, b in zip(found, sample.logprobs, strict=True)))
+                differences.append(
+                    max(abs(a - b) for a, b in zip(found, sample.logprobs, strict=True))
+                )
                 versions.append(sample.weight_version)
                 first.append(sample.logprobs[0])
+
         one_step(made, model, optimizer, step)
+
     version = made.engine.version
     made.close()
     return differences, versions, version
 
 
-@pytest.mark.parametrize("args", [{}, {"engine_sleep_level": 1}, {"enable_engine_sleep": True, "dp_replicate": 2}], ids=str)
+@pytest.mark.parametrize(
+    "args",
+    [{}, {"engine_sleep_level": 1}, {"enable_engine_sleep": True, "dp_replicate": 2}],
+    ids=str,
+)
 def test_engine_has_the_weights_of_the_actor_after_a_step(folder, args):
     """Also where ranks have different numbers of prompts, or none."""
-    found = run_cases(2, mismatch, {counts: (folder, counts, args) for counts in ((3, 1), (0, 4), (0, 0))})
+    found = run_cases(
+        2, mismatch, {counts: (folder, counts, args) for counts in ((3, 1), (0, 4), (0, 0))}
+    )
     for counts, results in found.items():
         for count, (differences, versions, version) in zip(counts, results, strict=True):
             assert max(differences, default=0.0) < 1e-5
@@ -71,9 +94,17 @@ def own_results(folder: str):
     mine = PROMPTS[:3] if made.is_rank_0() else PROMPTS[3:]
     with made.engine_awake(model):
         got = made.gather_and_generate(Sampling(max_tokens=4, temperature=0), mine)
-        alone = [made.engine_generate_local(Sampling(max_tokens=4, temperature=0), [prompt])[0] for prompt in mine]
+        alone = [
+            made.engine_generate_local(Sampling(max_tokens=4, temperature=0), [prompt])[0]
+            for prompt in mine
+        ]
+
     same_prompt = alone[0].prompt_token_ids == mine[0]
-    return [samples[0].token_ids for samples in got], [one.output_token_ids for one in alone], same_prompt
+    return (
+        [samples[0].token_ids for samples in got],
+        [one.output_token_ids for one in alone],
+        same_prompt,
+    )
 
 
 def test_results_come_back_in_order(folder):
@@ -84,7 +115,10 @@ def test_results_come_back_in_order(folder):
 def same_prompts_everywhere(folder: str):
     made, model, _ = actor_with_engine(folder)
     with made.engine_awake(model):
-        draw = [made.gather_and_generate(Sampling(n=4, max_tokens=6, seed=seed), PROMPTS[:1]) for seed in (0, 0, 1)]
+        draw = [
+            made.gather_and_generate(Sampling(n=4, max_tokens=6, seed=seed), PROMPTS[:1])
+            for seed in (0, 0, 1)
+        ]
     return [[sample.token_ids for sample in samples[0]] for samples in draw]
 
 
@@ -95,7 +129,12 @@ def test_replicas_and_steps_draw_differently_and_a_seed_repeats(folder):
 
 
 def test_derived_seeds_do_not_overlap():
-    seeds = {derived_seed(*parts) for seed in range(100) for other in range(100) for parts in ((seed, other), (seed, other, 0))}
+    seeds = {
+        derived_seed(*parts)
+        for seed in range(100)
+        for other in range(100)
+        for parts in ((seed, other), (seed, other, 0))
+    }
     assert len(seeds) == 20_000 and all(0 <= seed < 2**63 for seed in seeds)
     assert derived_seed(42, "evaluation") == 6692589767538822232
 
@@ -103,11 +142,25 @@ def test_derived_seeds_do_not_overlap():
 def with_seeds_of_their_own(folder: str, order: list[int]):
     """Three samples of each prompt of this rank's share of the order."""
     made, model, _ = actor_with_engine(folder)
-    mine = [row for place, row in enumerate(order) if place % made.mesh.world.size == made.mesh.world.rank]
-    requests = [Request(PROMPTS[row], seeds=tuple(derived_seed(row, sample) for sample in range(3))) for row in mine]
+    mine = [
+        row
+        for place, row in enumerate(order)
+        if place % made.mesh.world.size == made.mesh.world.rank
+    ]
+    requests = [
+        Request(PROMPTS[row], seeds=tuple(derived_seed(row, sample) for sample in range(3)))
+        for row in mine
+    ]
+
     with made.engine_awake(model):
-        drawn = made.gather_and_generate(Sampling(n=3, max_tokens=6, seed=made.get_rank()), requests=requests)
-    return {row: [sample.token_ids for sample in samples] for row, samples in zip(mine, drawn, strict=True)}
+        drawn = made.gather_and_generate(
+            Sampling(n=3, max_tokens=6, seed=made.get_rank()), requests=requests
+        )
+
+    return {
+        row: [sample.token_ids for sample in samples]
+        for row, samples in zip(mine, drawn, strict=True)
+    }
 
 
 def test_seeds_of_requests_decide_whatever_rank_answers(folder):
@@ -126,8 +179,16 @@ def awake_without_sleep(folder: str):
 
 
 def test_an_engine_that_may_not_sleep_stays_awake(folder):
-    keys = ["finish_reason", "output_logprobs", "output_token_ids", "prompt_token_ids", "weight_version"]
-    assert run_ranks(1, awake_without_sleep, folder) == [(EngineStatus.WAKEUP, EngineStatus.WAKEUP, [keys] * 4, "hf")]
+    keys = [
+        "finish_reason",
+        "output_logprobs",
+        "output_token_ids",
+        "prompt_token_ids",
+        "weight_version",
+    ]
+    assert run_ranks(1, awake_without_sleep, folder) == [
+        (EngineStatus.WAKEUP, EngineStatus.WAKEUP, [keys] * 4, "hf")
+    ]
 
 
 def wake_and_sleep_twice(folder: str):
@@ -136,7 +197,13 @@ def wake_and_sleep_twice(folder: str):
     made.wakeup_inference_engine()
     version = made.engine.version
     made.wakeup_inference_engine()
-    return made.engine_status, version, made.engine.version, len(made.engine_generate_local(Sampling(max_tokens=2), PROMPTS))
+
+    return (
+        made.engine_status,
+        version,
+        made.engine.version,
+        len(made.engine_generate_local(Sampling(max_tokens=2), PROMPTS)),
+    )
 
 
 def test_waking_refills_dropped_weights_once(folder):
@@ -157,7 +224,9 @@ def without_actor(folder: str):
 
 
 def test_an_engine_without_actor_keeps_its_weights(folder):
-    assert run_ranks(1, without_actor, folder) == [(EngineStatus.SLEEPED, True, EngineStatus.SLEEPED)]
+    assert run_ranks(1, without_actor, folder) == [
+        (EngineStatus.SLEEPED, True, EngineStatus.SLEEPED)
+    ]
 
 
 def failing_inside(folder: str):
@@ -174,7 +243,10 @@ def test_an_error_inside_leaves_the_engine_asleep(folder):
 
 
 def with_buffers(folder: str):
-    """Routing that no gradient changes. Returns whether the engine and a folder have it, and what the engine's sleep showed."""
+    """Routing that no gradient changes.
+
+    Returns whether the engine and a folder have it, and what the engine's sleep showed.
+    """
     made, model, _ = actor_with_engine(folder)
     (name,) = [name for name, _ in persistent_buffers(model)]
     model.get_buffer(name).uniform_()
@@ -188,10 +260,25 @@ def with_buffers(folder: str):
 
 def test_buffers_that_belong_to_the_weights_are_streamed_and_saved(tmp_path):
     config = DeepseekV3Config(
-        hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=96,
-        num_key_value_heads=2, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_group=1,
-        topk_group=1, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=0, max_position_embeddings=64,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=96,
+        num_key_value_heads=2,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        n_group=1,
+        topk_group=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=0,
+        max_position_embeddings=64,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     memory = ["memory/engine_asleep_gb", "memory/engine_awake_gb"]
     assert run_ranks(2, with_buffers, str(tmp_path)) == [(True, True, memory)] * 2

@@ -7,7 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+)
 
 from lightrft.checkpoint import hf_export
 from lightrft.checkpoint.shard_writer import ShardWriter
@@ -37,11 +42,16 @@ def exported(folder: str, target: Path, shard_bytes: int, **args):
 
 
 @pytest.mark.parametrize("world_size, tied, shard_bytes", [(1, False, 200_000), (2, True, 10**9)])
-def test_from_pretrained_loads_what_was_trained(folder, tied_folder, tmp_path, world_size, tied, shard_bytes):
-    source, target = tied_folder if tied else folder, tmp_path / "model"
+def test_from_pretrained_loads_what_was_trained(
+    folder, tied_folder, tmp_path, world_size, tied, shard_bytes
+):
+    source = tied_folder if tied else folder
+    target = tmp_path / "model"
     path, trained = run_ranks(world_size, exported, source, target, shard_bytes)[0]
     assert path == target
-    original, written = (json.loads((Path(place) / "config.json").read_text()) for place in (source, target))
+    original, written = (
+        json.loads((Path(place) / "config.json").read_text()) for place in (source, target)
+    )
     assert written == original and (target / "generation_config.json").is_file()
     loaded = AutoModelForCausalLM.from_pretrained(target)
     found = dict(loaded.named_parameters())
@@ -55,12 +65,18 @@ def test_from_pretrained_loads_what_was_trained(folder, tied_folder, tmp_path, w
 
 @pytest.mark.slow
 def test_a_model_that_sees_keeps_what_reads_images(tmp_path):
-    source, target = seeing_model(tmp_path / "source"), tmp_path / "model"
+    source = seeing_model(tmp_path / "source")
+    target = tmp_path / "model"
     _, trained = run_ranks(2, partial(exported, bf16=True), source, target, 10**9)[0]
-    found = dict(AutoModelForImageTextToText.from_pretrained(target, dtype=torch.float32).named_parameters())
+    found = dict(
+        AutoModelForImageTextToText.from_pretrained(target, dtype=torch.float32).named_parameters()
+    )
     assert found.keys() == trained.keys()
     assert all(torch.equal(found[name], trained[name].bfloat16().float()) for name in found)
-    inputs = AutoProcessor.from_pretrained(target)(text=["What is <image>?"], images=[[picture(1)]], return_tensors="pt")
+
+    inputs = AutoProcessor.from_pretrained(target)(
+        text=["What is <image>?"], images=[[picture(1)]], return_tensors="pt"
+    )
     assert inputs["input_ids"].tolist()[0].count(IMAGE) == 4
 
 
@@ -70,16 +86,24 @@ def test_shards_keep_to_the_size_and_the_index_covers_all(folder, tmp_path):
     assert index["weight_map"].keys() == trained.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in trained.values())
     files = sorted((tmp_path / "model").glob("*.safetensors"))
-    assert [file.name for file in files] == sorted(set(index["weight_map"].values())) and len(files) > 2
+    assert [file.name for file in files] == sorted(set(index["weight_map"].values())) and len(
+        files
+    ) > 2
     assert f"-of-{len(files):05d}" in files[0].name
     contents = [load_file(file) for file in files]
     assert all(sum(tensor.nbytes for tensor in content.values()) <= 200_000 for content in contents)
-    assert all(torch.equal(tensor, trained[name]) for content in contents for name, tensor in content.items())
+    assert all(
+        torch.equal(tensor, trained[name])
+        for content in contents
+        for name, tensor in content.items()
+    )
 
 
 def test_bf16_runs_export_bfloat16(folder, tmp_path):
     run_ranks(2, bf16_export, folder, tmp_path / "model")
-    assert {tensor.dtype for tensor in load_file(tmp_path / "model" / "model.safetensors").values()} == {torch.bfloat16}
+    assert {
+        tensor.dtype for tensor in load_file(tmp_path / "model" / "model.safetensors").values()
+    } == {torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
 
 
@@ -112,7 +136,9 @@ def test_an_earlier_model_is_replaced_but_nothing_else(folder, tmp_path):
         run_ranks(1, exported, folder, tmp_path / "model", 10**9)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
-    with pytest.raises(RuntimeError, match="run contains other files than a model; use a separate folder"):
+    with pytest.raises(
+        RuntimeError, match="run contains other files than a model; use a separate folder"
+    ):
         run_ranks(2, exported, folder, tmp_path / "run", 10**9)
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
@@ -173,10 +199,15 @@ def test_no_rank_gathers_the_model(folder, tmp_path):
 
 
 TENSORS = {
-    "odd": torch.arange(3).bfloat16(), "number": torch.tensor(7, dtype=torch.int64), "mask": torch.tensor([True, False, True]),
-    "wide": torch.arange(12.0).view(3, 4).T, "none": torch.zeros(0, 4), "half": torch.ones(5, dtype=torch.float16),
-    "more": torch.arange(40.0), "last": torch.arange(2, dtype=torch.int32),
-}  # fmt: skip
+    "odd": torch.arange(3).bfloat16(),
+    "number": torch.tensor(7, dtype=torch.int64),
+    "mask": torch.tensor([True, False, True]),
+    "wide": torch.arange(12.0).view(3, 4).T,
+    "none": torch.zeros(0, 4),
+    "half": torch.ones(5, dtype=torch.float16),
+    "more": torch.arange(40.0),
+    "last": torch.arange(2, dtype=torch.int32),
+}
 
 
 @pytest.mark.parametrize("max_bytes, num_files", [(10**9, 1), (100, 3), (10, 7)])
@@ -187,8 +218,13 @@ def test_the_files_hold_what_was_added(tmp_path, max_bytes, num_files):
         for name, tensor in TENSORS.items():
             writer.add(name, tensor)
         writer.finish()
+
     writers[0].name_files()
-    found = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    found = {
+        name: tensor
+        for file in tmp_path.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
     assert found.keys() == TENSORS.keys() and len(list(tmp_path.glob("*.safetensors"))) == num_files
     for name, tensor in TENSORS.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)

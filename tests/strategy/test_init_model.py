@@ -1,4 +1,6 @@
-"""Models that are empty until they are sharded: the same bit for bit as models that every rank loads whole."""
+"""Models that are empty until they are sharded: the same bit for bit as models that every rank
+loads whole.
+"""
 
 import json
 import re
@@ -23,10 +25,20 @@ from ranks import run_cases, run_ranks, run_refusals
 from strategy.training import one_step, snapshot, strategy
 
 LAYOUTS = {
-    "fsdp": [(1, {}), (2, {}), (2, {"bf16": True}), (2, {"fsdp_cpu_offload": True}), (4, {"dp_replicate": 2}),
-             (4, {"tp_size": 2})],
-    "zero3": [(2, {"zero_stage": 3}), (2, {"zero_stage": 3, "bf16": True}), (4, {"zero_stage": 3, "zpg": 2})],
-}  # fmt: skip
+    "fsdp": [
+        (1, {}),
+        (2, {}),
+        (2, {"bf16": True}),
+        (2, {"fsdp_cpu_offload": True}),
+        (4, {"dp_replicate": 2}),
+        (4, {"tp_size": 2}),
+    ],
+    "zero3": [
+        (2, {"zero_stage": 3}),
+        (2, {"zero_stage": 3, "bf16": True}),
+        (4, {"zero_stage": 3, "zpg": 2}),
+    ],
+}
 """Numbers of ranks with arguments of the strategy."""
 
 
@@ -42,7 +54,10 @@ def sharded(folder: Path | str) -> str:
 def parts(module: nn.Module) -> dict[str, torch.Tensor]:
     """This rank's part of parameters, and buffers, those outside the folder too."""
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    return {name: getattr(t, "_local_tensor", getattr(t, "ds_tensor", t)).detach().clone() for name, t in tensors.items()}
+    return {
+        name: getattr(t, "_local_tensor", getattr(t, "ds_tensor", t)).detach().clone()
+        for name, t in tensors.items()
+    }
 
 
 def loaded(made, section: ModelSection, empty: bool, frozen: bool) -> dict[str, torch.Tensor]:
@@ -55,6 +70,7 @@ def loaded(made, section: ModelSection, empty: bool, frozen: bool) -> dict[str, 
             assert is_empty(models[-1])
         else:
             models.append(kind(load(section)))
+
     module = nn.ModuleList(models)
     assert len({id(p) for p in models[0].parameters()}) == len(list(models[0].parameters()))
     for model in models:
@@ -63,28 +79,37 @@ def loaded(made, section: ModelSection, empty: bool, frozen: bool) -> dict[str, 
         else:
             optimizer = made.create_optimizer(model, lr=1e-3)
             made.prepare((model, optimizer))
+
     return parts(module)
 
 
 def both_ways(folders: list[str], args: dict) -> list[str]:
     """Names of tensors that differ."""
-    made, wrong = get_strategy({"fsdp": "zero_stage" not in args, "seed": 1} | args), []
+    made = get_strategy({"fsdp": "zero_stage" not in args, "seed": 1} | args)
+    wrong = []
     made.setup_distributed()
+
     for folder, frozen in [*((folder, False) for folder in folders), (folders[0], True)]:
         section = ModelSection(pretrain=folder)
         whole, empty = (loaded(made, section, way, frozen) for way in (False, True))
         assert whole.keys() == empty.keys() and len(whole) > 30
         wrong += [name for name in whole if whole[name].dtype != empty[name].dtype]
         wrong += [name for name in whole if not torch.equal(whole[name], empty[name])]
+
     made.close()
     return wrong
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 1), ("fsdp", 2), ("fsdp", 4), ("zero3", 2), ("zero3", 4)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("fsdp", 1), ("fsdp", 2), ("fsdp", 4), ("zero3", 2), ("zero3", 4)]
+)
 def test_every_part_of_every_rank_is_equal(folder, tied_folder, experts_folder, kind, ranks):
-    """Experts, which transformers makes one tensor of, among them: five on two ranks and on four."""
-    folders, cases = [folder, sharded(folder), tied_folder], {}
+    """Experts, which transformers makes one tensor of, among them: five on two ranks and on
+    four.
+    """
+    folders = [folder, sharded(folder), tied_folder]
+    cases = {}
     for args in [args for number, args in LAYOUTS[kind] if number == ranks]:
         cases[repr(args)] = [*folders, *([] if "tp_size" in args else [experts_folder])], args
     assert run_cases(ranks, both_ways, cases) == {case: [[]] * ranks for case in cases}
@@ -98,17 +123,21 @@ def three_steps(folder: str, way: str):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
         else:
             model = AutoModelForCausalLM.from_pretrained(folder)
+
     assert is_empty(model) == (way != "whole")
     optimizer = made.create_optimizer(model, lr=1e-3, weight_decay=0.1)
     model, optimizer = made.prepare((model, optimizer))
     numbers = [one_step(made, model, optimizer, step)[:2] for step in range(3)]
+
     return numbers, snapshot(made, model)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_training_is_the_same_bit_by_bit(folder, tied_folder, tied):
     source = tied_folder if tied else folder
-    results = run_cases(2, three_steps, {way: (source, way) for way in ("whole", "from_config", "from_pretrained")})
+    results = run_cases(
+        2, three_steps, {way: (source, way) for way in ("whole", "from_config", "from_pretrained")}
+    )
     whole_numbers, whole_state = results["whole"][0]
     for way in ("from_config", "from_pretrained"):
         numbers, state = results[way][0]
@@ -125,7 +154,13 @@ def load_empty(folder: str, scorer: bool):
         model = (load_scorer if scorer else load_model)(ModelSection(pretrain=folder))
     empty = is_empty(model)
     model = made.prepare(model)
-    return empty, snapshot(made, model), model.generation_config.temperature if model.can_generate() else None, model.training
+
+    return (
+        empty,
+        snapshot(made, model),
+        model.generation_config.temperature if model.can_generate() else None,
+        model.training,
+    )
 
 
 def save_as(folder: str, target: Path, change, **config) -> str:
@@ -141,7 +176,9 @@ def save_as(folder: str, target: Path, change, **config) -> str:
 
 def test_a_trained_head_is_read_and_not_made(folder, tmp_path):
     torch.manual_seed(5)
-    AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).save_pretrained(tmp_path / "scorer")
+    AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).save_pretrained(
+        tmp_path / "scorer"
+    )
     head = load_file(tmp_path / "scorer" / "model.safetensors")["score.weight"]
     for empty, found, *_ in run_ranks(2, load_empty, str(tmp_path / "scorer"), True):
         assert empty and torch.equal(found["score.weight"], head)
@@ -162,7 +199,10 @@ def test_a_name_on_the_hub_is_where_its_files_lie_on_this_machine(folder, tmp_pa
     (place / "refs" / "main").write_text("0123")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     empty, found, *_ = run_ranks(2, load_empty, "me/tiny", False)[0]
-    assert empty and all(torch.equal(found[name], tensor) for name, tensor in load_file(f"{folder}/model.safetensors").items())
+    assert empty and all(
+        torch.equal(found[name], tensor)
+        for name, tensor in load_file(f"{folder}/model.safetensors").items()
+    )
 
 
 def test_pickled_weights_are_read_whole(folder, tmp_path):
@@ -176,6 +216,7 @@ def test_pickled_weights_are_read_whole(folder, tmp_path):
 
 def test_names_that_transformers_changes_are_read_in_parts(folder, tmp_path):
     """A folder saved from the backbone alone, with a head of its own beside it."""
+
     def without_prefix(tensors):
         for name in [name for name in tensors if name.startswith("model.")]:
             tensors[name.removeprefix("model.")] = tensors.pop(name)
@@ -188,19 +229,43 @@ def test_names_that_transformers_changes_are_read_in_parts(folder, tmp_path):
 
 NORM = "model.layers.1.input_layernorm.weight"
 WRONG = {
-    "missing": (lambda tensors: tensors.pop(NORM), False, f"1 tensors of the model are not in the folder, the first is {NORM}"),
-    "unexpected": (lambda tensors: tensors.update(extra=torch.ones(3)), False, "in the folder are not in the model, .* extra"),
-    "no head": (lambda tensors: tensors.pop("lm_head.weight"), False, "the first is lm_head.weight"),
+    "missing": (
+        lambda tensors: tensors.pop(NORM),
+        False,
+        f"1 tensors of the model are not in the folder, the first is {NORM}",
+    ),
+    "unexpected": (
+        lambda tensors: tensors.update(extra=torch.ones(3)),
+        False,
+        "in the folder are not in the model, .* extra",
+    ),
+    "no head": (
+        lambda tensors: tensors.pop("lm_head.weight"),
+        False,
+        "the first is lm_head.weight",
+    ),
     "scorer": (lambda tensors: tensors.pop(NORM), True, f"the first is {NORM}"),
-    "shape": (lambda tensors: tensors.update({NORM: torch.ones(65)}), False,
-              r"has shape \(65,\) in the folder, but \(64,\) in the model"),
-    "not finite": (lambda tensors: tensors[NORM][:1].fill_(torch.nan), False,
-                   rf"rank 0: ValueError: .*not finite/model.safetensors: {NORM} has values that are not finite"),
-}  # fmt: skip
+    "shape": (
+        lambda tensors: tensors.update({NORM: torch.ones(65)}),
+        False,
+        r"has shape \(65,\) in the folder, but \(64,\) in the model",
+    ),
+    "not finite": (
+        lambda tensors: tensors[NORM][:1].fill_(torch.nan),
+        False,
+        (
+            rf"rank 0: ValueError: .*not finite/model.safetensors: {NORM} has values that are not"
+            r" finite"
+        ),
+    ),
+}
 
 
 def test_a_folder_that_does_not_fit_is_an_error(folder, tmp_path):
-    cases = {case: (save_as(folder, tmp_path / case, change), scorer) for case, (change, scorer, _) in WRONG.items()}
+    cases = {
+        case: (save_as(folder, tmp_path / case, change), scorer)
+        for case, (change, scorer, _) in WRONG.items()
+    }
     for case, refusals in run_refusals(2, load_empty, cases).items():
         assert all(re.search(WRONG[case][2], text) for text in refusals), (case, refusals)
 
@@ -220,11 +285,19 @@ def test_a_model_of_ones_own_that_does_not_fit_is_an_error(folder, tmp_path):
         3: "11 tensors of the model are not in it, the first is model.layers.2.",
     }
     for layers in problems:
-        config = AutoConfig.from_pretrained(folder, num_hidden_layers=layers, layer_types=["full_attention"] * layers)
+        config = AutoConfig.from_pretrained(
+            folder, num_hidden_layers=layers, layer_types=["full_attention"] * layers
+        )
         config.save_pretrained(tmp_path / str(layers))
-    refusals = run_refusals(2, own_model, {layers: (folder, str(tmp_path / str(layers))) for layers in problems})
+
+    refusals = run_refusals(
+        2, own_model, {layers: (folder, str(tmp_path / str(layers))) for layers in problems}
+    )
     for layers, says in problems.items():
-        assert all(re.search(f"{folder} could not be loaded: rank 0: ValueError: {says}", text) for text in refusals[layers])
+        assert all(
+            re.search(f"{folder} could not be loaded: rank 0: ValueError: {says}", text)
+            for text in refusals[layers]
+        )
 
 
 def stray(folder: str, inside: bool):
@@ -235,10 +308,25 @@ def stray(folder: str, inside: bool):
     made.prepare(module)
 
 
-@pytest.mark.parametrize("inside, says", [
-    (True, "mine.weight is empty and no part of .*Qwen3ForCausalLM: make it outside of init_model_context"),
-    (False, "Linear is empty and names no folder to be filled from: make it outside of init_model_context"),
-])
+@pytest.mark.parametrize(
+    "inside, says",
+    [
+        (
+            True,
+            (
+                "mine.weight is empty and no part of .*Qwen3ForCausalLM: make it outside of"
+                " init_model_context"
+            ),
+        ),
+        (
+            False,
+            (
+                "Linear is empty and names no folder to be filled from: make it outside of"
+                " init_model_context"
+            ),
+        ),
+    ],
+)
 def test_what_no_folder_can_fill_is_an_error(folder, inside, says):
     with pytest.raises(RuntimeError, match=says):
         run_ranks(1, stray, folder, inside)
@@ -273,7 +361,10 @@ def test_a_rank_never_holds_the_whole_model(larger, args):
     model, size = larger
     for empty, share in ((True, 0.5), (False, 1.0)):
         found = run_ranks(4, peak_of_loading, model, args, empty)
-        print(f"{size / 1e6:.0f} MB of parameters, empty {empty}: {[round(peak / 1e6) for peak in found]} MB")
+        print(
+            f"{size / 1e6:.0f} MB of parameters, empty {empty}:"
+            f" {[round(peak / 1e6) for peak in found]} MB"
+        )
         assert all(peak < share * size if empty else peak > share * size for peak in found)
 
 
@@ -287,8 +378,13 @@ def mixture(tmp_path_factory) -> tuple[str, tuple[int, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("args", [{"fsdp": True}, {"zero_stage": 3}])
 def test_a_rank_holds_its_part_of_a_mixture_and_one_layer(mixture, args):
-    """Published with a tensor for each expert, of which transformers makes one for each layer; rank 0 reads all for ZeRO."""
+    """Published with a tensor for each expert, of which transformers makes one for each layer; rank
+    0 reads all for ZeRO.
+    """
     model, (size, layer) = mixture
     found = run_ranks(4, peak_of_loading, model, args, True)
-    print(f"{size / 1e6:.0f} MB of parameters, {layer / 1e6:.0f} MB a layer: {[round(peak / 1e6) for peak in found]} MB")
+    print(
+        f"{size / 1e6:.0f} MB of parameters, {layer / 1e6:.0f} MB a layer:"
+        f" {[round(peak / 1e6) for peak in found]} MB"
+    )
     assert all(peak < size / 4 + layer for peak in found)

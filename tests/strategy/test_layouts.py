@@ -1,4 +1,6 @@
-"""The numbers do not depend on how the run is distributed: all against plain torch in one process."""
+"""The numbers do not depend on how the run is distributed: all against plain torch in one
+process.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,7 +16,16 @@ from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from ranks import run_cases, run_ranks
-from strategy.training import TrainingRun, adamw, assert_equal_courses, distance, plain_course, sgd, strategy, strategy_course
+from strategy.training import (
+    TrainingRun,
+    adamw,
+    assert_equal_courses,
+    distance,
+    plain_course,
+    sgd,
+    strategy,
+    strategy_course,
+)
 
 SELECTIVE = {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}
 REPLICAS = {"dp_replicate": 2}
@@ -38,24 +49,45 @@ class Case(NamedTuple):
 CASES = {
     1: {"sgd": Case(), "adamw": Case(ours), "accumulated": Case(num_micro=4)},
     2: {
-        "sgd": Case(), "adamw": Case(ours), "accumulated": Case(num_micro=4), "replicas": Case(args=REPLICAS),
-        "accumulated in replicas": Case(num_micro=4, args=REPLICAS), "tied": Case(tied=True),
-        "checkpointing": Case(num_micro=2, args={"gradient_checkpointing": True}), "selective": Case(num_micro=2, args=SELECTIVE),
-        "on the host": Case(num_micro=2, args={"fsdp_cpu_offload": True}), "bf16": Case(num_micro=2, args={"bf16": True}),
-        "sgd after prepare": Case(early=False), "adamw after prepare": Case(ours, early=False),
+        "sgd": Case(),
+        "adamw": Case(ours),
+        "accumulated": Case(num_micro=4),
+        "replicas": Case(args=REPLICAS),
+        "accumulated in replicas": Case(num_micro=4, args=REPLICAS),
+        "tied": Case(tied=True),
+        "checkpointing": Case(num_micro=2, args={"gradient_checkpointing": True}),
+        "selective": Case(num_micro=2, args=SELECTIVE),
+        "on the host": Case(num_micro=2, args={"fsdp_cpu_offload": True}),
+        "bf16": Case(num_micro=2, args={"bf16": True}),
+        "sgd after prepare": Case(early=False),
+        "adamw after prepare": Case(ours, early=False),
     },
     4: {"sgd": Case(args=REPLICAS), "adamw": Case(ours, args=REPLICAS)},
-}  # fmt: skip
+}
 """By number of ranks; one start for each."""
-EXACT = [(ranks, name) for ranks, cases in CASES.items() for name in cases if name != "bf16" and "after" not in name]
+EXACT = [
+    (ranks, name)
+    for ranks, cases in CASES.items()
+    for name in cases
+    if name != "bf16" and "after" not in name
+]
 
 
 @pytest.fixture(scope="module")
 def courses(folder, tied_folder) -> Callable[[int], dict[str, list[TrainingRun]]]:
     @cache
     def of(ranks: int) -> dict[str, list[TrainingRun]]:
-        cases = {name: (tied_folder if case.tied else folder, case.optimizer_of, case.num_micro, 1.0, case.early, case.args)
-                 for name, case in CASES[ranks].items()}  # fmt: skip
+        cases = {
+            name: (
+                tied_folder if case.tied else folder,
+                case.optimizer_of,
+                case.num_micro,
+                1.0,
+                case.early,
+                case.args,
+            )
+            for name, case in CASES[ranks].items()
+        }
         return run_cases(ranks, strategy_course, cases)
 
     return of
@@ -71,7 +103,8 @@ def expected(folder, tied_folder) -> Callable[[Case], TrainingRun]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name"), [pytest.param(*each, marks=[pytest.mark.slow] if each[0] == 4 else []) for each in EXACT]
+    ("ranks", "name"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if each[0] == 4 else []) for each in EXACT],
 )
 def test_steps_equal_plain_torch(courses, expected, ranks, name):
     case = CASES[ranks][name]
@@ -82,13 +115,15 @@ def test_steps_equal_plain_torch(courses, expected, ranks, name):
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_optimizer_made_after_prepare_is_the_same(courses, name):
-    before, after = courses(2)[name][0], courses(2)[f"{name} after prepare"][0]
+    before = courses(2)[name][0]
+    after = courses(2)[f"{name} after prepare"][0]
     assert before.norms == after.norms
     assert distance(before.parameters, after.parameters) == 0
 
 
 def test_bf16_stays_near_float32_and_keeps_float32_masters(courses, expected):
-    course, plain = courses(2)["bf16"][0], expected(CASES[2]["bf16"])
+    course = courses(2)["bf16"][0]
+    plain = expected(CASES[2]["bf16"])
     assert abs(course.losses[0] / plain.losses[0] - 1) < 2e-3
     assert abs(course.norms[0] / plain.norms[0] - 1) < 2e-2
     assert 0 < distance(course.parameters, plain.parameters) < 2e-2
@@ -96,9 +131,12 @@ def test_bf16_stays_near_float32_and_keeps_float32_masters(courses, expected):
 
 
 def layouts_seen(folder: str) -> list[int]:
-    actor, seen = strategy(bf16=True).prepare(Actor(load_model(ModelSection(pretrain=folder)))), []
+    actor = strategy(bf16=True).prepare(Actor(load_model(ModelSection(pretrain=folder))))
+    seen = []
     for block in actor.language_model.model.layers:
-        block.self_attn.register_forward_pre_hook(lambda _, args, options: seen.append(options["layout"]), with_kwargs=True)
+        block.self_attn.register_forward_pre_hook(
+            lambda _, args, options: seen.append(options["layout"]), with_kwargs=True
+        )
     actor(make_batch(), 1.0)
     return [sum(other is one for other in seen) for one in seen]
 

@@ -1,4 +1,6 @@
-"""LoRA under every strategy: the steps of plain peft, engines and folders with merged weights, checkpoints without the base."""
+"""LoRA under every strategy: the steps of plain peft, engines and folders with merged weights,
+checkpoints without the base.
+"""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -40,7 +42,9 @@ LAYOUTS = {
     "zero1-2": (2, {"zero_stage": 1}),
     "zero3-2": (2, {"zero_stage": 3}),
 }
-PARAMS = [name if name == "fsdp-1" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+PARAMS = [
+    name if name == "fsdp-1" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS
+]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +72,11 @@ def test_what_has_no_adapter_is_untouched(course, folder):
     base = dict(load(folder).named_parameters())
     merged = course[0][0]["merged"]
     same = {name for name in base if torch.equal(base[name], merged[name])}
-    assert {name for name in base if not name.endswith(("q_proj.weight", "v_proj.weight", "down_proj.weight"))} == same
+    assert {
+        name
+        for name in base
+        if not name.endswith(("q_proj.weight", "v_proj.weight", "down_proj.weight"))
+    } == same
 
 
 def test_the_engine_has_the_merged_weights(course):
@@ -84,7 +92,8 @@ def test_the_engine_has_the_merged_weights(course):
 def test_both_exports_compute_the_same(course, folder):
     _, out = course
     ids = torch.arange(5, 25)[None]
-    merged, adapter = load(str(out / "model")), PeftModel.from_pretrained(load(folder), out / "adapter")
+    merged = load(str(out / "model"))
+    adapter = PeftModel.from_pretrained(load(folder), out / "adapter")
     with torch.no_grad():
         assert_close(merged(ids).logits, adapter(ids).logits, rtol=1e-5, atol=1e-5)
         assert (merged(ids).logits - load(folder)(ids).logits).abs().max() > 1e-2
@@ -99,8 +108,13 @@ def test_a_checkpoint_holds_adapters_alone(course):
 
 def test_training_goes_on_bit_by_bit(course):
     for found in course[0]:
-        assert all(torch.equal(found["loaded"][name], tensor) for name, tensor in found["merged"].items())
-        assert all(torch.equal(found["resumed"][name], tensor) for name, tensor in found["uninterrupted"].items())
+        assert all(
+            torch.equal(found["loaded"][name], tensor) for name, tensor in found["merged"].items()
+        )
+        assert all(
+            torch.equal(found["resumed"][name], tensor)
+            for name, tensor in found["uninterrupted"].items()
+        )
     assert distance(course[0][0]["resumed"], course[0][0]["loaded"]) > 1e-4
 
 
@@ -112,13 +126,17 @@ FROZEN = ["model.embed_tokens", "model.layers.0."]
 
 def frozen_parts(folder: str, args: dict, out: Path) -> dict:
     made = strategy(**args)
-    optimizers, models = [], []
+    optimizers = []
+    models = []
     for _ in range(2):
-        model = freeze_parameters(load(folder), ModelSection(pretrain=folder, freeze_prefix=FROZEN)).train()
+        model = freeze_parameters(
+            load(folder), ModelSection(pretrain=folder, freeze_prefix=FROZEN)
+        ).train()
         optimizer = made.create_optimizer(model, RATE, weight_decay=0.1)
         made.prepare((model, optimizer))
         models.append(model)
         optimizers.append(optimizer)
+
     for step in range(NUM_STEPS):
         take_step(made, models[0], optimizers[0], step)
     made.save_ckpt(models[0], out, "three")
@@ -128,25 +146,37 @@ def frozen_parts(folder: str, args: dict, out: Path) -> dict:
         take_step(made, model, optimizer, NUM_STEPS)
     result = {"learned": learned, "went on": [snapshot(made, model) for model in models]}
     made.close()
+
     return result
 
 
-@pytest.mark.parametrize("layout", ["fsdp-2", *(pytest.param(f"zero{stage}-2", marks=pytest.mark.slow) for stage in (1, 3))])
+@pytest.mark.parametrize(
+    "layout",
+    ["fsdp-2", *(pytest.param(f"zero{stage}-2", marks=pytest.mark.slow) for stage in (1, 3))],
+)
 def test_a_frozen_prefix_is_neither_trained_nor_saved(tied_folder, layout, tmp_path):
     """With tied embeddings, which have two names in a model and none in the checkpoint."""
     world_size, args = LAYOUTS[layout]
     base = load(tied_folder)
     for parameter in (p for name, p in base.named_parameters() if name.startswith(tuple(FROZEN))):
         parameter.requires_grad_(False)
-    before, after = {name: p.clone() for name, p in base.named_parameters()}, plain_steps(base)
+    before = {name: p.clone() for name, p in base.named_parameters()}
+
+    after = plain_steps(base)
     frozen = {name for name in before if name.startswith(tuple(FROZEN))}
     for found in run_ranks(world_size, frozen_parts, tied_folder, args, tmp_path / "checkpoints"):
         assert distance(found["learned"], after) < 1e-5
-        assert {name for name in before if torch.equal(found["learned"][name], before[name])} == frozen
+        assert {
+            name for name in before if torch.equal(found["learned"][name], before[name])
+        } == frozen
         first, second = found["went on"]
         assert all(torch.equal(first[name], second[name]) for name in first)
-    names = {name.removeprefix("model.model.") for name in names_in(tmp_path / "checkpoints" / "three")
-             if name.startswith("model.model.")}  # fmt: skip
+
+    names = {
+        name.removeprefix("model.model.")
+        for name in names_in(tmp_path / "checkpoints" / "three")
+        if name.startswith("model.model.")
+    }
     assert names == before.keys() - frozen
 
 
@@ -163,17 +193,32 @@ def adapted_actor(made, folder: str, *, empty: bool, **settings) -> Actor:
 
 
 def loaded_twice(folder: str, args: dict) -> dict:
-    """A model that was empty and one that was not; their parts on this rank, and what they compute with dropout."""
+    """A model that was empty and one that was not; their parts on this rank, and what they compute
+    with dropout.
+    """
     made = strategy(**args)
     actors = [adapted_actor(made, folder, empty=empty, lora_dropout=0.5) for empty in (True, False)]
-    parts, answers = [], []
-    batch = Batch(lengths=torch.tensor([9]), input_ids=torch.arange(9), loss_mask=torch.arange(9) > 0, rows=torch.tensor([0]))
+    parts = []
+    answers = []
+    batch = Batch(
+        lengths=torch.tensor([9]),
+        input_ids=torch.arange(9),
+        loss_mask=torch.arange(9) > 0,
+        rows=torch.tensor([0]),
+    )
+
     for actor in actors:
         disturb(actor)
         made.prepare((actor, made.create_optimizer(actor, RATE)))
-        parts.append({name: getattr(p, "_local_tensor", p).detach().clone() for name, p in actor.named_parameters()})
+        parts.append(
+            {
+                name: getattr(p, "_local_tensor", p).detach().clone()
+                for name, p in actor.named_parameters()
+            }
+        )
         torch.manual_seed(4)
         answers.append([actor.train(mode)(batch, 1.0)[0].detach() for mode in (True, False)])
+
     made.close()
     return {"parts": parts, "answers": answers}
 
@@ -183,11 +228,14 @@ def test_an_empty_model_is_filled_as_one_that_was_read_whole(folder, args):
     ranks = run_ranks(2, loaded_twice, folder, {"fsdp": True, **args})
     for found in ranks:
         empty, whole = found["parts"]
-        assert empty.keys() == whole.keys() and all(torch.equal(empty[name], whole[name]) for name in empty)
+        assert empty.keys() == whole.keys() and all(
+            torch.equal(empty[name], whole[name]) for name in empty
+        )
         frozen = torch.bfloat16 if args else torch.float32
         assert {part.dtype for name, part in empty.items() if is_adapter(name)} == {torch.float32}
         assert {part.dtype for name, part in empty.items() if not is_adapter(name)} == {frozen}
         assert all(torch.equal(a, b) for a, b in zip(*found["answers"], strict=True))
+
     (training, asking), (other_training, other_asking) = (found["answers"][0] for found in ranks)
     assert torch.equal(asking, other_asking) and not torch.equal(training, other_training)
     assert not torch.equal(training, asking)
@@ -205,8 +253,14 @@ def test_adapters_are_float32_in_a_bfloat16_run(folder, expected, args, tmp_path
     for found in run_ranks(2, strategy_course, folder, {"bf16": True, **args}, tmp_path):
         assert_close(torch.tensor(found["losses"]), torch.tensor(expected[0]), rtol=1e-2, atol=0)
         assert_close(torch.tensor(found["norms"]), torch.tensor(expected[1]), rtol=5e-2, atol=0)
-        assert all(torch.equal(found["loaded"][name], tensor) for name, tensor in found["merged"].items())
-        assert all(torch.equal(found["resumed"][name], tensor) for name, tensor in found["uninterrupted"].items())
+        assert all(
+            torch.equal(found["loaded"][name], tensor) for name, tensor in found["merged"].items()
+        )
+        assert all(
+            torch.equal(found["resumed"][name], tensor)
+            for name, tensor in found["uninterrupted"].items()
+        )
+
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     modes = {file.stat().st_mode for file in (tmp_path / "adapter").iterdir()}
     assert len(modes) == 1, "weights are as readable as the files beside them"
@@ -215,7 +269,9 @@ def test_adapters_are_float32_in_a_bfloat16_run(folder, expected, args, tmp_path
 
 
 def engine_differs(folder: str, args: dict) -> float:
-    """Return how far the actor is from a plain bfloat16 model with the weights that an engine gets."""
+    """Return how far the actor is from a plain bfloat16 model with the weights that an engine
+    gets.
+    """
     made = strategy(bf16=True, **args)
     actor = adapted_actor(made, folder, empty=False)
     with torch.no_grad():
@@ -223,7 +279,12 @@ def engine_differs(folder: str, args: dict) -> float:
             if "lora_B" in name:
                 parameter.bernoulli_(0.5).sub_(0.5).mul_(2e-4)
     made.prepare((actor, made.create_optimizer(actor, RATE)))
-    batch = Batch(lengths=torch.tensor([9]), input_ids=torch.arange(9), loss_mask=torch.arange(9) > 0, rows=torch.tensor([0]))
+    batch = Batch(
+        lengths=torch.tensor([9]),
+        input_ids=torch.arange(9),
+        loss_mask=torch.arange(9) > 0,
+        rows=torch.tensor([0]),
+    )
 
     plain = Actor(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
     base = plain(batch, 1.0)[0].detach()

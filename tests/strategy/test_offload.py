@@ -32,27 +32,35 @@ def cycle(made: FSDPStrategy, model: nn.Module, optimizer: torch.optim.Optimizer
 
 def course(folder: str, args: dict, cycles: bool):
     """Losses and norms of four steps, and everything that is kept after them."""
-    made, model = strategy(**args), load(folder).train()
+    made = strategy(**args)
+    model = load(folder).train()
     optimizer = made.create_optimizer(model, lr=1e-2, weight_decay=0.1)
     scheduler = made.create_scheduler(optimizer, "cosine", 2, 8)
     made.prepare((model, optimizer, scheduler))
     before = list(map(id, model.parameters()))
+
     numbers = []
     for step in range(4):
         if cycles:
             cycle(made, model, optimizer)
         numbers.append(one_step(made, model, optimizer, step, num_micro=2, scheduler=scheduler)[:2])
+
     assert list(map(id, model.parameters())) == before
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     moments = [tensor.clone() for tensor in local_tensors(model, optimizer)]
+
     return numbers, snapshot(made, model), buffers, moments
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "args"), [(1, {}), (2, {"bf16": True}), (2, {"dp_replicate": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "args"), [(1, {}), (2, {"bf16": True}), (2, {"dp_replicate": 2})], ids=str
+)
 def test_training_with_cycles_in_between_is_bit_identical(folder, tied_folder, world_size, args):
     for path in (folder, tied_folder):
-        results = run_cases(world_size, course, {cycles: (path, args, cycles) for cycles in (True, False)})
+        results = run_cases(
+            world_size, course, {cycles: (path, args, cycles) for cycles in (True, False)}
+        )
         assert_identical(results[True], results[False])
 
 
@@ -61,7 +69,8 @@ def assert_identical(found, expected) -> None:
 
 
 def prepared(folder: str, **args):
-    made, model = strategy(**args), load(folder)
+    made = strategy(**args)
+    model = load(folder)
     optimizer = made.create_optimizer(model, lr=1e-2)
     made.prepare((model, optimizer))
     one_step(made, model, optimizer, 0)
@@ -82,11 +91,14 @@ def where_it_is(folder: str):
     made.reload_model(model)
     made.maybe_load_optimizer(optimizer)
     tensors = [*model.parameters(), *model.buffers(), *local_tensors(model, optimizer)]
+
     return held, devices, left, {tensor.device.type for tensor in tensors}
 
 
 def test_memory_is_released(folder):
-    """FSDP keeps the old shards alive, so the device alone would say nothing: their storage must be empty too."""
+    """FSDP keeps the old shards alive, so the device alone would say nothing: their storage must be
+    empty too.
+    """
     for (count, held), devices, left, after in run_ranks(2, where_it_is, folder):
         assert count > 20 and held > 10_000
         assert devices == {"meta"} and left == 0
@@ -97,6 +109,7 @@ def misuse(folder: str):
     made, model, optimizer = prepared(folder)
     made.offload_model(model)
     made.maybe_offload_optimizer(optimizer)
+
     errors = []
     for use in (
         lambda: model(input_ids=torch.zeros(1, 3, dtype=torch.int64)),
@@ -107,9 +120,11 @@ def misuse(folder: str):
         with pytest.raises(RuntimeError) as caught:
             use()
         errors.append(str(caught.value))
+
     streamed = {tensor.device.type for _, tensor in made.full_params(model)}
     made.maybe_load_optimizer(optimizer)
     one_step(made, model, optimizer, 1)  # usable again
+
     return errors, streamed
 
 
@@ -132,6 +147,7 @@ def checkpoint_while_away(folder: str, root: str):
     made.offload_model(model)
     made.maybe_offload_optimizer(optimizer)
     made.load_ckpt(model, root, optimizer=optimizer)
+
     return snapshot(made, model), expected
 
 
@@ -144,7 +160,9 @@ def with_host_parameters(folder: str):
     made, model, optimizer = prepared(folder, fsdp_cpu_offload=True)
     made.offload_model(model)
     made.maybe_offload_optimizer(optimizer)
-    return {parameter.device.type for parameter in model.parameters()}, one_step(made, model, optimizer, 1)[0] > 0
+    return {parameter.device.type for parameter in model.parameters()}, one_step(
+        made, model, optimizer, 1
+    )[0] > 0
 
 
 def test_what_lives_in_host_memory_stays(folder):
@@ -153,7 +171,9 @@ def test_what_lives_in_host_memory_stays(folder):
 
 def test_two_flags_for_the_same_memory():
     made = FSDPStrategy(args={"fsdp": True, "offload_idle": True, "fsdp_cpu_offload": True})
-    with pytest.raises(ValueError, match="--offload_idle has nothing to move with --fsdp_cpu_offload"):
+    with pytest.raises(
+        ValueError, match="--offload_idle has nothing to move with --fsdp_cpu_offload"
+    ):
         made.setup_distributed()
 
 
@@ -167,20 +187,29 @@ def test_a_step_in_host_memory_has_the_ranks_share_of_the_cores(monkeypatch):
 
 
 def away_and_back(dtype_args: dict) -> tuple[float, list[str]]:
-    """(share of the memory that stays while model and optimizer are away, names of tensors that came back with other bits).
+    """(share of the memory that stays while model and optimizer are away, names of tensors that
+    came back with other bits).
 
     In this process; the memory that they had is overwritten meanwhile.
     """
     made = strategy(**dtype_args)
-    for dtype in (torch.float32, torch.bfloat16):  # libraries of matrix products keep memory for themselves from the first on
+    # libraries of matrix products keep memory for themselves from the first on
+    for dtype in (torch.float32, torch.bfloat16):
         square = torch.ones(64, 64, device=made.device, dtype=dtype, requires_grad=True)
         (square @ square).sum().backward()
+
     del square
     before = memory_in_use(made.device)
     config = Qwen3Config(
-        hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        vocab_size=4000, tie_word_embeddings=False,
-    )  # fmt: skip
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=4000,
+        tie_word_embeddings=False,
+    )
     model = Qwen3ForCausalLM(config)
     optimizer = made.create_optimizer(model, lr=1e-2)
     made.prepare((model, optimizer))
@@ -191,7 +220,9 @@ def away_and_back(dtype_args: dict) -> tuple[float, list[str]]:
     del loss, ids
     everything = lambda: dict(enumerate([*local_tensors(model, optimizer), *model.buffers()]))  # noqa: E731
     known = {name: tensor.detach().cpu().clone() for name, tensor in everything().items()}
-    held, left = memory_in_use(made.device) - before, 0
+    held = memory_in_use(made.device) - before
+
+    left = 0
     for _ in range(2):
         made.offload_model(model)
         made.maybe_offload_optimizer(optimizer)
@@ -200,17 +231,33 @@ def away_and_back(dtype_args: dict) -> tuple[float, list[str]]:
             torch.full_like(tensor, 7, device=made.device)
         made.reload_model(model)
         made.maybe_load_optimizer(optimizer)
-    changed = [str(name) for name, tensor in everything().items() if not torch.equal(tensor.detach().cpu(), known[name])]
+
+    changed = [
+        str(name)
+        for name, tensor in everything().items()
+        if not torch.equal(tensor.detach().cpu(), known[name])
+    ]
     made.close()
     return left / max(held, 1), changed
 
 
 def test_copies_in_host_memory_have_the_same_bits_and_no_more_bytes(monkeypatch):
-    """Of several types and strides, with tensors of no and of one element, and with buffers that end within a tensor."""
+    """Of several types and strides, with tensors of no and of one element, and with buffers that
+    end within a tensor.
+    """
     monkeypatch.setattr(offload, "BLOCK", 64)
-    tensors = [torch.randn(3, 7), torch.randn(5, 4).t(), torch.tensor(2.5), torch.randn(0, 3), torch.rand(9) > 0.5,
-               torch.randn(31).bfloat16(), torch.arange(6), torch.tensor([float("nan"), -0.0])]  # fmt: skip
-    copies, targets = offload.HostCopies(tensors), [torch.empty_like(tensor) for tensor in tensors]
+    tensors = [
+        torch.randn(3, 7),
+        torch.randn(5, 4).t(),
+        torch.tensor(2.5),
+        torch.randn(0, 3),
+        torch.rand(9) > 0.5,
+        torch.randn(31).bfloat16(),
+        torch.arange(6),
+        torch.tensor([float("nan"), -0.0]),
+    ]
+    copies = offload.HostCopies(tensors)
+    targets = [torch.empty_like(tensor) for tensor in tensors]
     assert [target.stride() for target in targets] == [tensor.stride() for tensor in tensors]
     for tensor in tensors:
         tensor.zero_()
@@ -220,7 +267,12 @@ def test_copies_in_host_memory_have_the_same_bits_and_no_more_bytes(monkeypatch)
     assert max(len(block) for block in known) == 64 < tensors[0].nbytes
     again = offload.HostCopies(targets)
     assert all(torch.equal(one, other) for one, other in zip(again.blocks, known, strict=True))
-    assert targets[0].abs().min() > 0 and targets[1].abs().min() > 0 and targets[2] == 2.5 and targets[6].tolist() == [*range(6)]
+    assert (
+        targets[0].abs().min() > 0
+        and targets[1].abs().min() > 0
+        and targets[2] == 2.5
+        and targets[6].tolist() == [*range(6)]
+    )
 
 
 @pytest.mark.slow

@@ -10,17 +10,28 @@ from lightrft.backends.optim import create_adamw, create_lr_scheduler
 from lightrft.parallel.grad_norm import global_grad_norm
 from lightrft.strategy.fsdp import blocks, roots
 from ranks import run_ranks
-from strategy.training import distance, load, my_rows, one_step, sgd, share_of_loss, snapshot, strategy
+from strategy.training import (
+    distance,
+    load,
+    my_rows,
+    one_step,
+    sgd,
+    share_of_loss,
+    snapshot,
+    strategy,
+)
 
 
 def poisoned(folder: str, value: float):
     """One rank's loss is not finite at the second of three steps."""
-    made, model = strategy(), load(folder)
+    made = strategy()
+    model = load(folder)
     optimizer = made.create_optimizer(model, lr=1e-3)
     scheduler = made.create_scheduler(optimizer, "constant", 4, 10)
     model, optimizer, scheduler = made.prepare((model, optimizer, scheduler))
     one_step(made, model, optimizer, 0, scheduler=scheduler)
-    before, rate = snapshot(made, model), scheduler.get_last_lr()
+    before = snapshot(made, model)
+    rate = scheduler.get_last_lr()
     loss = share_of_loss(model, my_rows(made, 1), 50)
     made.backward(loss * (value if made.is_rank_0() else 1.0), model, optimizer)
     norm = made.optimizer_step(optimizer, model, scheduler)
@@ -28,7 +39,15 @@ def poisoned(folder: str, value: float):
     same = distance(snapshot(made, model), before) == 0 and scheduler.get_last_lr() == rate
     skipped = made.skipped_steps
     _, later, _ = one_step(made, model, optimizer, 2, scheduler=scheduler)
-    return norm.isfinite().item(), same, skipped, made.skipped_steps, state_steps, math.isfinite(later)
+
+    return (
+        norm.isfinite().item(),
+        same,
+        skipped,
+        made.skipped_steps,
+        state_steps,
+        math.isfinite(later),
+    )
 
 
 def test_an_infinite_norm_skips_the_step_on_all_ranks(folder):
@@ -37,25 +56,41 @@ def test_an_infinite_norm_skips_the_step_on_all_ranks(folder):
 
 
 def reductions(folder: str, flags: dict):
-    """For each of three micro-batches: reduce-scatters, all-reduces, elements of whole gradients that are left. And the norm."""
-    made, model = strategy(**flags), load(folder)
+    """For each of three micro-batches: reduce-scatters, all-reduces, elements of whole gradients
+    that are left. And the norm.
+    """
+    made = strategy(**flags)
+    model = load(folder)
+
     model, optimizer = made.prepare((model, sgd(model)))
     found = []
     for last in (False, False, True):
         loss = share_of_loss(model, my_rows(made, 0), 50)
         with CommDebugMode() as traffic:
             made.backward(loss, model, optimizer, last=last)
-        calls = [sum(count for op, count in traffic.get_comm_counts().items() if kind in str(op))
-                 for kind in ("reduce_scatter", "allreduce")]  # fmt: skip
+        calls = [
+            sum(count for op, count in traffic.get_comm_counts().items() if kind in str(op))
+            for kind in ("reduce_scatter", "allreduce")
+        ]
         found.append((*calls, whole_gradients(model)))
+
     return found, made.optimizer_step(optimizer, model).item()
 
 
 def whole_gradients(model: nn.Module) -> int:
     """Elements of the gradients that FSDP2 keeps beside the shards."""
-    groups = [part._get_fsdp_state()._fsdp_param_group for part in model.modules() if isinstance(part, FSDPModule)]
+    groups = [
+        part._get_fsdp_state()._fsdp_param_group
+        for part in model.modules()
+        if isinstance(part, FSDPModule)
+    ]
     inside = [parameter for group in groups for parameter in group.fsdp_params]
-    kept = [each for inner in inside for each in (inner.unsharded_accumulated_grad, inner.unsharded_param.grad)]
+    kept = [
+        each
+        for inner in inside
+        for each in (inner.unsharded_accumulated_grad, inner.unsharded_param.grad)
+    ]
+
     return sum(gradient.numel() for gradient in kept if gradient is not None)
 
 
@@ -66,7 +101,9 @@ def test_no_rank_keeps_a_whole_gradient_unless_told(folder):
     """Two layers and the rest: three reductions a micro-batch. Replicas meet after the last one."""
     numel = load(folder).num_parameters()
     once = [(0, 0, numel), (0, 0, numel), (3, 0, 0)]
-    (sharded, norm), (whole, norm_once) = (run_ranks(2, reductions, folder, flags)[0] for flags in ({}, ONCE))
+    (sharded, norm), (whole, norm_once) = (
+        run_ranks(2, reductions, folder, flags)[0] for flags in ({}, ONCE)
+    )
     assert sharded == [(3, 0, 0)] * 3 and whole == once
     assert norm == pytest.approx(norm_once, rel=1e-5)
 
@@ -80,13 +117,16 @@ def test_replicas_communicate_after_the_last_micro_batch(folder):
 
 
 def frozen_and_forwarded(folder: str):
-    """A forward without gradients leaves only shards behind, so an optimizer made now trains the right tensors."""
+    """A forward without gradients leaves only shards behind, so an optimizer made now trains the
+    right tensors.
+    """
     made = strategy()
     model = made.prepare(load(folder))
     with torch.no_grad():
         share_of_loss(model, my_rows(made, 0), 50)
     kinds = {type(parameter).__name__ for parameter in model.parameters()}
-    before, optimizer = snapshot(made, model), sgd(model)
+    before = snapshot(made, model)
+    optimizer = sgd(model)
     one_step(made, model, optimizer, 0)
     return kinds, distance(snapshot(made, model), before)
 
@@ -104,8 +144,12 @@ def norms_of_sharded_and_plain():
     sharded = nn.Linear(5, 3)
     expected = torch.cat([torch.full((4,), 2.0), torch.full((18,), 3.0)]).norm()
     made.prepare(sharded)
-    for parameter, value in [(p, 2.0) for p in plain.parameters()] + [(p, 3.0) for p in sharded.parameters()]:
+
+    for parameter, value in [(p, 2.0) for p in plain.parameters()] + [
+        (p, 3.0) for p in sharded.parameters()
+    ]:
         parameter.grad = torch.full_like(parameter, value)
+
     norm = global_grad_norm([*plain.parameters(), *sharded.parameters()], made.device)
     return (norm / expected).item(), norm.dtype, norm.shape
 
@@ -149,14 +193,24 @@ def test_roots_are_found_inside_a_container(folder):
 
 
 def prepared_shapes(folder: str):
-    made, model = strategy(), load(folder)
+    made = strategy()
+    model = load(folder)
     optimizer = sgd(model)
     scheduler = create_lr_scheduler(optimizer, "constant", 0, 1)
-    triple, nothing, frozen = made.prepare((model, optimizer, scheduler), None, load(folder).requires_grad_(False))
-    same = triple == (model, optimizer, scheduler) and nothing is None and isinstance(frozen, nn.Module)
-    nobody, follows = made.prepare(None), scheduler.optimizer is optimizer
-    made.device, other = torch.device("meta"), load(folder)  # as if it were an accelerator's
+    triple, nothing, frozen = made.prepare(
+        (model, optimizer, scheduler), None, load(folder).requires_grad_(False)
+    )
+    same = (
+        triple == (model, optimizer, scheduler)
+        and nothing is None
+        and isinstance(frozen, nn.Module)
+    )
+    nobody = made.prepare(None)
+    follows = scheduler.optimizer is optimizer
+    made.device = torch.device("meta")  # as if it were an accelerator's
+    other = load(folder)
     made.distribute(other, None)
+
     return same, nobody, follows, {parameter.device.type for parameter in other.parameters()}
 
 
@@ -178,11 +232,17 @@ def frozen_dtypes(folder: str):
     made = strategy(bf16=True)
     frozen = made.prepare(load(folder).requires_grad_(False))
     trained = made.prepare(load(folder).bfloat16())
-    return {p.dtype for p in frozen.parameters()}, {p.dtype for p in trained.parameters()}, frozen.model.rotary_emb.inv_freq.dtype
+    return (
+        {p.dtype for p in frozen.parameters()},
+        {p.dtype for p in trained.parameters()},
+        frozen.model.rotary_emb.inv_freq.dtype,
+    )
 
 
 def test_bf16_frozen_models_are_half_the_size_and_trained_ones_have_masters(folder):
-    assert run_ranks(1, frozen_dtypes, folder) == [({torch.bfloat16}, {torch.float32}, torch.float32)]
+    assert run_ranks(1, frozen_dtypes, folder) == [
+        ({torch.bfloat16}, {torch.float32}, torch.float32)
+    ]
 
 
 # -- optimizer and schedule

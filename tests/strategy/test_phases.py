@@ -13,7 +13,14 @@ from ranks import run_ranks
 from strategy.training import load, strategy
 
 TRAIN, LOGPROB, REFIT, GENERATE = Phase
-LEGAL = {(TRAIN, LOGPROB), (TRAIN, REFIT), (LOGPROB, TRAIN), (LOGPROB, REFIT), (REFIT, GENERATE), (GENERATE, REFIT)}
+LEGAL = {
+    (TRAIN, LOGPROB),
+    (TRAIN, REFIT),
+    (LOGPROB, TRAIN),
+    (LOGPROB, REFIT),
+    (REFIT, GENERATE),
+    (GENERATE, REFIT),
+}
 """Without the engine's sleep, which alone leads from REFIT and GENERATE to LOGPROB."""
 
 
@@ -30,7 +37,9 @@ def test_every_transition(here, there):
         assert phases.current is here
 
 
-@pytest.mark.parametrize(("here", "after"), [(TRAIN, TRAIN), (LOGPROB, LOGPROB), (REFIT, LOGPROB), (GENERATE, LOGPROB)])
+@pytest.mark.parametrize(
+    ("here", "after"), [(TRAIN, TRAIN), (LOGPROB, LOGPROB), (REFIT, LOGPROB), (GENERATE, LOGPROB)]
+)
 def test_the_engine_sleeps(here, after):
     phases = Phases()
     phases.current = here
@@ -42,17 +51,21 @@ def test_the_error_names_both_phases_and_the_ways():
     phases = Phases()
     with pytest.raises(PhaseError) as caught:
         phases.enter(GENERATE)
-    assert str(caught.value) == (
-        "phase GENERATE cannot begin in phase TRAIN; the ways from TRAIN are: LOGPROB by prepare_for_logprobs() or "
-        "finish_training(); REFIT by offload_before_refit() or engine_awake()"
+    assert (
+        str(caught.value)
+        == "phase GENERATE cannot begin in phase TRAIN; the ways from TRAIN are: LOGPROB by"
+        " prepare_for_logprobs() or finish_training(); REFIT by offload_before_refit() or"
+        " engine_awake()"
     )
     phases.enter(REFIT)
     phases.enter(GENERATE)
     with pytest.raises(PhaseError) as caught:
         phases.enter(TRAIN)
-    assert str(caught.value) == (
-        "phase TRAIN cannot begin in phase GENERATE; the ways from GENERATE are: REFIT by offload_before_refit() or "
-        "update_engine_weights(); LOGPROB by finish_generation(): the engine must sleep"
+    assert (
+        str(caught.value)
+        == "phase TRAIN cannot begin in phase GENERATE; the ways from GENERATE are: REFIT by"
+        " offload_before_refit() or update_engine_weights(); LOGPROB by finish_generation(): the"
+        " engine must sleep"
     )
 
 
@@ -66,8 +79,11 @@ def optimizer_here(optimizer) -> bool:
 
 def who_is_here(folder: str, flag: bool):
     """(phase, [actor, reference], optimizer) along one step."""
-    made = strategy(pretrain=folder, engine_type="hf", prompt_max_len=8, generate_max_len=8, offload_idle=flag)
-    actor, reference = load(folder), load(folder).requires_grad_(False)
+    made = strategy(
+        pretrain=folder, engine_type="hf", prompt_max_len=8, generate_max_len=8, offload_idle=flag
+    )
+    actor = load(folder)
+    reference = load(folder).requires_grad_(False)
     optimizer = made.create_optimizer(actor, lr=1e-2)
     made.prepare((actor, optimizer), reference)
     for parameter in actor.parameters():
@@ -85,17 +101,21 @@ def who_is_here(folder: str, flag: bool):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightrft.strategy.strategy_base.build_engine", build)
         made.setup_inference_engine(actor=actor)
+
     look()
     with made.engine_awake(actor):
         look()
     look()
+
     for model in (actor, reference):
         made.enter(Phase.LOGPROB, model)
         look()
+
     made.enter(Phase.TRAIN, actor, optimizer)
     look()
     made.update_engine_weights(actor)
     look()
+
     return seen
 
 
@@ -126,8 +146,13 @@ class Keeping(FSDPStrategy):
 
 
 def kept(folder: str) -> list[bool]:
-    """[actor before, while the engine is built, after], under a strategy that overrides the verb."""
-    made = Keeping(seed=1, args={"pretrain": folder, "engine_type": "hf", "prompt_max_len": 8, "generate_max_len": 8})
+    """[actor before, while the engine is built, after], under a strategy that overrides the
+    verb.
+    """
+    made = Keeping(
+        seed=1,
+        args={"pretrain": folder, "engine_type": "hf", "prompt_max_len": 8, "generate_max_len": 8},
+    )
     made.setup_distributed()
     actor = made.prepare(load(folder))
     seen = here(actor)
@@ -147,9 +172,12 @@ def test_the_engine_is_built_through_the_verbs_that_a_strategy_overrides(folder)
 
 
 def determinism(flags: dict) -> list[bool]:
-    """Whether torch is deterministic: in training, twice while the engine has the device, in training again, and at the end."""
+    """Whether torch is deterministic: in training, twice while the engine has the device, in
+    training again, and at the end.
+    """
     torch.use_deterministic_algorithms(flags.pop("before", False))
-    made, found = strategy(**flags), []
+    made = strategy(**flags)
+    found = []
     for phase in (TRAIN, REFIT, GENERATE):
         made.enter(phase)
         found.append(torch.are_deterministic_algorithms_enabled())
@@ -162,4 +190,6 @@ def determinism(flags: dict) -> list[bool]:
 def test_kernels_are_deterministic_while_models_have_the_device():
     assert run_ranks(1, determinism, {"deterministic": True}) == [[True, False, False, True, False]]
     for chosen_by_the_caller in (False, True):
-        assert run_ranks(1, determinism, {"before": chosen_by_the_caller}) == [[chosen_by_the_caller] * 5]
+        assert run_ranks(1, determinism, {"before": chosen_by_the_caller}) == [
+            [chosen_by_the_caller] * 5
+        ]

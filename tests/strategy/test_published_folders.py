@@ -17,7 +17,7 @@ from runs import PPO, prepare, train
 from strategy.training import strategy
 from tiny import tiny_model
 
-MODELLING = '''
+MODELLING = """
 from transformers import Qwen3ForCausalLM
 from .configuration_own import OwnConfig
 from .scaling import DOUBLE
@@ -28,20 +28,20 @@ class OwnForCausalLM(Qwen3ForCausalLM):
         output = super().forward(*args, **options)
         output.logits = output.logits * DOUBLE
         return output
-'''
-CONFIGURATION = '''
+"""
+CONFIGURATION = """
 from transformers import Qwen3Config
 
 class OwnConfig(Qwen3Config):
     model_type = "own"
-'''
-TOKENIZATION = '''
+"""
+TOKENIZATION = """
 from transformers import PreTrainedTokenizerFast
 
 class OwnTokenizer(PreTrainedTokenizerFast):
     def save_pretrained(self, *args, **options):
         raise OSError("the vocabulary of this tokenizer is not here")
-'''
+"""
 
 
 def change(file: Path, **entries) -> None:
@@ -109,7 +109,9 @@ def write_twice(folder: Path, target: Path) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
-    """The folders as they were published, and as they were written, by the name of what is special."""
+    """The folders as they were published, and as they were written, by the name of what is
+    special.
+    """
     root = tmp_path_factory.mktemp("published")
     cases = {}
     before = os.umask(0o027)
@@ -122,6 +124,7 @@ def written(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
         run_cases(2, write_twice, cases)
     finally:
         os.umask(before)
+
     return cases
 
 
@@ -133,24 +136,39 @@ def test_a_published_folder_is_written_as_it_was(written, publish):
     before = AutoModelForCausalLM.from_pretrained(folder, **options)
     after = AutoModelForCausalLM.from_pretrained(target, **options)
     assert type(after).__name__ == type(before).__name__
+
     ids = torch.arange(5)[None]
     with torch.no_grad():
         before.lm_head.weight.add_(0.5)
         assert torch.equal(before(ids).logits, after(ids).logits)
 
     for kind in (AutoConfig, AutoTokenizer):
-        assert type(kind.from_pretrained(target, **options)).__name__ == type(kind.from_pretrained(folder, **options)).__name__
-    assert AutoTokenizer.from_pretrained(target).chat_template == AutoTokenizer.from_pretrained(folder).chat_template
+        assert (
+            type(kind.from_pretrained(target, **options)).__name__
+            == type(kind.from_pretrained(folder, **options)).__name__
+        )
+
+    assert (
+        AutoTokenizer.from_pretrained(target).chat_template
+        == AutoTokenizer.from_pretrained(folder).chat_template
+    )
     settings = [GenerationConfig.from_pretrained(place).to_dict() for place in (folder, target)]
     assert settings[0] == settings[1]
-    written_keys, published_keys = (json.loads((place / "tokenizer_config.json").read_text()).keys() for place in (target, folder))
+    written_keys, published_keys = (
+        json.loads((place / "tokenizer_config.json").read_text()).keys()
+        for place in (target, folder)
+    )
     assert written_keys <= published_keys
 
 
 @pytest.mark.slow
 def test_files_have_the_mode_that_umask_asks_for(written):
     for _, target in written.values():
-        modes = {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in target.rglob("*") if path.is_file()}
+        modes = {
+            path.name: oct(stat.S_IMODE(path.stat().st_mode))
+            for path in target.rglob("*")
+            if path.is_file()
+        }
         assert modes == dict.fromkeys(modes, "0o640")
 
 
@@ -159,7 +177,13 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_first_step(tmp_path)
     flags = prepare(tmp_path)
     tokenizer_that_cannot_be_saved(tmp_path / "model")
     with pytest.raises(RuntimeError, match="the vocabulary of this tokenizer is not here") as error:
-        train("train_ppo", 2, [*flags, *PPO, "--max_steps=1", "--trust_remote_code"], tmp_path / "run")
-    reason = f"{tmp_path / 'model'} cannot be saved as a model after training: rank 0: OSError: the vocab"
+        train(
+            "train_ppo", 2, [*flags, *PPO, "--max_steps=1", "--trust_remote_code"], tmp_path / "run"
+        )
+
+    reason = (
+        f"{tmp_path / 'model'} cannot be saved as a model after training: rank 0: OSError: the"
+        " vocab"
+    )
     assert len(re.findall(f"ConfigError: {re.escape(reason)}", str(error.value))) >= 1
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -11,11 +11,20 @@ def reduced():
     made = strategy()
     mine = made.get_rank() + 1
     half = torch.full((2,), mine, dtype=torch.bfloat16)
-    results = {op: made.all_reduce({"int": mine, "float": float(mine), "tensor": half, "ids": torch.tensor(mine)}, op)
-               for op in ("mean", "sum", "max", "min")}
+    results = {
+        op: made.all_reduce(
+            {"int": mine, "float": float(mine), "tensor": half, "ids": torch.tensor(mine)}, op
+        )
+        for op in ("mean", "sum", "max", "min")
+    }
     first = mine == 1
-    flags = made.all_reduce({"any": first}, "max"), made.all_reduce(first, "min"), made.all_reduce(torch.tensor([first]), "sum")
+    flags = (
+        made.all_reduce({"any": first}, "max"),
+        made.all_reduce(first, "min"),
+        made.all_reduce(torch.tensor([first]), "sum"),
+    )
     big = made.all_reduce(torch.tensor(2**53 + 1), "max")
+
     return results, flags, big, half, made.all_reduce(mine, "sum"), made.all_reduce({})
 
 
@@ -23,10 +32,18 @@ def test_all_reduce_keeps_types():
     for rank, (results, flags, big, half, number, empty) in enumerate(run_ranks(2, reduced)):
         for op, expected in {"mean": 1.5, "sum": 3, "max": 2, "min": 1}.items():
             found = results[op]
-            assert found["int"] == expected and isinstance(found["int"], float if op == "mean" else int)
+            assert found["int"] == expected and isinstance(
+                found["int"], float if op == "mean" else int
+            )
             assert found["float"] == expected and isinstance(found["float"], float)
-            assert found["tensor"].tolist() == [expected] * 2 and found["tensor"].dtype == torch.bfloat16
-            assert found["ids"].item() == expected and found["ids"].dtype == (torch.float32 if op == "mean" else torch.int64)
+            assert (
+                found["tensor"].tolist() == [expected] * 2
+                and found["tensor"].dtype == torch.bfloat16
+            )
+            assert found["ids"].item() == expected and found["ids"].dtype == (
+                torch.float32 if op == "mean" else torch.int64
+            )
+
         assert flags[0] == {"any": True} and flags[1] is False and flags[2].tolist() == [1]
         assert big.item() == 2**53 + 1
         assert half.tolist() == [rank + 1] * 2, "the caller's tensor has changed"

@@ -12,14 +12,25 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from lightrft.config.errors import ConfigError
-from lightrft.launch.rendezvous import adopt_node_size, adopt_slurm, join_process_group, ranks_per_node
+from lightrft.launch.rendezvous import (
+    adopt_node_size,
+    adopt_slurm,
+    join_process_group,
+    ranks_per_node,
+)
 from lightrft.parallel.device import check_device_index
 from lightrft.strategy import FSDPStrategy
 from ranks import run_ranks
 from strategy.training import strategy
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
+SLURM = (
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    "SLURM_STEP_NODELIST",
+    "SLURM_JOB_ID",
+)
 ENVIRONMENT = TORCHRUN + SLURM
 
 
@@ -35,11 +46,13 @@ def one_step(arrival: float) -> tuple[int, float]:
     made.close()
     made.close()
     assert not dist.is_initialized()
+
     return size, round(norm.item(), 3)
 
 
 def launch(arrival: float = 60, rounds: int = 1, **variables: str):
-    """A process with just these of a launcher's variables; returns a function that waits for its (result, error).
+    """A process with just these of a launcher's variables; returns a function that waits for its
+    (result, error).
 
     `arrival` is in seconds; of several rounds the last result counts.
     """
@@ -87,7 +100,12 @@ def test_two_processes_of_torchrun():
 def test_one_strategy_after_another_under_torchrun():
     """torchrun serves the meeting point, so that it remembers what earlier process groups wrote."""
     port = free_port()
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    given = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     results = [launch(10, 4, RANK=str(rank), LOCAL_RANK=str(rank), **given) for rank in range(2)]
     served = dist.TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False)
     assert [result() for result in results] == [((2, 5.657), "")] * 2
@@ -114,8 +132,14 @@ def test_strategies_after_one_another_use_the_same_groups():
 
 def test_two_tasks_of_slurm_meet_at_the_first_node():
     job = next(port for port in range(20000, 30000) if is_free(port)) - 20000 + 1_230_000
-    given = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost,elsewhere", "SLURM_JOB_ID": str(job)}
-    results = [launch(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **given) for rank in range(2)]
+    given = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost,elsewhere",
+        "SLURM_JOB_ID": str(job),
+    }
+    results = [
+        launch(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **given) for rank in range(2)
+    ]
     assert [result() for result in results] == [((2, 5.657), "")] * 2
 
 
@@ -124,12 +148,24 @@ def is_free(port: int) -> bool:
         return trying.connect_ex(("localhost", port)) != 0
 
 
-@pytest.mark.parametrize(("nodes", "first"), [
-    ("gpu7", "gpu7"), ("gpu7,fat1", "gpu7"), ("gpu[07-09,12],fat1", "gpu07"), ("r[2-3]n[1-8].x", "r2n1.x"), ("n[3,5]", "n3"),
-])
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu7", "gpu7"),
+        ("gpu7,fat1", "gpu7"),
+        ("gpu[07-09,12],fat1", "gpu07"),
+        ("r[2-3]n[1-8].x", "r2n1.x"),
+        ("n[3,5]", "n3"),
+    ],
+)
 def test_the_first_node_of_a_list(nodes, first):
-    environment = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": nodes,
-                   "SLURM_JOB_ID": "54321"}
+    environment = {
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_JOB_ID": "54321",
+    }
     adopt_slurm(environment)
     assert environment["MASTER_ADDR"] == first and environment["MASTER_PORT"] == "24321"
 
@@ -137,10 +173,18 @@ def test_the_first_node_of_a_list(nodes, first):
 def test_a_meeting_point_of_the_user_is_kept():
     environment = dict.fromkeys(SLURM, "2") | {"MASTER_ADDR": "here", "MASTER_PORT": "1"}
     adopt_slurm(environment)
-    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"], environment["RANK"]) == ("here", "1", "2")
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"], environment["RANK"]) == (
+        "here",
+        "1",
+        "2",
+    )
 
 
-@pytest.mark.parametrize(("given", "own"), [({"RANK": "13"}, "5"), ({"RANK": "13", "LOCAL_RANK": "2"}, "2"), ({}, None)], ids=str)
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [({"RANK": "13"}, "5"), ({"RANK": "13", "LOCAL_RANK": "2"}, "2"), ({}, None)],
+    ids=str,
+)
 def test_ranks_are_given_the_devices_of_their_node(given, own):
     adopt_node_size(given, 8)
     assert given.get("LOCAL_RANK") == own
@@ -149,14 +193,24 @@ def test_ranks_are_given_the_devices_of_their_node(given, own):
 def test_a_rank_that_never_starts_is_missed():
     """Its launcher died on the other node, say."""
     port = free_port()
-    _, error = launch(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="0", WORLD_SIZE="4", arrival=1)()
-    assert f"RuntimeError: ranks 1-3 did not connect to 127.0.0.1:{port} within 1 s (--arrival_minutes 0.016" in error
+    _, error = launch(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="0", WORLD_SIZE="4", arrival=1
+    )()
+    assert (
+        f"RuntimeError: ranks 1-3 did not connect to 127.0.0.1:{port} within 1 s (--arrival_minutes"
+        " 0.016" in error
+    )
 
 
 def test_nobody_at_the_meeting_point():
     port = free_port()
-    _, error = launch(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="1", WORLD_SIZE="2", arrival=1)()
-    assert f"found no other rank at 127.0.0.1:{port} (MASTER_ADDR and MASTER_PORT) within 1 s (--arrival_minutes" in error
+    _, error = launch(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="1", WORLD_SIZE="2", arrival=1
+    )()
+    assert (
+        f"found no other rank at 127.0.0.1:{port} (MASTER_ADDR and MASTER_PORT) within 1 s"
+        " (--arrival_minutes" in error
+    )
 
 
 def test_a_rank_that_cannot_be_reached_is_explained(clean_environment, monkeypatch):
@@ -168,13 +222,21 @@ def test_a_rank_that_cannot_be_reached_is_explained(clean_environment, monkeypat
     def meet(store, rank, world_size, arrival):
         dist.PrefixStore("arrivals", store).multi_set(["0", "1"], ["127.0.1.1", ""])
 
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("lightrft.launch.rendezvous._meeting_point", lambda *args: dist.HashStore())
     monkeypatch.setattr("lightrft.launch.rendezvous._meet", meet)
     monkeypatch.setattr("lightrft.launch.rendezvous.dist.init_process_group", connect)
     monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
-    with pytest.raises(RuntimeError, match="cannot connect to all.*resolves to 127.0.1.1.*GLOO_SOCKET_IFNAME=eth0.*Mesh"):
+    with pytest.raises(
+        RuntimeError,
+        match="cannot connect to all.*resolves to 127.0.1.1.*GLOO_SOCKET_IFNAME=eth0.*Mesh",
+    ):
         join_process_group(torch.device("cpu"), timedelta(seconds=1), timedelta(seconds=1))
 
 
@@ -184,7 +246,10 @@ def test_a_port_in_use_is_named():
         listening.listen()
         port = str(listening.getsockname()[1])
         _, error = launch(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="0", WORLD_SIZE="2")()
-    assert f"RuntimeError: MASTER_PORT {port} on 127.0.0.1 is in use" in error and "torchrun --standalone" in error
+    assert (
+        f"RuntimeError: MASTER_PORT {port} on 127.0.0.1 is in use" in error
+        and "torchrun --standalone" in error
+    )
 
 
 @pytest.fixture
@@ -194,7 +259,10 @@ def clean_environment(monkeypatch):
     return monkeypatch
 
 
-@pytest.mark.parametrize("given", [{"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "2"}, {"MASTER_ADDR": "here", "MASTER_PORT": "1"}])
+@pytest.mark.parametrize(
+    "given",
+    [{"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "2"}, {"MASTER_ADDR": "here", "MASTER_PORT": "1"}],
+)
 def test_part_of_an_environment_is_an_error(clean_environment, given):
     for name, value in given.items():
         clean_environment.setenv(name, value)
@@ -211,14 +279,22 @@ def test_a_rank_that_is_no_number_is_an_error(clean_environment):
 
 
 def test_part_of_what_srun_says_is_an_error():
-    with pytest.raises(ConfigError, match="SLURM_STEP_NODELIST, SLURM_JOB_ID is not set: pass srun's variables on"):
+    with pytest.raises(
+        ConfigError, match="SLURM_STEP_NODELIST, SLURM_JOB_ID is not set: pass srun's variables on"
+    ):
         adopt_slurm({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
 
 
-@pytest.mark.parametrize(("given", "expected"), [
-    ({"LOCAL_WORLD_SIZE": "4"}, 4), ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 8), ({"SLURM_STEP_TASKS_PER_NODE": "8"}, 8),
-    ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4"}, None), ({}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4"}, None),
+        ({}, None),
+    ],
+)
 def test_ranks_of_a_node(given, expected):
     assert ranks_per_node(given) == expected
 
@@ -227,7 +303,10 @@ BATCH_SCRIPT = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", 
 """What a program sees that an sbatch script starts without srun."""
 
 
-@pytest.mark.parametrize("given", [{"SLURM_STEP_NUM_TASKS": "2", "RANK": "1"}, {"SLURM_STEP_NUM_TASKS": "1"}, BATCH_SCRIPT, {}])
+@pytest.mark.parametrize(
+    "given",
+    [{"SLURM_STEP_NUM_TASKS": "2", "RANK": "1"}, {"SLURM_STEP_NUM_TASKS": "1"}, BATCH_SCRIPT, {}],
+)
 def test_slurm_is_left_alone_where_torchrun_or_one_process_runs(given):
     before = dict(given)
     adopt_slurm(given)
@@ -236,12 +315,17 @@ def test_slurm_is_left_alone_where_torchrun_or_one_process_runs(given):
 
 def test_more_processes_than_devices():
     check_device_index(7, 8)
-    with pytest.raises(RuntimeError, match=r"LOCAL_RANK is 1, but this process sees 1 device\(s\).*--gpus-per-node"):
+    with pytest.raises(
+        RuntimeError, match=r"LOCAL_RANK is 1, but this process sees 1 device\(s\).*--gpus-per-node"
+    ):
         check_device_index(1, 1)
 
 
 def test_batch_sizes():
-    says = "train_batch_size 30 is not a multiple of micro_train_batch_size 4 x data-parallel size 2 = 8"
+    says = (
+        "train_batch_size 30 is not a multiple of micro_train_batch_size 4 x data-parallel size"
+        " 2 = 8"
+    )
     with pytest.raises(RuntimeError, match=says):
         run_ranks(2, sized, 30, 4)
     assert run_ranks(2, sized, 32, 4) == run_ranks(2, sized, 31, None) == [2, 2]
@@ -253,11 +337,14 @@ def sized(train, micro):
     return made.mesh.data.size
 
 
-@pytest.mark.parametrize("args, says", [
-    ({"dp_replicate": 3}, "dp_replicate 3"),
-    ({"engine_tp_size": 3}, "engine_tp_size 3 does not divide"),
-    ({"engine_type": "tgi"}, "engine_type: invalid choice 'tgi'"),
-])
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        ({"dp_replicate": 3}, "dp_replicate 3"),
+        ({"engine_tp_size": 3}, "engine_tp_size 3 does not divide"),
+        ({"engine_type": "tgi"}, "engine_type: invalid choice 'tgi'"),
+    ],
+)
 def test_layouts_that_cannot_be(args, says):
     with pytest.raises(RuntimeError, match=says):
         run_ranks(2, with_args, args)
@@ -291,5 +378,7 @@ def test_before_setup():
 
 
 def test_a_hook_under_its_former_name_is_refused():
-    with pytest.raises(TypeError, match=r"Own.send_model_away\(\) has another name now: offload_model_state\(\)"):
+    with pytest.raises(
+        TypeError, match=r"Own.send_model_away\(\) has another name now: offload_model_state\(\)"
+    ):
         type("Own", (FSDPStrategy,), {"send_model_away": None})

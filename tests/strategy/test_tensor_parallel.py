@@ -1,4 +1,6 @@
-"""What a run leaves behind does not depend on its layout: checkpoints load into any other, the exported model is whole."""
+"""What a run leaves behind does not depend on its layout: checkpoints load into any other, the
+exported model is whole.
+"""
 
 import pytest
 import torch
@@ -23,13 +25,23 @@ def loaded(folder, root, args):
     return run.state(), run.steps(2, 3).metrics[-1][:2]
 
 
-LAYOUTS = {"tp": (2, {"tp_size": 2}), "fsdp x tp": (4, {"tp_size": 2}), "fsdp": (4, {}), "one": (1, {})}
+LAYOUTS = {
+    "tp": (2, {"tp_size": 2}),
+    "fsdp x tp": (4, {"tp_size": 2}),
+    "fsdp": (4, {}),
+    "one": (1, {}),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after", "tie"), [("fsdp", "tp", False), ("fsdp x tp", "one", False), ("tp", "one", True)])
+@pytest.mark.parametrize(
+    ("before", "after", "tie"),
+    [("fsdp", "tp", False), ("fsdp x tp", "one", False), ("tp", "one", True)],
+)
 def test_a_checkpoint_loads_into_another_layout(tmp_path, root, before, after, tie):
-    """The vocabulary of 261 divides by no layout. tests/invariants/test_factorisations.py loads tied embeddings in parts."""
+    """The vocabulary of 261 divides by no layout. tests/invariants/test_factorisations.py loads
+    tied embeddings in parts.
+    """
     split_folder = family_model(tmp_path / "model", "qwen3", tie=tie)
     (world_size, args), (other_size, other_args) = LAYOUTS[before], LAYOUTS[after]
     state, going_on = run_ranks(world_size, saved, split_folder, root, args)[0]

@@ -1,4 +1,6 @@
-"""The same three optimizer steps in plain torch and under a strategy, over rows of different length."""
+"""The same three optimizer steps in plain torch and under a strategy, over rows of different
+length.
+"""
 
 import resource
 import signal
@@ -13,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from lightrft.strategy import FSDPStrategy
 from ranks import whole
 
-NUM_ROWS, NUM_STEPS = 12, 3
+NUM_ROWS = 12
+NUM_STEPS = 3
 SHARES = {1: [12], 2: [8, 4], 4: [4, 4, 3, 1]}
 """Rows of each rank, by number of ranks."""
 
@@ -54,7 +57,12 @@ def share_of_loss(model: nn.Module, batch: list[Tensor], denominator: int) -> Te
     ids = nn.utils.rnn.pad_sequence(batch, batch_first=True)
     labels = nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=-100)
     logits = model(input_ids=ids, use_cache=False).logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum") / denominator
+    return (
+        F.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
+        )
+        / denominator
+    )
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -71,7 +79,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def plain_course(folder: str, optimizer_of: Any, *, max_norm: float = 1.0) -> TrainingRun:
     """One process, one batch, nothing of ours."""
-    model, course = load(folder), TrainingRun()
+    model = load(folder)
+    course = TrainingRun()
     optimizer = optimizer_of(model)
     for step in range(NUM_STEPS):
         batch = rows(step)
@@ -79,47 +88,72 @@ def plain_course(folder: str, optimizer_of: Any, *, max_norm: float = 1.0) -> Tr
         loss.backward()
         if step == 0:
             course.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        course.norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf")).item())
+        course.norms.append(
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf")).item()
+        )
         optimizer.step()
         optimizer.zero_grad()
         course.losses.append(loss.item())
+
     course.parameters = {name: p.detach() for name, p in model.named_parameters()}
     return course
 
 
 def my_rows(made: FSDPStrategy, step: int) -> list[Tensor]:
-    shares, rank = SHARES[made.mesh.data.size], made.mesh.data.rank
+    shares = SHARES[made.mesh.data.size]
+    rank = made.mesh.data.rank
     return rows(step)[sum(shares[:rank]) : sum(shares[: rank + 1])]
 
 
-def one_step(made: FSDPStrategy, model: nn.Module, optimizer: Any, step: int, num_micro: int = 1, scheduler: Any = None) -> Any:
+def one_step(
+    made: FSDPStrategy,
+    model: nn.Module,
+    optimizer: Any,
+    step: int,
+    num_micro: int = 1,
+    scheduler: Any = None,
+) -> Any:
     """(loss of all ranks, norm, gradients summed over the ranks)."""
-    mine, denominator, total = my_rows(made, step), tokens_learned(rows(step)), 0.0
+    mine = my_rows(made, step)
+    denominator = tokens_learned(rows(step))
+    total = 0.0
+
     for index in range(num_micro):
         micro_batch = mine[index * len(mine) // num_micro : (index + 1) * len(mine) // num_micro]
         loss = share_of_loss(model, micro_batch, denominator)
         made.backward(loss, model, optimizer, last=index == num_micro - 1)
         total += loss.item()
+
     gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
     norm = made.optimizer_step(optimizer, model, scheduler)
     return made.all_reduce(total, "sum"), norm.item(), gradients
 
 
 def strategy_course(
-    folder: str, optimizer_of: Any, num_micro: int = 1, max_norm: float = 1.0, early: bool = True, args: dict | None = None
+    folder: str,
+    optimizer_of: Any,
+    num_micro: int = 1,
+    max_norm: float = 1.0,
+    early: bool = True,
+    args: dict | None = None,
 ) -> TrainingRun:
     """On every rank. `early`: the optimizer is made before prepare()."""
-    made, model, course = strategy(max_norm=max_norm, **(args or {})), load(folder).train(), TrainingRun()
+    made = strategy(max_norm=max_norm, **(args or {}))
+    model = load(folder).train()
+    course = TrainingRun()
+
     if early:
         model, optimizer = made.prepare((model, optimizer_of(model)))
     else:
         model = made.prepare(model)
         optimizer = optimizer_of(model)
+
     for step in range(NUM_STEPS):
         loss, norm, gradients = one_step(made, model, optimizer, step, num_micro)
         course.gradients = course.gradients or gradients
         course.losses.append(loss)
         course.norms.append(norm)
+
     course.parameters = snapshot(made, model)
     return course
 
@@ -131,12 +165,21 @@ def snapshot(made: FSDPStrategy, model: nn.Module) -> dict[str, Tensor]:
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Largest relative distance of a tensor, as a norm."""
     assert found.keys() == expected.keys()
-    return max(((found[name] - expected[name]).norm() / (expected[name].norm() + 1e-8)).item() for name in expected)
+    return max(
+        ((found[name] - expected[name]).norm() / (expected[name].norm() + 1e-8)).item()
+        for name in expected
+    )
 
 
-def assert_equal_courses(found: TrainingRun, expected: TrainingRun, *, relative: float = 1e-5) -> None:
-    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(expected.losses), rtol=relative, atol=0)
-    torch.testing.assert_close(torch.tensor(found.norms), torch.tensor(expected.norms), rtol=relative, atol=0)
+def assert_equal_courses(
+    found: TrainingRun, expected: TrainingRun, *, relative: float = 1e-5
+) -> None:
+    torch.testing.assert_close(
+        torch.tensor(found.losses), torch.tensor(expected.losses), rtol=relative, atol=0
+    )
+    torch.testing.assert_close(
+        torch.tensor(found.norms), torch.tensor(expected.norms), rtol=relative, atol=0
+    )
     assert distance(found.gradients, expected.gradients) < relative
     assert distance(found.parameters, expected.parameters) < relative
 

@@ -1,4 +1,6 @@
-"""The doctor finds where an engine's model is another one than the trainer's, and says that all is well where it is."""
+"""The doctor finds where an engine's model is another one than the trainer's, and says that all is
+well where it is.
+"""
 
 import json
 import shutil
@@ -12,7 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightrft.config import Config, DataSection, EngineSection, ModelSection, RolloutSection, StrategySection
+from lightrft.config import (
+    Config,
+    DataSection,
+    EngineSection,
+    ModelSection,
+    RolloutSection,
+    StrategySection,
+)
 from lightrft.engine import hf
 from lightrft.engine.probe import Probe
 from lightrft.models.load import load_tokenizer
@@ -30,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, and beside it the same weights under other settings."""
     folder = tmp_path_factory.mktemp("models")
     tiny_model(folder / "plain", seed=1)
+
     config = json.loads((folder / "plain" / "config.json").read_text())
     rope = config["rope_parameters"] | {"rope_theta": 3 * config["rope_parameters"]["rope_theta"]}
     for name, change in {
@@ -40,6 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }.items():
         shutil.copytree(folder / "plain", folder / name)
         (folder / name / "config.json").write_text(json.dumps(config | change))
+
     return folder
 
 
@@ -53,8 +64,14 @@ def examine(folder: Path, engine_type: str, engine_model: str, *, bf16: bool = F
     )
     strategy = get_strategy(config)
     strategy.setup_distributed()
+
     try:
-        return diagnose(config, strategy, load_tokenizer(config.model), str(folder / engine_model) if engine_model else "")
+        return diagnose(
+            config,
+            strategy,
+            load_tokenizer(config.model),
+            str(folder / engine_model) if engine_model else "",
+        )
     finally:
         strategy.close_engine()
 
@@ -77,10 +94,12 @@ def test_the_first_part_that_differs_is_named(folder: Path) -> None:
     ):
         assert found[name].first.name == first and advice in found[name].advice
         assert not found[name].healthy
+
     assert found["theta"].gaps["sampled"].mean > 1e-2
     for name in ("", "bf16"):
         assert found[name].healthy and not found[name].advice
         assert len(found[name].parts) == 19, "2 x 8 parts of layers, embeddings, last norm, head"
+
     assert found[""].gaps["greedy"].tokens == 4 * 32 and found[""].gaps["sampled"].largest < 1e-5
     assert 1e-5 < found["bf16"].gaps["sampled"].mean < 0.05
 
@@ -104,22 +123,35 @@ def test_a_rounded_head_is_named(folder: Path) -> None:
 
 
 def test_what_is_not_a_number_differs() -> None:
-    good, bad = {"norm": torch.ones(3, 2)}, {"norm": torch.full((3, 2), torch.nan)}
-    assert compare(good, bad, torch.float32)[0].differs and not compare(good, good, torch.float32)[0].differs
-    assert compare(good, {"norm": torch.ones(3, 4)}, torch.float32) == [], "of another shape: not the same part"
+    good = {"norm": torch.ones(3, 2)}
+    bad = {"norm": torch.full((3, 2), torch.nan)}
+    assert (
+        compare(good, bad, torch.float32)[0].differs
+        and not compare(good, good, torch.float32)[0].differs
+    )
+    assert compare(good, {"norm": torch.ones(3, 4)}, torch.float32) == [], (
+        "of another shape: not the same part"
+    )
 
 
 def test_what_lies_by_heads_is_seen_by_tokens() -> None:
-    probe, value = Probe(3), torch.randn(1, 2, 3, 4)
+    probe = Probe(3)
+    value = torch.randn(1, 2, 3, 4)
     probe.add("q_norm", value)
     probe.add("k_norm", value.transpose(1, 2))
-    assert all(torch.equal(part, value[0].transpose(0, 1).flatten(1)) for part in probe.outputs.values())
+    assert all(
+        torch.equal(part, value[0].transpose(0, 1).flatten(1)) for part in probe.outputs.values()
+    )
 
 
 def test_embeddings_are_what_the_first_layer_gets() -> None:
     """vLLM's Gemma scales them behind the module that embeds."""
-    embed, norm, probe = nn.Embedding(5, 4), nn.Identity(), Probe(2)
-    model = nn.ModuleDict({"embed_tokens": embed, "layers": nn.ModuleList([nn.ModuleDict({"input_layernorm": norm})])})
+    embed = nn.Embedding(5, 4)
+    norm = nn.Identity()
+    probe = Probe(2)
+    model = nn.ModuleDict(
+        {"embed_tokens": embed, "layers": nn.ModuleList([nn.ModuleDict({"input_layernorm": norm})])}
+    )
     with probe.attached(nn.ModuleDict({"model": model})), torch.no_grad():
         norm(embed(torch.tensor([[3, 1]])) * 8)
     torch.testing.assert_close(probe.outputs["model.embed_tokens"], 8 * embed.weight[[3, 1]])
@@ -141,9 +173,17 @@ def _in_sglang(folder: Path, names: list[str]) -> dict[str, Diagnosis]:
 @pytest.mark.slow
 def test_sglang_is_looked_into(folder: Path) -> None:
     """Its model is in another process; that all is well where it is, is seen with its families."""
-    (found,) = in_sglang_environment(partial(run_ranks, 1, _in_sglang, folder, ["theta", "eps"], timeout=300))
-    assert found["theta"].first.name == "model.layers.0.self_attn.heads" and len(found["theta"].parts) == 19
-    assert found["eps"].first.name == "model.layers.0.input_layernorm" and len(found["eps"].parts) == 19
+    (found,) = in_sglang_environment(
+        partial(run_ranks, 1, _in_sglang, folder, ["theta", "eps"], timeout=300)
+    )
+    assert (
+        found["theta"].first.name == "model.layers.0.self_attn.heads"
+        and len(found["theta"].parts) == 19
+    )
+    assert (
+        found["eps"].first.name == "model.layers.0.input_layernorm"
+        and len(found["eps"].parts) == 19
+    )
     assert [part.differs for part in found["theta"].parts[:5]] == [False] * 5
 
 
@@ -153,15 +193,38 @@ def test_the_command(folder: Path) -> None:
     pytest.importorskip("vllm", reason="vllm is not installed")
 
     def doctor(*flags: str) -> subprocess.CompletedProcess:
-        command = [warm_python(vllm=True), "-m", "lightrft.cli.doctor", "--engine_kv_cache_gb", "0.125", *flags]
+        command = [
+            warm_python(vllm=True),
+            "-m",
+            "lightrft.cli.doctor",
+            "--engine_kv_cache_gb",
+            "0.125",
+            *flags,
+        ]
         return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
     shutil.copytree(folder / "plain", folder / "padded")
-    byte_tokenizer(300).save_pretrained(folder / "padded")  # as published models have rows without tokens
+    # as published models have rows without tokens
+    byte_tokenizer(300).save_pretrained(folder / "padded")
     well = doctor("--model", str(folder / "padded"), "--engine_type", "vllm")
-    assert (well.returncode, well.stdout.strip().splitlines()[-1]) == (0, "all checks passed"), well.stdout + well.stderr
+    assert (well.returncode, well.stdout.strip().splitlines()[-1]) == (0, "all checks passed"), (
+        well.stdout + well.stderr
+    )
     strategy = "DeepSpeedStrategy" if find_spec("deepspeed") else "FSDPStrategy"
     assert f"and trainer ({strategy})" in well.stdout, "the strategy that a run without --fsdp has"
-    ill = doctor("--model", str(folder / "plain"), "--engine_type", "hf", "--engine_model", str(folder / "eps"), "--fsdp")
+
+    ill = doctor(
+        "--model",
+        str(folder / "plain"),
+        "--engine_type",
+        "hf",
+        "--engine_model",
+        str(folder / "eps"),
+        "--fsdp",
+    )
     assert "and trainer (FSDPStrategy)" in ill.stdout
-    assert ill.returncode == 1 and "first difference" in ill.stdout and "rms_norm_eps: trainer" in ill.stdout
+    assert (
+        ill.returncode == 1
+        and "first difference" in ill.stdout
+        and "rms_norm_eps: trainer" in ill.stdout
+    )

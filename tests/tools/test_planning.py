@@ -1,4 +1,7 @@
-"""Why: whoever rents a cluster by a wrong table pays for it. What real ranks take is in tests/bench/test_memory.py."""
+"""Why: whoever rents a cluster by a wrong table pays for it.
+
+What real ranks take is in tests/bench/test_memory.py.
+"""
 
 import json
 import subprocess
@@ -23,38 +26,75 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs" / "grpo_gsm8k_qwen2.5_7b.yaml")
 
 
-@pytest.mark.parametrize(("name", "billions"), [
-    ("Qwen/Qwen2.5-0.5B", 0.494), ("Qwen/Qwen2.5-7B-Instruct", 7.616), ("Qwen/Qwen2.5-72B", 72.706), ("Qwen/Qwen3-8B", 8.191),
-    ("Qwen/Qwen3-0.6B", 0.596), ("meta-llama/Llama-3.1-8B", 8.030), ("Qwen/Qwen3-30B-A3B", 30.532),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen2.5-0.5B", 0.494),
+        ("Qwen/Qwen2.5-7B-Instruct", 7.616),
+        ("Qwen/Qwen2.5-72B", 72.706),
+        ("Qwen/Qwen3-8B", 8.191),
+        ("Qwen/Qwen3-0.6B", 0.596),
+        ("meta-llama/Llama-3.1-8B", 8.030),
+        ("Qwen/Qwen3-30B-A3B", 30.532),
+    ],
+)
 def test_known_shapes_have_their_parameters(name, billions):
     """Numbers of the models' pages on the hub."""
     assert num_parameters(known_config(name)) / 1e9 == pytest.approx(billions, abs=6e-4)
 
 
 def test_experts_by_hand():
-    """Of 128 experts of a layer a token has 8, so two tokens have 15.5 on average; other parameters are those of every token."""
-    shape, device, none = known_config("Qwen/Qwen3-30B-A3B"), DEVICES["h100"], StepWork(0, 0, 1, 1, 1, True)
+    """Of 128 experts of a layer a token has 8, so two tokens have 15.5 on average; other parameters
+    are those of every token.
+    """
+    shape = known_config("Qwen/Qwen3-30B-A3B")
+    device = DEVICES["h100"]
+    none = StepWork(0, 0, 1, 1, 1, True)
     parameters, active = parameter_counts(shape)
     expert = 48 * 3 * 2048 * 768
-    assert parameters - active == 120 * expert and num_parameters(known_config("Qwen/Qwen3-235B-A22B")) // 10**9 == 235
+    assert (
+        parameters - active == 120 * expert
+        and num_parameters(known_config("Qwen/Qwen3-235B-A22B")) // 10**9 == 235
+    )
+
     for samples, chosen in ((1, 8), (2, 15.5)):
-        found = seconds(shape, parameters, active, replace(none, samples=samples), device, training=1, scoring=1, engines=1,
-                        engine_tp=1, cache_tokens=1e6, bytes_per_value=2)  # fmt: skip
+        found = seconds(
+            shape,
+            parameters,
+            active,
+            replace(none, samples=samples),
+            device,
+            training=1,
+            scoring=1,
+            engines=1,
+            engine_tp=1,
+            cache_tokens=1e6,
+            bytes_per_value=2,
+        )
         read = 2 * (parameters - (128 - chosen) * expert) + samples * kv_bytes(shape, 2) / 2
         assert found["generate"] == pytest.approx(read / (0.6 * 3.35e12))
-        assert found["train"] == pytest.approx(4 * samples * (2 * active + 2 * 48 * 32 * 128) / (0.35 * 989e12))
+        assert found["train"] == pytest.approx(
+            4 * samples * (2 * active + 2 * 48 * 32 * 128) / (0.35 * 989e12)
+        )
 
 
 def test_unknown_names_are_not_guessed():
-    for name in ("Qwen/Qwen2.5-7B-Instruct-GPTQ", "someone/Qwen2.5-7B", "Qwen/Qwen2.5-VL-7B-Instruct"):
+    for name in (
+        "Qwen/Qwen2.5-7B-Instruct-GPTQ",
+        "someone/Qwen2.5-7B",
+        "Qwen/Qwen2.5-VL-7B-Instruct",
+    ):
         assert known_config(name) is None
     assert known_config("Qwen/Qwen2.5-Math-7B").hidden_size == 3584
 
 
-@pytest.mark.parametrize(("config", "flag"), [
-    ("grpo_geometry_qwen2.5_vl_7b", "--images_key images"), ("grpo_audio_qwen2_audio_7b", "--audios_key audio"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "flag"),
+    [
+        ("grpo_geometry_qwen2.5_vl_7b", "--images_key images"),
+        ("grpo_audio_qwen2_audio_7b", "--audios_key audio"),
+    ],
+)
 def test_runs_with_media_are_refused_with_the_reason(capsys, config, flag):
     """They were planned as a text model whose name begins alike, and all numbers were wrong."""
     with pytest.raises(SystemExit) as ended:
@@ -66,22 +106,40 @@ def test_runs_with_media_are_refused_with_the_reason(capsys, config, flag):
 def test_tensor_parallel_parts_are_those_of_the_layers():
     """Of 7B: matrices are halved, norms are not, and biases of queries, keys and values are."""
     shape = known_config("Qwen/Qwen2.5-7B")
-    matrices = 28 * (3584 * (3584 + 2 * 512 + 3584 + 3 * 18944) + 3584 + 2 * 512) + 2 * 152064 * 3584
+    matrices = (
+        28 * (3584 * (3584 + 2 * 512 + 3584 + 3 * 18944) + 3584 + 2 * 512) + 2 * 152064 * 3584
+    )
     assert num_parameters(shape) == matrices + (2 * 28 + 1) * 3584
     assert num_parameters(of_tensor_parallel(shape, 2)) == matrices // 2 + (2 * 28 + 1) * 3584
 
 
 def test_seconds_by_hand():
-    """One rank, one engine that decodes all four samples together: 10 engine steps, each of which reads all weights."""
-    shape, device = known_config("Qwen/Qwen2.5-7B"), DEVICES["h100"]
+    """One rank, one engine that decodes all four samples together: 10 engine steps, each of which
+    reads all weights.
+    """
+    shape = known_config("Qwen/Qwen2.5-7B")
+    device = DEVICES["h100"]
     parameters = num_parameters(shape)
-    found = seconds(shape, parameters, parameters, StepWork(4, 0, 10, 1, 1, True), device, training=1, scoring=1, engines=1,
-                    engine_tp=1, cache_tokens=1e6, bytes_per_value=2)  # fmt: skip
+    found = seconds(
+        shape,
+        parameters,
+        parameters,
+        StepWork(4, 0, 10, 1, 1, True),
+        device,
+        training=1,
+        scoring=1,
+        engines=1,
+        engine_tp=1,
+        cache_tokens=1e6,
+        bytes_per_value=2,
+    )
     cache = 4 * 5 * kv_bytes(shape, 2)
     assert kv_bytes(shape, 2) == 2 * 28 * 4 * 128 * 2
     assert found["generate"] == pytest.approx(10 * (2 * parameters + cache) / (0.6 * 3.35e12))
     forward = 40 * (2 * parameters + 2 * 28 * 28 * 128 * 10) / (0.35 * 989e12)
-    assert found["log-probs"] == pytest.approx(forward) and found["train"] == pytest.approx(4 * forward)
+    assert found["log-probs"] == pytest.approx(forward) and found["train"] == pytest.approx(
+        4 * forward
+    )
 
 
 @pytest.mark.slow
@@ -93,33 +151,81 @@ def test_the_command(capsys):
     train = found["phases"]["train"]
     share = 7.616e9 / 8
     assert [train[name] for name in ("parameters", "gradients", "optimizer")] == pytest.approx(
-        [4 * share, 4 * share, 8 * share], rel=1e-3)  # fmt: skip
-    assert found["phases"]["generate"]["engine's weights"] == pytest.approx(7.616e9, rel=1e-3)  # 2 bytes, on two ranks
+        [4 * share, 4 * share, 8 * share], rel=1e-3
+    )
+    # 2 bytes, on two ranks
+    assert found["phases"]["generate"]["engine's weights"] == pytest.approx(7.616e9, rel=1e-3)
+
     with pytest.raises(SystemExit) as ended:
-        main([CONFIG, "--ranks", "8", "--json", "--pretrain", "Qwen/Qwen2.5-14B", "--offload_idle=false",
-              "--max_tokens_per_microbatch=65536"])  # fmt: skip
+        main(
+            [
+                CONFIG,
+                "--ranks",
+                "8",
+                "--json",
+                "--pretrain",
+                "Qwen/Qwen2.5-14B",
+                "--offload_idle=false",
+                "--max_tokens_per_microbatch=65536",
+            ]
+        )
+
     found = json.loads(capsys.readouterr().out)
-    assert ended.value.code == 2 and not found["fits"] and found["advice"][0].startswith("it fits with --")
+    assert (
+        ended.value.code == 2
+        and not found["fits"]
+        and found["advice"][0].startswith("it fits with --")
+    )
+
     flags = found["advice"][0].removeprefix("it fits with ").split()
     with pytest.raises(SystemExit) as ended:
-        main([CONFIG, "--ranks", "8", "--json", "--pretrain", "Qwen/Qwen2.5-14B", "--offload_idle=false",
-              "--max_tokens_per_microbatch=65536", *flags])  # fmt: skip
+        main(
+            [
+                CONFIG,
+                "--ranks",
+                "8",
+                "--json",
+                "--pretrain",
+                "Qwen/Qwen2.5-14B",
+                "--offload_idle=false",
+                "--max_tokens_per_microbatch=65536",
+                *flags,
+            ]
+        )
+
     assert ended.value.code == 0 and json.loads(capsys.readouterr().out)["fits"]
 
 
 def test_ranks_without_work_add_no_speed():
-    """1,024 ranks have 512 engines and 1,024 replicas, for 128 prompts and 512 rows: as fast as with as many as have work."""
+    """1,024 ranks have 512 engines and 1,024 replicas, for 128 prompts and 512 rows: as fast as
+    with as many as have work.
+    """
 
     def planner(ranks: int, *flags: str) -> Planner:
         config = parse(["--config", CONFIG, *flags], "train_ppo")
         resolve(config, "train_ppo", world_size=ranks)
-        return Planner(config, "train_ppo", ranks, DEVICES["h100"], ranks_per_node=8, shape=model_config(config.model.pretrain))
+        return Planner(
+            config,
+            "train_ppo",
+            ranks,
+            DEVICES["h100"],
+            ranks_per_node=8,
+            shape=model_config(config.model.pretrain),
+        )
 
     many = planner(1024)
-    seconds, with_work = many.seconds(1e6), planner(512).seconds(1e6)
+    seconds = many.seconds(1e6)
+    with_work = planner(512).seconds(1e6)
     assert seconds["train"] == with_work["train"] and seconds["generate"] == with_work["generate"]
-    assert seconds["generate"] == planner(256).seconds(1e6)["generate"] < planner(128).seconds(1e6)["generate"]
-    assert seconds["log-probs"] == pytest.approx(with_work["log-probs"] / 2), "all 1,024 samples are scored at once"
+    assert (
+        seconds["generate"]
+        == planner(256).seconds(1e6)["generate"]
+        < planner(128).seconds(1e6)["generate"]
+    )
+
+    assert seconds["log-probs"] == pytest.approx(with_work["log-probs"] / 2), (
+        "all 1,024 samples are scored at once"
+    )
     rows, prompts = many.idle_ranks()
     assert "512 of 1024 replicas" in rows and "128 of 512 engines" in prompts
     assert planner(256).idle_ranks() == planner(512, "--rollout_batch_size=256").idle_ranks() == []
@@ -128,21 +234,58 @@ def test_ranks_without_work_add_no_speed():
 @pytest.mark.slow
 def test_the_plan_of_32_nodes(capsys):
     with pytest.raises(SystemExit) as ended:
-        main([CONFIG, "--ranks", "256", "--json", "--train_batch_size=128", "--rollout_batch_size=64"])
+        main(
+            [
+                CONFIG,
+                "--ranks",
+                "256",
+                "--json",
+                "--train_batch_size=128",
+                "--rollout_batch_size=64",
+            ]
+        )
+
     found = json.loads(capsys.readouterr().out)
     rows, prompts, nodes = found["advice"]
-    assert ended.value.code == 0 and rows.startswith("--train_batch_size 128") and prompts.startswith("--rollout_batch_size 64")
+    assert (
+        ended.value.code == 0
+        and rows.startswith("--train_batch_size 128")
+        and prompts.startswith("--rollout_batch_size 64")
+    )
     assert "--dp_replicate 32 gathers parameters within each of the 32 nodes" in nodes
 
 
 def test_all_problems_are_named(capsys):
-    """Of an input, a reward, a bound, the layout and the batches; sizes are not divided where one is out of its range."""
+    """Of an input, a reward, a bound, the layout and the batches; sizes are not divided where one
+    is out of its range.
+    """
     with pytest.raises(SystemExit) as ended:
-        main([CONFIG, "--ranks", "6", "--tp_size", "4", "--train_batch_size", "7", "--pretrain=/nowhere", "--top_p=0",
-              "--reward=gsm8k,gsm8k"])  # fmt: skip
+        main(
+            [
+                CONFIG,
+                "--ranks",
+                "6",
+                "--tp_size",
+                "4",
+                "--train_batch_size",
+                "7",
+                "--pretrain=/nowhere",
+                "--top_p=0",
+                "--reward=gsm8k,gsm8k",
+            ]
+        )
+
     said = capsys.readouterr().err
-    assert ended.value.code == 2 and "--tp_size 4 does not divide the 6 processes" in said and "train_batch_size 7" in said
-    assert "/nowhere: no such folder" in said and "--top_p must be" in said and "two rewards are called gsm8k" in said
+    assert (
+        ended.value.code == 2
+        and "--tp_size 4 does not divide the 6 processes" in said
+        and "train_batch_size 7" in said
+    )
+    assert (
+        "/nowhere: no such folder" in said
+        and "--top_p must be" in said
+        and "two rewards are called gsm8k" in said
+    )
     with pytest.raises(SystemExit):
         main([CONFIG, "--ranks", "6", "--tp_size", "0", "--train_batch_size", "0"])
     said = capsys.readouterr().err
@@ -152,21 +295,35 @@ def test_all_problems_are_named(capsys):
 def test_a_plan_needs_a_rank(capsys):
     with pytest.raises(SystemExit) as ended:
         main([CONFIG, "--ranks", "0"])
-    assert ended.value.code == 2 and capsys.readouterr().err == "--ranks and --ranks_per_node must be at least 1\n"
+    assert (
+        ended.value.code == 2
+        and capsys.readouterr().err == "--ranks and --ranks_per_node must be at least 1\n"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("flags", "tied"), [([], False), ([], True), (["--tp_size=2"], False)],
-                         ids=["one rank", "tied", "one shard"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "tied"),
+    [([], False), ([], True), (["--tp_size=2"], False)],
+    ids=["one rank", "tied", "one shard"],
+)
 def test_ranks_that_share_with_nobody_have_a_plan(tmp_path, flags, tied):
-    """Every rank has all it trains: 4 bytes a parameter for itself and its gradient, 8 for AdamW."""
+    """Every rank has all it trains: 4 bytes a parameter for itself and its gradient, 8 for
+    AdamW.
+    """
     (tmp_path / "d.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
-    folder = tiny_model(tmp_path / "model", tie=tied, layers=FEW[0])  # a plan of so many layers is one trace
-    config = parse([f"--pretrain={folder}", f"--prompt_data={tmp_path / 'd.jsonl'}", "--fsdp", *flags], "train_sft")
-    tp, shape = config.strategy.tp_size, model_config(str(folder))
+    # a plan of so many layers is one trace
+    folder = tiny_model(tmp_path / "model", tie=tied, layers=FEW[0])
+    config = parse(
+        [f"--pretrain={folder}", f"--prompt_data={tmp_path / 'd.jsonl'}", "--fsdp", *flags],
+        "train_sft",
+    )
+    tp = config.strategy.tp_size
+    shape = model_config(str(folder))
     resolve(config, "train_sft", world_size=tp)
     planner = Planner(config, "train_sft", tp, DEVICES["h100"], ranks_per_node=8, shape=shape)
-    step, numel = planner.step(1024), num_parameters(of_tensor_parallel(shape, tp) if tp > 1 else shape)
+    step = planner.step(1024)
+    numel = num_parameters(of_tensor_parallel(shape, tp) if tp > 1 else shape)
     train = planner.phases(step, 1024)["train"]
     kept = [train[name] for name in ("parameters", "gradients", "optimizer")]
     assert kept == pytest.approx([4 * numel, 4 * numel, 8 * numel], rel=0.01)
@@ -176,10 +333,25 @@ def test_ranks_that_share_with_nobody_have_a_plan(tmp_path, flags, tied):
 def test_a_dry_run_trains_nothing(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
     folder = tiny_model(tmp_path / "model", layers=FEW[0])
-    flags = [f"--pretrain={folder}", f"--prompt_data={tmp_path / 'd.jsonl'}", "--fsdp", "--dry_run", "--train_batch_size=2",
-             f"--save_path={tmp_path / 'run'}"]  # fmt: skip
-    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    ran = subprocess.run([*command, "lightrft.cli.train_sft", *flags], cwd=ROOT, capture_output=True, text=True)
+    flags = [
+        f"--pretrain={folder}",
+        f"--prompt_data={tmp_path / 'd.jsonl'}",
+        "--fsdp",
+        "--dry_run",
+        "--train_batch_size=2",
+        f"--save_path={tmp_path / 'run'}",
+    ]
+    command = [
+        warm_python(),
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+    ]
+    ran = subprocess.run(
+        [*command, "lightrft.cli.train_sft", *flags], cwd=ROOT, capture_output=True, text=True
+    )
     assert ran.returncode == 0 and ran.stdout.count("it fits") == 1, ran.stderr
     assert not (tmp_path / "run").exists()
 

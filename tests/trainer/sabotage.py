@@ -1,7 +1,9 @@
-"""An entrypoint with a fault: SABOTAGE=phase:rank:how makes one rank kill itself, raise, sleep or hang when it announces a phase.
+"""An entrypoint with a fault: SABOTAGE=phase:rank:how makes one rank kill itself, raise, sleep or
+hang when it announces a phase.
 
-`how` may also be `lose`, which kills the rank and its launcher; a rank of * is any. SABOTAGE=phase:rank:how:4 waits for the
-fourth time. With 3@phase:... it happens only among three ranks; several are separated by commas.
+`how` may also be `lose`, which kills the rank and its launcher; a rank of * is any.
+SABOTAGE=phase:rank:how:4 waits for the fourth time. With 3@phase:... it happens only among three
+ranks; several are separated by commas.
 
     SABOTAGE=train:1:kill torchrun --nproc-per-node 2 tests/trainer/sabotage.py [flags of train_ppo]
 """
@@ -27,13 +29,17 @@ def spoil(how: str) -> None:
         time.sleep(1000)
     elif how == "hang":
         beside = subprocess.Popen(["sleep", "1000"])
-        os.write(1, f"\nhangs beside {beside.pid}\n".encode())  # at once, as other ranks write to the same pipe
+        # at once, as other ranks write to the same pipe
+        os.write(1, f"\nhangs beside {beside.pid}\n".encode())
         ctypes.PyDLL(None).sleep(1000)  # Python's lock is kept
 
 
 def main(flags: list[str] | None = None) -> None:
     faults = [fault.rpartition("@") for fault in os.environ["SABOTAGE"].split(",")]
-    fault = next((fault for size, _, fault in faults if size in ("", os.environ["WORLD_SIZE"])), "none:0:none")
+    fault = next(
+        (fault for size, _, fault in faults if size in ("", os.environ["WORLD_SIZE"])),
+        "none:0:none",
+    )
     phase, rank, how, *time_of = fault.split(":")
     earlier = iter(range(int(time_of[0]) - 1 if time_of else 0))
     before = ""
@@ -49,7 +55,8 @@ def main(flags: list[str] | None = None) -> None:
     def spoiled(strategy: StrategyBase, name: str) -> None:
         nonlocal before
         announce(strategy, name)
-        begins, before = name == phase and not before.startswith(f"{phase}/"), name
+        begins = name == phase and not before.startswith(f"{phase}/")
+        before = name
         if mine and begins and next(earlier, None) is None:
             spoil(how)
 

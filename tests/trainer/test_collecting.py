@@ -1,4 +1,6 @@
-"""Whole runs that choose their prompts and groups: dynamic sampling, early stops, partial rollouts, greedy baselines."""
+"""Whole runs that choose their prompts and groups: dynamic sampling, early stops, partial rollouts,
+greedy baselines.
+"""
 
 import json
 import math
@@ -17,9 +19,15 @@ def asciis(samples, label, **columns):
     return [float(sum(token < 128 for token in sample.token_ids) >= 4) for sample in samples]
 '''
 ALL = [
-    "--dynamic_sampling", "--over_sampling=2", "--early_stop_every=1", "--partial_rollout", "--rollout_correction=tis",
-    "--curriculum", "0.05", "0.95",
-]  # fmt: skip
+    "--dynamic_sampling",
+    "--over_sampling=2",
+    "--early_stop_every=1",
+    "--partial_rollout",
+    "--rollout_correction=tis",
+    "--curriculum",
+    "0.05",
+    "0.95",
+]
 
 
 @pytest.fixture(scope="module")
@@ -31,87 +39,183 @@ def inputs(tmp_path_factory):
 
 
 def test_every_group_of_dynamic_sampling_has_a_signal(inputs, tmp_path):
-    rows = train("train_ppo", 2, [*inputs, *PPO, "--advantage_estimator=dapo", "--max_steps=6"], tmp_path)
+    rows = train(
+        "train_ppo", 2, [*inputs, *PPO, "--advantage_estimator=dapo", "--max_steps=6"], tmp_path
+    )
     assert all(row["rollout/groups_without_signal"] == 0 for row in rows)
     assert sum(row["rollout/groups_given_up"] for row in rows) > 0
     assert max(row["rollout/sampling_rounds"] for row in rows) > 1
 
 
-@pytest.mark.parametrize(("engine", "flags"), [("hf", []), ("vllm", ["--overlap", "--max_epochs=2"])], ids=["hf", "vllm"])
+@pytest.mark.parametrize(
+    ("engine", "flags"), [("hf", []), ("vllm", ["--overlap", "--max_epochs=2"])], ids=["hf", "vllm"]
+)
 def test_partial_rollouts_have_the_log_probs_they_were_drawn_with(inputs, tmp_path, engine, flags):
-    """With a learning rate of 0 all weights agree with those of any version: so must the log-probs of every token.
+    """With a learning rate of 0 all weights agree with those of any version: so must the log-probs
+    of every token.
 
     A sample gets a step older with every step, and not with the evaluation between two.
     """
-    flags = [*flags, *ALL, f"--engine_type={engine}", "--enable_engine_sleep", "--actor_learning_rate=0", "--max_steps=5"]
-    flags += ["--seed=3", f"--eval_data={inputs[2].partition('=')[2]}", "--eval_split=train", "--max_eval_samples=2"]
+    flags = [
+        *flags,
+        *ALL,
+        f"--engine_type={engine}",
+        "--enable_engine_sleep",
+        "--actor_learning_rate=0",
+        "--max_steps=5",
+    ]
+    flags += [
+        "--seed=3",
+        f"--eval_data={inputs[2].partition('=')[2]}",
+        "--eval_split=train",
+        "--max_eval_samples=2",
+    ]
     flags += ["--eval_steps=1"]
-    rows = train("train_ppo", 2, [*inputs, *PPO, *flags, "--n_samples_per_prompt=2", "--train_batch_size=16"], tmp_path)
+    rows = train(
+        "train_ppo",
+        2,
+        [*inputs, *PPO, *flags, "--n_samples_per_prompt=2", "--train_batch_size=16"],
+        tmp_path,
+    )
     assert max(row["rollout/groups_carried"] for row in rows) > 0
     assert rows[1]["rollout/staleness_max"] == 1 and "eval/reward" in rows[0]
     assert all(row["rollout/staleness_max"] <= number for number, row in enumerate(rows))
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
 
 
-@pytest.mark.parametrize("flags", [["--advantage_estimator=remax", "--first_token_temperature=2"], ["--sp_size=2"]],
-                         ids=["greedy", "replicas"])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [["--advantage_estimator=remax", "--first_token_temperature=2"], ["--sp_size=2"]],
+    ids=["greedy", "replicas"],
+)
 def test_groups_that_ranks_share_are_learned_to_the_last_bit(inputs, tmp_path, flags):
-    """Responses of a prompt are generated on several ranks, and nothing that is learned depends on which."""
-    flags = [*flags, "--n_samples_per_prompt=8", "--train_batch_size=32", "--rollout_batch_size=4", "--early_stop_every=2",
-             "--engine_type=vllm", "--generate_max_len=24", "--stop_token_ids", *map(str, range(40, 60))]  # fmt: skip
+    """Responses of a prompt are generated on several ranks, and nothing that is learned depends on
+    which.
+    """
+    flags = [
+        *flags,
+        "--n_samples_per_prompt=8",
+        "--train_batch_size=32",
+        "--rollout_batch_size=4",
+        "--early_stop_every=2",
+        "--engine_type=vllm",
+        "--generate_max_len=24",
+        "--stop_token_ids",
+        *map(str, range(40, 60)),
+    ]
     flags = [*inputs, *PPO, "--max_steps=3", "--engine_kv_cache_gb=0.125", *flags]
-    fifo, shared = (train("train_ppo", 2, [*flags, f"--rollout_schedule={schedule}"], tmp_path / schedule)
-                    for schedule in ("fifo", "longest_first"))  # fmt: skip
+    fifo, shared = (
+        train("train_ppo", 2, [*flags, f"--rollout_schedule={schedule}"], tmp_path / schedule)
+        for schedule in ("fifo", "longest_first")
+    )
     assert repeatable(shared) == repeatable(fifo)
 
 
 def test_drafts_change_nothing_that_is_learned(inputs, tmp_path, monkeypatch):
-    """At a low temperature, at which the actor's responses repeat themselves, and as if a draft cost a tenth of a step."""
+    """At a low temperature, at which the actor's responses repeat themselves, and as if a draft
+    cost a tenth of a step.
+    """
     load_vllm()
     from lightrft.engine.vllm.speculation import Costs, Speculation
 
     monkeypatch.setattr(Speculation, "_measure", lambda speculation: (Costs({1: 0.1}), Costs({})))
-    flags = [*inputs, *PPO, "--max_steps=2", "--engine_type=vllm", "--engine_kv_cache_gb=0.125", "--generate_max_len=64",
-             "--temperature=0.05"]  # fmt: skip
-    plain, drafted = (train("train_ppo", 1, [*flags, f"--speculative={kind}"], tmp_path / kind) for kind in ("none", "group"))
+    flags = [
+        *inputs,
+        *PPO,
+        "--max_steps=2",
+        "--engine_type=vllm",
+        "--engine_kv_cache_gb=0.125",
+        "--generate_max_len=64",
+        "--temperature=0.05",
+    ]
+    plain, drafted = (
+        train("train_ppo", 1, [*flags, f"--speculative={kind}"], tmp_path / kind)
+        for kind in ("none", "group")
+    )
     assert all(row["rollout/draft_acceptance"] > 0 for row in drafted)
+
     for row, other in zip(repeatable(plain), repeatable(drafted), strict=True):
-        names = [name for name in row if name.startswith(("rollout/reward", "rollout/response", "train/loss"))]
+        names = [
+            name
+            for name in row
+            if name.startswith(("rollout/reward", "rollout/response", "train/loss"))
+        ]
         assert len(names) > 3
-        assert [other[name] for name in names] == [pytest.approx(row[name], rel=1e-3, abs=1e-5) for name in names]
+        assert [other[name] for name in names] == [
+            pytest.approx(row[name], rel=1e-3, abs=1e-5) for name in names
+        ]
 
 
 def test_log_probs_are_computed_while_others_are_generated(inputs, tmp_path):
     """With and without --overlap the same is learned; only how sequences are packed differs."""
-    flags = ["--advantage_estimator=ppo", "--init_kl_coef=0.01", "--max_epochs=2", "--max_steps=3", "--generate_max_len=64",
-             "--high_entropy_token_ratio=0.5", "--stop_token_ids", *map(str, range(40, 60)), "--early_stop_every=4"]  # fmt: skip
+    flags = [
+        "--advantage_estimator=ppo",
+        "--init_kl_coef=0.01",
+        "--max_epochs=2",
+        "--max_steps=3",
+        "--generate_max_len=64",
+        "--high_entropy_token_ratio=0.5",
+        "--stop_token_ids",
+        *map(str, range(40, 60)),
+        "--early_stop_every=4",
+    ]
     plain = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path / "plain")
-    rows = train("train_ppo", 2, [*inputs, *PPO, *flags, "--overlap", "--trace_steps=3"], tmp_path / "overlap")
+    rows = train(
+        "train_ppo",
+        2,
+        [*inputs, *PPO, *flags, "--overlap", "--trace_steps=3"],
+        tmp_path / "overlap",
+    )
+
     for row, other in zip(repeatable(plain), repeatable(rows), strict=True):
         mismatch = row.pop("engine/logprob_mismatch_max"), other.pop("engine/logprob_mismatch_max")
         assert max(mismatch) < 1e-4 and other == pytest.approx(row, rel=2e-3, abs=1e-5)
+
     events = json.loads((tmp_path / "overlap" / "trace.json").read_text())
-    begun = [event["ts"] for event in events if event.get("cat") == "overlap" and event["ph"] == "b"]
-    assert begun and all(any(event["name"] == "generate" and event["ts"] < time < event["ts"] + event["dur"] - 1000
-                             for event in events if event["ph"] == "X") for time in begun)  # fmt: skip
+    begun = [
+        event["ts"] for event in events if event.get("cat") == "overlap" and event["ph"] == "b"
+    ]
+    assert begun and all(
+        any(
+            event["name"] == "generate" and event["ts"] < time < event["ts"] + event["dur"] - 1000
+            for event in events
+            if event["ph"] == "X"
+        )
+        for time in begun
+    )
 
 
 def test_a_run_that_carries_responses_resumes_alike(inputs, tmp_path):
-    """The checkpoint after step 3 is taken up by another process: its steps 4 to 6 are those of the whole run."""
+    """The checkpoint after step 3 is taken up by another process: its steps 4 to 6 are those of the
+    whole run.
+    """
     flags = [*inputs, *PPO, *ALL, "--save_steps=3"]
     whole = train("train_ppo", 2, [*flags, "--max_steps=6"], tmp_path / "whole")
     train("train_ppo", 2, [*flags, "--max_steps=3"], tmp_path / "parts")
-    parts = train("train_ppo", 2, [*flags, "--max_steps=6", "--load_checkpoint"], tmp_path / "parts")
+    parts = train(
+        "train_ppo", 2, [*flags, "--max_steps=6", "--load_checkpoint"], tmp_path / "parts"
+    )
     assert whole[2]["rollout/groups_carried"] > 0
     assert repeatable(parts)[-3:] == repeatable(whole)[-3:]
 
 
 def test_remax_learns_from_one_sample_per_prompt(inputs, tmp_path):
     flags = [flag.replace(":asciis", ":share_of_ascii") for flag in inputs]
-    ppo = [flag for flag in PPO if not flag.startswith(("--n_samples", "--train_batch", "--rollout_batch", "--init_kl"))]
+    ppo = [
+        flag
+        for flag in PPO
+        if not flag.startswith(("--n_samples", "--train_batch", "--rollout_batch", "--init_kl"))
+    ]
     quick = ["--actor_learning_rate=1.5e-2", "--max_steps=10", "--seed=2"]
-    sizes = ["--n_samples_per_prompt=1", "--rollout_batch_size=24", "--train_batch_size=24", "--init_kl_coef=0"]
-    rows = train("train_ppo", 2, [*flags, *ppo, *sizes, "--advantage_estimator=remax", *quick], tmp_path)
+    sizes = [
+        "--n_samples_per_prompt=1",
+        "--rollout_batch_size=24",
+        "--train_batch_size=24",
+        "--init_kl_coef=0",
+    ]
+    rows = train(
+        "train_ppo", 2, [*flags, *ppo, *sizes, "--advantage_estimator=remax", *quick], tmp_path
+    )
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert sum(row["rollout/reward"] for row in rows[-3:]) / 3 > rows[0]["rollout/reward"] + 0.15
     samples = (tmp_path / "samples.jsonl").read_text().splitlines()

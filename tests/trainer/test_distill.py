@@ -1,4 +1,6 @@
-"""Whole runs of on-policy distillation: the student comes near its teacher, which lies beside it or behind HTTP."""
+"""Whole runs of on-policy distillation: the student comes near its teacher, which lies beside it or
+behind HTTP.
+"""
 
 import math
 from pathlib import Path
@@ -17,7 +19,11 @@ DISTILL = ["--advantage_estimator=distill", "--reward=none", "--train_batch_size
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> list[str]:
     assert DeepSpeedStrategy
-    return [flag for flag in prepare(tmp_path_factory.mktemp("inputs")) if not flag.startswith("--reward")]
+    return [
+        flag
+        for flag in prepare(tmp_path_factory.mktemp("inputs"))
+        if not flag.startswith("--reward")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +37,11 @@ def teacher(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, []), (2, ["--fsdp=false", "--zero_stage=3", "--offload_idle"])], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [(1, []), (2, ["--fsdp=false", "--zero_stage=3", "--offload_idle"])],
+    ids=str,
+)
 def test_the_student_comes_near_the_teacher(inputs, teacher, tmp_path, ranks, strategy):
     flags = [f"--teacher_pretrain={teacher}", "--max_steps=20", *strategy]
     rows = train("train_ppo", ranks, [*inputs, *PPO, *DISTILL, *flags], tmp_path)
@@ -44,10 +54,19 @@ def test_the_student_comes_near_the_teacher(inputs, teacher, tmp_path, ranks, st
 @pytest.mark.parametrize("layout", [[], ["--sp_size=2"]], ids=str)
 def test_a_teacher_behind_http_is_the_same(inputs, teacher, tmp_path, layout):
     """Beside the reward of groups, with and without ranks that divide the requests."""
-    flags = [*inputs, *PPO, "--reward=exact_match", "--train_batch_size=16", "--distill_coef=0.3", "--max_steps=2", *layout]
+    flags = [
+        *inputs,
+        *PPO,
+        "--reward=exact_match",
+        "--train_batch_size=16",
+        "--distill_coef=0.3",
+        "--max_steps=2",
+        *layout,
+    ]
     near = train("train_ppo", 2, [*flags, f"--teacher_pretrain={teacher}"], tmp_path / "near")
     with teacher_server(str(teacher)) as url:
         far = train("train_ppo", 2, [*flags, f"--teacher_url={url}"], tmp_path / "far")
+
     for mine, expected in zip(repeatable(far), repeatable(near), strict=True):
         assert mine["rollout/teacher_kl"] > 0 and mine["train/grad_norm"] > 0
         assert mine.pop("engine/logprob_mismatch_max") < 1e-4

@@ -1,4 +1,6 @@
-"""train_dpo: the steps are those of a plain loop over the whole batch, in every layout, with any reference."""
+"""train_dpo: the steps are those of a plain loop over the whole batch, in every layout, with any
+reference.
+"""
 
 import copy
 from collections.abc import Callable
@@ -10,9 +12,20 @@ from transformers import AutoModelForCausalLM
 
 from ranks import run_cases
 from runs import prepare, repeatable
-from trainer.judged import PAIRS, RANK, answer_logprobs, assert_equal, course, plain, plain_adapters, write
+from trainer.judged import (
+    PAIRS,
+    RANK,
+    answer_logprobs,
+    assert_equal,
+    course,
+    plain,
+    plain_adapters,
+    write,
+)
 
-BETA, EPSILON, COEFFICIENT = 0.3, 0.2, 0.7
+BETA = 0.3
+EPSILON = 0.2
+COEFFICIENT = 0.7
 CASES = {
     "smoothed": [f"--label_smoothing={EPSILON}", f"--sft_coef={COEFFICIENT}"],
     "ipo": ["--dpo_loss=ipo", "--length_normalized"],
@@ -39,7 +52,9 @@ def inputs(tmp_path_factory) -> list[str]:
 
 def model_of(inputs: list[str]) -> nn.Module:
     folder = inputs[0].partition("=")[2]
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
 
 
 def loss_of(case: str, reference: nn.Module) -> Callable[..., Tensor]:
@@ -47,7 +62,9 @@ def loss_of(case: str, reference: nn.Module) -> Callable[..., Tensor]:
     reference.requires_grad_(False)
 
     def log_ratio(model, row, name):
-        ours, theirs = (answer_logprobs(each, row["prompt"], row[name]) for each in (model, reference))
+        ours, theirs = (
+            answer_logprobs(each, row["prompt"], row[name]) for each in (model, reference)
+        )
         return (ours - theirs).mean() if case == "ipo" else (ours - theirs).sum()
 
     def of_pair(model, row):
@@ -62,7 +79,12 @@ def loss_of(case: str, reference: nn.Module) -> Callable[..., Tensor]:
     def of_step(model, rows):
         loss = sum(of_pair(model, row) for row in rows) / len(rows)
         if case == "smoothed":
-            loss -= COEFFICIENT * torch.cat([answer_logprobs(model, row["prompt"], row["chosen"]) for row in rows]).mean()
+            loss -= (
+                COEFFICIENT
+                * torch.cat(
+                    [answer_logprobs(model, row["prompt"], row["chosen"]) for row in rows]
+                ).mean()
+            )
         return loss
 
     return of_step
@@ -74,7 +96,10 @@ def expected(inputs) -> dict[str, tuple]:
 
 
 def test_steps_are_those_of_plain_torch(inputs, expected, tmp_path):
-    cases = {case: ("train_dpo", ["--fsdp", *inputs, *more], f"{tmp_path}/{case}") for case, more in CASES.items()}
+    cases = {
+        case: ("train_dpo", ["--fsdp", *inputs, *more], f"{tmp_path}/{case}")
+        for case, more in CASES.items()
+    }
     for case, (found,) in run_cases(1, course, cases).items():
         assert_equal(found, expected[case])
 
@@ -82,38 +107,70 @@ def test_steps_are_those_of_plain_torch(inputs, expected, tmp_path):
 @pytest.mark.slow
 def test_layouts_do_not_change_the_steps(inputs, expected, tmp_path):
     flags = [*inputs, *CASES["smoothed"]]
-    cases = {name: ("train_dpo", [*layout, *flags], f"{tmp_path}/{name}") for name, layout in LAYOUTS.items()}
+    cases = {
+        name: ("train_dpo", [*layout, *flags], f"{tmp_path}/{name}")
+        for name, layout in LAYOUTS.items()
+    }
     for by_rank in run_cases(2, course, cases).values():
         for found in by_rank:
             assert_equal(found, expected["smoothed"])
 
 
 def test_two_ranks_report_what_one_reports(inputs, tmp_path, monkeypatch):
-    """On held-out pairs too, with the reference computed live and in advance; the latter with data from a file."""
-    flags = [*inputs, *CASES["smoothed"], inputs[1].replace("prompt_data", "eval_data"), "--fsdp", "--eval_steps=1"]
-    (one,) = run_cases(1, course, {"live": ("train_dpo", [*flags, "--max_tokens_per_microbatch=400"], f"{tmp_path}/one")})["live"]
+    """On held-out pairs too, with the reference computed live and in advance; the latter with data
+    from a file.
+    """
+    flags = [
+        *inputs,
+        *CASES["smoothed"],
+        inputs[1].replace("prompt_data", "eval_data"),
+        "--fsdp",
+        "--eval_steps=1",
+    ]
+    (one,) = run_cases(
+        1,
+        course,
+        {"live": ("train_dpo", [*flags, "--max_tokens_per_microbatch=400"], f"{tmp_path}/one")},
+    )["live"]
     monkeypatch.setattr("lightrft.trainer.tasks.dpo.PAIRS_AT_ONCE", 5)  # three parts
     known = [*flags, "--precompute_reference", f"--data_cache={tmp_path}/cache"]
     two = run_cases(2, course, {"known": ("train_dpo", known, f"{tmp_path}/two")})["known"][0]
     for first, second in zip(repeatable(one[0]), repeatable(two[0]), strict=True):
         assert first == pytest.approx(second, rel=1e-4, abs=1e-6)
-    assert [row[name] for (row, *_) in (one[0], two[0]) for name in ("train/accuracy", "train/margin")] == [0, 0, 0, 0]
+
+    assert [
+        row[name] for (row, *_) in (one[0], two[0]) for name in ("train/accuracy", "train/margin")
+    ] == [0, 0, 0, 0]
     last = one[0][-1]
-    assert last["eval/margin"] == pytest.approx(last["eval/reward_chosen"] - last["eval/reward_rejected"], abs=1e-6)
+    assert last["eval/margin"] == pytest.approx(
+        last["eval/reward_chosen"] - last["eval/reward_rejected"], abs=1e-6
+    )
     assert last["eval/loss"] < one[0][0]["train/loss"] and last["eval/accuracy"] > 0.5
 
 
 @pytest.mark.slow
 def test_adapters_have_their_base_as_the_reference(inputs, tmp_path):
-    """Live or computed before the first step, it is that of a plain loop over PEFT's model with the same first adapters."""
+    """Live or computed before the first step, it is that of a plain loop over PEFT's model with the
+    same first adapters.
+    """
     flags = [*inputs, *CASES["smoothed"], f"--lora_rank={RANK}"]
     cases = {
-        name: ("train_dpo", [*flags, "--precompute_reference=" + known, *layout], f"{tmp_path}/{name}")
-        for name, known, layout in (("fsdp", "false", ["--fsdp"]), ("known", "true", ["--fsdp"]),
-                                    ("zero2", "false", ["--fsdp=false"]))
-    }  # fmt: skip
+        name: (
+            "train_dpo",
+            [*flags, "--precompute_reference=" + known, *layout],
+            f"{tmp_path}/{name}",
+        )
+        for name, known, layout in (
+            ("fsdp", "false", ["--fsdp"]),
+            ("known", "true", ["--fsdp"]),
+            ("zero2", "false", ["--fsdp=false"]),
+        )
+    }
     base = model_of(inputs)
-    expected = plain_adapters("train_dpo", flags, base, loss_of("smoothed", copy.deepcopy(base)), PAIRS, tmp_path)
+    expected = plain_adapters(
+        "train_dpo", flags, base, loss_of("smoothed", copy.deepcopy(base)), PAIRS, tmp_path
+    )
+
     for by_rank in run_cases(2, course, cases).values():
         for each in by_rank:
             assert_equal(each, expected)

@@ -1,4 +1,6 @@
-"""A rank that is killed, fails or is late, at any phase of a real run: all ranks end, and the first cause is what people read."""
+"""A rank that is killed, fails or is late, at any phase of a real run: all ranks end, and the first
+cause is what people read.
+"""
 
 import os
 import re
@@ -20,7 +22,17 @@ from warm import warm_python
 
 pytestmark = pytest.mark.slow
 FLAGS = [*PPO, "--max_steps=1", "--save_steps=1", "--eval_steps=1"]
-PHASES = ["load_models", "start_engine", "generate", "reward", "experience", "train", "evaluate", "checkpoint", "save_model"]
+PHASES = [
+    "load_models",
+    "start_engine",
+    "generate",
+    "reward",
+    "experience",
+    "train",
+    "evaluate",
+    "checkpoint",
+    "save_model",
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +56,9 @@ def entrypoint(flags: list[str], folder: Path) -> None:
     sabotage.main(flags)
 
 
-def run(inputs: list[str], folder: Path, what: str, monkeypatch) -> tuple[list[int | None], list[str]]:
+def run(
+    inputs: list[str], folder: Path, what: str, monkeypatch
+) -> tuple[list[int | None], list[str]]:
     """(exit codes, what each rank wrote to stderr)."""
     monkeypatch.setenv("SABOTAGE", what)
     codes = exit_codes(2, entrypoint, [*inputs, *FLAGS, f"--save_path={folder}"], folder)
@@ -57,7 +71,9 @@ def test_killed_in_any_phase(inputs, tmp_path, monkeypatch, no_launcher_to_wait_
     codes, said = run(inputs, tmp_path, f"{phase}:{rank}:kill", monkeypatch)
     assert codes[rank] == -9 and codes[1 - rank] == 1
     assert re.search(
-        rf"this run ends: rank {rank} \(pid \d+ on .*\) ended without an error message in phase {phase}:", said[1 - rank]
+        rf"this run ends: rank {rank} \(pid \d+ on .*\) ended without an error message in phase"
+        rf" {phase}:",
+        said[1 - rank],
     )
     assert "Traceback" not in said[1 - rank] and "Connection" not in said[1 - rank]
 
@@ -66,14 +82,28 @@ def test_killed_in_any_phase(inputs, tmp_path, monkeypatch, no_launcher_to_wait_
 def test_an_exception_in_any_phase(inputs, tmp_path, monkeypatch, no_launcher_to_wait_for, phase):
     codes, said = run(inputs, tmp_path, f"{phase}:1:raise", monkeypatch)
     assert codes == [1, 1]
-    assert said[1].rstrip().endswith("OSError: the disk is on fire") and said[1].count("Traceback") == 1
-    assert f"failed in phase {phase}: OSError: the disk is on fire" in said[0] and "Traceback" not in said[0]
+    assert (
+        said[1].rstrip().endswith("OSError: the disk is on fire")
+        and said[1].count("Traceback") == 1
+    )
+    assert (
+        f"failed in phase {phase}: OSError: the disk is on fire" in said[0]
+        and "Traceback" not in said[0]
+    )
 
 
-def test_a_mistake_of_the_user_is_one_message(inputs, tmp_path, monkeypatch, no_launcher_to_wait_for):
+def test_a_mistake_of_the_user_is_one_message(
+    inputs, tmp_path, monkeypatch, no_launcher_to_wait_for
+):
     (tmp_path / "broken.jsonl").write_text("{oops\n")
-    codes, said = run([*inputs, f"--prompt_data={tmp_path}/broken.jsonl"], tmp_path, "none:0:none", monkeypatch)
-    assert codes == [2, 2] and "".join(said).count("broken.jsonl") == 1 and "Traceback" not in "".join(said)
+    codes, said = run(
+        [*inputs, f"--prompt_data={tmp_path}/broken.jsonl"], tmp_path, "none:0:none", monkeypatch
+    )
+    assert (
+        codes == [2, 2]
+        and "".join(said).count("broken.jsonl") == 1
+        and "Traceback" not in "".join(said)
+    )
 
 
 # -- rewards that do not return
@@ -94,20 +124,34 @@ def hanging(inputs, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["--reward_workers=1", "--no_reward_background"])
-def test_a_reward_that_hangs_on_all_ranks(hanging, tmp_path, monkeypatch, no_launcher_to_wait_for, where):
+def test_a_reward_that_hangs_on_all_ranks(
+    hanging, tmp_path, monkeypatch, no_launcher_to_wait_for, where
+):
     flags = [*hanging, where, "--reward_minutes=0.02"]
     codes, said = run(flags, tmp_path, "none:0:none", monkeypatch)
     assert codes == [2, 2]
     one = next(text for text in said if "--reward " in text)
-    assert "hanging.py:hangs: a call has taken more than 1.2 s (--reward_minutes), for the response" in one
+    assert (
+        "hanging.py:hangs: a call has taken more than 1.2 s (--reward_minutes), for the response"
+        in one
+    )
     assert "to the prompt 'ab" in one
     assert re.search(r"It is at \S*hanging.py:6 \(hangs\)", one) and "Traceback" not in one
 
 
 def test_ctrl_c_twice_ends_a_reward_that_hangs(hanging, tmp_path):
-    command = [warm_python(), "-m", "lightrft.cli.train_ppo", *hanging, *FLAGS, f"--save_path={tmp_path}"]
+    command = [
+        warm_python(),
+        "-m",
+        "lightrft.cli.train_ppo",
+        *hanging,
+        *FLAGS,
+        f"--save_path={tmp_path}",
+    ]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    started = subprocess.Popen(command, env=environment, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
+    started = subprocess.Popen(
+        command, env=environment, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True
+    )
     said = iter(started.stdout.readline, "")
     next(line for line in said if "hangs now" in line)
     started.send_signal(signal.SIGINT)
@@ -117,10 +161,23 @@ def test_ctrl_c_twice_ends_a_reward_that_hangs(hanging, tmp_path):
     assert started.returncode == 130
 
 
-def test_a_reward_that_does_not_fit_is_found_before_models_are_loaded(inputs, tmp_path, monkeypatch, no_launcher_to_wait_for):
-    (tmp_path / "unfit.py").write_text("def unfit(samples, answer, **columns):\n    return [0.0] * len(samples)\n")
-    codes, said = run([*inputs, f"--reward={tmp_path / 'unfit.py'}:unfit"], tmp_path, "load_models:0:kill", monkeypatch)
-    assert codes == [2, 2] and "unfit: the function needs answer" in "".join(said) and "columns label" in "".join(said)
+def test_a_reward_that_does_not_fit_is_found_before_models_are_loaded(
+    inputs, tmp_path, monkeypatch, no_launcher_to_wait_for
+):
+    (tmp_path / "unfit.py").write_text(
+        "def unfit(samples, answer, **columns):\n    return [0.0] * len(samples)\n"
+    )
+    codes, said = run(
+        [*inputs, f"--reward={tmp_path / 'unfit.py'}:unfit"],
+        tmp_path,
+        "load_models:0:kill",
+        monkeypatch,
+    )
+    assert (
+        codes == [2, 2]
+        and "unfit: the function needs answer" in "".join(said)
+        and "columns label" in "".join(said)
+    )
 
 
 @pytest.mark.parametrize("flag", ["prompt_data", "eval_data"])
@@ -129,13 +186,20 @@ def test_a_row_without_the_right_answer_is_found_before_models_are_loaded(
 ):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"input": "a", "label": "1"}\n' * 9 + '{"input": "b", "label": null}\n')
-    codes, said = run([*inputs, f"--{flag}={file}", "--max_eval_samples=10"], tmp_path, "load_models:0:kill", monkeypatch)
+    codes, said = run(
+        [*inputs, f"--{flag}={file}", "--max_eval_samples=10"],
+        tmp_path,
+        "load_models:0:kill",
+        monkeypatch,
+    )
     assert codes == [2, 2] and f"--{flag}: {file}:10: --reward " in "".join(said)
     assert "label (--label_key) is None" in "".join(said)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "not finite"])
-def test_a_damaged_model_is_named_without_a_traceback(inputs, tmp_path, monkeypatch, no_launcher_to_wait_for, damage):
+def test_a_damaged_model_is_named_without_a_traceback(
+    inputs, tmp_path, monkeypatch, no_launcher_to_wait_for, damage
+):
     """The second is found when the sharded model is filled."""
     folder = next(flag for flag in inputs if flag.startswith("--pretrain=")).partition("=")[2]
     file = shutil.copytree(folder, tmp_path / "damaged") / "model.safetensors"
@@ -145,8 +209,18 @@ def test_a_damaged_model_is_named_without_a_traceback(inputs, tmp_path, monkeypa
         tensors = load_file(file)
         tensors["model.norm.weight"][5] = torch.nan
         save_file(tensors, file, metadata={"format": "pt"})
-    codes, said = run([*inputs, f"--pretrain={tmp_path / 'damaged'}"], tmp_path, "start_engine:0:kill", monkeypatch)
-    says = "is damaged or incomplete" if damage == "truncated" else "model.norm.weight has values that are not finite"
+
+    codes, said = run(
+        [*inputs, f"--pretrain={tmp_path / 'damaged'}"],
+        tmp_path,
+        "start_engine:0:kill",
+        monkeypatch,
+    )
+    says = (
+        "is damaged or incomplete"
+        if damage == "truncated"
+        else "model.norm.weight has values that are not finite"
+    )
     assert codes == [2, 2]
     assert str(file) in "".join(said) and says in "".join(said) and "Traceback" not in "".join(said)
 
@@ -157,11 +231,15 @@ def test_a_damaged_model_is_named_without_a_traceback(inputs, tmp_path, monkeypa
 def torchrun(what: str, flags: list[str], *options: str, python: str) -> subprocess.Popen:
     command = [python, "-m", "torch.distributed.run", *options, sabotage.__file__, *flags]
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "SABOTAGE": what}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True
+    )
 
 
 def one_node(what: str, *flags: str, vllm: bool = False) -> str:
-    started = torchrun(what, list(flags), "--standalone", "--nproc-per-node=2", python=warm_python(vllm=vllm))
+    started = torchrun(
+        what, list(flags), "--standalone", "--nproc-per-node=2", python=warm_python(vllm=vllm)
+    )
     said = started.communicate(timeout=180)[0]
     assert started.returncode == 1
     return said
@@ -177,12 +255,18 @@ def test_torchrun_killed_before_the_ranks_have_met(inputs):
 
 
 def test_what_a_killed_torchrun_started_ends(inputs, tmp_path):
-    """One rank hangs with Python's lock, and a process of its own, when it dies. The launcher and its ranks import everything
-    themselves, as those of users do."""
+    """One rank hangs with Python's lock, and a process of its own, when it dies.
+
+    The launcher and its ranks import everything themselves, as those of users do.
+    """
     flags = [*inputs, *FLAGS, f"--save_path={tmp_path}"]
-    started = torchrun("load_models:1:hang", flags, "--standalone", "--nproc-per-node=2", python=sys.executable)
+    started = torchrun(
+        "load_models:1:hang", flags, "--standalone", "--nproc-per-node=2", python=sys.executable
+    )
     said = iter(started.stdout.readline, "")
-    child = psutil.Process(int(next(line for line in said if line.startswith("hangs beside ")).split()[-1]))
+    child = psutil.Process(
+        int(next(line for line in said if line.startswith("hangs beside ")).split()[-1])
+    )
     launcher = child.parent().parent()
     family = {child, *launcher.children(recursive=True)}
     launcher.kill()
@@ -190,13 +274,18 @@ def test_what_a_killed_torchrun_started_ends(inputs, tmp_path):
     for process in alive:
         process.kill()
     assert len(family) >= 3 and alive == []
-    assert f"torchrun (pid {launcher.pid}) ended without an error message: rank 1 (pid " in "".join(said)
+    assert f"torchrun (pid {launcher.pid}) ended without an error message: rank 1 (pid " in "".join(
+        said
+    )
 
 
 def test_torchrun_shows_the_killed_rank_with_vllm(inputs, tmp_path):
     vllm = ("--engine_type=vllm", "--engine_kv_cache_gb=0.1")
     said = one_node("generate:0:kill", *inputs, *FLAGS, *vllm, f"--save_path={tmp_path}", vllm=True)
-    assert re.search(r"rank 1 ERROR +this run ends: rank 0 .* ended without an error message in phase generate", said)
+    assert re.search(
+        r"rank 1 ERROR +this run ends: rank 0 .* ended without an error message in phase generate",
+        said,
+    )
     assert "rank      : 0 " in root_cause(said) and "Signal 9 (SIGKILL)" in root_cause(said)
 
 
@@ -231,13 +320,22 @@ def test_nodes_of_different_size_train_as_three_ranks_of_one(inputs, tmp_path):
 
 
 def test_every_node_says_which_rank_of_another_is_late(inputs, tmp_path):
-    for code, said in two_nodes("reward:2:sleep", *inputs, *SHARED, "--timeout_minutes=0.2", f"--save_path={tmp_path}"):
-        assert code == 1 and re.search(r"rank 2 \(pid \d+ on .*\): late: .*; in phase reward, at .*\(spoil\)", said)
-        assert "a collective has waited for more than 12 s (--timeout_minutes). Late: rank 2." in root_cause(said)
+    for code, said in two_nodes(
+        "reward:2:sleep", *inputs, *SHARED, "--timeout_minutes=0.2", f"--save_path={tmp_path}"
+    ):
+        assert code == 1 and re.search(
+            r"rank 2 \(pid \d+ on .*\): late: .*; in phase reward, at .*\(spoil\)", said
+        )
+        assert (
+            "a collective has waited for more than 12 s (--timeout_minutes). Late: rank 2."
+            in root_cause(said)
+        )
 
 
 def test_every_node_says_why_a_rank_of_another_failed(inputs, tmp_path):
     """Its own node, which has another rank too, shows the one that failed first."""
     ended = two_nodes("reward:1:raise", *inputs, *SHARED, f"--save_path={tmp_path}")
-    assert all(code == 1 and "OSError: the disk is on fire" in root_cause(said) for code, said in ended)
+    assert all(
+        code == 1 and "OSError: the disk is on fire" in root_cause(said) for code, said in ended
+    )
     assert "rank      : 1 " in root_cause(ended[1][1])

@@ -1,4 +1,6 @@
-"""An engine that does not start, a request that does not fit, an engine that breaks in the middle of a step: every rank ends."""
+"""An engine that does not start, a request that does not fit, an engine that breaks in the middle
+of a step: every rank ends.
+"""
 
 import json
 import os
@@ -37,11 +39,15 @@ def entrypoint(flags: list[str], folder: Path, spoil: Callable[[], None] | None)
     train_ppo.main(flags)
 
 
-def run(flags: list[str], folder: Path, spoil: Callable[[], None] | None = None) -> tuple[list[int | None], list[str]]:
+def run(
+    flags: list[str], folder: Path, spoil: Callable[[], None] | None = None
+) -> tuple[list[int | None], list[str]]:
     """Exit codes, within a minute and a half, and what each rank wrote."""
     if "--engine_type=vllm" in flags:
         load_vllm()
-    codes = exit_codes(2, entrypoint, [*flags, "--max_steps=2", f"--save_path={folder}"], folder, spoil, timeout=90)
+    codes = exit_codes(
+        2, entrypoint, [*flags, "--max_steps=2", f"--save_path={folder}"], folder, spoil, timeout=90
+    )
     return codes, [(folder / f"log{rank}").read_text() for rank in range(2)]
 
 
@@ -50,7 +56,9 @@ def test_no_memory_for_the_cache(inputs, tmp_path):
     codes, said = run([*inputs, *PPO, *VLLM, "--engine_kv_cache_gb=100000"], tmp_path)
     assert codes == [2, 2], said
     once = "".join(said)  # whichever rank was first says it
-    assert "--engine_type vllm does not start with" in once and "is less than requested memory" in once
+    assert (
+        "--engine_type vllm does not start with" in once and "is less than requested memory" in once
+    )
     assert "--engine_kv_cache_gb its cache on a CPU" in once and "Traceback" not in once
 
 
@@ -71,11 +79,17 @@ def test_a_request_that_can_never_fit(inputs, tmp_path):
     codes, said = run([*inputs, *PPO], tmp_path, short_of_room)
     assert codes == [1, 1], said
     assert "does not fit: " in said[1] and "exceed max_model_len 9" in said[1]
-    assert "rank 1 " in said[0] and "failed in phase generate: " in said[0] and "does not fit" in said[0]
+    assert (
+        "rank 1 " in said[0]
+        and "failed in phase generate: " in said[0]
+        and "does not fit" in said[0]
+    )
 
 
 def breaking() -> None:
-    """The engine's model raises in its tenth forward pass: some samples of the first step are under way."""
+    """The engine's model raises in its tenth forward pass: some samples of the first step are under
+    way.
+    """
     from lightrft.engine.vllm import VLLMEngine
 
     start = VLLMEngine.__init__
@@ -98,8 +112,21 @@ def breaking() -> None:
 def test_an_engine_that_breaks_in_the_middle_of_a_step(inputs, tmp_path, tp):
     """Cut over two ranks the other one waits inside of the engine, in its own process group."""
     pytest.importorskip("vllm", reason="vllm is not installed")
-    codes, said = run([*inputs, *PPO, *VLLM, f"--engine_tp_size={tp}", "--generate_max_len=24"], tmp_path, breaking)
+    codes, said = run(
+        [*inputs, *PPO, *VLLM, f"--engine_tp_size={tp}", "--generate_max_len=24"],
+        tmp_path,
+        breaking,
+    )
     assert codes == [1, 1], said
     assert "EngineError: VLLMEngine.generate failed: the tenth pass broke" in said[1]
-    assert "rank 1 " in said[0] and "failed in phase generate: " in said[0] and "the tenth pass broke" in said[0]
-    assert not [json.loads(line) for file in tmp_path.glob("metrics.jsonl") for line in file.read_text().splitlines()]
+
+    assert (
+        "rank 1 " in said[0]
+        and "failed in phase generate: " in said[0]
+        and "the tenth pass broke" in said[0]
+    )
+    assert not [
+        json.loads(line)
+        for file in tmp_path.glob("metrics.jsonl")
+        for line in file.read_text().splitlines()
+    ]

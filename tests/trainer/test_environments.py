@@ -63,18 +63,30 @@ async def forgets(client, row):
         last = await client.chat.completions.create(model="tiny", messages=later, max_tokens=4)
     return sum(32 <= ord(letter) < 127 for letter in last.choices[0].message.content) / 4
 '''
-TEMPLATE = ("{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
-            "{% if add_generation_prompt %}a:{% endif %}")  # fmt: skip
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
 ENDS = ["--stop_token_ids", *map(str, range(40, 72))]
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
-    flags = [flag for flag in prepare(folder) if not flag.startswith(("--reward", "--prompt_max_len"))]
+    flags = [
+        flag for flag in prepare(folder) if not flag.startswith(("--reward", "--prompt_max_len"))
+    ]
     (folder / "game.py").write_text(GAME)
-    return [*flags, *PPO, *ENDS, "--generate_max_len=40", "--prompt_max_len=32", "--reward=environment",
-            f"--environment={folder}/game.py:Letters"]  # fmt: skip
+
+    return [
+        *flags,
+        *PPO,
+        *ENDS,
+        "--generate_max_len=40",
+        "--prompt_max_len=32",
+        "--reward=environment",
+        f"--environment={folder}/game.py:Letters",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -82,30 +94,60 @@ def plain(inputs, tmp_path_factory):
     return train("train_ppo", 2, [*inputs, "--max_steps=3"], tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.parametrize("flags", [
-    ["--sp_size=2"], ["--tp_size=2"], ["--fsdp=false", "--zero_stage=3"], ["--rollout_schedule=longest_first"],
-    ["--overlap", "--max_epochs=1", "--init_kl_coef=0"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--sp_size=2"],
+        ["--tp_size=2"],
+        ["--fsdp=false", "--zero_stage=3"],
+        ["--rollout_schedule=longest_first"],
+        ["--overlap", "--max_epochs=1", "--init_kl_coef=0"],
+    ],
+)
 def test_episodes_are_alike_in_every_layout(inputs, plain, tmp_path, flags):
     rows = train("train_ppo", 2, [*inputs, "--max_steps=3", *flags], tmp_path)
     assert_alike(plain, rows)
     for row in rows:
-        assert row["episodes/turns"] > 2 and row["episodes/tokens_observed"] > 3 and row["engine/logprob_mismatch_max"] < 1e-4
+        assert (
+            row["episodes/turns"] > 2
+            and row["episodes/tokens_observed"] > 3
+            and row["engine/logprob_mismatch_max"] < 1e-4
+        )
 
 
 def assert_alike(rows, others):
     for row, other in zip(repeatable(rows), repeatable(others), strict=True):
-        names = [name for name in row if name.startswith(("rollout/", "episodes/", "train/")) and name in other]
+        names = [
+            name
+            for name in row
+            if name.startswith(("rollout/", "episodes/", "train/")) and name in other
+        ]
         names = [name for name in names if "seconds" not in name]
-        assert {name: other[name] for name in names} == pytest.approx({name: row[name] for name in names}, rel=2e-3, abs=1e-5)
+        assert {name: other[name] for name in names} == pytest.approx(
+            {name: row[name] for name in names}, rel=2e-3, abs=1e-5
+        )
 
 
 def test_episodes_with_adapters_a_critic_and_dynamic_sampling(inputs, tmp_path):
-    """Groups without a signal are replaced; the critic and the adapters learn from episodes of two to four turns."""
-    flags = ["--advantage_estimator=gae", "--lora_rank=4", "--max_steps=3", "--critic_learning_rate=1e-3"]
+    """Groups without a signal are replaced; the critic and the adapters learn from episodes of two
+    to four turns.
+    """
+    flags = [
+        "--advantage_estimator=gae",
+        "--lora_rank=4",
+        "--max_steps=3",
+        "--critic_learning_rate=1e-3",
+    ]
     for row in train("train_ppo", 2, [*inputs, *flags], tmp_path / "critic"):
-        assert row["engine/logprob_mismatch_max"] < 1e-4 and row["critic/grad_norm"] > 0 and row["train/grad_norm"] > 0
-    rows = train("train_ppo", 2, [*inputs, "--dynamic_sampling", "--max_steps=3"], tmp_path / "dynamic")
+        assert (
+            row["engine/logprob_mismatch_max"] < 1e-4
+            and row["critic/grad_norm"] > 0
+            and row["train/grad_norm"] > 0
+        )
+
+    rows = train(
+        "train_ppo", 2, [*inputs, "--dynamic_sampling", "--max_steps=3"], tmp_path / "dynamic"
+    )
     assert all(row["rollout/sampling_rounds"] >= 1 and row["episodes/turns"] > 2 for row in rows)
 
 
@@ -113,26 +155,43 @@ def test_a_run_of_episodes_resumes_with_the_same_numbers(inputs, plain, tmp_path
     train("train_ppo", 2, [*inputs, "--max_steps=2", "--save_steps=2"], tmp_path)
     rows = train("train_ppo", 2, [*inputs, "--max_steps=3", "--load_checkpoint"], tmp_path)
     for row, other in zip(repeatable(plain), repeatable(rows), strict=True):
-        names = [name for name in row if name.startswith(("rollout/", "episodes/", "train/")) and "seconds" not in name]
+        names = [
+            name
+            for name in row
+            if name.startswith(("rollout/", "episodes/", "train/")) and "seconds" not in name
+        ]
         assert {name: other[name] for name in names} == {name: row[name] for name in names}
 
 
 def test_ranks_that_share_an_engine_play_as_one(inputs, tmp_path):
-    """An engine over two ranks samples what two engines sample, also with episodes that it aborts (--over_sampling)."""
+    """An engine over two ranks samples what two engines sample, also with episodes that it aborts
+    (--over_sampling).
+    """
     flags = [*inputs, "--engine_type=vllm", "--engine_kv_cache_gb=0.125", "--max_steps=3"]
     undivided = train("train_ppo", 2, flags, tmp_path / "undivided")
-    assert_alike(undivided, train("train_ppo", 2, [*flags, "--engine_tp_size=2"], tmp_path / "divided"))
+    assert_alike(
+        undivided, train("train_ppo", 2, [*flags, "--engine_tp_size=2"], tmp_path / "divided")
+    )
     flags += ["--engine_tp_size=2", "--over_sampling=1.5", "--early_stop_every=4"]
     rows = train("train_ppo", 2, flags, tmp_path / "over_sampled")
-    assert all(row["engine/logprob_mismatch_max"] < 1e-4 and row["episodes/turns"] > 2 for row in rows)
+    assert all(
+        row["engine/logprob_mismatch_max"] < 1e-4 and row["episodes/turns"] > 2 for row in rows
+    )
 
 
 def test_the_rewards_of_turns_are_learned_and_shown(inputs, tmp_path, monkeypatch):
-    """A process that dies costs its own samples only: a prompt of 24 dies in each of its episodes."""
+    """A process that dies costs its own samples only: a prompt of 24 dies in each of its
+    episodes.
+    """
     monkeypatch.setenv("DIES", "1")
     rows = train("train_ppo", 2, [*inputs, "--max_steps=16", "--seed=3"], tmp_path)
-    assert rows[0]["rollout/reward"] < 0.55 and sum(row["rollout/reward"] for row in rows[-4:]) / 4 > 0.75
-    assert sum(row["episodes/failed"] for row in rows) > 0 and all(row["episodes/failed"] % 4 == 0 for row in rows)
+    assert (
+        rows[0]["rollout/reward"] < 0.55
+        and sum(row["rollout/reward"] for row in rows[-4:]) / 4 > 0.75
+    )
+    assert sum(row["episodes/failed"] for row in rows) > 0 and all(
+        row["episodes/failed"] % 4 == 0 for row in rows
+    )
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [message["role"] for message in samples[0]["messages"]] == ["user", "assistant"] * 3
     assert "&lt;1&gt;" in (tmp_path / "report.html").read_text()
@@ -142,13 +201,22 @@ def test_the_rewards_of_turns_are_learned_and_shown(inputs, tmp_path, monkeypatc
 def chats(inputs, tmp_path_factory):
     """The same data and model, with a chat template."""
     folder = tmp_path_factory.mktemp("chats")
-    model = next(Path(flag.removeprefix("--pretrain=")) for flag in inputs if flag.startswith("--pretrain="))
+    model = next(
+        Path(flag.removeprefix("--pretrain=")) for flag in inputs if flag.startswith("--pretrain=")
+    )
     shutil.copytree(model, folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "agent.py").write_text(AGENT)
     flags = [flag for flag in inputs if not flag.startswith(("--pretrain", "--environment"))]
-    return folder, [*flags, f"--pretrain={folder}/model", "--apply_chat_template", "--generate_max_len=60", "--turn_max_len=8",
-                    "--max_steps=3"]
+
+    return folder, [
+        *flags,
+        f"--pretrain={folder}/model",
+        "--apply_chat_template",
+        "--generate_max_len=60",
+        "--turn_max_len=8",
+        "--max_steps=3",
+    ]
 
 
 def test_an_agent_learns_what_a_game_learns(chats, tmp_path):
@@ -159,10 +227,17 @@ def test_an_agent_learns_what_a_game_learns(chats, tmp_path):
     """
     folder, flags = chats
     flags = [*flags, "--max_steps=2"]
-    game = train("train_ppo", 2, [*flags, f"--environment={folder}/agent.py:Game"], tmp_path / "game")
+    game = train(
+        "train_ppo", 2, [*flags, f"--environment={folder}/agent.py:Game"], tmp_path / "game"
+    )
+
     agent = train("train_ppo", 2, [*flags, f"--agent={folder}/agent.py:game"], tmp_path / "agent")
     for row, other in zip(repeatable(game), repeatable(agent), strict=True):
-        names = [name for name in row if "seconds" not in name and not name.startswith("engine/logprob_mismatch")]
+        names = [
+            name
+            for name in row
+            if "seconds" not in name and not name.startswith("engine/logprob_mismatch")
+        ]
         assert {name: other[name] for name in names} == {name: row[name] for name in names}
         assert row["episodes/turns"] > 2 and row["episodes/drift"] == row["episodes/branches"] == 0
 
@@ -170,12 +245,23 @@ def test_an_agent_learns_what_a_game_learns(chats, tmp_path):
 def test_branches_are_learned_alike_in_every_layout(chats, tmp_path):
     folder, flags = chats
     flags = [*flags, f"--agent={folder}/agent.py:forgets", "--train_batch_size=16", "--max_steps=2"]
+
     rows = train("train_ppo", 2, flags, tmp_path / "plain")
     others = train("train_ppo", 2, [*flags, "--sp_size=2"], tmp_path / "sp")
     for row, other in zip(repeatable(rows), repeatable(others), strict=True):
-        assert row["episodes/branches"] > 0.9 and row["episodes/drift"] == 0 and row["engine/logprob_mismatch_max"] < 1e-4
-        names = [name for name in row if name.startswith(("rollout/", "episodes/", "train/")) and "seconds" not in name]
-        assert {name: other[name] for name in names} == pytest.approx({name: row[name] for name in names}, rel=2e-3, abs=1e-5)
+        assert (
+            row["episodes/branches"] > 0.9
+            and row["episodes/drift"] == 0
+            and row["engine/logprob_mismatch_max"] < 1e-4
+        )
+        names = [
+            name
+            for name in row
+            if name.startswith(("rollout/", "episodes/", "train/")) and "seconds" not in name
+        ]
+        assert {name: other[name] for name in names} == pytest.approx(
+            {name: row[name] for name in names}, rel=2e-3, abs=1e-5
+        )
 
 
 def test_an_error_of_an_episode_is_told_and_not_what_the_engine_says_then(inputs, tmp_path):

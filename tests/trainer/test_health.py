@@ -16,7 +16,7 @@ from lightrft.trainer.build import ppo_trainer
 from ranks import run_ranks
 from runs import PPO, prepare, rows_of, train
 
-NOTHING_LEARNED = '''
+NOTHING_LEARNED = """
 import torch
 
 def nothing(samples, label, **columns):
@@ -24,7 +24,7 @@ def nothing(samples, label, **columns):
 
 def broken(logprobs, old_logprobs, advantages):
     return logprobs * float("nan"), {}
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,11 @@ def test_equal_rewards_are_said_in_each_step_and_at_the_end(inputs, tmp_path, lo
 
 
 def row(low: float, high: float, advantage: float | None) -> dict[str, float]:
-    made = {"rollout/reward": (low + high) / 2, "rollout/reward_min": low, "rollout/reward_max": high}
+    made = {
+        "rollout/reward": (low + high) / 2,
+        "rollout/reward_min": low,
+        "rollout/reward_max": high,
+    }
     return made if advantage is None else made | {"rollout/advantage_abs": advantage}
 
 
@@ -75,14 +79,21 @@ def test_a_run_without_a_signal_does_not_say_so_in_every_step(log):
     for step in range(1, 51):
         checks.check_step(step, row(0.0, 0.0, 0.0))
     said = [line for line in log.read_text().splitlines() if "no training signal" in line]
-    assert len(said) == 3 and "step 10: all rewards are 0, so it has no training signal; 10 steps had none so far" in said[-1]
+    assert (
+        len(said) == 3
+        and "step 10: all rewards are 0, so it has no training signal; 10 steps had none so far"
+        in said[-1]
+    )
 
 
 def test_what_counts_as_a_signal(log):
     found = health()
     found.check_step(1, row(0.0, 1.0, 0.0))  # groups differ, but none in itself
     found.check_step(2, row(0.0, 1.0, None))  # everything is left out
-    assert found.steps_without_signal == 2 and "step 1: all rewards of each group are equal" in log.read_text()
+    assert (
+        found.steps_without_signal == 2
+        and "step 1: all rewards of each group are equal" in log.read_text()
+    )
     found.check_step(3, row(0.0, 1.0, 0.5))
     found.check_end(taken=3, skipped=0)
     assert found.warnings == [] and found.steps_with_signal == 1
@@ -95,10 +106,18 @@ def test_what_counts_as_a_signal(log):
 def test_a_run_whose_every_update_was_skipped_is_an_error(inputs, tmp_path):
     flags, bad = inputs
     with pytest.raises(RuntimeError, match="was not trained: all 2 optimizer steps were skipped"):
-        train("train_ppo", 1, [*flags, f"--policy_loss={bad}:broken", "--max_steps=2"], tmp_path / "run")
+        train(
+            "train_ppo",
+            1,
+            [*flags, f"--policy_loss={bad}:broken", "--max_steps=2"],
+            tmp_path / "run",
+        )
+
     described = json.loads((tmp_path / "run" / "run.json").read_text())
     assert described["status"] == "failed"
-    assert described["warnings"] == ["2 optimizer steps were skipped, because the gradient norm was not finite"]
+    assert described["warnings"] == [
+        "2 optimizer steps were skipped, because the gradient norm was not finite"
+    ]
 
 
 # -- mismatch
@@ -119,13 +138,17 @@ def test_a_mismatch_far_above_its_history_is_an_alarm():
     assert alarms([*usual, math.nan]) == [6]
     assert alarms([*usual, 9e-5]) == [], "as much as rounding explains"
     assert alarms([5e-3] * 8) == [], "its own history, as of other kernels"
-    assert alarms([1e-6 * 1.2**step for step in range(40)]) == [], "a slow rise, as of a policy that sharpens"
+    assert alarms([1e-6 * 1.2**step for step in range(40)]) == [], (
+        "a slow rise, as of a policy that sharpens"
+    )
     assert alarms([1e-6] * (ENOUGH - 1) + [5e-3]) == [], "too few steps to know"
 
 
 def test_a_mismatch_that_nothing_explains_is_an_alarm_from_the_first_step(log):
     assert alarms([0.028] * 6) == [1, 2, 3, 4, 5, 6]
-    assert "step 1: the log-probs of engine and trainer differ by 0.028 on average" in log.read_text()
+    assert (
+        "step 1: the log-probs of engine and trainer differ by 0.028 on average" in log.read_text()
+    )
     found = health()
     found.config.rollout.max_staleness = 1
     assert not found.check_step(1, gap(0.028)), "the samples are older than the weights"
@@ -140,12 +163,16 @@ def test_mismatch_limit_ends_the_run():
 
 
 def stale_once(flags: list[str], folder: Path, step: int) -> list[int | None]:
-    """Train with an engine that in one step says other log-probs; the rounds in which its weights are verified."""
+    """Train with an engine that in one step says other log-probs; the rounds in which its weights
+    are verified.
+    """
     config = prepare_config("train_ppo", parse([*flags, f"--save_path={folder}"]))
     strategy = get_strategy(config)
     strategy.setup_distributed()
     trainer = ppo_trainer(config, strategy)
-    collect, load_weights, rounds = trainer.collect.score, strategy.engine.load_weights, []
+    collect = trainer.collect.score
+    load_weights = strategy.engine.load_weights
+    rounds = []
 
     def rewarded(groups, metrics):
         samples = collect(groups, metrics)
@@ -158,7 +185,8 @@ def stale_once(flags: list[str], folder: Path, step: int) -> list[int | None]:
         rounds.append(strategy.engine.verify_round)
         load_weights(stream, version)
 
-    trainer.collect.score, strategy.engine.load_weights = rewarded, load
+    trainer.collect.score = rewarded
+    strategy.engine.load_weights = load
     trainer.fit()
     strategy.close()
     return rounds
@@ -167,7 +195,11 @@ def stale_once(flags: list[str], folder: Path, step: int) -> list[int | None]:
 def test_an_alarm_has_every_weight_verified_at_the_next_sync(inputs, tmp_path, log):
     flags, _ = inputs
     (rounds,) = run_ranks(1, stale_once, [*flags, "--max_steps=8"], tmp_path / "run", 6)
-    assert rounds == [0, 1, 2, 3, 4, 5, None, 0]  # the first verification, of everything, was before the first step
+    # the first verification, of everything, was before the first step
+    assert rounds == [0, 1, 2, 3, 4, 5, None, 0]
     said = log.read_text()
-    assert said.count("far more than") == 1 and "step 6: the log-probs of engine and trainer differ by 0.5 on average" in said
+    assert (
+        said.count("far more than") == 1
+        and "step 6: the log-probs of engine and trainer differ by 0.5 on average" in said
+    )
     assert "the next weight sync verifies every weight" in said

@@ -1,4 +1,6 @@
-"""Signals while a run goes on: the first one asks it to stop, and the children of a reward are ended by them as anywhere."""
+"""Signals while a run goes on: the first one asks it to stop, and the children of a reward are
+ended by them as anywhere.
+"""
 
 import multiprocessing
 import os
@@ -18,7 +20,9 @@ ALONE = Axis("world", 1, 0, None)
 
 
 def with_children() -> None:
-    """Start and end children in every usual way, from the main thread and from another, until one of them does not end."""
+    """Start and end children in every usual way, from the main thread and from another, until one
+    of them does not end.
+    """
     fork = multiprocessing.get_context("fork")
     with Interruption(ALONE):
         for use in (end_pools, end_processes, end_programs):
@@ -62,7 +66,8 @@ def test_children_of_a_reward_end_by_sigterm():
 
 def child_of_a_terminal() -> None:
     """Ctrl-C reaches the run and its child; both go on, the second one ends the child."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in its background with it ignored
+    # a shell starts what runs in its background with it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with Interruption(ALONE) as interruption:
         ear, mouth = os.pipe()
         child = os.fork()
@@ -72,6 +77,7 @@ def child_of_a_terminal() -> None:
             os.write(mouth, b"ready")
             time.sleep(60)
             os._exit(7)
+
         assert os.read(ear, 5) == b"ready"
         for process in (os.getpid(), child):
             os.kill(process, signal.SIGINT)
@@ -82,9 +88,11 @@ def child_of_a_terminal() -> None:
             interruption.safe_point()
         os.kill(child, signal.SIGINT)
         assert os.waitpid(child, 0)[1] != 0
+
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
+
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     os._exit(0)
 

@@ -1,4 +1,6 @@
-"""Preferences and reward models about images and sound: the gradient of a first step, by plain transformers on each sequence."""
+"""Preferences and reward models about images and sound: the gradient of a first step, by plain
+transformers on each sequence.
+"""
 
 import json
 import shutil
@@ -28,13 +30,25 @@ TEXTS = [("What is {}?", 1), ("Nothing.", 0), ("{} or {}", 2), ("x{}", 1)]
 WORDS = [("cat", "a dog"), ("no", "yes!"), ("one", "two"), ("bell", "rain")]
 DESIRABLE = [True, False, True, True]
 OF_POLICIES = ("train_dpo", "train_kto")
-FLAGS = ["--no_freeze_vision_tower", "--max_steps=1", "--train_batch_size=4", "--prompt_max_len=100", "--fsdp",
-         "--max_tokens_per_microbatch=160", "--beta=0.5", "--report_to=jsonl"]  # fmt: skip
+FLAGS = [
+    "--no_freeze_vision_tower",
+    "--max_steps=1",
+    "--train_batch_size=4",
+    "--prompt_max_len=100",
+    "--fsdp",
+    "--max_tokens_per_microbatch=160",
+    "--beta=0.5",
+    "--report_to=jsonl",
+]
 ROWS: dict[str, Callable[[str, tuple[str, str], bool], dict]] = {
     "train_dpo": lambda text, words, _: {"input": text, "chosen": words[0], "rejected": words[1]},
     "train_rm": lambda text, words, _: {"input": text, "chosen": words[0], "rejected": words[1]},
     "train_kto": lambda text, words, good: {"input": text, "completion": words[0], "label": good},
-    "train_prm": lambda text, words, good: {"input": text, "completions": list(words), "labels": [True, good]},
+    "train_prm": lambda text, words, good: {
+        "input": text,
+        "completions": list(words),
+        "labels": [True, good],
+    },
 }
 
 
@@ -44,8 +58,16 @@ def given_media(medium: str, items: list) -> dict:
         return {"images": [items]}
     if medium == "audios":
         return {"audio": items, "sampling_rate": 16000}
-    metadata = [{"total_num_frames": len(item), "fps": 2.0, "frames_indices": [*range(len(item))], "duration": len(item) / 2}
-                for item in items]  # fmt: skip
+
+    metadata = [
+        {
+            "total_num_frames": len(item),
+            "fps": 2.0,
+            "frames_indices": [*range(len(item))],
+            "duration": len(item) / 2,
+        }
+        for item in items
+    ]
     return {"videos": items, "do_sample_frames": False, "video_metadata": metadata}
 
 
@@ -57,7 +79,13 @@ class Reference:
         self.prompts = []
         for (text, _), items in zip(TEXTS, media, strict=True):
             given = given_media(medium, items) if items else {}
-            self.prompts.append(dict(self.processor(text=[text.format(*[mark] * len(items))], return_tensors="pt", **given)))
+            self.prompts.append(
+                dict(
+                    self.processor(
+                        text=[text.format(*[mark] * len(items))], return_tensors="pt", **given
+                    )
+                )
+            )
 
     def inputs(self, number: int, answer: list[int]) -> tuple[dict[str, Tensor], int]:
         prompt = self.prompts[number]
@@ -68,13 +96,22 @@ class Reference:
         return inputs, prompt["input_ids"].shape[1]
 
     def tokens(self, text: str) -> list[int]:
-        return [*self.processor.tokenizer(text, add_special_tokens=False)["input_ids"], self.processor.tokenizer.eos_token_id]
+        return [
+            *self.processor.tokenizer(text, add_special_tokens=False)["input_ids"],
+            self.processor.tokenizer.eos_token_id,
+        ]
 
 
 def logprob(model, reference: Reference, number: int, word: str) -> Tensor:
     answer = reference.tokens(word)
     inputs, start = reference.inputs(number, answer)
-    return model(**inputs).logits[0, start - 1 : -1].log_softmax(-1).gather(1, torch.tensor(answer)[:, None]).sum()
+    return (
+        model(**inputs)
+        .logits[0, start - 1 : -1]
+        .log_softmax(-1)
+        .gather(1, torch.tensor(answer)[:, None])
+        .sum()
+    )
 
 
 def scores(model, reference: Reference, number: int, answer: list[int]) -> Tensor:
@@ -83,32 +120,46 @@ def scores(model, reference: Reference, number: int, answer: list[int]) -> Tenso
 
 
 def losses(command: str, model, reference: Reference) -> Tensor:
-    """The loss of the four rows; a policy is its own reference, so that its loss is known and only its gradient is not."""
+    """The loss of the four rows; a policy is its own reference, so that its loss is known and only
+    its gradient is not.
+    """
     total = torch.zeros(())
     for number, (words, good) in enumerate(zip(WORDS, DESIRABLE, strict=True)):
         if command == "train_dpo":
             first, second = (logprob(model, reference, number, word) for word in words)
-            total = total - F.logsigmoid(0.5 * ((first - first.detach()) - (second - second.detach()))) / 4
+            total = (
+                total
+                - F.logsigmoid(0.5 * ((first - first.detach()) - (second - second.detach()))) / 4
+            )
         elif command == "train_kto":
             ratio = logprob(model, reference, number, words[0])
             total = total + torch.sigmoid(-(1 if good else -1) * 0.5 * (ratio - ratio.detach())) / 4
         elif command == "train_rm":
-            first, second = (scores(model, reference, number, reference.tokens(word))[-1] for word in words)
+            first, second = (
+                scores(model, reference, number, reference.tokens(word))[-1] for word in words
+            )
             total = total - F.logsigmoid(first - second) / 4
         else:
             steps = [reference.tokens(word)[:-1] for word in words]
             separator = reference.tokens("\n\n")[:-1]
             answer = [*steps[0], *separator, *steps[1], reference.processor.tokenizer.eos_token_id]
             places = [len(steps[0]) + len(separator) - 1, len(answer) - 1]
-            found, wanted = scores(model, reference, number, answer)[places], torch.tensor([1.0, float(good)])
+            found = scores(model, reference, number, answer)[places]
+            wanted = torch.tensor([1.0, float(good)])
             total = total + F.binary_cross_entropy_with_logits(found, wanted, reduction="sum") / 8
+
     return total
 
 
-@pytest.mark.parametrize(("make", "medium", "mark"), [
-    (seeing_model, "images", "<image>"), (seeing_gemma, "images", "<image>"),
-    (partial(hearing_model, seconds=2), "audios", "<|AUDIO|>"),
-], ids=["idefics3", "gemma3", "qwen2_audio"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "medium", "mark"),
+    [
+        (seeing_model, "images", "<image>"),
+        (seeing_gemma, "images", "<image>"),
+        (partial(hearing_model, seconds=2), "audios", "<|AUDIO|>"),
+    ],
+    ids=["idefics3", "gemma3", "qwen2_audio"],
+)
 def test_a_first_step_is_that_of_transformers(tmp_path, make, medium, mark):
     """Two ranks; one row in four is text."""
     compare(tmp_path, make(tmp_path / "model"), medium, mark)
@@ -127,76 +178,144 @@ def compare(tmp_path: Path, folder: str, medium: str, mark: str) -> None:
     key = "medium"
     media, names = written(tmp_path, medium)
     reference = Reference(folder, medium, mark, media)
+
     scored = scorer(folder, tmp_path / "scorer")
     runs = {}
     for command, row in ROWS.items():
         rows = tmp_path / f"{command}.jsonl"
         with rows.open("w") as file:
-            for (text, count), words, good, files in zip(TEXTS, WORDS, DESIRABLE, names, strict=True):
-                file.write(json.dumps(row(text.format(*[mark] * count), words, good) | ({key: files} if files else {})) + "\n")
+            for (text, count), words, good, files in zip(
+                TEXTS, WORDS, DESIRABLE, names, strict=True
+            ):
+                file.write(
+                    json.dumps(
+                        row(text.format(*[mark] * count), words, good)
+                        | ({key: files} if files else {})
+                    )
+                    + "\n"
+                )
+
         flags = [flag for flag in FLAGS if command in OF_POLICIES or "beta" not in flag]
-        flags += [f"--prompt_data={rows}", f"--{medium}_key={key}", f"--save_path={tmp_path / command}"]
+        flags += [
+            f"--prompt_data={rows}",
+            f"--{medium}_key={key}",
+            f"--save_path={tmp_path / command}",
+        ]
         flags += ["--limit_mm_video_per_prompt=2"] * (medium == "videos")
-        runs[command] = (command, [*flags, f"--pretrain={folder if command in OF_POLICIES else scored}"])
+        runs[command] = (
+            command,
+            [*flags, f"--pretrain={folder if command in OF_POLICIES else scored}"],
+        )
+
     run_cases(2, run_here, runs)
     for command in ROWS:
-        policy, (found,) = command in OF_POLICIES, rows_of(tmp_path / command)
+        policy = command in OF_POLICIES
+        (found,) = rows_of(tmp_path / command)
         options = {"dtype": torch.float32, "trust_remote_code": False}
-        model = (AutoModelForMultimodalLM if policy else Scores).from_pretrained(folder if policy else scored, **options)
+        model = (AutoModelForMultimodalLM if policy else Scores).from_pretrained(
+            folder if policy else scored, **options
+        )
         loss = losses(command, model, reference)
         loss.backward()
-        norm = torch.stack([p.grad.norm() for name, p in model.named_parameters() if p.grad is not None and counted(name)]).norm()
+
+        norm = torch.stack(
+            [
+                p.grad.norm()
+                for name, p in model.named_parameters()
+                if p.grad is not None and counted(name)
+            ]
+        ).norm()
         assert found["train/loss"] == pytest.approx(float(loss), rel=1e-5), command
         assert found["train/grad_norm"] == pytest.approx(float(norm), rel=1e-5), command
 
 
 def test_a_run_with_a_reward_model_and_a_teacher_that_see(tmp_path):
     """The teacher is the model itself: it sees what the policy sees if it says the same."""
-    folder, (_, names) = seeing_model(tmp_path / "model"), written(tmp_path, "images")
-    rows = [{"input": text.format(*["<image>"] * count), "picture": files}
-            for (text, count), files in zip(TEXTS, names, strict=True)]  # fmt: skip
+    folder = seeing_model(tmp_path / "model")
+    (_, names) = written(tmp_path, "images")
+    rows = [
+        {"input": text.format(*["<image>"] * count), "picture": files}
+        for (text, count), files in zip(TEXTS, names, strict=True)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = [f"--prompt_data={tmp_path / 'rows.jsonl'}", "--images_key=picture", f"--pretrain={folder}", "--engine_type=hf",
-             "--fsdp", "--prompt_max_len=100", f"--teacher_pretrain={folder}", "--distill_coef=0.5",
-             f"--reward_pretrain={scorer(folder, tmp_path / 'scorer')}", "--reward=none", "--max_steps=1",
-             "--rollout_batch_size=4", "--n_samples_per_prompt=2", "--train_batch_size=8", "--generate_max_len=4",
-             "--max_tokens_per_microbatch=160", "--report_to=jsonl"]  # fmt: skip
+    flags = [
+        f"--prompt_data={tmp_path / 'rows.jsonl'}",
+        "--images_key=picture",
+        f"--pretrain={folder}",
+        "--engine_type=hf",
+        "--fsdp",
+        "--prompt_max_len=100",
+        f"--teacher_pretrain={folder}",
+        "--distill_coef=0.5",
+        f"--reward_pretrain={scorer(folder, tmp_path / 'scorer')}",
+        "--reward=none",
+        "--max_steps=1",
+        "--rollout_batch_size=4",
+        "--n_samples_per_prompt=2",
+        "--train_batch_size=8",
+        "--generate_max_len=4",
+        "--max_tokens_per_microbatch=160",
+        "--report_to=jsonl",
+    ]
     (found,) = train("train_ppo", 2, flags, tmp_path / "run")
-    assert abs(found["rollout/teacher_kl"]) < 1e-6 and found["rollout/reward"] != 0 and found["train/grad_norm"] > 0
+    assert (
+        abs(found["rollout/teacher_kl"]) < 1e-6
+        and found["rollout/reward"] != 0
+        and found["train/grad_norm"] > 0
+    )
     other = seeing_model(tmp_path / "other")
     config = json.loads((Path(other) / "processor_config.json").read_text())
     (Path(other) / "processor_config.json").write_text(json.dumps(config | {"image_seq_len": 9}))
-    with pytest.raises(RuntimeError, match="its processor reads images otherwise than that of --pretrain"):
+
+    with pytest.raises(
+        RuntimeError, match="its processor reads images otherwise than that of --pretrain"
+    ):
         train("train_ppo", 1, [*flags, f"--teacher_pretrain={other}"], tmp_path / "refused")
 
 
 def counted(name: str) -> bool:
-    return "audio_tower.embed_positions" not in name  # a constant, which from_pretrained() makes a parameter
+    # a constant, which from_pretrained() makes a parameter
+    return "audio_tower.embed_positions" not in name
 
 
 def written(folder: Path, medium: str) -> tuple[list[list], list[list[str]]]:
     """The media of each prompt, and the names of their files."""
-    items, names, seed = [], [], 0
+    items = []
+    names = []
+    seed = 0
     for _, count in TEXTS:
         items.append([])
         names.append([])
         for _ in range(count):
             seed += 1
             if medium == "images":
-                item, name = picture(seed), f"{seed}.png"
+                item = picture(seed)
+                name = f"{seed}.png"
                 item.save(folder / name)
             elif medium == "videos":
-                frames, name = [picture(10 * seed + number) for number in range(4)], f"{seed}.webp"
-                frames[0].save(folder / name, save_all=True, append_images=frames[1:], duration=500, lossless=True)
+                frames = [picture(10 * seed + number) for number in range(4)]
+                name = f"{seed}.webp"
+                frames[0].save(
+                    folder / name,
+                    save_all=True,
+                    append_images=frames[1:],
+                    duration=500,
+                    lossless=True,
+                )
                 item = np.stack([np.asarray(frame) for frame in frames])
             else:
-                samples, name = np.random.default_rng(seed).integers(-9000, 9000, 3200 * seed).astype(np.int16), f"{seed}.wav"
+                samples = (
+                    np.random.default_rng(seed).integers(-9000, 9000, 3200 * seed).astype(np.int16)
+                )
+                name = f"{seed}.wav"
                 item = samples.astype(np.float32) / 32768
                 with wave.open(str(folder / name), "wb") as file:
                     file.setparams((1, 2, 16000, 0, "NONE", ""))
                     file.writeframes(samples.tobytes())
+
             items[-1].append(item)
             names[-1].append(name)
+
     return items, names
 
 
@@ -205,7 +324,9 @@ def scorer(folder: str, to: Path) -> str:
     shutil.copytree(folder, to)
     torch.manual_seed(0)
     model = load_scorer(ModelSection(pretrain=folder))
-    torch.testing.assert_close(dict(model.model.named_parameters()),
-                               dict(AutoModel.from_pretrained(folder, dtype=torch.float32).named_parameters()))  # fmt: skip
+    torch.testing.assert_close(
+        dict(model.model.named_parameters()),
+        dict(AutoModel.from_pretrained(folder, dtype=torch.float32).named_parameters()),
+    )
     model.save_pretrained(to)
     return str(to)

@@ -1,4 +1,6 @@
-"""Whole runs of adapters: the reward rises, the engine follows, the divergence is from the model without them."""
+"""Whole runs of adapters: the reward rises, the engine follows, the divergence is from the model
+without them.
+"""
 
 import math
 
@@ -27,7 +29,8 @@ def test_reward_rises_with_adapters_alone(inputs, tmp_path):
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert rows[0]["train/kl"] == 0 < rows[-1]["train/kl"]
-    base, trained = load_file(f"{inputs[1].partition('=')[2]}/model.safetensors"), load_file(tmp_path / "model/model.safetensors")
+    base = load_file(f"{inputs[1].partition('=')[2]}/model.safetensors")
+    trained = load_file(tmp_path / "model/model.safetensors")
     changed = {name for name in base if not torch.equal(base[name], trained[name])}
     assert changed == {name for name in base if "_proj" in name} and base.keys() == trained.keys()
 
@@ -51,16 +54,35 @@ def test_the_engine_follows_adapters_in_bfloat16(inputs, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_goes_on_and_ends_with_its_adapter(inputs, tmp_path):
-    """Four steps at once, and two and two: the same numbers and the same adapter, which peft loads."""
-    flags = [*inputs, *PPO, *LORA, "--init_kl_coef=0.1", "--lora_dropout=0.1", "--save_adapter_only", "--enable_ema"]
+    """Four steps at once, and two and two: the same numbers and the same adapter, which peft
+    loads.
+    """
+    flags = [
+        *inputs,
+        *PPO,
+        *LORA,
+        "--init_kl_coef=0.1",
+        "--lora_dropout=0.1",
+        "--save_adapter_only",
+        "--enable_ema",
+    ]
     whole = train("train_ppo", 1, [*flags, "--max_steps=4"], tmp_path / "whole")
     parts = [*flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=2"]
     train("train_ppo", 1, [*parts, "--max_steps=2"], tmp_path / "parts")
-    resumed = train("train_ppo", 1, [*parts, "--max_steps=4", "--load_checkpoint"], tmp_path / "parts")
+
+    resumed = train(
+        "train_ppo", 1, [*parts, "--max_steps=4", "--load_checkpoint"], tmp_path / "parts"
+    )
     assert repeatable(resumed) == repeatable(whole)
     for name in ("model", "model_ema"):
-        found, expected = (load_file(tmp_path / run / name / "adapter_model.safetensors") for run in ("parts", "whole"))
-        assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+        found, expected = (
+            load_file(tmp_path / run / name / "adapter_model.safetensors")
+            for run in ("parts", "whole")
+        )
+        assert found.keys() == expected.keys() and all(
+            torch.equal(found[key], expected[key]) for key in found
+        )
+
     base = AutoModelForCausalLM.from_pretrained(inputs[1].partition("=")[2])
     ids = torch.arange(4, 20)[None]
     before = base(ids).logits.detach()
@@ -68,7 +90,14 @@ def test_a_run_goes_on_and_ends_with_its_adapter(inputs, tmp_path):
     assert (after - before).abs().max() > 1e-3
 
 
-TWO_STEPS = [*PPO, *LORA, "--init_kl_coef=0.1", "--use_kl_loss", "--max_steps=2", "--train_batch_size=16"]
+TWO_STEPS = [
+    *PPO,
+    *LORA,
+    "--init_kl_coef=0.1",
+    "--use_kl_loss",
+    "--max_steps=2",
+    "--train_batch_size=16",
+]
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +123,20 @@ def test_other_layouts_train_the_same(inputs, two_ranks, tmp_path, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [["--fsdp=true"], ["--fsdp=false", "--zero_stage=3"]], ids=str)
 def test_vllm_follows_the_adapters(inputs, tmp_path, layout):
-    """The trainer's log-probs are those of base and adapters, the engine's those of merged weights."""
-    flags = [*inputs, *PPO, *LORA, "--engine_type=vllm", "--enable_engine_sleep", "--max_steps=3", *layout]
+    """The trainer's log-probs are those of base and adapters, the engine's those of merged
+    weights.
+    """
+    flags = [
+        *inputs,
+        *PPO,
+        *LORA,
+        "--engine_type=vllm",
+        "--enable_engine_sleep",
+        "--max_steps=3",
+        *layout,
+    ]
     rows = train("train_ppo", 2, flags, tmp_path)
-    assert all(row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows)
+    assert all(
+        row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows
+    )
     assert rows[-1]["rollout/reward"] != rows[0]["rollout/reward"]

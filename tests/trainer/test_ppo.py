@@ -1,4 +1,6 @@
-"""Whole runs of GRPO: the reward rises, engine and trainer agree, every engine and number of ranks starts and steps."""
+"""Whole runs of GRPO: the reward rises, engine and trainer agree, every engine and number of ranks
+starts and steps.
+"""
 
 import json
 import math
@@ -15,7 +17,12 @@ def inputs(tmp_path_factory):
 
 @pytest.mark.slow
 def test_reward_rises_in_twelve_steps(inputs, tmp_path):
-    rows = train("train_ppo", 2, [*inputs, *PPO, "--actor_learning_rate=1.5e-2", "--max_steps=12", "--seed=7"], tmp_path)
+    rows = train(
+        "train_ppo",
+        2,
+        [*inputs, *PPO, "--actor_learning_rate=1.5e-2", "--max_steps=12", "--seed=7"],
+        tmp_path,
+    )
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert rows[0]["rollout/reward"] < 0.55
@@ -26,31 +33,49 @@ def test_reward_rises_in_twelve_steps(inputs, tmp_path):
 
 @pytest.mark.slow
 def test_several_updates_of_one_rollout(inputs, tmp_path):
-    """Two passes over two minibatches with the divergence from the reference, and few tokens per micro-batch."""
-    flags = ["--train_batch_size=16", "--max_epochs=2", "--init_kl_coef=0.1", "--max_tokens_per_microbatch=40", "--max_steps=3"]
+    """Two passes over two minibatches with the divergence from the reference, and few tokens per
+    micro-batch.
+    """
+    flags = [
+        "--train_batch_size=16",
+        "--max_epochs=2",
+        "--init_kl_coef=0.1",
+        "--max_tokens_per_microbatch=40",
+        "--max_steps=3",
+    ]
     rows = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path / "one")
     apart = ["--max_tokens_per_logprob_microbatch=150", "--weight_sync_bucket_mb=0"]
+
     others = train("train_ppo", 2, [*inputs, *PPO, *flags, *apart], tmp_path / "apart")
     for row, other in zip(repeatable(rows), repeatable(others), strict=True):
         mismatch = other.pop("engine/logprob_mismatch_max"), row.pop("engine/logprob_mismatch_max")
         assert max(mismatch) < 1e-4 and other == pytest.approx(row, rel=2e-3, abs=1e-5)
+
     assert rows[0]["train/kl"] > 0  # zero in the first update, not in the three after it
     assert rows[-1]["train/ratio"] != 1
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
 
 
-@pytest.mark.parametrize(("engine", "world_size"), [("hf", 1), pytest.param("vllm", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("engine", "world_size"), [("hf", 1), pytest.param("vllm", 2, marks=pytest.mark.slow)]
+)
 def test_every_engine_starts_and_steps(inputs, tmp_path, engine, world_size):
     flags = [f"--engine_type={engine}", "--enable_engine_sleep", "--max_steps=3", "--trace_steps=2"]
     rows = train("train_ppo", world_size, [*inputs, *PPO, *flags], tmp_path)
     assert len(rows) == 3
-    assert all(row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows)
+    assert all(
+        row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows
+    )
+
     for row in rows:
         refit = [row[f"time/generate/{name}"] for name in ("wake", "weight_sync", "sleep")]
         assert min(refit) >= 0 and refit[1] > 0 and sum(refit) < row["time/generate"]
         assert 0 < row["time/idle_share"] < 1
+
     events = json.loads((tmp_path / "trace.json").read_text())
-    trained = [(event["args"]["step"], event["pid"]) for event in events if event["name"] == "train"]
+    trained = [
+        (event["args"]["step"], event["pid"]) for event in events if event["name"] == "train"
+    ]
     assert trained == [(step, rank) for step in (1, 2) for rank in range(world_size)]
 
 
@@ -58,9 +83,16 @@ def test_every_engine_starts_and_steps(inputs, tmp_path, engine, world_size):
 def undivided(inputs, tmp_path_factory) -> tuple[list[str], list[dict]]:
     """(flags, rows) of a run in which each rank has whole sequences."""
     flags = [
-        "--max_steps=2", "--init_kl_coef=0.1", "--train_batch_size=16", "--policy_loss=gspo_token", "--advantages_norm",
-        "--rollout_correction=tis", "--rollout_correction_level=sequence", "--rollout_mask=geometric", "--entropy_coef=0.01",
-    ]  # fmt: skip
+        "--max_steps=2",
+        "--init_kl_coef=0.1",
+        "--train_batch_size=16",
+        "--policy_loss=gspo_token",
+        "--advantages_norm",
+        "--rollout_correction=tis",
+        "--rollout_correction_level=sequence",
+        "--rollout_mask=geometric",
+        "--entropy_coef=0.01",
+    ]
     flags = [*inputs, *PPO, *flags]
     return flags, train("train_ppo", 2, flags, tmp_path_factory.mktemp("undivided"))
 
@@ -68,7 +100,9 @@ def undivided(inputs, tmp_path_factory) -> tuple[list[str], list[dict]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", ["ulysses", "zigzag"])
 def test_ranks_that_divide_sequences_train_as_one(undivided, tmp_path, impl):
-    """Two engines draw the same samples whether their ranks share data or not: what is learned from them is the same too."""
+    """Two engines draw the same samples whether their ranks share data or not: what is learned from
+    them is the same too.
+    """
     flags, plain = undivided
     divided = train("train_ppo", 2, [*flags, "--sp_size=2", f"--sp_impl={impl}"], tmp_path)
     assert len(divided) == 2
@@ -79,11 +113,19 @@ def test_ranks_that_divide_sequences_train_as_one(undivided, tmp_path, impl):
 
 @pytest.mark.slow
 def test_idle_models_in_host_memory_change_nothing(inputs, tmp_path):
-    """The same run with and without, over several updates, a reference model, an evaluation and a checkpoint."""
+    """The same run with and without, over several updates, a reference model, an evaluation and a
+    checkpoint.
+    """
     flags = [
-        "--train_batch_size=16", "--init_kl_coef=0.1", "--max_steps=3", "--enable_engine_sleep", "--save_steps=2",
-        f"--eval_data={inputs[2].partition('=')[2]}", "--eval_split=train", "--eval_steps=1",
-    ]  # fmt: skip
+        "--train_batch_size=16",
+        "--init_kl_coef=0.1",
+        "--max_steps=3",
+        "--enable_engine_sleep",
+        "--save_steps=2",
+        f"--eval_data={inputs[2].partition('=')[2]}",
+        "--eval_split=train",
+        "--eval_steps=1",
+    ]
     plain = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path / "plain")
     idle = train("train_ppo", 2, [*inputs, *PPO, *flags, "--offload_idle"], tmp_path / "idle")
     assert len(idle) == 3 and "eval/reward" in idle[0]

@@ -1,4 +1,6 @@
-"""Every trainer takes two steps in both precisions, under both strategies, whatever it trains of a model."""
+"""Every trainer takes two steps in both precisions, under both strategies, whatever it trains of a
+model.
+"""
 
 import json
 import math
@@ -12,9 +14,13 @@ from runs import prepare, rows_of, run_here
 
 BATCH = ["--train_batch_size=4", "--max_steps=2", "--max_tokens_per_microbatch=64"]
 GENERATION = [
-    "--engine_type=hf", "--rollout_batch_size=2", "--n_samples_per_prompt=2",
-    "--generate_max_len=4", "--prompt_max_len=8", "--no_enable_engine_sleep",
-]  # fmt: skip
+    "--engine_type=hf",
+    "--rollout_batch_size=2",
+    "--n_samples_per_prompt=2",
+    "--generate_max_len=4",
+    "--prompt_max_len=8",
+    "--no_enable_engine_sleep",
+]
 TRAINERS = {
     "ppo without reference": ["--init_kl_coef=0"],
     "ppo": ["--init_kl_coef=0.1"],
@@ -55,11 +61,19 @@ def two_steps(inputs: Path, out: Path, trainer: str, flags: list[str]) -> list[d
     if kind == "ppo":
         reward = f"--reward={inputs / 'reward.py'}:share_of_ascii"
         data = [f"--prompt_data={inputs / 'train.jsonl'}", reward, *GENERATION]
+
     run_here(
         f"train_{kind}",
-        [f"--pretrain={inputs / 'model'}", "--report_to=jsonl", f"--save_path={out}", *data, *BATCH,
-         *TRAINERS[trainer], *flags],
-    )  # fmt: skip
+        [
+            f"--pretrain={inputs / 'model'}",
+            "--report_to=jsonl",
+            f"--save_path={out}",
+            *data,
+            *BATCH,
+            *TRAINERS[trainer],
+            *flags,
+        ],
+    )
     return rows_of(out)
 
 
@@ -72,7 +86,12 @@ def test_two_steps(inputs, tmp_path, world_size):
         name = ", ".join((trainer, strategy, part, precision))
         if world_size == 1 or (part == "lora" and precision == "bfloat16"):
             flags = [*STRATEGIES[strategy], *PARTS[part], *PRECISIONS[precision]]
-            cases[name] = (inputs, tmp_path / name.replace(", ", "-").replace(" ", "-"), trainer, flags)
+            cases[name] = (
+                inputs,
+                tmp_path / name.replace(", ", "-").replace(" ", "-"),
+                trainer,
+                flags,
+            )
 
     for name, ranks in run_cases(world_size, two_steps, cases).items():
         rows = ranks[0]

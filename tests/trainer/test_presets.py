@@ -1,7 +1,9 @@
-"""Every recipe learns: a few steps of two updates each; metrics stay finite and the reward rises, clearly and with every seed for
-those that people use most. The first seed runs on two ranks, the others on one.
+"""Every recipe learns: a few steps of two updates each; metrics stay finite and the reward rises,
+clearly and with every seed for those that people use most. The first seed runs on two ranks, the
+others on one.
 
-The task is the smallest that a random model can learn within seconds; docs/algorithms.md has curves of the quick start's.
+The task is the smallest that a random model can learn within seconds; docs/algorithms.md has curves
+of the quick start's.
 """
 
 import math
@@ -18,14 +20,19 @@ RUN += ["--actor_learning_rate=2e-2", "--train_batch_size=16", "--max_steps=6"]
 """Without what would win against a recipe, and with a learning rate at which six steps suffice."""
 WITHOUT_REWARD = {"distill"}
 """What they learn is in test_distill.py."""
-NAMES = sorted({id(preset): name for name, preset in reversed(PRESETS.items()) if name not in WITHOUT_REWARD}.values())
+NAMES = sorted(
+    {
+        id(preset): name for name, preset in reversed(PRESETS.items()) if name not in WITHOUT_REWARD
+    }.values()
+)
 BESIDE = {
     "ppo": ["--critic_learning_rate=1e-2", "--max_steps=8"],
     "remax": ["--max_steps=12"],
     "dapo": ["--overlong_buffer_penalty_factor=0.1"],
 }
-"""A critic has to learn first; the greedy response of a random model is far from its mean, which is a noisy baseline; where six
-tokens are all there is, nearly every response is long, and a run would learn from the penalty for that alone."""
+"""A critic has to learn first; the greedy response of a random model is far from its mean, which is
+a noisy baseline; where six tokens are all there is, nearly every response is long, and a run would
+learn from the penalty for that alone."""
 THRICE = {"grpo", "ppo", "dapo", "gspo", "rloo", "reinforce++", "cispo"}
 """With three seeds of model, samples and order."""
 

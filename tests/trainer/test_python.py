@@ -20,9 +20,17 @@ from scripts.prepare_quickstart import tiny_qwen3
 from warm import warm_python
 
 SMALL = {
-    "engine_type": "hf", "fsdp": True, "rollout_batch_size": 4, "n_samples_per_prompt": 2, "train_batch_size": 8,
-    "generate_max_len": 3, "max_steps": 2, "prompt_max_len": 16, "report_to": "jsonl", "init_kl_coef": 0,
-}  # fmt: skip
+    "engine_type": "hf",
+    "fsdp": True,
+    "rollout_batch_size": 4,
+    "n_samples_per_prompt": 2,
+    "train_batch_size": 8,
+    "generate_max_len": 3,
+    "max_steps": 2,
+    "prompt_max_len": 16,
+    "report_to": "jsonl",
+    "init_kl_coef": 0,
+}
 ROWS = [{"input": f"{number}+1=", "label": str(number + 1)} for number in range(16)]
 
 
@@ -64,7 +72,8 @@ main(sys.argv[1], sys.argv[2], *map(json.loads, sys.argv[3:]))
 
 @pytest.mark.slow
 def test_a_run_with_objects_in_place_of_names(folder, tmp_path):
-    """The reward is a closure, the data are rows and a Dataset, model and tokenizer are objects; nothing of them stays behind.
+    """The reward is a closure, the data are rows and a Dataset, model and tokenizer are objects;
+    nothing of them stays behind.
 
     The evaluation starts a second vLLM in the process.
     """
@@ -72,19 +81,48 @@ def test_a_run_with_objects_in_place_of_names(folder, tmp_path):
     small = SMALL | {"engine_type": "vllm", "engine_kv_cache_gb": 0.05}
     arguments = [str(folder), str(tmp_path / "run"), json.dumps(small), json.dumps(ROWS)]
     (tmp_path / "tmp").mkdir()
-    done = subprocess.run([warm_python(), "door.py", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=200,
-                          env=os.environ | {"TMPDIR": str(tmp_path / "tmp")})  # fmt: skip
+    done = subprocess.run(
+        [warm_python(), "door.py", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    steps, rows, reward, model, called, held_out, others, has_label = json.loads(done.stdout.splitlines()[-1])
-    assert (steps, rows, model, called, held_out, others, has_label) == (2, 2, f"{tmp_path}/run/model", True, 4, 3, True)
+
+    steps, rows, reward, model, called, held_out, others, has_label = json.loads(
+        done.stdout.splitlines()[-1]
+    )
+    assert (steps, rows, model, called, held_out, others, has_label) == (
+        2,
+        2,
+        f"{tmp_path}/run/model",
+        True,
+        4,
+        3,
+        True,
+    )
     assert 0 < reward <= 2
     assert "DEBUG" not in done.stderr and " INFO    algorithm: grpo" in done.stderr
     assert list((tmp_path / "tmp").glob("lightrft-model-*")) == []
 
 
 def test_the_public_names_are_listed():
-    assert {"train_ppo", "train_sft", "train_rm", "train_prm", "train_dpo", "train_kto", "evaluate", "Config", "ConfigError",
-            "DataError", "TrainedRun", "__version__"} == set(dir(lightrft))  # fmt: skip
+    assert {
+        "train_ppo",
+        "train_sft",
+        "train_rm",
+        "train_prm",
+        "train_dpo",
+        "train_kto",
+        "evaluate",
+        "Config",
+        "ConfigError",
+        "DataError",
+        "TrainedRun",
+        "__version__",
+    } == set(dir(lightrft))
     assert all(getattr(lightrft, name) is not None for name in dir(lightrft))
     with pytest.raises(AttributeError, match="no attribute 'train_pp'"):
         lightrft.train_pp  # noqa: B018
@@ -99,45 +137,83 @@ def test_objects_get_names_and_names_stay():
         return []
 
     data = Dataset.from_list(ROWS)
-    named = with_names({"prompt_data": ROWS, "eval_data": data, "reward": inner, "pretrain": "x", "seed": 3})
-    assert named["prompt_data"].startswith("lightrft_objects:prompt_data") and named["reward"] == "lightrft_objects:inner"
-    assert named == with_names({"prompt_data": ROWS, "eval_data": data, "reward": inner, "pretrain": "x", "seed": 3})
-    assert with_names({"prompt_data": data.to_iterable_dataset()})["prompt_data"].startswith("lightrft_objects:")
-    unchanged = {"prompt_data": ["a.jsonl", "b.jsonl"], "reward": "math,format", "policy_loss": "gspo"}
+    named = with_names(
+        {"prompt_data": ROWS, "eval_data": data, "reward": inner, "pretrain": "x", "seed": 3}
+    )
+    assert (
+        named["prompt_data"].startswith("lightrft_objects:prompt_data")
+        and named["reward"] == "lightrft_objects:inner"
+    )
+    assert named == with_names(
+        {"prompt_data": ROWS, "eval_data": data, "reward": inner, "pretrain": "x", "seed": 3}
+    )
+
+    assert with_names({"prompt_data": data.to_iterable_dataset()})["prompt_data"].startswith(
+        "lightrft_objects:"
+    )
+    unchanged = {
+        "prompt_data": ["a.jsonl", "b.jsonl"],
+        "reward": "math,format",
+        "policy_loss": "gspo",
+    }
     assert with_names(unchanged) == unchanged and with_names({"reward": exact}) == {"reward": exact}
-    assert with_names({"reward": [exact, "math", lambda samples, **columns: []]})["reward"][2] == "lightrft_objects:lambda"
+    assert (
+        with_names({"reward": [exact, "math", lambda samples, **columns: []]})["reward"][2]
+        == "lightrft_objects:lambda"
+    )
     with pytest.raises(ConfigError, match=r"DatasetDict has several splits: .*data\['train'\]"):
         with_names({"prompt_data": DatasetDict({"train": data})})
 
 
 def test_a_folder_with_another_tokenizer(folder):
-    """The tokenizer's files are those of the object, all others those of the model, which stays as it was."""
+    """The tokenizer's files are those of the object, all others those of the model, which stays as
+    it was.
+    """
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "mine"
+
     with model_folder({"model": folder, "tokenizer": tokenizer}) as named:
         written = Path(named["pretrain"])
         assert AutoTokenizer.from_pretrained(written).chat_template == "mine"
         assert AutoModelForCausalLM.from_pretrained(written).num_parameters() > 0
-    assert not written.exists() and {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+    assert (
+        not written.exists()
+        and {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    )
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    ({"model": "a", "pretrain": "b"}, "two names of one value"),
-    ({"model": "a", "tokenizer": "b"}, "tokenizer is a tokenizer or processor of transformers, not str"),
-    ({"model": 3}, "model is a model of transformers, a folder or a hub name, not int"),
-    ({"model": torch.nn.Linear(1, 1)}, "a folder or a hub name, not Linear"),
-    ({"prompt_data": {"input": ["a"]}}, "prompt_data is a list of rows, a Dataset, a file or a hub name, not dict"),
-    ({"eval_data": (row for row in ROWS)}, "eval_data is a list of rows, a Dataset, .*, not generator"),
-    ({"config": ROWS}, "config is a YAML file or a Config, not list: pass values by name"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model": "a", "pretrain": "b"}, "two names of one value"),
+        (
+            {"model": "a", "tokenizer": "b"},
+            "tokenizer is a tokenizer or processor of transformers, not str",
+        ),
+        ({"model": 3}, "model is a model of transformers, a folder or a hub name, not int"),
+        ({"model": torch.nn.Linear(1, 1)}, "a folder or a hub name, not Linear"),
+        (
+            {"prompt_data": {"input": ["a"]}},
+            "prompt_data is a list of rows, a Dataset, a file or a hub name, not dict",
+        ),
+        (
+            {"eval_data": (row for row in ROWS)},
+            "eval_data is a list of rows, a Dataset, .*, not generator",
+        ),
+        ({"config": ROWS}, "config is a YAML file or a Config, not list: pass values by name"),
+    ],
+)
 def test_objects_of_the_wrong_kind(values, message):
     with pytest.raises(ConfigError, match=message):
         lightrft.train_ppo(**{"prompt_data": ROWS} | values)
 
 
 def test_a_model_object_is_written_as_it_was_published(folder):
-    """Settings of generation that contradict each other, which transformers would refuse to write."""
+    """Settings of generation that contradict each other, which transformers would refuse to
+    write.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.generation_config.update(do_sample=False, temperature=0.6)
     with model_folder({"model": model}) as named:

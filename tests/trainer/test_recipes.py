@@ -7,8 +7,8 @@ from scripts.bench.recipes import RECIPES, guessing
 
 pytestmark = pytest.mark.slow
 SEEDS = {"chain": 2, "game": 1, "tool": 2, "reasoning_gym": 1}
-"""scripts/bench/recipes.py runs each recipe with several, and that of an agent: an agent learns what a game learns
-(test_environments.py)."""
+"""scripts/bench/recipes.py runs each recipe with several, and that of an agent: an agent learns
+what a game learns (test_environments.py)."""
 
 
 @pytest.mark.parametrize("recipe", SEEDS)
@@ -18,6 +18,16 @@ def test_is_learned(recipe, tmp_path):
 
 
 def test_the_agent_of_the_docs_plays(tmp_path):
-    flags = [*guessing(tmp_path, 0), "--environment=", "--agent=scripts/agents/guess_number.py:play", "--max_steps=1"]
-    (row,) = train("train_ppo", 2, [*flags, "--rollout_batch_size=2", "--train_batch_size=32"], tmp_path / "run")
+    flags = [
+        *guessing(tmp_path, 0),
+        "--environment=",
+        "--agent=scripts/agents/guess_number.py:play",
+        "--max_steps=1",
+    ]
+    (row,) = train(
+        "train_ppo",
+        2,
+        [*flags, "--rollout_batch_size=2", "--train_batch_size=32"],
+        tmp_path / "run",
+    )
     assert row["episodes/turns"] > 1 and row["episodes/failed"] == 0 < row["rollout/reward"]

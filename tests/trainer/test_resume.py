@@ -1,4 +1,6 @@
-"""A killed run continues as if nothing happened: metrics and parameters of the second half are bit-identical."""
+"""A killed run continues as if nothing happened: metrics and parameters of the second half are
+bit-identical.
+"""
 
 import json
 import os
@@ -46,11 +48,25 @@ def deadly(samples, label, **columns):
 '''
 """It adds the version of the weights, so that one that begins afresh is seen in the metrics."""
 STRATEGIES = {"fsdp": ["--fsdp"], "zero2": ["--zero_stage=2"], "zero3": ["--zero_stage=3"]}
-REMEMBERS = ["--reward_running_norm", "--use_kl_loss=false", "--init_kl_coef=0.1", "--kl_target=1e-4", "--kl_horizon=50"]
-"""What goes on from step to step beside the models: moments of all rewards, a coefficient that moves."""
+REMEMBERS = [
+    "--reward_running_norm",
+    "--use_kl_loss=false",
+    "--init_kl_coef=0.1",
+    "--kl_target=1e-4",
+    "--kl_horizon=50",
+]
+"""What goes on from step to step beside the models: moments of all rewards, a coefficient that
+moves."""
 SGLANG = ["--engine_type=sglang", "--engine_kv_cache_gb=0.05", "--enable_engine_sleep"]
-RUN = [*PPO, *REMEMBERS, "--max_steps=6", "--train_batch_size=16", "--lr_scheduler=cosine", "--save_steps=2",
-       "--no_async_save"]  # fmt: skip
+RUN = [
+    *PPO,
+    *REMEMBERS,
+    "--max_steps=6",
+    "--train_batch_size=16",
+    "--lr_scheduler=cosine",
+    "--save_steps=2",
+    "--no_async_save",
+]
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +83,11 @@ def parameters(run: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_run(found: Path, expected: Path) -> None:
     assert repeatable(rows_of(found)) == repeatable(rows_of(expected))
-    mine, theirs = parameters(found), parameters(expected)
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    mine = parameters(found)
+    theirs = parameters(expected)
+    assert mine.keys() == theirs.keys() and all(
+        torch.equal(mine[name], theirs[name]) for name in mine
+    )
 
 
 def run(flags: list[str], folder: Path) -> None:
@@ -76,7 +95,9 @@ def run(flags: list[str], folder: Path) -> None:
     where(partial(train, "train_ppo", 2, flags, folder))
 
 
-def interrupted(flags: list[str], folder: Path, monkeypatch, says: str = "ended with -9", **environment: str) -> list[str]:
+def interrupted(
+    flags: list[str], folder: Path, monkeypatch, says: str = "ended with -9", **environment: str
+) -> list[str]:
     """Run until something happens; returns what is in the folder of checkpoints."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -108,12 +129,17 @@ CASES = {
 def test_killed_run_continues_with_the_same_numbers(inputs, finished, tmp_path, monkeypatch, case):
     """Killed in step 4, after the checkpoint of step 2, in the middle of a pass of three steps."""
     strategy, options = CASES[case]
-    flags, whole = [*inputs, *RUN, *STRATEGIES[strategy], *options], finished
+    flags = [*inputs, *RUN, *STRATEGIES[strategy], *options]
+    whole = finished
     if case != "hf-fsdp":
         whole = tmp_path / "whole"
         run(flags, whole)
+
     rows = str(tmp_path / "killed" / "metrics.jsonl")
-    assert interrupted(flags, tmp_path / "killed", monkeypatch, KILL_AT="4", ROWS=rows) == ["latest", "step2"]
+    assert interrupted(flags, tmp_path / "killed", monkeypatch, KILL_AT="4", ROWS=rows) == [
+        "latest",
+        "step2",
+    ]
     assert len(rows_of(tmp_path / "killed")) == 3
     run([*flags, "--load_checkpoint"], tmp_path / "killed")
     assert_same_run(tmp_path / "killed", whole)
@@ -123,15 +149,19 @@ def test_killed_run_continues_with_the_same_numbers(inputs, finished, tmp_path, 
 @pytest.fixture(scope="module")
 def in_half_rows(inputs, tmp_path_factory):
     """Flags and folder of a run with a row of metrics for every two steps."""
-    flags, folder = [*inputs, *RUN, *STRATEGIES["fsdp"], "--logging_steps=2"], tmp_path_factory.mktemp("in_half_rows")
+    flags = [*inputs, *RUN, *STRATEGIES["fsdp"], "--logging_steps=2"]
+    folder = tmp_path_factory.mktemp("in_half_rows")
     train("train_ppo", 2, flags, folder)
     return flags, folder
 
 
 @pytest.mark.slow
 def test_from_the_end_of_a_pass_with_half_a_row_of_metrics(in_half_rows, tmp_path, monkeypatch):
-    """24 rows in batches of 8: the checkpoint of step 3 is between two passes, and between two rows of metrics."""
-    flags, whole = [*in_half_rows[0], "--save_steps=3"], in_half_rows[1]
+    """24 rows in batches of 8: the checkpoint of step 3 is between two passes, and between two rows
+    of metrics.
+    """
+    flags = [*in_half_rows[0], "--save_steps=3"]
+    whole = in_half_rows[1]
     interrupted(flags, tmp_path / "killed", monkeypatch, KILL_AT="5")
     train("train_ppo", 2, [*flags, "--load_checkpoint"], tmp_path / "killed")
     assert_same_run(tmp_path / "killed", whole)
@@ -167,20 +197,31 @@ def log(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(inputs, finished, again, log):
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
+    inputs, finished, again, log
+):
     file = again / "checkpoints" / "step6" / "__1_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
     train("train_ppo", 2, [*inputs, *RUN, *STRATEGIES["fsdp"], "--load_checkpoint"], again)
     said = log.read_text()
-    assert f"{file.parent} is damaged and is not used: __1_0.distcp has" in said and "resuming after step 4" in said
+    assert (
+        f"{file.parent} is damaged and is not used: __1_0.distcp has" in said
+        and "resuming after step 4" in said
+    )
     assert_same_run(again, finished)
 
 
 @pytest.mark.slow
-def test_a_finished_run_has_nothing_left_and_a_fresh_one_does_not_replace_it(inputs, finished, again, log):
+def test_a_finished_run_has_nothing_left_and_a_fresh_one_does_not_replace_it(
+    inputs, finished, again, log
+):
     flags = [*inputs, *RUN, *STRATEGIES["fsdp"]]
-    with pytest.raises(RuntimeError, match="ConfigError: .*has the results of an earlier run .*--overwrite moves it"):
+    with pytest.raises(
+        RuntimeError,
+        match="ConfigError: .*has the results of an earlier run .*--overwrite moves it",
+    ):
         train("train_ppo", 1, flags, again)
+
     assert "loading" not in log.read_text(), "it is refused before anything heavy"
     before = {path: path.stat().st_mtime_ns for path in (again / "model").iterdir()}
     described = (again / "run.json").read_text()
@@ -195,7 +236,11 @@ def test_the_last_step_is_saved_and_a_longer_run_repeats_nothing(inputs, tmp_pat
     flags = [*inputs, *RUN, *STRATEGIES["fsdp"], "--lr_scheduler=constant"]
     train("train_ppo", 1, [*flags, "--max_steps=4"], tmp_path / "whole")
     train("train_ppo", 1, [*flags, "--max_steps=3"], tmp_path / "longer")
-    assert sorted(path.name for path in (tmp_path / "longer" / "checkpoints").iterdir()) == ["latest", "step2", "step3"]
+    assert sorted(path.name for path in (tmp_path / "longer" / "checkpoints").iterdir()) == [
+        "latest",
+        "step2",
+        "step3",
+    ]
     identity = json.loads((tmp_path / "longer" / "run.json").read_text())["run"]
     train("train_ppo", 1, [*flags, "--max_steps=4", "--load_checkpoint"], tmp_path / "longer")
     assert "resuming after step 3" in log.read_text()
@@ -208,7 +253,14 @@ def test_the_last_step_is_saved_and_a_longer_run_repeats_nothing(inputs, tmp_pat
 @pytest.mark.slow
 def test_a_job_requeued_before_its_first_save_begins_afresh(inputs, tmp_path, monkeypatch):
     """The same command every time, with --load_checkpoint: what it had written is kept aside."""
-    flags = [*inputs, *RUN, *STRATEGIES["fsdp"], "--save_steps=5", "--load_checkpoint", f"--ckpt_path={tmp_path / 'ckpt'}"]
+    flags = [
+        *inputs,
+        *RUN,
+        *STRATEGIES["fsdp"],
+        "--save_steps=5",
+        "--load_checkpoint",
+        f"--ckpt_path={tmp_path / 'ckpt'}",
+    ]
     monkeypatch.setenv("KILL_AT", "3")
     monkeypatch.setenv("ROWS", str(tmp_path / "job" / "metrics.jsonl"))
     with pytest.raises(RuntimeError, match="ended with -9"):
@@ -225,7 +277,9 @@ def test_every_checkpoint_has_a_folder_for_from_pretrained(inputs, finished):
         folder = finished / "checkpoints" / f"step{step}" / "hf"
         found = AutoModelForCausalLM.from_pretrained(folder).state_dict()
         if step == 6:
-            assert all(torch.equal(found[name], tensor) for name, tensor in parameters(finished).items())
+            assert all(
+                torch.equal(found[name], tensor) for name, tensor in parameters(finished).items()
+            )
     assert AutoTokenizer.from_pretrained(folder).eos_token_id == 258
 
 
@@ -242,7 +296,8 @@ def greedy(folder: Path) -> list[int]:
 @pytest.mark.slow
 def test_vllm_loads_the_folder_of_a_checkpoint(finished):
     folder = finished / "checkpoints" / "step6" / "hf"
-    model, prompt = AutoModelForCausalLM.from_pretrained(folder), torch.tensor([[97, 98, 99]])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    prompt = torch.tensor([[97, 98, 99]])
     expected = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, 3:]
     load_vllm()
     assert run_ranks(1, greedy, folder) == [expected.tolist()]
@@ -252,17 +307,25 @@ def test_vllm_loads_the_folder_of_a_checkpoint(finished):
 def test_what_may_change_takes_effect_and_is_said(inputs, again, log):
     """The learning rate is that of the flag, not of the checkpoint."""
     options = ["--max_steps=7", "--actor_learning_rate=1e-4", "--lr_scheduler=constant"]
-    rows = train("train_ppo", 2, [*inputs, *RUN, *STRATEGIES["fsdp"], *options, "--load_checkpoint"], again)
+    rows = train(
+        "train_ppo", 2, [*inputs, *RUN, *STRATEGIES["fsdp"], *options, "--load_checkpoint"], again
+    )
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
     assert rows[-1]["train/learning_rate"] == 1e-4
+
     said = log.read_text()
-    for change in ("--learning_rate was 0.003, is 0.0001", "--lr_scheduler was 'cosine', is 'constant'"):
+    for change in (
+        "--learning_rate was 0.003, is 0.0001",
+        "--lr_scheduler was 'cosine', is 'constant'",
+    ):
         assert change in said
 
 
 def test_another_run_s_checkpoint_is_an_error_that_names_everything(inputs, finished, tmp_path):
     """The run that it cannot resume stays as it is: it has finished."""
-    before = [(finished / name).read_text() for name in ("run.json", "config.yaml", "metrics.jsonl")]
+    before = [
+        (finished / name).read_text() for name in ("run.json", "config.yaml", "metrics.jsonl")
+    ]
     values = dict(flag.removeprefix("--").split("=", 1) for flag in inputs)
     AutoTokenizer.from_pretrained(values["pretrain"]).save_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(values["pretrain"])
@@ -270,13 +333,34 @@ def test_another_run_s_checkpoint_is_an_error_that_names_everything(inputs, fini
     model.save_pretrained(tmp_path / "model")
     rows = Path(values["prompt_data"]).read_text().splitlines()[:20]
     (tmp_path / "other.jsonl").write_text("\n".join(rows))
-    options = [f"--pretrain={tmp_path / 'model'}", f"--prompt_data={tmp_path / 'other.jsonl'}", "--seed=7", "--max_epochs=2"]
+
+    options = [
+        f"--pretrain={tmp_path / 'model'}",
+        f"--prompt_data={tmp_path / 'other.jsonl'}",
+        "--seed=7",
+        "--max_epochs=2",
+    ]
     with pytest.raises(RuntimeError) as error:
-        train("train_ppo", 1, [*inputs, *RUN, *STRATEGIES["fsdp"], *options, "--load_checkpoint"], finished)
-    for says in ("step6 belongs to another run:", "--seed was 42, is 7", "--max_epochs was 1, is 2", "had 24 rows, has 20",
-                 "the model's rope_parameters was", "undo these changes, or set another --ckpt_path"):
+        train(
+            "train_ppo",
+            1,
+            [*inputs, *RUN, *STRATEGIES["fsdp"], *options, "--load_checkpoint"],
+            finished,
+        )
+
+    for says in (
+        "step6 belongs to another run:",
+        "--seed was 42, is 7",
+        "--max_epochs was 1, is 2",
+        "had 24 rows, has 20",
+        "the model's rope_parameters was",
+        "undo these changes, or set another --ckpt_path",
+    ):
         assert says in str(error.value)
-    assert before == [(finished / name).read_text() for name in ("run.json", "config.yaml", "metrics.jsonl")]
+
+    assert before == [
+        (finished / name).read_text() for name in ("run.json", "config.yaml", "metrics.jsonl")
+    ]
 
 
 @pytest.mark.slow
@@ -285,23 +369,35 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(inputs, tmp_p
     (tmp_path / "full.py").write_text(DEADLY_REWARD.replace("SIG_DFL", "SIG_IGN"))
     reward = [f"--reward={tmp_path / 'full.py'}:deadly", "--reward_workers=0"]
     flags = [*inputs, *RUN, *STRATEGIES["fsdp"], *reward, "--async_save"]
-    says = r"step4 could not be written: rank 0: OSError: \[Errno 27\].*step4.part'; rank 1: OSError(.|\n)*rank 1:(.|\n)*step4 c"
-    assert interrupted(flags, tmp_path / "run", monkeypatch, says, DIE_WRITING_AT="4") == ["latest", "step2"]
+    says = (
+        r"step4 could not be written: rank 0: OSError: \[Errno 27\].*step4.part'; rank 1:"
+        r" OSError(.|\n)*rank 1:(.|\n)*step4 c"
+    )
+    assert interrupted(flags, tmp_path / "run", monkeypatch, says, DIE_WRITING_AT="4") == [
+        "latest",
+        "step2",
+    ]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
 
 
 @pytest.mark.slow
 def test_a_step_that_is_interrupted_comes_again(in_half_rows, tmp_path, monkeypatch):
-    """Asked to end in the middle of step 4: the checkpoint is of step 3, and the same prompts are drawn again."""
+    """Asked to end in the middle of step 4: the checkpoint is of step 3, and the same prompts are
+    drawn again.
+    """
     flags, whole = in_half_rows
-    stopped = interrupted(flags, tmp_path / "stopped", monkeypatch, "interrupted by SIGTERM", STOP_AT="4")
+    stopped = interrupted(
+        flags, tmp_path / "stopped", monkeypatch, "interrupted by SIGTERM", STOP_AT="4"
+    )
     assert stopped == ["latest", "step2", "step3"]
     run([*flags, "--load_checkpoint"], tmp_path / "stopped")
     assert_same_run(tmp_path / "stopped", whole)
 
 
 @pytest.mark.slow
-def test_the_signal_may_reach_a_rank_while_it_saves_because_of_another_rank_s(inputs, tmp_path, monkeypatch):
+def test_the_signal_may_reach_a_rank_while_it_saves_because_of_another_rank_s(
+    inputs, tmp_path, monkeypatch
+):
     """The launchers of several nodes do not send it at the same time."""
     announce = StrategyBase.announce
 
@@ -312,29 +408,52 @@ def test_the_signal_may_reach_a_rank_while_it_saves_because_of_another_rank_s(in
 
     monkeypatch.setattr(StrategyBase, "announce", signalled)
     flags = [*inputs, *RUN, *STRATEGIES["fsdp"], "--save_steps=5"]
-    stopped = interrupted(flags, tmp_path / "stopped", monkeypatch, "interrupted by SIGTERM", STOP_AT="2", STOP_RANKS="0")
+    stopped = interrupted(
+        flags,
+        tmp_path / "stopped",
+        monkeypatch,
+        "interrupted by SIGTERM",
+        STOP_AT="2",
+        STOP_RANKS="0",
+    )
     assert stopped == ["latest", "step1"]
 
 
 @pytest.mark.slow
 def test_interrupt_saves_and_resumes(inputs, tmp_path):
-    """Ctrl-C under torchrun: every rank stops at the same step, a checkpoint is there, the run goes on from it."""
+    """Ctrl-C under torchrun: every rank stops at the same step, a checkpoint is there, the run goes
+    on from it.
+    """
     flags = [*inputs, *PPO, *STRATEGIES["fsdp"], f"--save_path={tmp_path}", "--async_save"]
     run = subprocess.Popen(
-        [f"{warm_programs()}/torchrun", "--standalone", "--nproc-per-node=2", "-m", "lightrft.cli.train_ppo", *flags],
+        [
+            f"{warm_programs()}/torchrun",
+            "--standalone",
+            "--nproc-per-node=2",
+            "-m",
+            "lightrft.cli.train_ppo",
+            *flags,
+        ],
         env=os.environ | {"PYTHONPATH": os.getcwd()},
         stderr=subprocess.PIPE,
         text=True,
     )
+
     deadline = time.monotonic() + 120
     while not (tmp_path / "metrics.jsonl").exists() or not rows_of(tmp_path):
         assert time.monotonic() < deadline and run.poll() is None, run.communicate()[1]
         time.sleep(0.1)
+
     run.send_signal(signal.SIGINT)
     _, errors = run.communicate(timeout=60)
     assert run.returncode != 0
     assert "interrupted by SIGINT" in errors and "--load_checkpoint" in errors
     done = rows_of(tmp_path)[-1]["step"]
     assert (tmp_path / "checkpoints" / f"step{done}").is_dir()
-    rows = train("train_ppo", 2, [*inputs, *PPO, *STRATEGIES["fsdp"], "--load_checkpoint", f"--max_steps={done + 2}"], tmp_path)
+    rows = train(
+        "train_ppo",
+        2,
+        [*inputs, *PPO, *STRATEGIES["fsdp"], "--load_checkpoint", f"--max_steps={done + 2}"],
+        tmp_path,
+    )
     assert [row["step"] for row in rows] == list(range(1, done + 3))

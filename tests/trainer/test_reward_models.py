@@ -12,7 +12,13 @@ from ranks import run_ranks
 from roles import rows
 from runs import PPO, prepare, repeatable, train
 
-NONE = ["--reward=none", "--advantage_estimator=ppo", "--critic_learning_rate=1e-3", "--max_steps=2", "--max_epochs=2"]
+NONE = [
+    "--reward=none",
+    "--advantage_estimator=ppo",
+    "--critic_learning_rate=1e-3",
+    "--max_steps=2",
+    "--max_epochs=2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,8 @@ def inputs(tmp_path_factory) -> tuple[list[str], str]:
 @pytest.fixture(scope="module")
 def two_ranks(inputs, tmp_path_factory) -> tuple[list[dict], Path]:
     flags, scored = inputs
-    save_path, test = tmp_path_factory.mktemp("run"), flags[2].replace("prompt_data", "eval_data")
+    save_path = tmp_path_factory.mktemp("run")
+    test = flags[2].replace("prompt_data", "eval_data")
     more = [
         f"--reward_pretrain={scored}",
         "--reward_model_coef=0.5",
@@ -36,6 +43,7 @@ def two_ranks(inputs, tmp_path_factory) -> tuple[list[dict], Path]:
         "--max_eval_samples=5",
         "--num_trajectories_to_save=8",
     ]
+
     return train("train_ppo", 2, [*flags, *PPO, *NONE, *more], save_path), save_path
 
 
@@ -44,11 +52,14 @@ def test_its_scores_are_the_rewards(inputs, two_ranks):
     metrics, save_path = two_ranks
     for row in metrics:
         assert (
-            row["rollout/reward"] == pytest.approx(row["rollout/reward_of_scorer3"], rel=1e-6) and row["rollout/reward_std"] > 0
+            row["rollout/reward"] == pytest.approx(row["rollout/reward_of_scorer3"], rel=1e-6)
+            and row["rollout/reward_std"] > 0
         )
         assert row["eval/reward"] != 0 and row["critic/loss"] > 0
+
     shown = [json.loads(line) for line in (save_path / "samples.jsonl").read_text().splitlines()]
     assert shown
+
     model = rows.plain_scorer(inputs[1])
     for sample in shown:
         ids = sample["prompt_token_ids"] + sample["response_token_ids"]
@@ -58,9 +69,15 @@ def test_its_scores_are_the_rewards(inputs, two_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [
-    ["--tp_size=2"], ["--fsdp=false", "--zero_stage=3", "--offload_idle"], ["--overlap", "--early_stop_every=2"],
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["--tp_size=2"],
+        ["--fsdp=false", "--zero_stage=3", "--offload_idle"],
+        ["--overlap", "--early_stop_every=2"],
+    ],
+    ids=str,
+)
 def test_in_other_layouts(inputs, two_ranks, tmp_path, layout):
     flags, scored = inputs
     more = [f"--reward_pretrain={scored}", "--reward_model_coef=0.5"]
@@ -78,9 +95,22 @@ def evaluated(flags: list[str]) -> None:
 def test_an_evaluation_of_its_own(inputs, two_ranks, tmp_path):
     """With the weights that training began from; two models of one name are told apart."""
     flags, scored = inputs
-    options = [*flags[:2], flags[2].replace("prompt_data", "eval_data"), "--reward=none", "--reward_pretrain", scored, scored]
+    options = [
+        *flags[:2],
+        flags[2].replace("prompt_data", "eval_data"),
+        "--reward=none",
+        "--reward_pretrain",
+        scored,
+        scored,
+    ]
+
     with pytest.raises(RuntimeError, match="SystemExit: 0"):
-        run_ranks(2, evaluated, [*options, "--engine_type=hf", "--generate_max_len=6", f"--save_path={tmp_path}"])
+        run_ranks(
+            2,
+            evaluated,
+            [*options, "--engine_type=hf", "--generate_max_len=6", f"--save_path={tmp_path}"],
+        )
+
     assert json.loads((tmp_path / "evaluation.json").read_text())["num_samples"] == 24
 
 
@@ -91,8 +121,12 @@ def test_what_cannot_judge_is_refused(inputs, tmp_path):
         f"--reward_pretrain {model}: 1 tensors of the model are not in the folder, the first is score.weight": [
             f"--reward_pretrain={model}"
         ],
-        "--dynamic_sampling needs rewards while the engine is awake": [f"--reward_pretrain={scored}", "--dynamic_sampling"],
+        "--dynamic_sampling needs rewards while the engine is awake": [
+            f"--reward_pretrain={scored}",
+            "--dynamic_sampling",
+        ],
     }
+
     for says, more in cases.items():
         with pytest.raises(RuntimeError, match=says):
             train("train_ppo", 1, [*flags, *PPO, "--max_steps=1", *more], tmp_path)

@@ -36,7 +36,9 @@ def claim(folder: Path, **train) -> RunFolder:
     return RunFolder.claim(config(folder, **train), ALONE)
 
 
-def use(folder: Path, run: str, *, checkpoints: Path | None = None, steps: tuple[int, ...] = ()) -> None:
+def use(
+    folder: Path, run: str, *, checkpoints: Path | None = None, steps: tuple[int, ...] = ()
+) -> None:
     """Leave there what a run leaves, and something that is not a run's."""
     (folder / "model").mkdir(parents=True)
     (folder / "data").mkdir()
@@ -58,10 +60,17 @@ def refusal(folder: Path, **train) -> str:
 def test_a_fresh_run_in_a_used_folder_is_refused_with_the_ways_out(tmp_path):
     use(tmp_path / "run", "a", steps=(2,))
     said = refusal(tmp_path / "run")
-    for way in ("results of an earlier run (metrics.jsonl, model, ", "--load_checkpoint resumes", "another --save_path",
-                f"--overwrite moves it to {tmp_path / 'run.previous'}"):
+    for way in (
+        "results of an earlier run (metrics.jsonl, model, ",
+        "--load_checkpoint resumes",
+        "another --save_path",
+        f"--overwrite moves it to {tmp_path / 'run.previous'}",
+    ):
         assert way in said
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() and not (tmp_path / "run.previous").exists()
+
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() and not (
+        tmp_path / "run.previous"
+    ).exists()
 
 
 def test_overwrite_moves_and_deletes_nothing(tmp_path):
@@ -71,7 +80,12 @@ def test_overwrite_moves_and_deletes_nothing(tmp_path):
         assert not (tmp_path / previous).exists(), "nothing is moved by a run that has not begun"
         folder.set_aside()
         moved = tmp_path / previous
-        assert sorted(path.name for path in moved.iterdir()) == ["checkpoints", "metrics.jsonl", "model", "run.json"]
+        assert sorted(path.name for path in moved.iterdir()) == [
+            "checkpoints",
+            "metrics.jsonl",
+            "model",
+            "run.json",
+        ]
         assert json.loads((moved / "metrics.jsonl").read_text())["of"] == run
         assert sorted(path.name for path in (moved / "checkpoints").iterdir()) == ["step2", "step4"]
         assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock", "data"]
@@ -102,11 +116,15 @@ def test_a_continued_run_keeps_its_identity_and_takes_no_other_s_checkpoints(tmp
     use(tmp_path / "other", "b")
     elsewhere = {"load_checkpoint": True, "ckpt_path": str(tmp_path / "run" / "checkpoints")}
     assert "has checkpoints of a run other than" in refusal(tmp_path / "other", **elsewhere)
-    assert claim(tmp_path / "new", **elsewhere).id == "a", "a folder without a run of its own continues that of the checkpoints"
+    assert claim(tmp_path / "new", **elsewhere).id == "a", (
+        "a folder without a run of its own continues that of the checkpoints"
+    )
 
 
 def test_nothing_to_continue_moves_the_results_of_before(tmp_path):
-    """As for a job that is requeued before its first save: it begins afresh in its own folder, and loses no row."""
+    """As for a job that is requeued before its first save: it begins afresh in its own folder, and
+    loses no row.
+    """
     use(tmp_path / "run", "a")
     folder = claim(tmp_path / "run", load_checkpoint=True)
     folder.set_aside()
@@ -127,9 +145,11 @@ def hold(folder: Path, last: str) -> None:
     (folder / "ready").touch()
     while not (folder / "go").exists():
         time.sleep(0.02)
+
     if last == "release":
         claimed.release()
         time.sleep(600)
+
     os._exit(3)
 
 
@@ -138,12 +158,16 @@ def test_two_runs_cannot_share_a_folder_and_the_holder_is_named(tmp_path):
     if not holder:
         os.setpgid(0, 0)
         hold(tmp_path / "run", "release")
+
     try:
         wait_for(tmp_path / "run" / "ready")
         where = f"is in use by another run (process {holder} on {socket.gethostname()})"
         assert where in refusal(tmp_path / "run")
-        assert where in refusal(tmp_path / "new", ckpt_path=str(tmp_path / "run")), "a folder of checkpoints is locked as well"
+        assert where in refusal(tmp_path / "new", ckpt_path=str(tmp_path / "run")), (
+            "a folder of checkpoints is locked as well"
+        )
         (tmp_path / "run" / "go").touch()
+
         deadline = time.monotonic() + 20
         while True:
             try:
@@ -178,7 +202,9 @@ def wait_for(path: Path) -> None:
 
 def test_a_cell_of_a_notebook_may_be_run_again(tmp_path):
     failed = claim(tmp_path)
-    assert claim(tmp_path, ckpt_path=str(tmp_path)).id != failed.id, "one folder for both, and a lock that this process holds"
+    assert claim(tmp_path, ckpt_path=str(tmp_path)).id != failed.id, (
+        "one folder for both, and a lock that this process holds"
+    )
 
 
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
@@ -190,7 +216,10 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse)
     claim(tmp_path)
     logger.remove(sink)
-    assert lines == [f"{tmp_path} cannot be locked (No locks available): a second run in it would not be detected\n"]
+    assert lines == [
+        f"{tmp_path} cannot be locked (No locks available): a second run in it would not be"
+        " detected\n"
+    ]
 
 
 # -- where nothing can be written
@@ -198,7 +227,9 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_made_is_named_with_its_flag(tmp_path):
     (tmp_path / "file").touch()
-    assert f"--save_path {tmp_path / 'file' / 'run'} cannot be written: [Errno 20]" in refusal(tmp_path / "file" / "run")
+    assert f"--save_path {tmp_path / 'file' / 'run'} cannot be written: [Errno 20]" in refusal(
+        tmp_path / "file" / "run"
+    )
     said = refusal(tmp_path / "run", ckpt_path=str(tmp_path / "file" / "ckpt"))
     assert f"--ckpt_path {tmp_path / 'file' / 'ckpt'} cannot be written: [Errno 20]" in said
 
@@ -217,7 +248,10 @@ def full(folder: Path, rank: int) -> str:
 def test_a_full_disk_of_any_rank_is_found_at_the_start_by_all(tmp_path, rank):
     said = run_ranks(2, full, tmp_path, rank)
     assert said[0] == said[1]
-    assert said[0] == f"--save_path {tmp_path} cannot be written: [Errno 27] File too large: '{tmp_path}/.probe{rank}'"
+    assert (
+        said[0] == f"--save_path {tmp_path} cannot be written: [Errno 27] File too large:"
+        f" '{tmp_path}/.probe{rank}'"
+    )
 
 
 # -- started again by the same torchrun
@@ -231,9 +265,16 @@ def under_torchrun(monkeypatch):
 
 
 def earlier_attempt(folder: Path, **owner) -> None:
-    """What an attempt leaves that another process of this torchrun made, and that has a checkpoint."""
+    """What an attempt leaves that another process of this torchrun made, and that has a
+    checkpoint.
+    """
     use(folder, "a", steps=(2,))
-    description = {"run": "a", "status": "running", "process": "process 1 on lost", "launchers": ["torchrun 1", launcher()]}
+    description = {
+        "run": "a",
+        "status": "running",
+        "process": "process 1 on lost",
+        "launchers": ["torchrun 1", launcher()],
+    }
     (folder / "run.json").write_text(json.dumps(description | owner))
 
 
@@ -242,17 +283,26 @@ def test_a_run_that_torchrun_starts_again_resumes(tmp_path, under_torchrun):
     earlier_attempt(tmp_path / "run")
     again = config(tmp_path / "run", overwrite=True)
     folder = RunFolder.claim(again, ALONE)
-    assert folder.id == "a" and (again.train.load_checkpoint, again.train.overwrite) == (True, False)
+    assert folder.id == "a" and (again.train.load_checkpoint, again.train.overwrite) == (
+        True,
+        False,
+    )
     assert not (tmp_path / "run.previous").exists()
     folder.describe({"status": "running"})
     assert json.loads((tmp_path / "run" / "run.json").read_text())["launchers"] == [launcher()]
     folder.release()
 
 
-@pytest.mark.parametrize("owner", [
-    {"launchers": ["torchrun 1"]}, {"process": f"process {os.getpid()} on {socket.gethostname()}"},
-])
-def test_another_torchrun_s_run_and_another_run_of_this_process_are_still_refused(tmp_path, under_torchrun, owner):
+@pytest.mark.parametrize(
+    "owner",
+    [
+        {"launchers": ["torchrun 1"]},
+        {"process": f"process {os.getpid()} on {socket.gethostname()}"},
+    ],
+)
+def test_another_torchrun_s_run_and_another_run_of_this_process_are_still_refused(
+    tmp_path, under_torchrun, owner
+):
     earlier_attempt(tmp_path / "run", **owner)
     assert "has the results of an earlier run" in refusal(tmp_path / "run")
 
@@ -272,7 +322,9 @@ def test_without_torchrun_nothing_resumes_by_itself(tmp_path, under_torchrun):
 
 
 @pytest.mark.parametrize("freed", [True, False])
-def test_the_lock_of_an_earlier_attempt_is_waited_for_and_then_taken_over(tmp_path, under_torchrun, freed):
+def test_the_lock_of_an_earlier_attempt_is_waited_for_and_then_taken_over(
+    tmp_path, under_torchrun, freed
+):
     """A file server may keep the lock of a machine that is lost."""
     earlier_attempt(tmp_path / "run")
     under_torchrun.setattr("lightrft.run.run_folder.TAKEOVER", 0.5)

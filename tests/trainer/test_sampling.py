@@ -25,31 +25,56 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     flags = prepare(folder)
     config = json.loads((folder / "model" / "config.json").read_text())
-    (folder / "model" / "config.json").write_text(json.dumps(config | {"image_token_id": PLACEHOLDER}))
+    (folder / "model" / "config.json").write_text(
+        json.dumps(config | {"image_token_id": PLACEHOLDER})
+    )
     (folder / "reward.py").write_text(REWARD.replace("{placeholder}", str(PLACEHOLDER)))
     return [flag.replace("share_of_ascii", "short") for flag in flags]
 
 
 def run_on_all_ranks(inputs, folder, *flags, world_size=1):
-    """The largest difference of log-probs in three steps of two updates with a divergence from the reference.
+    """The largest difference of log-probs in three steps of two updates with a divergence from the
+    reference.
 
-    The seed is one whose draws have no token at the very edge of the top p, which a rounding moves in or out.
+    The seed is one whose draws have no token at the very edge of the top p, which a rounding moves
+    in or out.
     """
-    flags = ["--train_batch_size=16", "--init_kl_coef=0.1", "--generate_max_len=24", "--seed=2", *flags]
+    flags = [
+        "--train_batch_size=16",
+        "--init_kl_coef=0.1",
+        "--generate_max_len=24",
+        "--seed=2",
+        *flags,
+    ]
     flags = [*inputs, *PPO, "--max_steps=3", *flags]
     rows = train("train_ppo", world_size, flags, folder)
     assert all(row["train/grad_norm"] > 0 and row["rollout/response_length"] > 1 for row in rows)
+
     return max(row["engine/logprob_mismatch_max"] for row in rows)
 
 
-PART = ["--temperature=0.8", "--top_p=0.9", "--top_k=20", "--stop", "q", "unsaid", "--stop_token_ids", "120"]
+PART = [
+    "--temperature=0.8",
+    "--top_p=0.9",
+    "--top_k=20",
+    "--stop",
+    "q",
+    "unsaid",
+    "--stop_token_ids",
+    "120",
+]
 
 
 @pytest.mark.parametrize(
-    ("engine", "world_size"), [("hf", 1), pytest.param("vllm", 2, marks=pytest.mark.slow)], ids=["hf", "vllm-2-ranks"]
+    ("engine", "world_size"),
+    [("hf", 1), pytest.param("vllm", 2, marks=pytest.mark.slow)],
+    ids=["hf", "vllm-2-ranks"],
 )
 def test_a_part_of_the_vocabulary(inputs, tmp_path, engine, world_size):
-    assert run_on_all_ranks(inputs, tmp_path, *PART, f"--engine_type={engine}", world_size=world_size) < 1e-4
+    assert (
+        run_on_all_ranks(inputs, tmp_path, *PART, f"--engine_type={engine}", world_size=world_size)
+        < 1e-4
+    )
 
 
 @pytest.mark.slow
@@ -60,11 +85,30 @@ def test_a_vocabulary_that_two_ranks_divide(inputs, tmp_path):
 @pytest.mark.slow
 def test_a_hot_first_token_is_not_learned(inputs, tmp_path):
     """Its log-prob is of another temperature: the difference would be nats."""
-    assert run_on_all_ranks(inputs, tmp_path, "--first_token_temperature=30", "--stop", "q", "--stop_token_ids", "120") < 1e-4
+    assert (
+        run_on_all_ranks(
+            inputs,
+            tmp_path,
+            "--first_token_temperature=30",
+            "--stop",
+            "q",
+            "--stop_token_ids",
+            "120",
+        )
+        < 1e-4
+    )
 
 
-EARLY = ["--min_tokens=5", "--top_p=0.9", "--top_k=60", "--entropy_coef=0.01", "--stop_token_ids", *map(str, range(0, 256, 2))]
-"""Half of all tokens end a response, so the distribution before its smallest length is quite another one."""
+EARLY = [
+    "--min_tokens=5",
+    "--top_p=0.9",
+    "--top_k=60",
+    "--entropy_coef=0.01",
+    "--stop_token_ids",
+    *map(str, range(0, 256, 2)),
+]
+"""Half of all tokens end a response, so the distribution before its smallest length is quite
+another one."""
 
 
 @pytest.mark.parametrize(
@@ -78,9 +122,25 @@ EARLY = ["--min_tokens=5", "--top_p=0.9", "--top_k=60", "--entropy_coef=0.01", "
     ids=["alone", "tp", "sp-vllm", "adapters-hot"],
 )
 def test_a_smallest_length(tmp_path, layout, world_size):
-    """Before it both sides exclude what ends a response; entropy and divergence are those of the same distribution."""
-    flags = [*prepare(tmp_path), *PPO, "--max_steps=3", "--train_batch_size=16", "--init_kl_coef=0.1", "--seed=2"]
-    rows = train("train_ppo", world_size, [*flags, *EARLY, *layout, "--generate_max_len=12"], tmp_path / "run")
+    """Before it both sides exclude what ends a response; entropy and divergence are those of the
+    same distribution.
+    """
+    flags = [
+        *prepare(tmp_path),
+        *PPO,
+        "--max_steps=3",
+        "--train_batch_size=16",
+        "--init_kl_coef=0.1",
+        "--seed=2",
+    ]
+    rows = train(
+        "train_ppo",
+        world_size,
+        [*flags, *EARLY, *layout, "--generate_max_len=12"],
+        tmp_path / "run",
+    )
     assert max(row["engine/logprob_mismatch_max"] for row in rows) < 1e-4
-    assert all(row["rollout/response_length_min"] >= 5 and row["train/grad_norm"] > 0 for row in rows)
+    assert all(
+        row["rollout/response_length_min"] >= 5 and row["train/grad_norm"] > 0 for row in rows
+    )
     assert any(row["rollout/response_length_min"] == 6 for row in rows), "it may end right after"

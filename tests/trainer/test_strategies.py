@@ -1,4 +1,6 @@
-"""Whole runs under DeepSpeed: they learn what FSDP2 runs learn, with every engine, and a killed one continues."""
+"""Whole runs under DeepSpeed: they learn what FSDP2 runs learn, with every engine, and a killed one
+continues.
+"""
 
 from pathlib import Path
 
@@ -17,7 +19,13 @@ def inputs(tmp_path_factory) -> list[str]:
     return [flag for flag in prepare(tmp_path_factory.mktemp("inputs")) if flag != "--fsdp"]
 
 
-FLAGS = ["--train_batch_size=16", "--use_kl_loss", "--init_kl_coef=0.1", "--max_tokens_per_microbatch=40", "--max_steps=3"]
+FLAGS = [
+    "--train_batch_size=16",
+    "--use_kl_loss",
+    "--init_kl_coef=0.1",
+    "--max_tokens_per_microbatch=40",
+    "--max_steps=3",
+]
 
 
 def assert_same_numbers(found: list[dict], expected: list[dict]) -> None:
@@ -29,7 +37,9 @@ def assert_same_numbers(found: list[dict], expected: list[dict]) -> None:
 
 @pytest.mark.slow
 def test_zero_learns_what_fsdp_learns(inputs, tmp_path):
-    """Several updates of a rollout, micro-batches, a reference model, and new weights for the engine at each step."""
+    """Several updates of a rollout, micro-batches, a reference model, and new weights for the
+    engine at each step.
+    """
     flags = [*inputs, *PPO, *FLAGS, "--enable_engine_sleep"]
     fsdp = train("train_ppo", 2, [*flags, "--fsdp"], tmp_path / "fsdp")
     for stage in (2, 3):
@@ -42,10 +52,18 @@ def test_zero_learns_what_fsdp_learns(inputs, tmp_path):
 def test_vllm_beside_zero_3(inputs, tmp_path):
     """And what a phase does not need waits in host memory."""
     pytest.importorskip("vllm", reason="vllm is not installed")
-    flags = [*FLAGS, "--zero_stage=3", "--engine_type=vllm", "--enable_engine_sleep", "--offload_idle"]
+    flags = [
+        *FLAGS,
+        "--zero_stage=3",
+        "--engine_type=vllm",
+        "--enable_engine_sleep",
+        "--offload_idle",
+    ]
     rows = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path)
     assert len(rows) == 3 and rows[-1]["train/ratio"] != 1
-    assert all(row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows)
+    assert all(
+        row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows
+    )
 
 
 @pytest.mark.slow
@@ -59,19 +77,34 @@ def test_reward_rises(inputs, tmp_path, stage):
 
 def average_after(flags: list[str], run: Path) -> dict[str, torch.Tensor]:
     train("train_ppo", 2, [*flags, "--enable_ema"], run)
-    models = [dict(AutoModelForCausalLM.from_pretrained(run / name).named_parameters()) for name in ("model", "model_ema")]
-    return {f"{index}.{name}": tensor.detach() for index, model in enumerate(models) for name, tensor in model.items()}
+    models = [
+        dict(AutoModelForCausalLM.from_pretrained(run / name).named_parameters())
+        for name in ("model", "model_ema")
+    ]
+    return {
+        f"{index}.{name}": tensor.detach()
+        for index, model in enumerate(models)
+        for name, tensor in model.items()
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["--fsdp", "--zero_stage=3"])
 def test_an_average_of_the_actor(inputs, tmp_path, strategy):
-    """Saved beside it, and in checkpoints: a run of three steps, and one of two that continues, have the same."""
-    flags, head = [*inputs, *PPO, strategy, "--save_steps=2"], "lm_head.weight"
+    """Saved beside it, and in checkpoints: a run of three steps, and one of two that continues,
+    have the same.
+    """
+    flags = [*inputs, *PPO, strategy, "--save_steps=2"]
+    head = "lm_head.weight"
     whole = average_after([*flags, "--max_steps=3", "--ema_beta=0.9"], tmp_path / "whole")
     begun = average_after([*flags, "--max_steps=2", "--ema_beta=0.9"], tmp_path / "begun")
-    continued = average_after([*flags, "--max_steps=3", "--ema_beta=0.9", "--load_checkpoint"], tmp_path / "begun")
+    continued = average_after(
+        [*flags, "--max_steps=3", "--ema_beta=0.9", "--load_checkpoint"], tmp_path / "begun"
+    )
     assert all(torch.equal(continued[name], whole[name]) for name in whole)
-    start = AutoModelForCausalLM.from_pretrained(inputs[0].partition("=")[2]).lm_head.weight.detach()
+
+    start = AutoModelForCausalLM.from_pretrained(
+        inputs[0].partition("=")[2]
+    ).lm_head.weight.detach()
     moved = (begun[f"1.{head}"] - start).norm() / (begun[f"0.{head}"] - start).norm()
     assert 0.1 < moved < 0.2, "two steps, of a tenth of the way each"

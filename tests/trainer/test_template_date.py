@@ -1,4 +1,6 @@
-"""Chat templates that write the date: it is that of the run's first day, on all ranks and after midnight."""
+"""Chat templates that write the date: it is that of the run's first day, on all ranks and after
+midnight.
+"""
 
 import json
 import os
@@ -19,9 +21,13 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 STEPS = [
-    "--train_batch_size=8", "--apply_chat_template", "--learning_rate=1e-3", "--save_steps=2",
-    "--lr_scheduler=constant", "--lr_warmup_ratio=0",
-]  # fmt: skip
+    "--train_batch_size=8",
+    "--apply_chat_template",
+    "--learning_rate=1e-3",
+    "--save_steps=2",
+    "--lr_scheduler=constant",
+    "--lr_warmup_ratio=0",
+]
 
 
 def test_a_template_writes_the_date_that_it_is_given():

@@ -1,4 +1,6 @@
-"""The weight stream: equal to the full tensors bit for bit, whatever the sharding and the bucket size."""
+"""The weight stream: equal to the full tensors bit for bit, whatever the sharding and the bucket
+size.
+"""
 
 from pathlib import Path
 from unittest import mock
@@ -22,13 +24,19 @@ BUCKETS = [1, 100, 1000, 10**9]
 
 
 class Uneven(nn.Module):
-    """Dim 0 smaller than, equal to and not divisible by the number of ranks; vectors, a big tensor, two dtypes."""
+    """Dim 0 smaller than, equal to and not divisible by the number of ranks; vectors, a big tensor,
+    two dtypes.
+    """
 
     def __init__(self):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        for index, shape in enumerate([(1,), (3, 5), (7, 2, 3), (9,), (8, 4), (61, 33), (1, 17), (4,)]):
-            self.register_parameter(f"weight{index}", nn.Parameter(torch.randn(shape, generator=generator)))
+        for index, shape in enumerate(
+            [(1,), (3, 5), (7, 2, 3), (9,), (8, 4), (61, 33), (1, 17), (4,)]
+        ):
+            self.register_parameter(
+                f"weight{index}", nn.Parameter(torch.randn(shape, generator=generator))
+            )
         self.bf16_weight = nn.Parameter(torch.randn(5, 3, generator=generator).bfloat16())
 
     def forward(self) -> None: ...
@@ -38,7 +46,8 @@ class Gathers:
     """While entered, notes what this rank contributes to every all-gather."""
 
     def __enter__(self) -> list[torch.Tensor]:
-        self.original, self.seen = AllGather.run, []
+        self.original = AllGather.run
+        self.seen = []
         AllGather.run = lambda gather: (self.seen.append(gather.local), self.original(gather))
         return self.seen
 
@@ -47,9 +56,15 @@ class Gathers:
 
 
 def _memory_is_shared() -> None:
-    """As torch gathers through sockets: fitting into a half or not; all through one memory, which has no name."""
-    shm_all_gather.HALF_BYTES = 2048  # before the first use, so that what follows in this start has large tensors too
-    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    """As torch gathers through sockets: fitting into a half or not; all through one memory, which
+    has no name.
+    """
+    # before the first use, so that what follows in this start has large tensors too
+    shm_all_gather.HALF_BYTES = 2048
+    group = dist.group.WORLD
+
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool):
         for count in (1, 7, 256, 1023, 5000):
             mine = (torch.arange(count) * 37 + rank * 101).remainder(120).to(dtype)
@@ -60,13 +75,20 @@ def _memory_is_shared() -> None:
             one.local.copy_(mine)
             one.run()
             assert torch.equal(one.gathered, expected)
+
     assert len(shm_all_gather._of_groups) == 1
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "lightrft-gather" in line]
+    mapped = [
+        line
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "lightrft-gather" in line
+    ]
     assert len(mapped) == 1 and mapped[0].endswith("/memfd:lightrft-gather (deleted)")
 
 
 def _on_hosts(of_ranks: str) -> bool:
-    """Whether a new group gathers through memory where `of_ranks` has the host of each rank; what it gathers is right."""
+    """Whether a new group gathers through memory where `of_ranks` has the host of each rank; what
+    it gathers is right.
+    """
     shm_all_gather._host = lambda: of_ranks[dist.get_rank()].strip()
     one = AllGather(9, torch.float32, torch.device("cpu"), dist.new_group())
     one.local.fill_(dist.get_rank())
@@ -76,9 +98,12 @@ def _on_hosts(of_ranks: str) -> bool:
 
 
 def _gathers() -> tuple[list[bool], str]:
-    """Through memory or not, for each layout of hosts; and what is said where a rank may not open the first one's memory."""
+    """Through memory or not, for each layout of hosts; and what is said where a rank may not open
+    the first one's memory.
+    """
     _memory_is_shared()
-    there, said = [_on_hosts(of_ranks) for of_ranks in ("aaaa", "aabb", "abab", "    ")], []
+    there = [_on_hosts(of_ranks) for of_ranks in ("aaaa", "aabb", "abab", "    ")]
+    said = []
     logger.add(said.append, format="{message}", level="WARNING")
     if dist.get_rank() == 1:
         shm_all_gather.open = lambda *_: (_ for _ in ()).throw(PermissionError("not yours"))
@@ -92,29 +117,47 @@ def _limits_agree() -> None:
     free = 8000 - 800 * dist.get_rank()
     with mock.patch("lightrft.weight_sync.stream.free_memory", lambda device: (free, 9999)):
         assert bucket_limit(0, axis, torch.device("cuda")) == 1000 - 100 * (axis.size - 1)
-    assert [bucket_limit(size, axis, torch.device("cpu")) for size in (0, 3)] == [512 * 2**20, 3 * 2**20]
+    assert [bucket_limit(size, axis, torch.device("cpu")) for size in (0, 3)] == [
+        512 * 2**20,
+        3 * 2**20,
+    ]
 
 
 def _compare(replicate: int) -> list[tuple[int, torch.dtype, int, int]]:
-    """(bucket bytes, transfer dtype, all-gathers, bytes contributed), after comparing every tensor with the whole model's."""
+    """(bucket bytes, transfer dtype, all-gathers, bytes contributed), after comparing every tensor
+    with the whole model's.
+    """
     shm_all_gather.HALF_BYTES = 2048  # below the largest tensor
-    expected, model = dict(Uneven().named_parameters()), Uneven()
-    sizes, names = (replicate, dist.get_world_size() // replicate), ("replicate", "shard")
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names) if replicate > 1 else init_device_mesh("cpu", sizes[1:])
+    expected = dict(Uneven().named_parameters())
+    model = Uneven()
+    sizes = (replicate, dist.get_world_size() // replicate)
+    names = ("replicate", "shard")
+    mesh = (
+        init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        if replicate > 1
+        else init_device_mesh("cpu", sizes[1:])
+    )
     fully_shard(model, mesh=mesh)
     _limits_agree()
+
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         for bucket_bytes in BUCKETS:
             with Gathers() as gathers:
-                received = list(stream(model.named_parameters(), dtype, bucket_bytes))  # all held at once
+                # all held at once
+                received = list(stream(model.named_parameters(), dtype, bucket_bytes))
+
             assert {part.dtype for part in gathers} == {dtype}, "cast before it is gathered"
             assert [name for name, _ in received] == list(expected)
             for name, tensor in received:
                 assert not isinstance(tensor, DTensor) and not tensor.requires_grad
                 assert tensor.dtype == dtype
                 assert torch.equal(tensor, expected[name].detach().to(dtype)), name
-            results.append((bucket_bytes, dtype, len(gathers), sum(part.nbytes for part in gathers)))
+
+            results.append(
+                (bucket_bytes, dtype, len(gathers), sum(part.nbytes for part in gathers))
+            )
+
     return results
 
 
@@ -124,7 +167,11 @@ def test_every_parameter_arrives_bit_for_bit(world_size: int, replicate: int) ->
     assert all(results == by_rank[0] for results in by_rank)
     shards = world_size // replicate
     parameters = list(Uneven().parameters())
-    padded = sum(-(-len(parameter) // shards) * (parameter.numel() // len(parameter)) for parameter in parameters)
+    padded = sum(
+        -(-len(parameter) // shards) * (parameter.numel() // len(parameter))
+        for parameter in parameters
+    )
+
     for bucket_bytes, dtype, gathers, nbytes in by_rank[0]:
         if bucket_bytes == 1:
             assert gathers == len(parameters), "a tensor larger than a bucket travels alone"
@@ -136,12 +183,17 @@ def test_every_parameter_arrives_bit_for_bit(world_size: int, replicate: int) ->
 def _counts() -> list[int]:
     """All-gathers for growing buckets of four tensors of 100 float32 each."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parameters = [(str(i), distribute_tensor(torch.full((10, 10), float(i)), mesh, [Shard(0)])) for i in range(4)]
+    parameters = [
+        (str(i), distribute_tensor(torch.full((10, 10), float(i)), mesh, [Shard(0)]))
+        for i in range(4)
+    ]
+
     counts = []
     for bucket_bytes in (399, 400, 799, 800, 1200, 1600):
         with Gathers() as gathers:
             list(stream(parameters, torch.float32, bucket_bytes))
         counts.append(len(gathers))
+
     return counts
 
 
@@ -174,18 +226,36 @@ def _mixed() -> None:
     """Plain and sharded parameters in turns keep their order."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tensors = [torch.arange(6.0).reshape(3, 2) + 10 * index for index in range(4)]
-    parameters = [(str(i), distribute_tensor(t, mesh, [Shard(0)]) if i % 2 else t) for i, t in enumerate(tensors)]
+    parameters = [
+        (str(i), distribute_tensor(t, mesh, [Shard(0)]) if i % 2 else t)
+        for i, t in enumerate(tensors)
+    ]
     received = list(stream(parameters, torch.float32, 10**6))
     assert [name for name, _ in received] == list("0123")
     assert all(torch.equal(tensor, tensors[int(name)]) for name, tensor in received)
 
 
 class Split(nn.Module):
-    """Cut over tensor-parallel ranks along dim 0, dim 1 and not at all; even and uneven, with parts that are empty."""
+    """Cut over tensor-parallel ranks along dim 0, dim 1 and not at all; even and uneven, with parts
+    that are empty.
+    """
 
     CUTS = [
-        *[((8, 4), Shard(0)), ((7, 5), Shard(0)), ((1, 3), Shard(0)), ((6, 4), Shard(1)), ((5, 3), Shard(1)), ((4, 1), Shard(1))],
-        *[((9,), Replicate()), ((13,), Shard(0)), ((3, 2), Replicate()), ((11, 2), None), ((4,), None)],
+        *[
+            ((8, 4), Shard(0)),
+            ((7, 5), Shard(0)),
+            ((1, 3), Shard(0)),
+            ((6, 4), Shard(1)),
+            ((5, 3), Shard(1)),
+            ((4, 1), Shard(1)),
+        ],
+        *[
+            ((9,), Replicate()),
+            ((13,), Shard(0)),
+            ((3, 2), Replicate()),
+            ((11, 2), None),
+            ((4,), None),
+        ],
     ]
 
     def __init__(self, mesh: dist.DeviceMesh | None = None):
@@ -201,10 +271,14 @@ class Split(nn.Module):
 
 
 def _compare_split(sizes: tuple[int, int, int]) -> list[int]:
-    """All-gathers of one large bucket, after comparing every tensor with the whole model's, for every bucket size."""
+    """All-gathers of one large bucket, after comparing every tensor with the whole model's, for
+    every bucket size.
+    """
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tp"))
-    expected, model = dict(Split().named_parameters()), Split(mesh["tp"])
+    expected = dict(Split().named_parameters())
+    model = Split(mesh["tp"])
     fully_shard(model, mesh=mesh["shard"] if sizes[0] == 1 else mesh["replicate", "shard"])
+
     counts = []
     for dtype in (torch.float32, torch.bfloat16):
         for bucket_bytes in BUCKETS:
@@ -213,9 +287,15 @@ def _compare_split(sizes: tuple[int, int, int]) -> list[int]:
             assert {part.dtype for part in gathers} == {dtype}, "cast before it is gathered"
             assert [name for name, _ in received] == list(expected)
             for name, tensor in received:
-                assert not isinstance(tensor, DTensor) and tensor.is_contiguous() and tensor.dtype == dtype
+                assert (
+                    not isinstance(tensor, DTensor)
+                    and tensor.is_contiguous()
+                    and tensor.dtype == dtype
+                )
                 assert torch.equal(tensor, expected[name].detach().to(dtype)), name
+
         counts.append(len(gathers))
+
     return counts
 
 
@@ -228,18 +308,33 @@ def test_tensor_parallel_parameters_arrive_bit_for_bit(sizes) -> None:
 
 
 def _on_one_axis() -> None:
-    """Without FSDP, as a plain DTensor: along dim 1, whole, and cut twice in the order of the mesh."""
+    """Without FSDP, as a plain DTensor: along dim 1, whole, and cut twice in the order of the
+    mesh.
+    """
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(35.0).reshape(7, 5)
-    for placements in ((Shard(1), Replicate()), (Replicate(), Replicate()), (Shard(0), Shard(0)), (Shard(0), Shard(1))):
-        received = dict(stream([("a", distribute_tensor(whole, mesh, placements))], torch.float32, 100))
+    for placements in (
+        (Shard(1), Replicate()),
+        (Replicate(), Replicate()),
+        (Shard(0), Shard(0)),
+        (Shard(0), Shard(1)),
+    ):
+        received = dict(
+            stream([("a", distribute_tensor(whole, mesh, placements))], torch.float32, 100)
+        )
         assert torch.equal(received["a"], whole), placements
 
 
 def _partial() -> str:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with pytest.raises(ValueError) as caught:
-        list(stream([("a", DTensor.from_local(torch.zeros(4, 4), mesh, [Partial()]))], torch.float32, 100))
+        list(
+            stream(
+                [("a", DTensor.from_local(torch.zeros(4, 4), mesh, [Partial()]))],
+                torch.float32,
+                100,
+            )
+        )
     return str(caught.value)
 
 
@@ -248,7 +343,9 @@ def _on_two_ranks() -> tuple:
 
 
 def test_two_ranks() -> None:
-    """Through memory, or sockets; one all-gather per bucket; plain and sharded ones in turns; what is not summed is refused."""
+    """Through memory, or sockets; one all-gather per bucket; plain and sharded ones in turns; what
+    is not summed is refused.
+    """
     for rank, (gathers, counts, _, refused) in enumerate(run_ranks(2, _on_two_ranks)):
         _right(rank, gathers, [True, True, False, False, False])
         assert counts == [4, 4, 4, 2, 2, 1]
@@ -267,11 +364,18 @@ def test_four_ranks() -> None:
 
 def _right(rank: int, gathers: tuple[list[bool], str], there: list[bool]) -> None:
     assert gathers[0] == there
-    assert ("through sockets, because they cannot share memory: not yours" in gathers[1]) == (rank == 0)
+    assert ("through sockets, because they cannot share memory: not yours" in gathers[1]) == (
+        rank == 0
+    )
 
 
 def test_parameters_in_host_memory_are_brought_to_the_device_of_the_engine():
     """The meta device stands for an accelerator."""
-    parameters = [("a", nn.Parameter(torch.ones(3, 2))), ("b", nn.Parameter(torch.ones(5, dtype=torch.bfloat16)))]
-    for tensor in _gather_full([tensor for _, tensor in parameters], torch.bfloat16, torch.device("meta")):
+    parameters = [
+        ("a", nn.Parameter(torch.ones(3, 2))),
+        ("b", nn.Parameter(torch.ones(5, dtype=torch.bfloat16))),
+    ]
+    for tensor in _gather_full(
+        [tensor for _, tensor in parameters], torch.bfloat16, torch.device("meta")
+    ):
         assert tensor.is_meta and tensor.dtype == torch.bfloat16

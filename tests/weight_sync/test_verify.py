@@ -10,18 +10,29 @@ from lightrft.weight_sync import verify
 from lightrft.weight_sync.verify import Fingerprints, product, signs
 
 CPU = torch.device("cpu")
-SHAPES = {"wide": (12, 256), "odd": (6, 10), "odd_rows": (8, 31), "vector": (9,), "experts": (4, 6, 8), "scalar": (1,)}
+SHAPES = {
+    "wide": (12, 256),
+    "odd": (6, 10),
+    "odd_rows": (8, 31),
+    "vector": (9,),
+    "experts": (4, 6, 8),
+    "scalar": (1,),
+}
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()
+    }
 
 
 def prints(whole: dict[str, torch.Tensor], slices: int = 1, **options) -> Fingerprints:
     dtype = next(iter(whole.values())).dtype
-    return Fingerprints({name: tensor.shape for name, tensor in whole.items()}, dtype, slices=slices, **options)
+    return Fingerprints(
+        {name: tensor.shape for name, tensor in whole.items()}, dtype, slices=slices, **options
+    )
 
 
 def sent(whole: dict[str, torch.Tensor], **options) -> Fingerprints:
@@ -36,24 +47,31 @@ def test_pieces_add_up_to_copies_of_the_whole(dtype, chunk, monkeypatch) -> None
     """In rows and columns, twice, one of them not contiguous, one where no word begins."""
     whole = tensors(dtype)
     monkeypatch.setattr(verify, "CHUNK_BYTES", chunk)
-    expected, held = sent(whole, slices=2), prints(whole, slices=2)
+    expected = sent(whole, slices=2)
+
+    held = prints(whole, slices=2)
     for name, tensor in whole.items():
-        half, last = len(tensor) // 2, tensor.shape[-1] // 2
+        half = len(tensor) // 2
+        last = tensor.shape[-1] // 2
         if name in ("wide", "odd"):
             held.add(name, tensor[:, :last])
             held.add(name, tensor[:, last:].clone(), column=last)
-            held.add(name, torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape))
+            held.add(
+                name, torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+            )
         else:
             rows = math.prod(tensor.shape[1:-1])
             held.add(name, tensor[:half])
             held.add(name, tensor[half:], row=half * rows)
+
     assert expected.wrong(held.numbers(CPU)) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whatever_changes_a_weight_is_found(dtype) -> None:
     for name, tensor in tensors(dtype).items():
-        expected, integer = sent({name: tensor}), verify.INTEGERS[dtype.itemsize]
+        expected = sent({name: tensor})
+        integer = verify.INTEGERS[dtype.itemsize]
         for element in (0, tensor.numel() // 2, tensor.numel() - 1):
             for bit in range(8 * dtype.itemsize):  # the lowest one too, and the sign
                 changed = tensor.clone()
@@ -68,6 +86,7 @@ def test_weights_of_few_values_in_other_places_are_found() -> None:
     """Powers of two have all their bits at one end; equal sums lie at other places."""
     whole = {"a": torch.ones(8, 1024), "b": torch.ones(300)}
     whole["a"][2], whole["a"][3, :512], whole["b"][7] = 2.0, -1.0, 0.5
+
     expected = sent(whole)
     for one in range(8):
         for other in range(one):
@@ -75,6 +94,7 @@ def test_weights_of_few_values_in_other_places_are_found() -> None:
             rows[[one, other]] = rows[[other, one]]
             moved = not torch.equal(rows, whole["a"])
             assert (expected.wrong(sent(whole | {"a": rows}).numbers(CPU)) == ["a"]) == moved
+
     for shift in (1, 64, 299):
         assert expected.wrong(sent(whole | {"b": whole["b"].roll(shift)}).numbers(CPU)) == ["b"]
     assert expected.wrong(sent(whole | {"a": whole["a"].roll(128, 1)}).numbers(CPU)) == ["a"]
@@ -82,7 +102,8 @@ def test_weights_of_few_values_in_other_places_are_found() -> None:
 
 def test_what_is_missing_or_there_in_part_is_found() -> None:
     whole = tensors(torch.float32)
-    expected, held = sent(whole), prints(whole)
+    expected = sent(whole)
+    held = prints(whole)
     assert expected.wrong(held.numbers(CPU)) == list(SHAPES)
     for name, tensor in whole.items():
         held.add(name, tensor)
@@ -92,11 +113,15 @@ def test_what_is_missing_or_there_in_part_is_found() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_differ_by_rounding_or_are_found(dtype) -> None:
-    """Summed in another order and in pieces they are the same; one element that is another of its kind is found."""
+    """Summed in another order and in pieces they are the same; one element that is another of its
+    kind is found.
+    """
     generator = torch.Generator().manual_seed(1)
     whole = {"w": (torch.randn(96, 2048, generator=generator) * 0.02).to(dtype)}
     expected = sent(whole, bits=(), products=("w",))
-    assert torch.equal(product(whole["w"], dtype), (whole["w"].float() @ signs(0, 2048, CPU)).double())
+    assert torch.equal(
+        product(whole["w"], dtype), (whole["w"].float() @ signs(0, 2048, CPU)).double()
+    )
 
     def held(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         made = prints(whole, bits=(), products=("w",))
@@ -118,36 +143,53 @@ def test_products_differ_by_rounding_or_are_found(dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rounds(dtype, monkeypatch) -> None:
-    """Each looks at a part of every tensor, whole or in pieces: at a row once, at a vector every time."""
+    """Each looks at a part of every tensor, whole or in pieces: at a row once, at a vector every
+    time.
+    """
     monkeypatch.setattr(verify, "ROUNDS", 4)
-    whole, integer = tensors(dtype), verify.INTEGERS[dtype.itemsize]
+    whole = tensors(dtype)
+
+    integer = verify.INTEGERS[dtype.itemsize]
     looked_at = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in SHAPES.items()}
     for round in range(4):
-        expected, held = sent(whole, slices=2, round=round), prints(whole, slices=2, round=round)
+        expected = sent(whole, slices=2, round=round)
+        held = prints(whole, slices=2, round=round)
         for name, tensor in whole.items():
-            cut, last = max(1, len(tensor) // 3), tensor.shape[-1] // 2
+            cut = max(1, len(tensor) // 3)
+            last = tensor.shape[-1] // 2
             held.add(name, tensor[:cut])
             held.add(name, tensor[cut:], row=cut * math.prod(tensor.shape[1:-1]))
             if name in ("wide", "odd"):
                 held.add(name, tensor[:, :last])
                 held.add(name, tensor[:, last:], column=last)
+
         assert expected.wrong(held.numbers(CPU)) == []
         for name, tensor in whole.items():
-            assert expected.wrong(sent(whole | {name: tensor * 2}, slices=2, round=round).numbers(CPU)) == [name]
+            assert expected.wrong(
+                sent(whole | {name: tensor * 2}, slices=2, round=round).numbers(CPU)
+            ) == [name]
             for element in range(0, tensor.numel(), tensor.shape[-1] if tensor.ndim > 1 else 1):
                 changed = tensor.clone()
                 changed.view(integer).view(-1)[element] ^= 1
-                wrong = expected.wrong(sent(whole | {name: changed}, slices=2, round=round).numbers(CPU))
+                wrong = expected.wrong(
+                    sent(whole | {name: changed}, slices=2, round=round).numbers(CPU)
+                )
                 looked_at[name].view(-1)[element] += wrong == [name]
+
     for times in looked_at.values():
-        assert (times.view(-1, times.shape[-1])[:, 0] == 1).all() if times.ndim > 1 else (times == 4).all()
+        assert (
+            (times.view(-1, times.shape[-1])[:, 0] == 1).all()
+            if times.ndim > 1
+            else (times == 4).all()
+        )
 
 
 def test_in_a_narrower_dtype() -> None:
     """Sent in float32, kept in bfloat16: compared in bfloat16."""
     whole = tensors(torch.float32)
     shapes = {name: tensor.shape for name, tensor in whole.items()}
-    expected, held = Fingerprints(shapes, torch.bfloat16), Fingerprints(shapes, torch.bfloat16)
+    expected = Fingerprints(shapes, torch.bfloat16)
+    held = Fingerprints(shapes, torch.bfloat16)
     for name, tensor in whole.items():
         expected.add(name, tensor)
         held.add(name, tensor.bfloat16())
@@ -155,13 +197,20 @@ def test_in_a_narrower_dtype() -> None:
 
 
 def test_a_few_rounds_are_everywhere() -> None:
-    """Of n equal parts of the rows one is looked at by any 2 n + 1 rounds that follow each other."""
+    """Of n equal parts of the rows one is looked at by any 2 n + 1 rounds that follow each
+    other.
+    """
     runs = [verify._run(verify.ROUNDS, round) for round in range(verify.ROUNDS)]
     assert sorted(runs) == [(run, run + 1) for run in range(verify.ROUNDS)]
     for parts in (2, 4, 8, 16):
         size = verify.ROUNDS // parts
         for first in range(verify.ROUNDS):
-            some = {run // size for run, _ in (runs[(first + round) % verify.ROUNDS] for round in range(2 * parts + 1))}
+            some = {
+                run // size
+                for run, _ in (
+                    runs[(first + round) % verify.ROUNDS] for round in range(2 * parts + 1)
+                )
+            }
             assert some == set(range(parts))
 
 
@@ -174,11 +223,15 @@ def test_vectors_are_cut_where_words_begin() -> None:
 
 
 def test_a_number_is_a_vector_of_one() -> None:
-    """Of a persistent buffer without dimensions, in any round, whether an engine keeps it with one or without."""
+    """Of a persistent buffer without dimensions, in any round, whether an engine keeps it with one
+    or without.
+    """
     shapes = {"beta": torch.Size([])}
     for round, value, shape in itertools.product((None, 5), (0.5, 0.25), ((), (1,))):
         expected, held = (Fingerprints(shapes, torch.float32, round=round) for _ in range(2))
-        assert [*expected.watch(iter([("beta", torch.tensor(0.5))]))] == [("beta", torch.tensor(0.5))]
+        assert [*expected.watch(iter([("beta", torch.tensor(0.5))]))] == [
+            ("beta", torch.tensor(0.5))
+        ]
         held.add("beta", torch.full(shape, value))
         assert expected.same(held) == (value == 0.5)
         assert expected.wrong(held.numbers(CPU)) == ([] if value == 0.5 else ["beta"])

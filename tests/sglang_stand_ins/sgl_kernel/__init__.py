@@ -1,7 +1,9 @@
-"""Stands in for SGLang's kernel package, which has no build for a plain CPU: any name can be imported, none can be called.
+"""Stands in for SGLang's kernel package, which has no build for a plain CPU: any name can be
+imported, none can be called.
 
-Dense models on a CPU without AMX compute with torch alone, and import a few names on the way. What is called nevertheless is
-written to the file that STAND_IN_CALLS names, so that a test sees it, and raises.
+Dense models on a CPU without AMX compute with torch alone, and import a few names on the way. What
+is called nevertheless is written to the file that STAND_IN_CALLS names, so that a test sees it, and
+raises.
 """
 
 import os
@@ -11,8 +13,12 @@ from typing import Any
 import torch
 
 OPERATORS = torch.library.Library("sgl_kernel", "DEF")
-for name in ("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu",
-             "fused_qkvzba_split_reshape_cat_contiguous_cpu"):
+for name in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
     OPERATORS.define(f"{name}() -> ()")  # modules of Qwen-VL name them when they are imported
 
 
@@ -24,6 +30,8 @@ def __getattr__(name: str) -> Callable[..., Any]:
         if "STAND_IN_CALLS" in os.environ:
             with open(os.environ["STAND_IN_CALLS"], "a") as file:
                 file.write(f"{name}\n")
-        raise NotImplementedError(f"sgl_kernel.{name}: no kernels here, this is the tests' stand-in")
+        raise NotImplementedError(
+            f"sgl_kernel.{name}: no kernels here, this is the tests' stand-in"
+        )
 
     return absent
