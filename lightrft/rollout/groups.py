@@ -121,31 +121,6 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """The numbers that every rank has of a group that continues in a later step."""
-
-    number: int
-    row: int
-    rank: int
-    """Rank along the data axis on which the group was begun and continues."""
-    lengths: tuple[int, ...]
-    """Number of tokens of each unfinished response."""
-
-    @classmethod
-    def of(cls, group: Group, rank: int) -> Self:
-        lengths = tuple(
-            len(sample.token_ids) for sample in group.responses if sample.finish_reason == GROWING
-        )
-        return cls(group.number, group.row, rank, lengths)
-
-    def work(self, length: float) -> float:
-        """Return the tokens still expected if responses have `length`: at least one for each
-        unfinished response.
-        """
-        return sum(max(length - grown, 1.0) for grown in self.lengths) or 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class GroupOutcome:
     """The outcome of a complete group with its rewards, which every rank has."""
 
@@ -174,50 +149,51 @@ class History:
     """The last outcome of each prompt; the same on all ranks."""
 
     def __init__(self, num_prompts: int):
-        self.turns = torch.full((num_prompts,), -1)
-        """Pass over the data in which each prompt was last drawn, [prompts] int64; -1 before the
-        first."""
+        self.epochs = torch.full((num_prompts,), -1)
+        """Epoch in which each prompt was last drawn, [prompts] int64; -1 before the first."""
         self.solved = torch.zeros(num_prompts)
         self.lengths = torch.zeros(num_prompts)
         self._former: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        """Row that changed since begin() -> its values before."""
+        """Row that changed since snapshot() -> its values before."""
 
-    def begin(self) -> Callable[[], None]:
+    def snapshot(self) -> Callable[[], None]:
         """Return a function that undoes what is recorded from now on until the next call.
 
         Only rows that change are copied.
         """
         former = self._former = {}
 
-        def take_back() -> None:
-            for row, (turn, solved, length) in former.items():
-                self.turns[row], self.solved[row], self.lengths[row] = turn, solved, length
+        def rollback() -> None:
+            for row, (epoch, solved, length) in former.items():
+                self.epochs[row] = epoch
+                self.solved[row] = solved
+                self.lengths[row] = length
 
-        return take_back
+        return rollback
 
-    def record(self, outcomes: Iterable[GroupOutcome], turn: int) -> None:
+    def record(self, outcomes: Iterable[GroupOutcome], epoch: int) -> None:
+        columns = (self.epochs, self.solved, self.lengths)
         for outcome in outcomes:
-            if outcome.row not in self._former:
-                self._former[outcome.row] = tuple(
-                    each[outcome.row].clone() for each in (self.turns, self.solved, self.lengths)
-                )
-            self.turns[outcome.row], self.solved[outcome.row], self.lengths[outcome.row] = (
-                turn,
-                outcome.solved,
-                outcome.length,
-            )
+            row = outcome.row
+            if row not in self._former:
+                self._former[row] = tuple(column[row].clone() for column in columns)
+            self.epochs[row] = epoch
+            self.solved[row] = outcome.solved
+            self.lengths[row] = outcome.length
 
     def expected_lengths(self, rows: list[int]) -> list[float]:
-        """Return the expected tokens of a response to each prompt: that of its last outcome; for
-        new prompts the mean, or 1.
+        """Return the expected tokens of a response to each prompt: the length of its last outcome.
+
+        New prompts have the mean of the others, or 1.
         """
-        generated = self.turns >= 0
+        generated = self.epochs >= 0
         mean = float(self.lengths[generated].mean()) if generated.any() else 1.0
         return [max(float(self.lengths[row]) if generated[row] else mean, 1.0) for row in rows]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"turns": self.turns, "solved": self.solved, "lengths": self.lengths}
+        return {"turns": self.epochs, "solved": self.solved, "lengths": self.lengths}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in ("turns", "solved", "lengths"):
-            getattr(self, name).copy_(state[name])
+        self.epochs.copy_(state["turns"])
+        self.solved.copy_(state["solved"])
+        self.lengths.copy_(state["lengths"])
