@@ -204,7 +204,8 @@ class Sample:
     text: str
     """Response decoded without special tokens, as rewards receive it. The prompt is never part of
     it."""
-    finish_reason: str
+    finish_reason: str | None
+    """stop or length; None while the response is generated."""
     weight_versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token: several if the response grew over several
     steps or while weights came."""

@@ -13,7 +13,7 @@ from lightrft.config.sections import RolloutSection
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.requests import Request, derived_seed
 from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
-from lightrft.rollout.groups import GROWING, Group
+from lightrft.rollout.groups import Group
 from lightrft.rollout.sampler import Finished, Part, Requests, RolloutLoop, Sampler
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.types import Completion, Sample
@@ -114,7 +114,7 @@ class EpisodeLoop(RolloutLoop):
             (group.number, place): sample
             for group in self._groups.values()
             for place, sample in enumerate(group.responses)
-            if sample.finish_reason != GROWING
+            if sample.finish_reason is not None
         }
         for others in self.session.model_parallel.gather(own):
             for (number, place), sample in others.items():
@@ -141,7 +141,7 @@ class EpisodeLoop(RolloutLoop):
     def _take_turn(self, play: Play, completion: Completion) -> None:
         sample = play.conversation
         self.sampler.extend(sample, completion)
-        sample.finish_reason = GROWING
+        sample.finish_reason = None
         if completion.finish_reason != ABORTED:
             self.episodes.generated(play, completion, sample.text)
 

@@ -12,9 +12,6 @@ from torch import Tensor
 from lightrft.algorithms.advantage import RIGHT
 from lightrft.types import Prompt, Sample
 
-GROWING = ""
-"""Finish reason of a response that is still being generated."""
-
 
 @dataclass(slots=True)
 class Group:
@@ -33,7 +30,7 @@ class Group:
 
     @classmethod
     def begin(cls, number: int, row: int, prompt: Prompt, *, count: int, greedy: bool) -> Self:
-        responses = [Sample(prompt, number, [], [], "", GROWING) for _ in range(count + greedy)]
+        responses = [Sample(prompt, number, [], [], "", None) for _ in range(count + greedy)]
         return cls(number, row, responses[:count], responses[count] if greedy else None)
 
     @property
@@ -52,14 +49,14 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        return all(sample.finish_reason != GROWING for sample in self.responses)
+        return all(sample.finish_reason is not None for sample in self.responses)
 
     def fits(self, longest: int) -> bool:
         """Return True if no response is longer than `longest` and the unfinished ones can still
         grow.
         """
         return all(
-            len(sample.token_ids) + (sample.finish_reason == GROWING) <= longest
+            len(sample.token_ids) + (sample.finish_reason is None) <= longest
             for sample in self.responses
         )
 
@@ -109,7 +106,8 @@ class Group:
         )
 
         for sample, values in zip(group.responses, state["responses"], strict=True):
-            token_ids, logprobs, sample.text, sample.finish_reason, versions = values
+            token_ids, logprobs, sample.text, finish_reason, versions = values
+            sample.finish_reason = finish_reason or None  # empty in states of older versions
             if isinstance(versions, int):  # state of an older version: that of the first token
                 versions = [versions] * len(token_ids)
             # they grow, and the state stays as it is

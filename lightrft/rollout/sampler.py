@@ -14,7 +14,7 @@ from lightrft.engine.loop import ABORTED
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.groups import GROWING, Group
+from lightrft.rollout.groups import Group
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.types import Completion, Prompt, Sample
 
@@ -195,7 +195,7 @@ class Sampler:
         has a request of its own, and so has the greedy response. If ranks share groups, every
         sample has its own, so that its end is seen.
         """
-        unfinished = [place for place in places if group.responses[place].finish_reason == GROWING]
+        unfinished = [place for place in places if group.responses[place].finish_reason is None]
         sampled = [place for place in unfinished if place < len(group.samples)]
 
         together: list[int] = []

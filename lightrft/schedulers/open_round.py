@@ -10,7 +10,7 @@ from torch import Tensor
 from lightrft.observe.trace import Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.fixed_batch import Prepared
-from lightrft.rollout.groups import GROWING, Group
+from lightrft.rollout.groups import Group
 from lightrft.rollout.sampler import RolloutLoop, Sampler
 from lightrft.schedulers.assignment import Assignment
 from lightrft.schedulers.divided import move_responses
@@ -154,7 +154,7 @@ class OpenRound:
             responses = [group.responses[place] for place in chunk.responses]
             counts[0, index] = sum((group.number, place) in running for place in chunk.responses)
             counts[1, index] = sum(
-                len(sample.token_ids) for sample in responses if sample.finish_reason != GROWING
+                len(sample.token_ids) for sample in responses if sample.finish_reason is not None
             )
 
         return self.sampler.exchange.begin_sum(counts)

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.fixed_batch import flat
-from lightrft.rollout.groups import GROWING, Group
+from lightrft.rollout.groups import Group
 from lightrft.types import Prompt
 
 
@@ -26,7 +26,7 @@ class PartialGroup:
 
     @classmethod
     def of(cls, group: Group, rank: int) -> Self:
-        unfinished = [each for each in group.responses if each.finish_reason == GROWING]
+        unfinished = [each for each in group.responses if each.finish_reason is None]
         lengths = tuple(len(sample.token_ids) for sample in unfinished)
         return cls(group.number, group.row, rank, lengths)
 

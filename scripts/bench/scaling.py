@@ -71,7 +71,6 @@ from lightrft.parallel.collectives import Axis  # noqa: E402
 from lightrft.parallel.mesh import Mesh  # noqa: E402
 from lightrft.rewards.runner import RewardRunner  # noqa: E402
 from lightrft.rollout.gathered_rewards import GatheredRewards  # noqa: E402
-from lightrft.rollout.groups import GROWING  # noqa: E402
 from lightrft.rollout.rollout import Rollout  # noqa: E402
 from lightrft.schedulers.assignment import Assignment  # noqa: E402
 from lightrft.schedulers.rounds import Rounds  # noqa: E402
@@ -257,7 +256,7 @@ class InventedLoop:
             (group.number, place)
             for group, places in self.parts
             for place in places
-            if group.responses[place].finish_reason == GROWING
+            if group.responses[place].finish_reason is None
         }
 
     def steps(self, most: int | None = None) -> Iterator[Any]:
@@ -267,13 +266,13 @@ class InventedLoop:
                 group, places = part
                 for place in places:
                     self._grow(group.responses[place], invented_length(group.row, place))
-                if all(group.responses[place].finish_reason != GROWING for place in places):
+                if all(group.responses[place].finish_reason is not None for place in places):
                     self.parts.remove(part)
                     if group.complete:
                         yield group
 
     def _grow(self, sample: Any, length: int) -> None:
-        if sample.finish_reason == GROWING:
+        if sample.finish_reason is None:
             sample.token_ids.append(len(sample.token_ids))
             sample.logprobs.append(-0.5)
             sample.weight_versions.append(1)

@@ -20,7 +20,7 @@ from lightrft.engine.requests import derived_seed
 from lightrft.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.fixed_batch import FixedBatch
-from lightrft.rollout.groups import GROWING, Group
+from lightrft.rollout.groups import Group
 from lightrft.rollout.rollout import Rollout
 from lightrft.rollout.sampler import Finished, Pending, Sampler
 from lightrft.schedulers.rounds import Rounds, needs_rounds
@@ -138,7 +138,7 @@ class ForcedSampler(Sampler):
     def pending(self, group: Group, places: Sequence[int], seed: int) -> Iterator[Pending]:
         for place in places:
             sample = group.samples[place]
-            if sample.finish_reason == GROWING:
+            if sample.finish_reason is None:
                 sampling = Sampling(
                     max_tokens=int(self.lengths[group.row, place]), banned_token_ids=(END,)
                 )

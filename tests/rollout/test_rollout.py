@@ -19,7 +19,7 @@ from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.fixed_batch import FixedBatch
-from lightrft.rollout.groups import GROWING, GroupOutcome, History
+from lightrft.rollout.groups import GroupOutcome, History
 from lightrft.rollout.rollout import Rollout
 from lightrft.schedulers.rounds import Rounds, needs_rounds
 from lightrft.types import Prompt
@@ -73,7 +73,7 @@ class Script:
         sample.logprobs += completion.logprobs
         sample.weight_versions += completion.weight_versions
         sample.finish_reason = (
-            GROWING if completion.finish_reason == ABORTED else completion.finish_reason
+            None if completion.finish_reason == ABORTED else completion.finish_reason
         )
 
 
@@ -99,7 +99,7 @@ class ScriptedLoop:
             (group.number, place)
             for group, places in self.parts
             for place in places
-            if group.responses[place].finish_reason == GROWING
+            if group.responses[place].finish_reason is None
         }
 
     def steps(self, most=None):
@@ -110,13 +110,13 @@ class ScriptedLoop:
                 group, places = part
                 for place in places:
                     self._grow(group.responses[place], place)
-                if all(group.responses[place].finish_reason != GROWING for place in places):
+                if all(group.responses[place].finish_reason is not None for place in places):
                     self.parts.remove(part)
                     if group.complete:
                         yield group
 
     def _grow(self, sample, place: int) -> None:
-        if sample.finish_reason == GROWING:
+        if sample.finish_reason is None:
             sample.token_ids.append((self.seed + 7 * place) % 251)
             sample.logprobs.append(-0.5 - place / 3)
             sample.weight_versions.append(3)
@@ -323,9 +323,7 @@ def test_a_resumed_run_goes_on_alike(tmp_path):
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert course(resumed, range(6, 11)) == expected[5:]
     assert not any(
-        sample.finish_reason == GROWING
-        for group in step(resumed, 11)[0]
-        for sample in group.samples
+        sample.finish_reason is None for group in step(resumed, 11)[0] for sample in group.samples
     )
 
 
@@ -431,7 +429,7 @@ def test_a_resumed_run_with_shorter_responses_loses_those_that_are_too_long():
     first = new_rollout(MIXED, **FLAGS | {"early_stop_every": 1})
     course(first, range(1, 6))
     lengths = [
-        max(len(sample.token_ids) + (sample.finish_reason == GROWING) for sample in g.responses)
+        max(len(sample.token_ids) + (sample.finish_reason is None) for sample in g.responses)
         for g in first.scheduler.partial.local
     ]
     assert min(lengths) < max(lengths)
