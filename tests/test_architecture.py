@@ -21,6 +21,7 @@ LAYERS = {
     "cli": 12,
     "trainer": 11,
     "run": 10,
+    "compat": 10,
     "tools": 10,
     "rollout": 9,
     "agents": 8,

@@ -14,6 +14,7 @@ import pytest
 
 import lightrft
 from lightrft.__main__ import main
+from lightrft.compat.command_line import parse
 from lightrft.config import (
     COMMANDS,
     SECTIONS,
@@ -26,7 +27,6 @@ from lightrft.config import (
     field_docs,
     fields_read,
     needs_reference,
-    parse,
     resolve,
     section_of_field,
     summary,
@@ -34,8 +34,8 @@ from lightrft.config import (
 from lightrft.config.command_line import help_text
 from lightrft.config.presets import DEFAULTS
 from lightrft.config.references import DataSource, data_sources, reward_terms
-from lightrft.config.sections import field_bounds, field_types
-from lightrft.config.validation import range_problems
+from lightrft.config.resolve import range_problems
+from lightrft.config.sections import field_types, options
 from lightrft.config.values import CommaSeparated
 from lightrft.rewards.functions import rewards
 
@@ -499,11 +499,12 @@ def test_every_number_has_bounds(value):
     """Also one that is set in Python, where no text is parsed."""
     config = Config()
     for name, section in section_of_field().items():
-        if name in field_bounds() and name != "seed":
+        if options()[name].bound and name != "seed":
             kind = field_types()[name]
             setattr(getattr(config, section), name, [value] if get_origin(kind) is list else value)
     found = {problem.split()[0] for problem in range_problems(config, section_of_field())}
-    assert found == {f"--{name}" for name in field_bounds() if name != "seed"}
+    bounded = {name for name, option in options().items() if option.bound}
+    assert found == {f"--{name}" for name in bounded - {"seed"}}
 
 
 @pytest.mark.parametrize(
@@ -517,9 +518,9 @@ def test_every_number_has_bounds(value):
                 "--micro_train_batch_size=-1",
                 "--zpg=0",
             ],
-            "at least 1",
+            "must be at least 1",
         ),
-        (["--dual_clip=1"], "above 1"),
+        (["--dual_clip=1"], "must be above 1"),
         (
             [
                 "--sapo_tau_positive=0",
@@ -527,18 +528,21 @@ def test_every_number_has_bounds(value):
                 "--arrival_minutes=0",
                 "--rollout_correction_high=-1",
             ],
-            "above 0",
+            "must be above 0",
         ),
         (
             ["--learning_rate=-1", "--max_norm=-1", "--eval_n_samples=-1", "--eps_clip_low=-0.2"],
-            "at least 0",
+            "must not be negative",
         ),
-        (["--ema_beta=2", "--lr_warmup_ratio=3", "--engine_mem_util=60"], "between 0 and 1"),
+        (
+            ["--ema_beta=2", "--lr_warmup_ratio=3", "--engine_mem_util=60"],
+            "must be between 0 and 1",
+        ),
     ],
 )
 def test_numbers_out_of_their_range_are_named(argv, said):
     message = problems(*RUNNABLE, *argv)
-    assert all(f"{flag.split('=')[0]} must be {said}" in message for flag in argv)
+    assert all(f"{flag.split('=')[0]} {said}" in message for flag in argv)
 
 
 def test_a_sequence_that_fits_no_microbatch_of_log_probs():
@@ -1127,8 +1131,8 @@ def test_samplings_that_nobody_can_draw_from_are_named():
         *RUNNABLE, "--eval_data=x", "--top_p=0.5", "--first_token_temperature=3", command="evaluate"
     )
     assert [line.split()[0] for line in unused if "prompt_data" not in line] == [
-        "--first_token_temperature",
         "--top_p",
+        "--first_token_temperature",
     ]
 
 

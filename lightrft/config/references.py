@@ -6,13 +6,13 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from lightrft.config.sections import REWARD_MODELS, EngineSection, ModelSection
 from lightrft.config.values import nearest
 
+REWARD_MODELS = ("reward_pretrain", "process_reward_pretrain")
+"""Fields that name reward models."""
 GGUF = ".gguf"
 """End of the name of a model in one file."""
 REWARD_KEY = "REWARD_API_KEY"
@@ -66,7 +66,14 @@ def reward_terms(text: str) -> list[RewardTerm]:
     return terms
 
 
-def reward_model_terms(section: ModelSection) -> list[tuple[str, RewardTerm]]:
+class NamedRewardModels(Protocol):
+    """The fields of ModelSection that name reward models."""
+
+    reward_pretrain: list[str]
+    process_reward_pretrain: list[str]
+
+
+def reward_model_terms(section: NamedRewardModels) -> list[tuple[str, RewardTerm]]:
     """Return (flag, reward model) for the entries of both flags, each in the form PATH, PATH:WEIGHT
     or LABEL=PATH:WEIGHT.
 
@@ -322,13 +329,3 @@ def address_problem(flag: str, url: str, key: str) -> str:
         )
 
     return ""
-
-
-def engine_name(section: EngineSection) -> str:
-    """Return the engine that --engine_type selects on this machine, without importing it."""
-    name = section.engine_type
-    return (
-        next((engine for engine in ("vllm", "sglang") if find_spec(engine)), "hf")
-        if name == "auto"
-        else name
-    )

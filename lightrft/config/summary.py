@@ -2,9 +2,7 @@
 step.
 """
 
-from lightrft.config.commands import COMMANDS
-from lightrft.config.references import engine_name
-from lightrft.config.sections import Config, needs_reference
+from lightrft.config.sections import COMMANDS, Config, engine_name, needs_reference
 
 
 def summary(

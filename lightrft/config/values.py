@@ -4,11 +4,11 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from types import UnionType
-from typing import Any, Literal, NewType, Self, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, NewType, Self, Union, get_args, get_origin
 
 TRUE = ("true", "yes", "on", "1")
 FALSE = ("false", "no", "off", "0")
@@ -24,41 +24,69 @@ HOTTEST = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Range of a field's values, declared as `Annotated[int, COUNT]`.
+    """A condition on the value of a field. None always satisfies it."""
 
-    A value of None is always within it.
-    """
-
-    description: str
-    holds: Callable[[float], bool]
+    message: str
+    """What the value must be, as the words after the flag: `must be above 0`."""
+    holds: Callable[[Any], bool]
+    """Judges a number, or each item of a list."""
     most: float = 2**31 - 1
-    """Largest size of a value, positive or negative: no meaning needs a larger one, and sums and
-    products of them still fit."""
+    """Largest size of a number, positive or negative: no meaning needs a larger one, and sums and
+    products of such numbers still fit."""
+    whole: bool = False
+    """Judge a list as one value."""
 
     def problem(self, value: Any) -> str:
-        """Return how a number, or each number of a list, should be; empty if it is."""
-        numbers = value if isinstance(value, list) else [value]
-        if not all(map(self.holds, numbers)):
-            return f"must be {self.description}"
-        return (
-            ""
-            if all(abs(number) <= self.most for number in numbers)
-            else f"must be at most {self.most:,}"
-        )
+        """Return what the value must be; empty if it is."""
+        items = value if isinstance(value, list) else [value]
+        if not (self.holds(value) if self.whole else all(map(self.holds, items))):
+            return self.message
+
+        numbers = [item for item in items if isinstance(item, int | float)]
+        fit = all(abs(number) <= self.most for number in numbers)
+        return "" if fit else f"must be at most {self.most:,}"
+
+    def saying(self, message: str) -> "Bound":
+        """Return the same condition with another message."""
+        return replace(self, message=message)
 
 
-NUMBER = Bound("a number", lambda value: value == value)
-"""Bound of a field without one of its own."""
-MINUTES = Bound("above 0", lambda value: value > 0, most=525_600)
+NUMBER = Bound("must be a number", lambda value: value == value)
+"""Bound of a number without one of its own."""
+MINUTES = Bound("must be above 0", lambda value: value > 0, most=525_600)
 """At most a year."""
-SECONDS = Bound("above 0", lambda value: value > 0, most=31_536_000)
-PORT = Bound("at least 0", lambda value: value >= 0, most=65_535)
-SEED = Bound("a whole number", lambda value: True, most=LARGEST)
-COUNT = Bound("at least 1", lambda value: value >= 1)
-ABOVE_1 = Bound("above 1", lambda value: value > 1)
-POSITIVE = Bound("above 0", lambda value: value > 0)
-NOT_NEGATIVE = Bound("at least 0", lambda value: value >= 0)
-SHARE = Bound("between 0 and 1", lambda value: 0 <= value <= 1)
+SECONDS = Bound("must be above 0", lambda value: value > 0, most=31_536_000)
+PORT = Bound("must not be negative", lambda value: value >= 0, most=65_535)
+SEED = Bound("must be a whole number", lambda value: True, most=LARGEST)
+COUNT = Bound("must be at least 1", lambda value: value >= 1)
+ABOVE_1 = Bound("must be above 1", lambda value: value > 1)
+POSITIVE = Bound("must be above 0", lambda value: value > 0)
+NOT_NEGATIVE = Bound("must not be negative", lambda value: value >= 0)
+SHARE = Bound("must be between 0 and 1", lambda value: 0 <= value <= 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a field of the configuration allows and needs."""
+
+    bound: Bound | None = None
+    needs: str | Mapping[str, str] = ""
+    """Flags without which the field has no effect, as the user reads them: `--lora_rank`, or
+    `--rm_loss ties`. A dict has a text for each command that needs something."""
+    unless: str = ""
+    """Flag with which the field has no effect."""
+    commands: Collection[str] = ()
+    """Commands that read the field; empty: all that read its section."""
+    alias: str = ""
+    """Another name of the field."""
+
+
+def option(default: Any, bound: Bound | None = None, **details: Any) -> Any:
+    """Declare a field of a section with its default and the details of its Option."""
+    metadata = {"option": Option(bound, **details)}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 CommaSeparated = NewType("CommaSeparated", str)
@@ -75,7 +103,12 @@ class Section:
         # {"advantage_estimator", "eps_clip_low"}
     """
 
+    commands: ClassVar[Collection[str]]
+    """Commands that read the section."""
     written: set[str]
+
+    def __init_subclass__(cls, commands: Collection[str]) -> None:
+        cls.commands = commands
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         section = super().__new__(cls)
