@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import asdict, fields
@@ -32,9 +33,11 @@ from lightrft.config import (
     summary,
 )
 from lightrft.config.command_line import help_text
+from lightrft.config.facts import RunFacts
 from lightrft.config.presets import DEFAULTS
 from lightrft.config.references import DataSource, data_sources, reward_terms
 from lightrft.config.resolve import range_problems
+from lightrft.config.rules import Rule
 from lightrft.config.sections import field_types, options
 from lightrft.config.values import CommaSeparated
 from lightrft.rewards.functions import rewards
@@ -764,6 +767,31 @@ def test_what_cannot_speculate_is_named(tmp_path):
     assert f"--speculative mtp: {tmp_path} has no layers for it" in problems(*mtp)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"mtp_num_hidden_layers": 1}}))
     check(*mtp)
+
+
+@pytest.mark.parametrize(
+    ("message", "found", "said"),
+    [
+        ("no {seed}: {found}", ["a", "", "b"], ["no 42: a", "no 42: b"]),
+        ("no {seed}: {found}", "a {b}", ["no 42: a {b}"]),
+        ("no {seed}", ["a", "b"], ["no 42"]),
+        ("no {seed}", [""], ["no 42"]),
+        ("no {seed}", [], []),
+    ],
+)
+def test_a_rule_says_what_it_found(message, found, said):
+    assert Rule(message, lambda run: found).problems(RunFacts(Config())) == said
+
+
+def test_every_need_names_fields():
+    """A misspelt flag in what a field needs would be silence."""
+    texts = set()
+    for option in options().values():
+        needs = [option.needs] if isinstance(option.needs, str) else option.needs.values()
+        texts |= {*needs, option.unless} - {""}
+
+    names = {flag for text in texts for flag in re.findall(r"--(\w+)", text)}
+    assert len(texts) > 40 and names <= set(section_of_field())
 
 
 # -- flags without effect

@@ -25,8 +25,10 @@ from lightrft.config.references import (
     reward_terms,
 )
 from lightrft.config.sections import (
+    EVALUATED,
     EVERY,
     GENERATING,
+    POLICY,
     PPO,
     SAMPLING,
     SUPERVISED,
@@ -70,7 +72,8 @@ class Rule:
 
     def problems(self, run: RunFacts) -> list[str]:
         found = self.when(run)
-        items = found if isinstance(found, list) else [found]
+        several = isinstance(found, list) and "{found}" in self.message
+        items = found if several else [found]
         return [self.message.format_map(ChainMap({"found": item}, run)) for item in items if item]
 
 
@@ -156,7 +159,7 @@ INPUTS = (
     Rule(
         "--pretrain is empty: set it to a Hugging Face folder, a GGUF file or a hub name",
         lambda run: not run.pretrain,
-        (*TRAINING, "serve", "evaluate"),
+        POLICY,
     ),
     Rule("{found}", unusable_models),
     Rule(
@@ -172,12 +175,12 @@ INPUTS = (
     Rule(
         "--chat_template_date {chat_template_date} is not a date such as 2026-01-31",
         lambda run: _is_no_date(run.chat_template_date),
-        (*TRAINING, "serve", "evaluate"),
+        POLICY,
     ),
     Rule(
         "{found}",
         lambda run: unreadable(eval_sources, run.eval_data),
-        (*TRAINING, "evaluate"),
+        EVALUATED,
     ),
     Rule(
         "--eval_data NAME=SOURCE: {command} computes the loss of one set; give files without names",
@@ -194,7 +197,7 @@ INPUTS = (
         lambda run: not run.eval_data,
         ("evaluate",),
     ),
-    Rule("{found}", _unusable_data, (*TRAINING, "evaluate")),
+    Rule("{found}", _unusable_data, EVALUATED),
     Rule("{found}", lambda run: unreadable(report_names, run.report_to), TRAINING),
     Rule(
         "--report_to {found} needs the package {found}: pip install {found}",
@@ -448,7 +451,7 @@ def _too_small(run: RunFacts) -> list[str]:
     return [
         f"{longest} tokens do not fit into {name} {run[name]}"
         for name in limits
-        if run[name] is not None and longest > run[name]
+        if run[name] is not None and 0 < run[name] < longest
     ]
 
 
@@ -521,7 +524,10 @@ ROLLOUT = (
     Rule(
         "rollout_batch_size {rollout_batch_size} x n_samples_per_prompt {n_samples_per_prompt} ="
         " {num_samples} samples are not a multiple of train_batch_size {train_batch_size}",
-        lambda run: run.train_batch_size > 0 and run.num_samples % run.train_batch_size,
+        lambda run: (
+            min(run.num_samples, run.train_batch_size) > 0
+            and run.num_samples % run.train_batch_size
+        ),
     ),
     Rule("--replay_rollouts has no engine: omit --{found}", _against_replay),
     Rule(

@@ -41,6 +41,11 @@ TRAINING = (*PPO, *SUPERVISED)
 SAMPLING = (*PPO, "evaluate")
 GENERATING = (*SAMPLING, "serve")
 SERVERS = ("serve_reward", "serve")
+EVALUATED = (*TRAINING, "evaluate")
+POLICY = (*TRAINING, "evaluate", "serve")
+POLICY_TRAINING = (*PPO, "train_sft", "train_dpo", "train_kto")
+LABELLED = (*SAMPLING, "train_sft", "train_kto", "train_prm")
+SCORING = (*SAMPLING, "serve_reward")
 EVERY = (*TRAINING, *SERVERS, "evaluate")
 """Commands that read a section or a field."""
 
@@ -52,9 +57,12 @@ A_TRACKER = "--report_to comet_ml or mlflow or swanlab or trackio or wandb"
 A_JUDGE = "--reward judge"
 SEVERAL_SETS = "several --prompt_data, joined by commas"
 OWN_FORMATS = "--eval_data in other formats than those of benchmarks"
+REWARDED = {"evaluate": OWN_FORMATS}
+UNLESS_GREEDY = {"evaluate": "--eval_n_samples"}
 EARLY_OUTPUTS = "--init_kl_coef, --max_epochs 2, a critic, or a reward model"
-"""What several fields need; effects.py computes the last four."""
+"""What several fields need."""
 
+CLIP = POSITIVE.hint("; omit it to disable clipping")
 BELOW_1 = Bound("must be at least 0 and below 1", lambda value: 0 <= value < 1)
 RANGE = Bound(
     "takes two numbers: the minimum and the maximum",
@@ -79,21 +87,17 @@ DISTINCT = Bound("contains a name twice", lambda names: len(set(names)) == len(n
 class ModelSection(Section, commands=TRAINING):
     """Models, their trained parameters, adapters."""
 
-    pretrain: str = option("", commands=(*TRAINING, "serve", "evaluate"))
+    pretrain: str = option("", commands=POLICY)
     """Model to start from: a Hugging Face folder, a GGUF file or a hub name, as for all models
     here."""
     critic_pretrain: str = option("", needs=CRITIC, commands=PPO)
     """Model that initialises the critic, with its value head if it has one (a reward model): a
     folder or hub name; empty: --pretrain."""
-    reward_pretrain: list[str] = option(
-        [], needs={"evaluate": OWN_FORMATS}, commands=(*SAMPLING, "serve_reward")
-    )
+    reward_pretrain: list[str] = option([], needs=REWARDED, commands=SCORING)
     """Reward models: frozen models with one score as their head and the tokenizer of --pretrain,
     given as folders or hub names, each in the form PATH, PATH:WEIGHT or LABEL=PATH:WEIGHT. Their
     scores are added to the result of --reward; with --reward none they are the only reward."""
-    process_reward_pretrain: list[str] = option(
-        [], needs={"evaluate": OWN_FORMATS}, commands=(*SAMPLING, "serve_reward")
-    )
+    process_reward_pretrain: list[str] = option([], needs=REWARDED, commands=SCORING)
     """Process reward models, in the same form: their score at the end of each step of a response is
     the logit of the probability that the step is correct. --step_separator ends a step, and
     --step_rewards converts the probabilities to rewards."""
@@ -106,22 +110,20 @@ class ModelSection(Section, commands=TRAINING):
     contains its key, if it needs one."""
     bf16: bool = option(False, commands=EVERY)
     """Compute in bfloat16 with float32 master weights; otherwise everything is float32."""
-    gradient_checkpointing: bool = option(False, commands=(*TRAINING, "evaluate"))
+    gradient_checkpointing: bool = option(False, commands=EVALUATED)
     """Recompute activations in the backward pass: less memory, about a third more time."""
     gradient_checkpointing_policy: Literal["full", "selective"] = option(
-        "full", needs="--gradient_checkpointing", commands=(*TRAINING, "evaluate")
+        "full", needs="--gradient_checkpointing", commands=EVALUATED
     )
     """Activations to keep of each block: full keeps only its input; selective also keeps the
     results of attention and matrix products."""
-    fused_kernels: Literal["none", "liger"] = option("none", commands=(*TRAINING, "evaluate"))
+    fused_kernels: Literal["none", "liger"] = option("none", commands=EVALUATED)
     """liger: compute norms, rotary embeddings and feed-forward layers of llama, qwen2 and qwen3
     models with fused kernels, on an accelerator; requires the package liger-kernel. In float32,
     log-probs and gradients change by at most 1e-5."""
     trust_remote_code: bool = option(False, commands=EVERY)
     """Run Python code that comes with the model. Use it only for sources that you trust."""
-    lora_rank: int = option(
-        0, NOT_NEGATIVE.saying("must not be negative; 0 trains the model itself")
-    )
+    lora_rank: int = option(0, NOT_NEGATIVE.hint("; 0 trains the model itself"))
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model
     itself."""
     lora_alpha: float = option(16.0, POSITIVE, needs="--lora_rank")
@@ -140,7 +142,7 @@ class ModelSection(Section, commands=TRAINING):
 
 
 @dataclass
-class DataSection(Section, commands=(*TRAINING, "evaluate")):
+class DataSection(Section, commands=EVALUATED):
     """Prompts, answers, templates."""
 
     prompt_data: CommaSeparated = CommaSeparated("")
@@ -197,9 +199,7 @@ class DataSection(Section, commands=(*TRAINING, "evaluate")):
     media_root: str = option("", needs=MEDIA)
     """Folder that the paths of images are relative to, and outside of which no file is read; empty:
     paths are relative to the folder of the data, and any path is allowed."""
-    label_key: str = option(
-        "label", commands=("train_ppo", "train_sft", "train_kto", "train_prm", "evaluate")
-    )
+    label_key: str = option("label", commands=LABELLED)
     """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it.
     For SFT, a row that ends in an answer needs none. For KTO it is true for a good answer, and for
     train_prm it is a list with a value for each step."""
@@ -208,7 +208,7 @@ class DataSection(Section, commands=(*TRAINING, "evaluate")):
     eval_label_key: str | None = option(
         None,
         needs=OWN_FORMATS,
-        commands=("train_ppo", "train_sft", "train_kto", "train_prm", "evaluate"),
+        commands=LABELLED,
     )
     """Column of the correct answer in --eval_data; unset: --label_key."""
     reference_key: str | None = option(None, commands=(*SAMPLING, "train_sft"))
@@ -221,17 +221,13 @@ class DataSection(Section, commands=(*TRAINING, "evaluate")):
     that ends its turns."""
     system_prompt: str | None = option(None, needs="--apply_chat_template")
     """System message for the chat template. The system message of a row takes its place."""
-    chat_template_kwargs: str | None = option(
-        None, needs="--apply_chat_template", commands=(*TRAINING, "serve", "evaluate")
-    )
+    chat_template_kwargs: str | None = option(None, needs="--apply_chat_template", commands=POLICY)
     """Additional variables for the chat template as a JSON object: '{"enable_thinking": false}'.
     Those in the column `chat_template_kwargs` of a row replace them."""
-    chat_template_date: str = option(
-        "", needs="--apply_chat_template", commands=(*TRAINING, "serve", "evaluate")
-    )
+    chat_template_date: str = option("", needs="--apply_chat_template", commands=POLICY)
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also
     after it is resumed."""
-    prompt_max_len: int = option(1024, COUNT, commands=(*TRAINING, "serve", "evaluate"))
+    prompt_max_len: int = option(1024, COUNT, commands=POLICY)
     """Maximum length of a prompt in tokens; a row with a longer prompt is a bad row."""
     max_samples: int | None = option(None, COUNT)
     """Use only this number of rows from the beginning of each training data set."""
@@ -252,7 +248,7 @@ class DataSection(Section, commands=(*TRAINING, "evaluate")):
     learned_turns: Literal["all", "last"] = option(
         "all",
         needs="--pretrain_data",
-        commands=("train_ppo", "train_sft", "train_dpo", "train_kto"),
+        commands=POLICY_TRAINING,
     )
     """Turns of the assistant in a conversation on which SFT and --pretrain_data train: all, or the
     last one. A turn with `weight`, `train` or `loss` 0 is not learned."""
@@ -401,8 +397,8 @@ class RolloutSection(Section, commands=PPO):
     """Maximum length of a response in tokens."""
     temperature: float = option(
         1.0,
-        POSITIVE.saying("must be above 0; evaluation is always greedy"),
-        needs={"evaluate": "--eval_n_samples"},
+        POSITIVE.hint("; evaluation is always greedy"),
+        needs=UNLESS_GREEDY,
         commands=GENERATING,
     )
     """Sampling temperature; all log-probs are computed at this temperature."""
@@ -411,15 +407,15 @@ class RolloutSection(Section, commands=PPO):
         Bound(
             "must be above 0 and at most 1; 1 samples from all tokens", lambda share: 0 < share <= 1
         ),
-        needs={"evaluate": "--eval_n_samples"},
+        needs=UNLESS_GREEDY,
         commands=GENERATING,
     )
     """Sample only from the most likely tokens whose probabilities add up to this; all log-probs are
     computed over these tokens."""
     top_k: int = option(
         0,
-        NOT_NEGATIVE.saying("must not be negative; 0 samples from all tokens"),
-        needs={"evaluate": "--eval_n_samples"},
+        NOT_NEGATIVE.hint("; 0 samples from all tokens"),
+        needs=UNLESS_GREEDY,
         commands=GENERATING,
     )
     """Sample only from the k most likely tokens; all log-probs are computed over these tokens. 0:
@@ -431,7 +427,7 @@ class RolloutSection(Section, commands=PPO):
     of the response. As texts may contain commas, several are separated by spaces, or are a list in
     YAML."""
     stop_token_ids: list[int] = option(
-        [], NOT_NEGATIVE.saying("must not contain a negative number"), commands=GENERATING
+        [], Bound("must not contain a negative number", NOT_NEGATIVE.holds), commands=GENERATING
     )
     """Tokens that end a response, in addition to the model's end tokens."""
     min_tokens: int = option(0, NOT_NEGATIVE, commands=GENERATING)
@@ -439,15 +435,15 @@ class RolloutSection(Section, commands=PPO):
     response; all log-probs are computed accordingly."""
     first_token_temperature: float | None = option(
         None,
-        POSITIVE.saying("must be above 0; omit it to use --temperature"),
-        needs={"evaluate": "--eval_n_samples"},
+        POSITIVE.hint("; omit it to use --temperature"),
+        needs=UNLESS_GREEDY,
         commands=SAMPLING,
     )
     """Sample the first token of a response at this temperature, for diversity (FIRE; 30 in the
     paper). This token is not trained on."""
     eval_temperature: float | None = option(
         None,
-        POSITIVE.saying("must be above 0; evaluation always includes a greedy response"),
+        POSITIVE.hint("; evaluation always includes a greedy response"),
         needs="--eval_n_samples",
         commands=SAMPLING,
     )
@@ -462,7 +458,7 @@ class RolloutSection(Section, commands=PPO):
     """Maximum number of rounds of dynamic_sampling; groups that are masked in the loss then fill
     the step."""
     over_sampling: float = option(
-        1.0, COUNT.saying("must be at least 1: it multiplies the number of prompts in a step")
+        1.0, COUNT.hint(": it multiplies the number of prompts in a step")
     )
     """Factor by which a step starts more prompts than it needs; it stops as soon as enough of their
     groups are complete."""
@@ -555,13 +551,13 @@ class EnvironmentSection(Section, commands=SAMPLING):
 class RewardSection(Section, commands=SAMPLING):
     """Reward functions, reward models, reward shaping."""
 
-    reward: CommaSeparated = option(CommaSeparated("exact_match"), needs={"evaluate": OWN_FORMATS})
+    reward: CommaSeparated = option(CommaSeparated("exact_match"), needs=REWARDED)
     """Reward function: a name, module:function, file.py:function, or the http(s) address of a
     server. Several are separated by commas, or a list in YAML, each in the form NAME, NAME:WEIGHT
     or LABEL=NAME:WEIGHT; the reward is their weighted sum, and the label names the metric of each.
     Built in are exact_match, number (also called gsm8k), math, choice, f1, format, length,
     json_schema, code, reasoning_gym, judge and none."""
-    reward_key: str | None = option(None, needs={"evaluate": OWN_FORMATS})
+    reward_key: str | None = option(None, needs=REWARDED)
     """Column that names the rewards and reward models for its row: a label, or a list of labels.
     Unset: all of them score every row."""
     reward_workers: int | None = option(None, NOT_NEGATIVE)
@@ -602,7 +598,7 @@ class RewardSection(Section, commands=SAMPLING):
     """Coefficient of the scores of --reward_pretrain and of the rewards of
     --process_reward_pretrain."""
     step_rewards: Literal["sum", "mean", "difference", "min"] = option(
-        "mean", needs="--process_reward_pretrain", commands=(*SAMPLING, "serve_reward")
+        "mean", needs="--process_reward_pretrain", commands=SCORING
     )
     """Rewards of the K steps of a response, computed from the probabilities p that they are
     correct. sum: p, which rewards long responses; mean: p / K; difference: the increase of p over
@@ -622,9 +618,7 @@ class RewardSection(Section, commands=SAMPLING):
         False, needs="--reward_running_norm", commands=PPO
     )
     """Subtract the mean of all rewards of the run before the division of reward_running_norm."""
-    reward_clip: float | None = option(
-        None, POSITIVE.saying("must be above 0; omit it to disable clipping"), commands=PPO
-    )
+    reward_clip: float | None = option(None, CLIP, commands=PPO)
     """Clip rewards to [-reward_clip, reward_clip], after the penalty and the running normalisation.
     """
     reward_group_norm: bool = option(False, commands=PPO)
@@ -660,16 +654,14 @@ class AlgorithmSection(Section, commands=PPO):
     policy_drift_clip: float | None = option(None, POSITIVE)
     """Upper limit of a token's divergence in cpgd, before the coefficient; above it the gradient is
     zero."""
-    cov_ratio: float = option(2e-4, SHARE.saying("must be between 0 and 1, because it is a share"))
+    cov_ratio: float = option(2e-4, SHARE.hint(", because it is a share"))
     """Share of the tokens of an optimizer step that kl_cov and clip_cov select by high covariance
     of log-prob and advantage."""
     kl_cov_coef: float = option(1.0, NOT_NEGATIVE)
     """Coefficient of |log ratio|, which kl_cov adds to the loss of the selected tokens."""
     clip_cov_range: list[float] = option([1.0, 5.0], RANGE)
     """Range of the covariance from which clip_cov draws the tokens that it masks: two numbers."""
-    high_entropy_token_ratio: float = option(
-        0.0, SHARE.saying("must be between 0 and 1, because it is a share")
-    )
+    high_entropy_token_ratio: float = option(0.0, SHARE.hint(", because it is a share"))
     """Train only on this share of the tokens of an optimizer step, those with the highest entropy
     (0.2 in the paper); 0: all tokens."""
     entropy_coef: float = 0.0
@@ -700,9 +692,7 @@ class AlgorithmSection(Section, commands=PPO):
     takes one more forward pass; 0: none."""
     ptx_coef: float = option(
         0.05,
-        POSITIVE.saying(
-            "must be above 0; omit --pretrain_data to train without the supervised loss"
-        ),
+        POSITIVE.hint("; omit --pretrain_data to train without the supervised loss"),
         needs="--pretrain_data",
     )
     """Coefficient of the supervised loss on --pretrain_data, added in each optimizer step of the
@@ -717,9 +707,7 @@ class AlgorithmSection(Section, commands=PPO):
     lambd: float = option(1.0, SHARE, needs=CRITIC)
     """GAE: trade-off between the observed rewards (1) and the critic's value of the next token (0).
     """
-    value_clip: float = option(
-        0.2, NOT_NEGATIVE.saying("must not be negative; 0 disables clipping"), needs=CRITIC
-    )
+    value_clip: float = option(0.2, NOT_NEGATIVE.hint("; 0 disables clipping"), needs=CRITIC)
     """Clip range of the critic's loss: a new value is clipped to the old value plus and minus this;
     0: no clipping."""
     pass_k: int = 4
@@ -730,9 +718,7 @@ class AlgorithmSection(Section, commands=PPO):
     advantages_norm: bool = False
     """Normalise advantages to mean 0 and standard deviation 1 over all trained tokens of the step.
     """
-    advantage_clip: float | None = option(
-        None, POSITIVE.saying("must be above 0; omit it to disable clipping")
-    )
+    advantage_clip: float | None = option(None, CLIP)
     """Clip advantages to [-advantage_clip, advantage_clip], after the normalisation."""
     mask_truncated: bool = False
     """Do not train on responses that were truncated at generate_max_len; their rewards still count
@@ -874,7 +860,7 @@ class OptimSection(Section, commands=TRAINING):
 class TrainSection(Section, commands=TRAINING):
     """Length of the run, batches, checkpoints."""
 
-    seed: int = option(42, SEED, commands=(*TRAINING, "serve", "evaluate"))
+    seed: int = option(42, SEED, commands=POLICY)
     """Seed of all random numbers."""
     num_episodes: int = option(1, COUNT)
     """Number of passes over the prompt data."""
@@ -907,7 +893,7 @@ class TrainSection(Section, commands=TRAINING):
     save it too: model_ema."""
     ema_beta: float = option(0.992, SHARE, needs="--enable_ema")
     """Decay of the moving average per step."""
-    save_path: str = option("runs/run", commands=(*TRAINING, "evaluate"))
+    save_path: str = option("runs/run", commands=EVALUATED)
     """Folder of the run: final model, metrics, report, resolved configuration."""
     ckpt_path: str | None = option(None, needs=CHECKPOINTS)
     """Folder of the checkpoints; unset: save_path/checkpoints."""
@@ -923,9 +909,7 @@ class TrainSection(Section, commands=TRAINING):
     async_save: bool = option(True, needs=CHECKPOINTS)
     """Write checkpoints in the background from a copy in host memory, while training continues; if
     the free memory of a host is less than twice the copy, training waits."""
-    save_adapter_only: bool = option(
-        False, needs="--lora_rank", commands=("train_ppo", "train_sft", "train_dpo", "train_kto")
-    )
+    save_adapter_only: bool = option(False, needs="--lora_rank", commands=POLICY_TRAINING)
     """With lora_rank: the final model is only the adapter in peft's format, not the model with the
     adapter merged into it."""
     push_to_hub: str = ""

@@ -46,9 +46,9 @@ class Bound:
         fit = all(abs(number) <= self.most for number in numbers)
         return "" if fit else f"must be at most {self.most:,}"
 
-    def saying(self, message: str) -> "Bound":
-        """Return the same condition with another message."""
-        return replace(self, message=message)
+    def hint(self, text: str) -> "Bound":
+        """Return the same bound with a message that goes on with `text`."""
+        return replace(self, message=self.message + text)
 
 
 NUMBER = Bound("must be a number", lambda value: value == value)
