@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
+from string import Formatter
 from typing import get_origin
 
 import pytest
@@ -33,11 +34,12 @@ from lightrft.config import (
     summary,
 )
 from lightrft.config.command_line import help_text
+from lightrft.config.effects import COMPUTED
 from lightrft.config.facts import RunFacts
 from lightrft.config.presets import DEFAULTS
 from lightrft.config.references import DataSource, data_sources, reward_terms
 from lightrft.config.resolve import range_problems
-from lightrft.config.rules import Rule
+from lightrft.config.rules import DEEPSPEED, LAYOUT, RULES, Rule
 from lightrft.config.sections import field_types, options
 from lightrft.config.values import CommaSeparated
 from lightrft.rewards.functions import rewards
@@ -783,6 +785,15 @@ def test_a_rule_says_what_it_found(message, found, said):
     assert Rule(message, lambda run: found).problems(RunFacts(Config())) == said
 
 
+def test_every_placeholder_of_a_rule_has_a_value():
+    """A misspelt one would show only when the rule is broken."""
+    run = RunFacts(Config(), "train_ppo", 2)
+    every = [*DEEPSPEED, *LAYOUT, *(rule for _, rules in RULES for rule in rules)]
+    names = {name for rule in every for _, name, *_ in Formatter().parse(rule.message) if name}
+    assert len(every) > 90 and len(names) > 20
+    assert all(run[name] is not Ellipsis for name in names - {"found"})
+
+
 def test_every_need_names_fields():
     """A misspelt flag in what a field needs would be silence."""
     texts = set()
@@ -790,8 +801,10 @@ def test_every_need_names_fields():
         needs = [option.needs] if isinstance(option.needs, str) else option.needs.values()
         texts |= {*needs, option.unless} - {""}
 
-    names = {flag for text in texts for flag in re.findall(r"--(\w+)", text)}
-    assert len(texts) > 40 and names <= set(section_of_field())
+    assert len(texts) > 40 and COMPUTED.keys() <= texts
+    for text in texts - COMPUTED.keys():
+        assert re.fullmatch(r"--\w+( \w+)?((, | or )(--)?\w+( \w+)?)*", text)
+        assert set(re.findall(r"--(\w+)", text)) <= set(section_of_field())
 
 
 # -- flags without effect

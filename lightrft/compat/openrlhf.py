@@ -132,7 +132,7 @@ DOTTED |= {
     for name, flag in DOTTED.items()
     if name.startswith("ds.")
 }
-"""OpenRLHF's flags of 2026 -> its earlier names, or those of this program."""
+"""OpenRLHF's flags of 2026 -> earlier names there, or flags of this program."""
 
 RENAMED = {
     "max_new_tokens": "generate_max_len",
@@ -148,7 +148,7 @@ RENAMED = {
     "eval_dataset": "eval_data",
     "eval_n_samples_per_prompt": "eval_n_samples",
 }
-"""Flags of other tools with the same values -> those of this program."""
+"""Flags of other tools -> flags of this program with the same values."""
 
 SWITCHES: dict[str, list[str]] = {
     "disable_engine_sleep": ["--no_enable_engine_sleep"],
@@ -375,7 +375,7 @@ def _tokens(name: str, words: list[str], written: Flags) -> list[str]:
 
 
 def _means_nothing(name: str, words: list[str]) -> bool:
-    """Return whether the flag says the same as its absence."""
+    """Return whether leaving the flag out means the same."""
     if name not in OFF:
         return False
     return not words if not OFF[name] else len(words) == 1 and words[0] in OFF[name]
@@ -473,8 +473,8 @@ def _param_dtype(values: list[str], flags: Flags) -> list[str]:
 
 
 def _advantage_estimator(values: list[str], flags: Flags) -> list[str]:
-    """Translate on-policy distillation, whose teacher is an SGLang server at --remote_rm_url in
-    those scripts.
+    """Translate on-policy distillation. The teacher in such a script is an SGLang server at
+    --remote_rm_url.
     """
     if values != ["on_policy_distillation"]:
         return ["--advantage_estimator", *values]

@@ -21,7 +21,7 @@ BACKGROUND = "reward_background"
 """Former switch: without it, rewards are computed in the process of the rank."""
 SWITCHES = (*DESTINATIONS, BACKGROUND)
 RENAMED_VALUES = {("bad_rows", "fail"): "stop"}
-"""Flag and its former value -> its current value."""
+"""Flag and former value -> current value."""
 
 
 def current_names(values: Mapping[str, Any], config: Config, source: str = "") -> dict[str, Any]:

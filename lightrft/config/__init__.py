@@ -1,4 +1,4 @@
-"""The configuration: every field, the source of its value, and the checks of combinations."""
+"""The configuration of a run: fields with their sources, checks, and the command line."""
 
 from lightrft.config.command_line import field_docs, load, parse
 from lightrft.config.effects import flags_without_effect

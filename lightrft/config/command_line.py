@@ -32,7 +32,7 @@ from lightrft.config.sections import (
 from lightrft.config.values import CommaSeparated, Verbatim, nearest
 
 Flags = dict[str, list[str]]
-"""Flag, without its dashes -> the words after it."""
+"""Flag, without dashes -> the words after it."""
 HELP = ("-h", "--help")
 VERSION = "--version"
 
@@ -176,7 +176,7 @@ def _split_config_flag(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Loader that refuses duplicate keys of a mapping, of which YAML would keep the last."""
+    """Loader that refuses duplicate keys of a mapping. YAML would keep the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -189,7 +189,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def _content(file: str) -> dict[Any, Any]:
-    """Return the keys of a YAML file, under their sections or without sections."""
+    """Return the keys of a YAML file, under sections or alone."""
     try:
         content = yaml.load(Path(file).read_text(encoding="utf-8"), _UniqueKeys) or {}
     except OSError as error:
@@ -224,7 +224,7 @@ def _values_of_keys(content: dict[Any, Any], source: str) -> dict[str, Any]:
             values[name] = value
 
     for section, keys in content.items():
-        # a key without its section
+        # a key without a section
         if section in owners and (section not in SECTIONS or not isinstance(keys, dict | None)):
             take(section, keys)
         elif section not in SECTIONS:
@@ -267,8 +267,8 @@ def _answer(argv: list[str], command: str, description: str) -> None:
 
 
 def help_text(command: str, topic: str = "", description: str = "") -> str:
-    """Return the help of a command: all of its groups by name, or one group, one flag, or `all`
-    with their descriptions.
+    """Return the help of a command: the names of all flags by group, or the descriptions of one
+    group, one flag, or `all`.
     """
     topic = topic.strip("-").replace("-", "_")
     topic = aliases().get(topic, topic)

@@ -21,9 +21,7 @@ ELSEWHERE = {("train_ppo", "beta"): "; the coefficient of the divergence is --in
 
 
 def flags_without_effect(config: Config, command: str) -> list[str]:
-    """Return a sentence for each flag that the user changed and that nothing reads in this run,
-    with the reason.
-    """
+    """Return a sentence with the reason for each changed flag that nothing reads in this run."""
     run = RunFacts(config, command)
     changed = [
         name for name in section_of_field() if name in config.written and _changed(run, name)
@@ -49,8 +47,10 @@ def flags_without_effect(config: Config, command: str) -> list[str]:
 
 
 def _changed(run: RunFacts, name: str) -> bool:
-    """Return whether a field differs from its default. The file of a resolved configuration
-    contains every field, so what is written may well be the default.
+    """Return whether a field differs from the default.
+
+    The file of a resolved configuration contains every field, so a written value may well be the
+    default.
     """
     section = getattr(run.config, section_of_field()[name])
     return getattr(section, name) != getattr(type(section)(), name)
@@ -85,8 +85,8 @@ def _holds(run: RunFacts, need: str) -> bool:
 
 
 def _is_set(run: RunFacts, name: str, values: list[str]) -> bool:
-    """Return whether a field has one of `values`; without any, whether it is switched on and has an
-    effect itself.
+    """Return whether a field has the value `values[0]`; without one, whether it is switched on
+    and has an effect itself.
     """
     value: Any = getattr(run, name)
     if values:

@@ -1,4 +1,4 @@
-"""What the rules of the configuration judge: its fields, and what follows from them."""
+"""What the rules of the configuration judge: the fields of a run, and what follows from them."""
 
 import json
 import os
@@ -30,7 +30,7 @@ class RunFacts:
         run.tp_size, run.world_size, run.num_samples
 
     Every field of the configuration is an attribute. Text that cannot be read counts as empty here,
-    because a rule of its own reports it.
+    because another rule reports it.
     """
 
     def __init__(self, config: Config, command: str = "", world_size: int = 1):
@@ -113,7 +113,7 @@ class RunFacts:
     def heads(self) -> dict[str, int]:
         """Return the counts that --tp_size and Ulysses must divide.
 
-        They are empty for a model on the hub, which is checked when it is loaded.
+        A model on the hub has none yet; they are checked when it is loaded.
         """
         heads = self.model_config.get("num_attention_heads")
         counts = {
@@ -137,7 +137,7 @@ class RunFacts:
     def num_mtp_layers(self) -> int | None:
         """Return the number of layers that predict several tokens.
 
-        It is None for a model on the hub, which vLLM checks when it loads it.
+        It is None for a model on the hub: vLLM checks it while loading.
         """
         if (content := _model_file(self.pretrain)) is None:
             return None

@@ -46,9 +46,8 @@ def as_config(args: Arguments) -> Config:
         config = as_config({"bf16": True, "my_flag": 3})
         config.model.bf16, config.bf16, config.my_flag        # True, True, 3
 
-    A known name whose value is None keeps its default, as an omitted argparse flag does. Raises
-    ConfigError for a value of another type than its field's, and TypeError for arguments of another
-    kind.
+    A known name with the value None keeps the default, like an omitted argparse flag. Raises
+    ConfigError for a value of the wrong type, and TypeError for arguments of another kind.
     """
     if isinstance(args, Config):
         return args
@@ -88,6 +87,7 @@ def resolve(config: Config, command: str = "train_ppo", world_size: int | None =
 
     convert_values(config)
     config.expand(DEFAULTS.get(command, {}))
+
     algorithm = config.algorithm
     bounds = (
         {}
@@ -99,12 +99,14 @@ def resolve(config: Config, command: str = "train_ppo", world_size: int | None =
         | correction_bounds(algorithm.rollout_correction)
         | bounds
     )
+
     strategy = config.strategy
     strategy.put(
         "strategy",
         strategy_name(strategy.strategy, strategy.fsdp if "fsdp" in strategy.written else None),
     )
     strategy.put("fsdp", strategy.strategy == "fsdp")
+
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
     validate(config, command=command, world_size=world_size)
     config.command = command
@@ -136,7 +138,7 @@ def strategy_name(name: str, fsdp: bool | None) -> str:
 
 
 def convert_values(config: Config) -> None:
-    """Convert each field to its declared type.
+    """Convert each field to the declared type.
 
     Raises ConfigError for invalid values, including NaN and infinity.
     """

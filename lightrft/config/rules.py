@@ -62,8 +62,8 @@ class Rule:
 
         Rule("--pass_k {pass_k} must be at least 1", lambda run: run.pass_k < 1, PPO)
 
-    The message says what to do instead. Its placeholders are attributes of RunFacts, and {found}
-    is what `when` returns; each item of a list gives a message of its own.
+    The message says what to do instead. Placeholders are attributes of RunFacts, and {found} is
+    the result of `when`; with {found}, each item of a list gives a message.
     """
 
     message: str
@@ -188,7 +188,8 @@ INPUTS = (
         SUPERVISED,
     ),
     Rule(
-        "--prompt_data is empty: set it to a JSONL or parquet file, a folder of them, or a hub name",
+        "--prompt_data is empty: set it to a JSONL or parquet file, a folder of them, or a hub"
+        " name",
         lambda run: not run.prompt_data,
         TRAINING,
     ),
@@ -323,7 +324,7 @@ GENERATION = (
 )
 
 
-# -- PPO and its family
+# -- PPO and similar algorithms
 
 
 def _pass_k(run: RunFacts) -> bool:
@@ -652,8 +653,8 @@ def _against_cp_size(run: RunFacts) -> str:
 
 
 def _overwritten(run: RunFacts) -> bool:
-    """The rotary kernel overwrites results of products, which selective recomputation would use
-    once more.
+    """Return whether the rotary kernel would overwrite results of products that selective
+    recomputation uses once more.
     """
     selective = run.gradient_checkpointing_policy == "selective"
     return run.fused_kernels != "none" and run.gradient_checkpointing and selective

@@ -1,7 +1,8 @@
-"""Typed sections with all fields of the configuration; each field is one command-line flag and one
-key of a YAML file.
+"""Declare every field of the configuration: its flag, help, bounds, what it needs, and who reads
+it.
 
-The text under a field is its help.
+Each field is one command-line flag and one key of a YAML file. The docstring under a field is the
+--help text.
 """
 
 from collections.abc import Mapping
@@ -85,20 +86,20 @@ DISTINCT = Bound("contains a name twice", lambda names: len(set(names)) == len(n
 
 @dataclass
 class ModelSection(Section, commands=TRAINING):
-    """Models, their trained parameters, adapters."""
+    """Models, trained parameters, adapters."""
 
     pretrain: str = option("", commands=POLICY)
     """Model to start from: a Hugging Face folder, a GGUF file or a hub name, as for all models
     here."""
     critic_pretrain: str = option("", needs=CRITIC, commands=PPO)
-    """Model that initialises the critic, with its value head if it has one (a reward model): a
-    folder or hub name; empty: --pretrain."""
+    """Model that initialises the critic: a folder or hub name. A reward model also initialises the
+    value head. Empty: --pretrain."""
     reward_pretrain: list[str] = option([], needs=REWARDED, commands=SCORING)
-    """Reward models: frozen models with one score as their head and the tokenizer of --pretrain,
-    given as folders or hub names, each in the form PATH, PATH:WEIGHT or LABEL=PATH:WEIGHT. Their
-    scores are added to the result of --reward; with --reward none they are the only reward."""
+    """Reward models: frozen models with a head of one score and the tokenizer of --pretrain. Each
+    is a folder or hub name in the form PATH, PATH:WEIGHT or LABEL=PATH:WEIGHT. The scores are added
+    to the result of --reward; with --reward none they are the only reward."""
     process_reward_pretrain: list[str] = option([], needs=REWARDED, commands=SCORING)
-    """Process reward models, in the same form: their score at the end of each step of a response is
+    """Process reward models, in the same form: the score at the end of each step of a response is
     the logit of the probability that the step is correct. --step_separator ends a step, and
     --step_rewards converts the probabilities to rewards."""
     teacher_pretrain: str = option("", needs="--distill_coef", commands=PPO)
@@ -106,8 +107,8 @@ class ModelSection(Section, commands=TRAINING):
     name."""
     teacher_url: str = option("", needs="--distill_coef", commands=PPO)
     """Teacher model for --distill_coef on an OpenAI-compatible server that returns the log-probs of
-    the prompt (echo), such as http://host:8000/v1. The environment variable TEACHER_API_KEY
-    contains its key, if it needs one."""
+    the prompt (echo), such as http://host:8000/v1. If the server needs a key, set the environment
+    variable TEACHER_API_KEY."""
     bf16: bool = option(False, commands=EVERY)
     """Compute in bfloat16 with float32 master weights; otherwise everything is float32."""
     gradient_checkpointing: bool = option(False, commands=EVALUATED)
@@ -115,7 +116,7 @@ class ModelSection(Section, commands=TRAINING):
     gradient_checkpointing_policy: Literal["full", "selective"] = option(
         "full", needs="--gradient_checkpointing", commands=EVALUATED
     )
-    """Activations to keep of each block: full keeps only its input; selective also keeps the
+    """Activations to keep of each block: full keeps only the input; selective also keeps the
     results of attention and matrix products."""
     fused_kernels: Literal["none", "liger"] = option("none", commands=EVALUATED)
     """liger: compute norms, rotary embeddings and feed-forward layers of llama, qwen2 and qwen3
@@ -127,7 +128,7 @@ class ModelSection(Section, commands=TRAINING):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model
     itself."""
     lora_alpha: float = option(16.0, POSITIVE, needs="--lora_rank")
-    """Scale of the adapters: their output is multiplied by lora_alpha / lora_rank."""
+    """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
     lora_dropout: float = option(0.0, BELOW_1, needs="--lora_rank")
     """Dropout probability on the input of an adapter in training."""
     target_modules: list[str] = option(["all-linear"], needs="--lora_rank")
@@ -137,8 +138,8 @@ class ModelSection(Section, commands=TRAINING):
     """Prefixes of the names of parameters that are not trained; with lora_rank, these get no
     adapters."""
     freeze_vision_tower: bool = True
-    """With a key of media: do not train the parameters that only images, videos or sound use, which
-    are the towers and their projections into the language model."""
+    """With a key of media: do not train the parameters that only images, videos or sound use. These
+    are the towers and the projections into the language model."""
 
 
 @dataclass
@@ -149,8 +150,8 @@ class DataSection(Section, commands=EVALUATED):
     """Training data: a JSONL, JSON or parquet file, a folder of them or of Dataset.save_to_disk, a
     hub name, tasks, reasoning_gym:NAME or verifiers:NAME, or rows of Python, module:object or
     file.py:object. Several are separated by commas, or a list in YAML; each row is then drawn once
-    in an epoch. In the form NAME:PROBABILITY, each row of a batch is drawn from a data set with its
-    probability."""
+    in an epoch. In the form NAME:PROBABILITY, each row of a batch is drawn from a data set with
+    this probability."""
     prompt_data_probs: list[float] = option([], needs=SEVERAL_SETS)
     """Probability of each data set of --prompt_data, another form of NAME:PROBABILITY."""
     prompt_split: str = "train"
@@ -174,8 +175,8 @@ class DataSection(Section, commands=EVALUATED):
     or images of the datasets package; a row without images is a text prompt. In a chat, an image
     takes the place of <image> in the text, or precedes the text. The model must accept images."""
     videos_key: str | None = None
-    """Column of a prompt's videos: a file (.gif, .webp, and those that FFmpeg reads), a list of
-    images that are its frames, or a list of several. Unset: no videos."""
+    """Column of a prompt's videos: a file (.gif, .webp, or another one that FFmpeg reads), a list
+    of images as frames, or a list of several. Unset: no videos."""
     audios_key: str | None = None
     """Column of a prompt's clips of sound: a .wav file or another one that FFmpeg reads, one of the
     datasets package, or a list of several. Unset: no sound."""
@@ -184,21 +185,21 @@ class DataSection(Section, commands=EVALUATED):
     video_max_frames: int = option(64, COUNT, needs="--videos_key")
     """Maximum number of frames sampled from a video, evenly spaced."""
     audio_sampling_rate: int = option(0, NOT_NEGATIVE, needs="--audios_key")
-    """Sampling rate in Hz to which audio clips are resampled with the package av: that of the
-    model, for example 16000. 0: clips are not resampled, and one with another rate is a bad row."""
+    """Sampling rate in Hz of the model, for example 16000: audio clips are resampled to it with the
+    package av. 0: clips are not resampled, and one with another rate is a bad row."""
     check_media: Literal["all", "first", "none"] = option("first", needs=MEDIA)
     """Images, videos and clips that are read completely when the data are loaded, in parallel
-    processes: all of them, or those of the first rows. One that cannot be read makes its row a bad
-    row (--bad_rows). The start of each file is read in any case."""
+    processes: all of them, or only the ones in the first rows. A row with one that cannot be read
+    is a bad row (--bad_rows). The start of each file is read in any case."""
     media_max_mb: float = option(1024.0, POSITIVE, needs=MEDIA)
-    """Maximum size in MB of an image, video or audio file; a larger file makes its row a bad row.
+    """Maximum size in MB of an image, video or audio file; a row with a larger file is a bad row.
     """
     media_urls: bool = option(False, needs=MEDIA)
-    """Allow HTTP(S) URLs in the columns of media: each is fetched once on each host, into its
+    """Allow HTTP(S) URLs in the columns of media: each is fetched once on each host, into the
     temporary folder."""
     media_root: str = option("", needs=MEDIA)
-    """Folder that the paths of images are relative to, and outside of which no file is read; empty:
-    paths are relative to the folder of the data, and any path is allowed."""
+    """Folder that the paths of images are relative to; no file outside of it is read. Empty: paths
+    are relative to the folder of the data, and any path is allowed."""
     label_key: str = option("label", commands=LABELLED)
     """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it.
     For SFT, a row that ends in an answer needs none. For KTO it is true for a good answer, and for
@@ -218,12 +219,13 @@ class DataSection(Section, commands=EVALUATED):
     not changed."""
     apply_chat_template: bool = False
     """Render prompts with the tokenizer's chat template. A response then also stops at the token
-    that ends its turns."""
+    that ends a turn of the template."""
     system_prompt: str | None = option(None, needs="--apply_chat_template")
-    """System message for the chat template. The system message of a row takes its place."""
+    """System message for the chat template. A row with a system message of its own uses that one.
+    """
     chat_template_kwargs: str | None = option(None, needs="--apply_chat_template", commands=POLICY)
     """Additional variables for the chat template as a JSON object: '{"enable_thinking": false}'.
-    Those in the column `chat_template_kwargs` of a row replace them."""
+    The column `chat_template_kwargs` of a row replaces them."""
     chat_template_date: str = option("", needs="--apply_chat_template", commands=POLICY)
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also
     after it is resumed."""
@@ -244,17 +246,17 @@ class DataSection(Section, commands=EVALUATED):
         "\n\n", needs="--process_reward_pretrain", commands=(*SAMPLING, "train_prm", "serve_reward")
     )
     """For process reward models: text that ends each step of an answer except the last. It is part
-    of the step, which is scored at its last token."""
+    of the step, and the score of the step is at its last token."""
     learned_turns: Literal["all", "last"] = option(
         "all",
         needs="--pretrain_data",
         commands=POLICY_TRAINING,
     )
-    """Turns of the assistant in a conversation on which SFT and --pretrain_data train: all, or the
+    """Turns of the assistant that SFT and --pretrain_data train on in a conversation: all, or the
     last one. A turn with `weight`, `train` or `loss` 0 is not learned."""
     bad_rows: Literal["stop", "skip"] = "stop"
-    """Handling of a malformed or too long row: stop ends the run with its file and line before a
-    model is loaded, skip omits it and reports how many there are, and the first ones. With skip,
+    """Handling of a malformed or too long row: stop ends the run before a model is loaded and names
+    the file and line, skip omits it and reports how many there are, and the first ones. With skip,
     train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
 
 
@@ -278,8 +280,8 @@ class StrategySection(Section, commands=EVERY):
     zero_stage: Literal[0, 1, 2, 3] = option(2, unless="--strategy fsdp")
     """Stage of ZeRO: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
     zpg: int = option(1, COUNT, unless="--strategy fsdp")
-    """ZeRO-3: size of the groups of consecutive ranks, usually those of a node, that keep a
-    secondary copy of the parameters and gather them within the group."""
+    """ZeRO-3: number of consecutive ranks, usually one node, that keep a secondary copy of the
+    parameters and gather them within the group."""
     adam_offload: bool = option(False, unless="--strategy fsdp")
     """ZeRO: keep optimizer states in host memory and update the parameters there."""
     param_offload: bool = option(False, unless="--strategy fsdp")
@@ -289,14 +291,14 @@ class StrategySection(Section, commands=EVERY):
     grad_accum_dtype: Literal["fp32", "bf16"] = option(
         "fp32", needs="--bf16", unless="--strategy fsdp"
     )
-    """ZeRO with --bf16: dtype in which gradients are accumulated over micro-batches and reduced
-    over ranks."""
+    """ZeRO with --bf16: dtype of the gradients while they are accumulated over micro-batches and
+    reduced over ranks."""
     offload_idle: bool = False
     """Keep only the models and optimizers of the current phase in device memory; all others wait in
     host memory."""
     dp_replicate: int = option(1, COUNT)
-    """Hybrid sharding: number of replicas of the model, each of which is sharded over the other
-    data ranks."""
+    """Hybrid sharding: number of replicas of the model; each one is sharded over a part of the data
+    ranks."""
     tp_size: int = option(1, COUNT)
     """Tensor parallelism: number of consecutive ranks that split each layer of the trained models;
     they process the same data."""
@@ -314,11 +316,11 @@ class StrategySection(Section, commands=EVERY):
     sample_store: Literal["memory", "transfer_queue"] = "memory"
     """Transport of samples between ranks within a step: memory sends each value directly to the
     rank that computes with it; transfer_queue writes all of them to a TransferQueue on a Ray
-    cluster, which other programs can read (RAY_ADDRESS)."""
+    cluster (RAY_ADDRESS), where other programs can read them."""
     deterministic: bool = False
-    """On an accelerator, train only with kernels that give bitwise equal results in every run, as
-    those of a CPU always do: attention's backward pass is slower and uses more memory. Torch raises
-    an error for an operation without such a kernel. The engine's samples are not covered."""
+    """On an accelerator, train only with kernels that give bitwise equal results in every run, as a
+    CPU always does: attention's backward pass is slower and uses more memory. Torch raises an error
+    for an operation without such a kernel. The engine's samples are not covered."""
     timeout_minutes: float = option(60.0, MINUTES)
     """End the run when a collective waits longer than this; every rank then logs which ranks are
     late and the position of each rank."""
@@ -366,8 +368,8 @@ class EngineSection(Section, commands=GENERATING):
     micro_rollout_batch_size: int = option(64, COUNT, needs="--engine_type hf")
     """Number of prompts that the hf engine generates at once."""
     speculative: Literal["none", "ngram", "group", "draft", "eagle3", "mtp"] = "none"
-    """Source of draft tokens for speculative decoding in vLLM, which does not change the sampled
-    distribution: ngram, the prompt and the response itself; group, all responses to the same
+    """Source of draft tokens for speculative decoding in vLLM. It does not change the sampled
+    distribution. ngram, the prompt and the response itself; group, all responses to the same
     prompt; draft, a small model; eagle3, an EAGLE-3 head; mtp, the layers of the model that predict
     several tokens. No drafts are verified at batch sizes where measurements show no gain."""
     num_draft_tokens: int = option(5, COUNT, needs="--speculative")
@@ -392,7 +394,7 @@ class RolloutSection(Section, commands=PPO):
     rollout_batch_size: int = option(128, COUNT, commands=SAMPLING)
     """Number of prompts in one step, over all ranks."""
     n_samples_per_prompt: int = option(8, COUNT, commands=SAMPLING)
-    """Number of responses sampled for each prompt, which form a group."""
+    """Number of responses sampled for each prompt; they form a group."""
     generate_max_len: int = option(1024, COUNT, commands=GENERATING)
     """Maximum length of a response in tokens."""
     temperature: float = option(
@@ -460,19 +462,19 @@ class RolloutSection(Section, commands=PPO):
     over_sampling: float = option(
         1.0, COUNT.hint(": it multiplies the number of prompts in a step")
     )
-    """Factor by which a step starts more prompts than it needs; it stops as soon as enough of their
-    groups are complete."""
+    """Factor by which a step starts more prompts than it needs; it stops as soon as enough groups
+    are complete."""
     early_stop_every: int = option(
         32, COUNT, needs="--over_sampling, --rollout_schedule longest_first or --overlap"
     )
-    """With over_sampling, longest_first or overlap: number of steps of the engine, in which each
-    response grows by a token, after which the ranks exchange which groups are complete. Generation
-    continues during the exchange, and the decision follows as many steps later."""
+    """With over_sampling, longest_first or overlap: number of engine steps (one token of each
+    response) between two exchanges between the ranks about complete groups. Generation continues
+    during the exchange, and the decision follows as many steps later."""
     rollout_schedule: Literal["fifo", "longest_first", "tail_rounds"] = "fifo"
-    """Order of the prompts of a step. fifo: all begin at once, each on its rank. longest_first:
-    ranks share the responses to each prompt, which begin as soon as a rank has room; the responses
-    that are expected to be longest begin first, judged by the lengths of other responses to the
-    prompt, now or in its last pass. The trained samples are the same. tail_rounds: with
+    """Order of the prompts of a step. fifo: all begin at once, each on one rank. longest_first:
+    ranks share the responses to each prompt, and a response begins as soon as a rank has room. The
+    ones that are expected to be longest begin first, judged by other responses to the prompt, in
+    this pass over the data or the last one. The trained samples are the same. tail_rounds: with
     over_sampling, prompts that are not complete when enough others are complete start again from
     the beginning, together, in later steps, so that all responses come from one version of the
     weights."""
@@ -483,27 +485,26 @@ class RolloutSection(Section, commands=PPO):
     """Compute log-probs, values and the scores of reward models of complete groups in a separate
     thread while the engine decodes others. The models stay in device memory beside the engine."""
     dump_rollouts: str = ""
-    """Folder for the samples of each step with their log-probs and rewards, from which
-    --replay_rollouts learns."""
+    """Folder for the samples of each step with log-probs and rewards, for --replay_rollouts."""
     replay_rollouts: str = ""
     """Folder with the samples of a run that had --dump_rollouts: the steps learn from them, without
     an engine and rewards, and with the same numbers if models, data and flags are the same."""
     curriculum: list[float] = option([], OPTIONAL_RANGE)
-    """Two shares: a prompt is skipped for curriculum_rest passes when the share of its correct
-    responses is below the first or above the second."""
+    """Two shares: a prompt is skipped for curriculum_rest passes when the share of correct
+    responses to it is below the first or above the second."""
     curriculum_rest: int = option(3, COUNT, needs="--curriculum")
-    """Number of passes over the data for which curriculum skips a prompt."""
+    """Number of passes over the data that curriculum skips a prompt."""
     rollout_ranks: int = option(0, NOT_NEGATIVE)
     """Number of ranks, the last ones, that only generate. The others train and have no engine:
     prompts and weights are sent to these ranks. 0: every rank does both in turn."""
     max_staleness: int = option(0, NOT_NEGATIVE)
-    """With rollout_ranks: maximum number of steps by which the weights that sampled a token may lag
-    behind the policy that is trained on it. Up to this many later steps are generated while a step
-    is trained on; 0: engines wait during training."""
+    """With rollout_ranks: maximum number of steps between the weights that sample a token and the
+    policy that is trained on it. Up to this many later steps are generated while a step is trained
+    on; 0: engines wait during training."""
     weight_update: Literal["wait", "in_flight"] = option("wait", needs="--max_staleness")
     """With max_staleness: effect of new weights on responses that are being generated. wait: the
     update waits until these responses have ended. in_flight: responses are interrupted between two
-    tokens and continue with the new weights, which recompute their cache."""
+    tokens, the cache is recomputed, and they continue with the new weights."""
 
 
 @dataclass
@@ -513,33 +514,33 @@ class EnvironmentSection(Section, commands=SAMPLING):
     environment: str = ""
     """Class or async function that makes a response an episode of several turns: file.py:Class,
     file.py:function or module:object; verifiers:NAME is an environment of verifiers, and
-    openenv:URL an OpenEnv server. Its rewards are those of --reward environment. Empty: a response
+    openenv:URL an OpenEnv server. --reward environment takes the rewards from it. Empty: a response
     is one turn."""
     agent: str = ""
-    """Async function (client, row) that makes a response an episode, and returns its reward:
+    """Async function (client, row) that makes a response an episode, and returns the reward:
     file.py:function or module:function. The client is openai.AsyncOpenAI, connected to a server in
-    the same process whose answers are turns of the trained model."""
+    the same process that answers with turns of the trained model."""
     tools: list[str] = option([])
-    """Functions that the model may call in its turns: file.py, file.py:function, module:function,
-    calculator or python. The chat template describes them, from their types and docstrings."""
+    """Functions that the model may call: file.py, file.py:function, module:function, calculator or
+    python. The chat template describes them from types and docstrings."""
     tool_parser: str = option("hermes", needs=EPISODES, commands=GENERATING)
-    """Format of tool calls. hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, also
-    that of Qwen models. Others are the parsers of the engine by their names, such as vLLM's
+    """Format of tool calls. hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as
+    Qwen models write them too. Others are parsers of the engine by name, such as vLLM's
     llama3_json, pythonic or deepseek_v3 and SGLang's llama3."""
     max_turns: int = option(16, COUNT, needs=EPISODES)
-    """Maximum number of turns of an episode. All tokens of its turns and observations count for
+    """Maximum number of turns of an episode. All tokens of turns and observations count for
     generate_max_len."""
     turn_max_len: int | None = option(None, COUNT, needs=EPISODES, commands=GENERATING)
     """Maximum length of a turn in tokens; unset: all tokens that are left in the episode."""
     episode_minutes: float | None = option(None, MINUTES, needs=EPISODES)
-    """Time limit in minutes for an episode: the turn in which it is reached is the last one. Unset:
-    no limit."""
+    """Time limit in minutes for an episode: the turn that reaches it is the last one. Unset: no
+    limit."""
     tool_seconds: float = option(60.0, SECONDS, needs=EPISODES)
     """Time limit in seconds for a call of a tool. If a call takes longer, the model reads an error
-    instead of its result."""
+    instead of the result."""
     environment_minutes: float = option(10.0, MINUTES, needs=EPISODES, commands=GENERATING)
-    """Time limit in minutes for an environment to ask for its next turn. If an environment takes
-    longer, its process is killed, and nothing is learned from its episode."""
+    """Time limit in minutes for an environment to ask for the next turn. If an environment takes
+    longer, the process is killed, and nothing is learned from the episode."""
     environment_workers: int = option(64, COUNT, needs=EPISODES)
     """Largest number of episodes that run on a rank at the same time, each in a process of its own.
     """
@@ -554,11 +555,11 @@ class RewardSection(Section, commands=SAMPLING):
     reward: CommaSeparated = option(CommaSeparated("exact_match"), needs=REWARDED)
     """Reward function: a name, module:function, file.py:function, or the http(s) address of a
     server. Several are separated by commas, or a list in YAML, each in the form NAME, NAME:WEIGHT
-    or LABEL=NAME:WEIGHT; the reward is their weighted sum, and the label names the metric of each.
+    or LABEL=NAME:WEIGHT; the reward is the weighted sum, and the label names the metric of each.
     Built in are exact_match, number (also called gsm8k), math, choice, f1, format, length,
     json_schema, code, reasoning_gym, judge and none."""
     reward_key: str | None = option(None, needs=REWARDED)
-    """Column that names the rewards and reward models for its row: a label, or a list of labels.
+    """Column that names the rewards and reward models for the row: a label, or a list of labels.
     Unset: all of them score every row."""
     reward_workers: int | None = option(None, NOT_NEGATIVE)
     """Number of worker processes of each rank that call the reward function while other responses
@@ -568,8 +569,8 @@ class RewardSection(Section, commands=SAMPLING):
     reward_memory_gb: float = option(4.0, NOT_NEGATIVE)
     """Memory in GB that a worker process may allocate for calls; 0: no limit."""
     reward_minutes: float = option(30.0, MINUTES)
-    """Time limit in minutes for a call of the reward function, which is for one prompt. A call that
-    takes longer fails, and its worker process is killed."""
+    """Time limit in minutes for a call of the reward function for one prompt. A call that takes
+    longer fails, and the worker process is killed."""
     reward_failure: Literal["stop", "zero", "drop"] = "stop"
     """Action if a reward call raises, crashes, takes too long, or does not return a finite number
     for each response. The call is repeated for each response alone, to name one that fails. stop:
@@ -577,10 +578,10 @@ class RewardSection(Section, commands=SAMPLING):
     prompt."""
     judge_url: str = option("", needs=A_JUDGE)
     """Address of the language model of --reward judge: an OpenAI-compatible server, such as
-    http://host:8000/v1. The environment variable JUDGE_API_KEY contains its key, if it needs one.
-    engine: the model that is trained judges its own responses."""
+    http://host:8000/v1. If the server needs a key, set the environment variable JUDGE_API_KEY.
+    engine: the trained model judges its own responses."""
     judge_model: str = option("", needs=A_JUDGE)
-    """Name of the judge's model on its server."""
+    """Name of the judge's model on the server."""
     judge_template: str = option("", needs=A_JUDGE)
     """File with the text that the judge gets, with {prompt}, {response} and any column of the data,
     such as {label}. Empty: a request to rate the response."""
@@ -592,8 +593,8 @@ class RewardSection(Section, commands=SAMPLING):
     judge_max_tokens: int = option(1024, COUNT, needs=A_JUDGE)
     """Maximum length of the judge's reply in tokens."""
     server_minutes: float = option(5.0, MINUTES)
-    """Time in minutes for which requests to a server of --reward, --judge_url or --teacher_url are
-    repeated while it is unreachable or busy."""
+    """Requests to a server of --reward, --judge_url or --teacher_url are repeated for this time in
+    minutes while it is unreachable or busy."""
     reward_model_coef: float = option(1.0, needs="--reward_pretrain or --process_reward_pretrain")
     """Coefficient of the scores of --reward_pretrain and of the rewards of
     --process_reward_pretrain."""
@@ -601,13 +602,13 @@ class RewardSection(Section, commands=SAMPLING):
         "mean", needs="--process_reward_pretrain", commands=SCORING
     )
     """Rewards of the K steps of a response, computed from the probabilities p that they are
-    correct. sum: p, which rewards long responses; mean: p / K; difference: the increase of p over
-    the step before, so that their sum is the last p; min: only the least p, at its step."""
+    correct. sum: p, so that long responses get more; mean: p / K; difference: the increase of p
+    over the step before, so that the sum is the last p; min: only the least p, at that step."""
     overlong_buffer: bool = option(False, commands=PPO)
     """Lower the reward of a response whose length is close to generate_max_len."""
     overlong_buffer_len: int | None = option(None, needs="--overlong_buffer", commands=PPO)
-    """Number of tokens before generate_max_len at which the penalty begins; it grows linearly.
-    Unset: a fifth of generate_max_len, as in DAPO."""
+    """The penalty begins this number of tokens before generate_max_len, and grows linearly. Unset:
+    a fifth of generate_max_len, as in DAPO."""
     overlong_buffer_penalty_factor: float = option(
         1.0, NOT_NEGATIVE, needs="--overlong_buffer", commands=PPO
     )
@@ -630,7 +631,7 @@ class AlgorithmSection(Section, commands=PPO):
     """Advantages, losses, divergence from the reference."""
 
     advantage_estimator: str = "grpo"
-    """Estimator of advantages with its recipe (--help NAME shows it): a name, module:function or
+    """Estimator of advantages, with a recipe (--help NAME shows it): a name, module:function or
     file.py:function."""
     policy_loss: str = "ppo"
     """Loss of one token: a name, module:function or file.py:function."""
@@ -658,12 +659,12 @@ class AlgorithmSection(Section, commands=PPO):
     """Share of the tokens of an optimizer step that kl_cov and clip_cov select by high covariance
     of log-prob and advantage."""
     kl_cov_coef: float = option(1.0, NOT_NEGATIVE)
-    """Coefficient of |log ratio|, which kl_cov adds to the loss of the selected tokens."""
+    """Coefficient of the |log ratio| that kl_cov adds to the loss of the selected tokens."""
     clip_cov_range: list[float] = option([1.0, 5.0], RANGE)
-    """Range of the covariance from which clip_cov draws the tokens that it masks: two numbers."""
+    """clip_cov draws the tokens that it masks from this range of the covariance: two numbers."""
     high_entropy_token_ratio: float = option(0.0, SHARE.hint(", because it is a share"))
-    """Train only on this share of the tokens of an optimizer step, those with the highest entropy
-    (0.2 in the paper); 0: all tokens."""
+    """Train only on the tokens with the highest entropy: this share of the tokens of an optimizer
+    step (0.2 in the paper); 0: all tokens."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     rollout_correction: str | None = None
@@ -672,11 +673,11 @@ class AlgorithmSection(Section, commands=PPO):
     rollout_correction_level: Literal["token", "sequence"] = option(
         "token", needs="--rollout_correction"
     )
-    """Ratio to use: that of each token, or the product over its sequence."""
+    """Ratio to use: of each token, or the product over the sequence."""
     rollout_correction_low: float = option(0.5, NOT_NEGATIVE, needs="--rollout_correction")
     """Lower limit of the ratio: tokens with a smaller ratio are masked."""
     rollout_correction_high: float = option(2.0, POSITIVE, needs="--rollout_correction")
-    """Upper limit of the ratio: larger ratios are truncated (tis), or their tokens are masked."""
+    """Upper limit of the ratio: larger ratios are truncated (tis), or the tokens are masked."""
     rollout_mask: Literal["none", "sequence", "geometric"] = "none"
     """Mask sequences by the product (sequence) or the geometric mean (geometric) of the ratios
     p_trainer / p_engine, in addition to any weights of tokens."""
@@ -688,8 +689,8 @@ class AlgorithmSection(Section, commands=PPO):
     """Use the engine's log-probs as the old log-probs of the ratio: this saves one forward pass,
     and the clip is relative to the engine's policy."""
     aux_loss_coef: float = option(0.0, NOT_NEGATIVE)
-    """Coefficient of the load-balancing loss for the experts of a mixture-of-experts model, which
-    takes one more forward pass; 0: none."""
+    """Coefficient of the load-balancing loss for the experts of a mixture-of-experts model; it
+    takes one more forward pass. 0: none."""
     ptx_coef: float = option(
         0.05,
         POSITIVE.hint("; omit --pretrain_data to train without the supervised loss"),
@@ -713,16 +714,16 @@ class AlgorithmSection(Section, commands=PPO):
     pass_k: int = 4
     """Number of draws k of the estimator pass_at_k."""
     distill_coef: float = option(0.0, NOT_NEGATIVE)
-    """Coefficient of log p_teacher - log p_actor, which is added to the advantage of each token
-    (on-policy distillation); 0: no teacher."""
+    """On-policy distillation: coefficient of the log p_teacher - log p_actor that is added to the
+    advantage of each token; 0: no teacher."""
     advantages_norm: bool = False
     """Normalise advantages to mean 0 and standard deviation 1 over all trained tokens of the step.
     """
     advantage_clip: float | None = option(None, CLIP)
     """Clip advantages to [-advantage_clip, advantage_clip], after the normalisation."""
     mask_truncated: bool = False
-    """Do not train on responses that were truncated at generate_max_len; their rewards still count
-    for their group."""
+    """Do not train on responses that were truncated at generate_max_len; the rewards still count
+    for the group."""
     length_filter: list[int] = option([], OPTIONAL_RANGE)
     """Train only on responses whose length is in this range of tokens: two numbers, both included.
     """
@@ -754,7 +755,7 @@ class AlgorithmSection(Section, commands=PPO):
     kl_target: float | None = option(None, POSITIVE, needs="--init_kl_coef")
     """Adapt the coefficient so that the divergence per token approaches this value."""
     kl_horizon: int = option(10000, POSITIVE, needs="--kl_target")
-    """Number of samples in which the adapted coefficient changes by at most a fifth."""
+    """The adapted coefficient changes by at most a fifth within this number of samples."""
 
 
 @dataclass
@@ -767,24 +768,25 @@ class PreferenceSection(Section, commands=("train_rm",)):
     rejected_key: str = option("rejected", commands=("train_rm", "train_dpo"))
     """Column of the other answer, in the same form."""
     margin_key: str | None = None
-    """Column of a number by which the score of the chosen answer should exceed the other one."""
+    """Column of a margin: the score of the chosen answer should exceed the other one by this
+    number."""
     tie_key: str | None = None
     """Column that is true for rows whose answers are equally good, for --rm_loss ties."""
     head_key: str | None = None
     """Column with the name of the head that learns from the row, one of --reward_heads."""
     completion_key: str | None = option(None, commands=("train_kto", "train_prm"))
-    """Column of a single answer that is judged by its --label_key: a text, a list of chat messages,
-    or a whole conversation; for train_prm a list of texts, the steps, and the label is a list, too.
+    """Column of a single answer that --label_key judges: a text, a list of chat messages, or a
+    whole conversation; for train_prm a list of texts, the steps, and the label is a list, too.
     Unset: completion, or completions for train_prm."""
     rm_loss: Literal["sigmoid", "logexp", "ties"] = "sigmoid"
     """Loss of a reward model: sigmoid is Bradley-Terry, with the margin of --margin_key; logexp is
-    log(1 + exp(rejected - chosen)), without margins; ties is Rao-Kupper, which also learns from
-    rows of --tie_key."""
+    log(1 + exp(rejected - chosen)), without margins; ties is Rao-Kupper, and also learns from rows
+    of --tie_key."""
     tie_threshold: float = option(2.0, ABOVE_1, needs="--rm_loss ties")
     """Threshold theta of Rao-Kupper: at equal scores a tie has the probability (theta - 1) / (theta
     + 1)."""
     reward_heads: list[str] = option([], DISTINCT)
-    """Names of the heads of a reward model, each with a score of its own; unset: those of
+    """Names of the heads of a reward model, each with a score of its own; unset: the heads of
     --pretrain, or one."""
     learn_scale: bool = False
     """Multiply each head's score by a positive factor that is learned with the model, and is not
@@ -792,16 +794,15 @@ class PreferenceSection(Section, commands=("train_rm",)):
     dpo_loss: Literal["sigmoid", "ipo", "hinge"] = option("sigmoid", commands=("train_dpo",))
     """Loss of DPO as a function of the difference of the pair's implicit rewards."""
     beta: float = option(0.1, POSITIVE, commands=("train_dpo", "train_kto"))
-    """DPO and KTO: factor of the log-ratio of policy and reference, which is the implicit reward; a
-    larger value keeps the policy closer to the reference."""
+    """DPO and KTO: factor of the log-ratio of policy and reference in the implicit reward; a larger
+    value keeps the policy closer to the reference."""
     label_smoothing: float = option(0.0, NOT_NEGATIVE, commands=("train_dpo",))
-    """DPO with the loss sigmoid: assumed share of rows in which the preference is reversed (cDPO),
-    below 0.5."""
+    """DPO with the loss sigmoid: assumed share of rows with a reversed preference (cDPO), below
+    0.5."""
     length_normalized: bool = option(False, commands=("train_dpo",))
-    """DPO: use the mean log-prob of an answer's tokens instead of their sum."""
+    """DPO: use the mean log-prob of an answer's tokens instead of the sum."""
     sft_coef: float = option(0.0, NOT_NEGATIVE, commands=("train_dpo",))
-    """DPO: coefficient of the negative log-likelihood of the chosen answers, mean over their
-    tokens."""
+    """DPO: coefficient of the mean negative log-likelihood per token of the chosen answers."""
     precompute_reference: bool = option(False, commands=("train_dpo",))
     """DPO: compute the log-probs of the reference once before training, with the model that
     training starts from, so that no second model is kept."""
@@ -816,9 +817,9 @@ class ServerSection(Section, commands=SERVERS):
     """The address of serve and serve_reward."""
 
     host: str = "127.0.0.1"
-    """Address at which a server listens; 0.0.0.0: at every address of the machine."""
+    """Address that a server listens at; 0.0.0.0: at every address of the machine."""
     port: int = option(8000, PORT)
-    """Port at which it listens; 0: any free port, which is logged."""
+    """Port that it listens at; 0: any free port, logged at the start."""
 
 
 @dataclass
@@ -833,9 +834,8 @@ class OptimSection(Section, commands=TRAINING):
     critic_learning_rate: float = option(9e-6, NOT_NEGATIVE, needs=CRITIC, commands=PPO)
     """Peak learning rate of the critic, if there is one."""
     draft_learning_rate: float = option(0.0, NOT_NEGATIVE, commands=PPO)
-    """Peak learning rate of the model of --speculative draft, which learns from the responses of
-    each step so that more of its drafts are accepted; 0: its weights stay those of
-    --draft_pretrain."""
+    """Peak learning rate of the model of --speculative draft. It learns from the responses of each
+    step, so that more drafts are accepted. 0: --draft_pretrain is not trained."""
     lr_scheduler: Literal["cosine", "constant"] = "cosine"
     """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
     lr_warmup_ratio: float = option(0.03, SHARE)
@@ -869,8 +869,7 @@ class TrainSection(Section, commands=TRAINING):
     max_epochs: int = option(1, COUNT, commands=PPO)
     """Number of passes over the samples of each step."""
     freezing_actor_steps: int = option(0, NOT_NEGATIVE, commands=PPO)
-    """Number of steps at the beginning in which only the critic is trained; the actor's schedule
-    begins after them."""
+    """Number of first steps that train only the critic; the actor's schedule begins after them."""
     train_batch_size: int = option(1024, COUNT)
     """Number of samples in one optimizer step, over all ranks. Unset: 1024 in train_ppo, 64 in
     train_sft, train_rm and train_prm, 32 in train_dpo and train_kto, from the sources of
@@ -904,7 +903,7 @@ class TrainSection(Section, commands=TRAINING):
     max_ckpt_mem: float = option(1000.0, NOT_NEGATIVE, needs=CHECKPOINTS)
     """Maximum total size of the checkpoints to keep, in GB; the newest is always kept."""
     save_hf_ckpt: bool = option(False, needs=CHECKPOINTS)
-    """Also write the model of each checkpoint, to its folder `hf`, in the format that
+    """Also write the model of each checkpoint into the folder `hf` beside it, in the format that
     from_pretrained and engines load."""
     async_save: bool = option(True, needs=CHECKPOINTS)
     """Write checkpoints in the background from a copy in host memory, while training continues; if
@@ -913,8 +912,8 @@ class TrainSection(Section, commands=TRAINING):
     """With lora_rank: the final model is only the adapter in peft's format, not the model with the
     adapter merged into it."""
     push_to_hub: str = ""
-    """Repository on the Hugging Face hub, owner/name, to which the final model is uploaded with its
-    card. It is made, private, if it does not exist. Empty: no upload."""
+    """Upload the final model with a card to this repository on the Hugging Face hub, owner/name. It
+    is created as a private one if it does not exist. Empty: no upload."""
     load_checkpoint: bool = False
     """Resume from the newest complete checkpoint; start from the beginning if there is none. A run
     that torchrun restarts after the failure of a rank or the loss of a node resumes without this
@@ -927,7 +926,7 @@ class TrainSection(Section, commands=TRAINING):
     to FOLDER.previous."""
     mismatch_limit: float | None = option(None, POSITIVE, commands=PPO)
     """End the run when the mean difference between the log-probs of engine and trainer in a step is
-    larger than this; unset: only warn of a difference far above that of the previous steps."""
+    larger than this; unset: only warn of a difference far above the previous steps."""
     stop_loss: float | None = option(None, commands=SUPERVISED)
     """In supervised training: end the run when the loss of a step is below this value."""
     eval_steps: int = option(-1, needs="--eval_data")
@@ -937,30 +936,30 @@ class TrainSection(Section, commands=TRAINING):
 
 @dataclass
 class ObserveSection(Section, commands=TRAINING):
-    """Metrics and their destinations."""
+    """Metrics and where they go."""
 
     logging_steps: int = option(1, COUNT)
     """Number of steps between reports of metrics."""
     report_to: CommaSeparated = CommaSeparated("tensorboard")
     """Destinations of metrics and samples, separated by commas, or a list in YAML: tensorboard
     (files in save_path/tensorboard), wandb, mlflow, swanlab, trackio, comet_ml, and jsonl for the
-    files metrics.jsonl and samples.jsonl, which are always written."""
+    files metrics.jsonl and samples.jsonl, always written."""
     tracker_project: str = option("lightrft", needs=A_TRACKER)
     """Project of the run in the trackers of --report_to; in MLflow the experiment."""
     tracker_run_name: str | None = option(None, needs=A_TRACKER)
     """Name of the run in the trackers of --report_to; unset: each tracker chooses a name."""
     tracker_org: str | None = option(None, needs="--report_to comet_ml or swanlab or wandb")
-    """Team or user to which the project belongs, in Weights & Biases, SwanLab and Comet; unset:
-    your own."""
+    """Team or user that owns the project, in Weights & Biases, SwanLab and Comet; unset: your own.
+    """
     tracker_group: str | None = option(None, needs="--report_to swanlab or trackio or wandb")
     """Group of runs in Weights & Biases, SwanLab and Trackio."""
     trace_steps: int = option(10, NOT_NEGATIVE)
-    """Number of steps whose timeline is written to save_path/trace.json: the activity of each rank
-    over time, for https://ui.perfetto.dev. They are the first steps after every start or resume; 0:
-    none."""
+    """Write a timeline of the first steps, this many, after every start or resume to
+    save_path/trace.json: the activity of each rank over time, for https://ui.perfetto.dev. 0: none.
+    """
     num_trajectories_to_save: int = option(8, NOT_NEGATIVE, commands=PPO)
-    """Number of samples of each step that are written to save_path/samples.jsonl, all samples of
-    one prompt before those of the next; 0: none."""
+    """Number of samples of each step in save_path/samples.jsonl, in the order of the prompts; 0:
+    none."""
 
 
 @dataclass
@@ -983,14 +982,14 @@ class Config:
 
     def __post_init__(self) -> None:
         self.command = ""
-        """Command for which resolve() prepared this configuration; empty before."""
+        """Command that resolve() prepared this configuration for; empty before."""
         self.notices: list[str] = []
         """Sentences about flags that were translated or ignored."""
         self.extra_args: dict[str, Any] = {}
         """Values of a user's own arguments, by names that are not fields."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return a field of any section, or an extra argument, by its flat name: `config.bf16` is
+        """Return a field of any section, or an extra argument, by a flat name: `config.bf16` is
         `config.model.bf16`.
         """
         if not name.startswith("_"):  # private and special names would recurse while a copy is made
@@ -1016,8 +1015,8 @@ class Config:
         return config
 
     def update(self, values: Mapping[str, Any], source: str = "") -> None:
-        """Set fields by their flat names; `source` begins the message of a ConfigError, such as the
-        name of a file.
+        """Set fields by flat names; `source` begins the message of a ConfigError, such as the name
+        of a file.
         """
         owners = section_of_field()
         known = {}
@@ -1140,12 +1139,13 @@ def has_episodes(section: EnvironmentSection) -> bool:
 
 
 JUDGE_PROMPT_TOKENS = 2048
-"""Number of tokens for what a judge in the engine reads beside prompt and response: the template,
-and columns of the data."""
+"""Number of tokens that a judge in the engine reads beside prompt and response: the template, and
+columns of the data.
+"""
 
 
 def longest_sequence(config: Config) -> int:
-    """Return the largest number of tokens of a prompt with its response in the engine."""
+    """Return the largest number of tokens of a prompt with a response in the engine."""
     length = config.data.prompt_max_len + config.rollout.generate_max_len
     judges = config.reward.judge_url == "engine"
     return length + judges * (JUDGE_PROMPT_TOKENS + config.reward.judge_max_tokens)

@@ -1,4 +1,4 @@
-"""Values of configuration fields: their types, and a record of those that the user wrote."""
+"""Values of configuration fields: types, bounds, and a record of what the user wrote."""
 
 import math
 import os
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NewType, Self, Union, get_args, get_o
 TRUE = ("true", "yes", "on", "1")
 FALSE = ("false", "no", "off", "0")
 SHORTEST_PART = 5
-"""Letters of a part by which a name is found."""
+"""Number of letters of a part that is enough to find a name."""
 LARGEST = 2**63 - 1
 """Largest whole number: larger ones fit into no tensor and no file format."""
 COLDEST = 1e-6
@@ -52,7 +52,7 @@ class Bound:
 
 
 NUMBER = Bound("must be a number", lambda value: value == value)
-"""Bound of a number without one of its own."""
+"""Bound of a number that declares none."""
 MINUTES = Bound("must be above 0", lambda value: value > 0, most=525_600)
 """At most a year."""
 SECONDS = Bound("must be above 0", lambda value: value > 0, most=31_536_000)
@@ -74,15 +74,15 @@ class Option:
     """Flags without which the field has no effect, as the user reads them: `--lora_rank`, or
     `--rm_loss ties`. A dict has a text for each command that needs something."""
     unless: str = ""
-    """Flag with which the field has no effect."""
+    """Flag that leaves the field without effect."""
     commands: Collection[str] = ()
-    """Commands that read the field; empty: all that read its section."""
+    """Commands that read the field; empty: all that read the section."""
     alias: str = ""
     """Another name of the field."""
 
 
 def option(default: Any, bound: Bound | None = None, **details: Any) -> Any:
-    """Declare a field of a section with its default and the details of its Option."""
+    """Declare a field of a section: the default, the bound and other parts of an Option."""
     metadata = {"option": Option(bound, **details)}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
@@ -90,7 +90,7 @@ def option(default: Any, bound: Bound | None = None, **details: Any) -> Any:
 
 
 CommaSeparated = NewType("CommaSeparated", str)
-"""Text with parts separated by commas, which may also be given as a list."""
+"""Text with parts separated by commas; a list is accepted, too."""
 Verbatim = NewType("Verbatim", str)
 """Text that may itself contain commas: as an item of a list, it is not split at them."""
 
@@ -123,7 +123,7 @@ class Section:
         super().__setattr__(name, value)
 
     def forget(self, *names: str) -> None:
-        """Reset fields to their defaults, as if they had not been written."""
+        """Reset fields to the defaults, as if they had not been written."""
         default = type(self)()
         for name in names:
             self.put(name, getattr(default, name))
@@ -164,10 +164,7 @@ def _list(kind: Any, value: Any) -> list[Any]:
 
 
 def _parts(item: Any) -> list[Any]:
-    """Split a text at its commas.
-
-    Every list may be written so, on the command line and in files.
-    """
+    """Split a text at commas: every list may be written so, on the command line and in files."""
     if not isinstance(item, str):
         return [item]
     return [part for part in map(str.strip, item.split(",")) if part]
@@ -229,8 +226,8 @@ def _str(value: Any) -> str:
 
 
 def import_path(function: Callable[..., Any]) -> str:
-    """Return `module:name`, under which the registries find a function again; empty if it has no
-    such name.
+    """Return the `module:name` that registries find a function by; empty if it has no such
+    name.
     """
     module = getattr(function, "__module__", "")
     name = getattr(function, "__qualname__", "")
