@@ -25,10 +25,10 @@ from lightrft.config.references import (
     reward_terms,
 )
 from lightrft.config.sections import (
+    ALL_BUT_SERVE_REWARD,
     EVALUATED,
     EVERY,
     GENERATING,
-    POLICY,
     PPO,
     SAMPLING,
     SUPERVISED,
@@ -159,7 +159,7 @@ INPUTS = (
     Rule(
         "--pretrain is empty: set it to a Hugging Face folder, a GGUF file or a hub name",
         lambda run: not run.pretrain,
-        POLICY,
+        ALL_BUT_SERVE_REWARD,
     ),
     Rule("{found}", unusable_models),
     Rule(
@@ -175,13 +175,9 @@ INPUTS = (
     Rule(
         "--chat_template_date {chat_template_date} is not a date such as 2026-01-31",
         lambda run: _is_no_date(run.chat_template_date),
-        POLICY,
+        ALL_BUT_SERVE_REWARD,
     ),
-    Rule(
-        "{found}",
-        lambda run: unreadable(eval_sources, run.eval_data),
-        EVALUATED,
-    ),
+    Rule("{found}", lambda run: unreadable(eval_sources, run.eval_data), EVALUATED),
     Rule(
         "--eval_data NAME=SOURCE: {command} computes the loss of one set; give files without names",
         lambda run: any(each.name for each in run.eval_sets),
@@ -719,13 +715,9 @@ DEEPSPEED = (
         lambda run: run.adam_offload and run.zero_stage == 0,
     ),
     Rule(
-        "--param_offload needs --zero_stage 3",
-        lambda run: run.param_offload and run.zero_stage < 3,
+        "--param_offload needs --zero_stage 3", lambda run: run.param_offload and run.zero_stage < 3
     ),
-    Rule(
-        "--zpg needs --zero_stage 3",
-        lambda run: run.zpg > 1 and run.zero_stage < 3,
-    ),
+    Rule("--zpg needs --zero_stage 3", lambda run: run.zpg > 1 and run.zero_stage < 3),
 )
 """What ZeRO cannot do."""
 

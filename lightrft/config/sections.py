@@ -43,7 +43,7 @@ SAMPLING = (*PPO, "evaluate")
 GENERATING = (*SAMPLING, "serve")
 SERVERS = ("serve_reward", "serve")
 EVALUATED = (*TRAINING, "evaluate")
-POLICY = (*TRAINING, "evaluate", "serve")
+ALL_BUT_SERVE_REWARD = (*TRAINING, "evaluate", "serve")
 POLICY_TRAINING = (*PPO, "train_sft", "train_dpo", "train_kto")
 LABELLED = (*SAMPLING, "train_sft", "train_kto", "train_prm")
 SCORING = (*SAMPLING, "serve_reward")
@@ -88,7 +88,7 @@ DISTINCT = Bound("contains a name twice", lambda names: len(set(names)) == len(n
 class ModelSection(Section, commands=TRAINING):
     """Models, trained parameters, adapters."""
 
-    pretrain: str = option("", commands=POLICY)
+    pretrain: str = option("", commands=ALL_BUT_SERVE_REWARD)
     """Model to start from: a Hugging Face folder, a GGUF file or a hub name, as for all models
     here."""
     critic_pretrain: str = option("", needs=CRITIC, commands=PPO)
@@ -223,13 +223,17 @@ class DataSection(Section, commands=EVALUATED):
     system_prompt: str | None = option(None, needs="--apply_chat_template")
     """System message for the chat template. A row with a system message of its own uses that one.
     """
-    chat_template_kwargs: str | None = option(None, needs="--apply_chat_template", commands=POLICY)
+    chat_template_kwargs: str | None = option(
+        None, needs="--apply_chat_template", commands=ALL_BUT_SERVE_REWARD
+    )
     """Additional variables for the chat template as a JSON object: '{"enable_thinking": false}'.
     The column `chat_template_kwargs` of a row replaces them."""
-    chat_template_date: str = option("", needs="--apply_chat_template", commands=POLICY)
+    chat_template_date: str = option(
+        "", needs="--apply_chat_template", commands=ALL_BUT_SERVE_REWARD
+    )
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also
     after it is resumed."""
-    prompt_max_len: int = option(1024, COUNT, commands=POLICY)
+    prompt_max_len: int = option(1024, COUNT, commands=ALL_BUT_SERVE_REWARD)
     """Maximum length of a prompt in tokens; a row with a longer prompt is a bad row."""
     max_samples: int | None = option(None, COUNT)
     """Use only this number of rows from the beginning of each training data set."""
@@ -860,7 +864,7 @@ class OptimSection(Section, commands=TRAINING):
 class TrainSection(Section, commands=TRAINING):
     """Length of the run, batches, checkpoints."""
 
-    seed: int = option(42, SEED, commands=POLICY)
+    seed: int = option(42, SEED, commands=ALL_BUT_SERVE_REWARD)
     """Seed of all random numbers."""
     num_episodes: int = option(1, COUNT)
     """Number of passes over the prompt data."""
@@ -954,9 +958,8 @@ class ObserveSection(Section, commands=TRAINING):
     tracker_group: str | None = option(None, needs="--report_to swanlab or trackio or wandb")
     """Group of runs in Weights & Biases, SwanLab and Trackio."""
     trace_steps: int = option(10, NOT_NEGATIVE)
-    """Write a timeline of the first steps, this many, after every start or resume to
-    save_path/trace.json: the activity of each rank over time, for https://ui.perfetto.dev. 0: none.
-    """
+    """Number of steps in the timeline save_path/trace.json, the first ones after every start or
+    resume: the activity of each rank over time, for https://ui.perfetto.dev. 0: none."""
     num_trajectories_to_save: int = option(8, NOT_NEGATIVE, commands=PPO)
     """Number of samples of each step in save_path/samples.jsonl, in the order of the prompts; 0:
     none."""
@@ -1101,13 +1104,13 @@ def options() -> dict[str, Option]:
 @cache
 def aliases() -> dict[str, str]:
     """Return the other name of a field -> the field."""
-    return {option.alias: name for name, option in options().items() if option.alias}
+    return {each.alias: name for name, each in options().items() if each.alias}
 
 
 @cache
 def fields_read(command: str) -> frozenset[str]:
     """Return the names of the fields that `command` reads in some configuration."""
-    return frozenset(name for name, option in options().items() if command in option.commands)
+    return frozenset(name for name, each in options().items() if command in each.commands)
 
 
 def _is_number(kind: Any) -> bool:

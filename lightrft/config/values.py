@@ -103,12 +103,12 @@ class Section:
         # {"advantage_estimator", "eps_clip_low"}
     """
 
-    commands: ClassVar[Collection[str]]
+    commands: ClassVar[Collection[str]] = ()
     """Commands that read the section."""
     written: set[str]
 
-    def __init_subclass__(cls, commands: Collection[str]) -> None:
-        cls.commands = commands
+    def __init_subclass__(cls, commands: Collection[str] = ()) -> None:
+        cls.commands = commands or cls.commands
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         section = super().__new__(cls)
