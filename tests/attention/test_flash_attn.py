@@ -288,7 +288,7 @@ def test_packed_equals_each_sequence_alone(name, kernel, monkeypatch):
 def test_shared_prefixes_equal_each_sequence_alone(name, monkeypatch, operations):
     used = []
     monkeypatch.setattr(
-        flat, "part_kernel", lambda *where: used.append(where) or flash_attn.FLASH_PARTS
+        flat, "call_kernel", lambda *where: used.append(where) or flash_attn.FLASH_CALLS
     )
     batch = make_batch(alike=2)
     assert_each_sequence_alone(

@@ -176,7 +176,7 @@ def test_images_by_hand():
     layout = Layout(
         torch.tensor([5, 2]), CPU, bidirectional=torch.tensor([0, 1, 1, 1, 0, 1, 1]).bool()
     )
-    own, following = layout.parts(None)
+    own, following = layout.calls(None)
     assert (
         own.query_lengths == [5, 2]
         and following.query_lengths == following.key_lengths == [2, 1]

@@ -107,7 +107,7 @@ def test_attention_within_images_never_waits(window):
     flat_attention(
         torch.nn.Module(), query, key, value, None, layout=layout, sliding_window=window
     )[0].sum().backward()
-    assert len(layout.parts(window)) == 2 and query.grad.shape == query.shape
+    assert len(layout.calls(window)) == 2 and query.grad.shape == query.shape
 
 
 def test_truncated_log_probs_and_those_of_logits_never_wait():

@@ -140,7 +140,7 @@ def each_row_alone(num_kv_heads: int, window: int | None) -> list[Tensor]:
 
 
 def test_shared_prefixes_are_read_as_if_each_row_had_them():
-    assert len(shared_layout(8).parts(None)) == 5, "four levels of prefixes"
+    assert len(shared_layout(8).calls(None)) == 5, "four levels of prefixes"
     for (num_kv_heads, window), found in zip(
         HEADS_AND_WINDOWS, shared_attention_of_ranks(NO_SEQUENCE_PARALLEL), strict=True
     ):
@@ -288,7 +288,7 @@ def test_zigzag_by_hand():
     """
     zigzag = SEQUENCES["zigzag"](Axis("sp", 2, 0, None))
     assert zigzag.positions(8, torch.device("cpu")).tolist() == [0, 1, 6, 7]
-    own, before = Layout(torch.tensor([3, 1, 4]), torch.device("cpu"), zigzag).parts(None)
+    own, before = Layout(torch.tensor([3, 1, 4]), torch.device("cpu"), zigzag).calls(None)
     assert own.query_lengths == [2, 2] and own.keys.rows.tolist() == [0, 1, 6, 7]
     assert (before.query_lengths, before.key_lengths) == ([2], [2])
     assert (before.queries.rows, before.keys.rows) == (slice(2, 4), slice(4, 6))
