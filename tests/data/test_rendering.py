@@ -22,7 +22,7 @@ from lightrft.data.preferences import load_answers, load_pairs, pair_maker
 from lightrft.data.prompts import load_prompts, make_prompt
 from lightrft.data.readers import DataError
 from lightrft.data.rendering.tokens import text_tokens
-from lightrft.data.steps import load_steps
+from lightrft.data.step_labels import load_steps
 from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
 from lightrft.trainer.build_episodes import check_tools, with_turn_ends
 from lightrft.types import Answer, Prompt

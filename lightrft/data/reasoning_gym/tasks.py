@@ -1,5 +1,6 @@
-"""Tasks of the package reasoning-gym as data:
-`reasoning_gym:chain_sum?size=500&seed=1&max_terms=4`.
+"""Tasks of the package reasoning-gym as data.
+
+They are named like `reasoning_gym:chain_sum?size=500&seed=1&max_terms=4`.
 """
 
 import json
@@ -24,23 +25,23 @@ PROGRAM = (
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTask:
-    """A task with its options; row i is a function of `seed + i`, so tasks with near seeds share
-    rows.
+    """A task with its options.
+
+    Row i is a function of `seed + i`, so tasks with near seeds share rows.
     """
 
     name: str
     size: int
     seed: int
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the task's own, which its scorer may need too."""
+    """Options of the task itself; its scorer may need them too."""
 
     @classmethod
     def parse(cls, reference: str, split: str) -> Self:
         """Read `reasoning_gym:NAME?option=value&option=value`; values are JSON, or else text.
 
-        Without `seed`, the split has one.
-
-        Raise DataError for a size or a seed that is not a number.
+        Without `seed`, the seed is derived from the split. Raise DataError for a size or a seed
+        that is not a number.
         """
         name, _, query = reference.removeprefix(REASONING_GYM).partition("?")
         options = {
@@ -72,11 +73,11 @@ def _value(text: str) -> Any:
 
 
 def task_rows(reference: str, split: str, flag: str) -> Iterator[DataRow]:
-    """Yield the rows of a task: `input` and `question`, `label` and `answer` (None without a single
-    right one), and `metadata`.
+    """Yield the rows of a task.
 
-    A process of their own generates them, in which sets have one order and the global random
-    numbers a seed: with those of this process, some tasks would differ between ranks. Raise
+    They have `input` and `question`, `label` and `answer` (None without a single right one), and
+    `metadata`. They are generated in a process of their own, where sets have one order and the
+    global random numbers a seed: in this process, some tasks would differ between ranks. Raise
     DataError for an unknown task or option.
     """
     task = ReasoningTask.parse(reference, split)
