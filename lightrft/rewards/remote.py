@@ -1,6 +1,7 @@
-"""A reward function on a server, which may compute it on another machine.
+"""A reward function on a server, perhaps on another machine.
 
-    POST URL  {"query": [prompt and response], "prompts": [...], "responses": [...], "labels": [...]}
+    POST URL  {"query": [prompt and response], "prompts": [...], "responses": [...], "labels":
+        [...]}
     ->        {"rewards": [...]}
 
 There is one request for each prompt, with all its responses; a reward is anything that a local

@@ -1,4 +1,4 @@
-"""Check of responses against a JSON schema by the library jsonschema."""
+"""Check responses against a JSON schema with the library jsonschema."""
 
 import json
 import re
@@ -46,8 +46,9 @@ def satisfies_schema(
 
 
 def _candidate(text: str) -> str:
-    """Return the last ```json block, which ends at the next line that begins with ```; the whole
-    text if there is none.
+    """Return the last ```json block, or the whole text without one.
+
+    The block ends at the next line that begins with ```.
     """
     _, marker, rest = text.rpartition(BLOCK)
     return re.split(r"^[ \t]*```", rest, maxsplit=1, flags=re.MULTILINE)[0] if marker else text
