@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.agents.episodes import Episodes, Play
+from lightrft.agents.episodes import Episodes, EpisodeState
 from lightrft.config.sections import RolloutSection
 from lightrft.data.loader import share_of
 from lightrft.data.media import media_of
@@ -48,7 +48,7 @@ class Growth:
         self.at_once = generation.prompts_at_once(n) * n
         """Number of responses that a data replica's engines decode at the same time."""
         self._pending: dict[int, Pending] = {}
-        self._plays: dict[int, Play] = {}
+        self._plays: dict[int, EpisodeState] = {}
         """Index of a request -> its episode."""
         self._groups: dict[int, Group] = {}
         """Number of a group with episodes -> the group."""
@@ -196,7 +196,7 @@ class Growth:
             if group.complete:
                 yield group
 
-    def _turn(self, play: Play, completion: Completion) -> None:
+    def _turn(self, play: EpisodeState, completion: Completion) -> None:
         """Give a turn that the engine has sampled to its episode."""
         sample = play.conversation
         self.sampler.extend(sample, completion)
@@ -302,7 +302,7 @@ class Sampler:
         for place in growing[len(sampled) :]:
             yield self._request(group.greedy, greedy_sampling(self.section), ()), group, [place]
 
-    def next_turn(self, play: Play, group: Group, seed: int) -> Request:
+    def next_turn(self, play: EpisodeState, group: Group, seed: int) -> Request:
         """Build the request for the next turn of an episode."""
         sample = play.conversation
         greedy = play.sample is group.greedy

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lightrft.agents.episodes import Episodes, Play
+from lightrft.agents.episodes import Episodes, EpisodeState
 from lightrft.agents.programs import ProgramSetup
 from lightrft.agents.tool_calls import hermes
 from lightrft.agents.turn_format import TurnFormat
@@ -60,12 +60,12 @@ class Free(Episodes):
         super().__init__(*args, **kwargs)
         self.begins = 0
 
-    def poll(self, seconds: float) -> list[Play]:
+    def poll(self, seconds: float) -> list[EpisodeState]:
         plays = self.ready(seconds)
         self.begins += bool(plays)
         return plays
 
-    def ready(self, seconds: float) -> list[Play]:
+    def ready(self, seconds: float) -> list[EpisodeState]:
         return super().poll(seconds)
 
 
@@ -74,9 +74,9 @@ class Barrier(Free):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._asked: list[Play] = []
+        self._asked: list[EpisodeState] = []
 
-    def ready(self, seconds: float) -> list[Play]:
+    def ready(self, seconds: float) -> list[EpisodeState]:
         self._asked += super().ready(seconds)
         if len(self._asked) < len(self.running):
             return []
