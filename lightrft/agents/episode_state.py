@@ -87,6 +87,7 @@ class EpisodeState:
         end = turn.num_tokens
         if end < len(before.token_ids):
             messages_before = before.episode.messages[: turn.num_messages]
+            # The tokens up to here are learned in the conversation that had them first.
             branch = self._branch(
                 before.prompt, Episode(sampled=[False] * end, messages=messages_before)
             )

@@ -120,6 +120,7 @@ class Episodes:
         ]
 
         now = time.monotonic()
+        # Not in every call, because these checks look at each episode.
         if now - self._checked > CHECK_SECONDS:
             self._checked = now
             for state in list(self._active.values()):
@@ -152,6 +153,7 @@ class Episodes:
         state.episode.finish_reason = LENGTH if last else "stop"
         state.until = time.monotonic() + 60 * self.section.environment_minutes
         context = TokenIds([*sample.prompt.token_ids, *sample.token_ids[:end]])
+        # The parser must see where the thinking begins, also if the prompt has begun it.
         opened = self.format.opens_thinking(context)
         content, calls = self.parse(opened + self.format.decode(completion.token_ids))
         content = content.removeprefix(opened)
@@ -337,6 +339,7 @@ class Episodes:
         sample.finish_reason = "stop"
         self._ended.append(sample)
 
+        # Without a worker of ours there is no environment to blame.
         if state.worker.process is None:
             return
 

@@ -68,6 +68,7 @@ def cache_key(
     options = {
         name: value for name, value in asdict(section).items() if name not in DATA_SET_FIELDS
     }
+    # Another version may render, tokenize or generate rows differently.
     versions = [lightrft.__version__, installed_version("reasoning-gym")]
     content = [
         [_state(name) for name in names],

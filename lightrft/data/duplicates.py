@@ -35,6 +35,7 @@ class Duplicates:
             for item in items
         ]
         key = [self._text(prompt.text), media, self._answers(prompt) if self.with_answer else None]
+        # A digest takes 16 bytes for each row; the texts would stay in memory.
         digest = blake2b(repr(key).encode(), digest_size=16).digest()
         if digest in self._seen:
             self.count += 1

@@ -455,6 +455,7 @@ class Places:
 
     def _resolve(self, item: Any, label: str) -> tuple[str, Path | bytes]:
         item = named(item)
+        # Base64 is often broken into lines.
         if isinstance(item, str) and (content := decoded("".join(item.split()))):
             return "inside the data", content
 
@@ -497,6 +498,7 @@ def _png(pixels: Image.Image | np.ndarray) -> bytes:
         pixels = Image.fromarray(pixels)
 
     content = BytesIO()
+    # PNG has no CMYK. Weak compression is fast and keeps the pixels as well.
     (pixels.convert("RGB") if pixels.mode == "CMYK" else pixels).save(
         content, "PNG", compress_level=1
     )

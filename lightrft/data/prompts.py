@@ -217,6 +217,7 @@ def _usable(
         if problem:
             bad.add(location, problem)
         elif not duplicates.omits(prompt):
+            # Indices count usable rows only, over all data sets.
             prompt.index = next(numbers)
             prompt.location = location
             count = count + 1

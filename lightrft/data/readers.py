@@ -84,6 +84,7 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[DataRow]:
     elif path.is_dir():
         for file in _files_of_split(path, split, bad.flag):
             yield from _file_rows(file, bad)
+    # A missing file is reported as such, and not looked up on the hub.
     elif path.suffix not in DATA_FILES and (on_hub := HUB.fullmatch(source)):
         yield from _hub_rows(on_hub["name"], on_hub["subset"], split, bad.flag)
     elif ":" in source:

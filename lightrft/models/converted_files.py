@@ -70,6 +70,8 @@ class Conversion:
 
         stop = part[dim].stop
         offset = 0
+        # Each pattern fills a range of its own in the concatenated dimension. The stored tensors
+        # lack the stacked one.
         for pattern in self.converter.source_patterns:
             tensors = files.read_all(self.sources[pattern][rows]) if pattern in self.sources else []
             for row, tensor in enumerate(tensors):
@@ -127,6 +129,7 @@ class ConvertedFiles:
         """Name in the model -> conversion that produces the tensor."""
 
         stored = files.shapes()
+        # Converting tensors without memory gives the shapes, and no file is read.
         for conversion in self._find(stored):
             sources = {
                 pattern: [torch.empty(stored[name], device="meta") for name in names]
@@ -158,6 +161,7 @@ class ConvertedFiles:
 
         first = part[0].start
         stop = part[0].stop
+        # Blocks of rows bound how much of a file is mapped at once.
         step = max(
             1,
             math.ceil((stop - first) / NUM_BLOCKS),

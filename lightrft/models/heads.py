@@ -163,6 +163,7 @@ class Scorer(SequenceParallelModule):
         """See Actor.blank."""
         self.log_scale: nn.Parameter | None = None
 
+        # A model may be built without memory, but no file has this parameter.
         if learn_scale:
             with real_parameters():
                 self.log_scale = nn.Parameter(torch.zeros(num_heads))

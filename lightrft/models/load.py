@@ -202,6 +202,7 @@ def _load(
     name = _check_name(name, source)
     try:
         config = load_config(name, **options)
+        # Only headers are read, so a damaged file is found in the first seconds.
         if Path(name).is_dir() and (files := WeightFiles.of(name)):
             files.check(quantized=getattr(config, "quantization_config", None) is not None)
     except (OSError, ValueError) as error:
@@ -357,6 +358,7 @@ def _empty(
 
     missing, unexpected = missing_and_unexpected(model, converted.shapes)
     heads = {name for name in missing if not is_backbone(model, name)} if new_head else set()
+    # from_pretrained() may know how to read them, and otherwise says what is missing.
     if any(_without_head(model, missing, unexpected) if new_head else (missing, unexpected)):
         logger.info(
             "the weights in {} are not those of {}: every rank reads the whole folder",
@@ -529,6 +531,7 @@ def _check_name(name: str, source: str) -> str:
         raise ValueError(
             f"{source}: the folder has no config.json, so it is not a Hugging Face model"
         )
+    # No name on the hub looks like this, so the hub is not asked.
     if not folder.exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
         raise ValueError(
             f"{source}: neither an existing folder nor a hub name (owner/name, or a single name"

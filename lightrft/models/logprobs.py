@@ -192,6 +192,8 @@ def _logprobs(
     learns = torch.is_grad_enabled() and (
         inputs.requires_grad or (weight is not None and weight.requires_grad)
     )
+    # With a single chunk the values for the gradient are kept, and nothing has to be computed
+    # again.
     if learns and upstream is not None and len(inputs) > options.chunk:
 
         def of_columns(
@@ -273,6 +275,7 @@ class _Logprobs(torch.autograd.Function):
             min(options.chunk, len(inputs)), num, dtype=torch.float32, device=inputs.device
         )
 
+        # Decided once: the backward pass must leave out exactly the same tokens.
         if learns and options.truncation.active:
             bits = torch.empty(
                 len(inputs),
@@ -425,6 +428,7 @@ def _proportion(assumed: tuple[Tensor | None, ...], exact: tuple[Tensor | None, 
     expected, actual = (
         torch.cat([each.flatten() for each in side]) for side in zip(*pairs, strict=True)
     )
+    # Compared at the largest element, where rounding matters least.
     largest = expected.abs().argmax(keepdim=True)
     top = expected[largest]
     factor = torch.where(top == 0, 1.0, actual[largest] / top)

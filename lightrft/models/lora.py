@@ -51,6 +51,7 @@ def freeze_parameters(model: PreTrainedModel, section: ModelSection) -> PreTrain
         section = replace(section, freeze_prefix=[*section.freeze_prefix, *towers])
 
     for prefix in section.freeze_prefix:
+        # Tied parameters are found under each of their names.
         frozen = [
             parameter
             for name, parameter in model.named_parameters(remove_duplicate=False)

@@ -168,6 +168,7 @@ def fingerprint(folder: Path | str) -> str:
         with open(path, "rb") as file:
             start = 8 + int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(start - 8))
+            # Metadata may differ between files with the same weights.
             header.pop("__metadata__", None)
             for name, entry in sorted(header.items()):
                 begin, end = entry["data_offsets"]

@@ -16,8 +16,8 @@ class Critic(Role):
     """Value model; its module is a models.heads.Scorer."""
 
     def get_values(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
-        """Return `values` [B, S] float32: for each token the value of the state in which it is
-        chosen.
+        """Return `values` [B, S] float32: for each token the value of the state that it is chosen
+        in.
 
         That is the state after the tokens before it. Column 0 and the padding are 0, as in
         get_logprobs().

@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation: its log-probs of the tokens that the actor sampled."""
+"""The teacher of on-policy distillation: log-probs of the tokens that the actor sampled."""
 
 from typing import Protocol
 

@@ -12,8 +12,8 @@ from lightrft.data.prompt_set import DataPart, PromptSet
 from lightrft.models.weight_files import NOT_THE_MODEL, weights_of
 from lightrft.run.resume_check import (
     FIXED,
-    FIXED_BESIDE_FROZEN,
-    NO_NUMBER_DEPENDS_ON,
+    FIXED_WITH_FROZEN,
+    NO_EFFECT_ON_NUMBERS,
     changed_settings,
     identity,
 )
@@ -52,7 +52,7 @@ def test_data_are_known_as_to_checkpoints_of_earlier_versions():
 
 
 def test_every_name_is_a_setting():
-    assert {*FIXED, *FIXED_BESIDE_FROZEN} | NO_NUMBER_DEPENDS_ON <= set(section_of_field())
+    assert {*FIXED, *FIXED_WITH_FROZEN} | NO_EFFECT_ON_NUMBERS <= set(section_of_field())
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ async def converse(
         try:
             reward = await agent(client, row)
         except Exception:
+            # Clients raise for a refused request, and the agent has made no mistake then.
             if not session.limited:
                 raise
             return

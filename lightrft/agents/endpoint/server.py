@@ -115,7 +115,7 @@ class _Routes:
 
         # A mistake in a request costs that request alone: others go on.
         try:
-            body = protocol.read_body(await _content(request, self.served.longest_request))
+            body = protocol.read_body(await _content(request, self.served.max_request_bytes))
             with self.sessions(request.headers.get("x-session-id", "")) as session:
                 turn, reply = await take(session, body)
         except RequestTooSlow as error:

@@ -87,6 +87,7 @@ def task_rows(reference: str, split: str, flag: str) -> Iterator[DataRow]:
     )
 
     command = [sys.executable, "-c", program, arguments]
+    # With one hash seed, sets have the same order in every process.
     environment = os.environ | {"PYTHONHASHSEED": "0"}
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE

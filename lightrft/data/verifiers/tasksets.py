@@ -61,6 +61,7 @@ def parse(reference: str) -> Reference:
     config = resolve_env_config(options)
     for role in roles:
         harness = config.agent_harnesses()[role].id
+        # Only the user can decide that what the model writes runs on this machine.
         if harness_class(harness).EXECUTES_CODE:
             raise ValueError(
                 f"its agent {role} has the harness {harness}, which runs what the model writes:"
