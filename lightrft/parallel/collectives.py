@@ -27,7 +27,7 @@ class Axis:
         return self._reduce(value, dist.ReduceOp.SUM)
 
     def begin_sum(self, value: Tensor) -> Callable[[], Tensor]:
-        """Start sum() for a tensor on the host, and return a function that waits for its result."""
+        """Start sum() for a tensor on the host, and return a function that waits for the result."""
         if self.size == 1:
             return lambda: value
         result = value.clone()
@@ -78,6 +78,7 @@ class Axis:
         """
         if self.size == 1:
             return list(parts)
+        # Every rank has to know how much it will receive before it can allocate.
         sent = torch.tensor([len(part) for part in parts], device=parts[0].device)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
@@ -96,6 +97,8 @@ class Axis:
             return [rows], [note]
 
         while True:
+            # Rows are padded to the largest number so far, so usually no sizes have to be exchanged
+            # first.
             (most,) = self.largest
             part = rows.new_zeros(1 + most, rows.shape[1])
             part[0, 0], part[0, 1] = len(rows), note
@@ -113,8 +116,9 @@ class Axis:
             self.largest[0] = max(counts)
 
     def all_to_all(self, flat: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send `sent[r]` consecutive elements of `flat` to rank r; return the `received[r]`
-        elements of all ranks, end to end.
+        """Send `sent[r]` consecutive elements of `flat` to rank r.
+
+        Return the `received[r]` elements of all ranks, end to end.
         """
         if self.size == 1:
             return flat
@@ -123,7 +127,7 @@ class Axis:
         return out
 
     def broadcast_tensor(self, tensor: Tensor) -> Tensor:
-        """Return the tensor of the axis's rank 0, which has the shape and dtype of each rank's."""
+        """Return the tensor of the axis's rank 0. Each rank's tensor has the same shape and dtype."""
         if self.size == 1:
             return tensor
         tensor = tensor.contiguous()
@@ -131,11 +135,10 @@ class Axis:
         return tensor
 
     def exchange_objects(self, parts: list[Any]) -> list[Any]:
-        """Exchange picklable objects as exchange() does, on the host; an object that a part holds
-        repeatedly is sent once.
+        """Exchange picklable objects as exchange() does, on the host.
 
-        This rank's own part is returned itself. It takes the memory of what is sent to others and
-        of what arrives, once.
+        An object that a part holds repeatedly is sent once. This rank's own part is returned
+        itself. It takes the memory of what is sent to others and of what arrives, once.
         """
         if self.size == 1:
             return list(parts)
@@ -154,8 +157,9 @@ class Axis:
         ]
 
     def broadcast_tensors(self, value: Any) -> Any:
-        """Return the picklable object of the axis's rank 0 on all its ranks, on the host, without
-        pickling its tensors.
+        """Return the picklable object of the axis's rank 0 on all its ranks, on the host.
+
+        Its tensors are not pickled.
         """
         if self.size == 1:
             return value
@@ -175,7 +179,7 @@ class Axis:
 
 
 ALIGNMENT = 64
-"""Multiple of bytes at which each part of a packed object begins."""
+"""Multiple of bytes where each part of a packed object begins."""
 
 
 class _Pickler(pickle.Pickler):
@@ -202,8 +206,9 @@ def _tensor(contents: memoryview, dtype: torch.dtype, shape: torch.Size) -> Tens
 
 
 def _pack(value: Any) -> list[Tensor]:
-    """Return [bytes] uint8 tensors for _unpack(), which share the memory of the tensors of `value`:
-    sizes, pickle, values.
+    """Return [bytes] uint8 tensors for _unpack(): sizes, pickle, values.
+
+    They share the memory of the tensors of `value`.
     """
     stream = io.BytesIO()
     buffers = []
@@ -225,7 +230,7 @@ def _pack(value: Any) -> list[Tensor]:
 
 
 def _unpack(flat: Tensor) -> Any:
-    """Return the object of the [bytes] uint8 of _pack(); its tensors share their memory."""
+    """Return the object of the [bytes] uint8 of _pack(); its tensors share this memory."""
     (count,) = flat[:8].view(torch.int64).tolist()
     place = 8 * (1 + count)
     parts = []

@@ -16,9 +16,7 @@ from lightrft.parallel.sequence_parallel import SequenceParallel
 
 
 class Ulysses(SequenceParallel):
-    """Split into consecutive tokens; the attention of each rank has H / ranks heads of all
-    tokens.
-    """
+    """Split into consecutive tokens; the attention of each rank has H / ranks heads of all tokens."""
 
     def problems(self, num_heads: int) -> list[str]:
         return head_problems(num_heads, self.axis.size)
@@ -26,11 +24,10 @@ class Ulysses(SequenceParallel):
     def before_attention(
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange [t, H, D] for [T, H / ranks, D] in one all-to-all; key and value may have fewer
-        heads.
+        """Exchange [t, H, D] for [T, H / ranks, D] in one all-to-all.
 
-        Key-value heads are repeated until the number of ranks divides their number: each rank gets
-        those that its queries use.
+        Key and value may have fewer heads. They are repeated until the number of ranks divides
+        them, so that each rank gets the ones that its queries use.
         """
         copies = lcm(key.shape[1], self.axis.size) // key.shape[1]
         if copies > 1:

@@ -43,7 +43,7 @@ from lightrft.models.logprobs import token_logprobs
 from lightrft.strategy import FSDPStrategy
 from lightrft.tools.shapes import known_config
 from lightrft.tools.step_memory import (
-    OneOfMany,
+    FakeRankStrategy,
     empty_model,
     fake_group,
     num_parameters,
@@ -145,7 +145,7 @@ def fake_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for shape, once in product(args.shapes, (False, True)):
         with fake_group(args.world):
-            strategy = OneOfMany(seed=0, args=_options(once, bf16=True))
+            strategy = FakeRankStrategy(seed=0, args=_options(once, bf16=True))
             strategy.setup_distributed()
             sizes = training_bytes(
                 strategy, shape_config(shape, args.layers), args.tokens, computed=False

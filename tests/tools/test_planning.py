@@ -17,7 +17,12 @@ from lightrft.config.resolve import resolve
 from lightrft.parallel.peaks import DEVICES
 from lightrft.tools.planning import Planner
 from lightrft.tools.shapes import known_config, model_config
-from lightrft.tools.step_memory import FEW, num_parameters, of_tensor_parallel, parameter_counts
+from lightrft.tools.step_memory import (
+    TRACED_LAYERS,
+    num_parameters,
+    of_tensor_parallel,
+    parameter_counts,
+)
 from lightrft.tools.step_time import StepWork, kv_bytes, seconds
 from tiny import tiny_model
 from warm import warm_python
@@ -313,7 +318,7 @@ def test_ranks_that_share_with_nobody_have_a_plan(tmp_path, flags, tied):
     """
     (tmp_path / "d.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
     # a plan of so many layers is one trace
-    folder = tiny_model(tmp_path / "model", tie=tied, layers=FEW[0])
+    folder = tiny_model(tmp_path / "model", tie=tied, layers=TRACED_LAYERS[0])
     config = parse(
         [f"--pretrain={folder}", f"--prompt_data={tmp_path / 'd.jsonl'}", "--fsdp", *flags],
         "train_sft",
@@ -332,7 +337,7 @@ def test_ranks_that_share_with_nobody_have_a_plan(tmp_path, flags, tied):
 @pytest.mark.slow
 def test_a_dry_run_trains_nothing(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
-    folder = tiny_model(tmp_path / "model", layers=FEW[0])
+    folder = tiny_model(tmp_path / "model", layers=TRACED_LAYERS[0])
     flags = [
         f"--pretrain={folder}",
         f"--prompt_data={tmp_path / 'd.jsonl'}",
