@@ -40,7 +40,7 @@ class TokenIds(array):
 
 
 DataRow = tuple[str, dict[str, Any]]
-"""Location of a row of a data set (`train.jsonl:12`) and its columns."""
+"""Location of a row of a data set (`train.jsonl:12`) and the columns."""
 DATA_FILES = (".jsonl", ".json", ".parquet")
 """Ends of the names of files with data."""
 REASONING_GYM = "reasoning_gym:"
@@ -50,7 +50,7 @@ VERIFIERS = "verifiers:"
 
 
 class Answer(NamedTuple):
-    """Tokens of a conversation from its first learned token on.
+    """Tokens of a conversation from the first learned token on.
 
     Answer(token_ids=[52, 258, 60, 50, 62, 53, 258], learned=[True, True, False, False, False,
     True, True])
@@ -77,7 +77,7 @@ class Prompt:
     multi_modal: dict[str, Any] = field(default_factory=dict)
     """Images, videos and audio of the prompt; empty for text."""
     media_tokens: int = 0
-    """Number of additional tokens when images replace their placeholders."""
+    """Number of additional tokens when images replace the placeholders."""
     location: str = field(default="", compare=False)
     """Place of the row in the data, `train.jsonl:12`, for messages.
 
@@ -96,7 +96,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """Prompt with expanded images, as its model reads it."""
+    """Prompt with expanded images, as the model reads it."""
 
     token_ids: list[int]
     """Token ids, where the tokens of an image and its delimiters replace each placeholder."""
@@ -107,11 +107,11 @@ class Expanded:
 
 
 Expand = Callable[[Prompt], Expanded]
-"""Function that expands a prompt for the trained model; its features are tensors by name."""
+"""Function that expands a prompt for the trained model; the features are tensors by name."""
 
 
 class Drafts(NamedTuple):
-    """Drafts of a response that its model has verified.
+    """Drafts of a response that the model has verified.
 
     Drafts(count=2, num_tokens=10, num_accepted=3)
     """
@@ -216,7 +216,7 @@ class Sample:
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Terms of the reward by name, if the reward function returns them; for metrics."""
     masked: bool = False
-    """True if the sample is excluded from the loss; its reward still counts for its group."""
+    """True if the sample is excluded from the loss; the reward still counts for the group."""
     greedy_reward: float = 0.0
     """Reward of the greedy response to the same prompt, for estimators that use it as a baseline.
     """
@@ -234,7 +234,7 @@ class Sample:
 
     @property
     def rows(self) -> list["Sample"]:
-        """Return what is learned from: the sample, and the branches of its episode."""
+        """Return what is learned from: the sample, and the branches of the episode."""
         return [self, *self.episode.branches] if self.episode else [self]
 
     @property

@@ -176,7 +176,7 @@ def load_generation_config(name: str) -> GenerationConfig | None:
 def trained_part(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of the thinker for a Qwen2.5-Omni, and `config` for other families.
 
-    A Qwen2.5-Omni may be whole or its thinker alone.
+    A Qwen2.5-Omni may be whole or the thinker alone.
     """
     if not isinstance(config, Qwen2_5OmniConfig | Qwen2_5OmniThinkerConfig):
         return config
@@ -209,7 +209,7 @@ def speaks(model: PreTrainedModel) -> bool:
 def published_config(model: PreTrainedModel, config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration for a folder with a model's published names.
 
-    `config` is the model's own, and may be changed. A thinker gets the configuration of its whole
+    `config` is the model's own, and may be changed. A thinker gets the configuration of the whole
     folder, with this thinker in it; without talker if the folder has a thinker alone.
     """
     if not isinstance(model, OmniThinkerForConditionalGeneration):

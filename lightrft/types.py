@@ -42,7 +42,7 @@ class Routing:
 
 
 Features = dict[str, Tensor]
-"""Output of a processor for the images of one sequence, as inputs of its model.
+"""Output of a processor for the images of one sequence, as inputs of the model.
 
 It is empty without images.
 """
@@ -142,7 +142,7 @@ class Batch:
     def learned_tokens(self) -> Tensor:
         """Return the positions of the loss tokens, ascending, [M] int64.
 
-        They are on the host, because their number is a shape.
+        They are on the host, because the number is a shape.
         """
         return self.loss_mask.nonzero()[:, 0].cpu() if self.learned is None else self.learned
 
@@ -153,7 +153,7 @@ class Batch:
 
     @property
     def position_ids(self) -> Tensor:
-        """Return the position of each token in its sequence: [T] int64."""
+        """Return the position of each token in the sequence: [T] int64."""
         starts = torch.repeat_interleave(
             self.offsets[:-1], self.lengths, output_size=self.num_tokens
         )
@@ -284,7 +284,7 @@ def to_device(value: Tensor, device: torch.device) -> Tensor:
 
 
 def append_sequence(batch: Batch, token_ids: Tensor, features: Features | None = None) -> Batch:
-    """Return the batch with one more sequence, outside of the loss, and its images.
+    """Return the batch with one more sequence, outside of the loss, and the images.
 
     Only columns that a model reads remain.
     """
@@ -326,7 +326,7 @@ def _stack(tensors: list[Tensor]) -> Tensor:
 
 
 def unpadded(values: Tensor, lengths: Tensor) -> Tensor:
-    """Convert right-padded rows [B, S] to their concatenated tokens: [T]."""
+    """Convert right-padded rows [B, S] to the concatenated tokens: [T]."""
     return values[_is_token(lengths, values.shape[1])]
 
 

@@ -82,7 +82,7 @@ def requirements(table: dict[str, str]) -> list[str]:
 
 
 def version_problems(table: dict[str, str], *, optional: bool = False) -> list[str]:
-    """Return one sentence per package that is missing (unless optional) or outside its range."""
+    """Return one sentence per package that is missing (unless optional) or outside the range."""
     from packaging.specifiers import SpecifierSet
 
     problems = []

@@ -1,4 +1,4 @@
-"""The state of an episode: its turns, and the conversations that they belong to."""
+"""The state of an episode: turns, and the conversations that they belong to."""
 
 from dataclasses import dataclass, field
 from operator import ne
@@ -31,7 +31,7 @@ class EpisodeState:
 
     sample: Sample
     seed_parts: tuple[int, ...]
-    """Numbers that the seeds of its turns are derived from."""
+    """Numbers that the seeds of the turns are derived from."""
     worker: Worker | None = None
     mailbox: Mailbox | None = None
     """The socket of the worker."""
@@ -39,13 +39,13 @@ class EpisodeState:
     conversation: Sample = field(init=False)
     """Sample that the next turn, or the latest one, belongs to."""
     max_tokens: int | None = None
-    """Largest number of tokens of the next turn, if its program has set one."""
+    """Largest number of tokens of the next turn, if the program has set one."""
     sampling: dict[str, float] = field(default_factory=dict)
     """Sampling parameters of the next turn that replace the run's."""
     num_replies: int = 0
-    """Number of replies that were sent to its program."""
+    """Number of replies that were sent to the program."""
     until: float = 0.0
-    """Time by which its program must ask for its next turn, in seconds of time.monotonic().
+    """Time by which the program must ask for the next turn, in seconds of time.monotonic().
 
     It is infinite while the model samples.
     """
@@ -72,7 +72,7 @@ class EpisodeState:
         return self.turns[-1 if request.after is None else request.after]
 
     def begin(self, prompt: Prompt) -> None:
-        """Begin a conversation with its own prompt."""
+        """Begin a conversation with a new prompt."""
         if self.turns:
             self.conversation = self._branch(prompt, Episode())
         else:

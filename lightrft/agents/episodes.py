@@ -66,7 +66,7 @@ class Episodes:
     ):
         """Set up the episodes of a rank.
 
-        `longest` is the number of tokens of a response, its observations included. `other_rewards`
+        `longest` is the number of tokens of a response, with its observations . `other_rewards`
         names the rewards of the run if none of them is the environment's.
         """
         self.other_rewards = other_rewards
@@ -99,7 +99,7 @@ class Episodes:
         self._waiting.append(EpisodeState(sample, seed_parts))
 
     def attach(self, sample: Sample, socket: Connection, *seed_parts: int) -> None:
-        """Begin an episode whose program is no worker process, and sends its requests over a
+        """Begin an episode whose program is no worker process, and sends requests over a
         socket.
         """
         sample.episode = Episode()
@@ -228,7 +228,7 @@ class Episodes:
             self._died(state)
 
     def _handle_messages(self, state: EpisodeState) -> EpisodeState | None:
-        """Handle what a program has sent; return its episode if the model is to sample a turn."""
+        """Handle what a program has sent; return the episode if the model is to sample a turn."""
         try:
             messages = [from_bytes(content) for content in state.mailbox.receive()]
         except (EOFError, OSError):

@@ -1,6 +1,6 @@
-"""Messages between the program of an episode and the rank that generates its turns.
+"""Messages between the program of an episode and the rank that generates the turns.
 
-They are plain Python. A program sends JSON, and the rank checks its form. The rank sends pickled
+They are plain Python. A program sends JSON, and the rank checks the form. The rank sends pickled
 objects that the program believes.
 """
 
@@ -14,7 +14,7 @@ from lightrft.config.values import COLDEST
 Message = dict[str, Any]
 """Message of a chat, such as {"role": "tool", "content": "56"}."""
 Observation = str | list[Message] | list[int] | None
-"""What the model reads before its turn: a text, messages of a chat, or token ids.
+"""What the model reads before a turn: a text, messages of a chat, or token ids.
 
 None: nothing but the prompt.
 """
@@ -120,7 +120,7 @@ WHOLE_NUMBERS = ("top_k",)
 
 
 def check_sampling(sampling: dict[str, Any]) -> None:
-    """Raise ValueError for sampling parameters of a request that are not numbers in their ranges."""
+    """Raise ValueError for sampling parameters of a request that are not numbers in range."""
     for name, value in sampling.items():
         if name not in RANGES:
             raise ValueError(f"{name} is no parameter that a request can choose")

@@ -12,7 +12,7 @@ DISCOUNT = 0.8
 class SeveralAttempts:
     """Answer a task until an answer is right; after a wrong one the model may answer again.
 
-    It reads "Wrong." in between. The value of an answer is its score, 1 if it is right, times 0.8
+    It reads "Wrong." in between. The value of an answer is the score, 1 if it is right, times 0.8
     for each answer before it; the reward of an episode is its largest value. The columns are the
     ones of `--prompt_data reasoning_gym:NAME`.
     """

@@ -16,7 +16,7 @@ class EpisodeOver(Exception):
 class Session:
     """One episode's access to the model.
 
-    The engine samples its turns, and exactly these tokens are learned from.
+    The engine samples the turns, and exactly these tokens are learned from.
     """
 
     def __init__(self, connection: Connection):

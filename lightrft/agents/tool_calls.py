@@ -8,7 +8,7 @@ from lightrft.agents.messages import ToolCall
 from lightrft.data.rendering.messages import THINKING
 
 Parse = Callable[[str], tuple[str, list[ToolCall]]]
-"""Function from the text of a turn to its text without calls, and its calls."""
+"""Function from the text of a turn to its text without calls, and the calls."""
 HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
@@ -38,7 +38,7 @@ def hermes(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def read_call(name: str, arguments: str) -> ToolCall:
-    """Return a call from a parser that gives its arguments as JSON."""
+    """Return a call from a parser that gives the arguments as JSON."""
     return _call(json.dumps({"name": name, "arguments": arguments}))
 
 

@@ -1,4 +1,4 @@
-"""Tools: typed functions with docstrings that the model calls; it reads their results."""
+"""Tools: typed functions with docstrings that the model calls; it reads the results."""
 
 import asyncio
 import inspect
@@ -18,7 +18,7 @@ Tools = Mapping[str, Callable[..., Any]]
 RESERVED = ("reset", "step", "get_reward", "close")
 """Methods of an environment that are no tools."""
 RUNNING: set[asyncio.Future[Any]] = set()
-"""Calls of sync functions that have not returned, perhaps after their time limit."""
+"""Calls of sync functions that have not returned, perhaps after the time limit."""
 MAX_RESULT = 20_000
 """Characters of a result that the model reads; the middle of a longer one is left out."""
 

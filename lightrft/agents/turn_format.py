@@ -54,7 +54,7 @@ class TurnFormat:
     def prompt(self, prompt: Prompt, request: TurnRequest) -> Prompt:
         """Return the prompt of a conversation.
 
-        It is the row's prompt with the first observation, at the end of its last message if that is
+        It is the row's prompt with the first observation, at the end of the last message if that is
         a text. A request that begins a conversation of its own has the observation alone. Raises
         ValueError if it becomes longer than --prompt_max_len.
         """
@@ -85,7 +85,7 @@ class TurnFormat:
         return replace(prompt, text=text, token_ids=token_ids)
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of a turn without its end.
+        """Return the text of a turn without the end.
 
         Other special tokens stay, as they may mark tool calls.
         """
@@ -230,7 +230,7 @@ def _are_token_ids(observation: str | list[Message] | list[int]) -> TypeGuard[li
 
 
 def _append_text(value: Any, observation: str) -> Any:
-    """Return the input of a row with a text at the end of its last message."""
+    """Return the input of a row with a text at the end of the last message."""
     messages = as_messages(value)
     if messages is None:
         return f"{value}{observation}"

@@ -4,7 +4,7 @@
 its episode, and its agents send chats to the episode's own server, as in an evaluation with the
 package. The package's training client would tokenize chats itself. If that gave other tokens than
 were sampled, the turn would begin a branch. The server has the sampled tokens, the run's chat
-template, and its parser of tool calls.
+template, and the parser of tool calls.
 """
 
 import os
@@ -30,7 +30,7 @@ The package keeps names with API_KEY from the programs of agents.
 def program(
     reference: str, served: EndpointModel
 ) -> Callable[[Session, dict[str, Any]], Awaitable[float | None]]:
-    """Return the program that runs an episode about the task of a row, and returns its reward.
+    """Return the program that runs an episode about the task of a row, and returns the reward.
 
     Only one agent can learn: raises ValueError if the model would be several of the environment's
     agents, or if the environment cannot be loaded.

@@ -27,7 +27,7 @@ None means a penalty of each token instead, as with all other estimators.
 """
 
 RIGHT = 0.5
-"""A sample solves its prompt when its reward is above this threshold."""
+"""A sample solves the prompt when the reward is above this threshold."""
 
 
 @estimators.register("reinforce", "reinforce++", "gae", "ppo")
@@ -46,8 +46,7 @@ def grpo(rewards: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
     """A_i = (R_i - mean_g R) / (std_g R + eps), std with Bessel's correction.
 
     A group of equal rewards, or of one, has advantage 0. DeepSeekMath, arXiv 2402.03300, sections
-    4.1.2 (one reward) and 4.1.3 (one per step). The other names are recipes with losses of their
-    own.
+    4.1.2 (one reward) and 4.1.3 (one per step). The other names are recipes with other losses.
     """
     mean, std = group_mean_std(rewards, groups)
     return (rewards - mean) / (std + eps)
@@ -132,7 +131,7 @@ def remax(rewards: Tensor, groups: Tensor, *, greedy_rewards: Tensor) -> Tensor:
 
 @estimators.register("pass_at_k")
 def pass_at_k(rewards: Tensor, groups: Tensor, *, pass_k: int) -> Tensor:
-    """Return the advantage of a response in the average draw of k from its group.
+    """Return the advantage of a response in the average draw of k from the group.
 
     A draw is right when any sample in it is; a reward above RIGHT is right. Of n samples m are
     wrong. F = C(m, k) / C(n, k) of all draws fail, and C(m-1, k-1) / C(n-1, k-1) of the draws with

@@ -17,7 +17,7 @@ from lightrft.types import Routing
 class Balance:
     """E sum_e f_e P_e over all tokens of an optimizer step and all layers, of all ranks.
 
-    f_e says how often expert e is chosen, P_e is its mean probability, and E counts the experts. A
+    f_e says how often expert e is chosen, P_e is the mean probability, and E counts the experts. A
     choice has no gradient: once the f_e are known, the loss is a mean over tokens, and each
     micro-batch has a share in it. Fedus et al., arXiv 2101.03961, equations 4 to 6; over the global
     batch: arXiv 2501.11873.

@@ -17,7 +17,7 @@ kl_estimators = Registry("KL estimator", flag="--kl_estimator")
 
 @kl_estimators.register("k1")
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """-d: unbiased, noisy, its sign can be negative."""
+    """-d: unbiased, noisy, the sign can be negative."""
     return logprobs - reference_logprobs
 
 

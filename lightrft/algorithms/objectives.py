@@ -151,7 +151,7 @@ class PolicyObjective:
         """Compute the loss [] and reports [T] from the actor's log-probs [T].
 
         Without `old_logprobs` the actor has not changed since the step began, so the ratio is 1 and
-        only its gradient counts.
+        only the gradient counts.
         """
         self._check(batch)
         section = self.section
@@ -237,7 +237,7 @@ class PolicyObjective:
     def _correct(self, old_logprobs: Tensor, batch: Experience) -> tuple[Tensor, Report]:
         """Return the weights [T] of tokens that the engine, or an older policy, sampled.
 
-        They correct for the difference between its probabilities and the trainer's.
+        They correct for the difference between the sampler's probabilities and the trainer's.
         """
         ratios = importance_ratios(
             old_logprobs, batch.engine_logprobs, batch, self.section.rollout_correction_level

@@ -1,7 +1,7 @@
 """Policy losses: one value per token, from the log-probs of the actor now and before the step.
 
 Each takes logprobs, old_logprobs and advantages, [T] each, and returns the values [T] and reports
-of each token [T]. r = exp(logp - old), sg is the value without its gradient. The keyword-only
+of each token [T]. r = exp(logp - old), sg is the value without a gradient. The keyword-only
 parameters of a loss are fields of the algorithm section, or one of: `batch`, the sequences;
 `marked` [T], the tokens that covariance.py chose for it.
 """
@@ -133,7 +133,7 @@ def cispo(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> Loss:
-    """-sg(clip(r, 1 - low, 1 + high)) A logp: the weight is clipped, no token loses its gradient.
+    """-sg(clip(r, 1 - low, 1 + high)) A logp: the weight is clipped, no token loses the gradient.
 
     MiniMax-M1, arXiv 2506.13585.
     """

@@ -21,7 +21,7 @@ class Truncation:
 
     The probabilities inside sum to 1, and all other tokens have 0. A kept token always belongs to
     the part: it was sampled, so only rounding can have put it outside. All tokens that are as
-    likely as the last one inside are inside too. An engine may leave some of them out, and then its
+    likely as the last one inside are inside too. An engine may leave some of them out, and then the
     log-probs are larger by at most the share that it left out.
     """
 
@@ -75,7 +75,7 @@ class Truncation:
         """Cut off the banned ids at the end of the vocabulary.
 
         Return the number of ids that are left, and the truncation of these. The rest are rows of
-        padding that no token has, so their logits need not be computed.
+        padding that no token has, so the logits need not be computed.
         """
         for start, end in runs(self.banned):
             if start < vocabulary <= end:

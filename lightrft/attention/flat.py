@@ -120,7 +120,7 @@ def flat_attention(
 
 
 def configured_window(module: nn.Module) -> int | None:
-    """Return how many tokens a layer attends to by its configuration; None: all."""
+    """Return how many tokens a layer attends to by the configuration; None: all."""
     config = getattr(module, "config", None)
     window = getattr(config, "sliding_window", None)
     if not isinstance(window, int) or getattr(config, "use_sliding_window", True) is False:
@@ -225,7 +225,7 @@ def block_attention(
 def _split(x: Tensor, blocks: Blocks) -> tuple[Tensor, ...]:
     """Split [T, H, D] into blocks [n * S, H, D].
 
-    A split has one concatenation as its gradient; slices would have a sum for each.
+    A split has one concatenation as the gradient; slices would have a sum for each.
     """
     x = x if blocks.source is None else x.index_select(0, blocks.source)
     return x.split([size * width for size, width in blocks.shapes])

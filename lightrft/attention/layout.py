@@ -1,7 +1,7 @@
 """Where the sequences of a flat batch are, and which tokens each of them attends to.
 
 Shapes: T tokens of all sequences, U of them computed (all of them, or each shared prefix once), t
-computed by this rank: ranks that split a batch split its computed tokens.
+computed by this rank: ranks that split a batch split the computed tokens.
 """
 
 import math
@@ -245,7 +245,7 @@ class Layout:
     def _copied_pairs_per_call(self) -> float:
         """Return how many query-key pairs copies compute for each call that they save.
 
-        A copy repeats the attention within its prefix. Without copies there is one call for each
+        A copy repeats the attention within the prefix. Without copies there is one call for each
         prefix, and merging takes as long as another. Return infinity if there are no prefixes, if
         ranks split the queries, or if attention is not causal.
         """
@@ -271,7 +271,7 @@ class Layout:
         The first call has each query once. Without a window it is causal attention within the
         consecutive tokens of each sequence. Then come the prefixes before them, level by level:
         first those at the start of sequences, then the ones that follow them, and so on. All
-        sequences with the same prefix form one run of queries, so its keys occur once.
+        sequences with the same prefix form one run of queries, so the keys occur once.
 
         With a window there is one call. In it each sequence has copies of the keys before its own
         tokens that its first queries attend to. In both cases, bidirectional tokens have one more
@@ -344,11 +344,11 @@ class Layout:
 
     @cached_property
     def _following(self) -> list[AttentionCall]:
-        """Return the attention call that lets image tokens look ahead within their image, if there
+        """Return the attention call that lets image tokens look ahead within an image, if there
         are any.
 
         Queries and keys of a run are in reverse order: with the keys one token later than the
-        queries, this is causal attention. Where ranks split a run, its keys begin with the tokens
+        queries, this is causal attention. Where ranks split a run, the keys begin with the tokens
         that other ranks have.
         """
         starts, ends = self._runs

@@ -4,7 +4,7 @@ Attention over all keys is the mean of the outputs of the calls, weighted by the
 their log-sum-exps. The gradient of a call is computed by the kernel's own backward pass from the
 merged output and the merged log-sum-exp: with these, the recomputed probabilities are taken over
 all keys. Ring attention does the same (arXiv 2310.01889). So all queries read a shared prefix in
-one call, which also sums its gradient. Image tokens that look ahead have one more call.
+one call, which also sums the gradient. Image tokens that look ahead have one more call.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,7 +55,7 @@ def prefix_attention(
 def pad_values(value: Tensor, query: Tensor) -> tuple[Tensor, int]:
     """Pad the values with zeros to the width of the queries, as kernels require.
 
-    Return them with their former width.
+    Return them with the former width.
     """
     columns = value.shape[-1]
     return F.pad(value, (0, query.shape[-1] - columns)) if columns < query.shape[
@@ -262,7 +262,7 @@ def window_mask(
     """Return a mask [S, keys] bool: each of the last S tokens sees `window` tokens up to itself.
 
     There are S keys for `num_keys` None. With `run_ids` [keys], see Layout.run_ids, a token also
-    sees the tokens that follow it in its run.
+    sees the tokens that follow it in the run.
     """
     steps = torch.arange(num_keys or size, device=device)
     distance = steps[-size:, None] - steps

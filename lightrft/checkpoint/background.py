@@ -56,7 +56,7 @@ class Background:
             self._thread = None
 
     def close(self) -> None:
-        """Wait for the job and log its failure: finish() will not be called any more."""
+        """Wait for the job and log a failure: finish() will not be called any more."""
         self.join()
         if self._failure is not None:
             logger.error("{}", self._failure)

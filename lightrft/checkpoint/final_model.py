@@ -41,7 +41,7 @@ from lightrft.thinker import load_generation_config
 
 ALONE = Axis("export", 1, 0, None)
 CHECKPOINTS = "checkpoints"
-"""Folder of a run that contains its checkpoints, unless --ckpt_path is another one."""
+"""Folder of a run that contains the checkpoints, unless --ckpt_path is another one."""
 MERGED = "merged_pretrain"
 SOURCE = "merged_from.json"
 """A run's folder for the base model merged with an adapter, and the file in it that names both."""
@@ -61,7 +61,7 @@ def export_checkpoint(
     trust_remote_code: bool = False,
     adapter_only: bool = False,
 ) -> Path:
-    """Write one model of a checkpoint as a run writes it at its end.
+    """Write one model of a checkpoint as a run writes it at the end.
 
     The checkpoint may be from any number of ranks and any strategy. `path` is a checkpoint, or a
     folder of them; then the newest complete one is used. Configuration, tokenizer and frozen

@@ -33,7 +33,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.models.weight_files import check_finite, stored_tensors
 
 SIZES = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
-"""Settings that transformers ignores in some families -> fields of its configuration."""
+"""Settings that transformers ignores in some families -> fields of the configuration."""
 LLAMA_FREQUENCIES = "rope_freqs.weight"
 """Tensor with the divisors of the rotary frequencies; llama.cpp computes it from Llama 3's
 settings.

@@ -111,7 +111,7 @@ def rehearse(
 ) -> None:
     """Write all of a model's folder but the weights into a temporary folder, and read it back.
 
-    A run finds out in its first seconds what would otherwise end it after its last step. All ranks
+    A run finds out in the first seconds what would otherwise end it after the last step. All ranks
     call this. Raise ConfigError on all ranks if the folder cannot be written, or is read back as
     something else.
     """
@@ -301,7 +301,7 @@ def _code_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
     """Return the Python files of classes that came with a model (--trust_remote_code).
 
     Files that these import from there are included. The folder may hold code of processors too, so
-    all of its Python files are returned.
+    all of the Python files are returned.
     """
     classes = [transformers_class(model), type(model.config), type(tokenizer)]
     came_along = f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."

@@ -64,13 +64,13 @@ class Snapshot:
     """Tensors and files that one rank writes."""
 
     tensors: dict[str, Any]
-    """Model name -> its tensors."""
+    """Model name -> tensors."""
     files: dict[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """Limits of the checkpoints that a folder keeps: their number and the total in GB.
+    """Limits of the checkpoints that a folder keeps: number and the total in GB.
 
     Only a `latest` checkpoint is resumed without a tag.
     """

@@ -32,13 +32,13 @@ LATEST = "latest"
 
 @dataclass
 class Manifest:
-    """Facts about a checkpoint, with size and checksum of its files."""
+    """Facts about a checkpoint, with size and checksum of the files."""
 
     number: int
-    """Number of the checkpoint in its folder; the highest is the newest."""
+    """Number of the checkpoint in the folder; the highest is the newest."""
     world_size: int
     resume: bool
-    """True if a run may resume from it without naming its tag."""
+    """True if a run may resume from it without naming the tag."""
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Path relative to the checkpoint -> bytes and CRC-32."""
 
@@ -58,7 +58,7 @@ class Manifest:
 def manifest_steps(manifest: Manifest, world: Axis) -> list[Callable[[Path], None]]:
     """Return steps for write_folder() that add a manifest.
 
-    Every rank reads its share of the files back, and rank 0 writes the manifest. No step can fail
+    Every rank reads a share of the files back, and rank 0 writes the manifest. No step can fail
     between two collectives.
     """
     names: list[str] = []
@@ -111,7 +111,7 @@ def checkpoints(root: Path, *, warn: bool = False) -> list[tuple[Manifest, Path]
 def damage(folder: Path, manifest: Manifest, world: Axis) -> list[str]:
     """Return what is wrong with the files of a checkpoint; empty if undamaged.
 
-    Each rank reads its share, and all get the same list.
+    Each rank reads a share, and all get the same list.
     """
     problems = []
     for name in sorted(manifest.files)[world.rank :: world.size]:

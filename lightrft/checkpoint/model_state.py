@@ -14,7 +14,7 @@ from lightrft.parallel.collectives import Axis
 
 @dataclass(slots=True)
 class ModelState:
-    """A model that is saved in a checkpoint, with its optimizer and schedule."""
+    """A model that is saved in a checkpoint, with optimizer and schedule."""
 
     model: nn.Module
     optimizer: Optimizer | None
@@ -27,7 +27,7 @@ class ModelState:
         `optimizer`.
 
         They are in the current shards. Frozen parameters of a trained model are left out, since
-        they can be loaded from its --pretrain.
+        they can be loaded from the --pretrain.
         """
         frozen = frozen_names(self.model)
         values = sharded.get_model_state_dict(self.model)

@@ -61,7 +61,7 @@ class ShardWriter:
             raise self._failure
 
     def name_files(self) -> None:
-        """Rename the files to their final names, and write the index if there are several.
+        """Rename the files to the final names, and write the index if there are several.
 
         The names contain the number of files, so one rank calls this after all ranks have finished.
         """

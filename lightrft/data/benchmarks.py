@@ -1,7 +1,7 @@
 """Read benchmarks in the columns that they are published with.
 
 A benchmark has a prompt, the right answer and a verifier. Its instruction asks for the answer in
-the form that its verifier reads. The names are used in --eval_data.
+the form that the verifier reads. The names are used in --eval_data.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from lightrft.types import Prompt
 
 INPUT = "input"
 LABEL = "label"
-"""Columns that a benchmark adds to its rows: the prompt and the right answer."""
+"""Columns that a benchmark adds to the rows: the prompt and the right answer."""
 LETTERS = "ABCD"
 
 
@@ -103,7 +103,7 @@ def _aime(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def _gpqa(row: dict[str, Any]) -> tuple[str, str]:
-    """Return the question with its options, and the letter of the right one.
+    """Return the question with the options, and the letter of the right one.
 
     The options are ordered by a hash of each with the question: the same order in every run, on any
     rank, for any other rows.

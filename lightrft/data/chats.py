@@ -26,14 +26,14 @@ Span = tuple[int, int]
 OPENED = re.compile(
     rf"(?:{'|'.join(map(re.escape, THINKING))})\s*(?:(?:{'|'.join(map(re.escape, THINKING.values()))})\s*)?$"
 )
-"""Thinking that a generation prompt opens at its end, or closes at once."""
+"""Thinking that a generation prompt opens at the end, or closes at once."""
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Tag that marks the turns of the assistant in a chat template."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a row, and what else its columns say about how to render them."""
+    """The messages of a row, and what else the columns say about how to render them."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Conversation:
         )
 
     def without_ends(self, template: ChatTemplate) -> "Conversation":
-        """Return the conversation without end tokens in its answers: the template writes its own."""
+        """Return the conversation without end tokens in the answers: the template writes its own."""
         ends = template.ends
         messages = [
             (
@@ -70,7 +70,7 @@ def conversation_tokens(
     """Return text and tokens before the first learned turn, and the Answer from there on.
 
     Among the last `num_turns` turns of the assistant, each whose weight is not 0 is learned up to
-    its end token; with `only_last` only the last one. Tokens are the same as in the whole text.
+    the end token; with `only_last` only the last one. Tokens are the same as in the whole text.
     Raise ValueError for a message without content, and if an answer is not where the template
     writes it.
     """
@@ -279,7 +279,7 @@ def _with_closing(text: str, end: int, template: ChatTemplate) -> int:
 def _continued(template: ChatTemplate, messages: list[Message], before: str) -> str:
     """Return the last answer as it follows the generation prompt.
 
-    The template cuts its thinking. Raise ValueError if the answer does not continue the generation
+    The template cuts the thinking. Raise ValueError if the answer does not continue the generation
     prompt.
     """
     answer = "".join(texts_of(messages[-1])).strip()

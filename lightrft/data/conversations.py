@@ -30,7 +30,7 @@ from lightrft.types import Answer, Batch, Expand, Expanded, Prompt, TokenIds
 CHATS = ("messages", "conversations")
 """Columns with whole conversations, used if no other column is configured."""
 COMPLETIONS = ("prompt", "completion")
-"""Columns with a prompt and its answer, used if no others are configured."""
+"""Columns with a prompt and an answer, used if no others are configured."""
 
 
 def load_examples(
@@ -67,7 +67,7 @@ def make_example(
 ) -> Prompt:
     """Build a prompt whose `label` is learned: a text, or the Answer of a conversation.
 
-    The prompt of a conversation ends where its first learned turn begins. Raise ValueError for a
+    The prompt of a conversation ends where the first learned turn begins. Raise ValueError for a
     bad row.
     """
     section = _with_usual_names(section, row)
@@ -185,7 +185,7 @@ def supervised_batch(
     rows: list[int],
     expand: Expand | None = None,
 ) -> Batch:
-    """Build a batch of prompts with their answers. `rows` has the index of each in the whole batch.
+    """Build a batch of prompts with the answers. `rows` has the index of each in the whole batch.
 
     `expand` is for prompts with media; without it all prompts are text.
     """
@@ -196,7 +196,7 @@ def supervised_batch(
 def flat_columns(
     answered: Sequence[tuple[Prompt, Answer]], expand: Expand | None = None
 ) -> dict[str, Any]:
-    """Return the columns of a flat batch, without `rows`: each prompt is followed by its answer.
+    """Return the columns of a flat batch, without `rows`: each prompt is followed by an answer.
 
     A prompt that occurs with several answers is expanded once. The first token of a sequence is
     never learned.

@@ -63,7 +63,7 @@ def cache_key(
 ) -> str:
     """Return a digest of everything that tokenized data depend on.
 
-    That is the files with their times, tokenizer, fields, versions, and `others`.
+    That is the files with times, tokenizer, fields, versions, and `others`.
     """
     options = {
         name: value for name, value in asdict(section).items() if name not in DATA_SET_FIELDS
@@ -86,7 +86,7 @@ def cache_key(
 
 
 def _state(name: str) -> Any:
-    """Return the name of a data set with sizes and times of its files.
+    """Return the name of a data set with sizes and times of the files.
 
     For an object of Python it has the size and time of the program.
     """

@@ -12,7 +12,7 @@ from lightrft.types import Answer, Prompt
 class Duplicates:
     """Prompts that have occurred, as digests of 16 bytes each.
 
-    Two rows are duplicates if their prompts have the same text, as templates render it, and the
+    Two rows are duplicates if the prompts have the same text, as templates render it, and the
     same media. Rows that are learned (`with_answer`) need the same answer, too. With "whitespace",
     all white space between words is equal, and white space around the text is ignored.
     """

@@ -71,7 +71,7 @@ class Blend:
     """
 
     def __init__(self, orders: Sequence[Order], probabilities: Sequence[float], seed: int):
-        """Set up the sequence. The probabilities are divided by their sum."""
+        """Set up the sequence. The probabilities are divided by the sum."""
         self.orders = orders
         self.seed = seed
         self.probabilities = torch.tensor(probabilities, dtype=torch.float64) / sum(probabilities)

@@ -35,7 +35,7 @@ VIDEOS = "videos"
 AUDIOS = "audios"
 """Keys of the media in prompts and requests."""
 KINDS = {IMAGES: "image", VIDEOS: "video", AUDIOS: "audio"}
-"""Key of a medium -> its type in the parts of a chat message.
+"""Key of a medium -> the type in the parts of a chat message.
 
 <image>, <video> and <audio> stand for them in a message's text.
 """
@@ -66,7 +66,7 @@ FETCH_TIMEOUT = 60.0
 RIFF = b"RIFF"
 """First bytes of a .wav file."""
 WAVE_TYPES = {1: np.uint8, 2: np.int16, 4: np.int32}
-"""Bytes of a sample -> its type."""
+"""Bytes of a sample -> the type."""
 SOURCES = (
     "path",
     "url",
@@ -96,7 +96,7 @@ class ImageFile:
     name: str
     """Name of the image in the data."""
     source: Path | bytes
-    """Path of the file, or its contents."""
+    """Path of the file, or the contents."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -147,7 +147,7 @@ class ImageFile:
 
 @dataclass(frozen=True, slots=True)
 class VideoFile:
-    """Video of evenly spaced frames: a file, its contents, or the images of its frames."""
+    """Video of evenly spaced frames: a file, contents, or the images of the frames."""
 
     name: str
     source: Path | bytes | tuple[ImageFile, ...]
@@ -171,7 +171,7 @@ class VideoFile:
             raise ValueError(f"video {self.name} cannot be read: {error}") from error
 
     def open(self) -> dict[str, Any]:
-        """Return `frames` [T, H, W, 3] uint8 and their `fps`.
+        """Return `frames` [T, H, W, 3] uint8 and `fps`.
 
         Raise DataError if it cannot be read.
         """
@@ -236,7 +236,7 @@ class VideoFile:
 
 @dataclass(frozen=True, slots=True)
 class AudioFile:
-    """Clip of sound: a file, its contents, or a waveform.
+    """Clip of sound: a file, contents, or a waveform.
 
     A waveform is [N] floats with the number of samples per second.
     """
@@ -272,7 +272,7 @@ class AudioFile:
         return len(clip["array"]), clip["sampling_rate"]
 
     def open(self) -> dict[str, Any]:
-        """Return `array` [N] float32 from -1 to 1, the mean of its channels, and `sampling_rate`.
+        """Return `array` [N] float32 from -1 to 1, the mean of the channels, and `sampling_rate`.
 
         Raise DataError if it cannot be read.
         """
@@ -387,7 +387,7 @@ def named(item: Any) -> Any:
 
 
 def decoded(text: str) -> bytes | None:
-    """Return the content of a data URI, or of base64 without its head; None for other texts."""
+    """Return the content of a data URI, or of base64 without a head; None for other texts."""
     head, _, content = text.partition(";base64,") if text.startswith("data:") else ("", "", text)
     if not head and (len(text) < MIN_BASE64 or not BASE64.fullmatch(text)):
         return None
@@ -544,7 +544,7 @@ def open_media(multi_modal: Mapping[str, list[MediaFile]]) -> dict[str, list]:
 def media_of(prompt: Prompt) -> dict[str, list]:
     """Open all media of a prompt.
 
-    Raise DataError with the location of its row if one cannot be read any more.
+    Raise DataError with the location of the row if one cannot be read any more.
     """
     try:
         return open_media(prompt.multi_modal)
@@ -555,7 +555,7 @@ def media_of(prompt: Prompt) -> dict[str, list]:
 def media_checked(
     rows: Iterable[tuple[str, Prompt]], mode: str
 ) -> Iterator[tuple[str, Prompt, str]]:
-    """Yield the rows with the reason why one of their media cannot be read; see --check_media.
+    """Yield the rows with the reason why one of the media cannot be read; see --check_media.
 
     The reason is empty if all can be read.
     """
@@ -602,7 +602,7 @@ def with_parts(messages: list[dict[str, Any]], counts: Mapping[str, int]) -> lis
     """Return chat messages with contents that are parts, as the templates of processors require.
 
     `counts` has the number of items of each medium that rows may have. An item replaces each mark
-    of its kind in the texts; items of a kind without marks precede the text of the first user
+    of the same kind in the texts; items of a kind without marks precede the text of the first user
     message. Raise ValueError for content of another type.
     """
     kinds = [KINDS[medium] for medium in counts]
@@ -700,7 +700,7 @@ def _wave(content: bytes) -> dict[str, Any]:
 
 
 def decoded_frames(content: bytes) -> Iterator[Any]:
-    """Yield (number of frames, seconds) of a video, then its frames as images.
+    """Yield (number of frames, seconds) of a video, then the frames as images.
 
     Raise ValueError for a file that is none.
     """
@@ -740,7 +740,7 @@ def resample(clip: Mapping[str, Any], rate: int) -> dict[str, Any]:
 
 
 def decoded_sound(content: bytes) -> dict[str, Any]:
-    """Return the mean of the channels of a clip and its sampling rate.
+    """Return the mean of the channels of a clip and the sampling rate.
 
     Raise ValueError for a file that is none.
     """

@@ -31,7 +31,7 @@ ANSWER = "answer"
 DESIRABLE = "desirable"
 """Columns of a loaded single answer."""
 DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):")
-"""Beginning of a turn in the texts of HH-RLHF; its rows have no column for the prompt."""
+"""Beginning of a turn in the texts of HH-RLHF; the rows have no column for the prompt."""
 DEFAULT_PROMPT = "prompt"
 DEFAULT_ANSWER = "completion"
 """Columns that are used if --input_key and --completion_key are not set.
@@ -246,7 +246,7 @@ def _has_prompt(section: DataSection, row: dict[str, Any]) -> bool:
 
 
 def _is_whole(messages: list[Message], alone: bool) -> bool:
-    """Return whether messages are a conversation with its prompt.
+    """Return whether messages are a conversation with a prompt.
 
     `alone` says that the row has no other prompt.
     """
@@ -258,7 +258,7 @@ def _parts(
 ) -> tuple[Any, Any, Any]:
     """Return the prompt and both answers.
 
-    Whole conversations have their common beginning as the prompt.
+    Whole conversations have the common beginning as the prompt.
     """
     alone = not _has_prompt(section, row)
     if alone and isinstance(chosen, str) and isinstance(rejected, str) and DIALOGUE.search(chosen):
@@ -295,7 +295,7 @@ def _dialogue(text: str) -> list[Message]:
 
 
 def _parts_of_dialogues(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Split two texts of HH-RLHF into their common beginning and both answers.
+    """Split two texts of HH-RLHF into the common beginning and both answers.
 
     The beginning ends with the last turn of the assistant that both texts open.
     """
@@ -316,7 +316,7 @@ def _example(
     answer: Any,
     **options: Any,
 ) -> Prompt:
-    """Return the prompt of a row with one Answer as its label.
+    """Return the prompt of a row with one Answer as the label.
 
     Raise ValueError if it cannot be learned.
     """
@@ -343,7 +343,7 @@ def _example(
 def _pair(
     chosen: Prompt, rejected: Prompt, tokenizer: PreTrainedTokenizerBase, judgement: dict[str, Any]
 ) -> Prompt:
-    """Join two examples at their common prompt.
+    """Join two examples at the common prompt.
 
     A tokenizer may cut the end of the prompt differently before each answer.
     """

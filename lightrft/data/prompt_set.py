@@ -29,7 +29,7 @@ class PromptSet(Sequence[Prompt]):
     """Prompts of all data sets, one after another. A slice is a list, a sum another set."""
 
     def __init__(self, parts: list[DataPart], digests: list[str] | None = None):
-        """Set up the sequence. `digests` has the digests of its pieces, if they are known."""
+        """Set up the sequence. `digests` has the digests of the pieces, if they are known."""
         self.parts = parts
         self._digests = digests
         self._ends = list(accumulate(len(part.prompts) for part in parts))

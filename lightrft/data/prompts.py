@@ -1,4 +1,4 @@
-"""Build prompts from rows: template, chat template, tokens, and the limit on their length."""
+"""Build prompts from rows: template, chat template, tokens, and the limit on the length."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -72,7 +72,7 @@ SOURCES = {
     "eval_data": ("eval_split", "max_eval_samples"),
     "pretrain_data": ("pretrain_split", None),
 }
-"""Field with the name of the data -> fields with its split and its maximum number of rows."""
+"""Field with the name of the data -> fields with the split and the maximum number of rows."""
 
 
 def load_prompts(
@@ -299,7 +299,7 @@ def row_media(
 ) -> dict[str, list[MediaFile]]:
     """Return the media of a row of a file in `folder`.
 
-    They come from the row's columns, or else from the parts of its messages. Raise ValueError for
+    They come from the row's columns, or else from the parts of the messages. Raise ValueError for
     values that are none.
     """
     root = Path(section.media_root).expanduser() if section.media_root else None
@@ -418,9 +418,9 @@ def complete_chat(
 ) -> Conversation:
     """Return the conversation of a row, ready to render.
 
-    That is its messages, the system prompt if it has none, media at their places, and tools. The
-    columns `system`, `tools` and `chat_template_kwargs` belong to it. Raise ValueError if one of
-    them cannot be read.
+    That is the messages, the system prompt if there is none, media where they belong, and tools.
+    The columns `system`, `tools` and `chat_template_kwargs` are used, too. Raise ValueError if one
+    of them cannot be read.
     """
     column = row.get("system")
     system = column if column and isinstance(column, str) else section.system_prompt

@@ -1,4 +1,4 @@
-"""Read the rows of a data set from files or the hub, each with its location.
+"""Read the rows of a data set from files or the hub, each with the location.
 
 Bad rows are handled here, too.
 """
@@ -67,7 +67,7 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[DataRow]:
     It is a file, a folder of files, a folder that `Dataset.save_to_disk` wrote, a name on the hub,
     with the name of a subset or without, a task of reasoning-gym, an environment of verifiers, or
     an object of Python, as module:object or file.py:object. In a folder of files, the files whose
-    names begin with the split are read, or its only file. Raise DataError for a source that does
+    names begin with the split are read, or the only file. Raise DataError for a source that does
     not exist or cannot be read.
     """
     path = Path(source).expanduser()
@@ -228,7 +228,7 @@ def _parquet_rows(file: Path, flag: str) -> Iterator[DataRow]:
 def _stored(rows: "Dataset") -> Iterator[dict[str, Any]]:
     """Yield rows as they are stored.
 
-    So images stay encoded files, much smaller than their pixels.
+    So images stay encoded files, much smaller than the pixels.
     """
     for table in rows.with_format("arrow").iter(ROWS_AT_ONCE):
         yield from table_rows(table)

@@ -1,7 +1,7 @@
 """Prompts in an Arrow file that is mapped into memory.
 
 It is for data that are larger than memory or slow to tokenize. One process of a machine writes the
-file, under another name until it is complete, while the others wait for its lock. It has Arrow's
+file, under another name until it is complete, while the others wait for the lock. It has Arrow's
 stream format, so `datasets.Dataset.from_file` opens it too.
 """
 
@@ -63,7 +63,7 @@ ROWS_OF_BATCH = 1024
 
 @dataclass(frozen=True)
 class Summary:
-    """Facts about a file that would take a pass over its rows."""
+    """Facts about a file that would take a pass over the rows."""
 
     sizes: list[int]
     """Number of rows of each part."""

@@ -38,7 +38,7 @@ from lightrft.types import (
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 MULTIPLIED = {"cohere", "cohere2"}
 DIVIDED = {"granite", "granitemoe", "granitemoeshared"}
-"""Model types that divide logits by their entry of SCALES; MULTIPLIED multiply by it."""
+"""Model types that divide logits by an entry of SCALES; MULTIPLIED multiply by it."""
 
 
 class Actor(SequenceParallelModule):
@@ -67,7 +67,7 @@ class Actor(SequenceParallelModule):
         top: int = 0,
         gradients: TokenGradients | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log p(token | previous tokens of its sequence) and the entropy, [T] float32 each.
+        """Return log p(token | previous tokens of the sequence) and the entropy, [T] float32 each.
 
         They are taken at `temperature`. With a truncation, both refer to the part of the vocabulary
         that was sampled from. They are 0 for tokens outside of the loss mask, and the head is not
@@ -130,7 +130,7 @@ class Actor(SequenceParallelModule):
         return self.language_model
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters under their Hugging Face names, tied ones once."""
+        """Yield the parameters under the Hugging Face names, tied ones once."""
         yield from self.language_model.named_parameters()
 
 
@@ -191,7 +191,7 @@ class Scorer(SequenceParallelModule):
         return self.scored_model
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters under their Hugging Face names, tied ones once."""
+        """Yield the parameters under the Hugging Face names, tied ones once."""
         yield from self.scored_model.named_parameters()
 
 
@@ -281,7 +281,7 @@ def hidden_states(
 def split_in_decoder(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
     """Let the decoder compute only the tokens `places` [t] that the model reads.
 
-    They are selected after media have replaced their embeddings.
+    They are selected after media have replaced the embeddings.
     """
 
     def split(
@@ -328,7 +328,7 @@ def positions(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def bidirectional_tokens(model: PreTrainedModel, batch: Batch) -> Tensor | None:
-    """Return a mask [T] bool, on the host, of tokens that attend to all tokens of their image.
+    """Return a mask [T] bool, on the host, of tokens that attend to all tokens of an image.
 
     None if there are none.
     """
@@ -347,7 +347,7 @@ def computed_images(batch: Batch) -> list[Features]:
 def with_blank(batch: Batch, blank: Sequence[Expanded]) -> Batch:
     """Append the sequences of `blank` whose media the batch does not have.
 
-    A model runs its tower once for each medium.
+    A model runs a tower once for each medium.
     """
     names = {name for features in batch.media or () for name in features}
     for each in blank:
@@ -400,7 +400,7 @@ def check_window(model: PreTrainedModel, longest: int) -> None:
 
 
 def logit_scale(model: PreTrainedModel) -> float:
-    """Return the factor that the model multiplies its logits by, 1 for most models.
+    """Return the factor that the model multiplies logits by, 1 for most models.
 
     Raise ValueError, with the reasons, for a model whose head computes anything else.
     """

@@ -1,6 +1,6 @@
 """Fused kernels for norms, rotary embeddings and feed-forwards from the package liger-kernel.
 
-Hsu et al., arXiv 2410.10989. The package patches the model and the transformers module of its
+Hsu et al., arXiv 2410.10989. The package patches the model and the transformers module of the
 family, so later models of the family in this process use the kernels too. In float32, log-probs and
 gradients differ from transformers by less than 1e-5.
 """
@@ -17,7 +17,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def fuse(module: nn.Module, device: torch.device) -> None:
-    """Patch every transformers model inside `module`, before its parameters are distributed.
+    """Patch every transformers model inside `module`, before the parameters are distributed.
 
     Raise ValueError, with all reasons, for a model that the kernels do not support.
     """

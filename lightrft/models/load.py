@@ -52,9 +52,9 @@ SCORE = "score"
 def load_model(section: ModelSection, flag: str = "pretrain", *, name: str = "") -> PreTrainedModel:
     """Load the causal language model given by `flag` in float32, with attention over flat batches.
 
-    These are the master weights. `name` is the model's name if its flag is in another section.
+    These are the master weights. `name` is the model's name if the flag is in another section.
     Vision towers are included if the family has no other form; they are neither used nor trained
-    while prompts are text. Inside init_model_context() the model may be empty: its parameters get
+    while prompts are text. Inside init_model_context() the model may be empty: the parameters get
     memory when it is sharded. Raise ValueError for missing weights and for weights that the model
     does not have.
     """
@@ -518,7 +518,7 @@ def _not_flat(model: PreTrainedModel) -> list[str]:
 def _check_name(name: str, source: str) -> str:
     """Return the expanded folder, or the hub name.
 
-    `source` is the flag with its value, for error messages. Raise ValueError for a folder that is
+    `source` is the flag with the value, for error messages. Raise ValueError for a folder that is
     missing or holds no model, and for a hub name that cannot be read.
     """
     folder = Path(name).expanduser()

@@ -64,11 +64,11 @@ def token_logprobs(
     takes all tokens.
 
     With `upstream` the gradients of hidden states and weight are computed in the forward pass. Only
-    one backward pass is then possible, and its gradients must be what `upstream` returned, or a
+    one backward pass is then possible, and the gradients must be what `upstream` returned, or a
     multiple of it; otherwise raise RuntimeError.
 
     A weight that parallelize() has split is used in place; hidden states and targets must then be
-    equal on all ranks of its axis, and so are the results and the gradient of the hidden states. A
+    equal on all ranks of the axis, and so are the results and the gradient of the hidden states. A
     truncation and `upstream` each need a few collectives per chunk in the forward pass.
     """
     shard = vocabulary_shard(weight)
@@ -126,7 +126,7 @@ def top_logprobs(
     """Return log-probs and ids of the k likeliest tokens at each position, likeliest first.
 
     The log-probs are [T, k] float32, the ids [T, k]. A weight that parallelize() has split needs
-    three collectives; results are equal on all ranks of its axis. Raise ValueError if k exceeds the
+    three collectives; results are equal on all ranks of the axis. Raise ValueError if k exceeds the
     size of the vocabulary.
     """
     shard = vocabulary_shard(weight)
@@ -599,7 +599,7 @@ def scaled_logits(inputs: Tensor, weight: Tensor | None, temperature: float, out
     """Write float32 logits / temperature [t, v] to `out`.
 
     The inputs are hidden states [t, H] to multiply with a weight [v, H], or logits [t, v]. Rows of
-    the weight beyond v are padding. An accelerator writes its float32 sums, whereas a CPU first
+    the weight beyond v are padding. An accelerator writes the float32 sums, whereas a CPU first
     rounds logits to bfloat16 if the model has this dtype.
     """
     if weight is not None:

@@ -138,10 +138,10 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers with adapters by their names in a transformers model; may be empty.
+    """Return the layers with adapters by the names in a transformers model; may be empty.
 
     Raise ConfigError for a layer that merge_adapters() cannot merge. Only plain products on linear
-    layers of the backbone can be merged: the head's product is computed outside of its module.
+    layers of the backbone can be merged: the head's product is computed outside of the module.
     """
     if not any(".lora_" in name for name, _ in model.named_parameters()):
         return {}
@@ -203,7 +203,7 @@ def merge_adapters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weight stream of a transformers model with merged adapters.
 
-    A merged matrix is W + (alpha / rank) B A, computed in float32. A matrix is held until its
+    A merged matrix is W + (alpha / rank) B A, computed in float32. A matrix is held until the
     adapter arrives, at most one bucket longer than otherwise. The streamed tensors are not
     modified; without adapters the stream is unchanged.
     """
@@ -251,7 +251,7 @@ def is_adapter(name: str) -> bool:
 def save_adapter(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
     """Save adapters in the format of peft's PeftModel.from_pretrained.
 
-    `tensors` has them by their names in the transformers model.
+    `tensors` has them by the names in the transformers model.
     """
     from safetensors.torch import save_file
 
@@ -283,7 +283,7 @@ def base_model_of_adapter(folder: Path | str) -> str:
 
 
 def merge_adapter(model: PreTrainedModel, folder: Path | str) -> PreTrainedModel:
-    """Merge the adapter in a folder into its base model, in place.
+    """Merge the adapter in a folder into the base model, in place.
 
     It may be of any kind that peft can merge. Raise ConfigError without peft, without the adapter's
     weights, and for an adapter that does not fit the model.

@@ -14,14 +14,14 @@ MIXING = (0x7FEB352D, 0x846CA68B)
 class AdaptedLinear(Linear):
     """Layer of peft that multiplies with the merged matrix where the frozen matrix is not float32.
 
-    An engine holds merge(W, A, B), rounded to its dtype, and a trainer that computes W x + s B A x
-    would learn from samples of another policy. So the trainer computes with the same rounded
-    matrix, and gradients pass to A and B as if it were not rounded: the straight-through estimator
-    of Bengio et al. 2013 (arXiv:1308.3432).
+    An engine holds merge(W, A, B), rounded to the engine's dtype, and a trainer that computes W x +
+    s B A x would learn from samples of another policy. So the trainer computes with the same
+    rounded matrix, and gradients pass to A and B as if it were not rounded: the straight-through
+    estimator of Bengio et al. 2013 (arXiv:1308.3432).
     """
 
     adapters_on = True
-    """False while the layer computes the outputs of its frozen base layer."""
+    """False while the layer computes the outputs of the frozen base layer."""
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         base = self.get_base_layer()
@@ -87,7 +87,7 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 
     In the first tens of steps the elements of s B A are below half a step of bfloat16, and rounding
     to the nearest number would return W itself. So an element is rounded up or down in proportion
-    to where it lies between its two neighbours: up if that fraction exceeds a threshold that is
+    to where it lies between the two neighbours: up if that fraction exceeds a threshold that is
     fixed for each element of a matrix (dithering, Roberts 1962). The result is right on average at
     any size of the adapter, equal to W for an adapter of 0, and the same wherever and whenever it
     is computed.

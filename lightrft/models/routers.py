@@ -14,10 +14,10 @@ from lightrft.types import Batch, Routing, to_device
 
 
 class Routers:
-    """Routers of a model, found through the outputs that transformers can record for its family."""
+    """Routers of a model, found through the outputs that transformers can record for the family."""
 
     def __init__(self, model: PreTrainedModel, coefficient: float):
-        """Find the routers; `coefficient` weights their balance loss.
+        """Find the routers; `coefficient` weights the balance loss.
 
         Raise ValueError if the model's family has no such loss.
         """

@@ -28,7 +28,7 @@ MERGED_RANK = 16
 def local_sums(logits: Tensor, local_targets: LocalTargets) -> tuple[Tensor, ...]:
     """Return what the log-probs of some rows need; see vocab_parallel.local_sums().
 
-    That is the largest logit [t], the sum of exponentials relative to it [t], their first moment
+    That is the largest logit [t], the sum of exponentials relative to it [t], the first moment
     [t], and target logits [t, K]. The `logits` [t, v] float32 are not modified; some may be -inf.
     """
     top, total, moment = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)

@@ -1,8 +1,8 @@
 """Token distributions over a vocabulary that may be split over ranks.
 
-For each row of logits a rank keeps the largest, the sum of exponentials relative to it, their first
-moment, and the logits of the targets in its part. Two collectives combine them, whatever the number
-of chunks: the maximum, then all sums at once. The gradient of the logits needs none.
+For each row of logits a rank keeps the largest, the sum of exponentials relative to it, the first
+moment, and the logits of the targets in the rank's part. Two collectives combine them, whatever the
+number of chunks: the maximum, then all sums at once. The gradient of the logits needs none.
 
 Shapes: T tokens, t of one chunk, V vocabulary, v of it on this rank, K targets at each position.
 """
@@ -145,7 +145,7 @@ def local_sums(
 ) -> tuple[Tensor, ...]:
     """Return what this rank contributes to the log-probs of some rows.
 
-    That is the largest logit [t], the sum of exponentials relative to it [t], their first moment
+    That is the largest logit [t], the sum of exponentials relative to it [t], the first moment
     [t], and target logits [t, K]. The exponentials overwrite the `logits` [t, v]. `masked` says
     that some logits may be -inf. Only the `entropy` needs the moment, and without it the moment is
     0.
@@ -173,7 +173,7 @@ def _block_sums(logits: Tensor, masked: bool, entropy: bool) -> tuple[Tensor, Te
 def blocks(logits: Tensor) -> tuple[Tensor, ...]:
     """Split the rows of `logits` [t, v] into blocks.
 
-    On a host a block has as many rows as stay in its cache from pass to pass.
+    On a host a block has as many rows as stay in the cache from pass to pass.
     """
     if logits.device.type != "cpu":
         return logits.split(max(1, len(logits)))
@@ -181,7 +181,7 @@ def blocks(logits: Tensor) -> tuple[Tensor, ...]:
 
 
 def finite(values: Tensor) -> Tensor:
-    """Replace -inf by 0 in place: its probability is 0, and the product of both would be NaN."""
+    """Replace -inf by 0 in place: the probability is 0, and the product of both would be NaN."""
     return values.nan_to_num_(nan=torch.nan, neginf=0.0)
 
 
@@ -258,7 +258,7 @@ def gradient_of_exponentials(
     """Return what gradient() returns, from the exponentials [t, v] of local_sums(), and overwrite
     them.
 
-    The logarithm of an exponential recovers its exponent up to the rounding of the exponential,
+    The logarithm of an exponential recovers the exponent up to the rounding of the exponential,
     wherever that is not negligible.
     """
     asked_for = grad_logprobs.sum(-1, keepdim=True)

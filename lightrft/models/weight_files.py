@@ -195,7 +195,7 @@ def weights_of(name: str) -> str:
 
 
 def cached_folder(name: str) -> Path | None:
-    """Return a model's folder, or the folder of its files in the local hub cache; None without
+    """Return a model's folder, or the folder of the files in the local hub cache; None without
     either.
     """
     folder = Path(name).expanduser()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Axis:
-    """Axis of ranks: its size, this rank's index and the process group."""
+    """Axis of ranks: size, this rank's index and the process group."""
 
     name: str
     size: int
@@ -57,7 +57,7 @@ class Axis:
         return gathered
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Return the object of the axis's rank `source` on all its ranks.
+        """Return the object of the axis's rank `source` on all ranks.
 
         For small objects only.
         """
@@ -89,7 +89,7 @@ class Axis:
         return list(out.split(counts))
 
     def gather_rows(self, rows: Tensor, note: int = 0) -> tuple[list[Tensor], list[int]]:
-        """Return every rank's rows [n, w] int64, with w at least 2, and its note.
+        """Return every rank's rows [n, w] int64, with w at least 2, and a note.
 
         It takes one collective, or two if a rank has more rows than any had before.
         """
@@ -157,7 +157,7 @@ class Axis:
         ]
 
     def broadcast_tensors(self, value: Any) -> Any:
-        """Return the picklable object of the axis's rank 0 on all its ranks, on the host.
+        """Return the picklable object of the axis's rank 0 on all ranks, on the host.
 
         Its tensors are not pickled.
         """

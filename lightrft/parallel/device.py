@@ -30,7 +30,7 @@ def device_name() -> str:
 
 
 def select_device() -> torch.device:
-    """Bind this process to its device; call once before any tensor is created."""
+    """Bind this process to a device; call once before any tensor is created."""
     device = current_device()
     if device.type != "cpu":
         check_device_index(device.index, torch.accelerator.device_count())
@@ -59,9 +59,9 @@ def check_device_index(index: int, visible: int) -> None:
 
 
 def collective_backend(device: torch.device) -> str:
-    """Return the backends of the process group.
+    """Return the backends of the process group: gloo for host tensors.
 
-    gloo serves host tensors, and the accelerator has its own backend if there is one.
+    An accelerator has a backend of its own.
     """
     if device.type == "cpu":
         return "gloo"
@@ -137,7 +137,7 @@ def free_memory(device: torch.device) -> tuple[int, int]:
 def free_host_memory() -> int:
     """Return the bytes of host memory that processes can still take.
 
-    The limit of their container counts.
+    The limit of the container counts.
     """
     free = psutil.virtual_memory().available
     try:

@@ -1,4 +1,4 @@
-"""Which slices of a DTensor this rank holds, by its mesh and placements."""
+"""Which slices of a DTensor this rank holds, by the mesh and placements."""
 
 from dataclasses import dataclass
 
@@ -48,7 +48,7 @@ class ShardSlice:
 def shard_slices(tensor: Tensor) -> list[ShardSlice]:
     """Return all shardings of a tensor, the last applied one first.
 
-    With FSDP and tensor parallelism FSDP's comes first, although its mesh dim is further left.
+    With FSDP and tensor parallelism FSDP's comes first, although the mesh dim is further left.
     """
     if not isinstance(tensor, DTensor):
         return []

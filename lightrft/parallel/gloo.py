@@ -1,8 +1,8 @@
 """Share one device of gloo between all gloo groups of a process.
 
-So one thread waits for their sockets. torch opens a device for each group. The thread of a device
+So one thread waits for all sockets. torch opens a device for each group. The thread of a device
 wakes a hundred times a second, also while nothing is sent: a rank with vLLM on a CPU has 17 groups,
-and their threads take 2 % of a core together.
+and the threads take 2 % of a core together.
 """
 
 import os
@@ -17,7 +17,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 RANKS_IN_ADDRESSES = "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"
 """Variable of gloo: each rank publishes one address instead of one for each other rank.
 
-All ranks would read those. A device then knows its connections by the rank of the other process
+All ranks would read those. A device then knows the connections by the rank of the other process
 alone, so groups of several processes cannot share it.
 """
 

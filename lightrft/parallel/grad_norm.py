@@ -1,4 +1,4 @@
-"""Gradient norm over all parameters of an optimizer, whatever their sharding."""
+"""Gradient norm over all parameters of an optimizer, whatever the sharding."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ def global_grad_norm(
     """Return the p-norm of all gradients over all shards: [] float32 on `device`.
 
     It is equal on all ranks; p is 1, 2, ... or inf. The placements of the gradient itself count: it
-    may be whole although its parameter is sharded, and a partial one is summed first. Local parts
+    may be whole although the parameter is sharded, and a partial one is summed first. Local parts
     are summed over the axes that shard them, never over axes that replicate them. There is one
     collective per axis, whatever the number of meshes. Axes come in the order that the parameters
     meet them, because the groups of one axis have other names on other ranks. A parameter without a

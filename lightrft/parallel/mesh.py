@@ -19,9 +19,9 @@ DEVICE_AXES = ("dp_replicate", "dp_shard_sp", "tp")
 
 
 _meshes: dict[tuple[Any, ...], "Mesh"] = {}
-"""Cached meshes of a process and its default group, see Mesh.shared().
+"""Cached meshes of a process and the default group, see Mesh.shared().
 
-A forked process keeps the ones that it inherits: a group of gloo waits for its threads when it is
+A forked process keeps the ones that it inherits: a group of gloo waits for the threads when it is
 destroyed, and they are in the other process.
 """
 
@@ -195,7 +195,7 @@ class Mesh:
     def _new_group(self, partition: Tensor, name: str) -> dist.ProcessGroup:
         """Create the group of this rank's row of [groups, ranks of a group].
 
-        Only its members meet. If the default group is bound to a device, NCCL splits its
+        Only its members meet. If the default group is bound to a device, NCCL splits the
         communicator instead, which takes all ranks for every group.
         """
         ranks = _row_of_this_rank(partition)
@@ -217,7 +217,7 @@ def _row_of_this_rank(partition: Tensor) -> list[int]:
 def collectives_begun() -> dict[str, int]:
     """Return how many collectives this process has started, by group and device type.
 
-    Groups of libraries are included. A group has the same name on all its ranks, and they start the
+    Groups of libraries are included. A group has the same name on all the ranks, and they start the
     same collectives: a rank with a lower count is late.
     """
     groups = [group for group in list(_world.pg_map) if group.size() > 1]

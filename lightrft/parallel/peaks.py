@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Peaks of an accelerator, according to its data sheet."""
+    """Peaks of an accelerator, according to the data sheet."""
 
     memory: float
     """Bytes."""

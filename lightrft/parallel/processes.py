@@ -36,7 +36,7 @@ class RunProcesses:
 
     @property
     def side(self) -> str:
-        """Return the name of this rank's world, which distinguishes its groups; empty if there is
+        """Return the name of this rank's world, which distinguishes the groups; empty if there is
         one.
         """
         return "" if not self.rollout_ranks else "rollout" if self.generates else "training"

@@ -1,4 +1,4 @@
-"""Split the tokens of a flat batch over ranks, and combine their results with collectives.
+"""Split the tokens of a flat batch over ranks, and combine the results with collectives.
 
 Shapes: T tokens of the whole batch, t = T / ranks of one rank, H heads, D head size.
 """
@@ -71,7 +71,7 @@ class SequenceParallel:
         return torch.cat([torch.arange(*span, device=device) for span in self.spans(num_tokens)])
 
     def own(self, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return the indices of `positions` that belong to this rank, and its local tokens there.
+        """Return the indices of `positions` that belong to this rank, and the local tokens there.
 
         [m] int64 each.
         """
@@ -132,7 +132,7 @@ class SequenceParallel:
     def before_attention(
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Convert [t, H, D] of this rank's tokens to the inputs of its attention."""
+        """Convert [t, H, D] of this rank's tokens to the inputs of the attention."""
         return query, key, value
 
     def after_attention(self, output: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ _of_groups: WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None] = WeakKeyD
 
 
 def _shared_memory(group: dist.ProcessGroup) -> SharedMemory | None:
-    """Return the shared memory of a group; None if its ranks cannot share memory.
+    """Return the shared memory of a group; None if the ranks cannot share memory.
 
     It is created when all of them first call this.
     """

@@ -6,7 +6,7 @@ of each block, and one for each in the backward pass (arXiv 1909.08053). With se
 (arXiv 2205.05198) each rank keeps a part of the tokens instead: the all-reduces become
 reduce-scatters, all-gathers precede attention and feed-forward, and norms process a part of the
 tokens. The code of the models is not changed: forward hooks exchange activations, and let each
-module compute with this rank's part of its weights. Weights are DTensors outside of forward; apply
+module compute with this rank's part of the weights. Weights are DTensors outside of forward; apply
 this before fully_shard, which then shards the local parts over the data ranks.
 
 Activations are plain tensors. As DTensors they would cost the host milliseconds per micro-batch:
@@ -191,7 +191,7 @@ def copy_to_parallel_region(hidden: Tensor, axis: Axis) -> Tensor:
 
 
 class _Copy(torch.autograd.Function):
-    """Return the input; sum its gradient over the ranks."""
+    """Return the input; sum the gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: Tensor, axis: Axis) -> Tensor:
@@ -334,7 +334,7 @@ def _block_plan(
     """Return how to split each module of a block that has parameters.
 
     The norms of queries and keys process this rank's heads, and with `sequence` the other norms
-    process its tokens.
+    process the rank's tokens.
     """
     columns = _split_columns
     rows = partial(_split_rows, sequence=sequence)
@@ -387,7 +387,7 @@ def _split_columns(linear: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Keep this rank's inputs of a layer; its outputs are summed over the ranks.
+    """Keep this rank's inputs of a layer; the outputs are summed over the ranks.
 
     The bias is added to the sum.
     """
@@ -460,7 +460,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) ->
 
 
 class _LocalParameters:
-    """Forward hooks that let a module compute with this rank's parts of its parameters.
+    """Forward hooks that let a module compute with this rank's parts of the parameters.
 
     The parts are plain tensors.
     """

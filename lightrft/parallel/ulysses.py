@@ -27,7 +27,7 @@ class Ulysses(SequenceParallel):
         """Exchange [t, H, D] for [T, H / ranks, D] in one all-to-all.
 
         Key and value may have fewer heads. They are repeated until the number of ranks divides
-        them, so that each rank gets the ones that its queries use.
+        them, so that each rank gets the ones that the rank's queries use.
         """
         copies = lcm(key.shape[1], self.axis.size) // key.shape[1]
         if copies > 1:

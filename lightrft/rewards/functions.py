@@ -3,12 +3,12 @@
     def short_and_right(samples, label, **columns):
         return [s.text == right for s, right in zip(samples, label)]
 
-A function is called once for each prompt, as soon as the last of its samples is complete, while
+A function is called once for each prompt, as soon as the last of the samples is complete, while
 others are still generated; it may be `async`. Each column of the data set is passed as a list,
 aligned with the samples; `label` is the column of --label_key. The built-in functions take a label
 as one right answer, or as a list of alternatives (labels.py). For a response that is rewarded step
-by step it returns a list instead of a number: a number for each of its tokens, or None for a token
-without a reward. A reward with parts is a dictionary of numbers: the reward is their sum, and each
+by step it returns a list instead of a number: a number for each of the tokens, or None for a token
+without a reward. A reward with parts is a dictionary of numbers: the reward is the sum, and each
 part is a metric. Functions with the signature of TRL, OpenRLHF, verl or EasyR1 are called as those
 libraries call them (conventions.py).
 
@@ -72,7 +72,7 @@ NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 def environment(samples: list[Sample], **columns: Any) -> list[float | list[float | None]]:
     """Return the rewards of the environment.
 
-    That is the sum at the end, or each reward at its turn if several turns have one.
+    That is the sum at the end, or each reward at the turn if several turns have one.
     """
     return [_of_episode(sample) for sample in samples]
 

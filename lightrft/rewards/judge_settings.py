@@ -29,7 +29,7 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """Address of the judge, its template, and the pattern of its score.
+    """Address of the judge, the template, and the pattern of the score.
 
     These are fields of the configuration.
     """

@@ -18,7 +18,7 @@ readers: dict[Callable[..., Any], dict[str, Reader]] = {}
 
 
 def reads(**columns: Reader) -> Callable[[Any], Any]:
-    """Let rows be checked when they are loaded: each reader must accept the value of its column."""
+    """Let rows be checked when they are loaded: each reader must accept the value of the column."""
 
     def add(function: Any) -> Any:
         readers[function] = columns

@@ -1,4 +1,4 @@
-"""Scores of reward models for whole responses, or for their steps.
+"""Scores of reward models for whole responses, or for the steps.
 
 They are added to the rewards of the reward function.
 """
@@ -21,7 +21,7 @@ FUNCTION = "function"
 
 @dataclass(frozen=True)
 class ScoringModel:
-    """Reward model with the weight of its scores."""
+    """Reward model with the weight of the scores."""
 
     label: str
     """Name of its metric, and of the model in the column --reward_key."""
@@ -46,14 +46,14 @@ class ModelRewards:
     ):
         """Set up the models.
 
-        `key` is the column that names the models of its row, by label; None: all models score every
+        `key` is the column that names the models of the row, by label; None: all models score every
         row. `expand` is for prompts with media.
         """
         self.models = models
         self.key = key
         self.expand = expand
         self._early: dict[tuple[str, int], tuple[Sample, Tensor]] = {}
-        """(label of a model, id() of a sample) -> the sample and its scores. While the sample is
+        """(label of a model, id() of a sample) -> the sample and the scores. While the sample is
         kept, no other object gets its id."""
 
     def __call__(self, samples: list[Sample]) -> None:

@@ -84,7 +84,7 @@ class Calls(Protocol):
 
 
 class InProcess:
-    """Calls in this process, made when their results are needed.
+    """Calls in this process, made when the results are needed.
 
     The function shares memory, devices and globals with the run.
     """
@@ -166,7 +166,7 @@ class _Worker(Worker):
 
 
 class Processes:
-    """Calls in worker processes: a call that takes too long is killed with its worker.
+    """Calls in worker processes: a call that takes too long is killed with the worker.
 
     The workers are forked by a process of their own (worker.py) that is started with the first
     call. A thread sends calls and receives results, so the rank's interpreter spends no time on a
@@ -393,7 +393,7 @@ class Processes:
             return "the worker has ended"
 
     def _end_parent(self) -> None:
-        """End the process that forks, and its workers with it."""
+        """End the process that forks, and the workers with it."""
         if not self._forks.running:
             return
         self._forks.close()

@@ -4,7 +4,7 @@
         [...]}
     ->        {"rewards": [...]}
 
-There is one request for each prompt, with all its responses; a reward is anything that a local
+There is one request for each prompt, with all responses; a reward is anything that a local
 function may return for a sample.
 """
 

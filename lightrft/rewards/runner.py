@@ -52,7 +52,7 @@ WORKERS = 2
 
 
 Pending = tuple[list[Sample], Result]
-"""The samples of a call, and its result."""
+"""The samples of a call, and the result."""
 
 
 class LaterJudge(Protocol):
@@ -320,7 +320,7 @@ class RewardRunner:
                 yield waiting.pop(result), result
 
     def _set_result(self, samples: list[Sample], result: Result) -> CallFailed | None:
-        """Set the rewards that a call returned; return its failure if there is one.
+        """Set the rewards that a call returned; return the failure if there is one.
 
         The failure names the sample if it is known.
         """

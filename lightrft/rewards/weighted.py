@@ -24,7 +24,7 @@ class WeightedRewards:
     ):
         """Set up the functions.
 
-        `key` is the column that names the functions of its row, by label; None: all score every
+        `key` is the column that names the functions of the row, by label; None: all score every
         row. `models` are the labels of reward models; the column may name these, too.
         """
         self.functions = functions
@@ -32,7 +32,7 @@ class WeightedRewards:
         self.labels = {term.label for term, _ in functions} | set(models)
 
     def judge(self, samples: list[Sample]) -> list[Any]:
-        """Return the rewards of samples: named parts for each, or a list of numbers for its tokens.
+        """Return the rewards of samples: named parts for each, or a list of numbers for the tokens.
 
         Parts are weighted, in a dictionary. A reward for tokens cannot be combined with named
         parts; numbers for whole responses are then added at the last token. Raises ValueError for a
@@ -62,9 +62,9 @@ class WeightedRewards:
         return " ".join(function.signatures for _, function in self.functions)
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """Raise ConfigError if a function cannot be called with the columns of its prompts.
+        """Raise ConfigError if a function cannot be called with the columns of the prompts.
 
-        Its prompts are the ones that choose it.
+        These prompts are the ones that choose it.
         """
         prompts = list(prompts)
         for term, function in self.functions:

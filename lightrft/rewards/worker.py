@@ -84,7 +84,7 @@ def _work(calls: Connection, function: RewardFunction | WeightedRewards) -> None
     """Reply to each list of samples until the rank closes the socket.
 
     A reply is (values, "", True), or (None, problem, usable). A worker is not usable after a
-    MemoryError, as its memory may not be freed; the rank ends it.
+    MemoryError, as the memory may not be freed; the rank ends it.
     """
     while True:
         try:

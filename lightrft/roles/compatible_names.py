@@ -33,7 +33,7 @@ class PolicyNames:
     ) -> dict[str, Tensor]:
         """Return `topk_logits` and `topk_indices` [B, S, k].
 
-        The logits are normalised, so they are log-probs: their softmax is the same as that of
+        The logits are normalised, so they are log-probs: the softmax is the same as that of
         unnormalised logits, which differ by a constant at each position.
         """
         top = self.get_top_logprobs(data, k, micro_batch_size)

@@ -46,7 +46,7 @@ def flatten(
     """Concatenate right-padded rows [B, S].
 
     Without `columns` every token but the first of a row is learned. With `columns` the masks select
-    the learned tokens, and every other tensor is carried along under its name: [B, S] per token,
+    the learned tokens, and every other tensor is carried along under the name: [B, S] per token,
     [B] per row. Raises ValueError on all ranks when any rank's batch is invalid; ranks may have any
     number of rows, including none, but need the same columns.
     """
@@ -148,7 +148,7 @@ def _wrong_lengths(lengths: Tensor, width: int) -> str:
 def _unit(name: str, value: Tensor) -> str:
     """Return "token" or "sequence": what a column has a value for.
 
-    It is known by the column's name, or else by its dims.
+    It is known by the column's name, or else by the dims.
     """
     units = {IDS: "token", TOKEN_MASK: "token", LENGTHS: "sequence", SAMPLE_MASK: "sequence"} | PER
     return units.get(name, "sequence" if value.ndim == 1 else "token")

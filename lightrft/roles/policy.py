@@ -73,7 +73,7 @@ class Policy(Role, PolicyNames):
         self.truncation = truncation
         self.tokenizer = tokenizer
         self.routers: Routers | None = None
-        """Routers of the actor if it is a mixture of experts; update() balances their load."""
+        """Routers of the actor if it is a mixture of experts; update() balances the load."""
         self._generations = 0
         self._version_before_refit: int | None = None
         self._profiler: Profiler | None = None
@@ -155,7 +155,7 @@ class Policy(Role, PolicyNames):
     def forward(
         self, batch: Batch, gradients: TokenGradients | None = None
     ) -> tuple[Tensor, Report]:
-        """Return log-probs of learned tokens [T], 0 elsewhere; store their entropy in the batch."""
+        """Return log-probs of learned tokens [T], 0 elsewhere; store the entropy in the batch."""
         with self.routers.watch() if self.routers else nullcontext([]) as logits:
             logprobs, batch.entropy = self.actor(
                 batch, self.temperature, self.truncation, gradients=gradients
@@ -175,7 +175,7 @@ class Policy(Role, PolicyNames):
     ) -> tuple[Tensor, Tensor]:
         """Take one optimizer step; see Role.
 
-        With `routers`, a forward pass first measures the load of all its tokens.
+        With `routers`, a forward pass first measures the load of all the tokens.
         """
         if self.routers:
             objective = Balanced(objective, self._balance(batch, rows), self.routers.coefficient)
@@ -186,7 +186,7 @@ class Policy(Role, PolicyNames):
     ) -> tuple[Tensor, Report]:
         """Return log-probs of given answers that were not sampled.
 
-        They are at temperature 1, of all tokens, without their entropy.
+        They are at temperature 1, of all tokens, without the entropy.
         """
         return self.actor(batch, 1.0, entropy=False, gradients=gradients)[0], {}
 

@@ -1,6 +1,6 @@
 """A teacher behind an HTTP endpoint with OpenAI's completions API.
 
-The API echoes the tokens of a prompt with their log-probs:
+The API echoes the tokens of a prompt with log-probs:
 
     POST URL/completions  {"prompt": [ids], "echo": true, "logprobs": 1, "max_tokens": 0, ...}
 

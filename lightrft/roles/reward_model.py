@@ -16,7 +16,7 @@ from lightrft.types import Batch, JudgedBatch, to_device
 class RewardModel(Role, ScorerNames):
     """Reward model; its module is a models.heads.Scorer, read at the last token of each sequence.
 
-    If it has several heads, their mean counts. Objectives of train() get scores [N], and their
+    If it has several heads, the mean counts. Objectives of train() get scores [N], and the
     reports are [N]; they use the rows that are not masked.
     """
 

@@ -154,7 +154,7 @@ class Role(ABC):
         `mbs` bounds the rows of one micro-batch. Returns `loss` [k] and `grad_norm` [k] (before
         clipping), global, of the k steps, and `metrics`: for each name a list with an entry for
         each micro-batch of all ranks. An entry is the mean over learned tokens, and `tokens` has
-        their number. `all_mb_metrics` is another name for the same. In eval_mode nothing is
+        the number. `all_mb_metrics` is another name for the same. In eval_mode nothing is
         learned, no gradient is computed, and grad_norm is 0.
         """
         flat, steps = self.redistribute(batch, gbs=gbs, mbs=mbs)
@@ -245,7 +245,7 @@ class Role(ABC):
         return self._run(terms, lambda name: name, metrics)
 
     def measure(self, term: LossTerm, metrics: Metrics) -> Tensor:
-        """Compute a term without learning; return its global value [].
+        """Compute a term without learning; return the global value [].
 
         Reports `train/NAME` become `eval/NAME`.
         """
@@ -314,7 +314,7 @@ class Role(ABC):
         self._step = TrainStep(objective, denominator, num_microbatches, not eval_mode, loss)
 
     def train_microbatch(self, batch: Batch, term: LossTerm | None = None) -> Report:
-        """Add the gradients of one micro-batch on the device; return its reports, on the device.
+        """Add the gradients of one micro-batch on the device; return the reports, on the device.
 
         It belongs to `term`; None: to the objective that the step was begun with.
         """

@@ -29,7 +29,7 @@ class Interrupted(Exception):
 class Interruption:
     """Signal handling of a run.
 
-    The first signal stops it at its next safe point, the second one at once.
+    The first signal stops it at the next safe point, the second one at once.
     """
 
     def __init__(self, world: Axis, stopping: str = STOPPING):
@@ -56,7 +56,7 @@ class Interruption:
         """Restore the earlier handlers in a forked child, so that SIGTERM ends it.
 
         The child survives the Ctrl-C that only asks the run to stop: a terminal sends that to both,
-        and the run needs its child until the next safe point.
+        and the run needs the child until the next safe point.
         """
         for number, handler in self._before.items():
             signal.signal(number, handler)

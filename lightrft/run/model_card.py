@@ -1,4 +1,4 @@
-"""Write the card of a trained model, README.md beside its weights, and upload it to the hub."""
+"""Write the card of a trained model, README.md beside the weights, and upload it to the hub."""
 
 import math
 import os

@@ -46,7 +46,7 @@ MAX_FILES = 65536
 SPARE_FILES = 512
 """Number of open files that are left for everything but sessions."""
 FILES_OF_A_SESSION = 3
-"""Both ends of its socket, and the connection of its client."""
+"""Both ends of the socket, and the connection of the client."""
 
 
 class ServedSession(Session):
@@ -94,7 +94,7 @@ class ClientSessions:
     def __call__(self, name: str) -> Iterator[Session]:
         """Yield the session.
 
-        Raises ValueError if its time is over; the next request begins another one.
+        Raises ValueError if the time is over; the next request begins another one.
         """
         self._forget_ended(name)
         session = self._named.get(name) or self._begin()
@@ -219,7 +219,7 @@ class ModelServer:
                     yield self.sessions.new.get_nowait()
 
     async def _listen(self) -> None:
-        """Answer requests in a thread with its own event loop."""
+        """Answer requests in a thread with another event loop."""
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
         app = application(self.sessions, self.served, os.environ.get(MODEL_KEY, ""), log=_log)
         with suppress(asyncio.CancelledError):

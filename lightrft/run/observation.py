@@ -1,4 +1,4 @@
-"""Build what observes a run: the trace of its phases, and the sinks of its metrics."""
+"""Build what observes a run: the trace of the phases, and the sinks of the metrics."""
 
 import time
 from collections.abc import Iterator

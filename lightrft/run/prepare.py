@@ -20,7 +20,7 @@ from lightrft.versions import check_versions
 
 
 def prepare_config(command: str, config: Config) -> Config:
-    """Resolve and check `config` in place, and log its warnings and the plan of the run.
+    """Resolve and check `config` in place, and log the warnings and the plan of the run.
 
     A configuration is prepared only once. Models in GGUF files are converted first, so that
     everything else only knows folders and hub names. Raises ConfigError with everything that cannot

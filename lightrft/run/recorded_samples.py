@@ -28,7 +28,7 @@ class RecordedSamples:
     """A folder with the samples of each step and replica: `step_000001/replica_0_of_2.jsonl`.
 
     The first line of a file has the version of the weights that the engine had, each other line a
-    sample with its rewards. For a prompt it has the index and the tokens; columns and media come
+    sample with the rewards. For a prompt it has the index and the tokens; columns and media come
     from the data of the run that reads it.
     """
 

@@ -72,7 +72,7 @@ class ServedModel:
     tokenizer: PreTrainedTokenizerBase
     weight: float = 1.0
     steps: StepRewards | None = None
-    """Rewards of the steps of a response, for a process reward model; the reward is their sum."""
+    """Rewards of the steps of a response, for a process reward model; the reward is the sum."""
 
     def tokens(self, texts: Sequence[Text]) -> list[Tokens]:
         """Tokenize as training does. Raises ValueError for a text that has more tokens than fit."""
@@ -236,7 +236,7 @@ def _size(job: Job) -> int:
 
 
 class _Listener(ThreadingHTTPServer):
-    """HTTP server that puts requests into a queue, and waits for their answers.
+    """HTTP server that puts requests into a queue, and waits for the answers.
 
     Each connection has a thread.
     """

@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, and which run its files belong to.
+"""The folder of a run: the lock, and which run the files belong to.
 
 Earlier results are moved to another folder.
 """
@@ -46,7 +46,7 @@ OTHER_FILES = (
     "comet",
     *(f"{name}_run_id" for name in TRACKERS),
 )
-"""Other files and folders of a run; they are moved together with its results."""
+"""Other files and folders of a run; they are moved together with the results."""
 PROCESS_KEY = uuid.uuid4().hex
 """Random name of this process: processes of two containers may have one number on one host."""
 PROBE_BYTES = 4096
@@ -83,7 +83,7 @@ class RunFolder:
         self.launchers = sorted({name for name in world.gather(launcher()) if name})
         """Names of the torchruns that have started the ranks."""
         self.restarted = world.broadcast(world.rank == 0 and self._is_restarted())
-        """True if the folder belongs to an earlier attempt of this run: one of its torchruns has
+        """True if the folder belongs to an earlier attempt of this run: the same torchrun has
         started these ranks too."""
         self.id = ""
         """Unique id of the run; its checkpoints contain it."""
@@ -96,7 +96,7 @@ class RunFolder:
     def claim(cls, config: Config, world: Axis) -> Self:
         """Lock the folder and check that all ranks can write to it.
 
-        All ranks call this, before anything expensive. A run that its torchruns have started again
+        All ranks call this, before anything expensive. A run that torchrun has started again
         resumes: --load_checkpoint is set, and --overwrite has had its effect. Chat templates then
         write the date of the run.
 

@@ -20,7 +20,7 @@ FOLDER_SETTINGS = ("save_path", "ckpt_path", "load_checkpoint", "overwrite")
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
-    """Write a page that compares the runs of the folders; return its path.
+    """Write a page that compares the runs of the folders; return the path.
 
     Raises ValueError for more than eight runs, and FileNotFoundError for a folder without metrics.
     """

@@ -1,7 +1,7 @@
 """Find where engine and trainer differ.
 
 First the log-probs of every token are compared, then the model's parts in order of computation. The
-engine gets its weights from the weight stream, as in training, so the comparison is valid for a
+engine gets the weights from the weight stream, as in training, so the comparison is valid for a
 run.
 """
 
@@ -93,7 +93,8 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class PartGap:
-    """Difference between a part's outputs: its norm relative to the norm of the trainer's outputs."""
+    """Difference between a part's outputs: its norm relative to the norm of the trainer's outputs.
+    """
 
     name: str
     relative: float

@@ -41,7 +41,7 @@ USABLE = 0.94
 The context, the buffers of collectives, and the allocator's gaps take the rest.
 """
 ENGINE_OVERHEAD = 2e9
-"""Bytes of an engine's activations and graphs, in its share of the memory."""
+"""Bytes of an engine's activations and graphs, in the engine's share of the memory."""
 LIVE = 1_000_000_000
 """DeepSpeed's stage3_max_reuse_distance: parameters used again within it stay gathered."""
 PLAIN_BUCKET = 500_000_000
@@ -168,7 +168,7 @@ class Planner:
     def states_of_zero(self, parameters: float, trained: float) -> Bytes:
         """Return what DeepSpeed keeps: masters besides parameters.
 
-        At stage 1 it also keeps gradients of the micro-batch besides their sum.
+        At stage 1 it also keeps gradients of the micro-batch besides the sum.
         """
         stage = self.config.strategy.zero_stage
         share = trained / self.training
@@ -208,7 +208,7 @@ class Planner:
         return self.width * count / self.shards
 
     def draft(self) -> float:
-        """Return the bytes of the model that drafts; all its parameters are trained."""
+        """Return the bytes of the model that drafts; all parameters are trained."""
         count = num_parameters(model_config(self.config.engine.draft_pretrain)) / self.tp
         if self.config.strategy.strategy == "deepspeed":
             return sum(self.states_of_zero(count, count).values())

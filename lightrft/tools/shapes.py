@@ -68,7 +68,7 @@ def model_config(name: str, file: str = "") -> PretrainedConfig:
 
 
 def known_config(name: str) -> PretrainedConfig | None:
-    """Return the configuration of a Qwen2.5, Qwen3 or Llama 3.1 model by its hub name; None for
+    """Return the configuration of a Qwen2.5, Qwen3 or Llama 3.1 model by the hub name; None for
     others.
     """
     size = next(

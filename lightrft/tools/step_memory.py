@@ -35,12 +35,12 @@ TRACED_LAYERS = (3, 4)
 With fewer, not everything that a peak holds exists at the same time.
 """
 _known: dict[tuple[str, str, int, int], "StepBytes"] = {}
-"""Results of step_bytes() by its arguments.
+"""Results of step_bytes() by argument.
 
 A plan tries flags, and most do not change the step.
 """
 _counts: dict[str, tuple[int, int]] = {}
-"""Results of parameter_counts() by its argument: counting creates all layers of a model."""
+"""Results of parameter_counts() by argument: counting creates all layers of a model."""
 GATHERED = ("Unsharded Param", "All Gather", "Reduce Scatter")
 
 
@@ -68,7 +68,7 @@ class StepBytes:
 
 
 class Learner(nn.Module):
-    """A model with a product of its head for one token: the head's own memory is head_bytes()."""
+    """A model with a product of the head for one token: the head's own memory is head_bytes()."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -209,7 +209,7 @@ def head_bytes(shape: PretrainedConfig, tokens: int, tp: int, width: int) -> flo
     """Return the bytes that token_logprobs() needs on an accelerator.
 
     These are the logits of a chunk, and float32 gradients of the inputs. A gradient of logits takes
-    the place of the logits only if its values have four bytes; `width` is the bytes of a value.
+    the place of the logits only if the values have four bytes; `width` is the bytes of a value.
     """
     text = shape.get_text_config()
     rows = -(-text.vocab_size // tp)

@@ -1,6 +1,6 @@
 """Experts of a mixture in the layers of vLLM and SGLang.
 
-A layer has two tensors, w13 [experts, gate and up, hidden] and w2. On a CPU vLLM packs both for its
+A layer has two tensors, w13 [experts, gate and up, hidden] and w2. On a CPU vLLM packs both for the
 kernel, in blocks of rows, padded to whole blocks; a reload does not repeat this. SGLang packs them
 only on CPUs with AMX units.
 """
@@ -87,7 +87,7 @@ def expert_part(layer: nn.Module, attribute: str, index: Index) -> Tensor:
 
 
 def expert_blocks(layer: nn.Module, attribute: str) -> tuple[Tensor, int]:
-    """Return a view of the parameter's own memory, and its first column.
+    """Return a view of the parameter's own memory, and the first column.
 
     The view is [groups, blocks, rows of a block, columns]. Groups are experts, or gate and up of
     each. This supports only layers of vLLM without padding.
@@ -140,7 +140,7 @@ def _kernel(layer: nn.Module) -> Any:
 
 
 def _packs(layer: nn.Module) -> bool:
-    """Return True if the layer's kernel has packed its weights; vLLM's kernels for CPUs do."""
+    """Return True if the layer's kernel has packed the weights; vLLM's kernels for CPUs do."""
     if _is_sglangs(layer):
         return False
     kernel = layer.quant_method.moe_kernel and _kernel(layer)

@@ -1,6 +1,6 @@
 """Where the weights of a Hugging Face model are in the layers of vLLM and SGLang.
 
-These fuse, split, repeat, pad and pack them. Both engines describe their layers with the same
+These fuse, split, repeat, pad and pack them. Both engines describe the layers with the same
 attributes. On a CPU SGLang pads layers with zeros to make them divisible.
 """
 
@@ -89,7 +89,7 @@ class CopyTarget:
 
     @classmethod
     def of(cls, pieces: list[WeightSlice]) -> list[Self]:
-        """Return the copy targets of a whole tensor, given its pieces.
+        """Return the copy targets of a whole tensor, given the pieces.
 
         They are in the current memory of the parameters.
         """
@@ -168,7 +168,7 @@ class FusedWeights:
             )
 
     def copy_targets(self) -> dict[str, list[CopyTarget]]:
-        """Return the copy targets of each of the `direct` weights, in the current memory of its
+        """Return the copy targets of each of the `direct` weights, in the current memory of the
         layers.
         """
         with torch.no_grad():
@@ -315,7 +315,7 @@ def _direct_copies(
 ) -> dict[str, list[WeightSlice]]:
     """Return the weights of layers that they fill completely.
 
-    A layer has a matrix, and none of its weights is left out.
+    A layer has a matrix, and none of the weights is left out.
     """
     of: dict[nn.Module, list[WeightSlice]] = defaultdict(list)
     for pieces in places.values():
@@ -370,6 +370,6 @@ def _is_filled(
 def _multiplies(layer: nn.Module, uses: int) -> bool:
     """Return False for a pure embedding.
 
-    A tied head is another layer with its weight, or the same under another name.
+    A tied head is another layer with the same weight, or the same under another name.
     """
     return not is_a(layer, "VocabParallelEmbedding") or is_a(layer, "ParallelLMHead") or uses > 1

@@ -63,7 +63,7 @@ class PublishedNames:
     def of(cls, model: PreTrainedModel) -> Self:
         """Return the names for a model that may be distributed and adapted.
 
-        They are determined with an empty model of its class.
+        They are determined with an empty model of the same class.
         """
         with torch.device("meta"):
             return cls(transformers_class(model)(copy.deepcopy(model.config)))

@@ -1,4 +1,4 @@
-"""Stream every parameter under its Hugging Face name: full, in the transfer dtype, bucket by
+"""Stream every parameter under the Hugging Face name: full, in the transfer dtype, bucket by
 bucket.
 
 A shard is cast before it is gathered, so the bytes sent are parameters x transfer dtype, once for
@@ -55,7 +55,7 @@ def stream(
     copied there first, because ranks of several nodes gather much faster on the device.
 
     All ranks of the sharding mesh must consume the whole stream. A yielded tensor stays valid as
-    long as it is referenced, and a reference keeps its bucket, of at most `limit` bytes, alive; an
+    long as it is referenced, and a reference keeps the bucket, of at most `limit` bytes, alive; an
     unsharded parameter that already has the dtype is yielded itself. A tensor larger than a bucket
     is sent alone. Raise ValueError for a partial parameter: it is not summed yet.
     """

@@ -1,9 +1,9 @@
 """Verify a weight sync: compare fingerprints of the streamed weights with the engine's weights.
 
 There are two kinds of fingerprints. One sums the raw bits of a weight modulo 2^64, where each block
-is mixed and weighted by its position: any single changed element, and any element at another
+is mixed and weighted by the position: any single changed element, and any element at another
 position, changes the sum. It needs the weight itself. If an engine keeps weights only in a packed
-form for its kernels, the products W x with random signs x are compared instead, up to rounding
+form for the kernels, the products W x with random signs x are compared instead, up to rounding
 errors. Fingerprints of slices add up, so it does not matter how an engine fuses, splits and repeats
 weights.
 
@@ -14,7 +14,7 @@ therefore a round that covers a part; ROUNDS rounds cover everything.
 - A round probes a run of rows of every weight that the engine keeps as loaded; vectors and weights
   with fewer rows than ROUNDS are probed completely. So a weight that did not arrive, or arrived
   under another name, is found at once, unless it differs in other rows only. One wrong element is
-  found if its row is probed, thus within ROUNDS syncs if it stays wrong. Runs of consecutive rounds
+  found if the row is probed, thus within ROUNDS syncs if it stays wrong. Runs of consecutive rounds
   are far apart: if a contiguous fraction 1/n of the rows stays wrong (the part of one rank, one
   expert), it is found within about 2 n syncs.
 - A round computes the products of every PRODUCT_ROUNDS-th layer with packed weights. A wrong weight
@@ -37,7 +37,7 @@ from torch import Tensor
 WORDS = 64
 """Maximum number of 8-byte words of a row in one block.
 
-The order of the words in a block does not change its fingerprint.
+The order of the words in a block does not change the fingerprint.
 """
 CHUNK_BYTES = 32 * 2**20
 """Bytes of a weight that are processed at a time, to limit the size of temporary tensors."""
@@ -359,7 +359,7 @@ def _numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def product(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return matrix [R, K] times the signs of its columns: [R] float64.
+    """Return matrix [R, K] times the signs of the columns: [R] float64.
 
     It is cast to `dtype`, and multiplied in float32.
     """

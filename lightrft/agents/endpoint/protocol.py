@@ -1,6 +1,6 @@
 """Requests and replies of the OpenAI API (chat completions, completions), and vLLM's for token ids.
 
-A request is checked by its meaning before anything is done with it; a ValueError says what is
+A request is checked by the meaning before anything is done with it; a ValueError says what is
 wrong.
 """
 
@@ -291,7 +291,7 @@ def _logprobs(turn: Turn) -> list[Body]:
 
 
 def events(reply: Body, body: Body) -> Iterator[str]:
-    """Yield the server-sent events of a reply: the whole turn in one, then its end."""
+    """Yield the server-sent events of a reply: the whole turn in one, then the end."""
     (choice,), usage = reply.pop("choices"), reply.pop("usage")
     head = reply | {"object": reply["object"].removesuffix(".chunk")}
     if "message" in choice:

@@ -1,4 +1,4 @@
-"""The routes of the server, and the server of one episode on a loopback port of its own process."""
+"""The routes of the server, and the server of one episode on a loopback port of its process."""
 
 import asyncio
 import hmac
@@ -30,7 +30,7 @@ Take = Callable[[Session, Body], Awaitable[tuple[Turn, Body]]]
 """Function that asks for the turn of a request, and returns it with the reply."""
 Log = Callable[[Request, int, str], None]
 HEAD_SECONDS = 30.0
-"""Time limit for the head of a request, from the connection or from its first byte."""
+"""Time limit for the head of a request, from the connection or from the first byte."""
 BODY_SECONDS = 60.0
 """Time limit for the body of a request."""
 
@@ -55,7 +55,7 @@ def application(
 ) -> Starlette:
     """Return the application that answers requests with turns of episodes.
 
-    With a key, requests without it are refused. `log` gets each request with the status of its
+    With a key, requests without it are refused. `log` gets each request with the status of the
     answer, and a text about it.
     """
     routes = _Routes(sessions, served, key, log)
@@ -215,7 +215,7 @@ def listening(host: str, port: int) -> socket.socket:
 class ClientConnection(H11Protocol):
     """Connection of a client.
 
-    It is closed if a request does not begin, or its head is not complete, in time.
+    It is closed if a request does not begin, or the head is not complete, in time.
     """
 
     _deadline: asyncio.TimerHandle | None = None

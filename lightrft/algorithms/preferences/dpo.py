@@ -78,7 +78,7 @@ class DPOObjective:
         return loss, report
 
     def losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Return the loss of each pair from its log-ratios, [P]."""
+        """Return the loss of each pair from the log-ratios, [P]."""
         section = self.section
         if section.dpo_loss == "sigmoid":
             return sigmoid(chosen, rejected, section.beta, section.label_smoothing)

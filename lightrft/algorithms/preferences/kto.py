@@ -36,7 +36,7 @@ class KTOObjective:
     """Mean loss over all answers of the optimizer step."""
 
     def __init__(self, section: PreferenceSection, divergence: Tensor):
-        """Set up the objective of one step. `divergence` [] is its reference point."""
+        """Set up the objective of one step. `divergence` [] is the reference point."""
         self.section = section
         self.divergence = divergence
 

@@ -17,7 +17,7 @@ def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pair_report(chosen: Tensor, rejected: Tensor, right: Tensor) -> Report:
-    """Report both rewards, their difference, and whether the judgement is predicted; [P] each."""
+    """Report both rewards, the difference, and whether the judgement is predicted; [P] each."""
     values = {
         "accuracy": right,
         "margin": chosen - rejected,

@@ -25,7 +25,7 @@ PROGRAM = (
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTask:
-    """A task with its options.
+    """A task with options.
 
     Row i is a function of `seed + i`, so tasks with near seeds share rows.
     """
@@ -60,7 +60,7 @@ class ReasoningTask:
         return cls(name, size, seed, options)
 
     def shares_rows(self, other: Self) -> bool:
-        """Return True if both have a row in common because of their seeds."""
+        """Return True if both have a row in common because of the seeds."""
         near = self.seed < other.seed + other.size and other.seed < self.seed + self.size
         return near and (self.name, self.options) == (other.name, other.options)
 

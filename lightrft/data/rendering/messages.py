@@ -26,7 +26,7 @@ CALLS = ("function_call", "tool_call", "tool_calls")
 WEIGHTS = ("weight", "train", "loss")
 """Keys of a turn that say whether it is learned."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a turn with what the assistant thinks before its answer."""
+"""Keys of a turn with what the assistant thinks before the answer."""
 THINKING = {"<think>": "</think>", "[THINK]": "[/THINK]", "<|channel>": "<channel|>"}
 """Mark that begins the thinking in a turn -> mark that ends it."""
 TEXT_TYPES = ("text", "input_text", "output_text")
@@ -80,7 +80,7 @@ def _messages_in_json(text: str) -> Any:
 
 
 def clean_message(message: Any, place: str = "the message") -> Message:
-    """Return a message with a role of chat templates, its texts joined, and without null keys.
+    """Return a message with a role of chat templates, texts joined, and without null keys.
 
     The content stays a list if it has other parts than text, and stays None for a turn of tool
     calls alone. Arguments of calls become objects. Raise ValueError for anything else.
@@ -172,7 +172,7 @@ def _calls(message: Message, place: str) -> list[Message]:
 
 
 def _call(call: Any, place: str) -> Message:
-    """Return a call in the form of OpenAI, with its arguments as an object."""
+    """Return a call in the form of OpenAI, with the arguments as an object."""
     call = parsed(call, f"a tool call of {place}") if isinstance(call, str) else call
     function = (call.get("function") or call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):

@@ -119,7 +119,7 @@ class ChatTemplate:
 
     tokenizer: PreTrainedTokenizerBase
     variables: dict[str, Any]
-    """Variables of the run, with its tools."""
+    """Variables of the run, with the tools."""
     _complete: set[Any] = field(default_factory=set, repr=False)
     """Kinds of conversations that the template is known to render completely."""
 
@@ -280,7 +280,7 @@ class ChatTemplate:
         return sorted(names.union(self.tokenizer.all_special_tokens), key=len, reverse=True)
 
     def _special_tokens_in(self, text: str) -> list[tuple[str, int]]:
-        """Return the first special token of a text and those right behind it, each with its end."""
+        """Return the first special token of a text and those right behind it, each with the end."""
         pattern = re.compile("|".join(map(re.escape, self._special_tokens)) or r"(?!)")
         found: list[tuple[str, int]] = []
         match = pattern.search(text)
@@ -410,7 +410,7 @@ def contains(text: str, pieces: Iterable[str]) -> bool:
 
 
 def answer_pieces(message: Message) -> list[str]:
-    """Return the texts that a learned turn must contain: its thinking without tags, and its answer."""
+    """Return the texts that a learned turn must contain: thinking without tags, and the answer."""
     tags = "|".join(map(re.escape, (*THINKING, *THINKING.values())))
     pieces = [piece for text in texts_of(message) for piece in re.split(tags, text)]
     return [*pieces, *(str(message[name]) for name in THOUGHTS if message.get(name))]
@@ -419,7 +419,7 @@ def answer_pieces(message: Message) -> list[str]:
 def _first_lost(messages: Sequence[Message], text: str) -> int:
     """Return the number of the first message that is not in a rendered text, from 1; 0 if all are.
 
-    Messages of the user and the assistant stand in their order; templates move other ones.
+    Messages of the user and the assistant stand in order; templates move other ones.
     """
     squeezed = _squeezed(text)
     begin = 0

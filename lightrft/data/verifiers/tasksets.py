@@ -1,7 +1,7 @@
 """Tasks of an environment of the package verifiers as rows.
 
 They are named like `verifiers:NAME?select.limit=500&taskset.game=Wordle-v0`. The options are fields
-of the environment's own configuration by their names: `taskset.*`, and `<role>.*` of an agent, such
+of the environment's own configuration by name: `taskset.*`, and `<role>.*` of an agent, such
 as `agent.harness.id`. The options `select.*` choose the tasks.
 """
 

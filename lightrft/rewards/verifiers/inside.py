@@ -366,7 +366,7 @@ for _name in ("__doc__", "__module__"):  # or they would describe Remote
 class Containers:
     """Containers of a message.
 
-    Each is written once, however often it occurs. An answer begins with the containers of its
+    Each is written once, however often it occurs. An answer begins with the containers of the
     question, so that they are the same objects afterwards.
     """
 
@@ -437,14 +437,14 @@ class Containers:
 
 
 def _parts(container: Any) -> list[Any]:
-    """Return the keys and items of a container, and its kind, so that the list is never empty."""
+    """Return the keys and items of a container, and the kind, so that the list is never empty."""
     if isinstance(container, MAPPINGS):
         return [type(container), *container, *container.values()]
     return [type(container), *container]
 
 
 class Channel:
-    """One end of the connection between a program and its tests."""
+    """One end of the connection between a program and the tests."""
 
     def __init__(self, descriptor: int, *, tests: bool):
         self.tests = tests
@@ -460,7 +460,7 @@ class Channel:
         that both ends knew last."""
 
     def ask(self, verb: str, number: int, values: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Return what the other end answers, and answer its questions meanwhile.
+        """Return what the other end answers, and answer the questions meanwhile.
 
         Raises the exception that the other end has raised.
         """
@@ -720,7 +720,7 @@ async def _awaited(coroutine: Remote) -> Any:
 
 
 def _literal(name: str, text: str) -> Any:
-    """Return a value from its repr; the only name in it is the class."""
+    """Return a value from a repr; the only name in it is the class."""
     import ast
 
     if name == "range":
@@ -760,7 +760,7 @@ def execute(program: str, name: str) -> types.ModuleType:
 
 
 def serve(program: str, descriptor: int) -> None:
-    """Run a program, then answer what its tests ask about it."""
+    """Run a program, then answer what the tests ask about it."""
     module = execute(program, "program")
     channel = Channel(descriptor, tests=False)
     channel._send([channel._number(module), sorted(module.__dict__), []])

@@ -1,6 +1,6 @@
 """Compare mathematical answers with the library math-verify.
 
-The library limits its time with alarms of the main thread.
+The library limits the time with alarms of the main thread.
 """
 
 import logging
@@ -65,6 +65,6 @@ def _is_equal(text: str, label: str) -> bool:
 
 
 def _content(label: str) -> str:
-    """Return the label without its box and its dollar signs."""
+    """Return the label without the box and the dollar signs."""
     boxed = boxes(label)
     return (boxed[-1][1] if boxed else label.strip().strip("$")).strip()

@@ -147,7 +147,7 @@ def running(
 def output_of(
     program: str, stdin: str = "", *, errors: int = subprocess.DEVNULL
 ) -> tuple[int, str]:
-    """Run a program; return its exit code and its standard output.
+    """Run a program; return the exit code and the standard output.
 
     The code is not 0 if the program fails or takes too long.
     """
