@@ -45,12 +45,12 @@ class EpisodeState:
     num_replies: int = 0
     """Number of replies that were sent to the program."""
     until: float = 0.0
-    """Time by which the program must ask for the next turn, in seconds of time.monotonic().
+    """Latest time for the program to ask for the next turn, in seconds of time.monotonic().
 
     It is infinite while the model samples.
     """
     last_turn_after: float = float("inf")
-    """Time after which no turn begins, in seconds of time.monotonic()."""
+    """No turn begins after this time, in seconds of time.monotonic()."""
 
     def __post_init__(self) -> None:
         self.conversation = self.sample

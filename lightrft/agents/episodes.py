@@ -99,15 +99,12 @@ class Episodes:
         self._waiting.append(EpisodeState(sample, seed_parts))
 
     def attach(self, sample: Sample, socket: Connection, *seed_parts: int) -> None:
-        """Begin an episode whose program is no worker process, and sends requests over a
-        socket.
-        """
+        """Begin an episode whose program sends requests over a socket, and is no worker process."""
         sample.episode = Episode()
         self._register(EpisodeState(sample, seed_parts, Worker(None, socket)))
 
     def poll(self, seconds: float) -> list[EpisodeState]:
-        """Handle what the programs have sent, and return the episodes that want a turn of the
-        model.
+        """Handle what the programs have sent; return the episodes that want a turn of the model.
 
         It waits at most `seconds`. Raises ConfigError if the environment cannot be imported, or if
         many episodes in a row have failed.

@@ -67,8 +67,9 @@ class TurnHistory:
         return _longest(sizes, messages)
 
     def of_text(self, text: str) -> tuple[int, str]:
-        """Return the number of the turn that the text continues, or BEGINNING, and the text after
-        it.
+        """Return the number of the turn that the text continues, and the text after it.
+
+        The number is BEGINNING if it continues none.
         """
         return _longest(
             [
@@ -79,8 +80,9 @@ class TurnHistory:
         )
 
     def of_token_ids(self, token_ids: list[int]) -> tuple[int, list[int]]:
-        """Return the number of the turn that the tokens continue, or BEGINNING, and the tokens
-        after it.
+        """Return the number of the turn that the tokens continue, and the tokens after it.
+
+        The number is BEGINNING if they continue none.
         """
         return _longest(
             [

@@ -61,11 +61,10 @@ class Balanced:
 def token_gradients(
     objective: Callable[..., tuple[Tensor, Report]], batch: Batch, denominator: Denominator
 ) -> TokenGradients | None:
-    """Return the gradients of an objective, if each depends only on one token's log-prob and
-    entropy.
+    """Return the gradients of an objective that treats each token alone.
 
-    Such a gradient is known as soon as these two are, whatever the other tokens are. Returns None
-    for any other objective.
+    Each of these depends only on one token's log-prob and entropy, so it is known as soon as these
+    are, whatever the other tokens are. Returns None for any other objective.
     """
     match objective:
         case Balanced():
@@ -268,7 +267,7 @@ def _of_tokens(label: str, values: Tensor, like: Tensor) -> Tensor:
 
 
 def drift(logprobs: Tensor, old_logprobs: Tensor) -> Report:
-    """Report how far the current policy is from the one before the step, which sampled.
+    """Report how far the current policy is from the sampling policy, the one before the step.
 
     [T], [T] -> [T] each.
     """

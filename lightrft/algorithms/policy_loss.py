@@ -218,10 +218,9 @@ def kl_cov(
     marked: Tensor,
     kl_cov_coef: float,
 ) -> Loss:
-    """-r A, plus c |log r| for tokens of the highest covariance of logp and A, which reduce the
-    entropy most.
+    """-r A, plus c |log r| for the tokens with the highest covariance of logp and A.
 
-    KL-Cov: Cui et al., arXiv 2505.22617.
+    These reduce the entropy most. KL-Cov: Cui et al., arXiv 2505.22617.
     """
     log_ratio = logprobs - old_logprobs
     penalty = torch.where(marked, kl_cov_coef * log_ratio.abs(), 0.0)
@@ -241,13 +240,11 @@ def clip_cov(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> Loss:
-    """ppo, without some tokens drawn from those of high covariance of logp and A.
+    """ppo, without some tokens that are drawn where the covariance of logp and A is high.
 
-    Clip-Cov, arXiv 2505.22617.
-
-    A token that ppo already clips, which has no gradient, is not left out. It may have been drawn
-    all the same: the draw is made before the step, for all ranks at once, when nothing is clipped
-    yet.
+    Clip-Cov, arXiv 2505.22617. A token that ppo already clips has no gradient, and is not left out.
+    It may have been drawn all the same: the draw is made before the step, for all ranks at once,
+    when nothing is clipped yet.
     """
     loss, report = clipped_surrogate(
         (logprobs - old_logprobs).exp(), advantages, eps_clip_low, eps_clip_high

@@ -100,7 +100,9 @@ def flat_attention(
     # once.
     if layout.needs_several_calls:
         kernel = None if dropout else call_kernel(query.device, query.dtype)
-        if kernel is CPU_KERNEL and window is None and _copies(query, layout):
+        # Copies in another dtype would round the gradient of a prefix once for each copy.
+        copies = query.dtype == torch.float32 and layout.copies_are_faster(query[0].numel())
+        if kernel is CPU_KERNEL and window is None and copies:
             output = block_attention(
                 query, key, value, layout, scaling=scaling, window=None, dropout=0.0
             )
@@ -131,14 +133,6 @@ def configured_window(module: nn.Module) -> int | None:
     return window if kinds is None or layer is None or kinds[layer] == "sliding_attention" else None
 
 
-def _copies(query: Tensor, layout: Layout) -> bool:
-    """Return True to copy prefixes.
-
-    Other dtypes would round the gradient of a prefix for each copy.
-    """
-    return query.dtype == torch.float32 and layout.copies_are_faster(query[0].numel())
-
-
 def copied_attention(
     query: Tensor,
     key: Tensor,
@@ -149,8 +143,7 @@ def copied_attention(
     window: int | None,
     dropout: float,
 ) -> Tensor:
-    """Compute torch's scaled dot product attention per sequence, with a copy of all keys it attends
-    to.
+    """Compute torch's scaled dot product attention per sequence, with copies of all keys.
 
     This is the fallback for dropout, which needs the probabilities over all keys, and for devices
     without a call_kernel(). Raise ValueError if ranks split the queries of bidirectional tokens.

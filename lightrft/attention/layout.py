@@ -195,7 +195,7 @@ class Layout:
         self.sequence = sequence
         """Split of the computed tokens over ranks."""
         self.shared = shared
-        """Shared prefixes, which are computed once; None if all tokens are computed."""
+        """Shared prefixes; each is computed once. None if all tokens are computed."""
         self.bidirectional = bidirectional
         """Tokens that also attend to later tokens of the same run, like the tokens of an image in
         Gemma 3: [T] bool on the host. A shared prefix contains whole runs. None if all attention
@@ -344,12 +344,11 @@ class Layout:
 
     @cached_property
     def _following(self) -> list[AttentionCall]:
-        """Return the attention call that lets image tokens look ahead within an image, if there
-        are any.
+        """Return the attention call that lets image tokens look ahead within an image.
 
-        Queries and keys of a run are in reverse order: with the keys one token later than the
-        queries, this is causal attention. Where ranks split a run, the keys begin with the tokens
-        that other ranks have.
+        It is missing if there are none. Queries and keys of a run are in reverse order: with the
+        keys one token later than the queries, this is causal attention. Where ranks split a run,
+        the keys begin with the tokens that other ranks have.
         """
         starts, ends = self._runs
         queries = []
@@ -431,8 +430,7 @@ class Layout:
 
     @cached_property
     def _pieces(self) -> "TokenRuns":
-        """Return the runs of this rank's computed tokens that are consecutive in a sequence, in
-        order.
+        """Return the runs of this rank's computed tokens that are consecutive in a sequence.
 
         The computed tokens of a sequence are its last ones, because only a prefix can be shared.
         """

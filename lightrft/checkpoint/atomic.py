@@ -43,8 +43,9 @@ def write_folder(folder: Path, world: Axis, *steps: Callable[[Path], None]) -> N
 
 
 def run_on_all_ranks(world: Axis, summary: str, action: Callable[[], None]) -> None:
-    """Run `action`; if it fails on any rank, every rank raises one CheckpointError with all
-    reasons.
+    """Run `action`; if it fails on any rank, every rank raises one CheckpointError.
+
+    The error has the reasons of all ranks.
     """
     cause = None
     reasons = {}

@@ -12,7 +12,7 @@ from lightrft.parallel.collectives import Axis
 class Background:
     """A background thread on every rank.
 
-    Its collectives use `background_axis`, so they never mix with those of training.
+    Its collectives use `background_axis`, so they never mix with the collectives of training.
     """
 
     def __init__(self, world: Axis, background_axis: Axis):

@@ -144,10 +144,9 @@ def with_merged_pretrain(config: Config, world: Axis) -> Config:
 
 
 def with_model_of_run(config: Config, world: Axis) -> Config:
-    """Return the configuration with a model as --pretrain where that is a run's folder or a
-    checkpoint.
+    """Return the configuration with a model as --pretrain, also for a run's folder or a checkpoint.
 
-    All ranks call this. The model of a complete run is in its folder `model`. A checkpoint's model,
+    All ranks call this. The model of a complete run is in the folder `model`. A checkpoint's model,
     or the newest one's of a run without a final model, is written by rank 0 to
     --save_path/exported_pretrain unless it is there.
     """
@@ -227,18 +226,14 @@ def _role(
     return Actor(freeze_parameters(load_model(section), section))
 
 
-def _checkpoint(path: Path) -> tuple[Manifest, Path, dict] | None:
+def _newest_checkpoint(path: Path) -> tuple[Manifest, Path, dict] | None:
     """Return the manifest, the path and the state of a checkpoint; None without one.
 
-    In a folder of checkpoints, the newest complete one is taken.
+    In a folder of checkpoints, or of a run, the newest complete one is taken.
     """
+    path = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     tag = path.name if (path / MANIFEST).is_file() else None
     return manager.find(path.parent if tag else path, tag, ALONE)
-
-
-def _newest_checkpoint(path: Path) -> tuple[Manifest, Path, dict] | None:
-    """Return what _checkpoint() does, also of a run's folder."""
-    return _checkpoint(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
 
 
 def _section(settings: dict, pretrain: str, trust_remote_code: bool) -> tuple[ModelSection, bool]:

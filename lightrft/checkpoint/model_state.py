@@ -23,11 +23,10 @@ class ModelState:
     device: torch.device
 
     def tensors(self, *, module_only: bool = False) -> dict[str, Any]:
-        """Return the parameters under `model` and the optimizer's state by parameter under
-        `optimizer`.
+        """Return the parameters under `model`, and under `optimizer` its state by parameter.
 
         They are in the current shards. Frozen parameters of a trained model are left out, since
-        they can be loaded from the --pretrain.
+        they can be loaded from --pretrain.
         """
         frozen = frozen_names(self.model)
         values = sharded.get_model_state_dict(self.model)

@@ -62,12 +62,12 @@ def draws_of_epoch(sizes: Sequence[int], probabilities: Sequence[float]) -> int:
 
 
 class Blend:
-    """Endless sequence of rows from several data sets; row numbers continue from one set to the
-    next.
+    """Endless sequence of rows from several data sets.
 
-    Each draw is from data set i with probability p_i, independently of the others, and takes the
-    next row in the order of that data set. The draws are a function of the seed, made in blocks, so
-    a position needs no history but the counts of the blocks before it.
+    Row numbers continue from one set to the next. Each draw is from data set i with probability
+    p_i, independently of the others, and takes the next row in the order of that data set. The
+    draws are a function of the seed, made in blocks, so a position needs no history but the counts
+    of the blocks before it.
     """
 
     def __init__(self, orders: Sequence[Order], probabilities: Sequence[float], seed: int):
@@ -127,10 +127,10 @@ def share_of(rank: int, size: int, count: int) -> range:
 
 
 def fair_owners(size: int, costs: Sequence[float]) -> list[int]:
-    """Return the rank of each item, so that consecutive parts balance the positive costs of all
-    ranks.
+    """Return the rank of each item, so that all ranks have about the same cost.
 
-    Equal costs give the parts of share_of().
+    Ranks get consecutive items, and the costs are positive. Equal costs give the parts of
+    share_of().
     """
     sums = list(accumulate(costs))
     return [ceil(round(end * size / sums[-1], 9)) - 1 for end in sums]

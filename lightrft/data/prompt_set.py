@@ -1,4 +1,4 @@
-"""Prompts of one or several data sets as one sequence, and the order in which a run draws them."""
+"""Prompts of one or several data sets as one sequence, and the order that a run draws them in."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence

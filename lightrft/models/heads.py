@@ -141,11 +141,10 @@ class Scorer(SequenceParallelModule):
     """
 
     def __init__(self, model: PreTrainedModel, *, num_heads: int = 1, learn_scale: bool = False):
-        """Raise ValueError unless `model` is a backbone with one linear layer of `num_heads`
-        outputs.
+        """Check and wrap a backbone with one linear layer of `num_heads` outputs.
 
-        With `learn_scale`, the scores of each head are multiplied by a learned positive factor that
-        starts at 1.
+        Raise ValueError for any other model. With `learn_scale`, the scores of each head are
+        multiplied by a learned positive factor that starts at 1.
         """
         super().__init__()
         heads = [name for name, child in model.named_children() if child is not model.base_model]
@@ -169,8 +168,9 @@ class Scorer(SequenceParallelModule):
                 self.log_scale = nn.Parameter(torch.zeros(num_heads))
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the head's output at each token, computed in float32: [T] float32, or [T, K] of K
-        heads.
+        """Return the head's output at each token, computed in float32.
+
+        It is [T] float32, or [T, K] of K heads.
         """
         padded = pad_to_multiple(with_blank(batch, self.blank), self.sequence.multiple)
         hidden = hidden_states(self.scored_model, padded, self.sequence).float()

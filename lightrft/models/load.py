@@ -315,11 +315,10 @@ def _load_checked(
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
-    """Suppress the load report of transformers on every rank: weight problems raise ValueError
-    here.
+    """Suppress the load report of transformers on every rank.
 
-    A report about weights that could not be converted is printed, because the error of transformers
-    refers to it.
+    Weight problems raise ValueError here. A report about weights that could not be converted is
+    printed, because the error of transformers refers to it.
     """
     logger = logging.getLogger("transformers.modeling_utils")
 
@@ -378,7 +377,8 @@ def _empty(
             )
 
     for child_name in {name.split(".")[0] for name in heads}:
-        _fill_new_head(model, child_name)
+        # The same random numbers as in from_pretrained().
+        model._init_weights(getattr(model, child_name).to_empty(device="cpu"))
     if model.can_generate():
         model.generation_config = load_generation_config(str(folder)) or model.generation_config
     return model.eval()
@@ -396,11 +396,6 @@ def _without_head(
     if model.can_generate() or not head:
         return missing, unexpected
     return missing - head, {name for name in unexpected if is_backbone(model, name)}
-
-
-def _fill_new_head(model: PreTrainedModel, name: str) -> None:
-    """Initialize a missing head as from_pretrained() does, with the same random numbers."""
-    model._init_weights(getattr(model, name).to_empty(device="cpu"))
 
 
 def _local_folder(name: str) -> Path:

@@ -255,11 +255,10 @@ def gradient_of_exponentials(
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Return what gradient() returns, from the exponentials [t, v] of local_sums(), and overwrite
-    them.
+    """Return what gradient() returns, from the exponentials [t, v] of local_sums().
 
-    The logarithm of an exponential recovers the exponent up to the rounding of the exponential,
-    wherever that is not negligible.
+    It overwrites them. The logarithm of an exponential recovers the exponent up to the rounding of
+    the exponential, wherever that is not negligible.
     """
     asked_for = grad_logprobs.sum(-1, keepdim=True)
     scale = distribution.scale[:, None]

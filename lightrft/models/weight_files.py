@@ -195,9 +195,7 @@ def weights_of(name: str) -> str:
 
 
 def cached_folder(name: str) -> Path | None:
-    """Return a model's folder, or the folder of the files in the local hub cache; None without
-    either.
-    """
+    """Return a model's folder, or where the local hub cache has the files; None without either."""
     folder = Path(name).expanduser()
     if not name or folder.is_dir():
         return folder if name else None

@@ -119,7 +119,9 @@ def peak_memory(device: torch.device) -> int:
     """Return the peak bytes since the start: of the accelerator, or on the CPU of the process."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
-    return _resident_peak()
+    import resource  # POSIX only, like the launchers of torch.distributed
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def memory_in_use(device: torch.device) -> int:
@@ -191,9 +193,3 @@ def host_cores() -> Iterator[None]:
 def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def _resident_peak() -> int:
-    import resource  # POSIX only, like the launchers of torch.distributed
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

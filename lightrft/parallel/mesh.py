@@ -113,9 +113,7 @@ class Mesh:
 
     @property
     def parameters(self) -> DeviceMesh:
-        """Return the mesh that FSDP shards over: [shard], or [replicate, shard] for hybrid
-        sharding.
-        """
+        """Return the mesh of FSDP: [shard], or [replicate, shard] for hybrid sharding."""
         return self.device_mesh[
             "dp_shard_sp" if self.replicate.size == 1 else ("dp_replicate", "dp_shard_sp")
         ]

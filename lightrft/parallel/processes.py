@@ -36,7 +36,5 @@ class RunProcesses:
 
     @property
     def side(self) -> str:
-        """Return the name of this rank's world, which distinguishes the groups; empty if there is
-        one.
-        """
+        """Return the name of this rank's world, for the names of groups; empty if there is one."""
         return "" if not self.rollout_ranks else "rollout" if self.generates else "training"

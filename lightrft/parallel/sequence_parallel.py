@@ -44,9 +44,7 @@ class SequenceParallel:
         return lcm(self.num_chunks, self.axis.size * self.parts)
 
     def chunks(self, rank: int) -> list[int]:
-        """Return which of the `num_chunks` equal chunks of the batch a rank has, in the rank's
-        order.
-        """
+        """Return which of the `num_chunks` equal chunks of the batch a rank has, in order."""
         return [rank]
 
     def problems(self, num_heads: int) -> list[str]:
@@ -252,8 +250,9 @@ class Gather(torch.autograd.Function):
 
 
 class GatherSummed(Gather):
-    """Gather of one tensor whose gradient is summed over the ranks: each uses the result
-    differently.
+    """Gather of one tensor whose gradient is summed over the ranks.
+
+    Each rank uses the result differently.
     """
 
     @staticmethod

@@ -84,9 +84,7 @@ class SharedMemory:
         self.begin = HALF_BYTES - self.begin
 
     def gather(self, gathered: Tensor, local: Tensor) -> None:
-        """Gather `local` [N] of every rank into `gathered` [ranks, N], in parts that fit into one
-        half.
-        """
+        """Gather `local` [N] of every rank into `gathered` [ranks, N], half by half."""
         count = HALF_BYTES // self.axis.size // local.itemsize
         for part, parts in zip(local.split(count), gathered.split(count, dim=1), strict=True):
             slots = self.slots(*parts.shape, local.dtype)
@@ -120,7 +118,9 @@ def _mapped_together(axis: Axis) -> mmap.mmap | None:
         return None
 
     # All ranks call the collectives below, whatever fails on one of them.
-    file = _new_file() if axis.rank == 0 else -1
+    file = os.memfd_create("lightrft-gather") if axis.rank == 0 else -1
+    if axis.rank == 0:
+        os.ftruncate(file, 2 * HALF_BYTES)
     path = axis.broadcast(f"/proc/{os.getpid()}/fd/{file}")
     memory = None
     problem = ""
@@ -142,12 +142,6 @@ def _mapped_together(axis: Axis) -> mmap.mmap | None:
             )
 
     return None if problems else memory
-
-
-def _new_file() -> int:
-    file = os.memfd_create("lightrft-gather")
-    os.ftruncate(file, 2 * HALF_BYTES)
-    return file
 
 
 def _host() -> str:

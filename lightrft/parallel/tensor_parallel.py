@@ -205,8 +205,9 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum the input over the ranks. The gradient of the sum is equal on all ranks, and is passed
-    on.
+    """Sum the input over the ranks.
+
+    All ranks have the same gradient of the sum, and pass it on.
     """
 
     @staticmethod

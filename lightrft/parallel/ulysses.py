@@ -34,7 +34,8 @@ class Ulysses(SequenceParallel):
             key = key.repeat_interleave(copies, 1)
             value = value.repeat_interleave(copies, 1)
 
-        parts = [self._by_rank(x) for x in (query, key, value)]
+        # Heads are grouped by rank: [ranks, t, H / ranks, D].
+        parts = [x.unflatten(1, (self.axis.size, -1)).transpose(0, 1) for x in (query, key, value)]
         mixed = _Exchange.apply(
             torch.cat([part.flatten(2) for part in parts], -1), self.axis
         ).flatten(0, 1)
@@ -51,10 +52,6 @@ class Ulysses(SequenceParallel):
             .transpose(0, 1)
             .flatten(1, 2)
         )
-
-    def _by_rank(self, x: Tensor) -> Tensor:
-        """Group the heads by rank: [t, H, D] -> [ranks, t, H / ranks, D]."""
-        return x.unflatten(1, (self.axis.size, -1)).transpose(0, 1)
 
 
 def head_problems(num_heads: int, sp: int) -> list[str]:

@@ -130,11 +130,10 @@ def choice(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
 
 @rewards.register("format")
 def think_and_answer(samples: list[Sample], **_: Any) -> list[float]:
-    """Return 1 if the response is <think>...</think><answer>...</answer> with each tag once, else
-    0.
+    """Return 1 if the response has the form <think>...</think><answer>...</answer>, else 0.
 
-    Only whitespace may stand before, between and after the two parts. Some chat templates end the
-    prompt with <think>; the response then begins after that tag.
+    Each tag must occur once. Only whitespace may stand before, between and after the two parts.
+    Some chat templates end the prompt with <think>; the response then begins after that tag.
     """
     return [float(_is_think_and_answer(sample)) for sample in samples]
 

@@ -76,8 +76,9 @@ class JudgeSettings:
         return fill_template(_template(self.template), {**columns, **own})
 
     def score(self, reply: str) -> float | None:
-        """Return the last score of a reply, scaled to 0 to 1; None if there is none within the
-        range.
+        """Return the last score of a reply, scaled to 0 to 1.
+
+        None if there is none within the range.
         """
         for match in reversed(list(_compile(self.pattern).finditer(reply))):
             try:

@@ -111,7 +111,7 @@ class RewardRunner:
         because not all fit on the device at once. With --overlap they stay there, and compute
         scores earlier."""
         self.judge: LaterJudge | None = None
-        """The judge of --judge_url engine, which scores in addition to the function."""
+        """The judge of --judge_url engine; it scores in addition to the function."""
         self._failures = self._in_a_row = 0
         self._pending: list[Pending] = []
         self._calls = self._make_calls(setup)
@@ -125,7 +125,7 @@ class RewardRunner:
 
     @trace.setter
     def trace(self, trace: Untraced) -> None:
-        """Return the trace that records the calls, and how long the rank waits for results."""
+        """Return the trace of the calls, and of the rank's waiting for results."""
         self._calls.trace = trace
 
     def _setup(self, chat: bool, models: tuple[str, ...]) -> Setup:
@@ -194,8 +194,9 @@ class RewardRunner:
         return f"{self.name} {self.section.reward_key} {self.function.signatures}"
 
     def row_problem(self, prompt: Prompt) -> str | None:
-        """Return why responses to this prompt cannot be scored: a required column is absent, or
-        null.
+        """Return why responses to this prompt cannot be scored.
+
+        A required column is absent, or null.
         """
         problem = self.function.row_problem(prompt.columns)
         return f"--reward {self.name}: {problem}" if problem else None

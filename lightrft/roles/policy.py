@@ -133,11 +133,7 @@ class Policy(Role, PolicyNames):
         )
 
     def logprobs_and_entropy(self, batch: Batch, rows: MicroBatchIndices) -> tuple[Tensor, Tensor]:
-        """Return the same, and the entropy of the distribution that each learned token was drawn
-        from.
-
-        [T], [T].
-        """
+        """Return the same, and the entropy where each learned token was drawn: [T], [T]."""
 
         def ask(part: Batch) -> Tensor:
             return torch.stack(self.actor(part, self.temperature, self.truncation), dim=1)
@@ -241,6 +237,7 @@ class Policy(Role, PolicyNames):
             )
         )
         width = self._rounded_up(longest)
+        pad = self.tokenizer.pad_token_id if self.tokenizer is not None else None
         rows = list(zip(prompts, completions, strict=True))
         ids = torch.tensor(
             [token for prompt, each in rows for token in (*prompt, *each.token_ids)],
@@ -251,7 +248,7 @@ class Policy(Role, PolicyNames):
         )
 
         return {
-            "output_ids": padded(ids, lengths, width, fill=self._pad_token_id()),
+            "output_ids": padded(ids, lengths, width, fill=pad or 0),
             "generation_lengths": new,
             "unpadded_sequence_lengths": lengths,
             "logprobs": padded(logprobs, lengths, width),
@@ -441,7 +438,3 @@ class Policy(Role, PolicyNames):
             else nullcontext()
         ):
             yield self.reference
-
-    def _pad_token_id(self) -> int:
-        pad = self.tokenizer.pad_token_id if self.tokenizer is not None else None
-        return 0 if pad is None else pad

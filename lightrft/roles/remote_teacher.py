@@ -77,8 +77,9 @@ class RemoteTeacher:
         return torch.where(batch.loss_mask, values, 0.0)
 
     def _score(self, ids: list[int]) -> tuple[list[float], list[str]]:
-        """Return the log-prob of every token, 0 for the first, and the tokens as the server writes
-        them.
+        """Return the log-prob of every token, and the tokens as the server writes them.
+
+        The first log-prob is 0.
         """
         request = {
             "model": self._model,

@@ -383,10 +383,10 @@ class Role(ABC):
     def denominator(
         self, batch: Batch, rows: MicroBatchIndices, *, length: int | None = None
     ) -> Denominator:
-        """Count the learned tokens and sequences of one optimizer step over all ranks; one
-        collective.
+        """Count the learned tokens and sequences of one optimizer step over all ranks.
 
-        `length` is the constant of seq-mean-token-sum-norm: --generate_max_len when None.
+        It is one collective. `length` is the constant of seq-mean-token-sum-norm:
+        --generate_max_len when None.
         """
         part = batch.select([row for members in rows for row in members])
         learned = torch.zeros(len(part)).index_add(0, part.sequence_ids, part.loss_mask.float())

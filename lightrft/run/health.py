@@ -44,7 +44,7 @@ class Health:
         self.dtype = dtype
         self.logs = logs
         self.warnings: list[str] = []
-        """Warnings about the whole run, which run.json contains."""
+        """Warnings about the whole run, for run.json."""
         self.steps_without_signal = self.steps_with_signal = 0
         self._mismatches: deque[float] = deque(maxlen=HISTORY)
 

@@ -95,23 +95,21 @@ def identity(
     -> fingerprint of the weights that it was built from. `probabilities` belong to the data sets
     that rows are drawn from.
     """
-    return _plain(
-        {
-            "rows": len(rows),
-            "probabilities": probabilities,
-            "pieces": rows.digests,
-            "model": {
-                name: value for name, value in model.to_dict().items() if name not in NOT_THE_MODEL
-            },
-            "weights": dict(weights),
-            "command": config.command,
-            "settings": {
-                name: value
-                for section in asdict(config).values()
-                for name, value in section.items()
-            },
-        }
-    )
+    values = {
+        "rows": len(rows),
+        "probabilities": probabilities,
+        "pieces": rows.digests,
+        "model": {
+            name: value for name, value in model.to_dict().items() if name not in NOT_THE_MODEL
+        },
+        "weights": dict(weights),
+        "command": config.command,
+        "settings": {
+            name: value for section in asdict(config).values() for name, value in section.items()
+        },
+    }
+    # A checkpoint gives back what JSON made of these values, so both sides go through it.
+    return json.loads(json.dumps(values, default=str))
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -179,7 +177,3 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
         for name in now
         if name in before and before[name] != now[name]
     }
-
-
-def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=str))

@@ -68,8 +68,9 @@ def model_config(name: str, file: str = "") -> PretrainedConfig:
 
 
 def known_config(name: str) -> PretrainedConfig | None:
-    """Return the configuration of a Qwen2.5, Qwen3 or Llama 3.1 model by the hub name; None for
-    others.
+    """Return the configuration of a Qwen2.5, Qwen3 or Llama 3.1 model by hub name.
+
+    None for others.
     """
     size = next(
         (

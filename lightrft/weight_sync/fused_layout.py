@@ -168,9 +168,7 @@ class FusedWeights:
             )
 
     def copy_targets(self) -> dict[str, list[CopyTarget]]:
-        """Return the copy targets of each of the `direct` weights, in the current memory of the
-        layers.
-        """
+        """Return the copy targets of each `direct` weight, in the current memory of the layers."""
         with torch.no_grad():
             return {name: CopyTarget.of(pieces) for name, pieces in self.direct.items()}
 

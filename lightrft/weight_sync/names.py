@@ -104,9 +104,7 @@ class PublishedNames:
         return name in self.renamed or self._together[name] == [name]
 
     def unknown_weights_message(self, names: list[str], engine: str) -> str:
-        """Return an error message, with possible solutions, for weights that an engine does not
-        have.
-        """
+        """Return an error message, with possible solutions, for weights that an engine lacks."""
         first = ", ".join(f"{name} (published as {self.pieces(name)[0]})" for name in names[:3])
         return (
             f"{engine} has no parameter for {len(names)} of the {len(self.shapes)} weights of"

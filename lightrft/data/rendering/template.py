@@ -261,9 +261,7 @@ class ChatTemplate:
 
     @cached_property
     def _header(self) -> str:
-        """Return the beginning of an answer if the template writes it only before one, else
-        nothing.
-        """
+        """Return the beginning of an answer, if the template writes it only before one."""
         before = self._probe([QUESTION])
         asked = self._probe([QUESTION], answer_follows=True)
         text = self._probe([QUESTION, {"role": "assistant", "content": WORD}])
@@ -375,7 +373,7 @@ class ChatTemplate:
 
     def _check_words(self, messages: Sequence[Message], options: dict[str, Any]) -> None:
         """Raise ValueError if the template leaves out a message of this kind, whatever its text."""
-        words = _in_words(messages)
+        words = [message | _words(message, number) for number, message in enumerate(messages)]
         try:
             text = self._render(words, **options)
         except ValueError:  # the template reads the text
@@ -476,12 +474,8 @@ def _kind(content: Any) -> Any:
     return tuple(part["type"] for part in content) if isinstance(content, list) else bool(content)
 
 
-def _in_words(messages: Sequence[Message]) -> list[Message]:
-    """Return messages of the same kind whose texts and call names are words of our own."""
-    return [message | _words(message, number) for number, message in enumerate(messages)]
-
-
 def _words(message: Message, number: int) -> Message:
+    """Return the content and the calls of a message with words of our own in place of texts."""
     word = f"{WORD}{number}{WORD}"
     content = message["content"]
     if isinstance(content, list):

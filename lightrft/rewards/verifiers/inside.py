@@ -675,7 +675,7 @@ def _kind(value: Any) -> str:
 
 
 def _plain(value: Any) -> list[Any]:
-    """Return the value of an object whose class is derived from that of a value."""
+    """Return the value of an object whose class is derived from a value's class."""
     for kind in (int, float, str, list, tuple, dict, set, frozenset):
         if isinstance(value, kind):
             return [kind(value) if kind is not str else str.__str__(value)]

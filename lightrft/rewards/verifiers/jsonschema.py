@@ -32,11 +32,11 @@ def _schema(value: Any) -> Any:
 def satisfies_schema(
     samples: list[Sample], schema: list[Any] | None = None, **_: Any
 ) -> list[float]:
-    """Return 1 if the response, or its last ```json block, is JSON that satisfies the schema, else
-    0.
+    """Return 1 if the response is JSON that satisfies the schema, else 0.
 
-    The column `schema` has a dictionary, a boolean, or JSON text; null accepts any JSON. Raises
-    ValueError if it is not a schema.
+    If the response has ```json blocks, only the last one counts. The column `schema` has a
+    dictionary, a boolean, or JSON text; null accepts any JSON. Raises ValueError if it is not a
+    schema.
     """
     schemas = schema or [None] * len(samples)
     return [
