@@ -177,6 +177,7 @@ def _load_file(path: Path) -> Any:
         raise ImportError(f"{path} is not a Python file")
 
     module = importlib.util.module_from_spec(spec)
+    # Dataclasses look the module up while it is executed.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

@@ -218,6 +218,7 @@ def _pack(value: Any) -> list[Tensor]:
         for part in (stream.getbuffer(), *(each.raw() for each in buffers))
         if part.nbytes
     ]
+    # The receiver gets one flat buffer, and finds the parts by these sizes.
     sizes = torch.tensor(
         [1 + len(buffers), stream.getbuffer().nbytes, *(each.raw().nbytes for each in buffers)]
     )

@@ -99,6 +99,7 @@ def _sharding_dims(tensor: DTensor) -> list[int]:
             f" {tensor.placements}"
         )
 
+    # On one dim the order decides which rows a rank holds.
     on_one_dim = len({placement.dim for placement in placements}) < len(placements)
     plain_on_one_dim = on_one_dim and all(type(placement) is Shard for placement in placements)
     return dims if plain_on_one_dim else dims[::-1]

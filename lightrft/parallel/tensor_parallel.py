@@ -144,6 +144,7 @@ def plan_problems(model: PreTrainedModel) -> list[str]:
     """
     problems = []
     for block in model.get_decoder().layers[:1]:
+        # The blocks of a supported family are alike, so the first one stands for all.
         names = {
             name
             for name, part in block.named_modules()
@@ -420,6 +421,7 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: boo
     shard = vocabulary_shard(embedding.weight)
     first = shard.first
     rows = len(shard.weight)
+    # From now on the layer counts this rank's rows only.
     if embedding.padding_idx is not None:
         embedding.padding_idx = (
             embedding.padding_idx - first if first <= embedding.padding_idx < first + rows else None

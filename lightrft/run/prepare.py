@@ -39,6 +39,7 @@ def prepare_config(command: str, config: Config) -> Config:
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
+    # Nodes may have other versions installed, so each logs what it has found.
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         for notice in notices:
             logger.warning(notice)

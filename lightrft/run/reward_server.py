@@ -335,6 +335,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _problem(self, length: int | None) -> _Unreadable | None:
         expected = self.server.authorization
         received = self.headers.get("Authorization", "")
+        # In constant time, so that a key cannot be guessed letter by letter.
         if expected and not hmac.compare_digest(
             received.encode(errors="replace"), expected.encode()
         ):

@@ -117,6 +117,7 @@ class RunFolder:
 
         try:
             folder._together(lambda: folder._take() if world.rank == 0 else None)
+            # Every rank tries to write, because it may be on another machine.
             folder._together(folder._probe)
         except ConfigError:
             folder.release()

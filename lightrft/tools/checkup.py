@@ -108,6 +108,7 @@ def _device() -> Check:
 
     count = torch.accelerator.device_count()
     free, total = free_memory(device)
+    # This process has a context of its own there, so a little does not count.
     busy = f"{(total - free) / GB:.0f} GB are used by other programs" if free < 0.9 * total else ""
 
     return Check(

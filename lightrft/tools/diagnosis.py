@@ -162,6 +162,7 @@ def diagnose(
     pretrain = config.model.pretrain
     with strategy.init_model_context():
         actor = Actor(load_model(config.model))
+    # The engine leaves these tokens out, so the trainer must do the same.
     banned = never_sampled(pretrain, actor.language_model.config, tokenizer)
     part = Sampling().resolved(banned).truncation
     policy = Policy(strategy, strategy.prepare(actor), truncation=part)
@@ -280,6 +281,7 @@ def _gap(
     gaps = torch.tensor(
         [abs(trained - sampled) for trained, sampled, _ in pairs], dtype=torch.float64
     )
+    # NaN is the worst difference of all.
     trained, sampled, token = pairs[int(gaps.nan_to_num(torch.inf).argmax())]
     worst = f"token {token} {decode(token)!r}: trainer {trained:.6f}, engine {sampled:.6f}"
 

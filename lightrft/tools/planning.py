@@ -220,6 +220,7 @@ class Planner:
         model = self.config.model
         models = {}
         if self.command == "train_ppo":
+            # An actor with adapters is its own reference.
             if needs_reference(algorithm) and not model.lora_rank:
                 models["reference"] = self.frozen()
             if needs_critic(algorithm):
@@ -267,6 +268,7 @@ class Planner:
             )
             if not self.config.rollout.rollout_ranks:
                 weights = self.width * self.parameters / self.config.engine.engine_tp_size
+                # Two buckets exist at a time; see weight_sync/stream.py.
                 phases["weight sync"] = (
                     parameters
                     | resident
@@ -321,6 +323,7 @@ class Planner:
         rollout = config.rollout
         samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
         many_updates = samples // config.train.train_batch_size * config.train.max_epochs > 1
+        # Old log-probs are computed only if a step has several updates.
         passes = (
             many_updates
             + needs_reference(algorithm)
@@ -495,6 +498,7 @@ class Planner:
         tokens = config.train.max_tokens_per_microbatch
         phases = other.phases(other.step(tokens), tokens)
         longest = config.data.prompt_max_len + config.rollout.generate_max_len
+        # A cache that does not hold one full sequence would stop the engine.
         enough_cache = "generate" not in phases or other.cache_tokens() >= longest
 
         return enough_cache and all(

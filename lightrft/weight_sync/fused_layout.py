@@ -352,6 +352,7 @@ def _is_filled(
     ) < 2:
         return False
 
+    # Ranks may pad their experts, and then the full tensor does not fill the layer.
     if is_experts(layer):
         each = {piece.attribute: shapes[piece.name] for piece in pieces}
         alone = len({piece.name for piece in pieces}) == len(each)

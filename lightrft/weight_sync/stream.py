@@ -107,6 +107,7 @@ def _gather_full(tensors: list[Tensor], dtype: torch.dtype, device: torch.device
     ]
 
     for level in range(max(map(len, cuts))):
+        # Tensors of one group share an all-gather.
         by_group: dict[str, list[int]] = defaultdict(list)
         for index, its_cuts in enumerate(cuts):
             if level < len(its_cuts):

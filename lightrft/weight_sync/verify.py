@@ -192,6 +192,7 @@ class Fingerprints:
             names, probes, sums = zip(*self.pending, strict=True)
             for name, probe in zip(names, probes, strict=True):
                 self.num_elements[name] += probe.place[1] * probe.width
+            # All blocks at once, because a call takes longer than its work.
             mixed = torch.cat(sums).mul_(FIRST)
             mixed ^= (mixed >> 32) & 0xFFFFFFFF
             mixed *= torch.cat([_weights_of_blocks(probe.place, mixed.device) for probe in probes])
@@ -328,6 +329,7 @@ def _weight_probe(
         return None
 
     size = dtype.itemsize
+    # Long words are faster, but no rank's part may begin inside of one.
     word = 8 if columns * size % (8 * slices) == 0 else size
     in_row = columns * size // word
     block = math.gcd(in_row // slices, WORDS) if in_row % slices == 0 else 1
