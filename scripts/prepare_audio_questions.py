@@ -1,5 +1,6 @@
-"""Turn questions about sound with several choices into prompts whose label is the letter of the
-right one.
+"""Turn questions about sound with several choices into prompts.
+
+The label is the letter of the right choice.
 
     python -m scripts.prepare_audio_questions --source FOLDER --out data/audio_questions
 
@@ -29,7 +30,7 @@ from lightrft.data.readers import BadRows, read_rows
 
 RATE = 16_000
 LETTERS = "ABCDEFGHIJ"
-"""Those that --reward choice finds in a response."""
+"""Letters that --reward choice finds in a response."""
 
 
 def letter_of(answer: Any, choices: list[str]) -> str:
@@ -47,7 +48,7 @@ def letter_of(answer: Any, choices: list[str]) -> str:
 def converted(
     row: dict[str, Any], clip: Path, folder: Path, args: argparse.Namespace
 ) -> dict[str, str]:
-    """Return a prompt about the sound of a row, which is written to `clip`.
+    """Return a prompt about the sound of a row, and write the sound to `clip`.
 
     Raise ValueError for a bad row.
     """

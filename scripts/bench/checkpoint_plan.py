@@ -1,5 +1,6 @@
-"""Seconds that rank 0 takes to plan a checkpoint of all ranks, which all others wait for: for the
-first one, and for the next.
+"""Measure the seconds that rank 0 takes to plan a checkpoint of all ranks.
+
+All others wait for it. Both the first plan and the next one are timed.
 
     python scripts/bench/checkpoint_plan.py --ranks 8 128 1024
 

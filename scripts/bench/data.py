@@ -1,5 +1,6 @@
-"""Memory and speed of tokenized data: in lists, in prompts in memory, and in a file of
---data_cache.
+"""Measure memory and speed of tokenized data.
+
+It is held in lists, in prompts in memory, or in a file of --data_cache.
 
     python scripts/bench/data.py --rows 200000  # the table in docs/benchmarks.md, some minutes
     python scripts/bench/data.py --rows 2000 --drawn 500
@@ -70,7 +71,7 @@ WAYS: dict[str, Callable[[Path, Any, Path], Sequence[Any]]] = {
 
 
 def measured(way: str, folder: Path, drawn: int) -> dict[str, float]:
-    """Return the numbers of one way; for a process of its own."""
+    """Return the numbers of one way; it runs in a process of its own."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     before = own_memory()
     peak = [0]

@@ -1,5 +1,6 @@
-"""Measure the load of the engine while tools of other episodes run, compared with turns that wait
-for all episodes.
+"""Measure the load of the engine while tools of other episodes run.
+
+It is compared with turns that wait for all episodes.
 
     python scripts/bench/episodes.py                    # docs/benchmarks.md, one minute
 
@@ -54,7 +55,7 @@ class Sleeps:
 
 
 class Free(Episodes):
-    """Episodes as they are, which count how often one or more turns begin at a time."""
+    """Episodes as they are, counting how often one or more turns begin at a time."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

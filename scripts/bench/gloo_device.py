@@ -1,4 +1,4 @@
-"""Processor time of the groups of a rank, with one gloo device for all of them and with one for
+"""Measure the processor time of a rank's groups with one gloo device for all, and with one for
 each.
 
     python scripts/bench/gloo_device.py --groups 17 --seconds 5 --repeats 5

@@ -1,5 +1,6 @@
-"""Seconds and memory of a rank that loads its shards from a Hugging Face folder: lightrft's
-reading, and torch's.
+"""Measure seconds and memory of a rank that loads its shards from a Hugging Face folder.
+
+It compares lightrft's reading with torch's.
 
     python scripts/bench/model_loading.py                        # the table in docs/benchmarks.md
     python scripts/bench/model_loading.py --ranks 2 --layers 2   # a quick look

@@ -1,5 +1,6 @@
-"""The recipes of docs/environments.md and docs/preferences.md, shortened, with several seeds: what
-each reaches, and has to.
+"""Run the recipes of docs/environments.md and docs/preferences.md, shortened, with several seeds.
+
+It shows what each reaches, and has to reach.
 
     python scripts/bench/recipes.py --seeds 3  # docs/benchmarks.md, half an hour
     python scripts/bench/recipes.py --recipe tool --seeds 1
@@ -51,7 +52,7 @@ class Figure:
         return self.above < self.value < self.below
 
     def shown(self) -> dict[str, float]:
-        """Return its value and the bounds that it has."""
+        """Return the value and its bounds."""
         return {name: round(value, 4) for name, value in vars(self).items() if isfinite(value)}
 
 
@@ -84,12 +85,16 @@ CHAIN = {
         ["--max_steps=12"],
     ),
 }
-"""Command, file, model, data and further flags of each run of the chain; all but the first start
-from the model of SFT."""
+"""Command, file, model, data and further flags of each run of the chain.
+
+All but the first start from the model of SFT.
+"""
 ACCURACY = {"rm": 0.65, "prm": 0.7, "dpo": 0.75, "kto": 0.62, "distill": 0.6}
-"""Accuracy over 500 held-out rows, of which two standard deviations are at most 0.045; of prm, over
-1,500 steps, 0.024. By chance it is 0.5, and 0.667 of prm. That of distill is the share of right
-answers."""
+"""Accuracy over 500 held-out rows, where two standard deviations are at most 0.045.
+
+For prm it is over 1,500 steps, with 0.024. By chance it is 0.5, and 0.667 for prm. For distill it
+is the share of right answers.
+"""
 
 
 def chain(train: Train, folder: Path, seed: int) -> Figures:
@@ -132,7 +137,7 @@ def chain(train: Train, folder: Path, seed: int) -> Figures:
 
 
 def game(train: Train, folder: Path, seed: int) -> Figures:
-    """Guess a digit, which only the answers of earlier turns tell.
+    """Guess a digit that only the answers of earlier turns tell.
 
     120 steps reach 0.69 of at most 0.72.
     """
@@ -166,8 +171,9 @@ def agent(train: Train, folder: Path, seed: int) -> Figures:
 
 
 def tool(train: Train, folder: Path, seed: int) -> Figures:
-    """Multiply with the calculator, without which no product is known; a quarter of the
-    demonstrations call it well.
+    """Multiply with the calculator; no product is known without it.
+
+    A quarter of the demonstrations call it well.
     """
     model = tiny_qwen3(folder / "model", seed, [CALL, CALL_END])
     problems = product_problems(seed)[0]

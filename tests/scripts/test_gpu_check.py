@@ -159,7 +159,7 @@ def test_the_packages_of_a_machine_without_a_network():
     """
     of_the_machine = needed_by(["torch", "transformers"])
     named = set(gpu_check.PACKAGES.values())
-    assert named >= needed_by([*CORE, *gpu_check.OF_TESTS]) - of_the_machine
+    assert named >= needed_by([*CORE, *gpu_check.TEST_DISTRIBUTIONS]) - of_the_machine
     assert gpu_check.missing_packages() == []
     downloaded = (
         (ROOT / "docs" / "gpu_check.md")
