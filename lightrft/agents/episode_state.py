@@ -66,7 +66,7 @@ class EpisodeState:
         return self.sample.episode
 
     def context(self, request: TurnRequest) -> PlayedTurn | None:
-        """Return the turn that a requested turn follows; None at the beginning of a conversation."""
+        """Return the turn that a requested turn follows; None where a conversation begins."""
         if not self.turns or request.after == BEGINNING:
             return None
         return self.turns[-1 if request.after is None else request.after]

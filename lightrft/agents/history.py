@@ -34,7 +34,7 @@ class TurnHistory:
         tools: Any = None,
         text: str | None = None,
     ) -> None:
-        """Remember a turn that answered messages with these tools, or a text, or token ids alone."""
+        """Remember a turn that answered messages with tools, or a text, or token ids alone."""
         self._chats.append(
             (_json(tools), [*map(key, [*messages, reply(turn)])])
             if messages is not None

@@ -2,15 +2,15 @@
 
 | form | recognised by | an episode |
 |---|---|---|
-| environment with tools | a class without `step` | `reset(**row)`, then turns whose tool calls are |
-| | | answered, until one has none |
+| environment with tools | a class without `step` | `reset(**row)`, then turns whose tool calls |
+| | | are answered, until one has none |
 | text game | a class with `step(action)` | `reset(**row)`, then a step for each turn, until done |
 | program | an async function `(engine, row)` | what the function does; the turns are |
 | | | `await engine.turn(...)` |
 | agent | an async function `(client, row)`, of --agent | what the function asks the |
 | | | OpenAI-compatible server of its episode |
-| another framework's | `prefix:name`, of ADAPTERS | what the module's `program(name, served)` does, |
-| | | as a program |
+| another framework's | `prefix:name`, of ADAPTERS | what the module's `program(name, served)` |
+| | | does, as a program |
 """
 
 import asyncio

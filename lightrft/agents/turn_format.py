@@ -93,7 +93,7 @@ class TurnFormat:
         return self.tokenizer.decode(token_ids[:-1] if ended else token_ids)
 
     def opens_thinking(self, context_ids: list[int]) -> str:
-        """Return the mark that begins thinking if the prompt of a turn ends with it, else nothing."""
+        """Return the mark that begins thinking if the prompt of a turn ends with it."""
         ending = self.tokenizer.decode(context_ids[-OPENING_TOKENS:]).rstrip()
         return next((begin for begin in THINKING if ending.endswith(begin)), "")
 

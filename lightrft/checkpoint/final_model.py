@@ -1,4 +1,4 @@
-"""Export complete Hugging Face folders from a run's checkpoint, or from a folder with an adapter."""
+"""Export Hugging Face folders from a run's checkpoint, or from a folder with an adapter."""
 
 import hashlib
 import json

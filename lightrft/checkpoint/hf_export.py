@@ -257,7 +257,7 @@ def _write_rest(
     writes: bool,
     part: Path,
 ) -> None:
-    """Write what is not weights: configuration, tokenizer, and files that training does not change."""
+    """Write all but the weights: configuration, tokenizer, and files that stay the same."""
     if not writes:
         return
 

@@ -51,7 +51,10 @@ class Conversation:
         )
 
     def without_ends(self, template: ChatTemplate) -> "Conversation":
-        """Return the conversation without end tokens in the answers: the template writes its own."""
+        """Return the conversation without end tokens in the answers.
+
+        The template writes its own.
+        """
         ends = template.ends
         messages = [
             (

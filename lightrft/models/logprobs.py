@@ -442,7 +442,10 @@ def _proportion(assumed: tuple[Tensor | None, ...], exact: tuple[Tensor | None, 
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Gradients of the objective by log-probs [t, K] and entropy [t], divided by the temperature."""
+    """Gradients of the objective by log-probs [t, K] and entropy [t].
+
+    They are divided by the temperature.
+    """
 
     logprobs: Tensor
     entropy: Tensor | None

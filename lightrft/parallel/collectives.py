@@ -127,7 +127,10 @@ class Axis:
         return out
 
     def broadcast_tensor(self, tensor: Tensor) -> Tensor:
-        """Return the tensor of the axis's rank 0. Each rank's tensor has the same shape and dtype."""
+        """Return the tensor of the axis's rank 0.
+
+        Each rank's tensor has the same shape and dtype.
+        """
         if self.size == 1:
             return tensor
         tensor = tensor.contiguous()

@@ -216,7 +216,7 @@ def all_gather_tensor(values: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_scatter_tensor(values: Tensor, axis: Axis) -> Tensor:
-    """Return this rank's [T / ranks, ...] of the sum of [T, ...] over the ranks, without gradient."""
+    """Sum [T, ...] over the ranks, and return this rank's [T / ranks, ...], without gradient."""
     result = values.new_empty(len(values) // axis.size, *values.shape[1:])
     dist.reduce_scatter_tensor(result, values.contiguous(), group=axis.group)
     return result

@@ -16,7 +16,10 @@ from lightrft.parallel.sequence_parallel import SequenceParallel
 
 
 class Ulysses(SequenceParallel):
-    """Split into consecutive tokens; the attention of each rank has H / ranks heads of all tokens."""
+    """Split into consecutive tokens.
+
+    The attention of each rank has H / ranks heads of all tokens.
+    """
 
     def problems(self, num_heads: int) -> list[str]:
         return head_problems(num_heads, self.axis.size)

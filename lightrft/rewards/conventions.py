@@ -119,7 +119,10 @@ def _ground_truth(entry: Any) -> Any:
 
 
 def _object(value: Any) -> Any:
-    """Return the object of a JSON text, as some files have it for a struct, or the value as it is."""
+    """Return the object of a JSON text, or the value as it is.
+
+    Some files have such a text for a struct.
+    """
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:

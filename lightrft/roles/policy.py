@@ -1,4 +1,4 @@
-"""The policy: the actor that learns and generates, and the reference that it should stay close to."""
+"""The policy: the actor that learns and generates, and the reference that holds it back."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext

@@ -293,7 +293,7 @@ class Role(ABC):
         *,
         eval_mode: bool = False,
     ) -> None:
-        """Begin an optimizer step of `num_microbatches` micro-batches, equally many on every rank."""
+        """Begin an optimizer step of `num_microbatches` micro-batches, as many on every rank."""
         if self._step is not None:
             raise RuntimeError(
                 "a train step is open: call finish_train_step() or abort_train_step() first"

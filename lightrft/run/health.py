@@ -1,4 +1,4 @@
-"""Detect a run that learns nothing, and an engine that samples from other weights than are trained."""
+"""Detect a run that learns nothing, and an engine with other weights than are trained."""
 
 import math
 from collections import deque

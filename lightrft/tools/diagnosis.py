@@ -93,7 +93,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class PartGap:
-    """Difference between a part's outputs: its norm relative to the norm of the trainer's outputs."""
+    """Difference between a part's outputs: its norm over the norm of the trainer's outputs."""
 
     name: str
     relative: float

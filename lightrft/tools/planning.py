@@ -375,7 +375,7 @@ class Planner:
         return hints
 
     def picture(self) -> list[str]:
-        """Return which ranks share data, if several do, and how many copies of the model there are."""
+        """Return which ranks share data, if several do, and how often the model exists."""
         size = self.sp * self.tp
         groups = self.config.strategy.dp_replicate
         copies = "the model is there once" if groups == 1 else f"the model is there {groups} times"

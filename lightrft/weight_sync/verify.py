@@ -112,7 +112,7 @@ class Fingerprints:
         self.num_multiplied = dict.fromkeys(self.products, 0)
 
     def watch(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the stream unchanged, and add each tensor to the fingerprints before passing it on."""
+        """Yield the stream unchanged, and add each tensor to the fingerprints first."""
         for name, tensor in stream:
             if name in self.bits:
                 self.add(name, tensor.clone() if tensor.ndim < 2 else tensor)

@@ -7,7 +7,7 @@ It is held in lists, in prompts in memory, or in a file of --data_cache.
 
 Each way runs in a process of its own: it reads a JSONL file with `--rows` rows of `--tokens`
 tokens, one for each byte, and an answer, then draws `--drawn` rows in a shuffled order.
-`bytes_per_row` is the peak of the process's own memory, to which a mapped file does not belong,
+`bytes_per_row` is the peak of the process's own memory, without mapped files,
 above its memory before, by the number of rows. `loaded_per_s` and `drawn_per_s` are rows per
 second. The last line is one JSON object.
 """

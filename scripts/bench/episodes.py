@@ -5,10 +5,10 @@ It is compared with turns that wait for all episodes.
     python scripts/bench/episodes.py                    # docs/benchmarks.md, one minute
 
 Episodes of several turns on one rank with vLLM and a random Qwen3; after each turn the program of
-an episode sleeps, as a tool on another machine would. `free`: the sampler as it is, which begins a
+an episode sleeps, as a tool on another machine would. `free`: the sampler as it is, beginning a
 turn as soon as its program asks for it. `barrier`: the next turns begin when all episodes have
-asked for theirs. Busy is the share of the time in which the engine has requests, begins the number
-of times at which one or more turns began. Prints one JSON object as its last line.
+asked for theirs. Busy is the share of the time that the engine has requests, begins the number
+of times that one or more turns began. Prints one JSON object as its last line.
 """
 
 import argparse

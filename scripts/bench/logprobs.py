@@ -69,8 +69,9 @@ def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def checkpointed(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Do the same over chunks as large as lightrft's; torch computes them again in the backward
-    pass.
+    """Do the same over chunks as large as lightrft's.
+
+    torch computes them again in the backward pass.
     """
     size = chunk_rows(weight, len(weight))
     parts = zip(hidden.split(size), targets.split(size), strict=True)

@@ -14,7 +14,7 @@ parameter for the masters, 4 for gradients, 8 for AdamW, each divided by the ran
 gradients of --reduce_gradients_once, which are whole; and the peak beside that of `lightrft plan`,
 `peak_of_plan`. `--shapes NAME ...`: bfloat16 with float32 masters, rank 0 of `--world` ranks over
 torch's fake process group, with tensors that have shapes and no memory: the operations, and so
-their sizes, are the real ones, those of a CPU; the allocator's rounding is not in them.
+their sizes, are the real ones, as on a CPU; the allocator's rounding is not in them.
 
 torch's FSDPMemTracker counts every storage while it lives. `gradients` is what is left between the
 micro-batches, `activations` what is there at the end of the second forward pass beside masters,

@@ -7,7 +7,7 @@ For the planner it measures its time and how long ranks wait.
 
 Forward and backward of a small random Qwen3, float32, one thread, over sequences of log-normal
 length. `packed` is lightrft: flat micro-batches from the planner. `padded` is plain transformers
-with sdpa: rows in the order in which they come, padded to the longest of their micro-batch, which
+with sdpa: rows in the order that they come, padded to the longest of their micro-batch, which
 holds so many rows that the longest sequences would still fit; `sorted` first sorts them by length.
 All three compute the same loss, which is checked. `groups` puts the same sequences, as responses,
 behind prompts of the median length, 8 to each: `once` computes a prompt once in a micro-batch,
@@ -15,7 +15,7 @@ behind prompts of the median length, 8 to each: `once` computes a prompt once in
 over a model in which attention and head have the share that they have at 1.5 billion parameters;
 `prefix_of_token_ratio` is how much faster `once` is, over how many fewer tokens it computes. Rates
 count real tokens, per CPU second, best of the repetitions. The planner's overhead is modelled: time
-over that of perfect balance when ranks wait at every micro-batch. The large plan, of `--rows` rows
+over the time of perfect balance when ranks wait at every micro-batch. The large plan of `--rows` rows
 over `--ranks` ranks, is timed without prompts and with, 8 rows to each.
 """
 

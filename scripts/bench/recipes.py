@@ -5,7 +5,7 @@ It shows what each reaches, and has to reach.
     python scripts/bench/recipes.py --seeds 3  # docs/benchmarks.md, half an hour
     python scripts/bench/recipes.py --recipe tool --seeds 1
 
-The seed is that of the model, of the data and of all runs, which torchrun starts. The tests run
+The seed is for the model, the data and all runs, which torchrun starts. The tests run
 each recipe with one seed. Prints one JSON object as its last line, and ends with 1 if a figure is
 out of its bounds.
 """
@@ -98,8 +98,9 @@ is the share of right answers.
 
 
 def chain(train: Train, folder: Path, seed: int) -> Figures:
-    """Train on preferences, judged steps and answers, and a teacher, all after SFT
-    (docs/preferences.md).
+    """Train on preferences, judged steps and answers, and a teacher (docs/preferences.md).
+
+    All of them start from SFT.
     """
     prepare_quickstart([f"--out={folder}/data", f"--seed={seed}"])
     held_out = {name: CHAIN[name][3] for name in ("rm", "prm", "dpo", "kto")} | {

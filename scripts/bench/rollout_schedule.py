@@ -180,7 +180,7 @@ class Simulation:
     def _shared(
         self, lengths: np.ndarray, expected: list[float], free: list[list[int]]
     ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Return starts and owners [groups, n], and points of exchange, by the decisions of Round."""
+        """Return starts and owners [groups, n], and points of exchange, as Round decides."""
         num_groups, n = lengths.shape
         round = Round(
             expected,

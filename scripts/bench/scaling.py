@@ -725,8 +725,9 @@ def table(
     last: int | None,
     names: list[str],
 ) -> str:
-    """Return a Markdown table of one number of each operation; `last` is the size to extrapolate
-    to.
+    """Return a Markdown table of one number of each operation.
+
+    `last` is the size to extrapolate to.
     """
     sizes = [run["ranks"] for run in runs]
     heads = [*map(str, sizes), *([f"{last:,} (line)"] if last else []), "exponent"]
@@ -766,8 +767,9 @@ COLOURS = (
 
 
 def figure(runs: list[dict[str, Any]], last: int) -> str:
-    """Draw the bytes that a rank sends over the number of ranks on logarithmic axes, dashed where
-    extrapolated.
+    """Draw the bytes that a rank sends over the number of ranks, on logarithmic axes.
+
+    Extrapolated lines are dashed.
     """
     sizes = [run["ranks"] for run in runs]
     measured = {name: series(runs, name, "sent") for name in OPERATIONS}

@@ -66,7 +66,7 @@ def make_model(
 
 
 def serve(kind: str, folder: str, temperature: float, tokens: int, commands: Connection) -> None:
-    """Answer each batch size with wall seconds, CPU seconds, and the drafts of that many samples."""
+    """Answer each batch size with wall and CPU seconds, and the drafts of that many samples."""
     import torch
     import torch.distributed as dist
 

@@ -31,9 +31,7 @@ END = 511
 
 
 class Ranks:
-    """The parts of a strategy that generating needs, with a random model of a million
-    parameters.
-    """
+    """What generating needs of a strategy, with a random model of a million parameters."""
 
     def __init__(self, most: int):
         with tempfile.TemporaryDirectory() as folder:

@@ -41,11 +41,10 @@ def build(source: str) -> nbformat.NotebookNode:
 
 
 def execute(notebook: nbformat.NotebookNode) -> None:
-    """Execute all cells in a kernel that starts in this repository, and keep their outputs without
-    logs.
+    """Execute all cells in a kernel that starts in this repository.
 
-    Raise CellExecutionError for a cell that fails, and ValueError if an output names the
-    repository's folder.
+    Outputs are kept without logs. Raise CellExecutionError for a cell that fails, and ValueError if
+    an output names the repository's folder.
     """
     client = NotebookClient(
         notebook,

@@ -59,8 +59,9 @@ class Training:
 
 
 def trainings(page: str) -> Iterator[Training]:
-    """Yield the commands of a page's bash blocks that train; a block may set variables for its
-    commands.
+    """Yield the commands of a page's bash blocks that train.
+
+    A block may set variables for the commands in it.
     """
     for block in re.findall(r"^```bash\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE):
         variables: dict[str, str] = {}
@@ -84,8 +85,9 @@ def trainings(page: str) -> Iterator[Training]:
 
 
 def table(page: str) -> str:
-    """Return the table of the plans of a page's commands: GB of a rank in each phase, and seconds
-    of a step.
+    """Return the table of the plans of a page's commands.
+
+    It has GB of a rank in each phase, and seconds of a step.
     """
     lines = [
         (

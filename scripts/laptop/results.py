@@ -169,11 +169,10 @@ def _cost(folder: Path) -> Json:
 
 
 def _held_out(folder: Path, recipe: str, stages: Sequence[str]) -> Json:
-    """Return set -> stage -> value with its interval of 95 %, mean words, and share of truncated
-    ones.
+    """Return set -> stage -> value, mean words, and share of truncated responses.
 
-    The value is the accuracy of the evaluation, or for brevity the rate of wins; the model before
-    has none.
+    The value has an interval of 95 %. It is the accuracy of the evaluation, or for brevity the rate
+    of wins; the model before has none.
     """
     responses = {stage: _responses(folder / stage) for stage in stages}
     found: Json = {}
@@ -442,8 +441,9 @@ def _panel(
     form: str,
     highest: float | None = None,
 ) -> Panel:
-    """Return the panel of a metric; without `highest`, the axis ends a quarter above the largest
-    value.
+    """Return the panel of a metric.
+
+    Without `highest`, the axis ends a quarter above the largest value.
     """
     points = [[(row["step"], row[metric]) for row in steps if metric in row] for _, steps in runs]
     values = [value for each in points for _, value in each]

@@ -16,7 +16,10 @@ def follows(samples: list[Any], checks: list[list[str]], **columns: Any) -> list
 
 
 def share_passed(samples: list[Any], checks: list[list[str]], **columns: Any) -> list[float]:
-    """Return the share of the row's checks that a response passes; 0 if it did not end by itself."""
+    """Return the share of the row's checks that a response passes.
+
+    It is 0 if the response did not end by itself.
+    """
     return [
         0.0
         if sample.truncated

@@ -84,7 +84,7 @@ class _Routes:
     log: Log | None
 
     def handler(self, take: Take, *, streams: bool = True) -> Handler:
-        """Return a handler that answers with the turn that `take` asks for, and logs the request."""
+        """Return a handler that answers with the turn that `take` asks for, and logs it."""
 
         async def handle(request: Request) -> Response:
             began = time.monotonic()

@@ -349,7 +349,7 @@ class ChatTemplate:
     def _check(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str
     ) -> None:
-        """Raise ValueError if a message or a tool is not in the text, or only as Python prints it."""
+        """Raise ValueError if a message or a tool is missing, or only there as Python prints it."""
         if missing := [
             tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text
         ]:
