@@ -625,7 +625,7 @@ def objective(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
 
 
 def learned(times: float = 1.0, **options) -> tuple[list[Tensor], int]:
-    """Return values and gradients of the objective, `times` as large, and the number of products."""
+    """Return values and gradients of the objective, `times` as large, and count products."""
     hidden, weight, targets = inputs(options.pop("dtype", torch.float32))
     targets = options.pop("targets", targets)
     targets[::5] = -100

@@ -92,7 +92,7 @@ def test_a_new_adapter_changes_nothing_and_begins_equally_each_time(folder):
 
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}], ids=str)
 def test_the_merged_stream_is_what_peft_merges(folder, options):
-    """The reference is peft's own model; names, order and shapes are the model's without adapters."""
+    """The reference is peft's own model; names, order and shapes have no adapters."""
     config = LoraConfig(
         r=4, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM", **options
     )

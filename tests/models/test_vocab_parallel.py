@@ -84,7 +84,7 @@ Result = tuple[list[Tensor], list[Tensor], list[str], list[str]]
 def split(
     vocabulary: int, dtype: torch.dtype, use: tuple[bool, bool], num_targets: int, options: dict
 ) -> Result:
-    """Return values, gradients of hidden states and whole weight, and collectives of both passes."""
+    """Return values, gradients of hidden states and weight, and collectives of both passes."""
     hidden, weight, targets = inputs(vocabulary, dtype, num_targets)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     cut = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
