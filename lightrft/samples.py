@@ -203,7 +203,8 @@ class Sample:
     logprobs: list[float]
     text: str
     """Response decoded without special tokens, as rewards receive it; never with the prompt."""
-    finish_reason: str
+    finish_reason: str | None
+    """stop or length; None while the response is generated."""
     weight_versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token.
 

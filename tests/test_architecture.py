@@ -19,6 +19,8 @@ LAYERS = {
     "cli": 12,
     "trainer": 11,
     "run": 10,
+    "schedulers": 10,
+    "stages": 10,
     "tools": 10,
     "rollout": 9,
     "agents": 8,

@@ -16,6 +16,8 @@ import pytest
 import yaml
 from PIL import Image
 
+from scripts import configuration_page, step_picture
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -75,8 +77,23 @@ def test_every_page_is_reached_from_the_readme():
 
 def test_the_site_has_every_page():
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    pages = {page for entry in settings["nav"] for page in entry.values()}
+    parts = [pages for part in settings["nav"] for pages in part.values()]
+    pages = {page for entries in parts for entry in entries for page in entry.values()}
     assert pages == {"index.md", *(page.name for page in PAGES if page.name != "README.md")}
+
+
+def test_the_picture_of_a_step_and_the_list_of_flags_are_what_the_scripts_write():
+    assert step_picture.PICTURE.read_text() == step_picture.picture()
+    text = configuration_page.PAGE.read_text()
+    assert text == configuration_page.page(text)
+
+
+def test_messages_of_the_troubleshooting_page_are_in_the_code():
+    """A message that has changed has another heading."""
+    source = "".join(path.read_text() for path in (ROOT / "lightrft").rglob("*.py"))
+    said = re.sub(r'"\s+f?"', "", source)
+    headings = re.findall("^## (.*)$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    assert headings and [each for each in headings if each not in said] == []
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,17 @@ class RequestLoop:
         self._ended: list[int] = []
         """Requests whose samples had all ended when the loop was interrupted."""
 
+    @property
+    def unfinished(self) -> Collection[int]:
+        """Return the indices of requests that run."""
+        return self.running.keys()
+
+    def prompts_at_once(self, n: int) -> int:
+        """Return the number of prompts with n samples each that the engine decodes at the same
+        time.
+        """
+        return max(1, self.engine.prompts_at_once(n))
+
     def add(self, requests: list[Request]) -> range:
         """Begin requests; return their indices, which count all requests of the loop.
 
@@ -111,6 +122,17 @@ class RequestLoop:
             (index, self.engine._cut(each.samples, each.request.sampling.stop))
             for index, each in finished
         ]
+
+    def of_other_ranks(self) -> list[tuple[int, list[Completion]]]:
+        """Return nothing: all requests of the loop are of the ranks that call it."""
+        return []
+
+    def to_the_end(self) -> list[tuple[int, list[Completion]]]:
+        """Return (index, completions) of all requests, in the order in which they end."""
+        finished = []
+        while self.running:
+            finished += self.step()
+        return finished
 
     def abort(self, indices: Collection[int] | None = None) -> dict[int, list[Completion]]:
         """End requests, by default all; return index -> completions so far.

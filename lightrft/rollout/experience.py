@@ -1,41 +1,29 @@
-"""Turn scored samples into experience: the plan over ranks, log-probs before the step, and
-advantages.
+"""Turn scored samples into the experience that each rank trains on: flat columns, balanced over the
+ranks, with the outputs of the stages that the run needs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.advantage import Estimator, estimators, penalties, weighted_by_difficulty
-from lightrft.algorithms.covariance import marks
-from lightrft.algorithms.kl import KLCoefficient, kl_estimators
-from lightrft.algorithms.options import options, resolve
-from lightrft.algorithms.reduce import sequence_sums
-from lightrft.algorithms.returns import distill, gae, reward_to_go, whiten
-from lightrft.algorithms.selection import top_share
-from lightrft.algorithms.shaping import RewardShaper
 from lightrft.batching.redistribute import put_batch
-from lightrft.batching.sample_store import SampleStore
-from lightrft.config.sections import AlgorithmSection, TrainSection
+from lightrft.config.sections import TrainSection
 from lightrft.observe.metrics import Metrics
-from lightrft.roles.critic import Critic
-from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.roles.policy import Policy
-from lightrft.roles.teacher import Teacher
-from lightrft.rollout import filters
 from lightrft.rollout.gathered_rewards import GatheredRewards, place_at_tokens
-from lightrft.rollout.measure import measure_experience, measure_groups, measure_values
-from lightrft.types import Expand, Expanded, Experience, Sample, token_index
+from lightrft.rollout.measure import measure_experience, measure_groups
+from lightrft.rollout.plan import Stage, TrainingPlan
+from lightrft.types import Expand, Expanded, Experience, Sample
 
-OUTPUTS = ("old_logprobs", "entropy", "reference_logprobs", "values")
-"""Columns of Experience that models compute from a sample alone, without the others of its step."""
+Compare = Callable[[GatheredRewards], Tensor]
+"""Returns the advantage [M] of each reward of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Early:
+class PrecomputedOutputs:
     """Models' outputs for samples of a step that were complete before others."""
 
     names: tuple[str, ...]
@@ -51,161 +39,14 @@ class Early:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """This rank's part of the experience, and its micro-batches for each optimizer step:
-    minibatches[k][m] are rows.
-    """
+class Flatten:
+    """Concatenates samples; see flatten()."""
 
-    experience: Experience
-    minibatches: list[MicroBatchIndices]
-    store: SampleStore
-    """Store with all columns of the experience, also for other programs if it is outside of this
-    one."""
+    expand: Expand | None = None
+    first_token_apart: bool = False
+    min_tokens: int = 0
 
-
-class ExperienceMaker:
-    """Turns this rank's samples into the experience that this rank will train on, balanced over
-    ranks.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        algorithm: AlgorithmSection,
-        train: TrainSection,
-        *,
-        shape: RewardShaper,
-        kl_coefficient: KLCoefficient,
-        critic: Critic | None = None,
-        teacher: Teacher | None = None,
-        first_token_apart: bool = False,
-        min_tokens: int = 0,
-        expand: Expand | None = None,
-        num_updates: int = 1,
-        branches: bool = False,
-    ):
-        """Set up the experience maker.
-
-        `first_token_apart`: first tokens were sampled from another distribution than the policy's
-        and are not learned. `min_tokens`: smallest length of a response. `expand`: expands prompts
-        with images for the policy; without it all are text. `num_updates`: number of optimizer
-        steps on the samples of a step, for compute_early(). `branches`: samples may have branches,
-        which are learned in the same optimizer step.
-
-        Raises ValueError for an estimator that needs what this run does not compute.
-        """
-        self.policy = policy
-        self.critic = critic
-        self.teacher = teacher
-        self.section = algorithm
-        self.train = train
-        self.shape = shape
-        self.kl_coefficient = kl_coefficient
-        self.kl = kl_estimators[algorithm.kl_estimator]
-        extra = ("lengths", "responses", "greedy_rewards")
-        self.estimator: Estimator = resolve(estimators, algorithm.advantage_estimator, extra=extra)
-
-        self.compare_penalties = (
-            penalties[algorithm.advantage_estimator]
-            if algorithm.advantage_estimator in penalties
-            else None
-        )
-        self.mark = marks[algorithm.policy_loss] if algorithm.policy_loss in marks else None
-        self.first_token_apart = first_token_apart
-        self.expand = expand
-        self.num_updates = num_updates
-        self.branches = branches
-        self.min_tokens = min_tokens
-        self.data = policy.strategy.mesh.data
-        self._early: Early | None = None
-        """Outputs of samples of the current step, if compute_early() was called."""
-
-    def __call__(self, samples: list[Sample], metrics: Metrics) -> Planned:
-        if self._early is not None:
-            self.compute_early(
-                [sample for sample in samples if id(sample) not in self._early.parts]
-            )
-
-        rows = with_branches(samples)
-        before = self.data.gather((len(samples), len(rows)))[: self.data.rank]
-        first_sample, first_row = (sum(counts) for counts in zip((0, 0), *before, strict=True))
-
-        experience = self._flatten(rows, first_row)
-        if self._early is not None:
-            self._early.set_columns(experience, rows)
-            self._early = None
-
-        filters.mask_sequences(experience, filters.by_length(rows, self.section))
-        gathered = GatheredRewards.share(self.data, samples, first_row=first_sample)
-        rewards, groups = gathered.totals()
-        informative = filters.by_difficulty(rewards, groups, self.section)
-        sizes = torch.tensor([len(sample.rows) for sample in samples], dtype=torch.int64)
-        numbers = first_sample + torch.repeat_interleave(sizes)
-        filters.mask_sequences(experience, informative[numbers])
-        experience.step_rewards = place_at_tokens(
-            self._compare(gathered)[gathered.local], samples, experience
-        )
-        if self.data.rank == 0:
-            measure_groups(rewards, groups, metrics)
-        store = self.policy.strategy.sample_store()
-        experience, minibatches = self.policy.redistribute_flat(
-            experience,
-            self.train.train_batch_size,
-            self.train.micro_train_batch_size,
-            store=store,
-            units=numbers if self.branches else None,
-        )
-        self._compute_outputs(
-            experience,
-            [members for minibatch in minibatches for members in minibatch],
-            num_updates=len(minibatches) * self.train.max_epochs,
-        )
-        if self.section.entropy_filter:
-            filters.mask_sequences(experience, filters.by_entropy(experience, self.section))
-        penalty = self._diverge(experience, metrics) if self._measures_divergence else 0.0
-
-        teacher_term = (
-            self._teacher_term(experience, minibatches, metrics)
-            if self.teacher is not None
-            else 0.0
-        )
-        self._set_advantages(experience, experience.step_rewards - penalty, teacher_term)
-        if self.critic is not None:
-            measure_values(experience, self.data.sum, metrics)
-        self._choose_tokens(experience, minibatches)
-        measure_experience(experience, metrics)
-        put_batch(store, experience)
-
-        return Planned(experience, minibatches, store)
-
-    def compute_early(self, samples: list[Sample]) -> None:
-        """Compute the models' outputs before the step for some of its samples, which are complete.
-
-        All ranks call it together, each with samples of its own, or none; until the end of the step
-        in the same thread or one after another.
-        """
-        rows = with_branches(samples)
-        counts = self.data.gather(len(rows))
-        ends = list(accumulate(counts))
-        owners = [list(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
-        flattened = self._flatten(rows, ends[self.data.rank] - len(rows))
-        store = self.policy.strategy.sample_store()
-        part, steps = self.policy.redistribute_flat(
-            flattened, None, self.train.micro_train_batch_size, store=store
-        )
-        self._compute_outputs(part, steps[0] if steps else [], num_updates=self.num_updates)
-        outputs = {name: values for name in OUTPUTS if (values := getattr(part, name)) is not None}
-        store.put(part.rows, part.lengths, tokens=outputs)
-        store.move(owners, list(outputs))
-        columns = store.get(flattened.rows, list(outputs))
-        store.clear(flattened.rows.tolist())
-        parts = [columns[name].split(flattened.lengths.tolist()) for name in outputs]
-        self._early = self._early or Early(tuple(outputs), {})
-        self._early.parts.update(
-            {id(sample): (sample, values) for sample, *values in zip(rows, *parts, strict=True)}
-        )
-
-    def _flatten(self, samples: list[Sample], first_row: int) -> Experience:
+    def __call__(self, samples: list[Sample], *, first_row: int) -> Experience:
         return flatten(
             samples,
             first_row=first_row,
@@ -214,198 +55,137 @@ class ExperienceMaker:
             min_tokens=self.min_tokens,
         )
 
-    def _compare(self, gathered: GatheredRewards) -> Tensor:
-        """Return the advantages of all ranks' rewards, which are shaped first, so that no statistic
-        is that of one rank: [M].
+
+class ExperienceMaker:
+    """Turns this rank's samples into the experience that this rank will train on."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        train: TrainSection,
+        *,
+        compare: Compare,
+        stages: Sequence[Stage],
+        flatten: Callable[..., Experience],
+        by_length: Callable[[Experience, list[Sample]], None] | None = None,
+        by_difficulty: Callable[[Experience, GatheredRewards, Tensor], None] | None = None,
+        num_updates: int = 1,
+        branches: bool = False,
+    ):
+        """Set up the experience maker; stages.build.experience_maker() chooses the parts of a run.
+
+        `stages` run in their order on the balanced experience. `by_length` and `by_difficulty` mask
+        samples before. `num_updates`: number of optimizer steps on the samples of a step, for
+        compute_early(). `branches`: samples may have branches, which are learned in the same
+        optimizer step.
         """
-        groups = gathered.groups.long()
-        rewards = self.shape(gathered.rewards, groups, gathered.finished)
-        extra = {
-            "lengths": gathered.lengths,
-            "responses": gathered.rows,
-            "greedy_rewards": gathered.greedy.float(),
-        }
-        advantages = self.estimator(
-            rewards, groups, **options(self.estimator, self.section, **extra)
-        )
+        self.policy = policy
+        self.train = train
+        self.compare = compare
+        self.stages = stages
+        self.flatten = flatten
+        self.by_length = by_length
+        self.by_difficulty = by_difficulty
+        self.num_updates = num_updates
+        self.branches = branches
+        self.data = policy.strategy.mesh.data
+        self._precomputed: PrecomputedOutputs | None = None
+        """Outputs of samples of the current step, if compute_early() was called."""
 
-        if advantages.shape != rewards.shape or not advantages.isfinite().all():
-            raise ValueError(
-                f"--advantage_estimator {self.section.advantage_estimator} returns"
-                f" {advantages!r:.200}, but must return a finite advantage for each of the"
-                f" {len(rewards)} rewards"
-            )
+    def __call__(self, samples: list[Sample], metrics: Metrics) -> TrainingPlan:
+        """Return this rank's part of the experience of all ranks' samples."""
+        rows = with_branches(samples)
+        before = self.data.gather((len(samples), len(rows)))[: self.data.rank]
+        first_sample = sum(num_samples for num_samples, _ in before)
+        experience = self.flatten(rows, first_row=sum(num_rows for _, num_rows in before))
+        if self._precomputed is not None:
+            self._set_precomputed(experience, samples, rows)
+        if self.by_length is not None:
+            self.by_length(experience, rows)
 
-        if self.section.difficulty_weights:
-            least, most = self.section.difficulty_weights
-            advantages = weighted_by_difficulty(
-                advantages, gathered.solved_shares(), least=least, most=most
-            )
+        # Every rank gets the rewards of all, so a group may lie on several ranks.
+        gathered = GatheredRewards.share(self.data, samples, first_row=first_sample)
+        sizes = torch.tensor([len(sample.rows) for sample in samples], dtype=torch.int64)
+        numbers = first_sample + torch.repeat_interleave(sizes)
+        if self.by_difficulty is not None:
+            self.by_difficulty(experience, gathered, numbers)
+        advantages = self.compare(gathered)[gathered.local]
+        experience.step_rewards = place_at_tokens(advantages, samples, experience)
+        if self.data.rank == 0:
+            measure_groups(*gathered.totals(), metrics)
 
-        return advantages
+        plan = self._balanced(experience, numbers if self.branches else None)
+        for stage in self.stages:
+            stage(plan, metrics)
 
-    def _compute_outputs(
-        self, experience: Experience, rows: MicroBatchIndices, *, num_updates: int
-    ) -> None:
-        """Compute the models' outputs before the step, unless the experience has them.
-
-        With a single update the old log-probs are the policy's own, so they are not computed.
-        """
-        section = self.section
-        needs_entropy = bool(section.entropy_filter or section.high_entropy_token_ratio)
-        needs_old = (
-            num_updates > 1
-            or self.mark is not None
-            or self.teacher is not None
-            or self._measures_divergence
-        )
-
-        if needs_entropy and experience.entropy is None:
-            experience.old_logprobs, experience.entropy = self.policy.logprobs_and_entropy(
-                experience, rows
-            )
-        elif needs_old and not section.use_engine_logprobs and experience.old_logprobs is None:
-            experience.old_logprobs = self.policy.logprobs(experience, rows)
-
-        if section.use_engine_logprobs:
-            experience.old_logprobs = experience.engine_logprobs
-        if self.policy.reference is not None and experience.reference_logprobs is None:
-            experience.reference_logprobs = self.policy.reference_logprobs(experience, rows)
-        if self.critic is not None and experience.values is None:
-            experience.values = self.critic.values(experience, rows)
-
-    @property
-    def _measures_divergence(self) -> bool:
-        """Return True if the divergence is needed before the step: in the reward, or to adapt its
-        coefficient.
-        """
-        return self.policy.reference is not None and (
-            not self.section.use_kl_loss or self.kl_coefficient.target is not None
-        )
-
-    def _diverge(self, experience: Experience, metrics: Metrics) -> Tensor | float:
-        """Adapt the coefficient; return the penalty on the advantage earned at each token: [T], or
-        0 if it is in the loss.
-        """
-        learned = experience.loss_mask
-        divergence = torch.where(
-            learned, self.kl(experience.old_logprobs, experience.reference_logprobs), 0.0
-        )
-        local_sums = [divergence.double().sum(), learned.sum(), len(experience)]
-        total, tokens, samples = self.data.sum(
-            torch.tensor(local_sums, dtype=torch.float64)
-        ).tolist()
-        self.kl_coefficient.update(total / max(tokens, 1), int(samples))
-        metrics.mean("rollout/kl", divergence, learned)
-        metrics.mean("rollout/kl_coef", self.kl_coefficient.value)
-
-        return (
-            0.0
-            if self.section.use_kl_loss
-            else self._penalties(experience, self.kl_coefficient.value * divergence)
-        )
-
-    def _penalties(self, experience: Experience, penalty: Tensor) -> Tensor:
-        """Return the penalty of each token: [T].
-
-        For an estimator that compares responses by it, return the comparison at the last token of
-        each.
-        """
-        if self.compare_penalties is None:
-            return penalty
-
-        tokens = experience.learned_tokens
-        last = tokens.new_full((len(experience),), -1).scatter_reduce(
-            0, experience.sequence_ids[tokens], tokens, "amax"
-        )
-        learned = last >= 0
-        columns = torch.column_stack(
-            [sequence_sums(penalty.double(), experience), experience.groups, learned]
-        )
-        parts = self.data.gather(columns)
-        sums, groups, counted = torch.cat(parts).unbind(1)
-        chosen_options = options(self.compare_penalties, self.section)
-
-        compared = self.compare_penalties(sums, groups, counted.bool(), **chosen_options)
-        if compared is None:
-            return penalty
-
-        first = sum(map(len, parts[: self.data.rank]))
-        local = compared[first : first + len(experience)]
-        return torch.zeros_like(penalty).index_put(
-            (last[learned],), local[learned].to(penalty.dtype)
-        )
-
-    def _teacher_term(
-        self, experience: Experience, minibatches: list[MicroBatchIndices], metrics: Metrics
-    ) -> Tensor:
-        """Return what the teacher adds to the advantage of each token: [T]."""
-        rows = [members for minibatch in minibatches for members in minibatch]
-        learned = experience.loss_mask
-        gap = torch.where(
-            learned, distill(experience.old_logprobs, self.teacher.logprobs(experience, rows)), 0.0
-        )
-        metrics.mean("rollout/teacher_kl", -gap, learned)
-        return self.section.distill_coef * gap
-
-    def _set_advantages(
-        self, experience: Experience, rewards: Tensor, teacher_term: Tensor | float
-    ) -> None:
-        """Set the advantages: rewards from each token on plus the teacher's term, normalised over
-        all ranks if configured.
-        """
-        section = self.section
-        learned = experience.loss_mask
-        if self.critic is None:
-            advantages = reward_to_go(rewards, experience, gamma=section.gamma)
-        else:
-            advantages, returns = gae(
-                rewards, experience.values, experience, gamma=section.gamma, lambd=section.lambd
-            )
-            experience.returns = returns.float()
-
-        advantages = advantages + teacher_term
-        if section.advantages_norm:
-            advantages = whiten(advantages, learned, self.data.sum)
-        if section.advantage_clip is not None:
-            advantages = advantages.clamp(-section.advantage_clip, section.advantage_clip)
-        experience.advantages = advantages.float()
+        experience = plan.experience
+        experience.advantages = experience.advantages.float()
         experience.step_rewards = None
-
-    def _choose_tokens(self, experience: Experience, minibatches: list[MicroBatchIndices]) -> None:
-        """Choose, over all ranks, the tokens of each optimizer step that count, and those that the
-        loss treats differently.
-        """
-        total = self.data.sum
-        share = self.section.high_entropy_token_ratio
-        if share:
-            forks = _of_steps(
-                experience, minibatches, lambda part: top_share(part.entropy, share, part, total)
-            )
-            experience.weights = forks.float()
-
-        if self.mark is not None:
-            chosen_options = options(self.mark, self.section)
-            experience.marked = _of_steps(
-                experience, minibatches, lambda part: self.mark(part, total, **chosen_options)
-            )
-
         experience.entropy = None
+        measure_experience(experience, metrics)
+        put_batch(plan.store, experience)
+        return plan
 
-
-def _of_steps(
-    experience: Experience,
-    minibatches: list[MicroBatchIndices],
-    choose: Callable[[Experience], Tensor],
-) -> Tensor:
-    """Return [T] bool: the result of `choose` on the sequences of each optimizer step."""
-    chosen = torch.zeros_like(experience.loss_mask)
-    for minibatch in minibatches:
-        rows = [row for members in minibatch for row in members]
-        chosen[token_index(experience.offsets, torch.tensor(rows, dtype=torch.int64))] = choose(
-            experience.select(rows)
+    def _balanced(self, experience: Experience, units: Tensor | None) -> TrainingPlan:
+        """Move sequences between ranks so that all have equal work; those of a unit stay in one
+        optimizer step.
+        """
+        store = self.policy.strategy.sample_store()
+        experience, minibatches = self.policy.redistribute_flat(
+            experience,
+            self.train.train_batch_size,
+            self.train.micro_train_batch_size,
+            store=store,
+            units=units,
         )
-    return chosen
+        num_updates = len(minibatches) * self.train.max_epochs
+        return TrainingPlan(experience, minibatches, store, num_updates)
+
+    # -- before the step (--overlap)
+
+    def compute_early(self, samples: list[Sample]) -> None:
+        """Run the stages that depend on samples alone for some samples, which are complete.
+
+        All ranks call it together, each with samples of its own, or none; until the end of the step
+        in the same thread or one after another.
+        """
+        rows = with_branches(samples)
+        counts = self.data.gather(len(rows))
+        ends = list(accumulate(counts))
+        owners = [list(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
+        flattened = self.flatten(rows, first_row=ends[self.data.rank] - len(rows))
+
+        store = self.policy.strategy.sample_store()
+        part, minibatches = self.policy.redistribute_flat(
+            flattened, None, self.train.micro_train_batch_size, store=store
+        )
+        plan = TrainingPlan(part, minibatches[:1], store, self.num_updates)
+        stages = [each for each in self.stages if each.depends_on_samples_alone]
+        for stage in stages:
+            stage(plan, Metrics())
+
+        # The outputs go back to the ranks that have the samples.
+        names = dict.fromkeys(name for stage in stages for name in stage.writes)
+        outputs = {name: value for name in names if (value := getattr(part, name)) is not None}
+        store.put(part.rows, part.lengths, tokens=outputs)
+        store.move(owners, list(outputs))
+        columns = store.get(flattened.rows, list(outputs))
+        store.clear(flattened.rows.tolist())
+
+        parts = [columns[name].split(flattened.lengths.tolist()) for name in outputs]
+        self._precomputed = self._precomputed or PrecomputedOutputs(tuple(outputs), {})
+        self._precomputed.parts.update(
+            {id(sample): (sample, values) for sample, *values in zip(rows, *parts, strict=True)}
+        )
+
+    def _set_precomputed(
+        self, experience: Experience, samples: list[Sample], rows: list[Sample]
+    ) -> None:
+        """Set the columns that have been computed early, for all samples."""
+        known = self._precomputed.parts
+        self.compute_early([sample for sample in samples if id(sample) not in known])
+        self._precomputed.set_columns(experience, rows)
+        self._precomputed = None
 
 
 def with_branches(samples: list[Sample]) -> list[Sample]:
@@ -477,6 +257,8 @@ def _learned_mask(sample: Sample, first_token_apart: bool) -> list[bool]:
     """Return for each token of the response whether it is learned: the model sampled it, as the
     policy would.
     """
+    if sample.masked:
+        return [False] * len(sample.token_ids)
     sampled = sample.episode.sampled if sample.episode else [True] * len(sample.token_ids)
     return [not first_token_apart, *sampled[1:]] if sampled and sampled[0] else sampled
 

@@ -12,9 +12,6 @@ from torch import Tensor
 from lightrft.algorithms.advantage import RIGHT
 from lightrft.types import Prompt, Sample
 
-GROWING = ""
-"""Finish reason of a response that is still being generated."""
-
 
 @dataclass(slots=True)
 class Group:
@@ -33,7 +30,7 @@ class Group:
 
     @classmethod
     def begin(cls, number: int, row: int, prompt: Prompt, *, count: int, greedy: bool) -> Self:
-        responses = [Sample(prompt, number, [], [], "", GROWING) for _ in range(count + greedy)]
+        responses = [Sample(prompt, number, [], [], "", None) for _ in range(count + greedy)]
         return cls(number, row, responses[:count], responses[count] if greedy else None)
 
     @property
@@ -52,14 +49,14 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        return all(sample.finish_reason != GROWING for sample in self.responses)
+        return all(sample.finish_reason is not None for sample in self.responses)
 
     def fits(self, longest: int) -> bool:
         """Return True if no response is longer than `longest` and the unfinished ones can still
         grow.
         """
         return all(
-            len(sample.token_ids) + (sample.finish_reason == GROWING) <= longest
+            len(sample.token_ids) + (sample.finish_reason is None) <= longest
             for sample in self.responses
         )
 
@@ -109,7 +106,8 @@ class Group:
         )
 
         for sample, values in zip(group.responses, state["responses"], strict=True):
-            token_ids, logprobs, sample.text, sample.finish_reason, versions = values
+            token_ids, logprobs, sample.text, finish_reason, versions = values
+            sample.finish_reason = finish_reason or None  # empty in states of older versions
             if isinstance(versions, int):  # state of an older version: that of the first token
                 versions = [versions] * len(token_ids)
             # they grow, and the state stays as it is
@@ -118,31 +116,6 @@ class Group:
             sample.weight_versions = list(versions)
 
         return group
-
-
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """The numbers that every rank has of a group that continues in a later step."""
-
-    number: int
-    row: int
-    rank: int
-    """Rank along the data axis on which the group was begun and continues."""
-    lengths: tuple[int, ...]
-    """Number of tokens of each unfinished response."""
-
-    @classmethod
-    def of(cls, group: Group, rank: int) -> Self:
-        lengths = tuple(
-            len(sample.token_ids) for sample in group.responses if sample.finish_reason == GROWING
-        )
-        return cls(group.number, group.row, rank, lengths)
-
-    def work(self, length: float) -> float:
-        """Return the tokens still expected if responses have `length`: at least one for each
-        unfinished response.
-        """
-        return sum(max(length - grown, 1.0) for grown in self.lengths) or 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,50 +147,51 @@ class History:
     """The last outcome of each prompt; the same on all ranks."""
 
     def __init__(self, num_prompts: int):
-        self.turns = torch.full((num_prompts,), -1)
-        """Pass over the data in which each prompt was last drawn, [prompts] int64; -1 before the
-        first."""
+        self.epochs = torch.full((num_prompts,), -1)
+        """Epoch in which each prompt was last drawn, [prompts] int64; -1 before the first."""
         self.solved = torch.zeros(num_prompts)
         self.lengths = torch.zeros(num_prompts)
         self._former: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        """Row that changed since begin() -> its values before."""
+        """Row that changed since snapshot() -> its values before."""
 
-    def begin(self) -> Callable[[], None]:
+    def snapshot(self) -> Callable[[], None]:
         """Return a function that undoes what is recorded from now on until the next call.
 
         Only rows that change are copied.
         """
         former = self._former = {}
 
-        def take_back() -> None:
-            for row, (turn, solved, length) in former.items():
-                self.turns[row], self.solved[row], self.lengths[row] = turn, solved, length
+        def rollback() -> None:
+            for row, (epoch, solved, length) in former.items():
+                self.epochs[row] = epoch
+                self.solved[row] = solved
+                self.lengths[row] = length
 
-        return take_back
+        return rollback
 
-    def record(self, outcomes: Iterable[GroupOutcome], turn: int) -> None:
+    def record(self, outcomes: Iterable[GroupOutcome], epoch: int) -> None:
+        columns = (self.epochs, self.solved, self.lengths)
         for outcome in outcomes:
-            if outcome.row not in self._former:
-                self._former[outcome.row] = tuple(
-                    each[outcome.row].clone() for each in (self.turns, self.solved, self.lengths)
-                )
-            self.turns[outcome.row], self.solved[outcome.row], self.lengths[outcome.row] = (
-                turn,
-                outcome.solved,
-                outcome.length,
-            )
+            row = outcome.row
+            if row not in self._former:
+                self._former[row] = tuple(column[row].clone() for column in columns)
+            self.epochs[row] = epoch
+            self.solved[row] = outcome.solved
+            self.lengths[row] = outcome.length
 
     def expected_lengths(self, rows: list[int]) -> list[float]:
-        """Return the expected tokens of a response to each prompt: that of its last outcome; for
-        new prompts the mean, or 1.
+        """Return the expected tokens of a response to each prompt: the length of its last outcome.
+
+        New prompts have the mean of the others, or 1.
         """
-        generated = self.turns >= 0
+        generated = self.epochs >= 0
         mean = float(self.lengths[generated].mean()) if generated.any() else 1.0
         return [max(float(self.lengths[row]) if generated[row] else mean, 1.0) for row in rows]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"turns": self.turns, "solved": self.solved, "lengths": self.lengths}
+        return {"turns": self.epochs, "solved": self.solved, "lengths": self.lengths}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in ("turns", "solved", "lengths"):
-            getattr(self, name).copy_(state[name])
+        self.epochs.copy_(state["turns"])
+        self.solved.copy_(state["solved"])
+        self.lengths.copy_(state["lengths"])

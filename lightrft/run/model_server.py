@@ -30,8 +30,8 @@ from lightrft.agents.session import Session
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.references import MODEL_KEY
 from lightrft.config.sections import ServerSection
+from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.rollout.groups import Group
-from lightrft.rollout.sampler import Sampler
 from lightrft.run.interruption import SERVER_STOPS, Interruption
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.types import Prompt
@@ -158,7 +158,7 @@ class ModelServer:
     def __init__(
         self,
         strategy: StrategyBase,
-        sampler: Sampler,
+        sampler: EpisodeSampler,
         served: EndpointModel,
         section: ServerSection,
         *,
@@ -197,14 +197,14 @@ class ModelServer:
                 host, port = self._listener.getsockname()[:2]
                 logger.info("serving {} at http://{}:{}/v1", self.served.name, host, port)
 
-            growth = self.sampler.open(self.seed)
+            loop = self.sampler.open(self.seed)
             numbers = count(1)
             while True:
-                for connection in self._new_sessions(wait=not growth.running()):
+                for connection in self._new_sessions(wait=not loop.running()):
                     group = Group.begin(next(numbers), 0, Prompt(0, "", []), count=1, greedy=False)
-                    growth.attach(group, connection)
-                for group in growth.steps(STEPS):
-                    growth.forget(group)
+                    loop.attach(group, connection)
+                for group in loop.steps(STEPS):
+                    loop.forget(group)
                 interruption.safe_point()
 
     def _new_sessions(self, *, wait: bool) -> Iterator[Connection]:

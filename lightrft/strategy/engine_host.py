@@ -11,121 +11,16 @@ from easydict import EasyDict
 from loguru import logger
 from torch import Tensor, nn
 
-from lightrft.data.loader import share_of
 from lightrft.engine.base import Engine, RequestLoop
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import GB, occupied_memory, release_cached_memory
 from lightrft.parallel.mesh import Mesh
+from lightrft.strategy.shared_session import SharedSession
 from lightrft.types import Completion
 
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 """Function that starts one weight stream of (name, full tensor)."""
-
-
-Finished = Iterator[tuple[int, list[Completion]]]
-"""Iterator over (index of a request, its completions)."""
-
-
-class Generation:
-    """Loop of an engine for requests of this rank, to which requests can be added while others
-    decode.
-
-    Ranks that share an engine call add(), step() and abort() together, with requests of their own.
-    Ranks of one data replica pass the same requests; each submits its part of them, and
-    of_other_ranks() returns the others'.
-    """
-
-    def __init__(self, loop: RequestLoop, engine: Axis, model_parallel: Axis):
-        self.loop = loop
-        self.engine = engine
-        self.model_parallel = model_parallel
-        self.num_requests = 0
-        self._places: dict[int, int] = {}
-        """Index in the loop -> index of this rank's request."""
-        self._answers: dict[int, list[Completion]] = {}
-        """Completions of this rank's part, if others need them."""
-
-    @property
-    def running(self) -> bool:
-        """Return True if the engine has requests, of this or another rank; the same on all ranks of
-        the engine.
-        """
-        return bool(self.loop.running)
-
-    @property
-    def unfinished(self) -> set[int]:
-        """Return the indices of requests that this rank has submitted and that run."""
-        return {self._places[index] for index in self.loop.running if index in self._places}
-
-    def on_any_rank(self, flag: bool) -> bool:
-        """Return True if the flag is True on a rank of the engine; the same on all of them, which
-        call it together.
-        """
-        return any(self.engine.gather(flag))
-
-    def add(self, requests: list[Request], *, own: bool = False) -> range:
-        """Begin requests, any number on each rank; return their indices.
-
-        `own`: they are of this rank alone.
-        """
-        part = (
-            range(len(requests))
-            if own
-            else share_of(self.model_parallel.rank, self.model_parallel.size, len(requests))
-        )
-        local = requests[part.start : part.stop]
-        by_rank = self.engine.gather(local)
-        first = sum(len(others) for others in by_rank[: self.engine.rank])
-        add = self.loop.add_alone if own else self.loop.add
-        indices = add([each for others in by_rank for each in others])
-        for place in range(len(local)):
-            self._places[indices[first + place]] = self.num_requests + part.start + place
-        begin = self.num_requests
-        self.num_requests = self.num_requests + len(requests)
-
-        return range(begin, self.num_requests)
-
-    def step(self) -> Finished:
-        """Let the engine do a step; yield this rank's requests that have ended."""
-        yield from self._own(self.loop.step())
-
-    def abort(self) -> Finished:
-        """End all requests in the engine; yield this rank's with their completions so far."""
-        yield from self._own(list(self.loop.abort().items()))
-
-    def to_the_end(self) -> Finished:
-        """Yield all requests of this rank, each as it ends."""
-        while self.running:
-            yield from self.step()
-        yield from self.of_other_ranks()
-
-    def prompts_at_once(self, n: int) -> int:
-        """Return the number of prompts with n samples each that the engines of a data replica
-        decode at the same time.
-        """
-        return max(
-            1, self.loop.engine.prompts_at_once(n) * self.model_parallel.size // self.engine.size
-        )
-
-    def of_other_ranks(self) -> Finished:
-        """Yield the requests that other ranks of the data replica have submitted, when all have
-        ended.
-        """
-        for others in self.model_parallel.gather(self._answers):
-            yield from (
-                (index, completions)
-                for index, completions in others.items()
-                if index not in self._answers
-            )
-
-    def _own(self, ended: list[tuple[int, list[Completion]]]) -> Finished:
-        for index, completions in ended:
-            if index in self._places:
-                place = self._places[index]
-                if self.model_parallel.size > 1:
-                    self._answers[place] = completions
-                yield place, completions
 
 
 class EngineStatus(Enum):
@@ -208,14 +103,16 @@ class EngineHost:
         """Generate without waking the engine; ranks that share an engine pass the same requests."""
         return self.engine.generate(requests, self._with_replica_seed(sampling))
 
-    def open(self, sampling: Sampling) -> Generation:
+    def open(self, sampling: Sampling, *, shared: bool = False) -> RequestLoop | SharedSession:
         """Return a loop for requests of this rank.
 
-        All ranks that share the engine, or a data replica, call it together.
+        All ranks that share the engine, or a data replica, call it together. With `shared` each
+        rank can also add requests of its own.
         """
-        return Generation(
-            self.engine.open(self._with_replica_seed(sampling)), self.axis, self.model_parallel
-        )
+        loop = self.engine.open(self._with_replica_seed(sampling))
+        if shared or self.axis.size > 1 or self.model_parallel.size > 1:
+            return SharedSession(loop, self.axis, self.model_parallel)
+        return loop
 
     def _with_replica_seed(self, sampling: Sampling) -> Sampling:
         """Return `sampling` with a seed that is equal on the ranks of one engine and different on

@@ -43,6 +43,7 @@ from lightrft.config.sections import EngineSection, OptimSection, longest_sequen
 from lightrft.data.loader import Order
 from lightrft.engine.base import Engine, EngineError
 from lightrft.engine.build import build_engine, connect_engine
+from lightrft.engine.loop import RequestLoop
 from lightrft.engine.remote.server import EngineServer
 from lightrft.engine.remote.wire import PRETRAIN
 from lightrft.engine.requests import Request, Sampling, derived_seed
@@ -65,9 +66,10 @@ from lightrft.parallel.processes import RunProcesses
 from lightrft.strategy.checkpoints import NOTHING, Checkpoints, Trained, hf_folder, next_tag
 from lightrft.strategy.dataloader import ResumableBatchSampler
 from lightrft.strategy.device_memory import DeviceMemory, sync_and_clear_cache
-from lightrft.strategy.engine_host import EngineHost, EngineStatus, Generation, as_dicts
+from lightrft.strategy.engine_host import EngineHost, EngineStatus, as_dicts
 from lightrft.strategy.phases import Phase, Phases
 from lightrft.strategy.prompt_reader import PromptReader
+from lightrft.strategy.shared_session import SharedSession
 from lightrft.types import Completion
 from lightrft.versions import TENSOR_PARALLEL, untested_versions
 from lightrft.weight_sync.names import DRAFT
@@ -858,15 +860,18 @@ class StrategyBase(Backend):
             else as_dicts(requests, completions)
         )
 
-    def open_generation(self, sampling: Sampling) -> Generation:
+    def open_generation(
+        self, sampling: Sampling, *, shared: bool = False
+    ) -> RequestLoop | SharedSession:
         """Return a loop of the engine, to which each rank adds requests while others decode, and
         which can be aborted.
 
-        All ranks call this together; a sleeping engine is woken and stays awake.
+        All ranks call this together; a sleeping engine is woken and stays awake. With `shared` a
+        rank can add requests at a time at which others add none.
         """
         if self.engine_status is EngineStatus.SLEEPED:
             self.wakeup_inference_engine()
-        return self._engine_host().open(sampling)
+        return self._engine_host().open(sampling, shared=shared)
 
     def engine_generate_local(
         self,

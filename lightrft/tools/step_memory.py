@@ -67,7 +67,7 @@ class StepBytes:
         )
 
 
-class Learner(nn.Module):
+class LearningModel(nn.Module):
     """A model with a product of the head for one token: the head's own memory is head_bytes()."""
 
     def __init__(self, model: PreTrainedModel):
@@ -138,7 +138,7 @@ def trace_step(strategy: FSDPStrategy, model: PreTrainedModel, tokens: int) -> S
     """
     model.to_empty(device="cpu")
     model.tie_weights()  # tied parameters have got memory of their own
-    model = Learner(model)
+    model = LearningModel(model)
     optimizer = strategy.create_optimizer(model, lr=1e-6)
     strategy.make_ready(model)
     strategy.distribute(model, optimizer)

@@ -4,13 +4,14 @@ This module only connects the parts.
 """
 
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.kl import KLCoefficient
-from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.objectives import PolicyObjective, ValueObjective, sft
 from lightrft.algorithms.options import keywords
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
@@ -29,19 +30,28 @@ from lightrft.data.prompts import load_prompts
 from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models.load import load_tokenizer
 from lightrft.models.routers import Routers
+from lightrft.observe.trace import Untraced
 from lightrft.rewards.engine_judge import EngineJudge
 from lightrft.rewards.runner import RewardRunner
 from lightrft.roles.critic import Critic
+from lightrft.roles.draft import Draft
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher
-from lightrft.rollout.collector import Collector
-from lightrft.rollout.experience import ExperienceMaker
+from lightrft.rollout.episode_sampler import EpisodeSampler
+from lightrft.rollout.experience import ExperienceMaker, Flatten
+from lightrft.rollout.fixed_batch import FixedBatch
+from lightrft.rollout.groups import Group
 from lightrft.rollout.media import Expander
+from lightrft.rollout.rollout import Rollout, Scheduler
 from lightrft.rollout.sampler import Sampler
 from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config
+from lightrft.run.recorded_samples import RecordedSamples
 from lightrft.run.run_folder import RunFolder
 from lightrft.samples import REASONING_GYM
+from lightrft.schedulers.overlap import Overlap
+from lightrft.schedulers.rounds import Rounds, needs_rounds
+from lightrft.stages.build import experience_maker
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_data import (
@@ -61,7 +71,7 @@ from lightrft.trainer.build_roles import (
 )
 from lightrft.trainer.evaluate import HeldOut
 from lightrft.trainer.evaluation import Evaluation
-from lightrft.trainer.ppo import PPOTrainer
+from lightrft.trainer.ppo import Learner, PPOTrainer, ReplayTrainer
 from lightrft.trainer.tasks.sft import PtxLoss
 
 
@@ -97,46 +107,92 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         name = f"(--engine_type {config.engine.engine_type})"
         start_engine(config, strategy, name, actor=policy.actor, draft=draft and draft.module)
 
-    collect = collector(config, strategy, training_data, rewards)
+    observer, trace = observation(config, strategy)
+    strategy.trace = trace
+    rewards.trace = trace
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
     kl_coefficient = KLCoefficient(
         algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon
     )
-    make_experience = ExperienceMaker(
+    make_experience = experience_maker(
         policy,
         algorithm,
         config.train,
-        shape=shaper,
+        shaper=shaper,
         kl_coefficient=kl_coefficient,
         critic=critic,
         teacher=teacher,
-        expand=training_data.expand,
+        flatten=Flatten(
+            training_data.expand,
+            first_token_apart=config.rollout.first_token_temperature is not None,
+            min_tokens=config.rollout.min_tokens,
+        ),
         num_updates=updates,
         branches=has_episodes(config.environment),
-        first_token_apart=config.rollout.first_token_temperature is not None,
-        min_tokens=config.rollout.min_tokens,
     )
-    parts = {"collector": collect, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
-    strategy.report_memory("models and engine are ready;")
-    observer, trace = observation(config, strategy)
 
-    return PPOTrainer(
-        original,
-        strategy,
-        policy,
-        training_data,
-        observer=observer,
-        trace=trace,
-        run_folder=run_folder,
-        collect=collect,
-        make_experience=make_experience,
-        objective=PolicyObjective(algorithm, kl_coefficient),
-        critic=critic,
-        draft=draft,
-        ptx_loss=ptx_loss,
-        eval_sets=eval_sets,
-        parts=parts | ({"mixin": ptx_loss} if ptx_loss else {}),
+    sampler = build_sampler(config, strategy, tokenizer)
+    overlap = None
+    if config.rollout.overlap:
+        overlap = build_overlap(strategy, make_experience, rewards, trace)
+    scheduler = build_scheduler(
+        config, strategy, training_data, sampler, rewards, trace=trace, overlap=overlap
     )
+    rollout = Rollout(scheduler, rewards)
+    parts = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
+    strategy.report_memory("models and engine are ready;")
+
+    learners = build_learners(config, policy, critic, draft, ptx_loss, kl_coefficient)
+    options = {
+        "observer": observer,
+        "trace": trace,
+        "run_folder": run_folder,
+        "rollout": rollout,
+        "sampler": sampler,
+        "make_experience": make_experience,
+        "learners": learners,
+        "eval_sets": eval_sets,
+        "parts": parts | ({"mixin": ptx_loss} if ptx_loss else {}),
+    }
+    if config.rollout.dump_rollouts:
+        dump = RecordedSamples(config.rollout.dump_rollouts, strategy.mesh)
+        options["dump"] = partial(dump.write, writer=observer.writer)
+
+    if config.rollout.replay_rollouts:
+        recorded = RecordedSamples(config.rollout.replay_rollouts, strategy.mesh)
+        read = partial(
+            recorded.read,
+            prompts=training_data.prompts,
+            never_sampled=policy.truncation.banned,
+        )
+        return ReplayTrainer(original, strategy, policy, training_data, read=read, **options)
+    return PPOTrainer(original, strategy, policy, training_data, **options)
+
+
+def build_learners(
+    config: Config,
+    policy: Policy,
+    critic: Critic | None,
+    draft: Draft | None,
+    ptx_loss: PtxLoss | None,
+    kl_coefficient: KLCoefficient,
+) -> list[Learner]:
+    """Return the models that learn in a step, the policy last."""
+    learners = []
+    if critic is not None:
+        learners.append(Learner("critic", critic, ValueObjective(config.algorithm), "critic"))
+    if draft is not None:
+        learners.append(Learner("draft", draft, sft, "draft"))
+
+    actor = Learner(
+        "actor",
+        policy,
+        PolicyObjective(config.algorithm, kl_coefficient),
+        "train",
+        first_step=config.train.freezing_actor_steps + 1,
+        ptx_loss=ptx_loss,
+    )
+    return [*learners, actor]
 
 
 def build_ppo_roles(
@@ -184,28 +240,59 @@ def build_ppo_roles(
     return policy, critic, teacher
 
 
-def collector(
-    config: Config, strategy: StrategyBase, training_data: TrainingData, rewards: RewardRunner
-) -> Collector:
-    """Build what samples the groups of a step and has them judged."""
-    tokenizer = training_data.tokenizer
-    prompts = training_data.prompts
+def build_sampler(
+    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase
+) -> Sampler:
+    """Build what samples responses, or episodes if the run has environments or tools."""
     episodes = build_episodes(config, tokenizer)
-    sampler = Sampler(strategy, tokenizer, config.rollout, episodes=episodes)
-    collect = Collector(
-        sampler,
-        rewards,
-        prompts,
-        section=config.rollout,
-        data=strategy.mesh.data,
-        seed=config.train.seed,
-        greedy="greedy_rewards" in keywords(estimators[config.algorithm.advantage_estimator]),
-        order=prompts.order(strategy.data_order, config.train.seed),
-    )
-    collect.expander = training_data.expand
-    collect.skips_unreadable = config.data.bad_rows == "skip" and training_data.expand is not None
+    if episodes is None:
+        return Sampler(strategy, tokenizer, config.rollout)
+    return EpisodeSampler(strategy, tokenizer, config.rollout, episodes)
 
-    return collect
+
+def build_scheduler(
+    config: Config,
+    strategy: StrategyBase,
+    training_data: TrainingData,
+    sampler: Sampler,
+    rewards: RewardRunner,
+    *,
+    trace: Untraced,
+    overlap: Overlap | None = None,
+) -> Scheduler:
+    """Build what chooses the prompts of a step."""
+    prompts = training_data.prompts
+    options = {
+        "section": config.rollout,
+        "data": strategy.mesh.data,
+        "seed": config.train.seed,
+        "greedy": "greedy_rewards" in keywords(estimators[config.algorithm.advantage_estimator]),
+        "order": prompts.order(strategy.data_order, config.train.seed),
+        "expander": training_data.expand,
+        "trace": trace,
+    }
+    skips = config.data.bad_rows == "skip" and training_data.expand is not None
+    if not skips and not needs_rounds(config.rollout):
+        return FixedBatch(sampler, rewards, prompts, **options)
+    return Rounds(sampler, rewards, prompts, **options, skips_unreadable=skips, overlap=overlap)
+
+
+def build_overlap(
+    strategy: StrategyBase,
+    make_experience: ExperienceMaker,
+    rewards: RewardRunner,
+    trace: Untraced,
+) -> Overlap:
+    """Build the thread that computes the models' outputs, and the scores of reward models, for
+    complete groups while others are generated.
+    """
+
+    def compute(groups: list[Group]) -> None:
+        make_experience.compute_early([sample for group in groups for sample in group.samples])
+        if rewards.models is not None:
+            rewards.models.compute_early([sample for group in groups for sample in group.responses])
+
+    return Overlap(compute, strategy.device, trace)
 
 
 def build_ptx_loss(config: Config, policy: Policy, training_data: TrainingData) -> PtxLoss:
@@ -350,7 +437,5 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
     name = f"(--engine_type {config.engine.engine_type}) with {config.model.pretrain}"
     start_engine(replace(config, engine=engine), strategy, name)
 
-    sampler = Sampler(
-        strategy, tokenizer, config.rollout, episodes=build_episodes(config, tokenizer)
-    )
+    sampler = build_sampler(config, strategy, tokenizer)
     return Evaluation(original, strategy, sets, sampler)

@@ -8,7 +8,7 @@ from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
 from lightrft.models.load import load_tokenizer
-from lightrft.rollout.sampler import Sampler
+from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.run.observation import log_duration
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.build_episodes import new_episodes, served_model, with_turn_ends
@@ -45,7 +45,7 @@ def model_server(config: Config, strategy: StrategyBase) -> "ModelServer":
         )
 
     episodes = new_episodes(replace(config, environment=section), tokenizer)
-    sampler = Sampler(strategy, tokenizer, config.rollout, episodes=episodes)
+    sampler = EpisodeSampler(strategy, tokenizer, config.rollout, episodes)
     return ModelServer(
         strategy,
         sampler,

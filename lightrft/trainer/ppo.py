@@ -1,31 +1,66 @@
 """PPO and its family: generate samples, score them, estimate advantages, update."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from lightrft.algorithms.objectives import PolicyObjective, ValueObjective, sft
 from lightrft.config.sections import Config
 from lightrft.data.prompt_set import PromptSet
 from lightrft.engine.requests import derived_seed
-from lightrft.roles.critic import Critic
-from lightrft.roles.draft import Draft
+from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import Objective, Role
-from lightrft.rollout.collector import Collector
-from lightrft.rollout.experience import ExperienceMaker, Planned
-from lightrft.rollout.groups import Group
+from lightrft.rollout.experience import ExperienceMaker
 from lightrft.rollout.measure import measure_samples
-from lightrft.rollout.overlap import Overlap
+from lightrft.rollout.plan import TrainingPlan
+from lightrft.rollout.rollout import Rollout
+from lightrft.rollout.sampler import Sampler
 from lightrft.run.interruption import Interrupted
-from lightrft.run.recorded_samples import RecordedSamples
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import Trainer, TrainingData
 from lightrft.trainer.evaluate import HeldOut, ask_judges, evaluate
 from lightrft.trainer.tasks.sft import PtxLoss
 from lightrft.types import Sample
+
+SampleSink = Callable[[int, list[Sample], int], None]
+"""Takes the number of a step, its samples, and the version of the engine's newest weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """A role with the objective that it minimizes.
+
+    The targets of one role do not depend on the updates of another.
+    """
+
+    name: str
+    """Name of the model in checkpoints."""
+    role: Role
+    objective: Objective
+    phase: str
+    """Name of its phase, and prefix of its metrics."""
+    first_step: int = 1
+    """First step in which it learns."""
+    ptx_loss: PtxLoss | None = None
+    """Supervised loss that is added to the objective."""
+
+    def learn(self, plan: TrainingPlan, config: Config, metrics: Metrics) -> None:
+        """Take one optimizer step for each minibatch and epoch."""
+        role = self.role
+        experience = plan.experience
+        for rows in plan.minibatches * config.train.max_epochs:
+            denominator = role.denominator(experience, rows, length=config.rollout.generate_max_len)
+            metrics.mean(f"{self.phase}/learning_rate", role.scheduler.get_last_lr()[0])
+
+            term = self.ptx_loss.next() if self.ptx_loss is not None else None
+            loss, norm = role.update(
+                experience, rows, self.objective, denominator, metrics, extra_term=term
+            )
+            metrics.mean(f"{self.phase}/loss", loss)
+            metrics.mean(f"{self.phase}/grad_norm", norm)
 
 
 class PPOTrainer(Trainer):
@@ -40,98 +75,79 @@ class PPOTrainer(Trainer):
         policy: Policy,
         training_data: TrainingData,
         *,
-        collect: Collector,
+        rollout: Rollout,
+        sampler: Sampler,
         make_experience: ExperienceMaker,
-        objective: PolicyObjective,
-        critic: Critic | None = None,
-        draft: Draft | None = None,
-        ptx_loss: PtxLoss | None = None,
+        learners: Sequence[Learner],
         eval_sets: Sequence[HeldOut] = (),
+        dump: SampleSink | None = None,
         **kwargs,
     ):
+        """Set up the trainer.
+
+        `learners` are the models that learn, in their order; the policy is the last one. `dump`
+        records the samples of each step.
+        """
         super().__init__(config, strategy, policy, training_data, **kwargs)
         self.policy = policy
-        self.strategy.trace = collect.trace = collect.rewards.trace = self.trace
-
-        if self.config.rollout.overlap:
-            collect.overlap = Overlap(self._compute_early, strategy.device)
-            collect.overlap.trace = self.trace
-
-        self.ptx_loss = ptx_loss
-        self.critic = critic
-        self.value_objective = ValueObjective(self.config.algorithm)
-        if critic is not None:
-            self.models["critic"] = (critic.module, critic.optimizer, critic.scheduler)
-        self.draft = draft
-        if draft is not None:
-            self.models["draft"] = (draft.module, draft.optimizer, draft.scheduler)
-        self.collect = collect
+        self.rollout = rollout
+        self.sampler = sampler
         self.make_experience = make_experience
-        self.objective = objective
+        self.learners = learners
         self.eval_sets = eval_sets
-        dumped = self.config.rollout.dump_rollouts
-        replayed = self.config.rollout.replay_rollouts
-        self.dumped = RecordedSamples(dumped, strategy.mesh) if dumped else None
-        self.replayed = RecordedSamples(replayed, strategy.mesh) if replayed else None
+        self.sample_sinks: list[SampleSink] = [self._show]
+        if dump is not None:
+            self.sample_sinks.insert(0, dump)
+
+        for each in learners:
+            self.models[each.name] = (each.role.module, each.role.optimizer, each.role.scheduler)
 
     def step(self, number: int) -> None:
-        if self.replayed is None:
-            samples, version = self._collect(number)
-        else:
-            samples, version = self.replayed.read(
-                number, self.prompts, self.policy.truncation.banned
-            )
-
-        if self.dumped is not None:
-            self.dumped.write(number, samples, version, self.observer.writer)
-        self.show(number, samples)
+        samples, version = self._collect(number)
+        for sink in self.sample_sinks:
+            sink(number, samples, version)
         measure_samples(samples, version, self.metrics)
+
         with self.trace.phase("experience"):
-            planned = self.make_experience(samples, self.metrics)
+            plan = self.make_experience(samples, self.metrics)
 
-        generates = number < self.total_steps and self.replayed is None
-        with self.collect.preparing(number + 1) if generates else nullcontext():
-            if self.critic is not None:
-                with self.trace.phase("critic"):
-                    self._learn(self.critic, self.value_objective, planned, "critic")
-            if self.draft is not None:
-                with self.trace.phase("draft"):
-                    self._learn(self.draft, sft, planned, "draft")
-            if number > self.config.train.freezing_actor_steps:
-                with self.trace.phase("train"):
-                    self._learn(self.policy, self.objective, planned, "train", self.ptx_loss)
+        with self._preparing(number + 1):
+            for learner in self.learners:
+                if number >= learner.first_step:
+                    with self.trace.phase(learner.phase):
+                        learner.learn(plan, self.config, self.metrics)
 
-        planned.store.clear(planned.experience.rows.tolist())
+        plan.store.clear(plan.experience.rows.tolist())
 
     def _collect(self, number: int) -> tuple[list[Sample], int]:
         """Return this rank's samples of a step with their rewards, and the version of the engine's
         newest weights.
         """
-        safe_state = self.collect.begin(), self.metrics.state_dict(), self.strategy.weight_version
+        rollback = self.rollout.scheduler.snapshot()
+        metrics = self.metrics.state_dict()
+        weight_version = self.strategy.weight_version
+
         with self.trace.phase("generate"), self.strategy.engine_awake(self.policy.actor):
             ahead = min(self.config.rollout.max_staleness, self.total_steps - number)
-            groups = self.collect(number, self.metrics, ahead=ahead)
-            self.collect.rewards.ask_judge(
+            groups = self.rollout.collect(number, self.metrics, ahead=ahead)
+            # A judge in the engine answers while the engine is awake.
+            self.rollout.rewards.ask_judge(
                 [sample for group in groups for sample in group.responses]
             )
 
         with self.trace.phase("reward"):
-            samples = self.collect.score(groups, self.metrics)
-        self._safe_point(*safe_state)
+            samples = self.rollout.score(groups, self.metrics)
+        self._safe_point(rollback, metrics, weight_version)
         return samples, self.strategy.weight_version
 
-    def _compute_early(self, groups: list[Group]) -> None:
-        """Compute what models say of complete groups before the step, and their scores by reward
-        models.
-        """
-        self.make_experience.compute_early([sample for group in groups for sample in group.samples])
-        if self.collect.rewards.models is not None:
-            self.collect.rewards.models.compute_early(
-                [sample for group in groups for sample in group.responses]
-            )
+    def _preparing(self, number: int) -> AbstractContextManager[None]:
+        """Return a context in which another thread prepares a step, if there is one."""
+        if number > self.total_steps:
+            return nullcontext()
+        return self.rollout.scheduler.preparing(number)
 
     def _safe_point(
-        self, take_back: Callable[[], None], metrics: dict[str, Any], weight_version: int
+        self, rollback: Callable[[], None], metrics: dict[str, Any], weight_version: int
     ) -> None:
         """Undo the step on an interruption: a checkpoint holds only finished steps, and the same
         prompts come again.
@@ -139,11 +155,14 @@ class PPOTrainer(Trainer):
         try:
             self.interruption.safe_point()
         except Interrupted:
-            take_back()
+            rollback()
             self.metrics.clear()
             self.metrics.load_state_dict(metrics)
             self.strategy.engine_lags(weight_version)
             raise
+
+    def _show(self, number: int, samples: list[Sample], version: int) -> None:
+        self.show(number, samples)
 
     def evaluate(self) -> None:
         """Add `eval/*` metrics of --eval_data.
@@ -154,10 +173,10 @@ class PPOTrainer(Trainer):
         version = self.strategy.weight_version
         with self.strategy.engine_awake(self.policy.actor):
             seed = self.config.train.seed
-            answer = self.collect.sampler.answer
             answered = [
-                answer(
-                    each.prompts, seed=derived_seed(seed, "evaluation", self.done, *each.seed_parts)
+                self.sampler.answer(
+                    each.prompts,
+                    seed=derived_seed(seed, "evaluation", self.done, *each.seed_parts),
                 )
                 for each in self.eval_sets
             ]
@@ -168,35 +187,24 @@ class PPOTrainer(Trainer):
             evaluate(each, groups, self.metrics, self.strategy.mesh.data)
 
     def models_to_save(self) -> dict[str, nn.Module]:
-        others = {"critic": self.critic, "draft": self.draft}
-        return super().models_to_save() | {
-            name: role.module for name, role in others.items() if role is not None
-        }
+        others = {each.name: each.role.module for each in self.learners[:-1]}
+        return super().models_to_save() | others
 
     @property
     def learned_rows(self) -> PromptSet:
-        return self.prompts + self.ptx_loss.prompts if self.ptx_loss is not None else self.prompts
+        supervised = [each.ptx_loss.prompts for each in self.learners if each.ptx_loss is not None]
+        return sum(supervised, self.prompts)
 
-    def _learn(
-        self,
-        role: Role,
-        objective: Objective,
-        planned: Planned,
-        phase: str,
-        ptx_loss: PtxLoss | None = None,
-    ) -> None:
-        """Take one optimizer step per minibatch and epoch.
 
-        The targets of one role do not depend on the other's updates.
-        """
-        for rows in planned.minibatches * self.config.train.max_epochs:
-            denominator = role.denominator(
-                planned.experience, rows, length=self.config.rollout.generate_max_len
-            )
-            self.metrics.mean(f"{phase}/learning_rate", role.scheduler.get_last_lr()[0])
-            term = ptx_loss.next() if ptx_loss is not None else None
-            loss, norm = role.update(
-                planned.experience, rows, objective, denominator, self.metrics, extra_term=term
-            )
-            self.metrics.mean(f"{phase}/loss", loss)
-            self.metrics.mean(f"{phase}/grad_norm", norm)
+class ReplayTrainer(PPOTrainer):
+    """Trainer that learns from the samples that another run has recorded (--replay_rollouts)."""
+
+    def __init__(self, *args: Any, read: Callable[[int], tuple[list[Sample], int]], **kwargs):
+        super().__init__(*args, **kwargs)
+        self.read = read
+
+    def _collect(self, number: int) -> tuple[list[Sample], int]:
+        return self.read(number)
+
+    def _preparing(self, number: int) -> AbstractContextManager[None]:
+        return nullcontext()

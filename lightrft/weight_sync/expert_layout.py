@@ -112,16 +112,14 @@ def is_filled_up(layer: nn.Module, attribute: str, shape: torch.Size) -> bool:
     )
 
 
-def unpacked_experts(model: nn.Module, excluded: Collection[nn.Module] = ()) -> list[nn.Module]:
+def unpacked_experts(
+    experts: Collection[nn.Module], excluded: Collection[nn.Module] = ()
+) -> list[nn.Module]:
     """Replace packed weights, before a reload, by uninitialized ones of the loaded shape.
 
     Layers that are `excluded` keep theirs. Return the layers that have to be packed afterwards.
     """
-    layers = [
-        layer
-        for layer in model.modules()
-        if is_experts(layer) and _packs(layer) and layer not in excluded
-    ]
+    layers = [layer for layer in experts if _packs(layer) and layer not in excluded]
     for layer in layers:
         for attribute in ATTRIBUTES.values():
             parameter = getattr(layer, attribute)

@@ -31,8 +31,8 @@ from lightrft.config.sections import DataSection, EnvironmentSection
 from lightrft.engine.build import build_engine
 from lightrft.observe.trace import Trace
 from lightrft.parallel.mesh import Mesh
+from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.rollout.groups import Group
-from lightrft.rollout.sampler import Sampler
 from lightrft.strategy.engine_host import EngineHost
 from lightrft.types import Prompt
 
@@ -160,7 +160,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
         for name, episodes in ways.items():
             trace = Trace(peak_memory=int, memory_in_use=int)
             strategy = SimpleNamespace(trace=trace, engine=engine, open_generation=host.open)
-            growth = Sampler(strategy, tokenizer, rollout, episodes=episodes).open(repetition)
+            loop = EpisodeSampler(strategy, tokenizer, rollout, episodes).open(repetition)
             groups = [
                 Group.begin(
                     number, number, Prompt(number, "go", [71, 79], {}), count=1, greedy=False
@@ -170,8 +170,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
             trace.step()
             episodes.begins = 0
             began = time.perf_counter()
-            growth.add([(group, group.places) for group in groups])
-            complete = sum(1 for _ in growth.steps())
+            loop.add([(group, group.places) for group in groups])
+            complete = sum(1 for _ in loop.steps())
             seconds = time.perf_counter() - began
             assert complete == args.episodes
 

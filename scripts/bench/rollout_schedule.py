@@ -11,7 +11,7 @@ lengths of responses.
 A step of an engine takes base + per_response milliseconds for each running response + per_context
 for each token before those that are sampled, and each request per_request once: fitted on vLLM in
 runs of their own, or `--step_ms`. Lengths of responses are drawn from stored distributions. The
-simulator runs the passes over the data that the collector runs, with its own `Round`. With two
+simulator runs the passes over the data that the collector runs, with its own `Assignment`. With two
 ranks the collector itself then runs with vLLM, whose responses are forced to those lengths. Other
 programs may share the cores, so its time is CPU time, of the rank that takes longest in each
 training step: schedules take turns, everything is repeated, and the least time of each step of the
@@ -36,7 +36,8 @@ import torch
 
 from lightrft.config import RolloutSection
 from lightrft.data.loader import fair_owners
-from lightrft.rollout.schedule import Parked, Round, next_tail_round
+from lightrft.schedulers.assignment import Assignment
+from lightrft.schedulers.tail_rounds import DeferredGroup, next_tail_round
 
 PERCENTILES = [0, 10, 25, 50, 75, 90, 95, 99, 100]
 STORED = {
@@ -115,7 +116,7 @@ class Simulation:
         learned = 0
 
         ahead = ceil(batch * self.section.over_sampling)
-        parked: list[Parked] = []
+        parked: list[DeferredGroup] = []
         while learned < len(lengths):
             again = []
             new = batch
@@ -134,7 +135,9 @@ class Simulation:
 
         return self
 
-    def _round(self, drawn: list[Parked], lengths: np.ndarray, expected: np.ndarray) -> list[int]:
+    def _round(
+        self, drawn: list[DeferredGroup], lengths: np.ndarray, expected: np.ndarray
+    ) -> list[int]:
         """Run a round; return the indices of its complete groups."""
         rows = [row for *_, row in drawn]
         lengths = lengths[rows]
@@ -180,9 +183,9 @@ class Simulation:
     def _shared(
         self, lengths: np.ndarray, expected: list[float], free: list[list[int]]
     ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Return starts and owners [groups, n], and points of exchange, as Round decides."""
+        """Return starts and owners [groups, n], and points of exchange, as Assignment decides."""
         num_groups, n = lengths.shape
-        round = Round(
+        round = Assignment(
             expected,
             [None] * num_groups,
             n,
@@ -323,7 +326,7 @@ def simulate(args: argparse.Namespace, costs: Costs) -> list[dict]:
 def measure(args: argparse.Namespace) -> tuple[Costs, dict]:
     """Return the fitted costs, and measured and simulated times on these ranks."""
     import torch.distributed as dist
-    from vllm_ranks import Ranks, forced_collector
+    from vllm_ranks import Ranks, forced_rollout
 
     from lightrft.observe.metrics import Metrics
 
@@ -343,14 +346,12 @@ def measure(args: argparse.Namespace) -> tuple[Costs, dict]:
     observed = []
     for _ in range(args.repeat):
         observed.append(ranks.observe(args.most))
-        collectors = {
-            name: forced_collector(ranks, section, lengths, expected)
+        rollouts = {
+            name: forced_rollout(ranks, section, lengths, expected)
             for name, section in chosen.items()
         }
-        for number, (name, collect) in itertools.product(
-            range(args.real_steps), collectors.items()
-        ):
-            times = ranks.timed(partial(collect, number + 1, Metrics()))
+        for number, (name, rollout) in itertools.product(range(args.real_steps), rollouts.items()):
+            times = ranks.timed(partial(rollout.collect, number + 1, Metrics()))
             spent[name, number] = np.minimum(times, spent.get((name, number), np.inf))
 
     by_rank = [None] * dist.get_world_size()
@@ -358,7 +359,7 @@ def measure(args: argparse.Namespace) -> tuple[Costs, dict]:
         by_rank, {key: (len(times) - 1, times.sum()) for key, times in spent.items()}
     )
     costs = fit(observed)
-    rows = collectors["fifo"].order.rows(0, len(lengths))
+    rows = rollouts["fifo"].scheduler.order.rows(0, len(lengths))
 
     # [training steps, ranks, 4] of work; [training steps, ranks, 2] of steps and milliseconds
     simulated = {}

@@ -71,10 +71,10 @@ from lightrft.observe.pending_metrics import PendingMetrics  # noqa: E402
 from lightrft.parallel.collectives import Axis  # noqa: E402
 from lightrft.parallel.mesh import Mesh  # noqa: E402
 from lightrft.rewards.runner import RewardRunner  # noqa: E402
-from lightrft.rollout.collector import Collector  # noqa: E402
 from lightrft.rollout.gathered_rewards import GatheredRewards  # noqa: E402
-from lightrft.rollout.groups import GROWING  # noqa: E402
-from lightrft.rollout.schedule import Round  # noqa: E402
+from lightrft.rollout.rollout import Rollout  # noqa: E402
+from lightrft.schedulers.assignment import Assignment  # noqa: E402
+from lightrft.schedulers.rounds import Rounds  # noqa: E402
 from lightrft.types import Experience, Prompt, Sample  # noqa: E402
 
 LIMIT = timedelta(minutes=30)
@@ -230,10 +230,10 @@ class Invented:
     """
 
     exchange: Axis
-    episodes: None = None
+    divides_groups: bool = True
 
-    def open(self, seed: int) -> "InventedGrowth":
-        return InventedGrowth(seed)
+    def open(self, seed: int) -> "InventedLoop":
+        return InventedLoop(seed)
 
     def extend(self, sample: Any, completion: Any) -> None:
         sample.token_ids += completion.token_ids
@@ -247,10 +247,10 @@ def invented_length(row: int, place: int) -> int:
 
 
 @dataclass
-class InventedGrowth:
+class InventedLoop:
     seed: int
     parts: list[Any] = field(default_factory=list)
-    at_once: int = SAMPLES
+    capacity: int = SAMPLES
 
     def add(self, parts: Any, prepared: Any = None) -> None:
         self.parts += [part for part in parts if not part[0].complete]
@@ -260,7 +260,7 @@ class InventedGrowth:
             (group.number, place)
             for group, places in self.parts
             for place in places
-            if group.responses[place].finish_reason == GROWING
+            if group.responses[place].finish_reason is None
         }
 
     def steps(self, most: int | None = None) -> Iterator[Any]:
@@ -270,13 +270,13 @@ class InventedGrowth:
                 group, places = part
                 for place in places:
                     self._grow(group.responses[place], invented_length(group.row, place))
-                if all(group.responses[place].finish_reason != GROWING for place in places):
+                if all(group.responses[place].finish_reason is not None for place in places):
                     self.parts.remove(part)
                     if group.complete:
                         yield group
 
     def _grow(self, sample: Any, length: int) -> None:
-        if sample.finish_reason == GROWING:
+        if sample.finish_reason is None:
             sample.token_ids.append(len(sample.token_ids))
             sample.logprobs.append(-0.5)
             sample.weight_versions.append(1)
@@ -290,8 +290,8 @@ class InventedGrowth:
         return iter(())
 
 
-def collector(axis: Axis, exchange: Axis, rewards: RewardRunner, rows: int) -> Collector:
-    """Return a collector of `rows` responses for each rank."""
+def new_rollout(axis: Axis, exchange: Axis, rewards: RewardRunner, rows: int) -> Rollout:
+    """Return a rollout of `rows` responses for each rank."""
     prompts = [
         Prompt(number, "", [1, 2, 3], {}) for number in range(2 * axis.size * rows // SAMPLES)
     ]
@@ -303,7 +303,8 @@ def collector(axis: Axis, exchange: Axis, rewards: RewardRunner, rows: int) -> C
         early_stop_every=EVERY,
     )
 
-    return Collector(Invented(exchange), rewards, prompts, section=section, data=axis, seed=0)
+    scheduler = Rounds(Invented(exchange), rewards, prompts, section=section, data=axis, seed=0)
+    return Rollout(scheduler, rewards)
 
 
 def invented_samples(rank: int, rows: int) -> list[Sample]:
@@ -394,9 +395,9 @@ def run_rank(
             exchange = mesh.exchange_axis()
             _ = mesh.background_axis()
         rewards = RewardRunner(f"{__file__}:reward", section=RewardSection(reward_workers=0))
-        collect = collector(axis, exchange, rewards, rows)
+        rollout = new_rollout(axis, exchange, rewards, rows)
         with meter("collect"):
-            collect.score(collect(1, Metrics()), Metrics())
+            rollout.score(rollout.collect(1, Metrics()), Metrics())
 
     batch = experience(rows, rank * rows)
     store = MemoryStore(axis, alone)
@@ -415,7 +416,7 @@ def run_rank(
     with meter("metrics"):
         metrics.reduce(mesh.world)
     if size <= args.checkpoint_ranks:
-        checkpoint(meter, mesh, collect, folder / "checkpoints")
+        checkpoint(meter, mesh, rollout, folder / "checkpoints")
     memory = next(
         line
         for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -427,7 +428,7 @@ def run_rank(
     return {"operations": meter.operations, "memory_mb": int(memory.split()[1]) / 1024}
 
 
-def checkpoint(meter: Meter, mesh: Mesh, collect: Collector, folder: Path) -> None:
+def checkpoint(meter: Meter, mesh: Mesh, rollout: Rollout, folder: Path) -> None:
     model = nn.Sequential(*[nn.Linear(1, 1024, bias=False) for _ in range(8)])
     fully_shard(model, mesh=mesh.parameters)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -435,7 +436,7 @@ def checkpoint(meter: Meter, mesh: Mesh, collect: Collector, folder: Path) -> No
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     state = ModelState(model, optimizer, None, mesh.world, torch.device("cpu"))
-    parts = {"collector": collect, "metrics": PendingMetrics(numbers(), mesh.world)}
+    parts = {"collector": rollout, "metrics": PendingMetrics(numbers(), mesh.world)}
 
     contents = manager.CheckpointState({"actor": state}, parts, mesh.world, torch.device("cpu"))
     path = folder / "step1"
@@ -569,7 +570,7 @@ def simulate(size: int, rows: int) -> dict[str, float]:
 def decide(size: int, rows: int) -> None:
     """Take all decisions of a round as each rank does, from the counts of all ranks."""
     num_groups = size * rows // SAMPLES
-    round = Round(
+    round = Assignment(
         [LONGEST / 2] * num_groups,
         [None] * num_groups,
         SAMPLES,

@@ -167,7 +167,9 @@ def train(flags: list[str]) -> list[dict[str, float]]:
 
 
 def watch(trainer: Any) -> Clock:
-    from lightrft.rollout.sampler import Growth
+    from lightrft.rollout.sampler import RolloutLoop
+    from lightrft.stages.outputs import PolicyLogprobs
+    from lightrft.trainer.ppo import Learner
 
     clock = Clock()
     numbers = {}
@@ -175,12 +177,12 @@ def watch(trainer: Any) -> Clock:
     for owner, method, phase in (
         (trainer, "step", "prep"),
         (trainer, "_report", "prep"),
-        (trainer, "_learn", "fwdbwd"),
-        (Growth, "add", "gen"),
-        (Growth, "steps", "gen"),
+        (Learner, "learn", "fwdbwd"),
+        (RolloutLoop, "add", "gen"),
+        (RolloutLoop, "steps", "gen"),
         (trainer.strategy.engine, "load_weights", "sync"),
         (trainer.strategy, "optimizer_step", "opt"),
-        (trainer.make_experience, "_compute_outputs", "old_logp"),
+        (PolicyLogprobs, "__call__", "old_logp"),
     ):
         clock.charge(owner, method, phase)
 

@@ -20,10 +20,13 @@ from lightrft.engine.build import build_engine
 from lightrft.engine.requests import derived_seed
 from lightrft.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.collector import Collector
-from lightrft.rollout.groups import GROWING, Group
-from lightrft.rollout.sampler import Pending, Sampler
-from lightrft.strategy.engine_host import EngineHost, Finished, Generation
+from lightrft.rollout.fixed_batch import FixedBatch
+from lightrft.rollout.groups import Group
+from lightrft.rollout.rollout import Rollout
+from lightrft.rollout.sampler import Finished, Pending, Sampler
+from lightrft.schedulers.rounds import Rounds, needs_rounds
+from lightrft.strategy.engine_host import EngineHost
+from lightrft.strategy.shared_session import SharedSession
 from lightrft.types import Prompt
 
 VOCABULARY = 512
@@ -68,8 +71,8 @@ class Ranks:
             engine, axis=axis, mesh=self.mesh, device=torch.device("cpu"), sleeps=False
         )
 
-    def open_generation(self, sampling: Sampling) -> Generation:
-        return TimedGeneration(
+    def open_generation(self, sampling: Sampling) -> SharedSession:
+        return TimedSession(
             self, self.host.engine.open(sampling), self.host.axis, self.mesh.model_parallel
         )
 
@@ -110,16 +113,17 @@ class Ranks:
             pass
 
 
-class TimedGeneration(Generation):
-    """Generation that notes the CPU time after each step."""
+class TimedSession(SharedSession):
+    """Session that notes the CPU time after each step."""
 
     def __init__(self, ranks: Ranks, *args: Any):
         super().__init__(*args)
         self.ranks = ranks
 
     def step(self) -> Finished:
-        yield from super().step()
+        finished = super().step()
         self.ranks.stamps.append(time.process_time())
+        return finished
 
 
 class ForcedSampler(Sampler):
@@ -135,7 +139,7 @@ class ForcedSampler(Sampler):
     def pending(self, group: Group, places: Sequence[int], seed: int) -> Iterator[Pending]:
         for place in places:
             sample = group.samples[place]
-            if sample.finish_reason == GROWING:
+            if sample.finish_reason is None:
                 sampling = Sampling(
                     max_tokens=int(self.lengths[group.row, place]), banned_token_ids=(END,)
                 )
@@ -147,15 +151,16 @@ class ForcedSampler(Sampler):
                 )
 
 
-def forced_collector(
+def forced_rollout(
     ranks: Ranks, section: RolloutSection, lengths: np.ndarray, expected: np.ndarray
-) -> Collector:
-    """Return a collector that knows the expected lengths [prompts]."""
+) -> Rollout:
+    """Return a rollout that knows the expected lengths [prompts]."""
     prompts = [
         Prompt(row, "", [1 + row % 500, row // 500, 7, 8], {}) for row in range(len(lengths))
     ]
     rewards = RewardRunner("none", section=RewardSection(reward_workers=0))
-    collect = Collector(
+    make = Rounds if needs_rounds(section) else FixedBatch
+    scheduler = make(
         ForcedSampler(ranks, section, lengths),
         rewards,
         prompts,
@@ -163,7 +168,6 @@ def forced_collector(
         data=ranks.mesh.data,
         seed=1,
     )
-    collect.history.lengths.copy_(torch.from_numpy(expected))
-    collect.history.turns.zero_()
-
-    return collect
+    scheduler.history.lengths.copy_(torch.from_numpy(expected))
+    scheduler.history.epochs.zero_()
+    return Rollout(scheduler, rewards)

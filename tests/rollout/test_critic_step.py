@@ -14,7 +14,7 @@ from lightrft.algorithms.objectives import PolicyObjective, ValueObjective
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import AlgorithmSection, RewardSection, TrainSection
 from lightrft.observe.metrics import Metrics
-from lightrft.rollout.experience import ExperienceMaker
+from lightrft.stages.build import experience_maker
 from lightrft.types import Prompt, Sample
 from ranks import run_ranks
 from roles import rows
@@ -78,11 +78,11 @@ def step(folders: tuple[str, str, str], held: list[int]) -> dict[str, Any]:
     data = made.mesh.data
     metrics = Metrics()
     coefficient = KLCoefficient(SECTION.init_kl_coef)
-    make = ExperienceMaker(
+    make = experience_maker(
         policy,
         SECTION,
         TrainSection(train_batch_size=4, max_tokens_per_microbatch=24),
-        shape=RewardShaper(RewardSection(), longest=10),
+        shaper=RewardShaper(RewardSection(), longest=10),
         kl_coefficient=coefficient,
         critic=critic,
     )

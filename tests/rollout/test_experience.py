@@ -20,8 +20,9 @@ from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
-from lightrft.rollout.experience import ExperienceMaker, flatten, with_branches
+from lightrft.rollout.experience import flatten, with_branches
 from lightrft.rollout.gathered_rewards import place_at_tokens
+from lightrft.stages.build import experience_maker
 from lightrft.strategy import get_strategy
 from lightrft.types import Episode, Prompt, Sample
 from ranks import run_ranks
@@ -168,10 +169,10 @@ def experience_of(
     shape = RewardShaper(reward or RewardSection(), longest=10)
     algorithm = algorithm or AlgorithmSection(use_kl_loss=True)
     given = {
-        "shape": shape,
+        "shaper": shape,
         "kl_coefficient": kl_coefficient or KLCoefficient(algorithm.init_kl_coef),
     }
-    planned = ExperienceMaker(policy, algorithm, train, branches=branches, **given)(mine, metrics)
+    planned = experience_maker(policy, algorithm, train, branches=branches, **given)(mine, metrics)
 
     return {
         "columns": planned.experience.columns("token") | planned.experience.columns("sequence"),

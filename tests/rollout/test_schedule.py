@@ -16,8 +16,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from lightrft.config import Config
 from lightrft.observe.metrics import Metrics
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.collector import Collector
+from lightrft.rollout.rollout import Rollout
 from lightrft.rollout.sampler import Sampler
+from lightrft.schedulers.rounds import Rounds
 from lightrft.strategy import get_strategy
 from lightrft.types import Prompt
 from ranks import run_cases
@@ -150,28 +151,29 @@ def learned_on_ranks(folder: str, schedule: str, resumes: bool) -> tuple[list, i
     strategy.setup_inference_engine()
     prompts = [Prompt(row, "", [97 + 5 * (row % 2) + row % 5], {}) for row in range(ROWS)]
 
-    def collector() -> Collector:
+    def new_rollout() -> Rollout:
         rewards = RewardRunner(
             f"{__name__}:without_marks", section=replace(config.reward, reward_workers=0)
         )
         sampler = Sampler(strategy, byte_tokenizer(), config.rollout)
-        return Collector(
+        scheduler = Rounds(
             sampler, rewards, prompts, section=config.rollout, data=strategy.mesh.data, seed=4
         )
+        return Rollout(scheduler, rewards)
 
-    collect = collector()
+    rollout = new_rollout()
     learned = []
     parked = 0
 
     for step in range(PASSES * ROWS // BATCH):
         if resumes and step == 7:
-            state = deepcopy(collect.state_dict())
-            collect = collector()
-            collect.load_state_dict(state)
+            state = deepcopy(rollout.state_dict())
+            rollout = new_rollout()
+            rollout.load_state_dict(state)
             parked = len(state["parked"])
 
-        groups = collect(step, Metrics())
-        collect.score(groups, Metrics())
+        groups = rollout.collect(step, Metrics())
+        rollout.score(groups, Metrics())
         learned += [
             (
                 step,

@@ -16,7 +16,7 @@ from lightrft.models.load import check_vocabulary
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.roles.remote_teacher import RemoteTeacher
-from lightrft.rollout.experience import ExperienceMaker
+from lightrft.stages.build import experience_maker
 from ranks import run_ranks
 from roles import rows
 from rollout.test_critic_step import LEFT_OUT, SHAPES, logprobs, response, samples
@@ -51,11 +51,11 @@ def taught(
         asked = rows.policy(made, teacher, max_tokens=24)
         asked.temperature = temperature
 
-    make = ExperienceMaker(
+    make = experience_maker(
         policy,
         SECTION,
         TrainSection(train_batch_size=8, max_tokens_per_microbatch=24),
-        shape=RewardShaper(RewardSection(), longest=10),
+        shaper=RewardShaper(RewardSection(), longest=10),
         kl_coefficient=KLCoefficient(0.0),
         teacher=asked,
     )

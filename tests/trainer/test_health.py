@@ -170,12 +170,12 @@ def stale_once(flags: list[str], folder: Path, step: int) -> list[int | None]:
     strategy = get_strategy(config)
     strategy.setup_distributed()
     trainer = ppo_trainer(config, strategy)
-    collect = trainer.collect.score
+    score = trainer.rollout.score
     load_weights = strategy.engine.load_weights
     rounds = []
 
     def rewarded(groups, metrics):
-        samples = collect(groups, metrics)
+        samples = score(groups, metrics)
         if len(rounds) == step:
             for sample in samples:
                 sample.logprobs = [value - 0.5 for value in sample.logprobs]
@@ -185,7 +185,7 @@ def stale_once(flags: list[str], folder: Path, step: int) -> list[int | None]:
         rounds.append(strategy.engine.verify_round)
         load_weights(stream, version)
 
-    trainer.collect.score = rewarded
+    trainer.rollout.score = rewarded
     strategy.engine.load_weights = load
     trainer.fit()
     strategy.close()

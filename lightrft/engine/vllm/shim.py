@@ -36,7 +36,7 @@ from lightrft.engine.media import Clip, Video, metadata
 from lightrft.engine.requests import MEDIA
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import local_rank
-from lightrft.weight_sync.expert_layout import pack_experts, unpacked_experts
+from lightrft.weight_sync.expert_layout import is_experts, pack_experts, unpacked_experts
 from lightrft.weight_sync.fused_layout import PARTS, CopyTarget, FusedWeights, engine_names
 from lightrft.weight_sync.names import NamedTensor, PublishedNames
 
@@ -74,6 +74,7 @@ class VLLMShim:
             else own_names
         )
         self.names = names
+        self.experts = [layer for layer in self.model.modules() if is_experts(layer)]
         self.weights = FusedWeights(
             self.model,
             own_names,
@@ -110,11 +111,13 @@ class VLLMShim:
         storage.
         """
         targets = self.weights.copy_targets() if direct else {}
-        experts = unpacked_experts(self.model, self.weights.direct_layers() if direct else ())
+        excluded = self.weights.direct_layers() if direct and self.experts else ()
+        packed = unpacked_experts(self.experts, excluded) if self.experts else []
         with _missing_by_intent():
             rest = self.names.rename(_without_copied(named_tensors, targets))
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": rest})
-        pack_experts(experts)
+        if packed:
+            pack_experts(packed)
         _renew_tied_layers(self.model)
 
     def reload_draft_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
@@ -223,7 +226,7 @@ class VLLMShim:
         _forget_reloads(self.model)
         if self.draft_model is not None:
             _forget_reloads(self.draft_model)
-        del self.model, self.draft_model, self.weights
+        del self.model, self.draft_model, self.weights, self.experts
         self.llm.collective_rpc("shutdown")
         destroy_model_parallel()
         _forget_world()

@@ -8,10 +8,9 @@ import torch
 from lightrft.batching.sample_store import MemoryStore
 from lightrft.engine.loop import ABORTED
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.groups import GROWING
 from lightrft.types import Completion, Drafts, Sample
 
-REASONS = (GROWING, "stop", "length")
+REASONS = (None, "stop", "length")
 
 
 WIDTH = 1 << 20

@@ -27,10 +27,10 @@ class Overlap:
     same calls in the same order.
     """
 
-    def __init__(self, compute: Compute, device: torch.device):
+    def __init__(self, compute: Compute, device: torch.device, trace: Untraced):
         self.compute = compute
         self.device = device
-        self.trace = Untraced()
+        self.trace = trace
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._jobs: queue.SimpleQueue[tuple[list[Group], torch.Event | None, Future[None]]] = (
             queue.SimpleQueue()

@@ -7,10 +7,6 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from math import ceil
 
-Parked = tuple[int, int, int]
-"""Group of tail rounds that waits to begin anew: how often it was not complete in time, its number,
-and its row."""
-
 SIBLINGS = 4
 """Largest number of responses of a chunk, whose rank computes their prompt once."""
 
@@ -34,30 +30,7 @@ def chunks_of(place: int, num_responses: int, *, divided: bool) -> list[Chunk]:
     return [Chunk(place, range(*edge)) for edge in zip(edges, edges[1:], strict=False)]
 
 
-def next_tail_round(
-    parked: list[Parked], rows_left: int, *, batch: int, ahead: int
-) -> tuple[list[Parked], int]:
-    """Return the parked groups, and the number of new prompts, of the next round of a step that
-    needs `batch` groups.
-
-    A round has `ahead` groups and ends when `batch` of them are complete. Groups that were parked
-    equally often are about as long, so they are run together, when there are enough of them. Only
-    the last round of a pass over the data, of which `rows_left` prompts have not begun, has `batch`
-    groups and runs to the end. `parked` is sorted: least often parked first.
-    """
-    for times in sorted({times for times, _, _ in parked}, reverse=True):
-        same_visits = [each for each in parked if each[0] == times]
-        if len(same_visits) >= ahead:
-            return same_visits[:ahead], 0
-    if rows_left >= ahead:
-        return [], ahead
-    if rows_left + len(parked) >= ahead:
-        return parked[: ahead - rows_left], rows_left
-    again = parked[:batch]
-    return again, batch - len(again)
-
-
-class Round:
+class Assignment:
     """Groups that all ranks generate together.
 
     Every rank has the same, and takes the same decisions from the same counts.

@@ -18,8 +18,10 @@ from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.collector import Collector
-from lightrft.rollout.groups import GROWING, GroupOutcome, History
+from lightrft.rollout.fixed_batch import FixedBatch
+from lightrft.rollout.groups import GroupOutcome, History
+from lightrft.rollout.rollout import Rollout
+from lightrft.schedulers.rounds import Rounds, needs_rounds
 from lightrft.types import Prompt
 from ranks import run_ranks
 
@@ -42,7 +44,7 @@ class Script:
     by the seed.
     """
 
-    episodes = None
+    divides_groups = True
 
     def __init__(self, longest: int = 100, at_once: int = 1):
         self.longest = longest
@@ -59,9 +61,9 @@ class Script:
     def length(self, seed: int, sample, place: int) -> int:
         return sample.prompt.columns["length"]
 
-    def open(self, seed: int) -> "ScriptedGrowth":
+    def open(self, seed: int) -> "ScriptedLoop":
         self.calls.append((seed, []))
-        return ScriptedGrowth(self, seed)
+        return ScriptedLoop(self, seed)
 
     def prepare(self, parts, seed: int) -> dict:
         return {(group.number, places): (seed, group) for group, places in parts}
@@ -71,16 +73,16 @@ class Script:
         sample.logprobs += completion.logprobs
         sample.weight_versions += completion.weight_versions
         sample.finish_reason = (
-            GROWING if completion.finish_reason == ABORTED else completion.finish_reason
+            None if completion.finish_reason == ABORTED else completion.finish_reason
         )
 
 
-class ScriptedGrowth:
+class ScriptedLoop:
     def __init__(self, script: Script, seed: int):
         self.script = script
         self.seed = seed
         self.parts = []
-        self.at_once = script.at_once
+        self.capacity = script.at_once
 
     def add(self, parts, prepared) -> None:
         assert all(
@@ -97,7 +99,7 @@ class ScriptedGrowth:
             (group.number, place)
             for group, places in self.parts
             for place in places
-            if group.responses[place].finish_reason == GROWING
+            if group.responses[place].finish_reason is None
         }
 
     def steps(self, most=None):
@@ -108,13 +110,13 @@ class ScriptedGrowth:
                 group, places = part
                 for place in places:
                     self._grow(group.responses[place], place)
-                if all(group.responses[place].finish_reason != GROWING for place in places):
+                if all(group.responses[place].finish_reason is not None for place in places):
                     self.parts.remove(part)
                     if group.complete:
                         yield group
 
     def _grow(self, sample, place: int) -> None:
-        if sample.finish_reason == GROWING:
+        if sample.finish_reason is None:
             sample.token_ids.append((self.seed + 7 * place) % 251)
             sample.logprobs.append(-0.5 - place / 3)
             sample.weight_versions.append(3)
@@ -142,28 +144,38 @@ def prompts(modes: str, lengths: list[int] | None = None) -> list[Prompt]:
     ]
 
 
-def collector(data: list[Prompt], axis: Axis = ALONE, greedy: bool = False, **flags) -> Collector:
+def new_rollout(
+    data: list[Prompt], axis: Axis = ALONE, greedy: bool = False, *, skips: bool = False, **flags
+) -> Rollout:
     section = RolloutSection(
         **{"rollout_batch_size": 4, "n_samples_per_prompt": 3, "generate_max_len": 100} | flags
     )
     rewards = RewardRunner(f"{__name__}:rows_reward", section=RewardSection(reward_workers=0))
-    return Collector(Script(), rewards, data, section=section, data=axis, seed=7, greedy=greedy)
+    given = {"section": section, "data": axis, "seed": 7, "greedy": greedy}
+    if skips or needs_rounds(section):
+        scheduler = Rounds(Script(), rewards, data, skips_unreadable=skips, **given)
+    else:
+        scheduler = FixedBatch(Script(), rewards, data, **given)
+    return Rollout(scheduler, rewards)
 
 
-def step(collect: Collector, number: int = 1, metrics: Metrics | None = None):
-    groups = collect(number, metrics or Metrics())
-    return groups, collect.score(groups, Metrics())
+def step(rollout: Rollout, number: int = 1, metrics: Metrics | None = None):
+    groups = rollout.collect(number, metrics or Metrics())
+    return groups, rollout.score(groups, Metrics())
 
 
 def test_a_plain_step_takes_the_next_prompts_of_the_order():
-    collect = collector(prompts("s" * 10))
-    rows = [group.row for number in range(1, 6) for group in step(collect, number)[0]]
+    rollout = new_rollout(prompts("s" * 10))
+    rows = [group.row for number in range(1, 6) for group in step(rollout, number)[0]]
     assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(10)) and rows[:10] != rows[10:]
-    assert len(collect.sampler.calls) == 5 and len({seed for seed, _ in collect.sampler.calls}) == 5
+    assert (
+        len(rollout.scheduler.sampler.calls) == 5
+        and len({seed for seed, _ in rollout.scheduler.sampler.calls}) == 5
+    )
 
 
 def test_samples_carry_rewards_and_groups():
-    groups, samples = step(collector(prompts("asns")))
+    groups, samples = step(new_rollout(prompts("asns")))
     assert len(samples) == 12
     for group in groups:
         mode = group.samples[0].prompt.columns["mode"]
@@ -179,22 +191,24 @@ def test_dynamic_sampling_replaces_groups_without_signal():
     """Half of the prompts teach something: a step holds only those, and another seed is drawn in
     each round.
     """
-    collect = collector(prompts("sasn" * 10), dynamic_sampling=True)
+    rollout = new_rollout(prompts("sasn" * 10), dynamic_sampling=True)
     metrics = Metrics()
     for number in range(1, 6):
-        groups, samples = step(collect, number, metrics)
+        groups, samples = step(rollout, number, metrics)
         assert len(groups) == 4 and all(group.has_signal for group in groups)
         assert [group.number for group in groups] == sorted(group.number for group in groups)
         assert not any(sample.masked for sample in samples)
     row = metrics.reduce(ALONE)
     assert row["rollout/sampling_rounds"] >= 2 and row["rollout/groups_given_up"] >= 1
-    assert len({seed for seed, _ in collect.sampler.calls}) == len(collect.sampler.calls)
+    assert len({seed for seed, _ in rollout.scheduler.sampler.calls}) == len(
+        rollout.scheduler.sampler.calls
+    )
 
 
 def test_few_signals_fill_a_step_up_with_groups_that_are_left_out():
-    collect = collector(prompts("s" + "a" * 39), dynamic_sampling=True, dynamic_sampling_rounds=3)
-    collect.place = collect.order.rows(0, 40).index(0)
-    groups, _ = step(collect)
+    rollout = new_rollout(prompts("s" + "a" * 39), dynamic_sampling=True, dynamic_sampling_rounds=3)
+    rollout.scheduler.place = rollout.scheduler.order.rows(0, 40).index(0)
+    groups, _ = step(rollout)
     assert len(groups) == 4 and groups[0].row == 0
     assert [all(sample.masked for sample in group.samples) for group in groups] == [
         group.row != 0 for group in groups
@@ -203,35 +217,38 @@ def test_few_signals_fill_a_step_up_with_groups_that_are_left_out():
 
 def test_data_without_signal_are_an_error():
     with pytest.raises(ConfigError, match="prompts in 3 rounds.*no training signal"):
-        step(collector(prompts("an" * 20), dynamic_sampling=True, dynamic_sampling_rounds=3))
+        step(new_rollout(prompts("an" * 20), dynamic_sampling=True, dynamic_sampling_rounds=3))
 
 
 def test_over_sampling_stops_with_enough_complete_groups():
     """Eight prompts for four, and half of them are long: these are given up one look after the
     others were complete.
     """
-    collect = collector(prompts("s" * 8, [10, 90] * 4), over_sampling=2.0, early_stop_every=5)
-    groups, samples = step(collect)
+    rollout = new_rollout(prompts("s" * 8, [10, 90] * 4), over_sampling=2.0, early_stop_every=5)
+    groups, samples = step(rollout)
     assert [len(sample.token_ids) for sample in samples] == [10] * 12
-    assert collect.sampler.tokens == 4 * 3 * 10 + 4 * 3 * 15 and collect.carried == []
+    assert (
+        rollout.scheduler.sampler.tokens == 4 * 3 * 10 + 4 * 3 * 15
+        and rollout.scheduler.partial.local == []
+    )
 
 
 def test_partial_rollouts_go_on_in_the_next_step():
     data = prompts("s" * 8, [10, 35] * 4)
-    collect = collector(data, over_sampling=2.0, early_stop_every=5, partial_rollout=True)
-    step(collect, 1)
-    assert len(collect.carried) == 4 and all(
-        len(s.token_ids) == 15 for group in collect.carried for s in group.samples
+    rollout = new_rollout(data, over_sampling=2.0, early_stop_every=5, partial_rollout=True)
+    step(rollout, 1)
+    assert len(rollout.scheduler.partial.local) == 4 and all(
+        len(s.token_ids) == 15 for group in rollout.scheduler.partial.local for s in group.samples
     )
     carried = {
         group.number: [list(sample.token_ids) for sample in group.samples]
-        for group in collect.carried
+        for group in rollout.scheduler.partial.local
     }
     finished = {}
 
     for number in range(2, 6):
         finished |= {
-            group.number: group for group in step(collect, number)[0] if group.number in carried
+            group.number: group for group in step(rollout, number)[0] if group.number in carried
         }
 
     assert set(finished) == set(carried)
@@ -244,31 +261,31 @@ def test_partial_rollouts_go_on_in_the_next_step():
 
 
 def test_complete_groups_beyond_the_step_are_kept_for_the_next_one():
-    collect = collector(prompts("s" * 8), over_sampling=2.0, partial_rollout=True)
-    first = [group.number for group in step(collect, 1)[0]]
-    tokens = collect.sampler.tokens
-    second, samples = step(collect, 2)
+    rollout = new_rollout(prompts("s" * 8), over_sampling=2.0, partial_rollout=True)
+    first = [group.number for group in step(rollout, 1)[0]]
+    tokens = rollout.scheduler.sampler.tokens
+    second, samples = step(rollout, 2)
     assert first == [1, 2, 3, 4] and [group.number for group in second] == [5, 6, 7, 8]
     assert sum(sample.reward for sample in samples) == 4
-    assert collect.sampler.tokens - tokens == 4 * 3 * 5, "only the new prompts were asked"
+    assert rollout.scheduler.sampler.tokens - tokens == 4 * 3 * 5, "only the new prompts were asked"
 
 
 def test_curriculum_lets_prompts_rest_that_are_too_easy_or_too_hard():
-    collect = collector(
+    rollout = new_rollout(
         prompts("sans" * 3), curriculum=[0.1, 0.9], curriculum_rest=3, rollout_batch_size=12
     )
-    assert sorted(group.row for group in step(collect, 1)[0]) == list(range(12))
+    assert sorted(group.row for group in step(rollout, 1)[0]) == list(range(12))
     again = [
         group.samples[0].prompt.columns["mode"]
         for number in (2, 3)
-        for group in step(collect, number)[0]
+        for group in step(rollout, number)[0]
     ]
     assert again[:18].count("some") == 18, "two passes without them"
     assert {"all", "none"} <= set(again[18:]), "and in the third they are back"
 
 
 def test_the_greedy_response_is_judged_and_not_learned_from():
-    groups, samples = step(collector(prompts("sas" + "n"), greedy=True))
+    groups, samples = step(new_rollout(prompts("sas" + "n"), greedy=True))
     assert len(samples) == 12
     for group in groups:
         assert len(group.responses) == 4 and group.greedy.finish_reason == "stop"
@@ -287,9 +304,9 @@ TAIL = {"rollout_schedule": "tail_rounds", "over_sampling": 1.5, "early_stop_eve
 MIXED = prompts("ssanssnassns" * 3, [7, 30, 12, 25, 9, 41, 3, 18, 22, 11, 36, 5] * 3)
 
 
-def course(collect: Collector, numbers: range) -> list:
+def course(rollout: Rollout, numbers: range) -> list:
     """What each step has learned from, on this rank."""
-    steps = [step(collect, number)[0] for number in numbers]
+    steps = [step(rollout, number)[0] for number in numbers]
     return [
         [(group.number, group.row, len(group.samples[0].token_ids)) for group in groups]
         for groups in steps
@@ -297,27 +314,25 @@ def course(collect: Collector, numbers: range) -> list:
 
 
 def test_a_resumed_run_goes_on_alike(tmp_path):
-    whole = collector(MIXED, **FLAGS)
+    whole = new_rollout(MIXED, **FLAGS)
     expected = course(whole, range(1, 11))
-    first = collector(MIXED, **FLAGS)
-    assert course(first, range(1, 6)) == expected[:5] and first.carried
+    first = new_rollout(MIXED, **FLAGS)
+    assert course(first, range(1, 6)) == expected[:5] and first.scheduler.partial.local
     torch.save(first.state_dict(), tmp_path / "state.pt")
-    resumed = collector(MIXED, **FLAGS)
+    resumed = new_rollout(MIXED, **FLAGS)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert course(resumed, range(6, 11)) == expected[5:]
     assert not any(
-        sample.finish_reason == GROWING
-        for group in step(resumed, 11)[0]
-        for sample in group.samples
+        sample.finish_reason is None for group in step(resumed, 11)[0] for sample in group.samples
     )
 
 
-def ahead_course(collect: Collector, numbers: range, last: int) -> list:
+def ahead_course(rollout: Rollout, numbers: range, last: int) -> list:
     """What each step has learned from, while up to two later steps are generated."""
     found = []
     for number in numbers:
-        groups = collect(number, Metrics(), ahead=min(2, last - number))
-        collect.score(groups, Metrics())
+        groups = rollout.collect(number, Metrics(), ahead=min(2, last - number))
+        rollout.score(groups, Metrics())
         found.append(
             [(group.number, group.row, len(group.samples[0].token_ids)) for group in groups]
         )
@@ -328,44 +343,46 @@ def test_groups_begun_ahead_begin_anew_in_a_resumed_run(tmp_path):
     """The same prompts are learned in the same steps as without generation ahead; nothing is lost
     when a step is taken back.
     """
-    expected = course(collector(MIXED), range(1, 10))
-    first = collector(MIXED)
+    expected = course(new_rollout(MIXED), range(1, 10))
+    first = new_rollout(MIXED, max_staleness=2)
     assert ahead_course(first, range(1, 5), 9) == expected[:4]
-    assert [numbers for _, numbers in first.sampler.calls[-2:]] == [
+    assert [numbers for _, numbers in first.scheduler.sampler.calls[-2:]] == [
         [number for number, _, _ in step] for step in expected[4:6]
     ]
-    take_back = first.begin()
+    rollback = first.scheduler.snapshot()
     assert ahead_course(first, range(5, 6), 9) == expected[4:5]
-    take_back()
+    rollback()
     torch.save(first.state_dict(), tmp_path / "state.pt")
-    resumed = collector(MIXED)
+    resumed = new_rollout(MIXED, max_staleness=2)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
 
     assert (
         ahead_course(resumed, range(5, 10), 9) == expected[4:]
         and not resumed.state_dict()["parked"]
     )
-    assert len(resumed.sampler.calls) == 5, "the last steps begin nothing that nobody learns from"
+    assert len(resumed.scheduler.sampler.calls) == 5, (
+        "the last steps begin nothing that nobody learns from"
+    )
 
 
-@pytest.mark.parametrize("flags", [FLAGS, {"rollout_schedule": "longest_first"}, TAIL])
+@pytest.mark.parametrize("flags", [{}, FLAGS, {"rollout_schedule": "longest_first"}, TAIL])
 def test_a_step_that_was_prepared_is_the_same(flags):
     """Nothing is drawn while it is prepared, so a checkpoint, or a step that is taken back, knows
     nothing of it.
     """
-    expected = course(collector(MIXED, **flags), range(1, 10))
-    collect = collector(MIXED, **flags)
+    expected = course(new_rollout(MIXED, **flags), range(1, 10))
+    rollout = new_rollout(MIXED, **flags)
     for number in range(1, 6):
         if number == 4:
-            take_back = collect.begin()
-            course(collect, range(4, 5))
-            take_back()
-        assert course(collect, range(number, number + 1)) == expected[number - 1 : number]
-        with collect.preparing(number + 1):
-            state = copy.deepcopy(collect.state_dict())
+            rollback = rollout.scheduler.snapshot()
+            course(rollout, range(4, 5))
+            rollback()
+        assert course(rollout, range(number, number + 1)) == expected[number - 1 : number]
+        with rollout.scheduler.preparing(number + 1):
+            state = copy.deepcopy(rollout.state_dict())
 
-    assert course(collect, range(6, 10)) == expected[5:] and collect.sampler.prepared >= 5
-    resumed = collector(MIXED, **flags)
+    assert course(rollout, range(6, 10)) == expected[5:] and rollout.scheduler.sampler.prepared >= 5
+    resumed = new_rollout(MIXED, **flags)
     resumed.load_state_dict(state)
     assert course(resumed, range(6, 10)) == expected[5:]
 
@@ -375,17 +392,17 @@ def test_a_history_takes_back_the_rows_that_changed_since_the_step_began():
     stays.
     """
     history = History(4)
-    values = lambda: [each.tolist() for each in (history.turns, history.solved, history.lengths)]  # noqa: E731
+    values = lambda: [each.tolist() for each in (history.epochs, history.solved, history.lengths)]  # noqa: E731
     outcome = lambda row, solved: GroupOutcome(0, row, True, solved, 8 * solved)  # noqa: E731
-    history.begin()
+    history.snapshot()
     history.record([outcome(0, 0.5)], 3)
 
     before = values()
-    take_back = history.begin()
+    rollback = history.snapshot()
     for _ in range(2):
         history.record([outcome(0, 0.25), outcome(2, 1.0), outcome(0, 0.75)], 4)
         assert values() == [[4, -1, 4, -1], [0.75, 0, 1, 0], [6, 0, 8, 0]]
-        take_back()
+        rollback()
         assert values() == before == [[3, -1, -1, -1], [0.5, 0, 0, 0], [4, 0, 0, 0]]
 
 
@@ -393,58 +410,62 @@ def test_tail_rounds_ahead_lose_no_group_and_learn_from_none_twice():
     """Rounds of the next pass may begin before the last groups of this one have been parked: 36
     prompts, 9 steps.
     """
-    collect = collector(MIXED, **TAIL)
-    first = ahead_course(collect, range(1, 6), 9)
-    resumed = collector(MIXED, **TAIL)
-    resumed.load_state_dict(collect.state_dict())
+    rollout = new_rollout(MIXED, **TAIL)
+    first = ahead_course(rollout, range(1, 6), 9)
+    resumed = new_rollout(MIXED, **TAIL)
+    resumed.load_state_dict(rollout.state_dict())
     learned = [
         number for step in first + ahead_course(resumed, range(6, 10), 9) for number, _, _ in step
     ]
-    left = [number for _, number, _ in resumed.parked]
+    left = [number for _, number, _ in resumed.scheduler.deferred]
     assert (
-        len(learned) == 36 and sorted(learned + left) == list(range(1, resumed.number + 1)) and left
+        len(learned) == 36
+        and sorted(learned + left) == list(range(1, resumed.scheduler.number + 1))
+        and left
     )
 
 
 def test_a_resumed_run_with_shorter_responses_loses_those_that_are_too_long():
-    first = collector(MIXED, **FLAGS | {"early_stop_every": 1})
+    first = new_rollout(MIXED, **FLAGS | {"early_stop_every": 1})
     course(first, range(1, 6))
     lengths = [
-        max(len(sample.token_ids) + (sample.finish_reason == GROWING) for sample in g.responses)
-        for g in first.carried
+        max(len(sample.token_ids) + (sample.finish_reason is None) for sample in g.responses)
+        for g in first.scheduler.partial.local
     ]
     assert min(lengths) < max(lengths)
-    resumed = collector(MIXED, **FLAGS, generate_max_len=max(lengths) - 1)
+    resumed = new_rollout(MIXED, **FLAGS, generate_max_len=max(lengths) - 1)
     resumed.load_state_dict(first.state_dict())
 
     short = [
         group.number
-        for group, length in zip(first.carried, lengths, strict=True)
+        for group, length in zip(first.scheduler.partial.local, lengths, strict=True)
         if length < max(lengths)
     ]
-    assert [group.number for group in resumed.carried] == short
+    assert [group.number for group in resumed.scheduler.partial.local] == short
 
 
 def on_ranks(state: dict | None = None) -> tuple[list, dict, list[int], list]:
     """Steps 1 to 8, or of a run that resumes 9 to 12; the state after them, what is carried here,
     and what is learned later.
     """
-    collect = collector(copy.deepcopy(MIXED), Mesh("cpu").data, **FLAGS)
+    rollout = new_rollout(copy.deepcopy(MIXED), Mesh("cpu").data, **FLAGS)
     if state is not None:
-        collect.load_state_dict(state)
-    steps = course(collect, range(1, 9) if state is None else range(9, 13))
-    state = copy.deepcopy(collect.state_dict())
-    carried = [group.number for group in collect.carried]
+        rollout.load_state_dict(state)
+    steps = course(rollout, range(1, 9) if state is None else range(9, 13))
+    state = copy.deepcopy(rollout.state_dict())
+    carried = [group.number for group in rollout.scheduler.partial.local]
     assert [
-        group.number for group in collect.all_carried if group.rank == collect.data.rank
+        group.number
+        for group in rollout.scheduler.partial.of_all
+        if group.rank == rollout.scheduler.data.rank
     ] == carried
-    take_back = collect.begin()
-    first = course(collect, range(9, 10))
-    take_back()
-    assert course(collect, range(9, 10)) == first, "a step that is taken back comes again"
-    take_back()
+    rollback = rollout.scheduler.snapshot()
+    first = course(rollout, range(9, 10))
+    rollback()
+    assert course(rollout, range(9, 10)) == first, "a step that is taken back comes again"
+    rollback()
 
-    return steps, state, carried, course(collect, range(9, 13))
+    return steps, state, carried, course(rollout, range(9, 13))
 
 
 @cache
@@ -470,19 +491,18 @@ def with_files(folder: str) -> tuple[list, list]:
     """
     data = prompts("s" * 12)
     give_files(data, folder)
-    collect = collector(data, Mesh("cpu").data)
+    rollout = new_rollout(data, Mesh("cpu").data, skips=True)
     metrics = Metrics()
-    collect.skips_unreadable = True
 
     steps = []
     for number in range(1, 10):
-        groups = collect(number, metrics)
+        groups = rollout.collect(number, metrics)
         steps.append([(group.number, group.row) for group in groups])
-        collect.score(groups, Metrics())
+        rollout.score(groups, Metrics())
         Mesh("cpu").data.gather(None)  # all have chosen
         if number == 3:
             Path(folder, "7.png").write_bytes(b"not any more")
-        with collect.preparing(number + 1):
+        with rollout.scheduler.preparing(number + 1):
             pass
 
     left_out = metrics.reduce(ALONE)["rollout/prompts_left_out"]
@@ -490,7 +510,7 @@ def with_files(folder: str) -> tuple[list, list]:
         Path(folder, f"{prompt.index}.png").unlink(missing_ok=True)
     Mesh("cpu").data.gather(None)
     with pytest.raises(DataError, match="the media of no prompt can be read any more"):
-        collect(10, metrics), collect(11, metrics)
+        rollout.collect(10, metrics), rollout.collect(11, metrics)
 
     return steps, left_out
 
@@ -511,7 +531,9 @@ def test_prompts_whose_files_cannot_be_read_any_more_are_left_out_on_all_ranks(t
         and all(len(groups) == 4 for groups in alone)
     )
     rows = [row for groups in alone for _, row in groups]
-    expected = [row for row in collector(prompts("s" * 12)).order.rows(0, 24) if row != 5]
+    expected = [
+        row for row in new_rollout(prompts("s" * 12)).scheduler.order.rows(0, 24) if row != 5
+    ]
     assert (
         rows[:12] == expected[:12]
         and set(rows[:11]) == {*range(12)} - {5}
@@ -559,35 +581,35 @@ def long_and_short() -> int:
     """Tokens of this rank in the second pass, when lengths are known: a few prompts are ten times
     as long.
     """
-    collect = collector(
+    rollout = new_rollout(
         prompts("s" * 16, [50, 50, 50, 50] + [5] * 12), Mesh("cpu").data, rollout_batch_size=16
     )
-    step(collect, 1)
-    before = collect.sampler.tokens
-    step(collect, 2)
-    return collect.sampler.tokens - before
+    step(rollout, 1)
+    before = rollout.scheduler.sampler.tokens
+    step(rollout, 2)
+    return rollout.scheduler.sampler.tokens - before
 
 
 def tail_on_ranks(state: dict | None = None) -> tuple[list, dict]:
     """Steps 1 to 5, or of a run that resumes 6 to 9, in which a step is taken back; the state after
     them.
     """
-    collect = collector(copy.deepcopy(MIXED), Mesh("cpu").data, **TAIL)
+    rollout = new_rollout(copy.deepcopy(MIXED), Mesh("cpu").data, **TAIL)
     if state is not None:
-        collect.load_state_dict(state)
-    take_back = collect.begin()
-    before = course(collect, range(20, 21))
-    take_back()
-    assert before == course(collect, range(20, 21)), (
+        rollout.load_state_dict(state)
+    rollback = rollout.scheduler.snapshot()
+    before = course(rollout, range(20, 21))
+    rollback()
+    assert before == course(rollout, range(20, 21)), (
         "tail rounds do not depend on the number of the step"
     )
-    take_back()
+    rollback()
 
-    return course(collect, range(1, 6) if state is None else range(6, 10)), collect.state_dict()
+    return course(rollout, range(1, 6) if state is None else range(6, 10)), rollout.state_dict()
 
 
 def test_tail_rounds_are_alike_on_all_ranks_and_resume(tmp_path):
-    whole = joined_steps([(course(collector(MIXED, **TAIL), range(1, 10)),)], 0)
+    whole = joined_steps([(course(new_rollout(MIXED, **TAIL), range(1, 10)),)], 0)
     for ranks, others in ((1, 2), (2, 1)):
         first = run_ranks(ranks, tail_on_ranks)
         assert (
@@ -607,22 +629,22 @@ def longest_first() -> tuple[list, int, list[int]]:
     are known.
     """
     lengths = [10] * 11 + [60] + [10] * 4
-    collect = collector(
+    rollout = new_rollout(
         prompts("s" * 16, lengths),
         Mesh("cpu").data,
         rollout_batch_size=16,
         early_stop_every=5,
         rollout_schedule="longest_first",
     )
-    first = course(collect, range(1, 2))
-    before = collect.sampler.clock
-    second = step(collect, 2)[0]
-    rows = collect.order.rows(0, 32)
+    first = course(rollout, range(1, 2))
+    before = rollout.scheduler.sampler.clock
+    second = step(rollout, 2)[0]
+    rows = rollout.scheduler.order.rows(0, 32)
 
     return (
         first + [[(g.number, g.row, len(g.samples[0].token_ids)) for g in second]],
-        collect.sampler.clock - before,
-        [rows[number - 1] for number in collect.sampler.calls[-1][1]],
+        rollout.scheduler.sampler.clock - before,
+        [rows[number - 1] for number in rollout.scheduler.sampler.calls[-1][1]],
     )
 
 
@@ -661,7 +683,7 @@ def divided(flags: dict, schedule: str) -> tuple[list, list[int], list]:
     """All samples of four steps on this rank, the groups whose chunks it generated, and the
     responses that it carries.
     """
-    collect = collector(
+    rollout = new_rollout(
         copy.deepcopy(UNEVEN),
         Mesh("cpu").data,
         n_samples_per_prompt=8,
@@ -669,8 +691,8 @@ def divided(flags: dict, schedule: str) -> tuple[list, list[int], list]:
         rollout_schedule=schedule,
         **flags,
     )
-    collect.sampler = Uneven(at_once=4)
-    steps = [step(collect, number)[0] for number in range(1, 5)]
+    rollout.scheduler.sampler = Uneven(at_once=4)
+    steps = [step(rollout, number)[0] for number in range(1, 5)]
     learned = [
         [
             (
@@ -686,9 +708,14 @@ def divided(flags: dict, schedule: str) -> tuple[list, list[int], list]:
         ]
         for groups in steps
     ]
-    carried = [(group.number, group.state_dict()["responses"]) for group in collect.carried]
+    partial = rollout.scheduler.partial.local if "partial_rollout" in flags else []
+    carried = [(group.number, group.state_dict()["responses"]) for group in partial]
 
-    return learned, [number for _, numbers in collect.sampler.calls for number in numbers], carried
+    return (
+        learned,
+        [number for _, numbers in rollout.scheduler.sampler.calls for number in numbers],
+        carried,
+    )
 
 
 @pytest.mark.parametrize("case", DIVIDED)
@@ -744,13 +771,12 @@ def test_groups_that_have_begun_go_on_without_their_files(tmp_path):
     give_files(data, tmp_path)
     for index in range(len(data)):
         Image.new("RGB", (4, 4)).save(tmp_path / f"{index}.png")
-    collect = collector(data, **FLAGS)
-    whole = collector(MIXED, **FLAGS)
-    collect.skips_unreadable = True
-    assert course(collect, range(1, 6)) == course(whole, range(1, 6))
-    begun = {group.number: group.row for group in collect.carried}
+    rollout = new_rollout(data, skips=True, **FLAGS)
+    whole = new_rollout(MIXED, **FLAGS)
+    assert course(rollout, range(1, 6)) == course(whole, range(1, 6))
+    begun = {group.number: group.row for group in rollout.scheduler.partial.local}
     for row in begun.values():
         (tmp_path / f"{row}.png").unlink()
-    (found,), (expected,) = (course(each, range(6, 7)) for each in (collect, whole))
+    (found,), (expected,) = (course(each, range(6, 7)) for each in (rollout, whole))
     kept = [[group for group in groups if group[0] in begun] for groups in (found, expected)]
-    assert kept[0] == kept[1] != [] and collect.left_out == {9}
+    assert kept[0] == kept[1] != [] and rollout.scheduler.media.left_out == {9}

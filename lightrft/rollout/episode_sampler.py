@@ -1,0 +1,186 @@
+"""Generate episodes: responses of several turns, whose programs run in worker processes."""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.agents.episodes import Episodes, EpisodeState
+from lightrft.config.sections import RolloutSection
+from lightrft.engine.loop import ABORTED
+from lightrft.engine.requests import Request, derived_seed
+from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
+from lightrft.rollout.groups import Group
+from lightrft.rollout.sampler import Finished, Part, Requests, RolloutLoop, Sampler
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.types import Completion, Sample
+
+if TYPE_CHECKING:
+    from lightrft.strategy.shared_session import SharedSession
+
+TOOLS = 0.02
+"""Seconds for which an engine without requests waits for the programs of episodes, before the ranks
+exchange their counts."""
+
+
+class EpisodeLoop(RolloutLoop):
+    """Groups of episodes. A turn is a request, and its program asks for the next one.
+
+    Each rank runs its share of the episodes of a data replica, so it adds requests when other
+    ranks add none.
+    """
+
+    sampler: "EpisodeSampler"
+    session: "SharedSession"
+
+    def __init__(self, sampler: "EpisodeSampler", session: "SharedSession", seed: int):
+        super().__init__(sampler, session, seed)
+        self.episodes = sampler.episodes
+        self._plays: dict[int, EpisodeState] = {}
+        """Index of a request -> its episode."""
+        self._groups: dict[int, Group] = {}
+        """Number of a group -> the group."""
+
+    def add(self, parts: list[Part], prepared: Requests | None = None) -> None:
+        """Begin the episodes of groups."""
+        self._groups |= {group.number: group for group, _ in parts}
+        samples = [
+            (group.responses[place], group.number, place)
+            for group, places in parts
+            for place in places
+        ]
+        ranks = self.session.model_parallel
+        for sample, *seed_parts in samples[ranks.rank :: ranks.size]:
+            self.episodes.begin(sample, *seed_parts)
+
+    def attach(self, group: Group, socket: Connection) -> None:
+        """Begin a group of one episode whose program sends its requests over a socket."""
+        self._groups[group.number] = group
+        self.episodes.attach(group.samples[0], socket, group.number, 0)
+
+    def forget(self, group: Group) -> None:
+        """Forget a complete group."""
+        del self._groups[group.number]
+
+    def steps(self, most: int | None = None) -> Iterator[Group]:
+        for _ in count() if most is None else range(most):
+            yield from self._play()
+            if self.session.running:
+                yield from self._extend(self.session.step())
+            elif not self.session.on_any_rank(bool(self.episodes.running)):
+                return
+
+    def _play(self) -> Iterator[Group]:
+        """Begin the turns for which programs wait, and yield the groups whose last episode has
+        ended.
+        """
+        turns = []
+        for play in self._ready():
+            request = self.sampler.next_turn(play, self._groups[play.sample.group], self.seed)
+            problem = self.sampler.strategy.engine.problem(request)
+            if problem:
+                self.episodes.refuse(play, problem)
+            else:
+                turns.append((play, request))
+
+        indices = self.session.add_own([request for _, request in turns])
+        for index, (play, request) in zip(indices, turns, strict=True):
+            self._plays[index] = play
+            self._pending[index] = request, self._groups[play.sample.group], [play.seed_parts[1]]
+
+        for number in {sample.group for sample in self.episodes.take_ended()}:
+            if self._groups[number].complete:
+                yield self._groups[number]
+
+    def _ready(self) -> list[EpisodeState]:
+        """Return the episodes whose programs wait for a turn."""
+        if self.session.running:
+            return self.episodes.poll(0)
+        with self.sampler.strategy.trace.phase("tools", idle=True):
+            return self.episodes.poll(TOOLS)
+
+    def finish(self) -> Iterator[Group]:
+        """Take the samples of the other ranks of the data replica; yield the groups that are
+        complete with them.
+        """
+        if self.session.model_parallel.size == 1:
+            return
+
+        incomplete = [group for group in self._groups.values() if not group.complete]
+        own = {
+            (group.number, place): sample
+            for group in self._groups.values()
+            for place, sample in enumerate(group.responses)
+            if sample.finish_reason is not None
+        }
+        for others in self.session.model_parallel.gather(own):
+            for (number, place), sample in others.items():
+                sample_of_rank = self._groups[number].responses[place]
+                for each in fields(Sample):
+                    setattr(sample_of_rank, each.name, getattr(sample, each.name))
+
+        yield from (group for group in incomplete if group.complete)
+
+    def abort(self) -> None:
+        super().abort()
+        self.episodes.abort()
+
+    def running(self) -> set[tuple[int, int]]:
+        return {play.seed_parts for play in self.episodes.running}
+
+    def _extend(self, finished: Finished) -> Iterator[Group]:
+        """Give turns that the engine has sampled to their episodes, which end elsewhere."""
+        for index, completions in finished:
+            del self._pending[index]
+            self._take_turn(self._plays.pop(index), completions[0])
+        yield from ()
+
+    def _take_turn(self, play: EpisodeState, completion: Completion) -> None:
+        sample = play.conversation
+        self.sampler.extend(sample, completion)
+        sample.finish_reason = None
+        if completion.finish_reason != ABORTED:
+            self.episodes.generated(play, completion, sample.text)
+
+
+class EpisodeSampler(Sampler):
+    """Generates responses of several turns."""
+
+    divides_groups = False
+
+    def __init__(
+        self,
+        strategy: StrategyBase,
+        tokenizer: PreTrainedTokenizerBase,
+        section: RolloutSection,
+        episodes: Episodes,
+    ):
+        super().__init__(strategy, tokenizer, section)
+        self.episodes = episodes
+
+    def open(self, seed: int) -> EpisodeLoop:
+        session = self.strategy.open_generation(sampling_of(self.section), shared=True)
+        return EpisodeLoop(self, session, seed)
+
+    def prepare(self, parts: list[Part], seed: int) -> Requests:
+        """Return nothing: a turn is known only when its program asks for it."""
+        return {}
+
+    def next_turn(self, play: EpisodeState, group: Group, seed: int) -> Request:
+        """Build the request for the next turn of an episode."""
+        sample = play.conversation
+        limits = [self.episodes.section.turn_max_len, play.max_tokens]
+        longest = min((limit for limit in limits if limit is not None), default=None)
+
+        if play.sample is group.greedy:
+            return self.request(sample, greedy_sampling(self.section), (), longest=longest)
+
+        # The first turn draws with the seed of a response without turns.
+        turn = [len(play.turns)] if play.turns else []
+        seeds = (derived_seed(seed, *play.seed_parts, *turn),)
+        sampling = replace(sampling_of(self.section, n=1), **play.sampling)
+        request = self.request(sample, sampling, seeds, longest=longest)
+        return replace(request, group=group.number)

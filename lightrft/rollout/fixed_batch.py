@@ -1,0 +1,284 @@
+"""The default scheduler: every step takes the next prompts of the data, generates every response to
+its end, and learns from all of them.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightrft.config.sections import RolloutSection
+from lightrft.data.loader import Blend, Order, fair_owners
+from lightrft.engine.requests import derived_seed
+from lightrft.observe.metrics import Metrics
+from lightrft.observe.trace import Untraced
+from lightrft.parallel.collectives import Axis
+from lightrft.rewards.runner import RewardRunner
+from lightrft.rollout.groups import Group, GroupOutcome, History
+from lightrft.rollout.media import Expander
+from lightrft.rollout.sampler import Requests, RolloutLoop, Sampler
+from lightrft.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPlan:
+    """The groups of a round, as all ranks have chosen them, and where the scheduler is once they
+    are drawn.
+    """
+
+    drawn: list[tuple[int, int]]
+    """(number of a group, row of its prompt), of all ranks."""
+    ranks: list[int]
+    """Rank of each group."""
+    place: int
+    number: int
+
+    def parts_of(self, rank: int) -> Iterator[tuple[int, int, range | None]]:
+        """Yield (number of a group, row of its prompt, places of its responses) with which a rank
+        begins; None: all places.
+        """
+        for (number, row), owner in zip(self.drawn, self.ranks, strict=True):
+            if owner == rank:
+                yield number, row, None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """First round of a step that has not begun: this rank's groups with the requests for their
+    responses.
+    """
+
+    plan: RolloutPlan
+    groups: dict[int, Group]
+    """Number of a group -> the group."""
+    requests: Requests
+
+
+class ClosedRound:
+    """A round in which each rank generates its own groups to their ends."""
+
+    def __init__(self, loop: RolloutLoop, groups: list[Group], data: Axis, trace: Untraced):
+        self.loop = loop
+        self.data = data
+        self.trace = trace
+        self._groups = groups
+
+    def generate(self) -> Iterator[Group]:
+        yield from self.loop.steps()
+
+        # Ranks wait here for the slowest one, where the trace counts the time as idle.
+        with self.trace.phase("wait", idle=True):
+            self.data.sum(torch.zeros(()))
+        yield from self.loop.finish()
+
+    def groups(self) -> list[Group]:
+        return self._groups
+
+
+class FixedBatch:
+    """Takes the next `rollout_batch_size` prompts of the data in each step."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        rewards: RewardRunner,
+        prompts: Sequence[Prompt],
+        *,
+        section: RolloutSection,
+        data: Axis,
+        seed: int,
+        greedy: bool = False,
+        order: Order | Blend | None = None,
+        expander: Expander | None = None,
+        trace: Untraced | None = None,
+    ):
+        """Set up the scheduler.
+
+        With `greedy` each group also has the greedy response to its prompt. `order` is the order of
+        the prompts; the seed determines it when None. `expander` expands prompts with media for the
+        trained model; None for text. `trace` measures how long this rank waits for others.
+        """
+        self.sampler = sampler
+        self.rewards = rewards
+        self.prompts = prompts
+        self.section = section
+        self.data = data
+        self.seed = seed
+        self.greedy = greedy
+        self.order = order or Order(len(prompts), seed)
+        self.expander = expander
+        self.trace = trace or Untraced()
+        self.history = History(len(prompts))
+        self.place = 0
+        """Number of prompts drawn or passed over, in the order of the data."""
+        self.number = 0
+        """Number of groups begun."""
+        self.deferred: list[tuple[int, int, int]] = []
+        """(times deferred, number, row) of groups that begin anew, the same on every rank."""
+        self._prepared: Prepared | None = None
+        self._step = 0
+        self._finished: list[Group] | None = None
+
+    # -- a step
+
+    def begin_step(self, step: int, *, ahead: int = 0) -> None:
+        self._step = step
+        self._finished = None
+
+    def next_round(self) -> ClosedRound | None:
+        if self._finished is not None:
+            return None
+
+        loop = self.sampler.open(self._seed(self._step, 0))
+        prepared = self._take_prepared()
+        plan = prepared.plan if prepared else self._plan()
+        self._commit(plan)
+
+        groups = prepared.groups if prepared else self._local_groups(plan)
+        loop.add(
+            [(group, group.places) for group in groups.values()],
+            prepared.requests if prepared else {},
+        )
+        return ClosedRound(loop, list(groups.values()), self.data, self.trace)
+
+    def on_finished(self, groups: list[Group]) -> None:
+        self._finished = groups
+
+    def selected(self) -> list[Group]:
+        return self._finished or []
+
+    def finish_rewards(self, groups: list[Group]) -> list[GroupOutcome]:
+        self.rewards.finish([sample for group in groups for sample in group.responses])
+        for group in groups:
+            group.compare_with_greedy()
+
+        parts = self.data.gather([GroupOutcome.of(group) for group in groups])
+        outcomes = sorted(flat(parts), key=lambda outcome: outcome.number)
+        self.history.record(outcomes, self.epoch)
+        return outcomes
+
+    def report(self, metrics: Metrics) -> None:
+        metrics.max("rollout/groups_carried", 0)
+
+    # -- choosing the prompts
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of passes over the data that are complete."""
+        return self.place // self.order.num_rows
+
+    def _plan(self) -> RolloutPlan:
+        """Choose the groups of a round, and balance them over the ranks. Nothing is drawn yet."""
+        size = self.section.rollout_batch_size
+        again = [(number, row) for _, number, row in self.deferred[:size]]
+        count = size - len(again)
+        rows = self.order.rows(self.place, count) if count else []
+        drawn = [*again, *enumerate(rows, self.number + 1)]
+
+        lengths = self.history.expected_lengths([row for _, row in drawn])
+        responses = self.section.n_samples_per_prompt + self.greedy
+        ranks = fair_owners(self.data.size, [length * responses for length in lengths])
+        return RolloutPlan(drawn, ranks, self.place + count, self.number + count)
+
+    def _commit(self, plan: RolloutPlan) -> None:
+        """Draw the groups of a plan."""
+        self.place = plan.place
+        self.number = plan.number
+        self.deferred = self.deferred[len(plan.drawn) :]
+
+    def _local_groups(self, plan: RolloutPlan) -> dict[int, Group]:
+        """Return number -> group for the groups of a plan that begin on this rank."""
+        return {
+            number: self._group(number, row) for number, row, _ in plan.parts_of(self.data.rank)
+        }
+
+    def _group(self, number: int, row: int) -> Group:
+        count = self.section.n_samples_per_prompt
+        return Group.begin(number, row, self.prompts[row], count=count, greedy=self.greedy)
+
+    def _seed(self, step: int, round: int) -> int:
+        return derived_seed(self.seed, step, round, 0)
+
+    # -- preparing
+
+    @contextmanager
+    def preparing(self, step: int) -> Iterator[None]:
+        """Prepare the first round of a step during the context, in a thread: its prompts, their
+        media, and the requests.
+
+        The choice of prompts depends only on what is known when the step before has its rewards.
+        Meanwhile nothing is drawn, and the engine does nothing else.
+        """
+        with ThreadPoolExecutor(1, "prepare") as thread:
+            future = thread.submit(self._prepare, step)
+            yield
+            with self.trace.phase("prepare"):
+                self._prepared = future.result()
+
+    def _prepare(self, step: int) -> Prepared:
+        began = time.perf_counter()
+        plan = self._plan()
+        prepared = self._prepared_round(plan, self._seed(step, 0))
+        self.trace.record("prepare", f"step {step}", began)
+        return prepared
+
+    def _prepared_round(self, plan: RolloutPlan, seed: int) -> Prepared:
+        groups = self._local_groups(plan)
+        parts = [
+            (groups[number], places or groups[number].places)
+            for number, _, places in plan.parts_of(self.data.rank)
+        ]
+        requests = self.sampler.prepare(parts, seed)
+        if self.expander is not None:
+            self.expander.prepare([group.prompt for group in groups.values()])
+        return Prepared(plan, groups, requests)
+
+    def _take_prepared(self) -> Prepared | None:
+        prepared = self._prepared
+        self._prepared = None
+        return prepared
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, the same on all ranks; other schedulers can go on from it."""
+        return {
+            "place": self.place,
+            "number": self.number,
+            "parked": self.deferred,
+            "history": self.history.state_dict(),
+            "carried": [],
+            "ranks": [],
+            "num_ranks": self.data.size,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state. Groups that another scheduler had begun begin anew."""
+        begun = [(0, group["number"], group["row"]) for group in state["carried"]]
+        self._restore(state["place"], state["number"], [*begun, *state.get("parked", ())])
+        self.history.load_state_dict(state["history"])
+
+    def snapshot(self) -> Callable[[], None]:
+        position = self.place, self.number, self.deferred
+        restore_history = self.history.snapshot()
+
+        def rollback() -> None:
+            self._restore(*position)
+            restore_history()
+
+        return rollback
+
+    def _restore(self, place: int, number: int, deferred: Sequence[tuple[int, int, int]]) -> None:
+        self._prepared = None
+        self.place = place
+        self.number = number
+        self.deferred = [tuple(each) for each in deferred]
+
+
+def flat(parts: Sequence[list]) -> list:
+    """Return the elements of all parts in one list."""
+    return [each for part in parts for each in part]

@@ -1,0 +1,47 @@
+"""What a step trains on, and the stages that fill its columns."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightrft.batching.sample_store import SampleStore
+from lightrft.observe.metrics import Metrics
+from lightrft.types import Experience
+
+MicroBatches = list[list[int]]
+"""Rows of each micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """This rank's part of the experience, and its micro-batches for each optimizer step:
+    minibatches[k][m] are rows.
+    """
+
+    experience: Experience
+    minibatches: list[MicroBatches]
+    store: SampleStore
+    """Store with all columns of the experience, also for other programs if it is outside of this
+    one."""
+    num_updates: int = 1
+    """Number of optimizer steps on the experience."""
+
+    @property
+    def microbatches(self) -> MicroBatches:
+        """Return the micro-batches of all optimizer steps."""
+        return [members for minibatch in self.minibatches for members in minibatch]
+
+
+class Stage(ABC):
+    """Computes columns of an experience; see lightrft/stages."""
+
+    reads: Sequence[str] = ()
+    """Columns that the stage needs."""
+    writes: Sequence[str] = ()
+    """Columns that the stage sets or changes."""
+    depends_on_samples_alone = False
+    """True if the stage can run before all samples of a step are complete."""
+
+    @abstractmethod
+    def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
+        """Set the columns of the plan's experience. All ranks call it."""

@@ -1,0 +1,109 @@
+"""Collect the samples of a step: a scheduler chooses the prompts, the engine answers them, and the
+rewards of a group begin as soon as its last response has ended.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from lightrft.observe.metrics import Metrics
+from lightrft.rewards.runner import RewardRunner
+from lightrft.rollout.groups import Group, GroupOutcome
+from lightrft.types import Sample
+
+
+class Round(Protocol):
+    """Groups that all ranks generate together."""
+
+    def generate(self) -> Iterator[Group]:
+        """Let the engine decode; yield this rank's groups as their last responses end."""
+        ...
+
+    def groups(self) -> list[Group]:
+        """Return this rank's groups at the end of the round."""
+        ...
+
+
+class Scheduler(Protocol):
+    """Chooses the prompts of a step, and the groups to learn from, alike on all ranks.
+
+    FixedBatch (fixed_batch.py) is the default; the others are in lightrft/schedulers.
+    """
+
+    def begin_step(self, step: int, *, ahead: int = 0) -> None:
+        """Begin a step, and the generation of the next `ahead` steps during it."""
+        ...
+
+    def next_round(self) -> Round | None:
+        """Draw prompts and begin their responses; return None if the step is complete."""
+        ...
+
+    def on_finished(self, groups: list[Group]) -> None:
+        """Take this rank's groups of the round that has ended."""
+        ...
+
+    def selected(self) -> list[Group]:
+        """Return this rank's groups of the step."""
+        ...
+
+    def finish_rewards(self, groups: list[Group]) -> list[GroupOutcome]:
+        """Wait for the rewards of this rank's groups; return the outcomes of all ranks' groups."""
+        ...
+
+    def report(self, metrics: Metrics) -> None:
+        """Add the numbers of the step to the metrics."""
+        ...
+
+    def preparing(self, step: int) -> AbstractContextManager[None]:
+        """Prepare the first round of a step in another thread during the context."""
+        ...
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that undoes what the scheduler does from now on."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Rollout:
+    """Collects the samples of each step with their rewards.
+
+    A checkpoint has the state of the scheduler: where it is in the data, the groups that it has
+    begun, and the last outcome of each prompt.
+    """
+
+    def __init__(self, scheduler: Scheduler, rewards: RewardRunner):
+        self.scheduler = scheduler
+        self.rewards = rewards
+
+    def collect(self, step: int, metrics: Metrics, *, ahead: int = 0) -> list[Group]:
+        """Return this rank's complete groups of a step. The engine must be awake.
+
+        All ranks together have `rollout_batch_size` groups. The generation of the next `ahead`
+        steps begins too, if it has not yet, with the weights that the engine has now.
+
+        Raises ConfigError if no group of any round has a signal.
+        """
+        self.scheduler.begin_step(step, ahead=ahead)
+
+        while (round := self.scheduler.next_round()) is not None:
+            for group in round.generate():
+                self.rewards.begin(group.responses)
+            self.scheduler.on_finished(round.groups())
+
+        self.scheduler.report(metrics)
+        return self.scheduler.selected()
+
+    def score(self, groups: list[Group], metrics: Metrics) -> list[Sample]:
+        """Return the samples of groups with their rewards."""
+        self.scheduler.finish_rewards(groups)
+        self.rewards.count_failures("rollout/reward_failures", metrics)
+        return [sample for group in groups for sample in group.samples]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state)

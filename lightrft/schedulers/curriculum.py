@@ -1,0 +1,19 @@
+"""Rest prompts that were too easy or too hard for some passes over the data (--curriculum)."""
+
+from lightrft.rollout.groups import History
+
+
+class Curriculum:
+    """Bounds of the share of right responses; a prompt outside of them is on cooldown."""
+
+    def __init__(self, bounds: list[float], epochs_of_rest: int, history: History):
+        self.least, self.most = bounds
+        self.epochs_of_rest = epochs_of_rest
+        self.history = history
+
+    def rests(self, row: int, epoch: int) -> bool:
+        """Return True if the prompt of this row is passed over in an epoch."""
+        last = int(self.history.epochs[row])
+        if last < 0 or epoch - last >= self.epochs_of_rest:
+            return False
+        return not self.least <= self.history.solved[row] <= self.most

@@ -1,0 +1,104 @@
+"""Continue unfinished responses in the next step, with their log-probs (--partial_rollout; Kimi
+k1.5, arXiv 2501.12599).
+"""
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Self
+
+from lightrft.parallel.collectives import Axis
+from lightrft.rollout.fixed_batch import flat
+from lightrft.rollout.groups import Group
+from lightrft.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class PartialGroup:
+    """The numbers that every rank has of a group that continues in a later step."""
+
+    number: int
+    row: int
+    rank: int
+    """Rank along the data axis on which the group was begun and continues."""
+    lengths: tuple[int, ...]
+    """Number of tokens of each unfinished response."""
+
+    @classmethod
+    def of(cls, group: Group, rank: int) -> Self:
+        unfinished = [each for each in group.responses if each.finish_reason is None]
+        lengths = tuple(len(sample.token_ids) for sample in unfinished)
+        return cls(group.number, group.row, rank, lengths)
+
+    def work(self, length: float) -> float:
+        """Return the tokens still expected if responses have `length`: at least one for each
+        unfinished response.
+        """
+        return sum(max(length - grown, 1.0) for grown in self.lengths) or 1.0
+
+
+class PartialGroups:
+    """Groups that have been begun and not learned from yet."""
+
+    def __init__(self, data: Axis):
+        self.data = data
+        self.local: list[Group] = []
+        """Groups of this rank, where they continue."""
+        self.of_all: list[PartialGroup] = []
+        """Groups of all ranks, the same on every rank."""
+
+    def keep(self, left: list[Group]) -> None:
+        """Let this rank's groups wait for the next step. All ranks call it."""
+        parts = self.data.gather([PartialGroup.of(group, self.data.rank) for group in left])
+        self.local = sorted([*self.local, *left], key=lambda group: group.number)
+        self.of_all = sorted([*self.of_all, *flat(parts)], key=lambda group: group.number)
+
+    def find(self, number: int) -> Group | None:
+        """Return a group that waits on this rank."""
+        return next((group for group in self.local if group.number == number), None)
+
+    def forget(self, numbers: set[int]) -> None:
+        """Forget groups of this rank that continue now."""
+        self.local = [group for group in self.local if group.number not in numbers]
+
+    def snapshot(self, prompts: Sequence[Prompt]) -> Callable[[], None]:
+        """Return a function that restores the groups. The tokens of this rank's are copied."""
+        states = deepcopy([group.state_dict() for group in self.local])
+        of_all = self.of_all
+
+        def rollback() -> None:
+            self.local = [Group.from_state(state, prompts) for state in states]
+            self.of_all = of_all
+
+        return rollback
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the groups of all ranks on rank 0, and none on the others."""
+        ranks = range(self.data.size)
+        own = [(group.number, self.data.rank, group.state_dict()) for group in self.local]
+        states = flat(self.data.exchange_objects([own if rank == 0 else [] for rank in ranks]))
+        states.sort(key=lambda each: each[0])
+        return {
+            "carried": [state for _, _, state in states],
+            "ranks": [rank for _, rank, _ in states],
+            "num_ranks": self.data.size,
+        }
+
+    def load_state_dict(
+        self, state: dict[str, Any], prompts: Sequence[Prompt], *, longest: int
+    ) -> None:
+        """Restore the groups, without those that exceed `longest`.
+
+        Groups continue on the rank that began them, or round robin over all ranks if the number of
+        ranks has changed or an older version wrote the state.
+        """
+        groups = [Group.from_state(group, prompts) for group in state["carried"]]
+        owners = [index % self.data.size for index in range(len(groups))]
+        if state.get("num_ranks") == self.data.size:
+            owners = state["ranks"]
+
+        fitting = [
+            (group, rank) for group, rank in zip(groups, owners, strict=True) if group.fits(longest)
+        ]
+        self.of_all = [PartialGroup.of(group, rank) for group, rank in fitting]
+        self.local = [group for group, rank in fitting if rank == self.data.rank]

@@ -1,0 +1,51 @@
+"""Leave out prompts whose media cannot be read any more (--bad_rows skip)."""
+
+from collections.abc import Sequence
+
+from loguru import logger
+
+from lightrft.config.errors import DataError
+from lightrft.data.media import unreadable
+from lightrft.parallel.collectives import Axis
+from lightrft.types import Prompt
+
+
+class ReadableMedia:
+    """The prompts that have been left out, the same on all ranks.
+
+    Each rank checks the files of the prompts that it is about to read, and its share of the others.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], exchange: Axis, data: Axis):
+        self.prompts = prompts
+        self.exchange = exchange
+        self.data = data
+        self.left_out: set[int] = set()
+        """Rows of the prompts; a resumed run finds them again."""
+
+    def problems(self, rows: list[int], own: set[int]) -> dict[int, str]:
+        """Return row -> reason for the unreadable prompts among those that this rank checks.
+
+        `rows` are of all ranks, `own` those that this rank will prepare.
+        """
+        checked = own.union(rows[self.data.rank :: self.data.size])
+        reasons = {row: unreadable(self.prompts[row]) for row in checked}
+        return {row: reason for row, reason in reasons.items() if reason}
+
+    def leave_out(self, found: dict[int, str]) -> bool:
+        """Leave out what any rank has found; return True if there was any. All ranks call it.
+
+        Raises DataError if no prompt is left.
+        """
+        of_all = {row: why for part in self.exchange.gather(found) for row, why in part.items()}
+
+        for row in sorted(of_all) if self.exchange.rank == 0 else ():
+            logger.warning(
+                f"{self.prompts[row].location}: {of_all[row]}; its prompt is left out from now on"
+                " (--bad_rows skip)"
+            )
+
+        self.left_out |= of_all.keys()
+        if len(self.left_out) == len(self.prompts):
+            raise DataError("--bad_rows skip: the media of no prompt can be read any more")
+        return bool(of_all)

@@ -1,0 +1,419 @@
+"""Fill a step in rounds, with the options of --dynamic_sampling, --over_sampling, --partial_rollout,
+--rollout_schedule, --curriculum, --max_staleness, --overlap and --bad_rows skip.
+
+Each option is a class of its own beside this file; they can be combined:
+
+- dynamic sampling: groups of equal rewards are replaced by other prompts, round after round
+- over-sampling: more prompts than needed, stopping as soon as enough groups are complete; with tail
+  rounds the others begin anew in later steps
+- partial rollouts: unfinished responses continue in the next step
+- curriculum: prompts that were too easy or too hard rest for some epochs
+- staleness: the next steps are generated while this one is learned
+
+All ranks make the same decisions, from numbers that all of them have. The order in which responses
+end does not matter.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from math import ceil
+from typing import Any
+
+from lightrft.config.sections import RolloutSection
+from lightrft.data.loader import fair_owners
+from lightrft.engine.requests import derived_seed
+from lightrft.observe.metrics import Metrics
+from lightrft.rollout.fixed_batch import FixedBatch, Prepared, RolloutPlan, flat
+from lightrft.rollout.groups import Group
+from lightrft.rollout.sampler import RolloutLoop
+from lightrft.schedulers.assignment import Assignment
+from lightrft.schedulers.curriculum import Curriculum
+from lightrft.schedulers.dynamic import DynamicSampling
+from lightrft.schedulers.open_round import OpenRound
+from lightrft.schedulers.overlap import Overlap
+from lightrft.schedulers.partial import PartialGroup, PartialGroups
+from lightrft.schedulers.readable import ReadableMedia
+from lightrft.schedulers.tail_rounds import DeferredGroup, defer, next_tail_round
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPlan(RolloutPlan):
+    """The groups of a round whose responses may be assigned to ranks later."""
+
+    times_deferred: list[int]
+    """How often each group was deferred."""
+    assignment: Assignment
+    divided: bool
+    partial: list[PartialGroup]
+    """Groups that still wait to continue once these are drawn."""
+    deferred: list[DeferredGroup]
+    """Groups that still wait to begin anew once these are drawn."""
+
+    def parts_of(self, rank: int) -> Iterator[tuple[int, int, range]]:
+        for index in self.assignment.started:
+            if self.assignment.owners[index] == rank:
+                chunk = self.assignment.chunks[index]
+                yield *self.drawn[chunk.place], chunk.responses
+
+    @property
+    def as_deferred(self) -> list[DeferredGroup]:
+        """Return the groups as they would be deferred."""
+        return [(times, *each) for times, each in zip(self.times_deferred, self.drawn, strict=True)]
+
+
+@dataclass(slots=True)
+class ActiveRound:
+    """A round whose first responses are being generated."""
+
+    plan: OpenPlan
+    round: OpenRound
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedMedia(Prepared):
+    """A prepared round with the media that cannot be read; with any, nothing else is prepared."""
+
+    unreadable: dict[int, str]
+
+
+def needs_rounds(section: RolloutSection) -> bool:
+    """Return True if a run has an option that FixedBatch does not know."""
+    return (
+        section.dynamic_sampling
+        or section.over_sampling > 1
+        or section.partial_rollout
+        or section.rollout_schedule != "fifo"
+        or bool(section.curriculum)
+        or section.max_staleness > 0
+        or section.overlap
+    )
+
+
+class Rounds(FixedBatch):
+    """Scheduler with all options."""
+
+    def __init__(
+        self, *args: Any, skips_unreadable: bool = False, overlap: Overlap | None = None, **kwargs
+    ):
+        """Set up the scheduler.
+
+        `skips_unreadable`: prompts whose media cannot be read any more are left out; otherwise they
+        end the run. `overlap`: thread that computes the models' outputs for complete groups while
+        others are generated. The rest is as for FixedBatch.
+        """
+        super().__init__(*args, **kwargs)
+        self.overlap = overlap
+        self.partial = PartialGroups(self.data)
+        self.media: ReadableMedia | None = None
+        if skips_unreadable:
+            self.media = ReadableMedia(self.prompts, self.sampler.exchange, self.data)
+
+        section = self.section
+        self.tail_rounds = section.rollout_schedule == "tail_rounds"
+        self.curriculum: Curriculum | None = None
+        if section.curriculum:
+            self.curriculum = Curriculum(section.curriculum, section.curriculum_rest, self.history)
+
+        self._ahead: deque[ActiveRound] = deque()
+        """First rounds of the next steps. A checkpoint does not contain their responses: a resumed
+        run begins their groups anew."""
+        self._active: ActiveRound | None = None
+        self._capacity = 1
+        """Number of responses that the engines of a data replica decode at the same time, known
+        from the first round on."""
+
+    # -- a step
+
+    def begin_step(self, step: int, *, ahead: int = 0) -> None:
+        self._step = step
+        self._num_ahead = ahead
+        self._num_rounds = 0
+        self._kept: list[Group] = []
+        """This rank's complete groups of the step."""
+        self._selection = DynamicSampling(
+            self.section.rollout_batch_size, self.section.dynamic_sampling_rounds
+        )
+
+    def next_round(self) -> OpenRound | None:
+        selection = self._selection
+        if not selection.missing or self._num_rounds >= self.section.dynamic_sampling_rounds:
+            return None
+
+        if self._ahead and not self._num_rounds:
+            self._active = self._ahead.popleft()
+        else:
+            self._active = self._start(
+                self._step, self._num_rounds, selection.missing, selection.acceptance
+            )
+        self._num_rounds += 1
+        return self._active.round
+
+    def on_finished(self, groups: list[Group]) -> None:
+        selection = self._selection
+        complete = [group for group in groups if group.complete]
+        if self.section.dynamic_sampling:
+            outcomes = self.finish_rewards(complete)
+            with_signal = {each.number for each in outcomes if each.has_signal}
+            selection.take(outcomes)
+        else:
+            numbers = flat(self.data.gather([group.number for group in complete]))
+            with_signal = set(numbers)
+            selection.chosen.update(sorted(numbers)[: selection.missing])
+
+        settled = selection.chosen.union(selection.idle)
+        self._kept += [group for group in groups if group.number in settled]
+        if self.section.partial_rollout:
+            self.partial.keep([group for group in groups if group.number not in settled])
+
+        if self.tail_rounds:
+            left = [
+                each for each in self._active.plan.as_deferred if each[1] not in selection.chosen
+            ]
+            self.deferred = defer(self.deferred, left, complete=with_signal)
+
+    def report(self, metrics: Metrics) -> None:
+        metrics.max("rollout/groups_carried", len(self.partial.of_all))
+        if self.section.dynamic_sampling:
+            self._selection.report(metrics, self._num_rounds)
+        if self.media is not None:
+            metrics.max("rollout/prompts_left_out", len(self.media.left_out))
+        if self.tail_rounds:
+            metrics.max("rollout/groups_parked", len(self.deferred))
+
+    def selected(self) -> list[Group]:
+        while len(self._ahead) < self._num_ahead:
+            later = self._step + 1 + len(self._ahead)
+            self._ahead.append(self._start(later, 0, self.section.rollout_batch_size, 1.0))
+
+        fill = self._selection.fill(self._kept, warns=self.data.rank == 0)
+        numbers = self._selection.chosen | fill
+        groups = [group for group in self._kept if group.number in numbers]
+        return sorted(groups, key=lambda group: group.number)
+
+    # -- choosing the prompts
+
+    def _plan_round(self, missing: int, acceptance: float, capacity: int) -> OpenPlan:
+        """Choose groups that continue, groups that begin anew, and new ones. Nothing is drawn."""
+        section = self.section
+        size = ceil(missing * section.over_sampling / acceptance)
+        needed = missing if section.over_sampling > 1 else size
+        continued = self.partial.of_all[:size]
+
+        left_out = self.media.left_out if self.media else set()
+        deferred = [each for each in self.deferred if each[2] not in left_out]
+        again = deferred[: size - len(continued)]
+        num_new = size - len(continued) - len(again)
+        if self.tail_rounds:
+            needed = missing
+            again, num_new = next_tail_round(
+                deferred,
+                self._rows_left,
+                batch=missing - len(continued),
+                ahead=size - len(continued),
+            )
+
+        rows, place = self._rows(num_new, left_out)
+        new = list(enumerate(rows, self.number + 1))
+        drawn = [(group.number, group.row) for group in continued]
+        drawn += [(number, row) for _, number, row in again]
+        drawn += new
+
+        lengths = self.history.expected_lengths([row for _, row in drawn])
+        responses = section.n_samples_per_prompt + self.greedy
+        ranks = self._balanced(continued, lengths, responses)
+        shared = section.rollout_schedule == "longest_first"
+        divided = shared and self.overlap is None and self.sampler.divides_groups
+        first_owners = [
+            rank if index < len(continued) or not shared else None
+            for index, rank in enumerate(ranks)
+        ]
+        assignment = Assignment(
+            lengths,
+            first_owners,
+            responses,
+            num_ranks=self.data.size,
+            needed=needed,
+            at_once=capacity,
+            divided=divided,
+        )
+
+        return OpenPlan(
+            drawn,
+            ranks,
+            place,
+            self.number + len(rows),
+            times_deferred=[*[0] * len(continued), *(each[0] for each in again), *[0] * len(new)],
+            assignment=assignment,
+            divided=divided,
+            partial=self.partial.of_all[size:],
+            deferred=sorted(set(deferred).difference(again)),
+        )
+
+    def _balanced(
+        self, continued: list[PartialGroup], lengths: list[float], responses: int
+    ) -> list[int]:
+        """Return the rank of each group: those that continue stay, and new ones go to the rank with
+        the least work.
+        """
+        costs = [length * responses for length in lengths[len(continued) :]]
+        if not continued:
+            return fair_owners(self.data.size, costs) if costs else []
+
+        loads = [0.0] * self.data.size
+        for group, length in zip(continued, lengths, strict=False):
+            loads[group.rank] += group.work(length)
+        ranks = [(load, rank) for rank, load in enumerate(loads)]
+        heapify(ranks)
+
+        chosen = [group.rank for group in continued]
+        for cost in costs:
+            load, rank = ranks[0]
+            chosen.append(rank)
+            heapreplace(ranks, (load + cost, rank))
+        return chosen
+
+    @property
+    def _rows_left(self) -> int:
+        """Return the number of prompts of the epoch that have not begun.
+
+        An epoch ends when no group of it is deferred either.
+        """
+        left = -self.place % self.order.num_rows
+        return left or (0 if self.deferred else self.order.num_rows)
+
+    def _rows(self, count: int, left_out: set[int]) -> tuple[list[int], int]:
+        """Return the next prompts of the data, without those left out or resting, and the place
+        after them.
+        """
+        rows: list[int] = []
+        place = self.place
+        while len(rows) < count:
+            for row in self.order.rows(place, count - len(rows)):
+                epoch = place // self.order.num_rows
+                rests = self.curriculum is not None and self.curriculum.rests(row, epoch)
+                if row not in left_out and not rests:
+                    rows.append(row)
+                place += 1
+        return rows, place
+
+    # -- generating
+
+    def _seed(self, step: int, round: int) -> int:
+        # A group of a tail round has the same draws in whichever step it is repeated.
+        return super()._seed(step, round) if not self.tail_rounds else derived_seed(self.seed, 0)
+
+    def _start(self, step: int, round: int, missing: int, acceptance: float) -> ActiveRound:
+        """Draw the groups of a round of a step, and begin this rank's first ones."""
+        loop = self.sampler.open(self._seed(step, round))
+        self._capacity = loop.capacity
+        prepared = self._take_prepared()
+        plan = prepared.plan if prepared else self._plan_round(missing, acceptance, loop.capacity)
+
+        if self.media is not None:
+            found = prepared.unreadable if prepared else self._unreadable(plan)
+            while self.media.leave_out(found):
+                plan = self._plan_round(missing, acceptance, loop.capacity)
+                prepared = None
+                found = self._unreadable(plan)
+
+        self._commit(plan)
+        return ActiveRound(plan, self._open(loop, plan, prepared))
+
+    def _open(self, loop: RolloutLoop, plan: OpenPlan, prepared: Prepared | None) -> OpenRound:
+        numbers = [number for number, _ in plan.drawn]
+        round = OpenRound(
+            loop,
+            plan.drawn,
+            dict(zip(numbers, plan.ranks, strict=True)),
+            plan.assignment,
+            divided=plan.divided,
+            make_group=self._group,
+            sampler=self.sampler,
+            replica=self.rewards.model_parallel,
+            data=self.data,
+            trace=self.trace,
+            every=self.section.early_stop_every,
+            overlap=self.overlap,
+            prepared=prepared,
+        )
+        self.partial.forget(set(numbers))
+        return round
+
+    def _commit(self, plan: OpenPlan) -> None:
+        self.place = plan.place
+        self.number = plan.number
+        self.deferred = plan.deferred
+        self.partial.of_all = plan.partial
+
+    def _group(self, number: int, row: int) -> Group:
+        """Return a group of this rank: one that continues, or a new one."""
+        return self.partial.find(number) or super()._group(number, row)
+
+    def _unreadable(self, plan: OpenPlan) -> dict[int, str]:
+        """Return the prompts of a round whose media cannot be read, among those that this rank
+        checks. Groups that have begun go on without a check.
+        """
+        if self.media is None:
+            return {}
+        begun = {group.row for group in self.partial.of_all}
+        rows = [row for _, row in plan.drawn if row not in begun]
+        own = {row for _, row, _ in plan.parts_of(self.data.rank)}.difference(begun)
+        return self.media.problems(rows, own)
+
+    # -- preparing
+
+    @contextmanager
+    def preparing(self, step: int) -> Iterator[None]:
+        """Prepare the first round of a step, unless it has begun while others learn."""
+        if self.section.max_staleness:
+            yield
+            return
+        with super().preparing(step):
+            yield
+
+    def _plan(self) -> OpenPlan:
+        return self._plan_round(self.section.rollout_batch_size, 1.0, self._capacity)
+
+    def _prepared_round(self, plan: OpenPlan, seed: int) -> PreparedMedia:
+        if found := self._unreadable(plan):
+            return PreparedMedia(plan, {}, {}, found)
+        prepared = super()._prepared_round(plan, seed)
+        return PreparedMedia(prepared.plan, prepared.groups, prepared.requests, {})
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, the same on all ranks but for the unfinished groups: rank 0 has those
+        of all ranks, the others none.
+        """
+        return super().state_dict() | self.partial.state_dict() | {"parked": self._all_deferred}
+
+    @property
+    def _all_deferred(self) -> list[DeferredGroup]:
+        """Return the groups that begin anew in a resumed run."""
+        begun = [each for active in self._ahead for each in active.plan.as_deferred]
+        return sorted([*self.deferred, *begun])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state.
+
+        Groups longer than a --generate_max_len that has become shorter are dropped.
+        """
+        self.partial.load_state_dict(state, self.prompts, longest=self.section.generate_max_len)
+        super().load_state_dict(state | {"carried": []})
+
+    def snapshot(self) -> Callable[[], None]:
+        position = self.place, self.number, self._all_deferred
+        restore_history = self.history.snapshot()
+        restore_partial = self.partial.snapshot(self.prompts)
+
+        def rollback() -> None:
+            self._ahead.clear()
+            self._restore(*position)
+            restore_partial()
+            restore_history()
+
+        return rollback

@@ -1,0 +1,88 @@
+"""Set the advantage of each token from the rewards that follow it."""
+
+import torch
+
+from lightrft.algorithms.reduce import Sum
+from lightrft.algorithms.returns import distill, gae, reward_to_go, whiten
+from lightrft.observe.metrics import Metrics
+from lightrft.roles.teacher import Teacher
+from lightrft.rollout.measure import measure_values
+from lightrft.rollout.plan import Stage, TrainingPlan
+
+
+class RewardToGo(Stage):
+    """The discounted sum of the rewards from each token on."""
+
+    reads = ("step_rewards",)
+    writes = ("advantages",)
+
+    def __init__(self, gamma: float):
+        self.gamma = gamma
+
+    def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
+        experience = plan.experience
+        experience.advantages = reward_to_go(experience.step_rewards, experience, gamma=self.gamma)
+
+
+class GeneralizedAdvantages(Stage):
+    """Generalized advantage estimation with the critic's values, and their returns."""
+
+    reads = ("step_rewards", "values")
+    writes = ("advantages", "returns")
+
+    def __init__(self, gamma: float, lambd: float, total: Sum):
+        self.gamma = gamma
+        self.lambd = lambd
+        self.total = total
+
+    def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
+        experience = plan.experience
+        experience.advantages, returns = gae(
+            experience.step_rewards,
+            experience.values,
+            experience,
+            gamma=self.gamma,
+            lambd=self.lambd,
+        )
+        experience.returns = returns.float()
+        measure_values(experience, self.total, metrics)
+
+
+class TeacherTerm(Stage):
+    """What the teacher adds to the advantage of each token (--distill_coef)."""
+
+    reads = ("old_logprobs", "advantages")
+    writes = ("advantages",)
+
+    def __init__(self, teacher: Teacher, coefficient: float):
+        self.teacher = teacher
+        self.coefficient = coefficient
+
+    def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
+        experience = plan.experience
+        learned = experience.loss_mask
+        logprobs = self.teacher.logprobs(experience, plan.microbatches)
+        gap = torch.where(learned, distill(experience.old_logprobs, logprobs), 0.0)
+        metrics.mean("rollout/teacher_kl", -gap, learned)
+        experience.advantages = experience.advantages + self.coefficient * gap
+
+
+class NormalizedAdvantages(Stage):
+    """Advantages with mean 0 and variance 1 over all ranks (--advantages_norm), and clipped."""
+
+    reads = ("advantages",)
+    writes = ("advantages",)
+
+    def __init__(self, normalize: bool, clip: float | None, total: Sum):
+        self.normalize = normalize
+        self.clip = clip
+        self.total = total
+
+    def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
+        experience = plan.experience
+        advantages = experience.advantages
+        if self.normalize:
+            advantages = whiten(advantages, experience.loss_mask, self.total)
+        if self.clip is not None:
+            advantages = advantages.clamp(-self.clip, self.clip)
+        experience.advantages = advantages

@@ -1,0 +1,115 @@
+"""Choose the stages that a run needs. Each option of the algorithm is a stage of its own."""
+
+from lightrft.algorithms.covariance import marks
+from lightrft.algorithms.kl import KLCoefficient
+from lightrft.algorithms.shaping import RewardShaper
+from lightrft.config.sections import AlgorithmSection, TrainSection
+from lightrft.roles.critic import Critic
+from lightrft.roles.policy import Policy
+from lightrft.roles.teacher import Teacher
+from lightrft.rollout.experience import ExperienceMaker, Flatten
+from lightrft.rollout.plan import Stage
+from lightrft.stages.advantages import (
+    GeneralizedAdvantages,
+    NormalizedAdvantages,
+    RewardToGo,
+    TeacherTerm,
+)
+from lightrft.stages.compare import CompareRewards
+from lightrft.stages.filters import DifficultyFilter, EntropyFilter, LengthFilter
+from lightrft.stages.outputs import EngineLogprobs, PolicyLogprobs, ReferenceLogprobs, Values
+from lightrft.stages.penalty import KLPenalty
+from lightrft.stages.tokens import HighEntropyTokens, SelectedTokens
+
+
+def experience_maker(
+    policy: Policy,
+    algorithm: AlgorithmSection,
+    train: TrainSection,
+    *,
+    shaper: RewardShaper,
+    kl_coefficient: KLCoefficient,
+    critic: Critic | None = None,
+    teacher: Teacher | None = None,
+    flatten: Flatten | None = None,
+    num_updates: int = 1,
+    branches: bool = False,
+) -> ExperienceMaker:
+    """Build the experience maker of a run.
+
+    `num_updates`: number of optimizer steps on the samples of a step, for --overlap. `branches`:
+    samples may have branches, which are learned in the same optimizer step.
+
+    Raises ValueError for an estimator that needs what this run does not compute.
+    """
+    by_length = None
+    if algorithm.length_filter or algorithm.mask_truncated:
+        by_length = LengthFilter(algorithm.length_filter, algorithm.mask_truncated)
+    by_difficulty = None
+    if algorithm.difficulty_filter:
+        by_difficulty = DifficultyFilter(algorithm.difficulty_filter)
+
+    return ExperienceMaker(
+        policy,
+        train,
+        compare=CompareRewards(algorithm, shaper),
+        stages=stages(policy, algorithm, kl_coefficient, critic=critic, teacher=teacher),
+        flatten=flatten or Flatten(),
+        by_length=by_length,
+        by_difficulty=by_difficulty,
+        num_updates=num_updates,
+        branches=branches,
+    )
+
+
+def stages(
+    policy: Policy,
+    algorithm: AlgorithmSection,
+    kl_coefficient: KLCoefficient,
+    *,
+    critic: Critic | None,
+    teacher: Teacher | None,
+) -> list[Stage]:
+    """Return the stages in their order: outputs of models, filters and penalties, advantages, and
+    the choice of tokens.
+    """
+    data = policy.strategy.mesh.data
+    entropy = bool(algorithm.entropy_filter or algorithm.high_entropy_token_ratio)
+    # The KL is needed before the step if it is in the reward, or if its coefficient adapts.
+    penalty = policy.reference is not None and (
+        not algorithm.use_kl_loss or kl_coefficient.target is not None
+    )
+    selects = algorithm.policy_loss in marks
+
+    chosen: list[Stage] = []
+    if entropy or not algorithm.use_engine_logprobs:
+        needed = selects or teacher is not None or penalty
+        chosen.append(PolicyLogprobs(policy, entropy=entropy, needed=needed))
+    if algorithm.use_engine_logprobs:
+        chosen.append(EngineLogprobs())
+    if policy.reference is not None:
+        chosen.append(ReferenceLogprobs(policy))
+    if critic is not None:
+        chosen.append(Values(critic))
+
+    if algorithm.entropy_filter:
+        chosen.append(EntropyFilter(algorithm.entropy_filter))
+    if penalty:
+        chosen.append(KLPenalty(algorithm, kl_coefficient, data))
+
+    if critic is None:
+        chosen.append(RewardToGo(algorithm.gamma))
+    else:
+        chosen.append(GeneralizedAdvantages(algorithm.gamma, algorithm.lambd, data.sum))
+    if teacher is not None:
+        chosen.append(TeacherTerm(teacher, algorithm.distill_coef))
+    if algorithm.advantages_norm or algorithm.advantage_clip is not None:
+        chosen.append(
+            NormalizedAdvantages(algorithm.advantages_norm, algorithm.advantage_clip, data.sum)
+        )
+
+    if algorithm.high_entropy_token_ratio:
+        chosen.append(HighEntropyTokens(algorithm.high_entropy_token_ratio, data.sum))
+    if selects:
+        chosen.append(SelectedTokens(algorithm, data.sum))
+    return chosen

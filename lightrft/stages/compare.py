@@ -1,0 +1,50 @@
+"""Compare the rewards of all ranks: the advantage that each reward adds to its tokens."""
+
+from torch import Tensor
+
+from lightrft.algorithms.advantage import Estimator, estimators, weighted_by_difficulty
+from lightrft.algorithms.options import options, resolve
+from lightrft.algorithms.shaping import RewardShaper
+from lightrft.config.sections import AlgorithmSection
+from lightrft.rollout.gathered_rewards import GatheredRewards
+
+GIVEN = ("lengths", "responses", "greedy_rewards")
+"""Options of an estimator that the samples give, not the configuration."""
+
+
+class CompareRewards:
+    """Calls the estimator of --advantage_estimator with the shaped rewards of all ranks.
+
+    Rewards are shaped first, so no statistic is of one rank alone.
+    """
+
+    def __init__(self, section: AlgorithmSection, shaper: RewardShaper):
+        """Find the estimator. Raises ValueError if it needs what this run does not compute."""
+        self.section = section
+        self.shaper = shaper
+        self.estimator: Estimator = resolve(estimators, section.advantage_estimator, extra=GIVEN)
+
+    def __call__(self, gathered: GatheredRewards) -> Tensor:
+        """Return the advantage of each reward: [M]."""
+        groups = gathered.groups.long()
+        rewards = self.shaper(gathered.rewards, groups, gathered.finished)
+        given = {
+            "lengths": gathered.lengths,
+            "responses": gathered.rows,
+            "greedy_rewards": gathered.greedy.float(),
+        }
+        chosen = options(self.estimator, self.section, **given)
+        advantages = self.estimator(rewards, groups, **chosen)
+
+        if advantages.shape != rewards.shape or not advantages.isfinite().all():
+            raise ValueError(
+                f"--advantage_estimator {self.section.advantage_estimator} returns"
+                f" {advantages!r:.200}, but must return a finite advantage for each of the"
+                f" {len(rewards)} rewards"
+            )
+
+        if self.section.difficulty_weights:
+            least, most = self.section.difficulty_weights
+            solved = gathered.solved_shares()
+            advantages = weighted_by_difficulty(advantages, solved, least=least, most=most)
+        return advantages

@@ -1,0 +1,67 @@
+"""Choose the responses to learn from.
+
+A masked response still counts for its group, but for no denominator.
+"""
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.advantage import solved_share
+from lightrft.algorithms.reduce import sequence_means
+from lightrft.observe.metrics import Metrics
+from lightrft.rollout.gathered_rewards import GatheredRewards
+from lightrft.rollout.plan import Stage, TrainingPlan
+from lightrft.types import Experience, Sample
+
+
+def mask_sequences(experience: Experience, mask: Tensor) -> None:
+    """Mask the sequences where `mask` [N] is False."""
+    experience.loss_mask = experience.loss_mask & mask[experience.sequence_ids]
+
+
+class LengthFilter:
+    """Learn from responses with --length_filter tokens, and from none that was truncated if
+    --mask_truncated is set (DAPO, arXiv 2503.14476).
+    """
+
+    def __init__(self, bounds: list[float] | None, mask_truncated: bool):
+        self.least, self.most = bounds or (0, float("inf"))
+        self.mask_truncated = mask_truncated
+
+    def __call__(self, experience: Experience, rows: list[Sample]) -> None:
+        kept = [
+            self.least <= len(row.token_ids) <= self.most
+            and not (self.mask_truncated and row.truncated)
+            for row in rows
+        ]
+        mask_sequences(experience, torch.tensor(kept, dtype=torch.bool))
+
+
+class DifficultyFilter:
+    """Learn from groups whose share of right responses is within --difficulty_filter."""
+
+    def __init__(self, bounds: list[float]):
+        self.least, self.most = bounds
+
+    def __call__(self, experience: Experience, gathered: GatheredRewards, numbers: Tensor) -> None:
+        """Mask the other groups; `numbers` [N] is the index of each row's response over all
+        ranks.
+        """
+        solved = solved_share(*gathered.totals())
+        kept = (self.least <= solved) & (solved <= self.most)
+        mask_sequences(experience, kept[numbers])
+
+
+class EntropyFilter(Stage):
+    """Learn from responses whose learned tokens have a mean entropy within --entropy_filter."""
+
+    reads = ("entropy",)
+    writes = ("loss_mask",)
+
+    def __init__(self, bounds: list[float]):
+        self.least, self.most = bounds
+
+    def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
+        experience = plan.experience
+        mean = sequence_means(experience.entropy.double(), experience)
+        mask_sequences(experience, (self.least <= mean) & (mean <= self.most))

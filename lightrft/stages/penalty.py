@@ -1,0 +1,78 @@
+"""Subtract the KL penalty from the rewards, or adapt its coefficient."""
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.advantage import penalties
+from lightrft.algorithms.kl import KLCoefficient, kl_estimators
+from lightrft.algorithms.options import options
+from lightrft.algorithms.reduce import sequence_sums
+from lightrft.config.sections import AlgorithmSection
+from lightrft.observe.metrics import Metrics
+from lightrft.parallel.collectives import Axis
+from lightrft.rollout.plan import Stage, TrainingPlan
+from lightrft.types import Experience
+
+
+class KLPenalty(Stage):
+    """The KL divergence from the reference at each token, times the coefficient.
+
+    With --use_kl_loss the penalty is in the loss, and only the coefficient is adapted here.
+    """
+
+    reads = ("old_logprobs", "reference_logprobs", "step_rewards")
+    writes = ("step_rewards",)
+
+    def __init__(self, section: AlgorithmSection, coefficient: KLCoefficient, data: Axis):
+        self.section = section
+        self.coefficient = coefficient
+        self.data = data
+        self.kl = kl_estimators[section.kl_estimator]
+        self.compare = None
+        """Comparison of the penalties of responses, for estimators that have one."""
+        if section.advantage_estimator in penalties:
+            self.compare = penalties[section.advantage_estimator]
+
+    def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
+        experience = plan.experience
+        learned = experience.loss_mask
+        kl = self.kl(experience.old_logprobs, experience.reference_logprobs)
+        kl = torch.where(learned, kl, 0.0)
+
+        local = torch.tensor(
+            [kl.double().sum(), learned.sum(), len(experience)], dtype=torch.float64
+        )
+        total, tokens, samples = self.data.sum(local).tolist()
+        self.coefficient.update(total / max(tokens, 1), int(samples))
+        metrics.mean("rollout/kl", kl, learned)
+        metrics.mean("rollout/kl_coef", self.coefficient.value)
+
+        if not self.section.use_kl_loss:
+            penalty = self._compared(experience, self.coefficient.value * kl)
+            experience.step_rewards = experience.step_rewards - penalty
+
+    def _compared(self, experience: Experience, penalty: Tensor) -> Tensor:
+        """Return the penalty of each token: [T].
+
+        For an estimator that compares responses by their penalty, return the comparison at the last
+        learned token of each.
+        """
+        if self.compare is None:
+            return penalty
+
+        tokens = experience.learned_tokens
+        last = tokens.new_full((len(experience),), -1)
+        last = last.scatter_reduce(0, experience.sequence_ids[tokens], tokens, "amax")
+        learned = last >= 0
+        sums = sequence_sums(penalty.double(), experience)
+        parts = self.data.gather(torch.column_stack([sums, experience.groups, learned]))
+
+        sums, groups, counted = torch.cat(parts).unbind(1)
+        chosen = options(self.compare, self.section)
+        compared = self.compare(sums, groups, counted.bool(), **chosen)
+        if compared is None:
+            return penalty
+
+        first = sum(map(len, parts[: self.data.rank]))
+        local = compared[first : first + len(experience)][learned].to(penalty.dtype)
+        return torch.zeros_like(penalty).index_put((last[learned],), local)

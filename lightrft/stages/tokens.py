@@ -1,0 +1,58 @@
+"""Choose, over all ranks, the tokens of each optimizer step that the loss treats differently."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.covariance import marks
+from lightrft.algorithms.options import options
+from lightrft.algorithms.reduce import Sum
+from lightrft.algorithms.selection import top_share
+from lightrft.config.sections import AlgorithmSection
+from lightrft.observe.metrics import Metrics
+from lightrft.rollout.plan import Stage, TrainingPlan
+from lightrft.types import Experience, token_index
+
+
+class HighEntropyTokens(Stage):
+    """Learn from the tokens with the highest entropy alone (--high_entropy_token_ratio)."""
+
+    reads = ("entropy",)
+    writes = ("weights",)
+
+    def __init__(self, share: float, total: Sum):
+        self.share = share
+        self.total = total
+
+    def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
+        chosen = of_steps(plan, lambda part: top_share(part.entropy, self.share, part, self.total))
+        plan.experience.weights = chosen.float()
+
+
+class SelectedTokens(Stage):
+    """Tokens that --policy_loss treats differently, such as those with the largest covariance."""
+
+    reads = ("old_logprobs", "advantages")
+    writes = ("marked",)
+
+    def __init__(self, section: AlgorithmSection, total: Sum):
+        self.select = marks[section.policy_loss]
+        self.options = options(self.select, section)
+        self.total = total
+
+    def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
+        plan.experience.marked = of_steps(
+            plan, lambda part: self.select(part, self.total, **self.options)
+        )
+
+
+def of_steps(plan: TrainingPlan, choose: Callable[[Experience], Tensor]) -> Tensor:
+    """Return [T] bool: the result of `choose` on the sequences of each optimizer step."""
+    experience = plan.experience
+    chosen = torch.zeros_like(experience.loss_mask)
+    for minibatch in plan.minibatches:
+        rows = [row for members in minibatch for row in members]
+        tokens = token_index(experience.offsets, torch.tensor(rows, dtype=torch.int64))
+        chosen[tokens] = choose(experience.select(rows))
+    return chosen

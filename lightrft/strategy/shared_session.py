@@ -1,0 +1,115 @@
+"""Requests of several ranks in one engine, or of one data replica in several engines."""
+
+from collections.abc import Callable
+
+from lightrft.data.loader import share_of
+from lightrft.engine.loop import RequestLoop
+from lightrft.engine.requests import Request
+from lightrft.parallel.collectives import Axis
+from lightrft.types import Completion
+
+Finished = list[tuple[int, list[Completion]]]
+"""(index of a request, its completions) of requests that have ended."""
+
+
+class SharedSession:
+    """Gathers the requests of the ranks that share an engine, and sorts the completions.
+
+    Ranks that share an engine call add(), step() and abort() together, with requests of their own.
+    Ranks of one data replica pass the same requests; each submits its part of them, and
+    of_other_ranks() returns the rest.
+    """
+
+    def __init__(self, loop: RequestLoop, engine: Axis, model_parallel: Axis):
+        self.loop = loop
+        self.engine = engine
+        self.model_parallel = model_parallel
+        self.num_requests = 0
+        self._places: dict[int, int] = {}
+        """Index in the loop -> index of this rank's request."""
+        self._answers: dict[int, list[Completion]] = {}
+        """Completions of this rank's part, if others need them."""
+
+    @property
+    def running(self) -> list[int]:
+        """Return the loop's indices of requests that run, of all ranks of the engine."""
+        return list(self.loop.running)
+
+    @property
+    def unfinished(self) -> set[int]:
+        """Return the indices of requests that this rank has submitted and that run."""
+        return {self._places[index] for index in self.loop.running if index in self._places}
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Return True if the flag is True on a rank of the engine; all of them call it together."""
+        return any(self.engine.gather(flag))
+
+    def prompts_at_once(self, n: int) -> int:
+        """Return the number of prompts with n samples each that the engines of a data replica
+        decode at the same time.
+        """
+        prompts = self.loop.engine.prompts_at_once(n)
+        return max(1, prompts * self.model_parallel.size // self.engine.size)
+
+    def add(self, requests: list[Request]) -> range:
+        """Begin requests that all ranks of the data replica pass; return their indices."""
+        ranks = self.model_parallel
+        part = share_of(ranks.rank, ranks.size, len(requests))
+        indices = self._submit(requests[part.start : part.stop], self.loop.add)
+        return self._number(indices, part.start, len(requests))
+
+    def add_own(self, requests: list[Request]) -> range:
+        """Begin requests of this rank alone, at a time at which others may add none."""
+        return self._number(self._submit(requests, self.loop.add_alone), 0, len(requests))
+
+    def _submit(self, local: list[Request], add: Callable[[list[Request]], range]) -> range:
+        """Begin the requests of all ranks of the engine; return the loop's indices of this
+        rank's.
+        """
+        by_rank = self.engine.gather(local)
+        first = sum(len(others) for others in by_rank[: self.engine.rank])
+        indices = add([request for others in by_rank for request in others])
+        return indices[first : first + len(local)]
+
+    def _number(self, indices: range, start: int, count: int) -> range:
+        """Number `count` requests, of which this rank has submitted some from `start` on."""
+        first = self.num_requests
+        self.num_requests += count
+        self._places |= dict(zip(indices, range(first + start, first + count), strict=False))
+        return range(first, first + count)
+
+    def step(self) -> Finished:
+        """Let the engine do a step; return this rank's requests that have ended."""
+        return self._own(self.loop.step())
+
+    def abort(self) -> dict[int, list[Completion]]:
+        """End all requests in the engine; return this rank's with their completions so far."""
+        return dict(self._own(list(self.loop.abort().items())))
+
+    def of_other_ranks(self) -> Finished:
+        """Return the requests that other ranks of the data replica have submitted, when all have
+        ended.
+        """
+        return [
+            (index, completions)
+            for others in self.model_parallel.gather(self._answers)
+            for index, completions in others.items()
+            if index not in self._answers
+        ]
+
+    def to_the_end(self) -> Finished:
+        """Return all requests of this rank, when all have ended."""
+        finished: Finished = []
+        while self.running:
+            finished += self.step()
+        return finished + self.of_other_ranks()
+
+    def _own(self, ended: Finished) -> Finished:
+        own = [
+            (self._places[index], completions)
+            for index, completions in ended
+            if index in self._places
+        ]
+        if self.model_parallel.size > 1:
+            self._answers |= dict(own)
+        return own

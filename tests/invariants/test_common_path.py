@@ -1,0 +1,129 @@
+"""A step of plain GRPO is followed from function to function: it enters no option, and nobody has to
+read more than so much to understand it.
+"""
+
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import lightrft
+from lightrft.config import parse
+from lightrft.run.prepare import prepare_config
+from lightrft.strategy import get_strategy
+from lightrft.trainer.build import ppo_trainer
+from ranks import run_ranks
+from runs import prepare
+from with_vllm import load_vllm
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(lightrft.__file__).parent.as_posix() + "/"
+FLAGS = [
+    "--rollout_batch_size=8",
+    "--n_samples_per_prompt=4",
+    "--train_batch_size=32",
+    "--generate_max_len=6",
+    "--max_tokens_per_microbatch=128",
+    "--advantage_estimator=grpo",
+    "--init_kl_coef=0",
+    "--reward=exact_match",
+    "--max_steps=2",
+]
+MOST = {"hf": (75, 446, 16), "vllm": (83, 492, 19)}
+"""Engine -> files, functions, and depth in own frames of the second step. A smaller number is an
+achievement, a larger one a defect."""
+OPTIONS = (
+    "agents/",
+    "compat/",
+    "engine/remote/",
+    "engine/vllm/speculation",
+    "engine/vllm/text_drafter",
+    "models/peft",
+    "roles/critic",
+    "roles/draft",
+    "roles/teacher",
+    "rollout/episode_sampler",
+    "rollout/media",
+    "run/recorded_samples",
+    "schedulers/",
+    "stages/filters",
+    "stages/penalty",
+    "stages/tokens",
+    "strategy/shared_session",
+)
+"""Files and packages that plain GRPO on one rank does not enter."""
+
+
+class Followed:
+    """The functions of lightrft that run, and how deep they are below the step."""
+
+    def __init__(self) -> None:
+        self.functions: set[tuple[str, str]] = set()
+        self.depth = 0
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not self._is_own(frame):
+            return
+        file = frame.f_code.co_filename.removeprefix(ROOT)
+        self.functions.add((file, frame.f_code.co_qualname))
+        self.depth = max(self.depth, self._depth(frame))
+
+    def _depth(self, frame: FrameType | None) -> int:
+        depth = 0
+        while frame is not None and frame.f_code.co_qualname != "PPOTrainer.step":
+            depth += self._is_own(frame)
+            frame = frame.f_back
+        return depth + 1
+
+    @staticmethod
+    def _is_own(frame: FrameType) -> bool:
+        """Return True for a named function of the package; a lambda belongs to the one around."""
+        code = frame.f_code
+        return code.co_filename.startswith(ROOT) and not code.co_name.startswith("<")
+
+
+def second_step(engine: str, folder: str) -> tuple[set[tuple[str, str]], int]:
+    flags = [*prepare(Path(folder)), *FLAGS, f"--save_path={folder}/run", f"--engine_type={engine}"]
+    if engine == "vllm":
+        flags.append("--engine_kv_cache_gb=0.05")
+    config = prepare_config("train_ppo", parse(flags, "train_ppo"))
+    torch.manual_seed(0)
+    strategy = get_strategy(config)
+    strategy.setup_distributed()
+    trainer = ppo_trainer(config, strategy)
+    followed = Followed()
+    step = trainer.step
+
+    def follow(number: int) -> None:
+        if number == 1:
+            return step(number)
+        threading.setprofile(followed)
+        sys.setprofile(followed)
+        try:
+            step(number)
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    trainer.step = follow
+    trainer.fit()
+    strategy.close()
+    return followed.functions, followed.depth
+
+
+@pytest.mark.parametrize("engine", MOST)
+def test_a_plain_step_enters_no_option_and_stays_small(engine, tmp_path):
+    if engine == "vllm":
+        load_vllm()
+    ((functions, depth),) = run_ranks(1, second_step, engine, str(tmp_path), timeout=600)
+    files = {file for file, _ in functions}
+
+    assert {file for file in files if file.startswith(OPTIONS)} == set()
+    assert {"trainer/ppo.py", "rollout/rollout.py", "rollout/fixed_batch.py"} <= files
+    counted = (len(files), len(functions), depth)
+    assert all(count <= most for count, most in zip(counted, MOST[engine], strict=True)), counted
