@@ -328,9 +328,8 @@ def gradients_on_device(setting: Setting, shape: PretrainedConfig, once: bool) -
     strategy.setup_distributed()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
-    learner = LearningModel(
-        model.to_empty(device="cpu")
-    )  # pages that nobody touched take no memory
+    # Pages that nobody touched take no memory.
+    learner = LearningModel(model.to_empty(device="cpu"))
     optimizer = strategy.create_optimizer(learner, lr=1e-6)
     strategy.make_ready(learner)
     strategy.distribute(learner, optimizer)
