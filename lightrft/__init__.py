@@ -1,8 +1,7 @@
-"""lightrft: reinforcement fine-tuning of language and vision-language models, one process per
-device.
+"""Reinforcement fine-tuning of language and vision-language models, one process per device.
 
-    run = lightrft.train_ppo(model="some/model", prompt_data=rows, reward=my_reward, max_steps=20)
-    run.history, run.model_path, run.evaluate()
+run = lightrft.train_ppo(model="some/model", prompt_data=rows, reward=my_reward, max_steps=20)
+run.history, run.model_path, run.evaluate()
 """
 
 from typing import Any

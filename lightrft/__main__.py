@@ -1,5 +1,6 @@
-"""Run a command: `lightrft train_ppo --config file.yaml`, or `python -m lightrft` instead of
-`lightrft`.
+"""Run a command: `lightrft train_ppo --config file.yaml`.
+
+`python -m lightrft` is the same as `lightrft`.
 """
 
 import argparse

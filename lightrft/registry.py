@@ -1,5 +1,6 @@
-"""Registries of objects that users choose by name, or by `module:object` or `file.py:object` for
-their own code.
+"""Registries of objects that users choose by name.
+
+A user's own code is named `module:object` or `file.py:object`.
 """
 
 import hashlib
@@ -28,8 +29,10 @@ class Deferred:
 
 
 OBJECTS = ModuleType("lightrft_objects")
-"""Module of the objects that were given to this process without a name; other processes cannot
-import it."""
+"""Module of the objects that were given to this process without a name.
+
+Other processes cannot import it.
+"""
 sys.modules[OBJECTS.__name__] = OBJECTS
 
 
@@ -61,8 +64,9 @@ class Registry:
         return add
 
     def register_deferred(self, name: str, path: str, requirement: str = "") -> None:
-        """Register `module:object` under a name; it is imported when it is chosen, and may need an
-        optional package.
+        """Register `module:object` under a name.
+
+        It is imported when it is chosen, and may need an optional package.
         """
         self.register(name)(Deferred(path, requirement))
 
@@ -131,13 +135,15 @@ class Registry:
 
 
 class ProcessEnd(RuntimeError):
-    """Raised where code of the user would end the process, as if the run had succeeded."""
+    """Raised where the user's code would end the process, as if the run had succeeded."""
 
 
 @contextmanager
 def kept_alive() -> Iterator[None]:
-    """Let sys.exit() and os._exit() raise ProcessEnd in this thread. Forked children and other
-    threads end as they like."""
+    """Let sys.exit() and os._exit() raise ProcessEnd in this thread.
+
+    Forked children and other threads end as they like.
+    """
     end = os._exit
     process = os.getpid()
     thread = threading.get_ident()
@@ -157,8 +163,9 @@ def kept_alive() -> Iterator[None]:
 
 
 def _load_file(path: Path) -> Any:
-    """Import a file by path under a unique module name, so that two files called `reward.py` do not
-    collide.
+    """Import a file by path under a unique module name.
+
+    So two files called `reward.py` do not collide.
     """
     path = path.resolve()
     name = f"lightrft_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
@@ -170,6 +177,7 @@ def _load_file(path: Path) -> Any:
         raise ImportError(f"{path} is not a Python file")
 
     module = importlib.util.module_from_spec(spec)
+    # Dataclasses look the module up while it is executed.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

@@ -1,6 +1,4 @@
-"""Prompts, completions of engines, and samples, in plain Python for processes that do not need
-torch.
-"""
+"""Prompts, completions of engines, and samples, for processes that do not need torch."""
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -42,7 +40,7 @@ class TokenIds(array):
 
 
 DataRow = tuple[str, dict[str, Any]]
-"""Location of a row of a data set (`train.jsonl:12`) and its columns."""
+"""Location of a row of a data set (`train.jsonl:12`) and the columns."""
 DATA_FILES = (".jsonl", ".json", ".parquet")
 """Ends of the names of files with data."""
 REASONING_GYM = "reasoning_gym:"
@@ -52,7 +50,7 @@ VERIFIERS = "verifiers:"
 
 
 class Answer(NamedTuple):
-    """Tokens of a conversation from its first learned token on.
+    """Tokens of a conversation from the first learned token on.
 
     Answer(token_ids=[52, 258, 60, 50, 62, 53, 258], learned=[True, True, False, False, False,
     True, True])
@@ -75,14 +73,16 @@ class Prompt:
     token_ids: TokenIds
     """Token ids of the text; any sequence of ids is converted."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """Other columns of the row, which rewards receive by name."""
+    """Other columns of the row; rewards receive them by name."""
     multi_modal: dict[str, Any] = field(default_factory=dict)
     """Images, videos and audio of the prompt; empty for text."""
     media_tokens: int = 0
-    """Number of additional tokens when images replace their placeholders."""
+    """Number of additional tokens when images replace the placeholders."""
     location: str = field(default="", compare=False)
-    """Place of the row in the data, `train.jsonl:12`, for messages; empty for prompts that are not
-    from data."""
+    """Place of the row in the data, `train.jsonl:12`, for messages.
+
+    It is empty for prompts that are not from data.
+    """
 
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, TokenIds):
@@ -96,23 +96,22 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """Prompt with expanded images, as its model reads it."""
+    """Prompt with expanded images, as the model reads it."""
 
     token_ids: list[int]
-    """Token ids, where each placeholder is replaced by the tokens of its image and their
-    delimiters."""
+    """Token ids, where the tokens of an image and its delimiters replace each placeholder."""
     features: Any
     """Images in the form that the model or engine takes."""
     tower_tokens: int = 0
-    """Cost of the model's towers for them, in text tokens."""
+    """Cost of the model's towers for the images, in text tokens."""
 
 
 Expand = Callable[[Prompt], Expanded]
-"""Function that expands a prompt for the trained model; its features are tensors by name."""
+"""Function that expands a prompt for the trained model; the features are tensors by name."""
 
 
 class Drafts(NamedTuple):
-    """Drafts of a response that its model has verified.
+    """Drafts of a response that the model has verified.
 
     Drafts(count=2, num_tokens=10, num_accepted=3)
     """
@@ -166,8 +165,7 @@ class Episode:
     """
 
     sampled: list[bool] = field(default_factory=list)
-    """For each token of the response, True if the model sampled it, False for tokens of
-    observations."""
+    """For each token of the response, True if the model sampled it, False in observations."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Turns and observations, as messages of a chat."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
@@ -183,8 +181,10 @@ class Episode:
     num_turns: int = 0
     """Number of turns that the model sampled here."""
     branches: list["Sample"] = field(default_factory=list)
-    """Other conversations of the episode; tokens that they share with an earlier one are learned
-    there."""
+    """Other conversations of the episode.
+
+    Tokens that they share with an earlier one are learned there.
+    """
     drift: int = 0
     """Number of tokens that are not learned as they were sampled: 0 unless there is a bug."""
 
@@ -202,13 +202,14 @@ class Sample:
     token_ids: list[int]
     logprobs: list[float]
     text: str
-    """Response decoded without special tokens, as rewards receive it. The prompt is never part of
-    it."""
+    """Response decoded without special tokens, as rewards receive it; never with the prompt."""
     finish_reason: str | None
     """stop or length; None while the response is generated."""
     weight_versions: list[int] = field(default_factory=list)
-    """Version of the weights that sampled each token: several if the response grew over several
-    steps or while weights came."""
+    """Version of the weights that sampled each token.
+
+    There are several if the response grew over several steps or while weights came.
+    """
     drafts: Drafts = Drafts()
     """Drafts of the response since this process began it; empty without --speculative."""
     reward: float = 0.0
@@ -216,15 +217,17 @@ class Sample:
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Terms of the reward by name, if the reward function returns them; for metrics."""
     masked: bool = False
-    """True if the sample is excluded from the loss; its reward still counts for its group."""
+    """True if the sample is excluded from the loss; the reward still counts for the group."""
     greedy_reward: float = 0.0
     """Reward of the greedy response to the same prompt, for estimators that use it as a baseline.
     """
     token_rewards: list[float | None] | None = None
-    """Reward at each token of the response, None for tokens without one; if unset, the whole reward
-    is at the end."""
+    """Reward at each token of the response, None for tokens without one.
+
+    If unset, the whole reward is at the end.
+    """
     episode: Episode | None = None
-    """Turns of the response, if it has several. The text is then that of the last turn."""
+    """Turns of the response, if it has several. The text is then the last turn's."""
 
     @property
     def truncated(self) -> bool:
@@ -232,13 +235,14 @@ class Sample:
 
     @property
     def rows(self) -> list["Sample"]:
-        """Return what is learned from: the sample, and the branches of its episode."""
+        """Return what is learned from: the sample, and the branches of the episode."""
         return [self, *self.episode.branches] if self.episode else [self]
 
     @property
     def steps(self) -> list[tuple[int, float]]:
-        """Return (index of the response token, reward) for each reward; the index is -1 for a
-        response without tokens.
+        """Return (index of the response token, reward) for each reward.
+
+        The index is -1 for a response without tokens.
         """
         if self.token_rewards is None:
             return [(len(self.token_ids) - 1, self.reward)]

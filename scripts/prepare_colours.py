@@ -1,5 +1,6 @@
-"""Make what a first run on images needs, without a download: a tiny model that sees, and pictures
-whose colour it is to name.
+"""Make what a first run on images needs, without a download.
+
+It makes a tiny model that sees, and pictures for it to name the colour of.
 
     python -m scripts.prepare_colours --out runs/colours/data --seed 0
 
@@ -33,9 +34,9 @@ COLOURS = {
     "m": (220, 60, 200),
     "c": (40, 200, 220),
 }
-"""By the letters of printers."""
+"""Colours by the letters that printers use."""
 VARIATION = 24
-"""By how much the red, green and blue of a picture differ from those of its colour, at most."""
+"""How much the red, green and blue of a picture may differ from its colour."""
 MARKS = {
     "image_token": "<image>",
     "fake_image_token": "<fake_token_around_image>",
@@ -54,8 +55,9 @@ Row = dict[str, str | list[str]]
 
 
 def tiny_idefics3(folder: Path | str, seed: int = 0) -> Path:
-    """Save a random Idefics3 of 0.2 M parameters with its processor; an image is four tokens of it,
-    and three around them.
+    """Save a random Idefics3 of 0.2 M parameters with its processor.
+
+    An image is four tokens, and three around them.
     """
     tokenizer = byte_tokenizer()
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.08}
@@ -104,8 +106,9 @@ def tiny_idefics3(folder: Path | str, seed: int = 0) -> Path:
 
 
 def pictures(folder: Path, name: str, count: int, rng: random.Random) -> None:
-    """FOLDER/NAME.jsonl, and the pictures that its rows name below FOLDER/images: equally many of
-    each colour.
+    """Write FOLDER/NAME.jsonl, and the pictures of its rows below FOLDER/images.
+
+    There are equally many of each colour.
     """
     (folder / "images").mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []

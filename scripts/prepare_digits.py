@@ -1,5 +1,6 @@
-"""Make what a first run on sound needs, without a download: a tiny model that hears, and
-synthesised digits.
+"""Make what a first run on sound needs, without a download.
+
+It makes a tiny model that hears, and synthesised digits.
 
     python -m scripts.prepare_digits --out runs/digits/data --seed 0
 
@@ -39,11 +40,10 @@ CHAT_TEMPLATE = (
 
 
 def tiny_qwen2_audio(folder: Path | str, seed: int = 0, *, seconds: int = 1) -> Path:
-    """Save a random Qwen2-Audio of 0.2 M parameters with its processor; it reads a token for each
-    40 ms of a clip.
+    """Save a random Qwen2-Audio of 0.2 M parameters with its processor.
 
-    A clip costs as much as the longest one, of so many seconds; in vLLM that is 30, in the engine
-    hf any number.
+    It reads a token for each 40 ms of a clip. A clip costs as much as the longest one, of so many
+    seconds; in vLLM that is 30, in the engine hf any number.
     """
     tokenizer = byte_tokenizer()
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.08}
@@ -91,8 +91,9 @@ def tiny_qwen2_audio(folder: Path | str, seed: int = 0, *, seconds: int = 1) -> 
 
 
 def spoken(digit: int, rng: random.Random) -> np.ndarray:
-    """Return the sound of a digit, [N] int16: harmonics of a voice that two resonances make louder,
-    one vowel after the other.
+    """Return the sound of a digit, [N] int16.
+
+    Two resonances make harmonics of a voice louder, one vowel after the other.
     """
     pitch = rng.uniform(100, 220)
     parts = []
@@ -107,8 +108,9 @@ def spoken(digit: int, rng: random.Random) -> np.ndarray:
 
 
 def recordings(folder: Path, name: str, count: int, rng: random.Random) -> None:
-    """FOLDER/NAME.jsonl, and the clips that its rows name below FOLDER/sound: equally many of each
-    digit.
+    """Write FOLDER/NAME.jsonl, and the clips of its rows below FOLDER/sound.
+
+    There are equally many of each digit.
     """
     (folder / "sound").mkdir(parents=True, exist_ok=True)
     rows = []

@@ -1,5 +1,6 @@
-"""Make what a first run on videos needs, without a download: a tiny model that sees, and films of a
-dot that moves one way.
+"""Make what a first run on videos needs, without a download.
+
+It makes a tiny model that sees, and films of a dot that moves one way.
 
     python -m scripts.prepare_dots --out runs/dots/data --seed 0
 
@@ -25,7 +26,7 @@ from transformers import (
 from scripts.prepare_quickstart import byte_tokenizer
 
 DIRECTIONS = {"l": (-1, 0), "r": (1, 0), "u": (0, -1), "d": (0, 1)}
-"""Columns and rows by which the dot moves from a frame to the next, in steps."""
+"""Columns and rows that the dot moves from one frame to the next, in steps."""
 SIDE = 56
 STEP = 10
 RADIUS = 8
@@ -46,8 +47,9 @@ CHAT_TEMPLATE = (
 
 
 def tiny_qwen2_5_vl(folder: Path | str, seed: int = 0) -> Path:
-    """Save a random Qwen2.5-VL of 0.2 M parameters with its processor; it reads eight tokens of a
-    film.
+    """Save a random Qwen2.5-VL of 0.2 M parameters with its processor.
+
+    A film is eight tokens.
     """
     tokenizer = byte_tokenizer()
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.08}
@@ -102,8 +104,9 @@ def tiny_qwen2_5_vl(folder: Path | str, seed: int = 0) -> Path:
 
 
 def film(direction: str, rng: random.Random) -> list[Image.Image]:
-    """Return the frames of a light dot on a dark ground; it begins anywhere from where it stays
-    inside.
+    """Return the frames of a light dot on a dark ground.
+
+    It begins anywhere, as long as it stays inside.
     """
     frames = []
     reach = (FRAMES - 1) * STEP
@@ -127,8 +130,9 @@ def film(direction: str, rng: random.Random) -> list[Image.Image]:
 
 
 def films(folder: Path, name: str, count: int, rng: random.Random) -> None:
-    """FOLDER/NAME.jsonl, and the films that its rows name below FOLDER/films: equally many of each
-    direction.
+    """Write FOLDER/NAME.jsonl, and the films of its rows below FOLDER/films.
+
+    There are equally many of each direction.
     """
     (folder / "films").mkdir(parents=True, exist_ok=True)
     rows = []

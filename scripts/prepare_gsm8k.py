@@ -1,5 +1,6 @@
-"""Turn GSM8K (question, answer with `#### 42` at its end) into prompts with the final number as
-label.
+"""Turn GSM8K into prompts with the final number as label.
+
+A row has a question, and an answer with `#### 42` at its end.
 
     python scripts/prepare_gsm8k.py --out data/gsm8k                  # from the hub: openai/gsm8k
     python scripts/prepare_gsm8k.py --source folder --out data/gsm8k  # from JSONL or parquet files
@@ -21,8 +22,9 @@ FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 def read_split(source: str, split: str) -> Iterable[dict[str, Any]]:
-    """Rows of one split: of the files in a folder whose names begin with it, or of the hub's data
-    set.
+    """Read the rows of one split, from files in a folder or from the hub's data set.
+
+    The names of the files begin with the split.
     """
     folder = Path(source).expanduser()
     if not folder.is_dir():
@@ -48,7 +50,10 @@ def read_split(source: str, split: str) -> Iterable[dict[str, Any]]:
 
 
 def convert(rows: Iterable[dict[str, Any]], where: str) -> Iterator[dict[str, Any]]:
-    """Chat prompts with labels; a row without a final number ends the program with its place."""
+    """Return chat prompts with labels.
+
+    A row without a final number ends the program with its place.
+    """
     for number, row in enumerate(rows, 1):
         try:
             label = final_number(row["answer"])

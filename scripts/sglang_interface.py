@@ -1,5 +1,6 @@
-"""Compare the part of SGLang that lightrft/engine/sglang/ uses with a version of SGLang; sources
-are read, not imported.
+"""Compare the part of SGLang that lightrft/engine/sglang/ uses with a version of SGLang.
+
+Sources are read, not imported.
 
     python scripts/sglang_interface.py --out tests/engine/sglang_newest.json  # record the newest version
 """
@@ -18,8 +19,10 @@ from typing import Any
 ARGUMENTS = ("arguments", "_on_accelerator", "_on_cpu")
 SAMPLING = ("_parameters", "_prefill_only")
 TAGS = ("_sleep", "_wake")
-"""Functions of the adapter in which strings are names of SGLang's: its engine's arguments, of a
-request, of its memory."""
+"""Functions of the adapter whose strings are names of SGLang's.
+
+They name arguments of the engine, of a request, and of its memory.
+"""
 ATTRIBUTES = {
     "sglang.srt.entrypoints.engine:Engine": [
         "_launch_detokenizer_subprocesses",
@@ -71,21 +74,24 @@ ATTRIBUTES = {
         "get_metadata",
     ],
 }
-"""Beyond its engine's methods: what the adapter reaches of SGLang's objects, here and in SGLang's
-processes."""
+"""What the adapter uses of SGLang's objects beyond the methods of the engine.
+
+It does so here and in SGLang's processes.
+"""
 
 
 ADAPTER = Path(__file__).resolve().parent.parent / "lightrft" / "engine" / "sglang"
 
 
 def source() -> str:
-    """The adapter's, of all its files."""
+    """Return the source of the adapter, from all its files."""
     return "\n".join(file.read_text() for file in sorted(ADAPTER.glob("*.py")))
 
 
 def used(adapter: str) -> dict[str, Any]:
-    """From the adapter's source: what it imports, calls with which keywords, and names by
-    strings.
+    """Return what the adapter's source uses.
+
+    That is what it imports, what it calls with which keywords, and what strings name.
     """
     tree = ast.parse(adapter)
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -130,8 +136,9 @@ def used(adapter: str) -> dict[str, Any]:
 
 
 def interface(packages: Path | str) -> dict[str, Any]:
-    """Return the interface of the SGLang in a folder of packages, as far as the adapter could use
-    it, for JSON.
+    """Return the interface of the SGLang in a folder of packages, for JSON.
+
+    It covers what the adapter could use.
     """
     sources = Path(packages) / "sglang" / "srt"
     fields = [sources / "server_args.py", *sorted((sources / "arg_groups" / "fields").glob("*.py"))]
@@ -193,7 +200,7 @@ def missing(expected: dict[str, Any], installed: dict[str, Any]) -> list[str]:
 
 
 def _imported() -> dict[str, set[str]]:
-    """Module -> what the adapter imports of it."""
+    """Return module -> what the adapter imports from it."""
     imported: dict[str, set[str]] = {}
     for module, name in used(source())["imports"]:
         imported.setdefault(module, set()).add(name)
@@ -214,8 +221,9 @@ def _class(tree: ast.AST, name: str) -> ast.ClassDef:
 
 
 def _names(packages: Path | str, module: str) -> set[str]:
-    """Return the names that can be imported from a module: those it defines or imports, and the
-    modules of a package.
+    """Return the names that can be imported from a module.
+
+    The module defines or imports them, or they are modules of a package.
     """
     folder = Path(packages, *module.split("."))
     names = {path.stem for path in folder.glob("*")}
@@ -238,7 +246,7 @@ def _names(packages: Path | str, module: str) -> set[str]:
 
 
 def _methods(cls: ast.ClassDef) -> dict[str, list[str]]:
-    """Method -> its parameters; `**` for any."""
+    """Return method -> its parameters; `**` for any."""
     methods = {}
     for node in cls.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
@@ -252,14 +260,14 @@ def _methods(cls: ast.ClassDef) -> dict[str, list[str]]:
 
 
 def _annotated(tree: ast.AST) -> Iterator[str]:
-    """Fields of the classes in there."""
+    """Return the annotated fields of the classes in a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             yield node.target.id
 
 
 def _attributes(packages: Path | str, place: str) -> set[str]:
-    """Methods and fields of a class, and what its methods assign to `self`."""
+    """Return methods and fields of a class, and what the methods assign to `self`."""
     module, _, name = place.partition(":")
     cls = _class(_module(packages, module), name)
     assigned = {

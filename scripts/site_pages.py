@@ -1,7 +1,7 @@
 """Hooks of mkdocs.
 
-README.md and ARCHITECTURE.md, which lie beside docs/, become pages of the site, and links follow
-them. Formulas become MathML, which browsers show without a script.
+README.md and ARCHITECTURE.md lie beside docs/. They become pages of the site, and links follow
+them. Formulas become MathML, so browsers show them without a script.
 """
 
 import html
@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {"README.md": "index.md", "ARCHITECTURE.md": "ARCHITECTURE.md"}
-"""Pages beside docs/ -> their names on the site."""
+"""Pages beside docs/ -> names on the site."""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -26,8 +26,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Let links lead to the pages of the site; those to files of the program, which the site does
-    not have, become text.
+    """Let links lead to the pages of the site.
+
+    Links to files of the program become text, because the site does not have them.
     """
     for name, on_site in OUTSIDE.items():
         markdown = re.sub(rf"\]\((?:\.\./)?{re.escape(name)}", f"]({on_site}", markdown)

@@ -49,7 +49,7 @@ def _totals(steps: list[Json], prefix: str) -> dict[str, float]:
 
 
 def table(summary: Json, folder: Path) -> Table:
-    """The summary for people."""
+    """Return the summary for people."""
     rows = Table(title="Quick start", show_header=False)
     for label, name in zip(("random model", "after SFT", "after GRPO"), EVALUATIONS, strict=True):
         rows.add_row(f"held-out accuracy, {label}", f"[bold]{summary[name]:.1%}[/bold]")

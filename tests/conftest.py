@@ -1,6 +1,4 @@
-"""Every test runs offline and on one thread; `gpu` tests are skipped where there is no
-accelerator.
-"""
+"""Run every test offline and on one thread; skip `gpu` tests where there is no accelerator."""
 
 import atexit
 import ctypes
@@ -50,15 +48,16 @@ else:
 
 
 def pytest_collection_finish() -> None:
-    """From here on no collection looks at what has been imported."""
+    """Keep the garbage collector from looking at what has been imported."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Free what a file's tests have left behind: starting ranks takes longer the more memory this
-    process has.
+    """Free what a file's tests have left behind.
+
+    Starting ranks takes longer the more memory this process has.
     """
     if nextitem is None or nextitem.path != item.path:
         for value in vars(item.module).values():
@@ -69,7 +68,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show the restarts even where warnings are not."""
+    """Show the restarts even where warnings are not shown."""
     file = Path(os.environ.get("RESTARTED_RANKS", os.devnull))
     for line in file.read_text().splitlines() if file.is_file() else ():
         terminalreporter.write_line(f"ranks hung and were started once more in {line}")

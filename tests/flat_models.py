@@ -1,4 +1,4 @@
-"""Small models of every family, a flat batch, and what they give for each sequence alone."""
+"""Small models of every family, a flat batch, and the results for each sequence alone."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
     ),
 }
-"""Apart from MODELS, since a token may choose other experts by the last bit."""
+"""Mixtures of experts, apart from MODELS: the last bit of a token may choose other experts."""
 LENGTHS = [5, 1, 11, 8, 2, 9, 1, 16]
 TEMPERATURE = 0.8
 SEEN = 777
@@ -87,8 +87,9 @@ def make_model(name: str, attention: str) -> PreTrainedModel:
 
 
 def make_batch(lengths: list[int] = LENGTHS, alike: int = 0) -> Batch:
-    """All sequences begin with the same `alike` tokens, and those of odd places with so many
-    more.
+    """Return a batch of sequences that begin alike.
+
+    All sequences begin with the same `alike` tokens, and every second one with as many more.
     """
     generator = torch.Generator().manual_seed(5)
     total = sum(lengths)
@@ -110,8 +111,9 @@ def make_batch(lengths: list[int] = LENGTHS, alike: int = 0) -> Batch:
 
 
 def one_by_one(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy of learned tokens from the model's own logits, each sequence alone; 0
-    elsewhere.
+    """Compute log-probs and entropy of learned tokens from the model's own logits, 0 elsewhere.
+
+    Each sequence is computed alone.
     """
     logprobs = []
     entropies = []
@@ -126,7 +128,7 @@ def one_by_one(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def weighted(values: tuple[Tensor, Tensor]) -> Tensor:
-    """A loss that weighs every token, and both results, differently."""
+    """Return a loss that gives every token, and both results, another weight."""
     logprobs, entropy = values
     return (logprobs * torch.linspace(-1, 1, len(logprobs))).sum() + 0.3 * (
         entropy * torch.linspace(1, -2, len(entropy))
@@ -155,8 +157,9 @@ def masked(
     window: int | None,
     scaling: float | None = None,
 ) -> Tensor:
-    """Attention of a sequence [T, H, D] in which runs of SEEN attend to all of their run, within a
-    window before each token.
+    """Compute attention of a sequence [T, H, D] with a mask.
+
+    Runs of SEEN attend to all of their run, within a window before each token.
     """
     numbers = torch.cumsum((ids == SEEN).diff(prepend=torch.zeros(1)) != 0, 0)
     together = (ids == SEEN) & (numbers[:, None] == numbers)

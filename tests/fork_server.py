@@ -10,11 +10,10 @@ from typing import Any, NoReturn
 def serve(
     listening: socket.socket, ended: Any, attend: Callable[[socket.socket], None]
 ) -> NoReturn:
-    """Fork a process that attends to each connection, until `ended` can be read and those processes
-    have ended.
+    """Fork a process that attends to each connection, until `ended` can be read.
 
-    `ended` is a socket or a file descriptor that belongs to the process for which this one works;
-    `attend` does not return.
+    It then waits for these processes. `ended` is a socket or a file descriptor that belongs to the
+    process this one works for; `attend` does not return.
     """
     attendants: set[int] = set()
     while ended not in select.select([listening, ended], [], [])[0]:

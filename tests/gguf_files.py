@@ -69,7 +69,7 @@ def vocabulary() -> list[str]:
 
 
 def tokenizer_of(pieces: str) -> Tokenizer:
-    """Return the tokenizer as a published folder of a model with this pre-tokenizer has it."""
+    """Return the tokenizer that a published folder with this pre-tokenizer has."""
     vocab = {token: number for number, token in enumerate(vocabulary())}
     merges = [tuple(merge.split(" ")) for merge in MERGES]
     tokenizer = Tokenizer(
@@ -93,7 +93,7 @@ def tokenizer_of(pieces: str) -> Tokenizer:
 
 
 def trained_sentencepiece() -> SentencePieceProcessor:
-    """Return a tokenizer as Llama 2 has: merges with byte fallback and single digits."""
+    """Return a tokenizer like Llama 2's: merges with byte fallback and single digits."""
     words = ["the", "cat", "hello", "world", "number", "numbers", "12", "345"]
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -112,7 +112,7 @@ def trained_sentencepiece() -> SentencePieceProcessor:
 
 
 def random_model(family: str, **extra) -> PreTrainedModel:
-    """Return a model whose every parameter is random, norms and biases too."""
+    """Return a model with random values in every parameter, also in norms and biases."""
     config = AutoConfig.for_model(family, **(SIZES | {"vocab_size": len(vocabulary())} | extra))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
@@ -134,7 +134,7 @@ def write_gguf(
     extra: dict[str, np.ndarray] | None = None,
     without: str = "",
 ) -> dict[str, Tensor]:
-    """Write the file, and return the numbers that it holds, by the names of the model.
+    """Write the file, and return the numbers in it by the names of the model.
 
     `pieces` is the pre-tokenizer of vocabulary(), or another tokenizer, with the vocabulary of the
     model. `settings` and `extra` are added to its metadata and its tensors, and the tensor
@@ -243,8 +243,9 @@ def _with_separate_experts(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Te
 
 
 def _as_in_llama_cpp(name: str, numbers: np.ndarray, config) -> np.ndarray:
-    """Reorder queries and keys of a Llama: llama.cpp rotates neighbours, transformers the halves of
-    a head.
+    """Reorder queries and keys of a Llama.
+
+    llama.cpp rotates neighbours, transformers the halves of a head.
     """
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
         name.split(".")[-2]

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class JsonHandler(BaseHTTPRequestHandler):
-    """A subclass answers in do_GET() and do_POST()."""
+    """Base of a handler; a subclass answers in do_GET() and do_POST()."""
 
     def read_json(self) -> Any:
         return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -22,12 +22,12 @@ class JsonHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 @contextmanager
 def listening(handler: type[JsonHandler]) -> Iterator[str]:
-    """The address of a server in a thread."""
+    """Serve in a thread, and yield the address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"

@@ -1,4 +1,4 @@
-"""Folders as scripts/laptop/run.sh leaves them, with numbers and responses that a test chooses."""
+"""Write folders like scripts/laptop/run.sh, with numbers and responses that a test chooses."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Requests that have no meaning, of each kind, and a word of the answer to each."""
+"""Malformed requests of each kind, with a word that the answer must contain."""
 
 CHAT = {"messages": [{"role": "user", "content": "p"}]}
 

@@ -1,4 +1,4 @@
-"""Rows in which truncated sampling has a token at its edge, and their gradients in float64."""
+"""Rows where truncated sampling has a token at its edge, and gradients in float64."""
 
 from functools import cache
 
@@ -13,12 +13,13 @@ MARGINAL = Truncation(top_k=20, top_p=0.95)
 MARGINAL_CASES = [
     (tokens, chunk) for tokens in (1, 2, 3, 5, 8, 30) for chunk in (0, None, 1, 7)
 ] + [(257, 0), (257, 40)]
-"""Rows, and how many of them at a time."""
+"""Rows, and how many of them are computed at a time."""
 
 
 def marginal_inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Hidden states [T, H], weight [V, H], targets [T] among the likely tokens, gradients of
-    log-probs and entropy.
+    """Return hidden states [T, H], weight [V, H], targets [T] and gradients of both results.
+
+    The targets are among the likely tokens; the results are log-probs and entropy.
     """
     generator = torch.Generator().manual_seed(tokens)
     hidden = torch.randn(tokens, WIDTH, generator=generator)
@@ -29,7 +30,7 @@ def marginal_inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
 
 
 def check_marginal(tokens: int, found: list[Tensor]) -> None:
-    """Hold log-probs, entropy and gradients of hidden states and weight against float64."""
+    """Compare log-probs, entropy and gradients of hidden states and weight with float64."""
     for value, wanted in zip(found, _in_float64(tokens), strict=True):
         torch.testing.assert_close(value.double(), wanted, rtol=2e-5, atol=2e-5)
 

@@ -1,4 +1,4 @@
-"""How much memory something takes, and a model that is large enough to see it."""
+"""Measure how much memory something takes, on a model that is large enough to show it."""
 
 from pathlib import Path
 
@@ -11,8 +11,9 @@ __all__ = ["larger_mixture", "larger_model", "peak_of"]
 
 
 def larger_model(tiny: str, folder: Path) -> int:
-    """A random relative of the model in `tiny`, in bfloat16 and several files; returns its bytes in
-    float32, 230 million.
+    """Write a larger model like the one in `tiny`, in bfloat16 and several files.
+
+    Returns its bytes in float32, 230 million.
     """
     config = AutoConfig.from_pretrained(
         tiny, hidden_size=512, intermediate_size=2048, num_hidden_layers=16, vocab_size=4000
@@ -24,8 +25,9 @@ def larger_model(tiny: str, folder: Path) -> int:
 
 
 def larger_mixture(folder: Path) -> tuple[int, int]:
-    """A random mixture of 32 experts in 8 layers, as published, in bfloat16; returns bytes in
-    float32: all, and of a layer.
+    """Write a random mixture of 32 experts in 8 layers, as published, in bfloat16.
+
+    Returns its bytes in float32: of the whole model, and of a layer.
     """
     config = Qwen3MoeConfig(
         hidden_size=512,

@@ -25,12 +25,12 @@ def tokenizer(chat):
 
 
 def ids(text):
-    """Bytes, with the end token for $."""
+    """Return the bytes of a text as tokens, with the end token for $."""
     return [EOS if letter == "$" else ord(letter) for letter in text]
 
 
 class Player:
-    """Episodes whose turns are written here instead of sampled."""
+    """Plays episodes with the turns that a test has written."""
 
     def __init__(self, name="", *, agent="", chat=False, longest=200, other_rewards="", **limits):
         section = EnvironmentSection(environment=name, agent=agent, **limits)
@@ -42,10 +42,9 @@ class Player:
         self.episodes = Episodes(setup, section, format, hermes, **options)
 
     def play(self, turns, *, rows=None, seconds=120.0, delay=0.0):
-        """Play an episode for each list of turns, texts or token ids, at the same time; return
-        their samples.
+        """Play an episode for each list of turns at the same time, and return the samples.
 
-        A turn comes after `delay` seconds.
+        Turns are texts or token ids, and each comes after `delay` seconds.
         """
         rows = rows or [
             {"label": str(place), "prompt": "p", "end": EOS} for place in range(len(turns))

@@ -1,5 +1,6 @@
-"""Run a function on several gloo ranks, forked from this warm process: a second instead of the ten
-of a fresh start.
+"""Run a function on several gloo ranks that are forked from this warm process.
+
+This takes a second instead of the ten of a fresh start.
 """
 
 import faulthandler
@@ -36,13 +37,14 @@ from lightrft.versions import installed_versions
 
 tqdm.monitor_interval = 0  # a thread of the process that forks, which may hold a lock just then
 RESTARTS = "RESTARTED_RANKS"
-"""Environment variable: the file in which every start once more has its line, of all processes of a
-test run."""
+"""Environment variable: a file with a line for every restart, of all processes of a test run."""
 os.environ.setdefault(RESTARTS, tempfile.mkstemp(prefix="restarted_ranks")[1])
 MOST_RESTARTS = 1
 SHALLOW = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
-"""Module for torch's fake tensors, which record the stack for each operation of DTensor that is
-new: under pytest it is deep."""
+"""Module that torch's fake tensors use to record the stack for each new operation of DTensor.
+
+Under pytest the stack is deep.
+"""
 LATER = {
     "deepspeed": (
         "lightrft.strategy.deepspeed",
@@ -55,29 +57,31 @@ LATER = {
     ),
     "peft": ("peft", "huggingface_hub.hf_file_system"),
 }
-"""Package -> what a run imports late, until an engine of ZeRO has started, or for adapters."""
+"""Package -> what a run imports late: until an engine of ZeRO has started, or for adapters."""
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Of all ranks, where they share it."""
+    """Return a tensor of all ranks, if they share it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180
 ) -> list[Any]:
-    """`function(*args)` on every rank of a fresh process group; returns the results in rank order.
+    """Run `function(*args)` on every rank of a fresh process group; return the results in rank
+    order.
 
     An exception on a rank, a dead rank or the time limit (seconds) raises here, with that rank's
     traceback.
 
-    Ranks that hang are started once more, with a warning that shows their stacks, and once only in
-    a test run, as a race of the code under test would come again: a hang was seen once in some
-    thousand starts, on busy cores, all ranks waiting in the same gloo collective, for a cause not
-    found. What the code under test hangs, hangs twice. Not the cause: the order of collectives
-    (there was one group), and, as 1,400 starts and 150,000 all-gathers on busy cores went well,
-    neither connecting nor waiting by itself. What does hang a rank is a fork while another thread
-    of this process is inside torch and holds a lock: keep such threads out of it.
+    Ranks that hang are started once more, with a warning that shows their stacks. A test run does
+    this only once, because a race in the code under test would come again. A hang was seen once in
+    some thousand starts, on busy cores, with all ranks waiting in the same gloo collective, and the
+    cause was not found. If the code under test hangs, it hangs twice. The cause is not the order of
+    collectives, because there was one group. As 1,400 starts and 150,000 all-gathers on busy cores
+    went well, it is neither connecting nor waiting by itself. A rank does hang if it is forked
+    while another thread of this process is inside torch and holds a lock: keep such threads out of
+    this process.
     """
     try:
         return _run(world_size, function, args, timeout)
@@ -96,8 +100,9 @@ def run_ranks(
 def run_cases(
     world_size: int, function: Callable[..., Any], cases: dict[Any, tuple]
 ) -> dict[Any, list[Any]]:
-    """Call `function(*args)` for the arguments of each case, one case after another in one start;
-    return the results by rank.
+    """Call `function(*args)` for the arguments of each case, one after another in one start.
+
+    Returns the results by rank.
     """
     by_rank = run_ranks(world_size, _in_turn, function, cases, timeout=400)
     return {case: [results[case] for results in by_rank] for case in cases}
@@ -112,8 +117,9 @@ def _in_turn(function: Callable[..., Any], cases: dict[Any, tuple]) -> dict[Any,
 
 
 def run_apart(function: Callable[..., Any], calls: list[tuple], timeout: float = 180) -> list[Any]:
-    """Call `function(*args)` for the arguments of each call, all at once, each on the one rank of a
-    process group of its own.
+    """Call `function(*args)` for the arguments of each call, all at once.
+
+    Each runs on the one rank of a process group of its own.
     """
     with tempfile.TemporaryDirectory() as folder:
         folders = [tempfile.mkdtemp(dir=folder) for _ in calls]
@@ -132,8 +138,9 @@ def run_apart(function: Callable[..., Any], calls: list[tuple], timeout: float =
 def run_refusals(
     world_size: int, function: Callable[..., Any], cases: dict[Any, tuple]
 ) -> dict[Any, list[str]]:
-    """Return the traceback of each case by rank, of several cases in one start; each must raise,
-    and on all ranks together.
+    """Return the traceback of each case by rank, for several cases in one start.
+
+    Each case must raise, on all ranks together.
     """
     return run_cases(
         world_size, _refusal, {case: (function, *args) for case, args in cases.items()}
@@ -151,8 +158,9 @@ def _refusal(function: Callable[..., Any], *args: Any) -> str:
 def exit_codes(
     world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60
 ) -> list[int | None]:
-    """How ranks end that must not return: each by itself, within `timeout` seconds; None for one
-    that did not.
+    """Return how ranks end that must not return.
+
+    Each ends by itself within `timeout` seconds; None for one that did not.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes = _start(world_size, folder, function, args)
@@ -185,8 +193,9 @@ def _run(world_size: int, function: Callable[..., Any], args: tuple, timeout: fl
 
 @cache
 def import_packages() -> None:
-    """Import for all ranks what each would take three seconds for; not beside an accelerator, which
-    it may use.
+    """Import what each rank would take three seconds for.
+
+    Not beside an accelerator, because importing may use the device.
     """
     for package, names in () if torch.accelerator.is_available() else LATER.items():
         for name in names if find_spec(package) else ():
@@ -251,7 +260,7 @@ def _rank(
 
 
 def _native_stacks(pid: int) -> str:
-    """Of all threads, gloo's too, where a debugger is installed."""
+    """Return the stacks of all threads, also gloo's, where a debugger is installed."""
     if shutil.which("gdb") is None:
         return ""
     command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all backtrace 12"]

@@ -1,4 +1,4 @@
-"""Real training runs, small: a tiny model, a few prompts, gloo ranks forked from this process."""
+"""Small but real training runs: a tiny model, a few prompts, forked gloo ranks."""
 
 import json
 from pathlib import Path
@@ -28,11 +28,11 @@ def share_of_ascii(samples, label, **columns):
     return [sum(token < 128 for token in sample.token_ids) / len(sample.token_ids) for sample in samples]
 '''
 NOT_REPEATABLE = ("time/", "memory/", "perf/")
-"""Metrics that depend on the machine's mood."""
+"""Metrics that depend on how busy the machine is."""
 
 
 def prepare(folder: Path, rows: int = 24) -> list[str]:
-    """Model, data and reward in `folder`; returns the flags that name them."""
+    """Write model, data and reward into `folder`; return the flags that name them."""
     tiny_qwen3(folder / "model", seed=0)
     problems = [{"input": "abcdefgh"[: 2 + i % 5] + "=", "label": str(i)} for i in range(rows)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
@@ -68,7 +68,7 @@ PPO = [
 def train(
     entrypoint: str, world_size: int, flags: list[str], save_path: Path, timeout: float = 400
 ) -> list[dict[str, Any]]:
-    """Run an entrypoint on forked ranks; returns the rows of metrics.jsonl."""
+    """Run an entrypoint on forked ranks; return the rows of metrics.jsonl."""
     if "--engine_type=vllm" in flags:
         load_vllm()
         # of which vLLM writes every byte when it starts
@@ -93,8 +93,9 @@ def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run_here(entrypoint: str, flags: list[str], seed: int = 0) -> None:
-    """On the rank that this process is; `seed` is that of what the configuration's does not
-    reach.
+    """Run an entrypoint on the rank that this process is.
+
+    `seed` seeds what the configuration's seed does not reach.
     """
     config = prepare_config(entrypoint, parse(flags, entrypoint))
     torch.manual_seed(seed)

@@ -1,5 +1,6 @@
-"""Random models of 0.2 M parameters that see or hear, with a byte tokenizer and their processor, as
-a user would have them.
+"""Random models of 0.2 M parameters that see or hear, with tokenizer and processor.
+
+They are in folders as a user would have them, with a byte tokenizer.
 """
 
 import re
@@ -51,14 +52,15 @@ MARKS = {
     "end_of_utterance_token": "<end_of_utterance>",
 }
 FRAMED = "<|vision_start|><|image_pad|><|vision_end|>"
-"""What stands for an image in a prompt of Qwen-VL; of Idefics3: <image>."""
+"""Text for an image in a prompt of Qwen-VL; Idefics3 has <image>."""
 FILMED = FRAMED.replace("image", "video")
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.12}
 
 
 def seeing_model(folder: Path | str, seed: int = 0, family: str = "idefics3") -> str:
-    """It reads seven tokens for an image: four of it and three around them; smolvlm needs
-    torchvision. Returns the folder.
+    """Write a model that reads seven tokens for an image, and return the folder.
+
+    Four are the image's own and three stand around them; smolvlm needs torchvision.
     """
     config = CONFIG_MAPPING[family](
         text_config=SIZES
@@ -107,7 +109,7 @@ def seeing_model(folder: Path | str, seed: int = 0, family: str = "idefics3") ->
 
 
 def seeing_qwen(folder: Path | str, family: str = "qwen2_5_vl") -> str:
-    """A Qwen2-VL, 2.5 or 3: an image has a place in rows and columns, and is framed.
+    """Write a Qwen2-VL, 2.5 or 3: its images are framed, and have positions by row and column.
 
     Needs torchvision.
     """
@@ -196,10 +198,10 @@ def seeing_qwen(folder: Path | str, family: str = "qwen2_5_vl") -> str:
 
 
 def hearing_model(folder: Path | str, seconds: int = 30) -> str:
-    """A Qwen2-Audio, which reads a token for each 40 ms of a clip, and hears 16,000 samples a
-    second.
+    """Write a Qwen2-Audio that reads a token for each 40 ms of a clip.
 
-    A clip costs as much as the longest one, of so many seconds; vLLM knows 30 alone.
+    It hears 16,000 samples a second. A clip costs as much as the longest one, of so many seconds;
+    vLLM knows only 30.
     """
     config = Qwen2AudioConfig(
         text_config=SIZES
@@ -245,8 +247,10 @@ def hearing_model(folder: Path | str, seconds: int = 30) -> str:
 
 
 def omni(folder: Path | str, seconds: int = 30) -> str:
-    """A whole Qwen2.5-Omni: its thinker reads a token for each 40 ms of a clip of at most so many
-    seconds. Needs torchvision.
+    """Write a whole Qwen2.5-Omni.
+
+    Its thinker reads a token for each 40 ms of a clip of at most so many seconds. Needs
+    torchvision.
     """
     from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
@@ -366,8 +370,9 @@ def omni(folder: Path | str, seconds: int = 30) -> str:
 
 
 def transformers_model(folder: Path | str) -> PreTrainedModel:
-    """The model in a folder by transformers; the parameters of a thinker have the names that
-    training uses.
+    """Load the model in a folder with transformers.
+
+    The parameters of a thinker have the names that training uses.
     """
     model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
     if isinstance(model, Qwen2_5OmniForConditionalGeneration):
@@ -385,20 +390,20 @@ class Thinker(Qwen2_5OmniThinkerForConditionalGeneration):
 
 
 def clip(seed: int, seconds: float = 0.2, rate: int = 16000) -> Clip:
-    """Noise."""
+    """Return noise as sound."""
     noise = torch.rand(int(seconds * rate), generator=torch.Generator().manual_seed(seed))
     return Clip((noise * 2 - 1).numpy(), rate)
 
 
 def film(seed: int, frames: int = 4, width: int = 40, height: int = 40) -> np.ndarray:
-    """Coloured noise that moves: [frames, height, width, 3]."""
+    """Return coloured noise that moves: [frames, height, width, 3]."""
     return np.stack(
         [np.asarray(picture(100 * seed + frame, width, height)) for frame in range(frames)]
     )
 
 
 def picture(seed: int, width: int = 40, height: int = 40) -> Image.Image:
-    """Coloured noise."""
+    """Return coloured noise."""
     pixels = torch.randint(
         0, 256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
     )
@@ -406,7 +411,7 @@ def picture(seed: int, width: int = 40, height: int = 40) -> Image.Image:
 
 
 def seeing_llava(folder: Path | str) -> str:
-    """A LLaVA: four tokens for an image."""
+    """Write a LLaVA with four tokens for an image."""
     config = LlavaConfig(
         text_config=SIZES
         | {
@@ -453,8 +458,9 @@ def seeing_llava(folder: Path | str) -> str:
 
 
 def seeing_gemma(folder: Path | str) -> str:
-    """A Gemma 3, with the names of released folders: eight tokens for an image, four of which see
-    each other.
+    """Write a Gemma 3 with the names of released folders.
+
+    An image has eight tokens, and four of them see each other.
     """
     from transformers import Gemma3ImageProcessor, Gemma3Processor
 
@@ -526,7 +532,10 @@ def seeing_gemma(folder: Path | str) -> str:
 
 
 def seeing_internvl(folder: Path | str) -> str:
-    """An InternVL: four tokens for an image, and one before and after them. Needs torchvision."""
+    """Write an InternVL with four tokens for an image, and one before and after them.
+
+    Needs torchvision.
+    """
     from transformers import GotOcr2ImageProcessor, InternVLProcessor, InternVLVideoProcessor
 
     config = CONFIG_MAPPING["internvl"](

@@ -1,8 +1,8 @@
-"""Call a function in the environment that has SGLang: it lies over the tests' own, beside its
-folder.
+"""Call a function in the environment that has SGLang.
 
-SGLang's import takes longer than most of what is tested, so one process imports it for all tests,
-those of other workers too, and is forked for each call.
+It lies over the tests' own environment, beside its folder. SGLang's import takes longer than most
+of what is tested, so one process imports it for all tests, also for other workers, and is forked
+for each call.
 """
 
 import fcntl
@@ -34,13 +34,13 @@ SEARCHED = os.pathsep.join(map(str, [ROOT / "tests" / "sglang_stand_ins", ROOT, 
 def in_sglang_environment(
     function: Callable[..., Any], *args: Any, timeout: float = 600, spawns: bool = False
 ) -> Any:
-    """`function(*args)` in a fork of a process of that environment, which has imported SGLang;
-    ranks are forked from there.
+    """Run `function(*args)` in a fork of a process of that environment.
 
-    SGLang's own processes are forked from it too (spares.py), or with `spawns` started afresh, as
-    they are for users. The function, its arguments and its result travel by pickle, so it must live
-    in a module that can be imported. What it raises, a dead process, the time limit (seconds) or a
-    call of the stand-in for SGLang's kernels raise RuntimeError here.
+    That process has imported SGLang; ranks are forked from there. SGLang's own processes are forked
+    from it too (spares.py), or with `spawns` started afresh, as they are for users. The function,
+    its arguments and its result travel by pickle, so it must live in a module that can be imported.
+    What it raises, a dead process, the time limit (seconds) or a call of the stand-in for SGLang's
+    kernels raise RuntimeError here.
     """
     with tempfile.TemporaryDirectory() as folder:
         paths = {
@@ -74,8 +74,9 @@ def in_sglang_environment(
 
 
 def beside_torchvision(function: Callable[..., Any], *args: Any, timeout: float = 600) -> Any:
-    """`function(*args)` in a new process of that environment, with torchvision and vLLM instead of
-    SGLang.
+    """Run `function(*args)` in a new process of that environment.
+
+    It has torchvision and vLLM instead of SGLang.
     """
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"WITH_VLLM": "1", "PYTHONPATH": SEARCHED}
@@ -102,7 +103,7 @@ def beside_torchvision(function: Callable[..., Any], *args: Any, timeout: float 
 
 
 def _call(folder: str, timeout: float) -> str:
-    """How the fork ended that answers in this folder; nothing of it is left."""
+    """Return how the fork ended that answers in this folder; nothing of it is left."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         line.connect(_host())
         line.settimeout(timeout)
@@ -118,8 +119,9 @@ def _call(folder: str, timeout: float) -> str:
 
 @cache
 def _host() -> str:
-    """Address of the process that has imported SGLang, which the first to want it starts; it ends
-    with the whole test run.
+    """Return the address of the process that has imported SGLang.
+
+    The first test that wants it starts it, and it ends with the whole test run.
     """
     folder = Path(os.environ["TEST_RUN"])
     address = folder / "sglang"
@@ -171,8 +173,9 @@ def _serve(address: str, owner: int) -> None:
 
 
 def _attend(line: socket.socket) -> None:
-    """Fork the process that answers in the folder that the line names, and say how it ended; kill
-    it when nobody waits for it.
+    """Fork the process that answers in the folder of the line, and say how it ended.
+
+    It is killed when nobody waits for it.
     """
     try:
         folder = Path(line.recv(4096).decode())

@@ -1,8 +1,8 @@
-"""Processes kept ready for `multiprocessing`'s method "spawn": forked from a warm parent, they have
-imported everything.
+"""Processes kept ready for `multiprocessing`'s method "spawn".
 
-A rank cannot fork them when it wants them, as it has threads and a process group by then. They are
-forked when it begins.
+They are forked from a warm parent, so they have imported everything. A rank has threads and a
+process group by the time that it wants them, and cannot fork them then. So they are forked when it
+begins.
 """
 
 import io
@@ -21,13 +21,13 @@ from multiprocessing import (
 )
 
 NUMBER = 6
-"""For each rank. Who wants more gets processes of the ordinary kind."""
+"""Number for each rank. Whoever wants more gets ordinary processes."""
 kept: list[tuple[int, socket.socket]] = []
-"""Of this rank: process and the line to it, which ends when one of both does."""
+"""Spare processes of this rank: process and the line to it, which ends when either does."""
 
 
 def for_each_child() -> None:
-    """From now on every process that this one forks begins with spare ones."""
+    """Let every process that this one forks from now on begin with spare ones."""
     parent = os.getpid()
     os.register_at_fork(after_in_child=lambda: _keep() if os.getppid() == parent else None)
     context.SpawnProcess._Popen = staticmethod(
@@ -36,9 +36,7 @@ def for_each_child() -> None:
 
 
 class _Popen(popen_fork.Popen):
-    """A spare process begins to run what it is given, with the environment that this one has
-    now.
-    """
+    """A spare process that runs what it is given, with the environment that this one has now."""
 
     DupFd = popen_forkserver._DupFd
 

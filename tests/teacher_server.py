@@ -1,5 +1,6 @@
-"""A small OpenAI-compatible server for one test: a real model that scores the tokens of prompts, in
-a process of its own.
+"""A small OpenAI-compatible server for one test.
+
+In a process of its own, a real model scores the tokens of prompts.
 """
 
 import multiprocessing
@@ -18,10 +19,10 @@ from json_server import JsonHandler
 def teacher_server(
     folder: str, *, busy: int = 0, short: bool = False, key: str = ""
 ) -> Iterator[str]:
-    """Its URL.
+    """Serve a model, and yield the URL.
 
-    The first `busy` requests are answered with 503; a `short` one returns a log-prob too few; with
-    a `key` only requests that bring it are answered.
+    The first `busy` requests are answered with 503. With `short` it returns one log-prob too few.
+    With a `key` it answers only requests that bring it.
     """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     process = multiprocessing.get_context("fork").Process(

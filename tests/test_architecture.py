@@ -1,6 +1,4 @@
-"""Rules of the package that can be read from its source: imports between rooms, sizes of folders,
-names.
-"""
+"""Rules of the package that can be read from its source: imports, sizes of folders, names."""
 
 import ast
 import re
@@ -77,13 +75,14 @@ OPTIONAL_ELSEWHERE = {
     "ray": "batching/transfer_queue.py",
     **dict.fromkeys(("mlflow", "trackio", "comet_ml"), "observe/trackers.py"),
 }
-"""Exceptions to `only inside the file or folder named after it`, and there only inside a
-function."""
+"""Exceptions to `only inside the file or folder named after it`; there only inside a function."""
 OWN = "lightrft.rewards.verifiers"
-"""Folder of our own that is called like an optional package."""
+"""A folder of our own with the name of an optional package."""
 LARGEST = 14
-"""Files of a room, or of a folder inside of a room; its __init__.py and the folders in it are not
-counted."""
+"""Files of a room, or of a folder inside of a room.
+
+Its __init__.py and the folders in it are not counted.
+"""
 HOMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 
@@ -98,8 +97,9 @@ def nodes(source: str) -> list[ast.AST]:
 
 @cache
 def imports(source: str, path: str) -> list[tuple[str, bool]]:
-    """(absolute module name, at import time) of every import in the file `path`, relative to the
-    package's parent.
+    """Return (absolute module name, at import time) of every import in the file `path`.
+
+    `path` is relative to the package's parent.
     """
     functions = [
         node for node in nodes(source) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -122,13 +122,16 @@ def imports(source: str, path: str) -> list[tuple[str, bool]]:
 
 
 def room(module: str) -> str:
-    """`lightrft.engine.base` -> `engine`; empty for the package itself and for other packages."""
+    """Return the room of a module: `lightrft.engine.base` -> `engine`.
+
+    It is empty for the package itself and for other packages.
+    """
     parts = module.split(".")
     return parts[1] if parts[0] == "lightrft" and len(parts) > 1 and parts[1] in LAYERS else ""
 
 
 def wrong_ways(source: str, path: str) -> list[str]:
-    """Imports that go up, or sideways between rooms."""
+    """Return imports that go up, or sideways between rooms."""
     here = room(path.removesuffix(".py").replace("/", "."))
     there = {room(name) for name, _ in imports(source, path)} - {"", here}
     return [
@@ -139,7 +142,7 @@ def wrong_ways(source: str, path: str) -> list[str]:
 
 
 def optional_imports(source: str, path: str) -> list[str]:
-    """Optional packages where they do not belong."""
+    """Return optional packages that are imported where they do not belong."""
     found = []
     for name, eager in imports(source, path):
         package = name.split(".")[0]
@@ -150,8 +153,9 @@ def optional_imports(source: str, path: str) -> list[str]:
 
 
 def adapter_imports(source: str, path: str) -> list[str]:
-    """Files and folders named after an optional package, when others import them without being
-    inside a function.
+    """Return files and folders named after an optional package that others import eagerly.
+
+    Eagerly means not inside a function.
     """
     return [
         f"{path} imports {name}"
@@ -163,15 +167,15 @@ def adapter_imports(source: str, path: str) -> list[str]:
 
 
 def places(path: str) -> set[str]:
-    """What the file and its folders are called."""
+    """Return the names of a file and its folders."""
     return set(Path(path).with_suffix("").parts)
 
 
 def circle(folder: str, files: dict[str, str]) -> list[str]:
-    """Return the files and folders right inside of `folder`, a module, that import each other in a
-    circle, also lazily.
+    """Return the files and folders right inside of `folder` that import each other in a circle.
 
-    `files` is path -> source, of the files in the folder and in its folders.
+    `folder` is a module, and lazy imports count too. `files` is path -> source, of the files in the
+    folder and in its folders.
     """
     paths = {
         path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): path for path in files
@@ -195,8 +199,10 @@ def circle(folder: str, files: dict[str, str]) -> list[str]:
 
 
 def entry(folder: str, module: str) -> str:
-    """`lightrft.engine`, `lightrft.engine.vllm.shim` -> `vllm`; empty for modules that are not
-    inside of the folder.
+    """Return which entry of a folder a module belongs to.
+
+    `lightrft.engine`, `lightrft.engine.vllm.shim` -> `vllm`; empty for modules that are not inside
+    of the folder.
     """
     return (
         module.removeprefix(f"{folder}.").split(".")[0] if module.startswith(f"{folder}.") else ""
@@ -240,10 +246,10 @@ def public_classes(source: str) -> list[str]:
 
 
 def fields_read(source: str) -> set[str]:
-    """Names read from a configuration: `config.train.seed`, `train.seed`, `section.seed`, or by
-    name as a string.
+    """Return names read from a configuration.
 
-    A registered function is given the fields that its keyword-only parameters name.
+    They are read as `config.train.seed`, `train.seed`, `section.seed`, or by name as a string. A
+    registered function is given the fields that its keyword-only parameters name.
     """
     owners = section_of_field()
     found = set()
@@ -446,8 +452,10 @@ def test_the_pages_about_the_code_name_files_that_exist():
 
 
 LONGEST_CHAIN = 12
-"""Modules from a command down to the last one it needs; a smaller number is an achievement, a
-larger one a defect."""
+"""Modules from a command down to the last one it needs.
+
+A smaller number is an achievement, a larger one a defect.
+"""
 
 
 def test_imports_have_no_circle_and_their_longest_chain_does_not_grow():

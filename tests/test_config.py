@@ -1,4 +1,4 @@
-"""The command line and the YAML file: what they set, which wins, and what their errors say."""
+"""The command line and the YAML file: what they set, which one wins, and what their errors say."""
 
 import copy
 import json
@@ -325,8 +325,9 @@ def test_errors_of_the_file(file, text, message):
 
 
 def test_a_flat_file_is_read(file):
-    """Keys may stand alone; names that are also those of sections are told apart by what follows
-    them.
+    """Keys may stand alone.
+
+    Names that are also names of sections are told apart by what follows them.
     """
     text = (
         "pretrain: some/model\nseed: 7\nstrategy: fsdp\nreward: math\nactor_learning_rate:"
@@ -501,7 +502,7 @@ def test_batches_that_do_not_divide_show_all_numbers():
 
 @pytest.mark.parametrize("value", [1e18, -1e18, math.inf, math.nan])
 def test_every_number_has_bounds(value):
-    """Also one that is set in Python, where no text is parsed."""
+    """A number that is set in Python, where no text is parsed, has them too."""
     config = Config()
     for name, section in section_of_field().items():
         if options()[name].bound and name != "seed":
@@ -1099,7 +1100,7 @@ def test_the_version(capsys):
 
 
 def test_a_mistake_is_answered_without_heavy_imports():
-    """Torch and transformers take seconds of every rank; nothing that reads a command line may
+    """Torch and transformers take each rank seconds, so nothing that reads a command line may
     import them.
     """
     program = (
@@ -1252,7 +1253,7 @@ def test_damage_in_a_file_is_named_with_the_file(tmp_path, content, message):
 
 @pytest.mark.parametrize("estimator", ["dapo", "dr_grpo", "gspo", "ppo"])
 def test_python_resolves_to_the_same_as_the_command_line(estimator):
-    """With the estimator alone, and with a value beside it that happens to be the section's
+    """It is tested with the estimator alone, and with a value that happens to be the section's
     default.
     """
     from_flags = parsed(*RUNNABLE, f"--advantage_estimator={estimator}", "--eps_clip_low=0.2")

@@ -1,6 +1,4 @@
-"""Why: a link that leads nowhere, or a page that no other page names, is a page that nobody
-reads.
-"""
+"""Why: nobody reads a page that no other page links to, or a link that leads nowhere."""
 
 import json
 import os
@@ -27,8 +25,9 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]*`", flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page: those of its headings, as GitHub and mkdocs write them, and
-    explicit ones.
+    """Return the anchors of a page.
+
+    They are explicit, or made from headings as GitHub and mkdocs do.
     """
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
@@ -170,15 +169,19 @@ const all = async () => {
 };
 all();
 """
-"""Load each page at the width of a screen and of a telephone: pixels beyond the page, cut parts,
-and invisible formulas."""
+"""Load each page at the width of a screen and of a telephone.
+
+It reports pixels beyond the page, cut parts, and invisible formulas.
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no browser on this machine")
 def test_a_browser_shows_the_whole_site(site, tmp_path):
     """No page is wider than the window, what is wider scrolls by itself, and formulas have a
-    height; with a screenshot.
+    height.
+
+    It takes a screenshot.
     """
     pages = [
         f"/{path.parent.relative_to(site)}/".replace("/./", "/")
@@ -224,7 +227,7 @@ def test_a_browser_shows_the_whole_site(site, tmp_path):
 
 
 class Site(SimpleHTTPRequestHandler):
-    """The pages, and the place where the browser puts what it has measured."""
+    """The pages, and the place where the browser puts its measurements."""
 
     found: Queue = Queue()
 

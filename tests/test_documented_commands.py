@@ -1,4 +1,4 @@
-"""Why: a command or a flag that a page prints is the first thing that a reader tries."""
+"""Why: a command or a flag on a page is the first thing that a reader tries."""
 
 import re
 import shlex
@@ -66,8 +66,7 @@ OTHER_FLAGS = {
     "--source",
     "--seed",  # of the scripts
 }
-"""Flags that are printed alone and belong to another program than the commands that read a
-configuration."""
+"""Flags that are printed alone and belong to a program that reads no configuration."""
 
 REFUSED = {
     "--load_in_4bit",
@@ -81,11 +80,11 @@ REFUSED = {
 """Flags that docs/migrating.md lists as refused."""
 
 MEASURED = {"benchmarks.md", "gpu_check.md", "scaling.md"}
-"""Pages about the scripts that measure, whose flags are looked up in them."""
+"""Pages about the scripts that measure; their flags are looked up in the scripts."""
 
 PLACEHOLDER = re.compile(r"-?[A-Z][A-Z_/,]*|c|\.\.\.|<.*>")
 MESSAGE = re.compile(r"[;:] | needs | does not | has nothing | is short for ")
-"""What distinguishes a printed error message from flags."""
+"""Pattern that tells a printed error message from flags."""
 
 
 # -- whole commands
@@ -192,8 +191,8 @@ def check_command(command: str, arguments: list[str], *, world_size: int) -> Non
 
 
 def without_files(config):
-    """Return the configuration with local models that do not exist here replaced by names of the
-    hub.
+    """Return the configuration with names of the hub in place of local models that do not exist
+    here.
     """
     for name in ("pretrain", "critic_pretrain", "teacher_pretrain"):
         if getattr(config, name):
@@ -296,8 +295,8 @@ def options_of_tools() -> set[str]:
 
 
 def values_of(flag: str, values: list[str]) -> list[str]:
-    """Return values in place of placeholders such as N or FOLDER, the first of `a|b`, and a value
-    where none is printed.
+    """Return values for placeholders such as N or FOLDER, the first of `a|b`, or a value of our
+    own.
     """
     kind = bool if current(flag) in renamed.SWITCHES else field_types().get(current(flag))
     if not values and kind is not bool:
@@ -316,7 +315,7 @@ def values_of(flag: str, values: list[str]) -> list[str]:
 
 
 def current(flag: str) -> str:
-    """Return the name of the field that a flag sets, also if the flag is another tool's."""
+    """Return the name of the field that a flag sets, also for a flag of another tool."""
     name = flag.removeprefix("--")
     name = DOTTED.get(name, name)
     name = openrlhf.RENAMED.get(name, name)

@@ -1,5 +1,6 @@
-"""Tests of packages that cannot share the environment of the others, in one of their own that lies
-over it.
+"""Run the tests of packages that cannot share the environment of the others.
+
+They run in an environment of their own that lies over it.
 """
 
 import os

@@ -1,5 +1,6 @@
-"""The wheel: built, installed beside the core requirements alone, and every module of it imported
-from elsewhere.
+"""The wheel is built and installed beside the core requirements alone, and each module is imported.
+
+They are imported from another folder.
 """
 
 import importlib.metadata
@@ -42,8 +43,10 @@ NEEDS_AN_EXTRA = {
     "lightrft.run.model_server": "uvicorn",
     "lightrft.strategy.deepspeed": "deepspeed",
 }
-"""Modules that may only be imported where a package of an extra is installed, with those inside of
-them. Triton comes with torch for CUDA, and only there it is needed."""
+"""Modules that need a package of an extra, with the modules inside of them.
+
+Triton comes with torch for CUDA, and is needed only there.
+"""
 
 IMPORT_ALL = """
 import importlib, json, sys
@@ -60,7 +63,7 @@ print(json.dumps({"failed": failed, "file": lightrft.__file__}))
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built from a copy, so that nothing of an earlier build in the checkout can slip in."""
+    """Build the wheel from a copy, so that nothing from an earlier build can slip in."""
     folder = tmp_path_factory.mktemp("build")
     copytree(ROOT / "lightrft", folder / "lightrft", ignore=ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
@@ -81,8 +84,9 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
-    """Python of an environment with the wheel, and links to the core requirements of this one and
-    to what those require.
+    """Return the Python of an environment with the wheel.
+
+    It has links to the core requirements in this environment, and to everything that they require.
     """
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
@@ -111,7 +115,7 @@ def pip(python: str, *arguments: str) -> None:
 
 
 def closure(names: set[str]) -> set[str]:
-    """The distributions and all that they require on this machine, as far as they are installed."""
+    """Return the distributions and all that they require, as far as they are installed here."""
     found: set[str] = set()
     waiting = set(names)
     while waiting:
@@ -133,7 +137,7 @@ def closure(names: set[str]) -> set[str]:
 
 
 def link_distribution(name: str, site: Path) -> None:
-    """Symbolic links to the top folders and files of a distribution."""
+    """Link to the top folders and files of a distribution."""
     distribution = importlib.metadata.distribution(name)
     for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
         link = site / top

@@ -1,5 +1,6 @@
-"""Ranks that hang once are started again; a second hang in the same test run is a failure, with the
-stacks of all threads.
+"""Ranks that hang once are started again.
+
+A second hang in the same test run is a failure, with the stacks of all threads.
 """
 
 import threading

@@ -1,5 +1,6 @@
-"""A model with a real tokenizer and template, from the package index, through every command: what
-tiny models do not show.
+"""Run a model with a real tokenizer and template through every command.
+
+It comes from the package index, and shows what tiny models do not.
 """
 
 import json
@@ -72,7 +73,7 @@ def tokenizer(model) -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def flags(model) -> list[str]:
-    """The flags of model, data and reward, of eight questions in chat messages."""
+    """Return the flags of model, data and reward; the data are eight questions in chat messages."""
     rows = [
         {
             "input": [{"role": "user", "content": f"What is {n} + {n}? Give only the number."}],
@@ -96,8 +97,9 @@ def flags(model) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(model, flags) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder of two small steps of the recipe with word problems on two ranks, and its
-    metrics.
+    """Train for two small steps on two ranks; return the folder and the metrics.
+
+    The recipe is the one with word problems.
     """
     folder = model.parent / "run"
     data = model.parent / "words"

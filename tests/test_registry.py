@@ -1,4 +1,4 @@
-"""Names and import paths of user code, and errors that say where the name came from."""
+"""Names and import paths of user code, and errors that say where a name came from."""
 
 import pytest
 

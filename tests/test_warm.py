@@ -1,4 +1,4 @@
-"""What the warm programs start ends, speaks and dies as what an interpreter starts."""
+"""What a warm program starts ends, writes and dies like what an interpreter starts."""
 
 import signal
 import subprocess

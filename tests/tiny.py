@@ -1,5 +1,6 @@
-"""A random Qwen3 of 0.14 M parameters with a byte tokenizer, in a folder, as a user would have
-it.
+"""A random Qwen3 of 0.14 M parameters with a byte tokenizer, in a folder.
+
+A user would have one like it.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ VOCABULARY = 384
 
 
 def tiny_model(folder: Path | str, seed: int = 0, tie: bool = False, layers: int = 2) -> str:
-    """Write model and tokenizer; returns the folder."""
+    """Write model and tokenizer; return the folder."""
     config = Qwen3Config(
         hidden_size=64,
         num_hidden_layers=layers,
@@ -48,7 +49,7 @@ def tiny_model(folder: Path | str, seed: int = 0, tie: bool = False, layers: int
 
 
 def tiny_experts(folder: Path | str) -> str:
-    """The same as a mixture of five experts, of which a token gets two."""
+    """Write the same as a mixture of five experts; a token gets two."""
     tiny_model(folder)
     config = Qwen3MoeConfig(
         hidden_size=32,
@@ -77,8 +78,9 @@ def tiny_experts(folder: Path | str) -> str:
 
 
 def byte_tokenizer(size: int = VOCABULARY, marks: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Token 0..255 is the byte itself, `marks` follow those of the ends; by default, every row of
-    the models has a token.
+    """Return a tokenizer where token 0..255 is the byte itself.
+
+    `marks` follow the end tokens; by default every row of the models has a token.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
     vocabulary = {letter: byte for byte, letter in enumerate(alphabet)} | {
@@ -98,8 +100,10 @@ def byte_tokenizer(size: int = VOCABULARY, marks: Sequence[str] = ()) -> PreTrai
 
 
 def _byte_of(letter: str) -> int:
-    """ByteLevel writes a printable Latin-1 byte as itself and the others, in order, as code points
-    from 256 on.
+    """Return the byte of a character that ByteLevel writes.
+
+    A printable Latin-1 byte is written as itself, and the others, in order, as code points from 256
+    on.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in printable]

@@ -1,13 +1,12 @@
-"""`python`, `torchrun` and `lightrft` of a warm process: whoever runs them gets a fork that has
-imported everything.
+"""`python`, `torchrun` and `lightrft` as forks of a warm process that has imported everything.
 
 A fresh interpreter needs about nine seconds of CPU until it has imported what a run imports, and a
 launcher three. A test puts `warm_programs()` first in PATH, and starts scripts and commands as
 users do: arguments, environment, folder, standard streams, signals, exit codes, processes and ranks
-are real, and only the imports are those of the process that runs the tests.
+are real. Only the imports come from the process that runs the tests.
 
-PATH has small programs, each of which sends its request to a process that was forked from this one,
-and ends as its fork ends. The ranks of `torchrun` are its children, as its death and theirs have
+PATH has small programs. Each sends its request to a process that was forked from this one, and ends
+as its fork ends. The ranks of `torchrun` are its children, because the death of either has
 consequences: it forks them before it has threads.
 """
 
@@ -47,11 +46,13 @@ RUNS = (
     "runs",
 )
 SPARE_RANKS = 4
-"""Ranks that a launcher has in store, those of its restarts included. It starts more as ordinary
-processes."""
+"""Number of ranks that a launcher keeps ready, also for restarts. It starts more as ordinary
+processes.
+"""
 STARTS_WARM = "STARTS_WARM"
 """Environment variable: the path of the warm `python`, for a program that starts others by
-sys.executable."""
+sys.executable.
+"""
 NAMES = "python", "torchrun", "lightrft"
 PROGRAM = """#!{python} -IS
 import json, os, signal, socket, sys
@@ -72,11 +73,10 @@ sys.exit(code)
 
 @cache
 def warm_programs(*, vllm: bool = False) -> str:
-    """Return the folder with the programs, which are served until this process ends, by a fork that
-    it makes now.
+    """Return the folder with the programs.
 
-    With `vllm` they have imported vLLM too. What a test has changed in modules by then, they have
-    changed.
+    A fork that is made now serves them until this process ends. With `vllm` they have imported vLLM
+    too. If a test has changed modules by now, they are changed there too.
     """
     if vllm:
         load_vllm()
@@ -108,7 +108,7 @@ def warm_programs(*, vllm: bool = False) -> str:
 
 
 def warm_python(*, vllm: bool = False) -> str:
-    """Return the path of an interpreter, which takes the place of sys.executable in a command."""
+    """Return the path of an interpreter for commands that would use sys.executable."""
     return f"{warm_programs(vllm=vllm)}/python"
 
 
@@ -134,7 +134,7 @@ def _serve(listening: socket.socket, owner: socket.socket) -> None:
 
 
 def _attend(line: socket.socket) -> None:
-    """Fork one program and say how it ended; kill it when who started it has ended."""
+    """Fork one program and say how it ended; kill it when its owner has ended."""
     try:
         request, files, *_ = socket.recv_fds(line, 2**20, 3)
         program = os.fork()
@@ -183,7 +183,7 @@ def _become(
 
 
 def _renew(environment: dict[str, str]) -> None:
-    """Take over an environment, and nothing that the tests have changed in this interpreter."""
+    """Take over an environment, without what the tests have changed in this interpreter."""
     os.environ.clear()
     os.environ.update(environment)
     own = [folder for folder in sys.path if folder.startswith((sys.prefix, sys.base_prefix))]
@@ -255,7 +255,7 @@ def _run(name: str, arguments: list[str]) -> None:
 
 
 def _keep_ranks() -> None:
-    """Fork what will be ranks, before there are threads; from now on the launcher starts those."""
+    """Fork processes for ranks before there are threads; the launcher then starts these."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import (
         SubprocessHandler,
     )
@@ -277,7 +277,7 @@ def _keep_ranks() -> None:
 
 
 def _spare() -> tuple[int, socket.socket]:
-    """Return a process that waits for its program, and the line to it, with which it ends."""
+    """Return a process that waits for its program, and the line to it; it ends with that line."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = os.fork()
     if not process:
@@ -293,7 +293,7 @@ def _spare() -> tuple[int, socket.socket]:
 
 
 class _Rank:
-    """A rank as a launcher sees it, which is what it uses of a subprocess.Popen."""
+    """A rank with what a launcher uses of subprocess.Popen."""
 
     def __init__(
         self, process: int, line: socket.socket, args: tuple[str, ...], environment: dict[str, str]

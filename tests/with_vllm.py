@@ -1,8 +1,7 @@
-"""vLLM imported once, by the process that forks ranks: each rank would import it anew, for eight
-seconds.
+"""Import vLLM once, in the process that forks ranks.
 
-Where its cache is empty, vLLM inspects the class of each model in an interpreter of its own, which
-takes ten seconds. A fork does it itself.
+Each rank would take eight seconds to import it anew. If its cache is empty, vLLM inspects the class
+of each model in an interpreter of its own, which takes ten seconds. A fork does it itself.
 """
 
 from functools import cache
@@ -25,8 +24,10 @@ WHEN_IT_STARTS = (
     "vllm.plugins.lora_resolvers.filesystem_resolver",
     "vllm.plugins.lora_resolvers.hf_hub_resolver",
 )
-"""What an engine imports on a CPU. On an accelerator that is left to it, as importing some of it
-may use the device."""
+"""Modules that an engine imports on a CPU.
+
+On an accelerator the engine does that itself, because some of them may use the device.
+"""
 
 
 @cache

@@ -1,3 +1,1 @@
-"""Episodes of several turns: environments, tools, and the model's turns in them, exact to the
-token.
-"""
+"""Episodes of several turns: environments, tools, and the model's turns, exact to the token."""

@@ -1,6 +1,4 @@
-"""Tools that are shipped: a calculator, and a Python interpreter in the sandbox of the reward
-`code`.
-"""
+"""Tools for everybody: a calculator, and a Python interpreter in the sandbox of `code`."""
 
 import ast
 import operator
@@ -20,7 +18,7 @@ OPERATORS = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-LARGEST = 10**60
+MAX_RESULT = 10**60
 """Largest absolute result, so that no power takes long."""
 
 
@@ -52,7 +50,7 @@ def _value(node: ast.AST) -> Fraction:
                 )
 
             result = Fraction(OPERATORS[type(op)](first, second))
-            if abs(result) > LARGEST:
+            if abs(result) > MAX_RESULT:
                 raise ValueError("the result is too large")
             return result
 

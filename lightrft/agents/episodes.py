@@ -1,5 +1,6 @@
-"""Episodes of one rank: their programs run in worker processes, while the engine generates the
-turns of others.
+"""Run the episodes of one rank.
+
+Programs run in worker processes, while the engine generates the turns of others.
 """
 
 import pickle
@@ -12,6 +13,7 @@ from typing import Any
 
 from loguru import logger
 
+from lightrft.agents.episode_state import EpisodeState
 from lightrft.agents.messages import (
     LENGTH,
     Ended,
@@ -23,7 +25,6 @@ from lightrft.agents.messages import (
     check_request,
     from_bytes,
 )
-from lightrft.agents.play import Play
 from lightrft.agents.programs import ProgramSetup
 from lightrft.agents.tool_calls import Parse
 from lightrft.agents.turn_format import TurnFormat
@@ -33,13 +34,14 @@ from lightrft.launch.forks import Forks, Mailbox, Worker
 from lightrft.samples import Completion, Episode, Sample, TokenIds
 
 FAILURES_IN_A_ROW = 32
-"""Number of failed episodes in a row that end a run, because the environment itself must be broken.
-"""
+"""Number of failed episodes in a row that end a run: the environment itself must be broken."""
 LOGGED = 5
-"""Number of failed episodes of a step that are logged; the others are only counted."""
+"""Number of failed episodes of a step to log; others are only counted."""
 BYTES_PER_TOKEN = 64
-"""Bytes that a message of a program may have for each token of its limits, which leaves room for
-JSON."""
+"""Bytes that a message of a program may have for each token of its limits.
+
+This leaves room for JSON.
+"""
 MESSAGE_BYTES = 1 << 20
 """Bytes that it may have in any case."""
 CHECK_SECONDS = 0.1
@@ -49,8 +51,7 @@ CHECK_SECONDS = 0.1
 class Episodes:
     """Runs the programs of episodes.
 
-    A program that fails, dies or takes too long costs its own sample, from which nothing is
-    learned.
+    A program that fails, dies or takes too long costs its own sample: nothing is learned from it.
     """
 
     def __init__(
@@ -65,99 +66,96 @@ class Episodes:
     ):
         """Set up the episodes of a rank.
 
-        `longest` is the number of tokens of a response, its observations included.
-
-        `other_rewards` names the rewards of the run if none of them is the environment's.
+        `longest` is the number of tokens of a response, with its observations . `other_rewards`
+        names the rewards of the run if none of them is the environment's.
         """
         self.other_rewards = other_rewards
         self.section = section
         self.format = format
         self.parse = parse
         self.longest = longest
-        self._largest_message = MESSAGE_BYTES + BYTES_PER_TOKEN * (
+        self._max_message_bytes = MESSAGE_BYTES + BYTES_PER_TOKEN * (
             longest + format.section.prompt_max_len
         )
         self._forks = Forks(setup)
         weakref.finalize(self, self._forks.close)
         self._selector = selectors.DefaultSelector()
-        self._waiting: deque[Play] = deque()
+        self._waiting: deque[EpisodeState] = deque()
         self._idle: list[Worker] = []
-        self._plays: dict[Worker, Play] = {}
+        self._active: dict[Worker, EpisodeState] = {}
         self._ended: list[Sample] = []
         self._checked = 0.0
         self._in_a_row = self._logged = 0
 
     @property
-    def running(self) -> list[Play]:
+    def running(self) -> list[EpisodeState]:
         """Return the episodes that have not ended."""
-        return [*self._waiting, *self._plays.values()]
+        return [*self._waiting, *self._active.values()]
 
     def begin(self, sample: Sample, *seed_parts: int) -> None:
         """Begin the episode of a sample, when a worker is free."""
         sample.episode = Episode()
         self._logged = 0
-        self._waiting.append(Play(sample, seed_parts))
+        self._waiting.append(EpisodeState(sample, seed_parts))
 
     def attach(self, sample: Sample, socket: Connection, *seed_parts: int) -> None:
-        """Begin an episode whose program sends its requests over a socket, and is no worker
-        process.
-        """
+        """Begin an episode whose program sends requests over a socket, and is no worker process."""
         sample.episode = Episode()
-        self._register(Play(sample, seed_parts, Worker(None, socket)))
+        self._register(EpisodeState(sample, seed_parts, Worker(None, socket)))
 
-    def poll(self, seconds: float) -> list[Play]:
-        """Handle what the programs have sent, after waiting for it at most `seconds`; return the
-        episodes whose turn it is.
+    def poll(self, seconds: float) -> list[EpisodeState]:
+        """Handle what the programs have sent; return the episodes that want a turn of the model.
 
-        Raises ConfigError if the environment cannot be imported, or if many episodes in a row have
-        failed.
+        It waits at most `seconds`. Raises ConfigError if the environment cannot be imported, or if
+        many episodes in a row have failed.
         """
-        while self._waiting and len(self._plays) < self.section.environment_workers:
+        while self._waiting and len(self._active) < self.section.environment_workers:
             self._start(self._waiting.popleft())
-        selected = self._selector.select(seconds if self._plays else 0)
+        selected = self._selector.select(seconds if self._active else 0)
         ready = [
-            play for key, _ in selected if (play := self._handle_messages(self._plays[key.data]))
+            state for key, _ in selected if (state := self._handle_messages(self._active[key.data]))
         ]
 
         now = time.monotonic()
+        # Not in every call, because these checks look at each episode.
         if now - self._checked > CHECK_SECONDS:
             self._checked = now
-            for play in list(self._plays.values()):
-                self._flush(play)
-            for play in [play for play in self._plays.values() if play.until < now]:
+            for state in list(self._active.values()):
+                self._flush(state)
+            for state in [state for state in self._active.values() if state.until < now]:
                 self._fail(
-                    play,
+                    state,
                     f"it asked for no turn for {60 * self.section.environment_minutes:g} s"
                     " (--environment_minutes)",
                 )
 
         return ready
 
-    def refuse(self, play: Play, problem: str) -> None:
+    def refuse(self, state: EpisodeState, problem: str) -> None:
         """End an episode whose turn the engine cannot sample."""
-        self._fail(play, f"the engine cannot sample its turn: {problem}")
+        self._fail(state, f"the engine cannot sample its turn: {problem}")
 
-    def generated(self, play: Play, completion: Completion, text: str) -> None:
-        """Give a turn of the model, which its conversation has, and its decoded text to the program
-        of the episode.
+    def generated(self, state: EpisodeState, completion: Completion, text: str) -> None:
+        """Give the program of an episode a turn of the model and its decoded text.
 
-        It is lost if the program has ended since it asked.
+        The conversation has the turn already. It is lost if the program has ended since it asked.
         """
-        if self._plays.get(play.worker) is not play:
+        if self._active.get(state.worker) is not state:
             return
 
-        play.add(completion, text)
-        sample = play.conversation
+        state.add(completion, text)
+        sample = state.conversation
         end = -len(completion.token_ids)
-        last = len(sample.token_ids) >= self.longest or not self._has_turns_left(play)
-        play.episode.finish_reason = LENGTH if last else "stop"
-        play.until = time.monotonic() + 60 * self.section.environment_minutes
+        last = len(sample.token_ids) >= self.longest or not self._has_turns_left(state)
+        state.episode.finish_reason = LENGTH if last else "stop"
+        state.until = time.monotonic() + 60 * self.section.environment_minutes
         context = TokenIds([*sample.prompt.token_ids, *sample.token_ids[:end]])
+        # The parser must see where the thinking begins, also if the prompt has begun it.
         opened = self.format.opens_thinking(context)
         content, calls = self.parse(opened + self.format.decode(completion.token_ids))
         content = content.removeprefix(opened)
         self._reply(
-            play,
+            state,
             Turn(
                 text,
                 completion.token_ids,
@@ -179,8 +177,8 @@ class Episodes:
     def abort(self) -> None:
         """End all episodes where they are."""
         self._waiting.clear()
-        for play in list(self._plays.values()):
-            self._leave(play, reuse=False)
+        for state in list(self._active.values()):
+            self._leave(state, reuse=False)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -188,87 +186,90 @@ class Episodes:
         self._forks.close()
         self._selector.close()
 
-    def _start(self, play: Play) -> None:
+    def _start(self, state: EpisodeState) -> None:
         try:
-            play.worker = self._idle.pop() if self._idle else Worker(*self._forks.fork())
+            state.worker = self._idle.pop() if self._idle else Worker(*self._forks.fork())
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self._register(play)
-        self._send(play, play.sample.prompt.columns)
+        self._register(state)
+        self._send(state, state.sample.prompt.columns)
 
-    def _register(self, play: Play) -> None:
-        self._plays[play.worker] = play
-        play.mailbox = Mailbox(play.worker.socket, longest=self._largest_message)
+    def _register(self, state: EpisodeState) -> None:
+        self._active[state.worker] = state
+        state.mailbox = Mailbox(state.worker.socket, longest=self._max_message_bytes)
         now = time.monotonic()
-        play.until = now + 60 * self.section.environment_minutes
+        state.until = now + 60 * self.section.environment_minutes
         if self.section.episode_minutes is not None:
-            play.last_turn_after = now + 60 * self.section.episode_minutes
-        self._selector.register(play.worker.socket, selectors.EVENT_READ, play.worker)
+            state.last_turn_after = now + 60 * self.section.episode_minutes
+        self._selector.register(state.worker.socket, selectors.EVENT_READ, state.worker)
 
-    def _has_turns_left(self, play: Play) -> bool:
-        return len(play.turns) < self.section.max_turns and time.monotonic() < play.last_turn_after
+    def _has_turns_left(self, state: EpisodeState) -> bool:
+        return (
+            len(state.turns) < self.section.max_turns and time.monotonic() < state.last_turn_after
+        )
 
-    def _send(self, play: Play, message: Any) -> None:
+    def _send(self, state: EpisodeState, message: Any) -> None:
         try:
-            play.mailbox.send(pickle.dumps(message))
+            state.mailbox.send(pickle.dumps(message))
         except OSError:
-            self._died(play)
+            self._died(state)
 
-    def _reply(self, play: Play, reply: Turn | Refused) -> None:
-        play.num_replies += 1
-        self._send(play, reply)
+    def _reply(self, state: EpisodeState, reply: Turn | Refused) -> None:
+        state.num_replies += 1
+        self._send(state, reply)
 
-    def _flush(self, play: Play) -> None:
+    def _flush(self, state: EpisodeState) -> None:
         try:
-            play.mailbox.flush()
+            state.mailbox.flush()
         except OSError:
-            self._died(play)
+            self._died(state)
 
-    def _handle_messages(self, play: Play) -> Play | None:
-        """Handle what a program has sent; return its episode if the model is to sample a turn."""
+    def _handle_messages(self, state: EpisodeState) -> EpisodeState | None:
+        """Handle what a program has sent; return the episode if the model is to sample a turn."""
         try:
-            messages = [from_bytes(content) for content in play.mailbox.receive()]
+            messages = [from_bytes(content) for content in state.mailbox.receive()]
         except (EOFError, OSError):
-            self._died(play)
+            self._died(state)
             return None
         except ValueError as error:
             self._fail(
-                play,
+                state,
                 f"what it has sent is no message ({error}): does it write to a descriptor that is"
                 " not its own?",
             )
             return None
 
-        # The first message may end the episode: those behind it are then nobody's.
+        # The first message may end the episode. Later ones then belong to nobody.
         ready = None
         for message in messages:
-            if self._plays.get(play.worker) is not play:
+            if self._active.get(state.worker) is not state:
                 break
-            ready = self._handle_message(play, message) or ready
-        return ready if self._plays.get(play.worker) is play else None
+            ready = self._handle_message(state, message) or ready
+        return ready if self._active.get(state.worker) is state else None
 
-    def _handle_message(self, play: Play, message: TurnRequest | Ended) -> Play | None:
+    def _handle_message(
+        self, state: EpisodeState, message: TurnRequest | Ended
+    ) -> EpisodeState | None:
         if isinstance(message, Ended):
-            self._end(play, message)
+            self._end(state, message)
             return None
-        if play.is_sampling:
-            self._fail(play, "it has asked for a turn before it had the one that it asked for")
+        if state.is_sampling:
+            self._fail(state, "it has asked for a turn before it had the one that it asked for")
             return None
 
         try:
-            check_request(message, len(play.turns))
-            return self._observe(play, message)
-        except (
-            Exception
-        ) as error:  # a request that cannot be read is a matter of its program, whatever it raises
-            self._reply(play, Refused(f"the observation cannot be rendered: {error}"))
+            check_request(message, len(state.turns))
+            return self._observe(state, message)
+        # Whatever a request raises that cannot be read, only its own program has to know.
+        except Exception as error:
+            self._reply(state, Refused(f"the observation cannot be rendered: {error}"))
             return None
 
-    def _observe(self, play: Play, request: TurnRequest) -> Play | None:
+    def _observe(self, state: EpisodeState, request: TurnRequest) -> EpisodeState | None:
         """Let the model read an observation; return None if no turn can follow it."""
-        before = play.context(request)
+        before = state.context(request)
         if before is None:
-            prompt = self.format.prompt(play.sample.prompt, request)
+            prompt = self.format.prompt(state.sample.prompt, request)
             token_ids = []
             used = 0
         else:
@@ -276,26 +277,27 @@ class Episodes:
             token_ids = self.format.tokens(request, last, before.conversation.prompt.columns)
             used = before.num_tokens
 
-        if not self._has_turns_left(play) or used + len(token_ids) >= self.longest:
-            play.episode.finish_reason = LENGTH
-            self._reply(play, Turn("", [], LENGTH, is_last=True))
+        # A turn without tokens tells the program that the episode is over.
+        if not self._has_turns_left(state) or used + len(token_ids) >= self.longest:
+            state.episode.finish_reason = LENGTH
+            self._reply(state, Turn("", [], LENGTH, is_last=True))
             return None
         if not used and not (token_ids or prompt.token_ids):
             raise ValueError("the prompt has no tokens: the model has nothing to answer")
 
         if before is None:
-            play.begin(prompt)
-            play.conversation.episode.messages += _messages(request.observation)
+            state.begin(prompt)
+            state.conversation.episode.messages += _messages(request.observation)
         else:
-            play.read(before, token_ids, _messages(request.observation))
+            state.read(before, token_ids, _messages(request.observation))
 
-        play.max_tokens = request.max_tokens
-        play.sampling = request.sampling
-        play.until = float("inf")
+        state.max_tokens = request.max_tokens
+        state.sampling = request.sampling
+        state.until = float("inf")
 
-        return play
+        return state
 
-    def _end(self, play: Play, ended: Ended) -> None:
+    def _end(self, state: EpisodeState, ended: Ended) -> None:
         if self.other_rewards and any(reward for _, reward in ended.rewards):
             raise ConfigError(
                 f"the environment or agent gives rewards, which --reward {self.other_rewards}"
@@ -306,35 +308,36 @@ class Episodes:
         # A process serves the next episode only if nothing of this one is left in it or on its way.
         reuse = (
             not ended.calls_running
-            and ended.num_replies == play.num_replies
-            and not play.is_sampling
+            and ended.num_replies == state.num_replies
+            and not state.is_sampling
         )
-        play.end(ended)
+        state.end(ended)
         if ended.problem:
-            self._fail(play, ended.problem, reuse=reuse)
+            self._fail(state, ended.problem, reuse=reuse)
             return
         self._in_a_row = 0
-        self._leave(play, reuse=reuse)
-        play.sample.finish_reason = play.episode.finish_reason or "stop"
-        self._ended.append(play.sample)
+        self._leave(state, reuse=reuse)
+        state.sample.finish_reason = state.episode.finish_reason or "stop"
+        self._ended.append(state.sample)
 
-    def _died(self, play: Play) -> None:
-        self._failed(play, f"its process {self._leave(play, reuse=False)}")
+    def _died(self, state: EpisodeState) -> None:
+        self._failed(state, f"its process {self._leave(state, reuse=False)}")
 
-    def _fail(self, play: Play, problem: str, *, reuse: bool = False) -> None:
-        self._leave(play, reuse=reuse)
-        self._failed(play, problem)
+    def _fail(self, state: EpisodeState, problem: str, *, reuse: bool = False) -> None:
+        self._leave(state, reuse=reuse)
+        self._failed(state, problem)
 
-    def _failed(self, play: Play, problem: str) -> None:
+    def _failed(self, state: EpisodeState, problem: str) -> None:
         """Learn nothing from an episode. Raises ConfigError if many in a row have failed."""
-        sample = play.sample
-        play.episode.problem = problem
-        play.episode.rewards = []
+        sample = state.sample
+        state.episode.problem = problem
+        state.episode.rewards = []
         sample.masked = True
         sample.finish_reason = "stop"
         self._ended.append(sample)
 
-        if play.worker.process is None:
+        # Without a worker of ours there is no environment to blame.
+        if state.worker.process is None:
             return
 
         self._in_a_row += 1
@@ -352,21 +355,22 @@ class Episodes:
             self._logged += 1
             logger.warning(message)
 
-    def _leave(self, play: Play, *, reuse: bool) -> str:
-        """Take an episode out, and kill its process unless it can run another one; return a text on
-        how the process ended.
+    def _leave(self, state: EpisodeState, *, reuse: bool) -> str:
+        """Take an episode out; return a text on how its process ended.
+
+        The process is killed unless it can run another episode.
         """
-        self._selector.unregister(play.worker.socket)
-        del self._plays[play.worker]
-        if play.worker.process is None:
-            play.worker.socket.close()
+        self._selector.unregister(state.worker.socket)
+        del self._active[state.worker]
+        if state.worker.process is None:
+            state.worker.socket.close()
             return "has closed its connection"
         if reuse:
-            self._idle.append(play.worker)
+            self._idle.append(state.worker)
             return ""
 
         try:
-            return self._forks.end(play.worker)
+            return self._forks.end(state.worker)
         except (OSError, EOFError):
             self._forks.close()
             return "has ended, with the process that starts the workers"

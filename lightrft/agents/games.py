@@ -1,14 +1,14 @@
-"""Games that are shipped as examples of environments, and that a tiny model learns on a laptop."""
+"""Example environments that a tiny model learns on a laptop."""
 
 from lightrft.rewards.labels import right_answers
 
 
 class GuessNumber:
-    """Guess the digit in the column `label`: after each guess the answer is < if the digit is
-    smaller, > if it is larger.
+    """Guess the digit in the column `label`.
 
-    The reward is 1 for a right first guess and 0.15 less for each further turn; without a right
-    guess, it is 0.05 for each turn that was a digit.
+    After each guess the answer is < if the digit is smaller, > if it is larger. The reward is 1 for
+    a right first guess and 0.15 less for each further turn; without a right guess, it is 0.05 for
+    each turn that was a digit.
     """
 
     def reset(self, label: object, **columns: object) -> None:

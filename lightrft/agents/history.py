@@ -1,5 +1,6 @@
-"""Find the turn that a history continues, which an agent sends back as messages, text or token
-ids.
+"""Find the turn that a history continues.
+
+An agent sends the history back as messages, text or token ids.
 """
 
 import json
@@ -10,14 +11,14 @@ from lightrft.agents.messages import BEGINNING, Message, ToolCall, Turn
 from lightrft.data.rendering import messages as rendering
 
 Key = tuple[str, str, str]
-"""Identity of a message: role, text, and tool calls; messages that are the same one have equal
-keys."""
+"""Identity of a message: role, text, and tool calls. Messages are the same if their keys are equal.
+"""
 
 
 class TurnHistory:
     """The turns of an episode by what was before them.
 
-    Nothing of them is rendered or tokenized again.
+    Nothing in them is rendered or tokenized again.
     """
 
     def __init__(self) -> None:
@@ -33,9 +34,7 @@ class TurnHistory:
         tools: Any = None,
         text: str | None = None,
     ) -> None:
-        """Remember a turn that answered messages with these tools, or a text, or token ids
-        alone.
-        """
+        """Remember a turn that answered messages with tools, or a text, or token ids alone."""
         self._chats.append(
             (_json(tools), [*map(key, [*messages, reply(turn)])])
             if messages is not None
@@ -45,12 +44,11 @@ class TurnHistory:
         self._token_ids.append([*turn.context_ids, *turn.token_ids])
 
     def of_chat(self, messages: list[Message], tools: Any = None) -> tuple[int, list[Message]]:
-        """Return the number of the turn that the messages continue, or BEGINNING, and the messages
-        after it.
+        """Return the number of the turn that the messages continue, and the messages after it.
 
-        It is the one with the most messages, and the latest of several. A turn counts as sent back
-        if its text differs in outer white space only, and its calls in their ids and the form of
-        their JSON only.
+        The number is BEGINNING if they continue none. Among several turns it is the one with the
+        most messages, and the latest of these. A turn counts as sent back if its text differs in
+        outer white space only, and its calls in ids and the form of their JSON only.
         """
         keys = [*map(key, messages)]
         tools_json = _json(tools)
@@ -69,8 +67,9 @@ class TurnHistory:
         return _longest(sizes, messages)
 
     def of_text(self, text: str) -> tuple[int, str]:
-        """Return the number of the turn that the text continues, or BEGINNING, and the text after
-        it.
+        """Return the number of the turn that the text continues, and the text after it.
+
+        The number is BEGINNING if it continues none.
         """
         return _longest(
             [
@@ -81,8 +80,9 @@ class TurnHistory:
         )
 
     def of_token_ids(self, token_ids: list[int]) -> tuple[int, list[int]]:
-        """Return the number of the turn that the tokens continue, or BEGINNING, and the tokens
-        after it.
+        """Return the number of the turn that the tokens continue, and the tokens after it.
+
+        The number is BEGINNING if they continue none.
         """
         return _longest(
             [
@@ -112,8 +112,9 @@ def reply(turn: Turn) -> Message:
 
 
 def good_calls(turn: Turn) -> list[ToolCall]:
-    """Return the calls of a turn; none if one of them cannot be read, so that its agent reads the
-    text instead.
+    """Return the calls of a turn; none if one of them cannot be read.
+
+    The agent then reads the text instead.
     """
     return [] if any(call.problem for call in turn.tool_calls) else turn.tool_calls
 

@@ -1,8 +1,7 @@
-"""Messages between the program of an episode and the rank that generates its turns, in plain
-Python.
+"""Messages between the program of an episode and the rank that generates the turns.
 
-A program sends JSON, whose form the rank checks. The rank sends pickled objects, which the program
-believes.
+They are plain Python. A program sends JSON, and the rank checks the form. The rank sends pickled
+objects that the program believes.
 """
 
 import json
@@ -15,8 +14,10 @@ from lightrft.config.values import COLDEST
 Message = dict[str, Any]
 """Message of a chat, such as {"role": "tool", "content": "56"}."""
 Observation = str | list[Message] | list[int] | None
-"""Observation that the model reads before its turn: a text, messages of a chat, or token ids. None:
-nothing but the prompt."""
+"""What the model reads before a turn: a text, messages of a chat, or token ids.
+
+None: nothing but the prompt.
+"""
 LENGTH = "length"
 """Finish reason of a turn, or of an episode, that reached a limit."""
 
@@ -31,13 +32,14 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
     problem: str = ""
-    """Reason why the call cannot be read; the name and the arguments are then empty."""
+    """Why the call cannot be read; the name and the arguments are then empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Turn of the model, as it was sampled; without tokens if there is no room for it, or no turn
-    left.
+    """Turn of the model, as it was sampled.
+
+    It has no tokens if there is no room for it, or no turn left.
     """
 
     text: str
@@ -62,17 +64,19 @@ class TurnRequest:
 
     observation: Observation
     after: int | None = None
-    """Number of the turn that it follows, from 0, and BEGINNING for a conversation of its own, of
-    which the observation is the whole prompt. None: the latest turn, or at first the prompt of the
-    row."""
+    """Number of the turn that it follows, from 0.
+
+    BEGINNING starts a conversation of its own, with the observation as the whole prompt. None: the
+    latest turn, or at first the prompt of the row.
+    """
     plain: bool = False
     """True if a text is read as it is, without the chat template."""
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """Schemas of tools, in addition to those of the run."""
+    """Schemas of tools, in addition to the run's."""
     max_tokens: int | None = None
     """Largest number of tokens of the turn; None: what the run's limits leave."""
     sampling: dict[str, float] = field(default_factory=dict)
-    """Sampling parameters that replace those of the run; for a model that does not learn."""
+    """Sampling parameters that replace the run's; for a model that does not learn."""
 
 
 BEGINNING = -1
@@ -87,7 +91,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Report of a program that its episode has ended."""
+    """A program's report that its episode has ended."""
 
     rewards: list[tuple[int, float]] = field(default_factory=list)
     """Number of a turn, from 0, and a reward for it."""
@@ -96,31 +100,32 @@ class Ended:
     """Number of calls that were answered with an error."""
     tool_seconds: float = 0.0
     problem: str = ""
-    """Reason why the episode failed; empty if it ended well."""
+    """Why the episode failed; empty if it ended well."""
     calls_running: bool = False
-    """True if a function of the episode still runs, so that no other episode should share its
-    process."""
+    """True if a function of the episode still runs: no other episode should share the process."""
     num_replies: int = 0
-    """Number of replies that it has read. An unread one would be read by the next episode in its
-    process."""
+    """Number of replies that it has read.
+
+    An unread one would be read by the next episode in the same process.
+    """
 
 
 # -- on the wire
 
 
 RANGES = {"temperature": (0, 100), "top_p": (1e-6, 1), "top_k": (-1, 1_000_000)}
-"""Sampling parameters that a request can choose, and their least and largest values."""
-WHOLE = ("top_k",)
-"""Those that are whole numbers."""
+"""Sampling parameters that a request can choose, with the least and the largest value."""
+WHOLE_NUMBERS = ("top_k",)
+"""Sampling parameters that are whole numbers."""
 
 
 def check_sampling(sampling: dict[str, Any]) -> None:
-    """Raise ValueError for sampling parameters of a request that are no numbers in their ranges."""
+    """Raise ValueError for sampling parameters of a request that are not numbers in range."""
     for name, value in sampling.items():
         if name not in RANGES:
             raise ValueError(f"{name} is no parameter that a request can choose")
         least, most = RANGES[name]
-        kind, word = (int, "whole number") if name in WHOLE else (int | float, "number")
+        kind, word = (int, "whole number") if name in WHOLE_NUMBERS else (int | float, "number")
         if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
             raise ValueError(f"{name} is a {word} from {least:g} to {most:g}, not {value!r:.100}")
 
@@ -131,8 +136,7 @@ def check_sampling(sampling: dict[str, Any]) -> None:
 
 
 def check_request(request: TurnRequest, num_turns: int) -> None:
-    """Raise ValueError for a request that cannot follow so many turns, or whose parts have no
-    meaning."""
+    """Raise ValueError for a request that cannot follow so many turns, or makes no sense."""
     observation = request.observation
     after = request.after
     limit = request.max_tokens

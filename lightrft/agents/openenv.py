@@ -1,7 +1,7 @@
 """Environments of OpenEnv as programs of episodes: `--environment openenv:http://host:8000`.
 
 Each connection to the server's WebSocket has an environment of its own. `{"type": "reset", "data":
-row}` and `{"type": "step", "data": action}` are answered with an observation, its reward and
+row}` and `{"type": "step", "data": action}` are answered with an observation, a reward and
 whether it is the last one, or with an error.
 """
 
@@ -16,7 +16,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.session import Session
 
-LARGEST = 100 * 2**20
+MAX_MESSAGE_BYTES = 100 * 2**20
 """Largest size of a message in bytes."""
 NOT_AN_ACTION = "VALIDATION_ERROR"
 """Code of the error for an action that does not fit the environment's schema."""
@@ -34,7 +34,7 @@ def program(
 
     async def play(session: Session, row: dict[str, Any]) -> None:
         try:
-            socket = await connect(address, max_size=LARGEST)
+            socket = await connect(address, max_size=MAX_MESSAGE_BYTES)
         except (OSError, WebSocketException) as error:
             raise ConnectionError(f"no OpenEnv server answers at {address}: {error}") from error
 
@@ -51,9 +51,7 @@ def program(
 
 
 def action(text: str) -> dict[str, Any]:
-    """Return the action of a turn: its text as a JSON object, or else the object `{"message":
-    text}`.
-    """
+    """Return the action of a turn: its text as a JSON object, or else `{"message": text}`."""
     with suppress(ValueError):
         value = json.loads(text)
         if isinstance(value, dict):
@@ -62,8 +60,9 @@ def action(text: str) -> dict[str, Any]:
 
 
 def observation_text(observation: dict[str, Any]) -> str:
-    """Return what the model reads: the text of an observation that is nothing else, or else its
-    JSON, without metadata.
+    """Return what the model reads of an observation.
+
+    It is the text of an observation that is nothing else, or else the JSON without metadata.
     """
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     values = [*fields.values()]
@@ -77,7 +76,7 @@ def observation_text(observation: dict[str, Any]) -> str:
 async def _request(socket: ClientConnection, kind: str, data: dict[str, Any]) -> Step:
     """Return the reply to a message.
 
-    An action that does not fit is answered with the errors, which the model reads.
+    An action that does not fit is answered with the errors, for the model to read.
     """
     with suppress(ConnectionClosed):  # a server without a free environment says so, then closes
         await socket.send(json.dumps({"type": kind, "data": data}))

@@ -1,13 +1,16 @@
-"""Programs of episodes, in the forms that users write them, and the worker processes in which they
-run.
+"""Programs of episodes, in the forms that users write, and the worker processes that run them.
 
-| form | recognised by | an episode | |---|---|---| | environment with tools | a class without
-`step` | `reset(**row)`, then turns whose tool calls are answered, until one has none | | text game
-| a class with `step(action)` | `reset(**row)`, then a step for each turn, until it is done | |
-program | an async function `(engine, row)` | what the function does; its turns are `await
-engine.turn(...)` | | agent | an async function `(client, row)`, of --agent | what the function asks
-the OpenAI-compatible server of its episode | | another framework's | `prefix:name`, of ADAPTERS |
-what the module's `program(name, served)` does, as a program |
+| form | recognised by | an episode |
+|---|---|---|
+| environment with tools | a class without `step` | `reset(**row)`, then turns whose tool calls |
+| | | are answered, until one has none |
+| text game | a class with `step(action)` | `reset(**row)`, then a step for each turn, until done |
+| program | an async function `(engine, row)` | what the function does; the turns are |
+| | | `await engine.turn(...)` |
+| agent | an async function `(client, row)`, of --agent | what the function asks the |
+| | | OpenAI-compatible server of its episode |
+| another framework's | `prefix:name`, of ADAPTERS | what the module's `program(name, served)` |
+| | | does, as a program |
 """
 
 import asyncio
@@ -35,7 +38,7 @@ environments.register_deferred(
 )
 ADAPTERS = {"openenv": "lightrft.agents.openenv", "verifiers": "lightrft.agents.verifiers"}
 """Prefix of --environment, and of an extra -> module for the environments of another framework."""
-LONGEST_PROBLEM = 2000
+MAX_PROBLEM = 2000
 """Number of characters of an error that are reported."""
 PYTHON = sysconfig.get_path("stdlib")
 agents = Registry("agent", flag="--agent")
@@ -137,8 +140,9 @@ class Program:
 
     @property
     def all_tools(self) -> dict[str, Callable[..., Any]]:
-        """Return the tools that prompts describe: those of --tools, and the public methods of the
-        environment.
+        """Return the tools that prompts describe.
+
+        These are the tools of --tools, and the public methods of the environment.
         """
         has_tools = inspect.isclass(self.environment) and not self.steps
         return self.tools | (
@@ -214,7 +218,7 @@ def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:
 def _work(connection: Connection, program: Program) -> None:
     """Run an episode for each row of the data that comes over the socket, until the rank closes it.
 
-    Each has an event loop of its own, which ends with what a program has left in it.
+    Each has an event loop of its own; it ends with whatever a program has left in it.
     """
     while True:
         try:
@@ -231,7 +235,7 @@ def _work(connection: Connection, program: Program) -> None:
         except (EOFError, BrokenPipeError):
             return
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"[:LONGEST_PROBLEM] + _place(error)
+            problem = f"{type(error).__name__}: {error}"[:MAX_PROBLEM] + _place(error)
 
         sys.stdout.flush()
         ended = Ended(
@@ -247,8 +251,10 @@ def _work(connection: Connection, program: Program) -> None:
 
 
 def _place(error: Exception) -> str:
-    """Return the last line of the user's code in the error's traceback, before what that calls of
-    libraries."""
+    """Return the last line of the user's code in the error's traceback.
+
+    Lines of libraries that it calls are left out.
+    """
     packages = tuple(map(sysconfig.get_path, ("purelib", "platlib")))
     frames = [
         frame

@@ -1,6 +1,4 @@
-"""Tasks of the package reasoning-gym in several turns: a wrong answer may be followed by another
-one.
-"""
+"""Tasks of the package reasoning-gym in several turns: after a wrong answer comes another try."""
 
 from typing import Any
 
@@ -12,12 +10,11 @@ DISCOUNT = 0.8
 
 
 class SeveralAttempts:
-    """Answer a task until an answer is right; after each other one the model reads "Wrong." and may
-    answer again.
+    """Answer a task until an answer is right; after a wrong one the model may answer again.
 
-    The value of an answer is its score, 1 if it is right, times 0.8 for each answer before it; the
-    reward of an episode is its largest value. Columns are those of `--prompt_data
-    reasoning_gym:NAME`.
+    It reads "Wrong." in between. The value of an answer is the score, 1 if it is right, times 0.8
+    for each answer before it; the reward of an episode is its largest value. The columns are the
+    ones of `--prompt_data reasoning_gym:NAME`.
     """
 
     def reset(

@@ -16,7 +16,7 @@ class EpisodeOver(Exception):
 class Session:
     """One episode's access to the model.
 
-    Its turns are sampled by the engine, and exactly these tokens are learned from.
+    The engine samples the turns, and exactly these tokens are learned from.
     """
 
     def __init__(self, connection: Connection):
@@ -24,7 +24,7 @@ class Session:
         self._one_at_a_time = asyncio.Lock()
         self._over = False
         self._unwanted = 0
-        """Number of replies that will arrive for requests which were cancelled."""
+        """Number of replies that are still to come for cancelled requests."""
         self.turns: list[Turn] = []
         """Turns so far."""
         self.history = TurnHistory()
@@ -51,12 +51,12 @@ class Session:
     async def chat(
         self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, **options: Any
     ) -> Turn:
-        """Return the turn that follows the messages of a chat, with the schemas of tools that it
-        may call, and `max_tokens`.
+        """Return the turn that follows the messages of a chat.
 
-        Messages that were sent and turns that were returned before are recognised and not tokenized
-        again; see history.py. If the messages continue none of them, they begin a conversation of
-        their own, which is learned like the first one.
+        `tools` has the schemas of tools that it may call; `max_tokens` is an option. Messages that
+        were sent and turns that were returned before are recognised and not tokenized again; see
+        history.py. If the messages continue none of them, they begin a conversation of their own,
+        which is learned like the first one.
 
         The turn has no tokens if a limit of the episode leaves no room for it. Raises ValueError
         for messages that cannot be read.
@@ -87,13 +87,13 @@ class Session:
         return await self.request(TurnRequest(rest, after, **options))
 
     async def request(self, request: TurnRequest, **sent: Any) -> Turn:
-        """Return the turn of a request, and remember what was `sent`, as TurnHistory.add() takes
-        it.
+        """Return the turn of a request, and remember what was `sent` (see TurnHistory.add()).
 
         Requests at the same time wait for each other.
         """
         async with self._one_at_a_time:
             content = to_bytes(request)
+            # A cancelled request has been answered all the same. Its turn belongs to the episode.
             while self._unwanted:
                 unwanted = await self._poll()
                 self._unwanted -= 1

@@ -8,13 +8,14 @@ from lightrft.agents.messages import ToolCall
 from lightrft.data.rendering.messages import THINKING
 
 Parse = Callable[[str], tuple[str, list[ToolCall]]]
-"""Function from the text of a turn to its text without calls, and its calls."""
+"""Function from the text of a turn to its text without calls, and the calls."""
 HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 def after_thinking(parse: Parse) -> Parse:
-    """Return a function that reads the calls after the thinking, and leaves the thinking in the
-    text.
+    """Return a function that reads the calls after the thinking.
+
+    The thinking stays in the text.
     """
 
     def read(text: str) -> tuple[str, list[ToolCall]]:
@@ -29,14 +30,15 @@ def after_thinking(parse: Parse) -> Parse:
 
 @after_thinking
 def hermes(text: str) -> tuple[str, list[ToolCall]]:
-    """Read calls such as <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>: those of
-    Hermes and Qwen models.
+    """Read calls such as <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>.
+
+    Hermes and Qwen models write them.
     """
     return HERMES.sub("", text).strip(), [_call(content) for content in HERMES.findall(text)]
 
 
 def read_call(name: str, arguments: str) -> ToolCall:
-    """Return a call of a parser that gives its arguments as JSON."""
+    """Return a call from a parser that gives the arguments as JSON."""
     return _call(json.dumps({"name": name, "arguments": arguments}))
 
 

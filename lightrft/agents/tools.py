@@ -1,4 +1,4 @@
-"""Tools: typed functions with docstrings, which the model calls and whose results it reads."""
+"""Tools: typed functions with docstrings that the model calls; it reads the results."""
 
 import asyncio
 import inspect
@@ -18,14 +18,16 @@ Tools = Mapping[str, Callable[..., Any]]
 RESERVED = ("reset", "step", "get_reward", "close")
 """Methods of an environment that are no tools."""
 RUNNING: set[asyncio.Future[Any]] = set()
-"""Calls of sync functions that have not returned, perhaps after its time limit."""
-LONGEST = 20_000
+"""Calls of sync functions that have not returned, perhaps after the time limit."""
+MAX_RESULT = 20_000
 """Characters of a result that the model reads; the middle of a longer one is left out."""
 
 
 def tools_of(owner: Any) -> dict[str, Callable[..., Any]]:
-    """Return the tools of an environment, which are its public methods, or of a module, which are
-    its own public functions.
+    """Return the tools of an environment or a module.
+
+    They are the public methods of an environment, and the public functions that a module defines
+    itself.
     """
     if isinstance(owner, ModuleType):
         functions = inspect.getmembers(owner, inspect.isfunction)
@@ -39,8 +41,7 @@ def tools_of(owner: Any) -> dict[str, Callable[..., Any]]:
 
 
 def schemas(tools: Tools) -> list[dict[str, Any]]:
-    """Return the JSON schema of each tool, from its types and its docstring, as chat templates take
-    them.
+    """Return the JSON schema of each tool as chat templates take it, from types and docstring.
 
     Raises ValueError for a tool without types, or without a description of itself or of an
     argument.
@@ -51,7 +52,7 @@ def schemas(tools: Tools) -> list[dict[str, Any]]:
     for name, tool in tools.items():
         try:
             json_schemas.append(get_json_schema(tool))
-        except Exception as error:  # of several classes of transformers
+        except Exception as error:  # transformers raises several classes
             raise ValueError(
                 f"tool {name}: {error}. A tool has a type for each argument, and a docstring that"
                 " describes it and, under `Args:`, each argument"
@@ -60,8 +61,9 @@ def schemas(tools: Tools) -> list[dict[str, Any]]:
 
 
 async def call_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function, sync or async; a sync one runs in a thread of its own, for which no later
-    call has to wait.
+    """Call a function, sync or async.
+
+    A sync one runs in a thread of its own, so no later call has to wait for it.
     """
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
@@ -117,6 +119,8 @@ async def _answer(tools: Tools, call: ToolCall, session: Session, seconds: float
                 f"Error: there is no tool {call.name!r}, only {', '.join(sorted(tools)) or 'none'}"
             )
         else:
+            # Wrong arguments fail here, with a message about the call and not about the tool's
+            # inside.
             inspect.signature(tools[call.name]).bind(**call.arguments)
             content = text_of(
                 await asyncio.wait_for(call_function(tools[call.name], **call.arguments), seconds)
@@ -125,15 +129,16 @@ async def _answer(tools: Tools, call: ToolCall, session: Session, seconds: float
     except TimeoutError:
         content = f"Error: {call.name} took more than {seconds:g} s"
     except Exception as error:
-        content = f"Error: {type(error).__name__}: {error}"[:LONGEST]
+        content = f"Error: {type(error).__name__}: {error}"[:MAX_RESULT]
 
     session.count_call(began, failed=failed)
     return {"role": "tool", "name": call.name, "content": content}
 
 
 def text_of(result: Any) -> str:
-    """Return what the model reads of a result: a text as it is, other values as JSON where that is
-    possible.
+    """Return what the model reads of a result.
+
+    A text stays as it is; other values become JSON where that is possible.
     """
     if not isinstance(result, str):
         try:
@@ -141,10 +146,10 @@ def text_of(result: Any) -> str:
         except (TypeError, ValueError):
             result = str(result)
 
-    if len(result) > LONGEST:
-        half = LONGEST // 2
+    if len(result) > MAX_RESULT:
+        half = MAX_RESULT // 2
         result = (
-            f"{result[:half]}\n... {len(result) - LONGEST} characters are left out"
+            f"{result[:half]}\n... {len(result) - MAX_RESULT} characters are left out"
             f" ...\n{result[-half:]}"
         )
 

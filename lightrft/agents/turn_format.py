@@ -1,9 +1,8 @@
-"""The tokens between two turns of the model: what ends its turn, what it reads, and what begins its
-next turn.
+"""The tokens between two turns of the model.
 
-Turns of the model are never rendered or tokenized again, since that can give other tokens than
-those that were sampled. The text between two turns is what the chat template writes between a short
-turn in their place and the next one.
+They end its turn, hold what it reads, and begin its next turn. Turns of the model are never
+rendered or tokenized again, since that can give other tokens than were sampled. The text between
+two turns is what the chat template writes between a short stand-in for the turn and the next one.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,17 +20,19 @@ from lightrft.data.rendering.tokens import text_tokens
 from lightrft.types import Prompt
 
 TURN = "\u2402turn\u2403"
-"""Text of a turn in whose place another one was sampled; no template contains it."""
+"""Text that stands in for a sampled turn; no template contains it."""
 NO_COLUMNS: Mapping[str, Any] = {}
-LONGEST_OPENING = 16
-"""Number of tokens at the end of a prompt that are searched for the beginning of the thinking."""
-LONGEST_KNOWN = 2048
-"""Number of letters of the longest text whose tokens are kept: long observations seldom come again.
+OPENING_TOKENS = 16
+"""How many tokens at the end of a prompt are searched for the beginning of the thinking."""
+MAX_CACHED_TEXT = 2048
+"""Number of letters of the longest text whose tokens are kept.
+
+Long observations seldom come again.
 """
 
 
 class TurnFormat:
-    """Rendering of observations. Without a chat template they are plain text."""
+    """Renders observations. Without a chat template they are plain text."""
 
     def __init__(
         self,
@@ -51,11 +52,11 @@ class TurnFormat:
         self._known: dict[str, list[int]] = {}
 
     def prompt(self, prompt: Prompt, request: TurnRequest) -> Prompt:
-        """Return the prompt of a conversation: that of the row with the first observation, whose
-        text is at the end of its last message; the observation alone if the request begins a
-        conversation of its own.
+        """Return the prompt of a conversation.
 
-        Raises ValueError if it becomes longer than --prompt_max_len.
+        It is the row's prompt with the first observation, at the end of the last message if that is
+        a text. A request that begins a conversation of its own has the observation alone. Raises
+        ValueError if it becomes longer than --prompt_max_len.
         """
         observation = request.observation
         if request.after == BEGINNING:
@@ -84,27 +85,25 @@ class TurnFormat:
         return replace(prompt, text=text, token_ids=token_ids)
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of a turn without its end, with other special tokens, which may mark tool
-        calls.
+        """Return the text of a turn without the end.
+
+        Other special tokens stay, as they may mark tool calls.
         """
         ended = bool(token_ids) and token_ids[-1] in self.end_token_ids
         return self.tokenizer.decode(token_ids[:-1] if ended else token_ids)
 
     def opens_thinking(self, context_ids: list[int]) -> str:
-        """Return the beginning of the thinking if the prompt of a turn ends with it; else
-        nothing.
-        """
-        ending = self.tokenizer.decode(context_ids[-LONGEST_OPENING:]).rstrip()
+        """Return the mark that begins thinking if the prompt of a turn ends with it."""
+        ending = self.tokenizer.decode(context_ids[-OPENING_TOKENS:]).rstrip()
         return next((begin for begin in THINKING if ending.endswith(begin)), "")
 
     def tokens(
         self, request: TurnRequest, last_token: int | None, row: Mapping[str, Any] = NO_COLUMNS
     ) -> list[int]:
-        """Return the tokens of an observation after a turn whose last token is `last_token`.
+        """Return the tokens of an observation after a turn that ends with `last_token`.
 
-        `row` has the columns of the conversation's row.
-
-        Raises ValueError if the chat template rejects it.
+        `row` has the columns of the conversation's row. Raises ValueError if the chat template
+        rejects it.
         """
         observation = request.observation or ""
         if _are_token_ids(observation):
@@ -124,6 +123,7 @@ class TurnFormat:
             else observation
         )
         token_ids = self._tokenize(self._between(messages, request, row))
+        # The model has sampled the end of its turn itself, so the template's must not follow it.
         ended = (
             last_token in self.end_token_ids
             and token_ids[:1]
@@ -147,8 +147,9 @@ class TurnFormat:
     def _between(
         self, messages: list[Message], request: TurnRequest, row: Mapping[str, Any]
     ) -> str:
-        """Return the text from the end of a turn to the beginning of the next one, with these
-        messages between them.
+        """Return the text from the end of a turn to the beginning of the next one.
+
+        These messages stand between them.
         """
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}]
         text = self._render([*before, *messages], request, row, tools=as_tools(row.get("tools")))
@@ -167,8 +168,9 @@ class TurnFormat:
         *,
         tools: list[dict[str, Any]],
     ) -> str:
-        """Render messages with a generation prompt, and with the tools of the row and of the
-        request.
+        """Render messages with a generation prompt.
+
+        The row's tools and the request's are described.
         """
         messages = as_messages(messages) or []
         if any(isinstance(message["content"], list) for message in messages):
@@ -196,16 +198,16 @@ class TurnFormat:
             token_ids = self._expand_media(
                 self.tokenizer(text, add_special_tokens=False)["input_ids"]
             )
-            if len(text) > LONGEST_KNOWN:
+            if len(text) > MAX_CACHED_TEXT:
                 return token_ids
             self._known[text] = token_ids
         return self._known[text]
 
     def _expand_media(self, token_ids: list[int]) -> list[int]:
-        """Return the tokens with placeholders of media replaced by those of their letters, for
-        texts that mention `<image>`.
+        """Return the tokens with placeholders of media spelled in letters.
 
-        Raises ValueError if the tokenizer cannot split them.
+        This is for texts that mention `<image>`. Raises ValueError if the tokenizer cannot split
+        them.
         """
         if not self.placeholder_token_ids.intersection(token_ids):
             return token_ids
@@ -228,7 +230,7 @@ def _are_token_ids(observation: str | list[Message] | list[int]) -> TypeGuard[li
 
 
 def _append_text(value: Any, observation: str) -> Any:
-    """Return the input of a row with a text at the end of its last message."""
+    """Return the input of a row with a text at the end of the last message."""
     messages = as_messages(value)
     if messages is None:
         return f"{value}{observation}"

@@ -1,10 +1,10 @@
-"""Environments of the package verifiers as programs of episodes: `--environment verifiers:NAME
---prompt_data verifiers:NAME`.
+"""Environments of the package verifiers as programs of episodes.
 
-An environment runs in the worker of its episode, and its agents send chats to the episode's own
-server, as in an evaluation with the package. The package's training client would tokenize chats
-itself, and a turn that it tokenizes otherwise than it was sampled would begin a branch. The server
-has the sampled tokens, the run's chat template, and its parser of tool calls.
+`--environment verifiers:NAME --prompt_data verifiers:NAME`: an environment runs in the worker of
+its episode, and its agents send chats to the episode's own server, as in an evaluation with the
+package. The package's training client would tokenize chats itself. If that gave other tokens than
+were sampled, the turn would begin a branch. The server has the sampled tokens, the run's chat
+template, and the parser of tool calls.
 """
 
 import os
@@ -21,23 +21,24 @@ from lightrft.agents.session import Session
 from lightrft.data.verifiers.tasksets import TASK, parse
 
 KEY = "LIGHTRFT_EPISODE_API_KEY"
-"""Environment variable with the key of an episode's server. The package keeps names with API_KEY
-from the programs of agents."""
+"""Environment variable with the key of an episode's server.
+
+The package keeps names with API_KEY from the programs of agents.
+"""
 
 
 def program(
     reference: str, served: EndpointModel
 ) -> Callable[[Session, dict[str, Any]], Awaitable[float | None]]:
-    """Return the program that runs an episode of the environment about the task of a row, and
-    returns its reward.
+    """Return the program that runs an episode about the task of a row, and returns the reward.
 
-    Raises ValueError if the model would be several of its agents, of which one can learn, or an
-    environment is impossible.
+    Only one agent can learn: raises ValueError if the model would be several of the environment's
+    agents, or if the environment cannot be loaded.
     """
     try:
         config, _ = parse(reference)
         environment = load_environment(config)
-    except Exception as error:  # of the environment's own code
+    except Exception as error:  # the environment's own code may raise anything
         raise ValueError(
             f"--environment verifiers:{reference}: {type(error).__name__}: {error}"
         ) from error
@@ -75,11 +76,10 @@ def _task(environment: Env, row: dict[str, Any]) -> Any:
 
 
 def _reward(episode: Episode, session: Session, learner: str) -> float | None:
-    """Return the reward of the model's agent; None if a limit of the episode ended it before it was
-    scored.
+    """Return the reward of the model's agent.
 
-    Raises RuntimeError with the first error of the episode, and ValueError if the agent ran several
-    times.
+    None if a limit of the episode ended it before it was scored. Raises RuntimeError with the first
+    error of the episode, and ValueError if the agent ran several times.
     """
     traces = [trace for trace in episode.traces if trace.agent.name in (None, "", learner)]
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]

@@ -1,11 +1,11 @@
-"""Advantage estimators: how much better a reward is than those it is compared with.
+"""Advantage estimators: how much better a reward is than the rewards it is compared with.
 
 Each takes the rewards and groups of **all** samples of a step, of all ranks, and returns one
 advantage per reward: [M], [M] -> [M]. A sample has one reward for the whole response, or several,
 each for a step of it (process supervision). The keyword-only parameters of an estimator are fields
 of the algorithm section, or one of: `lengths` [M], tokens that the reward is for; `responses` [M],
-the index of its response, whose rewards are adjacent; `greedy_rewards` [M], the reward of the
-greedy response to the same prompt, 0 for all steps of a response but its last. returns.py spreads
+the index of the response, whose rewards are adjacent; `greedy_rewards` [M], the reward of the
+greedy response to the same prompt, 0 for all steps of a response but the last. returns.py spreads
 advantages over tokens.
 """
 
@@ -21,21 +21,22 @@ estimators = Registry("advantage estimator", flag="--advantage_estimator")
 
 penalties = Registry("comparison of divergences", flag="--advantage_estimator")
 """Functions by the name of an estimator: (penalties of responses by the divergence [N], groups [N],
-learned responses [N] bool) -> penalties of their advantages [N]. None means a penalty of each token
-instead, as with all other estimators.
+learned responses [N] bool) -> penalties of the advantages [N].
+
+None means a penalty of each token instead, as with all other estimators.
 """
 
 RIGHT = 0.5
-"""A sample solves its prompt when its reward is above this threshold."""
+"""A sample solves the prompt when the reward is above this threshold."""
 
 
 @estimators.register("reinforce", "reinforce++", "gae", "ppo")
 def reinforce(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = R_i: no baseline. Williams, Machine Learning 8, 1992.
 
-    With a critic (gae, and ppo, its recipe) the baseline is the value that the critic predicts at
-    each token: returns.gae(). REINFORCE++ (arXiv 2501.03262) adds the k1 divergence to the reward
-    of each token and normalises over all tokens of the step, which its recipe sets.
+    With a critic (gae, and the recipe ppo) the baseline is the value that the critic predicts at
+    each token: returns.gae(). The recipe of REINFORCE++ (arXiv 2501.03262) adds the k1 divergence
+    to the reward of each token and normalises over all tokens of the step.
     """
     return rewards
 
@@ -45,8 +46,7 @@ def grpo(rewards: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
     """A_i = (R_i - mean_g R) / (std_g R + eps), std with Bessel's correction.
 
     A group of equal rewards, or of one, has advantage 0. DeepSeekMath, arXiv 2402.03300, sections
-    4.1.2 (one reward) and 4.1.3 (one per step). The other names are recipes with losses of their
-    own.
+    4.1.2 (one reward) and 4.1.3 (one per step). The other names are recipes with other losses.
     """
     mean, std = group_mean_std(rewards, groups)
     return (rewards - mean) / (std + eps)
@@ -58,20 +58,20 @@ def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
 
     Dr. GRPO, arXiv 2503.20783: dividing by std_g favours prompts that are easy or hard.
 
-    REINFORCE++ with baseline (arXiv 2501.03262) normalises it over all tokens of the step, which
-    its recipe sets.
+    The recipe of REINFORCE++ with baseline (arXiv 2501.03262) normalises it over all tokens of the
+    step.
     """
     return rewards - group_mean_std(rewards, groups)[0]
 
 
 @estimators.register("rloo")
 def rloo(rewards: Tensor, groups: Tensor, *, responses: Tensor) -> Tensor:
-    """A_i = R_i - mean of the other R_j of the group; 0 where there are none. Ahmadian et al.,
-    arXiv 2402.14740.
+    """A_i = R_i - mean of the other R_j of the group; 0 where there are none.
 
-    The baseline of a response with several rewards excludes all of them; in the baselines of the
-    others its R_j is their mean. PRIME, arXiv 2502.01456, equation 5. The divergence in the reward
-    is compared in the same way: rloo_penalty().
+    Ahmadian et al., arXiv 2402.14740. The baseline of a response with several rewards excludes all
+    of them. In the baselines of the others its R_j is the mean of its rewards: PRIME, arXiv
+    2502.01456, equation 5. The divergence in the reward is compared in the same way:
+    rloo_penalty().
     """
     mean, _ = group_mean_std(rewards, responses)
     first = torch.ones_like(mean)
@@ -85,11 +85,11 @@ def rloo(rewards: Tensor, groups: Tensor, *, responses: Tensor) -> Tensor:
 def rloo_penalty(
     penalty: Tensor, groups: Tensor, learned: Tensor, *, kl_after_baseline: bool
 ) -> Tensor | None:
-    """P_i - mean of the other P_j of the group that are learned from, 0 where there are none; P_i
-    is beta KL_i, of all tokens.
+    """P_i - mean of the other P_j of the group that are learned from; 0 where there are none.
 
-    With R_i - P_i in place of R_i the advantage of a response is that of the paper: the reward is
-    penalised before it is compared. Ahmadian et al., arXiv 2402.14740, section 3.
+    P_i is beta KL_i, of all tokens. With R_i - P_i in place of R_i the result is the advantage of
+    the paper: the reward is penalised before it is compared. Ahmadian et al., arXiv 2402.14740,
+    section 3.
     """
     if kl_after_baseline:
         return None
@@ -113,8 +113,9 @@ def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tensor:
 
 @estimators.register("distill")
 def distill(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A_i = 0: rewards are only reported, and the advantage of a token is the teacher's term,
-    returns.distill().
+    """A_i = 0: the teacher's term alone is the advantage of a token, and rewards are only reported.
+
+    See returns.distill().
     """
     return torch.zeros_like(rewards)
 
@@ -130,13 +131,13 @@ def remax(rewards: Tensor, groups: Tensor, *, greedy_rewards: Tensor) -> Tensor:
 
 @estimators.register("pass_at_k")
 def pass_at_k(rewards: Tensor, groups: Tensor, *, pass_k: int) -> Tensor:
-    """Return the advantage of a response in the average draw of k from its group; a draw is right
-    when any of its samples is.
+    """Return the advantage of a response in the average draw of k from the group.
 
-    Of n samples m are wrong. F = C(m, k) / C(n, k) of all draws fail, and C(m-1, k-1) / C(n-1, k-1)
-    of those with a given wrong sample. With sigma = sqrt(F (1 - F)) a right sample has A = F /
-    sigma, a wrong one A = (F - the second share) / sigma; 0 where no draw or every draw fails. Chen
-    et al., arXiv 2508.10751, equations 14 and 15. Right is a reward above RIGHT.
+    A draw is right when any sample in it is; a reward above RIGHT is right. Of n samples m are
+    wrong. F = C(m, k) / C(n, k) of all draws fail, and C(m-1, k-1) / C(n-1, k-1) of the draws with
+    a given wrong sample. With sigma = sqrt(F (1 - F)) a right sample has A = F / sigma, a wrong one
+    A = (F - the second share) / sigma; 0 where no draw or every draw fails. Chen et al., arXiv
+    2508.10751, equations 14 and 15.
     """
     wrong = (rewards <= RIGHT).double()
     size = group_sum(torch.ones_like(wrong), groups)
@@ -150,11 +151,11 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, pass_k: int) -> Tensor:
 def weighted_by_difficulty(
     advantages: Tensor, solved: Tensor, *, least: float, most: float
 ) -> Tensor:
-    """Return A w(p) where A is positive, else A w(1 - p), p the share of right samples in the
-    group: [M], [M] -> [M].
+    """Return A w(p) where A is positive, else A w(1 - p): [M], [M] -> [M].
 
-    w(p) = least + (most - least) / (1 + exp(10 (p - 0.75))): rare outcomes count more. The form is
-    that of GRPO-LEAD, arXiv 2504.09696, section 3.3.
+    p is the share of right samples in the group. w(p) = least + (most - least) / (1 + exp(10 (p -
+    0.75))): rare outcomes count more. The form is taken from GRPO-LEAD, arXiv 2504.09696, section
+    3.3.
     """
     rarity = torch.where(advantages > 0, solved, 1 - solved)
     return advantages * (least + (most - least) * torch.sigmoid(10 * (0.75 - rarity)))
@@ -168,19 +169,19 @@ def solved_share(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def share_of_draws(part: Tensor, total: Tensor, k: int) -> Tensor:
-    """Return C(part, k) / C(whole, k): the share of draws of k that are entirely in the part. [N],
-    [N] -> [N] float64.
+    """Return C(part, k) / C(total, k): the share of draws of k that are entirely in the part.
+
+    [N], [N] -> [N] float64.
     """
     drawn = torch.arange(k, dtype=torch.float64)
     return ((part[:, None] - drawn).clamp(min=0) / (total[:, None] - drawn).clamp(min=1)).prod(1)
 
 
 def group_mean_std(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and unbiased standard deviation of each value's group, for each value. [N], [N]
-    -> [N], [N] float64.
+    """Return the mean and unbiased standard deviation of the group that each value belongs to.
 
-    In float32 the mean of equal values need not be that value, and the difference would look like a
-    signal.
+    [N], [N] -> [N], [N] float64. In float32 the mean of equal values need not be that value, and
+    the difference would look like a signal.
     """
     values = values.double()
     size = group_sum(torch.ones_like(values), groups)

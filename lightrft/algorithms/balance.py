@@ -1,5 +1,6 @@
-"""Load balance of a mixture of experts: a loss that is lowest when routers use all experts
-equally.
+"""Load-balancing loss of a mixture of experts.
+
+It is lowest when routers use all experts equally.
 """
 
 from dataclasses import dataclass
@@ -16,10 +17,10 @@ from lightrft.types import Routing
 class Balance:
     """E sum_e f_e P_e over all tokens of an optimizer step and all layers, of all ranks.
 
-    f_e: how often expert e is chosen; P_e: its mean probability; E experts. A choice has no
-    gradient: once the f_e are known, the loss is a mean over tokens, of which each micro-batch has
-    its share. Fedus et al., arXiv 2101.03961, equations 4 to 6; over the global batch: arXiv
-    2501.11873.
+    f_e says how often expert e is chosen, P_e is the mean probability, and E counts the experts. A
+    choice has no gradient: once the f_e are known, the loss is a mean over tokens, and each
+    micro-batch has a share in it. Fedus et al., arXiv 2101.03961, equations 4 to 6; over the global
+    batch: arXiv 2501.11873.
     """
 
     weights: Tensor
@@ -42,8 +43,9 @@ class Balance:
 
 
 def routing(logits: list[Tensor], weight: Tensor, top_k: int) -> Routing:
-    """Compute the routing from each layer's router logits [t, E], of which `top_k` are chosen;
-    `weight` [t] of tokens.
+    """Compute the routing from each layer's router logits [t, E]; `top_k` experts are chosen.
+
+    `weight` [t] is the weight of each token.
     """
     probabilities = [layer.float().softmax(-1) for layer in logits]
     weight = weight.float()

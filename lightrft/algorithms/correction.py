@@ -1,10 +1,10 @@
-"""Rollout correction: the engine's probabilities differ slightly from the trainer's, or an older
-policy sampled.
+"""Rollout correction: weights for tokens that another policy sampled.
 
-With w = p_old / p_engine, the ratio of the trainer's policy before the step to the sampling policy,
-each function returns the weight of a token's loss, without gradient. This keeps the proximal
-policy, the reference of the clip, apart from the behaviour policy: the decoupled objective of
-Hilton et al. (arXiv 2110.00641), which is also used to learn from samples of older weights.
+The engine's probabilities differ slightly from the trainer's, or an older policy sampled. With w =
+p_old / p_engine, the ratio of the trainer's policy before the step to the sampling policy, each
+function returns the weight of a token's loss, without gradient. This keeps the proximal policy, the
+reference of the clip, apart from the behaviour policy: the decoupled objective of Hilton et al.
+(arXiv 2110.00641), which is also used to learn from samples of older weights.
 """
 
 import torch
@@ -33,11 +33,10 @@ def tis(ratio: Tensor, *, rollout_correction_high: float) -> Tensor:
 
 @corrections.register("mis", "icepop")
 def mis(ratio: Tensor, *, rollout_correction_low: float, rollout_correction_high: float) -> Tensor:
-    """w within [low, high], else 0: masked importance sampling (Liu et al., "When Speed Kills
-    Stability", 2025).
+    """w within [low, high], else 0: masked importance sampling.
 
-    At the level of tokens with [0.5, 5] it is IcePop (Ring-1T, arXiv 2510.18855), whose name sets
-    these bounds.
+    Liu et al., "When Speed Kills Stability", 2025. At the level of tokens with [0.5, 5] it is
+    IcePop (Ring-1T, arXiv 2510.18855); the name icepop sets these bounds.
     """
     return torch.where(
         (ratio >= rollout_correction_low) & (ratio <= rollout_correction_high), ratio, 0.0
@@ -47,10 +46,10 @@ def mis(ratio: Tensor, *, rollout_correction_low: float, rollout_correction_high
 def importance_ratios(
     old_logprobs: Tensor, engine_logprobs: Tensor, batch: Batch, level: str
 ) -> Tensor:
-    """Return w of each token, or the product over its whole sequence, or their geometric mean. [T],
-    [T] -> [T].
+    """Return w of each token, or the product or geometric mean of w over the whole sequence.
 
-    The geometric mean is not an importance weight: it is used to mask sequences, kept_sequences().
+    [T], [T] -> [T]. The geometric mean is not an importance weight: it is used to mask sequences,
+    kept_sequences().
     """
     difference = torch.where(batch.loss_mask, (old_logprobs - engine_logprobs).detach(), 0.0)
     if level == "sequence":
@@ -68,9 +67,9 @@ def kept_sequences(
     low: float | None,
     high: float | None,
 ) -> Tensor:
-    """Return [T] bool: tokens of sequences whose product ("sequence") or geometric mean
-    ("geometric") of w is within [low, high].
+    """Return [T] bool: tokens of sequences whose w is within [low, high].
 
+    The measure of a sequence is the product ("sequence") or the geometric mean ("geometric") of w.
     Whole sequences are rejected; the tokens of the others keep the weights of a correction: Liu et
     al., 2025. None stands for the bound in MASK_BOUNDS.
     """

@@ -1,8 +1,8 @@
-"""Choose the tokens that reduce the policy's entropy most, by the covariance of log-prob and
-advantage; once per optimizer step.
+"""Choose the tokens that reduce the policy's entropy most, once per optimizer step.
 
-The paper uses the current log-probs; here they are those before the step, so that the choice
-depends neither on micro-batches nor on ranks. In the first update of a step they are the same.
+They are found by the covariance of log-prob and advantage. The paper uses the current log-probs.
+Here they are taken before the step, so that the choice depends neither on micro-batches nor on
+ranks. In the first update of a step both are the same.
 """
 
 import torch
@@ -19,7 +19,7 @@ by policy loss."""
 
 
 def covariances(batch: Experience, total: Sum) -> Tensor:
-    """(log p - mean) (A - mean) of each token, means over the learned tokens of all ranks.
+    """(log p - mean) (A - mean) of each token, with means over the learned tokens of all ranks.
 
     Cui et al., arXiv 2505.22617.
     """
@@ -33,7 +33,7 @@ def covariances(batch: Experience, total: Sum) -> Tensor:
 
 @marks.register("kl_cov")
 def highest(batch: Experience, total: Sum, *, cov_ratio: float) -> Tensor:
-    """Return [T] bool: the share `cov_ratio` of all tokens, those of the highest covariance."""
+    """Return [T] bool: the share `cov_ratio` of all tokens with the highest covariance."""
     return top_share(covariances(batch, total), cov_ratio, batch, total)
 
 
@@ -41,9 +41,7 @@ def highest(batch: Experience, total: Sum, *, cov_ratio: float) -> Tensor:
 def drawn(
     batch: Experience, total: Sum, *, cov_ratio: float, clip_cov_range: list[float]
 ) -> Tensor:
-    """Return [T] bool: as many tokens, drawn at random from those whose covariance is within the
-    range.
-    """
+    """Return [T] bool: as many tokens, drawn at random where the covariance is within the range."""
     least, most = clip_cov_range
     covariance = covariances(batch, total)
     eligible = batch.loss_mask & (covariance >= least) & (covariance <= most)
@@ -53,8 +51,9 @@ def drawn(
 
 
 def random_keys(batch: Experience) -> Tensor:
-    """Return [T] uniform random numbers, drawn for each sequence with its tokens as seed, so they
-    do not depend on its rank.
+    """Return [T] uniform random numbers that do not depend on the rank of a sequence.
+
+    Each sequence seeds the generator with its own tokens.
     """
     generator = torch.Generator()
     sequences = batch.input_ids.split(batch.lengths.tolist())

@@ -10,21 +10,20 @@ from torch import Tensor
 from lightrft.registry import Registry
 
 MOST_CHANGE = 0.2
-"""Maximum relative distance of the divergence from its target in one update; larger ones are
-clipped."""
+"""Largest relative distance from the target that one update takes into account."""
 
 kl_estimators = Registry("KL estimator", flag="--kl_estimator")
 
 
 @kl_estimators.register("k1")
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """-d: unbiased, noisy, its sign can be negative."""
+    """-d: unbiased, noisy, the sign can be negative."""
     return logprobs - reference_logprobs
 
 
 @kl_estimators.register("k2")
 def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """d^2 / 2: biased, but its gradient is that of the divergence."""
+    """d^2 / 2: biased, but it has the gradient of the divergence."""
     return (logprobs - reference_logprobs).square() / 2
 
 
@@ -37,11 +36,10 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 @kl_estimators.register("k3+")
 def k3_with_gradient_of_k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Return the value of k3, unbiased and never negative, with the gradient of k2, which is that
-    of the divergence.
+    """Return the value of k3, unbiased and never negative, with the gradient of k2.
 
-    The gradient of k3 is that of the divergence with its arguments swapped: Tang and Munos, arXiv
-    2506.09477.
+    k2 has the gradient of the divergence. The gradient of k3 belongs to the divergence with swapped
+    arguments: Tang and Munos, arXiv 2506.09477.
     """
     with_gradient = k2(logprobs, reference_logprobs)
     return with_gradient + (k3(logprobs, reference_logprobs) - with_gradient).detach()
@@ -49,8 +47,9 @@ def k3_with_gradient_of_k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tens
 
 @dataclass
 class KLCoefficient:
-    """Coefficient of the divergence: fixed, or adapted after every step to bring the divergence
-    near a target.
+    """Coefficient of the divergence.
+
+    It is fixed, or adapted after every step to bring the divergence near a target.
     """
 
     value: float
@@ -71,6 +70,6 @@ class KLCoefficient:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore an adapted coefficient; a fixed one is that of the configuration."""
+        """Restore an adapted coefficient. A fixed one comes from the configuration."""
         if self.target is not None:
             self.value = state["value"]

@@ -17,14 +17,15 @@ from lightrft.types import Batch, Experience
 
 
 def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, Report]:
-    """Compute the negative log-likelihood, mean over all learned tokens of the optimizer step.
-    logprobs [T]; returns [].
+    """Compute the negative log-likelihood [] from log-probs [T].
+
+    It is the mean over all learned tokens of the optimizer step.
     """
     return share_of_mean(-logprobs, batch, "token-mean", denominator), {}
 
 
 class PtxObjective:
-    """A supervised loss next to another: sft() times a coefficient.
+    """A supervised loss next to another loss: sft() times a coefficient.
 
     PPO-ptx: Ouyang et al., arXiv 2203.02155, equation 2.
     """
@@ -40,7 +41,7 @@ class PtxObjective:
 
 
 class Balanced:
-    """Another objective plus the load balance of experts times a coefficient."""
+    """Another objective plus the load-balancing loss of experts times a coefficient."""
 
     def __init__(
         self, objective: Callable[..., tuple[Tensor, Report]], balance: Balance, coefficient: float
@@ -60,11 +61,10 @@ class Balanced:
 def token_gradients(
     objective: Callable[..., tuple[Tensor, Report]], batch: Batch, denominator: Denominator
 ) -> TokenGradients | None:
-    """Return the gradients of an objective in which that of a token depends on this token's
-    log-prob and entropy only.
+    """Return the gradients of an objective that treats each token alone.
 
-    They are then known as soon as these are, whatever the values of other tokens are. Returns None
-    for any other objective.
+    Each of these depends only on one token's log-prob and entropy, so it is known as soon as these
+    are, whatever the other tokens are. Returns None for any other objective.
     """
     match objective:
         case Balanced():
@@ -79,6 +79,8 @@ def token_gradients(
                 return None
 
     def gradients(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        # Detached leaves: the graph ends at the log-probs, so no gradient runs back into the model
+        # here.
         inputs = [
             value.detach().requires_grad_() for value in (logprobs, entropy) if value is not None
         ]
@@ -100,11 +102,11 @@ class ValueObjective:
     def __call__(
         self, values: Tensor, batch: Experience, denominator: Denominator
     ) -> tuple[Tensor, Report]:
-        """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, mean over all learned tokens
-        of the optimizer step.
+        """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, mean over all learned tokens.
 
-        values [T]; returns [] and reports [T]. The clip is part of the implementation of PPO
-        (Schulman et al., arXiv 1707.06347); Engstrom et al., arXiv 2005.12729, describe it.
+        The mean is over the optimizer step. values [T]; returns [] and reports [T]. The clip is
+        part of the implementation of PPO (Schulman et al., arXiv 1707.06347); Engstrom et al.,
+        arXiv 2005.12729, describe it.
         """
         missing = [name for name in ("values", "returns") if getattr(batch, name) is None]
         if missing:
@@ -124,15 +126,13 @@ class ValueObjective:
 
 
 class PolicyObjective:
-    """The policy gradient: a weighted loss of the ratio, with the divergence from the reference and
-    the entropy bonus.
-    """
+    """The policy gradient: a weighted loss of the ratio, the KL penalty and the entropy bonus."""
 
     def __init__(self, section: AlgorithmSection, kl_coefficient: KLCoefficient | None = None):
-        """Resolve the functions of the section, whose coefficient is used unless one is given.
+        """Look up the functions that the section names.
 
-        Raises ValueError for a function that does not exist or needs data that the run does not
-        have.
+        Without `kl_coefficient` the section's own is used. Raises ValueError for a function that
+        does not exist or needs data that the run does not have.
         """
         self.section = section
         self.kl_coefficient = kl_coefficient or KLCoefficient(section.init_kl_coef)
@@ -150,11 +150,13 @@ class PolicyObjective:
         """Compute the loss [] and reports [T] from the actor's log-probs [T].
 
         Without `old_logprobs` the actor has not changed since the step began, so the ratio is 1 and
-        only its gradient counts.
+        only the gradient counts.
         """
         self._check(batch)
         section = self.section
         learned = batch.loss_mask
+        # Tokens that are not learned may hold anything, also infinities, and 0 times infinity is
+        # NaN.
         logprobs = torch.where(learned, logprobs, 0.0)
         old = (
             logprobs.detach()
@@ -190,16 +192,17 @@ class PolicyObjective:
             values = values - section.entropy_coef * batch.entropy
         if "train/ratio" in report:
             report |= dict.fromkeys(("train/ratio_min", "train/ratio_max"), report["train/ratio"])
+        # With --use_engine_logprobs `old` comes from the engine, so the trainer's are the current
+        # ones.
         trainers = logprobs if section.use_engine_logprobs else old
         report |= drift(logprobs, old) | mismatch(trainers, batch.engine_logprobs)
 
         return share_of_mean(values, batch, section.loss_agg_mode, denominator), report
 
     def is_per_token(self, batch: Experience) -> bool:
-        """Return True if the gradient of each token depends on this token's log-prob and entropy
-        only.
+        """Return True if each token's gradient depends only on its own log-prob and entropy.
 
-        Corrections may be of whole sequences, and are constants where `old_logprobs` are given.
+        Corrections may be of whole sequences, but they are constants if `old_logprobs` are given.
         """
         corrected = self.correction or self.section.rollout_mask != "none"
         return self.section.policy_loss in PER_TOKEN and not (
@@ -231,8 +234,9 @@ class PolicyObjective:
         return _of_tokens(f"{flag}: its loss", losses, logprobs), report
 
     def _correct(self, old_logprobs: Tensor, batch: Experience) -> tuple[Tensor, Report]:
-        """Return the weights [T] that correct for sampling by the engine, or an older policy, with
-        other probabilities.
+        """Return the weights [T] of tokens that the engine, or an older policy, sampled.
+
+        They correct for the difference between the sampler's probabilities and the trainer's.
         """
         ratios = importance_ratios(
             old_logprobs, batch.engine_logprobs, batch, self.section.rollout_correction_level
@@ -250,8 +254,9 @@ class PolicyObjective:
 
 
 def _of_tokens(label: str, values: Tensor, like: Tensor) -> Tensor:
-    """Check the shape: a scalar would be broadcast over all tokens and change the meaning of the
-    loss.
+    """Check that there is one value for each token.
+
+    A scalar would be broadcast over all tokens and change the meaning of the loss.
     """
     shape = list(values.shape) if isinstance(values, Tensor) else []
     if shape != list(like.shape):
@@ -262,7 +267,8 @@ def _of_tokens(label: str, values: Tensor, like: Tensor) -> Tensor:
 
 
 def drift(logprobs: Tensor, old_logprobs: Tensor) -> Report:
-    """Report the divergence of the policy before the step, which sampled, from the current one.
+    """Report how far the current policy is from the sampling policy, the one before the step.
+
     [T], [T] -> [T] each.
     """
     now = logprobs.detach()
@@ -270,7 +276,8 @@ def drift(logprobs: Tensor, old_logprobs: Tensor) -> Report:
 
 
 def mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> Report:
-    """Report the difference of the engine's from the trainer's log-probs, for the same weights.
+    """Report how far the engine's log-probs are from the trainer's, for the same weights.
+
     [T], [T] -> [T] each.
     """
     difference = (trainer_logprobs - engine_logprobs).detach().abs()

@@ -2,7 +2,7 @@
 
 The keyword-only parameters of an estimator or a loss are fields of the algorithm section, or data
 that the caller has. So `ppo(logprobs, old_logprobs, advantages, *, eps_clip_low, eps_clip_high)`
-declares which flags it reads, as does a user's own.
+declares which flags it reads, and so does a user's own function.
 """
 
 import inspect
@@ -27,8 +27,9 @@ def keywords(function: Callable[..., Any]) -> dict[str, bool]:
 def options(
     function: Callable[..., Any], section: AlgorithmSection, **extra: Any
 ) -> dict[str, Any]:
-    """Return the keyword arguments of `function`: from `extra`, else from the section, else its own
-    defaults.
+    """Return the keyword arguments of `function`.
+
+    Values come from `extra`, else from the section, else they are left to the function's defaults.
     """
     values = {name: getattr(section, name) for name in FIELDS} | extra
     return {name: values[name] for name in keywords(function) if name in values}

@@ -1,9 +1,9 @@
 """Policy losses: one value per token, from the log-probs of the actor now and before the step.
 
 Each takes logprobs, old_logprobs and advantages, [T] each, and returns the values [T] and reports
-of each token [T]. r = exp(logp - old), sg is the value without its gradient. The keyword-only
-parameters of a loss are fields of the algorithm section, or: `batch`, the sequences; `marked` [T],
-the tokens that covariance.py chose for it.
+of each token [T]. r = exp(logp - old), sg is the value without a gradient. The keyword-only
+parameters of a loss are fields of the algorithm section, or one of: `batch`, the sequences;
+`marked` [T], the tokens that covariance.py chose for it.
 """
 
 import math
@@ -20,8 +20,10 @@ Loss = tuple[Tensor, dict[str, Tensor]]
 PolicyLoss = Callable[..., Loss]
 policy_losses = Registry("policy loss", flag="--policy_loss")
 PER_TOKEN = {"ppo", "cispo", "sapo", "cpgd", "reinforce", "kl_cov", "clip_cov"}
-"""Losses in which the value of a token depends on no other token's log-prob. This is not assumed of
-a user's own loss."""
+"""Losses where the value of a token depends on no other token's log-prob.
+
+A user's own loss is not assumed to be one of them.
+"""
 
 
 @policy_losses.register("ppo")
@@ -60,7 +62,7 @@ def gspo(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> Loss:
-    """ppo with one ratio for a sequence, s = exp(mean over its tokens of log r).
+    """ppo with one ratio for a whole sequence: s = exp(mean of log r over the tokens).
 
     GSPO, arXiv 2507.18071.
     """
@@ -80,9 +82,7 @@ def gspo_token(
 ) -> Loss:
     """s_t = sg(s) p / sg(p): the value of gspo, and each token's own gradient.
 
-    For advantages that differ within a sequence.
-
-    GSPO-token, arXiv 2507.18071, section 4.3.
+    This is for advantages that differ within a sequence. GSPO-token, arXiv 2507.18071, section 4.3.
     """
     ratio = sequence_means(logprobs - old_logprobs, batch).exp()[batch.sequence_ids]
     return clipped_surrogate(
@@ -103,11 +103,11 @@ def gmpo(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> Loss:
-    """-A times the geometric mean over a sequence's tokens of ratios clipped to [exp(-low),
-    exp(high)], on the side of A.
+    """-A times the geometric mean of a sequence's ratios, clipped to [exp(-low), exp(high)].
 
-    GMPO, arXiv 2507.20673, where a sequence has one advantage; here each token has its own, which
-    is the same unless rewards of steps, --gamma or a teacher make them differ.
+    Only the side that A favours is clipped. In the paper (GMPO, arXiv 2507.20673) a sequence has
+    one advantage. Here each token has its own, and they are the same unless rewards of steps,
+    --gamma or a teacher make them differ.
     """
     log_ratio = logprobs - old_logprobs
     sign = advantages.sign()
@@ -133,7 +133,7 @@ def cispo(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> Loss:
-    """-sg(clip(r, 1 - low, 1 + high)) A logp: the weight is clipped, no token loses its gradient.
+    """-sg(clip(r, 1 - low, 1 + high)) A logp: the weight is clipped, no token loses the gradient.
 
     MiniMax-M1, arXiv 2506.13585.
     """
@@ -155,10 +155,9 @@ def sapo(
     sapo_tau_positive: float,
     sapo_tau_negative: float,
 ) -> Loss:
-    """-4 / tau sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate, whose slope at r = 1 is A
-    and falls to both sides.
+    """-4 / tau sigmoid(tau (r - 1)) A, with tau chosen by the sign of A.
 
-    SAPO, arXiv 2511.20347.
+    This is a soft gate: the slope is A at r = 1 and falls to both sides. SAPO, arXiv 2511.20347.
     """
     ratio = (logprobs - old_logprobs).exp()
     tau = torch.full_like(advantages, sapo_tau_negative).masked_fill(
@@ -178,11 +177,11 @@ def cpgd(
     policy_drift_coef: float,
     policy_drift_clip: float | None = None,
 ) -> Loss:
-    """-min(log r A, clip(log r, log(1 - low), log(1 + high)) A) + c (r - 1 - log r): no ratio
-    multiplies the advantage.
+    """-min(log r A, clip(log r, log(1 - low), log(1 + high)) A) + c (r - 1 - log r).
 
-    The last term estimates the divergence of the old policy from the new (k3), at most
-    `policy_drift_clip` for each token, so that none outweighs the rest. CPGD, arXiv 2505.12504.
+    No ratio multiplies the advantage. The last term estimates the divergence of the old policy from
+    the new (k3), at most `policy_drift_clip` for each token, so that none outweighs the rest. CPGD,
+    arXiv 2505.12504.
     """
     log_ratio = logprobs - old_logprobs
     bounded = log_ratio.clamp(math.log(1 - eps_clip_low), math.log(1 + eps_clip_high))
@@ -219,10 +218,9 @@ def kl_cov(
     marked: Tensor,
     kl_cov_coef: float,
 ) -> Loss:
-    """-r A, plus c |log r| for tokens of the highest covariance of logp and A, which reduce the
-    entropy most.
+    """-r A, plus c |log r| for the tokens with the highest covariance of logp and A.
 
-    KL-Cov: Cui et al., arXiv 2505.22617.
+    These reduce the entropy most. KL-Cov: Cui et al., arXiv 2505.22617.
     """
     log_ratio = logprobs - old_logprobs
     penalty = torch.where(marked, kl_cov_coef * log_ratio.abs(), 0.0)
@@ -242,13 +240,11 @@ def clip_cov(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> Loss:
-    """ppo, without some tokens drawn from those of high covariance of logp and A.
+    """ppo, without some tokens that are drawn where the covariance of logp and A is high.
 
-    Clip-Cov, arXiv 2505.22617.
-
-    A token that ppo already clips, which has no gradient, is not left out. It may have been drawn
-    all the same: the draw is made before the step, for all ranks at once, when nothing is clipped
-    yet.
+    Clip-Cov, arXiv 2505.22617. A token that ppo already clips has no gradient, and is not left out.
+    It may have been drawn all the same: the draw is made before the step, for all ranks at once,
+    when nothing is clipped yet.
     """
     loss, report = clipped_surrogate(
         (logprobs - old_logprobs).exp(), advantages, eps_clip_low, eps_clip_high

@@ -20,15 +20,17 @@ TokenGradients = Callable[[Tensor, Tensor | None], tuple[Tensor | None, Tensor |
 
 
 class Weighted(NamedTuple):
-    """Values to report with weights of their own in the mean, of equal shape."""
+    """Values to report, with a weight for each in the mean; both have the same shape."""
 
     values: Tensor
     weight: Tensor
 
 
 Report = dict[str, Tensor | Weighted]
-"""Metric name -> values, which are averaged: [T] over learned tokens, or any shape with weights of
-their own. For names that end in `_max` or `_min` the extreme is reported."""
+"""Metric name -> values to average: [T] over learned tokens, or any shape with weights of its own.
+
+For names that end in `_max` or `_min` the extreme is reported.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,13 @@ class Denominator:
 
 
 def share_of_mean(values: Tensor, batch: Batch, mode: str, denominator: Denominator) -> Tensor:
-    """Return this micro-batch's share of the global mean of `values` [T] over learned tokens; []
-    float32.
+    """Return this micro-batch's share of the global mean of `values` [T] over learned tokens: [].
 
-    token-mean: sum over tokens / all tokens (DAPO, arXiv 2503.14476). seq-mean-token-mean: mean per
-    sequence, then over sequences (GRPO, arXiv 2402.03300). seq-mean-token-sum: sum per sequence,
-    mean over sequences. seq-mean-token-sum-norm: the same divided by a constant length (Dr. GRPO,
-    arXiv 2503.20783).
+    token-mean: sum over tokens / all tokens (DAPO, arXiv 2503.14476).
+    seq-mean-token-mean: mean per sequence, then over sequences (GRPO, arXiv 2402.03300).
+    seq-mean-token-sum: sum per sequence, mean over sequences.
+    seq-mean-token-sum-norm: the same divided by a constant length (Dr. GRPO, arXiv 2503.20783).
+    The result is float32.
     """
     loss_values = torch.where(batch.loss_mask, values, 0.0)
     if mode == "token-mean":
@@ -72,8 +74,9 @@ def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
 
 
 def sequence_means(values: Tensor, batch: Batch) -> Tensor:
-    """Return the mean of `values` [T] over the learned tokens of each sequence, 0 where there are
-    none: [N].
+    """Return the mean of `values` [T] over the learned tokens of each sequence: [N].
+
+    A sequence without learned tokens has 0.
     """
     lengths = sequence_sums(batch.loss_mask.to(values.dtype), batch).clamp(min=1)
     return sequence_sums(torch.where(batch.loss_mask, values, 0.0), batch) / lengths

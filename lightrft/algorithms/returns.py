@@ -20,11 +20,10 @@ def reward_to_go(rewards: Tensor, batch: Batch, *, gamma: float) -> Tensor:
 def gae(
     rewards: Tensor, values: Tensor, batch: Batch, *, gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    """delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lambda A_{t+1}; V after the end is
-    0. [T], [T] -> [T], [T].
+    """delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lambda A_{t+1}.
 
-    Returns advantages and the returns A + V, which the critic learns. Schulman et al., arXiv
-    1506.02438, equations 11 and 16.
+    V after the end is 0. Returns advantages and the returns A + V, the target of the critic. [T],
+    [T] -> [T], [T]. Schulman et al., arXiv 1506.02438, equations 11 and 16.
     """
     value_rows = to_rows(values, batch)
     following = F.pad(value_rows[:, 1:], (0, 1))
@@ -34,11 +33,10 @@ def gae(
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, total: Sum) -> Tensor:
-    """1 - Var(returns - values) / Var(returns) over the masked elements of all ranks; not finite
-    where returns are all equal.
+    """1 - Var(returns - values) / Var(returns) over the masked elements of all ranks.
 
-    It is 1 if the values predict the returns, and 0 if they are no better than the mean. [T], [T],
-    [T] -> [].
+    It is 1 if the values predict the returns, 0 if they are no better than the mean, and not finite
+    where all returns are equal. [T], [T], [T] -> [].
     """
     pairs = torch.stack([returns[mask], returns[mask] - values[mask]]).double()
     count, *sums = total(torch.cat([mask.sum(dtype=torch.float64)[None], pairs.sum(1)]))
@@ -48,18 +46,18 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, total: Sum
 
 
 def distill(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
-    """A_t = log p_teacher - log p_actor at the tokens the actor sampled: the reverse divergence as
-    a reward of each. [T] -> [T].
+    """A_t = log p_teacher - log p_actor at the tokens that the actor sampled. [T] -> [T].
 
-    On-policy distillation: Agarwal et al., arXiv 2306.13649; alone, or added to the advantage of
-    the task.
+    This is the reverse divergence as a reward of each token. It is used alone, or added to the
+    advantage of the task. On-policy distillation: Agarwal et al., arXiv 2306.13649.
     """
     return teacher_logprobs - logprobs
 
 
 def whiten(values: Tensor, mask: Tensor, total: Sum, *, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / (std + eps) over the masked elements of all ranks, std of a population; 0
-    elsewhere. [T], [T] -> [T].
+    """(x - mean) / (std + eps) over the masked elements of all ranks; 0 elsewhere. [T], [T] -> [T].
+
+    std is the standard deviation of a population.
     """
     count, value = total(
         torch.stack([mask.sum(dtype=torch.float64), values[mask].sum(dtype=torch.float64)])
@@ -72,7 +70,7 @@ def whiten(values: Tensor, mask: Tensor, total: Sum, *, eps: float = 1e-8) -> Te
 def discounted_sums(rows: Tensor, factor: float) -> Tensor:
     """y_t = x_t + factor y_{t+1} along each row: [N, L] -> [N, L].
 
-    After k rounds an entry is the sum of 2^k, from its own on.
+    After k rounds each entry is the sum of the 2^k entries that start with it.
     """
     sums = rows.clone()
     reach = 1

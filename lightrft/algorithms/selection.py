@@ -1,8 +1,7 @@
-"""Select the largest of many values that are distributed over ranks, the same for every
-distribution.
+"""Select the largest of many values that are spread over ranks.
 
-Only counts are exchanged: the k-th largest key is found eight bits at a time, from the highest
-down.
+The result is the same for every distribution. Only counts are exchanged: the k-th largest key is
+found eight bits at a time, from the highest down.
 """
 
 import torch
@@ -15,14 +14,14 @@ from lightrft.types import Batch
 BYTE = 256
 ROUNDED_BITS = 10
 PLACE_BITS = 24
-"""Bits of a row and of a position in its sequence, which are below 2^24 each."""
+"""Bits of a row, and of a position in a sequence; both are below 2^24."""
 
 
 def top_share(values: Tensor, share: float, batch: Batch, total: Sum) -> Tensor:
     """Return [T] bool: the share of all learned tokens with the largest values [T].
 
-    With the entropy as values these are the forking tokens of reasoning; Wang et al., arXiv
-    2506.01939, use a fifth of all.
+    With the entropy as values these are the forking tokens of reasoning. Wang et al., arXiv
+    2506.01939, use a fifth of all tokens.
     """
     return largest(
         rounded(values, batch.loss_mask, total),
@@ -34,12 +33,11 @@ def top_share(values: Tensor, share: float, batch: Batch, total: Sum) -> Tensor:
 
 
 def rounded(values: Tensor, mask: Tensor, total: Sum) -> Tensor:
-    """Round the values [T] to multiples of a unit, about a thousandth of their mean size over the
-    masked ones of all ranks.
+    """Round the values [T] to about a thousandth of the mean size of the masked ones of all ranks.
 
-    Tokens in the same state, such as the first ones of a group, then have equal values whatever
-    their micro-batches: the last bits of a log-prob depend on what is computed together. The unit
-    is a power of two, so it does not depend on them.
+    The last bits of a log-prob depend on what is computed together. After rounding, tokens in the
+    same state, such as the first ones of a group, have equal values in all micro-batches. The unit
+    is a power of two, so it does not depend on these bits either.
     """
     learned = values[mask].double()
     size, count = total(torch.stack([learned.abs().sum(), mask.sum(dtype=torch.float64)]))
@@ -48,16 +46,18 @@ def rounded(values: Tensor, mask: Tensor, total: Sum) -> Tensor:
 
 
 def share_of_tokens(share: float, batch: Batch, total: Sum) -> int:
-    """Return the number of tokens in this share of all ranks' learned tokens, at least one if there
-    are any.
+    """Return how many tokens this share of all ranks' learned tokens is.
+
+    It is at least one if there are any.
     """
     count = int(total(batch.loss_mask.sum()))
     return min(max(int(share * count + 1e-6), 1), count)
 
 
 def largest(values: Tensor, mask: Tensor, count: int, batch: Batch, total: Sum) -> Tensor:
-    """Return [T] bool: the `count` largest masked values [T] of all ranks; of equal ones those of
-    the first rows and tokens.
+    """Return [T] bool: the `count` largest masked values [T] of all ranks.
+
+    Among equal values the first rows and tokens win.
     """
     if count < 1:
         return torch.zeros_like(mask)
@@ -71,10 +71,10 @@ def largest(values: Tensor, mask: Tensor, count: int, batch: Batch, total: Sum) 
 
 
 def kth_largest(keys: Tensor, k: int, bits: int, total: Sum) -> tuple[int, int]:
-    """Return the k-th largest of all ranks' keys of `bits` bits, and how many of those equal to it
-    are among the k largest.
+    """Return the k-th largest of all ranks' keys of `bits` bits.
 
-    If there are fewer than k keys, return the smallest of them, with all that are equal to it.
+    The second result is how many keys equal to it are among the k largest. If there are fewer than
+    k keys, return the smallest of them, with all that are equal to it.
     """
     key = 0
     for shift in range(bits - 8, -1, -8):

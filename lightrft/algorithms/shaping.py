@@ -1,6 +1,6 @@
 """Reward shaping: change rewards before they are compared.
 
-Rewards, groups and lengths are those of all ranks.
+Rewards, groups and lengths come from all ranks.
 """
 
 from dataclasses import dataclass, field
@@ -23,8 +23,9 @@ def overlong_penalty(lengths: Tensor, *, longest: int, buffer: int, factor: floa
 
 @dataclass
 class RunningMoments:
-    """Mean and standard deviation of all rewards since the first step, merged as in Chan et al.,
-    1979.
+    """Mean and standard deviation of all rewards since the first step.
+
+    New values are merged as in Chan et al., 1979.
     """
 
     count: float = 0.0
@@ -55,10 +56,10 @@ class RunningMoments:
 
 @dataclass
 class RewardShaper:
-    """Overlong penalty, running normalisation, clip, and standardisation in groups, in this order,
-    if they are enabled.
+    """Shape rewards by whatever is enabled, in a fixed order.
 
-    Every rank has the same rewards, so the running moments are the same everywhere.
+    The order is overlong penalty, running normalisation, clip, standardisation in groups. Every
+    rank has the same rewards, so the running moments are the same everywhere.
     """
 
     section: RewardSection
@@ -67,9 +68,9 @@ class RewardShaper:
     moments: RunningMoments = field(default_factory=RunningMoments)
 
     def __call__(self, rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
-        """Return the shaped rewards.
+        """Return the shaped rewards: [M] each -> [M] float32.
 
-        `lengths` are those of the responses that end with the rewards. [M] each -> [M] float32.
+        `lengths` has the length of the response that ends with each reward.
         """
         section = self.section
         shaped = rewards.double()

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 HOST_BLOCK = 2**18
-"""Number of logits that are processed together in host memory, so that they stay in the cache
-between two passes."""
+"""Number of logits to process together in host memory, so that the second pass finds them in cache.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Restriction to a part of the vocabulary, whose probabilities sum to 1; those of all other
-    tokens are 0.
+    """Restriction of sampling to a part of the vocabulary.
 
-    A kept token always belongs to the part: it was sampled, so only rounding can have put it
-    outside. All tokens that are as likely as the last one inside are inside too; an engine may
-    leave some of those out, and then its log-probs are larger by at most their share of the part.
+    The probabilities inside sum to 1, and all other tokens have 0. A kept token always belongs to
+    the part: it was sampled, so only rounding can have put it outside. All tokens that are as
+    likely as the last one inside are inside too. An engine may leave some of them out, and then the
+    log-probs are larger by at most the share that it left out.
     """
 
     top_k: int = 0
@@ -32,7 +32,7 @@ class Truncation:
     banned: tuple[int, ...] = ()
     """Tokens that are excluded before anything else."""
     banned_early: tuple[int, ...] = ()
-    """Tokens that are excluded too where a response must not end yet; see while_early."""
+    """Tokens that are also excluded where a response must not end yet; see while_early."""
 
     @property
     def active(self) -> bool:
@@ -40,14 +40,15 @@ class Truncation:
 
     @property
     def while_early(self) -> Self:
-        """Return the restriction at the tokens of a response before its smallest length."""
+        """Return the restriction at the tokens of a response before the smallest allowed length."""
         return replace(
             self, banned=tuple(sorted({*self.banned, *self.banned_early})), banned_early=()
         )
 
     def __call__(self, logits: Tensor, keep: Tensor | None = None) -> Tensor:
-        """Return `logits` [t, V] with -inf outside of the part; `keep` [t, K] tokens stay, if they
-        are not negative.
+        """Return `logits` [t, V] with -inf outside of the part.
+
+        The tokens `keep` [t, K] stay, if they are not negative.
         """
         if keep is not None:
             keep = torch.where(keep < 0, logits.shape[-1], keep)
@@ -58,10 +59,10 @@ class Truncation:
     def outside(
         self, logits: Tensor, threshold: Tensor, *, first: int = 0, keep: Tensor | None = None
     ) -> Tensor:
-        """Return [t, v] bool: below the threshold [t, 1], or banned, except `keep` [t, K],
-        positions among the v; v itself: none.
+        """Return [t, v] bool: tokens that are banned or below the threshold [t, 1].
 
-        `logits` [t, v] are those of the tokens from `first` on.
+        `logits` [t, v] start at token `first` of the vocabulary. `keep` [t, K] are positions among
+        the v that stay inside; v itself stands for no token.
         """
         outside = logits < threshold
         for start, end in runs(self.banned):
@@ -71,11 +72,10 @@ class Truncation:
         return outside
 
     def cut(self, vocabulary: int) -> tuple[int, "Truncation"]:
-        """Return the number of ids without the banned ones at the end of the vocabulary, and the
-        truncation of the rest.
+        """Cut off the banned ids at the end of the vocabulary.
 
-        Logits from that number on need not be computed: they belong to rows of padding, and no
-        token has those.
+        Return the number of ids that are left, and the truncation of these. The rest are rows of
+        padding that no token has, so the logits need not be computed.
         """
         for start, end in runs(self.banned):
             if start < vocabulary <= end:
@@ -116,11 +116,11 @@ def runs(token_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def nucleus_threshold(logits: Tensor, top_p: float) -> Tensor:
-    """Return the smallest logit of [t, V] float32 such that those above it have less than `top_p`
-    of the probability: [t, 1].
+    """Return the smallest logit inside the nucleus, from logits [t, V] float32: [t, 1].
 
-    It is found by bisection of the float32 numbers from -inf to the largest logit, whose order is
-    that of their keys: 32 sums over the vocabulary instead of sorting it.
+    The tokens above it have less than `top_p` of the probability. Instead of sorting the
+    vocabulary, it sums over it 32 times: float32 numbers are ordered like their keys, so a
+    bisection from -inf to the largest logit finds the threshold.
     """
     rows = (
         max(1, HOST_BLOCK // logits.shape[-1])
@@ -149,8 +149,9 @@ def _bisect_threshold(logits: Tensor, top_p: float) -> Tensor:
 
 
 def float_keys(values: Tensor) -> Tensor:
-    """Return integers of 32 bits in the order of float32 `values`, int64: a float's own bits,
-    flipped where it is negative.
+    """Return integers of 32 bits in the order of float32 `values`, as int64.
+
+    They are a float's own bits, flipped where it is negative.
     """
     bits = (values + 0.0).view(torch.int32)  # + 0.0: a zero has no sign
     return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()

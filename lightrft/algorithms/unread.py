@@ -11,10 +11,10 @@ from lightrft.registry import Registry
 
 
 def unread_flags(section: AlgorithmSection) -> list[str]:
-    """Return a sentence for each flag that the user changed and only other estimators, losses or
-    corrections read.
+    """Return a sentence for each changed flag that the chosen functions do not read.
 
-    Raises ValueError for a name that no registry knows.
+    Only other estimators, losses or corrections read these flags. Raises ValueError for a name that
+    no registry knows.
     """
     default = AlgorithmSection()
     changed = {name for name in section.written if getattr(section, name) != getattr(default, name)}
@@ -28,8 +28,9 @@ def unread_flags(section: AlgorithmSection) -> list[str]:
 def unread(
     registry: Registry, chosen: str, changed: set[str], companions: Registry | None = None
 ) -> list[str]:
-    """Return a sentence for each changed flag that only other functions of the registry, or their
-    companions, read.
+    """Return a sentence for each changed flag that only other functions of the registry read.
+
+    `companions` has functions that belong to some names of the registry and read flags as well.
     """
     tables = [registry, companions] if companions else [registry]
     reads = {
@@ -40,6 +41,7 @@ def unread(
         for name in {*registry.names(), chosen}
     }
 
+    # A flag that sets both bounds is read by whoever reads one of them.
     for flag, bounds in BOTH_BOUNDS.items():
         for names in reads.values():
             names |= {flag} if names & set(bounds) else set()

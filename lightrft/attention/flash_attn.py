@@ -1,5 +1,7 @@
-"""Variable-length flash attention: torch's own if it supports windows, else the flash-attn package;
-in parts always torch's.
+"""Variable-length flash attention.
+
+Whole sequences use torch's own kernel if it supports windows, else the flash-attn package.
+Sequences in several calls always use torch's.
 """
 
 from collections.abc import Callable
@@ -9,14 +11,15 @@ from inspect import signature
 import torch
 from torch import Tensor
 
-from lightrft.attention.layout import Layout, Part
-from lightrft.attention.prefix_attention import PartKernel, pad_values
+from lightrft.attention.layout import AttentionCall, Layout
+from lightrft.attention.prefix_attention import CallKernel, pad_values
 
 
 @cache
 def flash_kernel() -> Callable[..., Tensor] | None:
-    """Return the kernel of this installation, or None. torch has it since 2.10, with windows and
-    scaling a little later.
+    """Return the kernel of this installation, or None.
+
+    torch has one since 2.10, with windows and scaling a little later.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -48,10 +51,10 @@ def torch_varlen(
     window: int | None,
     dropout: float,
 ) -> Tensor:
-    """Run `torch.nn.attention.varlen.varlen_attn`: query [T, H, D], key and value [T, H_kv, D] ->
-    [T, H, D].
+    """Run `torch.nn.attention.varlen.varlen_attn`.
 
-    Raise ValueError for dropout, which this kernel does not have.
+    query [T, H, D], key and value [T, H_kv, D] -> [T, H, D]. Raise ValueError for dropout: this
+    kernel has none.
     """
     if dropout:
         raise ValueError(
@@ -61,6 +64,8 @@ def torch_varlen(
 
     value, columns = pad_values(value, query)
     grouped = {"enable_gqa": True} if "enable_gqa" in signature(function).parameters else {}
+    # This version of torch has no grouped queries, so each key and value is repeated for its
+    # queries.
     if not grouped:
         key, value = (
             x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value)
@@ -95,8 +100,9 @@ def package_varlen(
     window: int | None,
     dropout: float,
 ) -> Tensor:
-    """Run `flash_attn.flash_attn_varlen_func`: query [T, H, D], key and value [T, H_kv, D] -> [T,
-    H, D].
+    """Run `flash_attn.flash_attn_varlen_func`.
+
+    query [T, H, D], key and value [T, H_kv, D] -> [T, H, D].
     """
     value, columns = pad_values(value, query)
     offsets = layout.offsets
@@ -120,21 +126,22 @@ def package_varlen(
 
 
 def _sides(window: int | None) -> tuple[int, int]:
-    """Return the number of visible tokens before and after each token: the window includes the
-    token; -1 is unbounded.
+    """Return the number of visible tokens before and after each token; -1 is unbounded.
+
+    The window includes the token itself.
     """
     return (-1 if window is None else window - 1, 0)
 
 
-# -- attention in parts: the operations that varlen_attn calls, whose backward pass accepts any
-# output and log-sum-exp
+# -- attention in several calls: the operations inside varlen_attn. Their backward pass accepts any
+# output and log-sum-exp.
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, *_lengths(part), 0.0, part.causal, False, scale=scaling, **_window(part)
+        query, key, value, *_lengths(call), 0.0, call.causal, False, scale=scaling, **_window(call)
     )
     return output, lse.t()
 
@@ -146,7 +153,7 @@ def _backward(
     value: Tensor,
     output: Tensor,
     lse: Tensor,
-    part: Part,
+    call: AttentionCall,
     scaling: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # dropout state
@@ -158,27 +165,27 @@ def _backward(
         value,
         output,
         lse.t().contiguous(),
-        *_lengths(part),
+        *_lengths(call),
         0.0,
-        part.causal,
+        call.causal,
         state,
         unused,
         scale=scaling,
-        **_window(part),
+        **_window(call),
     )
 
 
-FLASH_PARTS = PartKernel(_forward, _backward)
+FLASH_CALLS = CallKernel(_forward, _backward)
 
 
-def _lengths(part: Part) -> tuple[Tensor, Tensor, int, int]:
-    return *part.offsets, max(part.query_lengths), max(part.key_lengths)
+def _lengths(call: AttentionCall) -> tuple[Tensor, Tensor, int, int]:
+    return *call.offsets, max(call.query_lengths), max(call.key_lengths)
 
 
-def _window(part: Part) -> dict[str, int]:
+def _window(call: AttentionCall) -> dict[str, int]:
     """Return the window options.
 
-    As in flash attention, the last query of a run is aligned with its last key.
+    As in flash attention, the last query of a run is aligned with the last key.
     """
-    before, after = _sides(part.window) if part.causal or part.window is not None else (-1, -1)
+    before, after = _sides(call.window) if call.causal or call.window is not None else (-1, -1)
     return {"window_size_left": before, "window_size_right": after}

@@ -3,9 +3,9 @@
 The function is registered with transformers under the name `lightrft`. It uses one of two kernels:
 variable-length flash attention if the device supports it, otherwise torch's own over blocks of
 sequences of similar length, padded on the right. Plain causal attention is correct there, because
-padding follows all tokens of a sequence. If sequences share a prefix, ranks split the queries, or
-tokens of an image attend to those that follow them, both compute attention in parts: see
-prefix_attention.py. Only prefixes of a few tokens are copied on a CPU.
+padding follows all tokens of a sequence. Both make several calls if sequences share a prefix, ranks
+split the queries, or tokens of an image look ahead: see prefix_attention.py. Only prefixes of a few
+tokens are copied on a CPU.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from lightrft.attention.layout import Blocks, Layout
 from lightrft.attention.prefix_attention import (
     CPU_KERNEL,
-    PartKernel,
+    CallKernel,
     prefix_attention,
     window_mask,
 )
@@ -41,14 +41,15 @@ def attention_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
     return flash_kernel() or block_attention
 
 
-def part_kernel(device: torch.device, dtype: torch.dtype) -> PartKernel | None:
-    """Choose the kernel for sequences in parts; None if no kernel returns log-sum-exps, as for
-    float32 on an accelerator.
+def call_kernel(device: torch.device, dtype: torch.dtype) -> CallKernel | None:
+    """Choose the kernel for sequences in several calls.
+
+    None if no kernel returns log-sum-exps, as for float32 on an accelerator.
     """
     if _flash(device, dtype):
-        from lightrft.attention.flash_attn import FLASH_PARTS
+        from lightrft.attention.flash_attn import FLASH_CALLS
 
-        return FLASH_PARTS
+        return FLASH_CALLS
     return CPU_KERNEL if device.type in ("cpu", "meta") else None
 
 
@@ -71,12 +72,11 @@ def flat_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention: query [1, H, t, D], key and value [1, H_kv, t, D] of this rank's tokens ->
-    ([1, t, H, D], None).
+    """Compute attention over this rank's tokens of a flat batch.
 
-    A token attends to `sliding_window` tokens, itself included. Raise ValueError for soft-capped
-    and sink attention, and for a sequence that is longer than a window which the layer applies in
-    the mask alone.
+    query [1, H, t, D], key and value [1, H_kv, t, D] -> ([1, t, H, D], None). A token attends to
+    `sliding_window` tokens, itself included. Raise ValueError for soft-capped and sink attention,
+    and for a sequence that is longer than a window that the layer applies in the mask alone.
     """
     if softcap is not None or s_aux is not None:
         raise ValueError(
@@ -96,9 +96,13 @@ def flat_attention(
         *(x[0].transpose(0, 1) for x in (query, key, value))
     )
     window = sliding_window if sliding_window and sliding_window < layout.longest else None
+    # Merging the calls needs log-sum-exps, and dropout needs the probabilities over all keys at
+    # once.
     if layout.needs_several_calls:
-        kernel = None if dropout else part_kernel(query.device, query.dtype)
-        if kernel is CPU_KERNEL and window is None and _copies(query, layout):
+        kernel = None if dropout else call_kernel(query.device, query.dtype)
+        # Copies in another dtype would round the gradient of a prefix once for each copy.
+        copies = query.dtype == torch.float32 and layout.copies_are_faster(query[0].numel())
+        if kernel is CPU_KERNEL and window is None and copies:
             output = block_attention(
                 query, key, value, layout, scaling=scaling, window=None, dropout=0.0
             )
@@ -118,9 +122,7 @@ def flat_attention(
 
 
 def configured_window(module: nn.Module) -> int | None:
-    """Return the number of tokens that a layer of transformers attends to by its configuration;
-    None: all.
-    """
+    """Return how many tokens a layer attends to by the configuration; None: all."""
     config = getattr(module, "config", None)
     window = getattr(config, "sliding_window", None)
     if not isinstance(window, int) or getattr(config, "use_sliding_window", True) is False:
@@ -129,13 +131,6 @@ def configured_window(module: nn.Module) -> int | None:
     kinds = getattr(config, "layer_types", None)
     layer = getattr(module, "layer_idx", None)
     return window if kinds is None or layer is None or kinds[layer] == "sliding_attention" else None
-
-
-def _copies(query: Tensor, layout: Layout) -> bool:
-    """Return True to copy prefixes; not in a dtype that would round the gradient of a prefix for
-    each copy.
-    """
-    return query.dtype == torch.float32 and layout.copies_are_faster(query[0].numel())
 
 
 def copied_attention(
@@ -148,11 +143,10 @@ def copied_attention(
     window: int | None,
     dropout: float,
 ) -> Tensor:
-    """Compute torch's scaled dot product attention per sequence, each with a copy of all keys that
-    it attends to.
+    """Compute torch's scaled dot product attention per sequence, with copies of all keys.
 
     This is the fallback for dropout, which needs the probabilities over all keys, and for devices
-    without a part_kernel(). Raise ValueError if ranks split the queries of bidirectional tokens.
+    without a call_kernel(). Raise ValueError if ranks split the queries of bidirectional tokens.
     """
     if layout.bidirectional is not None and layout.queries_are_split:
         raise ValueError(
@@ -161,16 +155,16 @@ def copied_attention(
             " of 0, or --sp_impl ulysses"
         )
 
-    part = layout.with_copies(window or layout.longest)
-    run_ids = [None] * len(part.key_lengths)
+    call = layout.with_copies(window or layout.longest)
+    run_ids = [None] * len(call.key_lengths)
     if layout.bidirectional is not None:
-        run_ids = part.keys.of(layout.run_ids).split(part.key_lengths)
-    queries = query.split(part.query_lengths)
+        run_ids = call.keys.of(layout.run_ids).split(call.key_lengths)
+    queries = query.split(call.query_lengths)
 
-    keys, values = (part.keys.of(x).split(part.key_lengths) for x in (key, value))
+    keys, values = (call.keys.of(x).split(call.key_lengths) for x in (key, value))
     outputs = []
     for q, k, v, runs in zip(queries, keys, values, run_ids, strict=True):
-        mask = window_mask(len(q), part.window, q.device, num_keys=len(k), run_ids=runs)
+        mask = window_mask(len(q), call.window, q.device, num_keys=len(k), run_ids=runs)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
             q,
@@ -203,6 +197,7 @@ def block_attention(
         blocks.shapes, *(_split(x, blocks) for x in (query, key, value)), strict=True
     ):
         q, k, v = (x.view(size, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        # Without a mask torch may choose a faster causal kernel.
         mask = window_mask(width, window, query.device) if window and width > window else None
         out = F.scaled_dot_product_attention(
             q,
@@ -223,7 +218,7 @@ def block_attention(
 def _split(x: Tensor, blocks: Blocks) -> tuple[Tensor, ...]:
     """Split [T, H, D] into blocks [n * S, H, D].
 
-    The gradient of a split is one concatenation, that of slices a sum for each.
+    A split has one concatenation as the gradient; slices would have a sum for each.
     """
     x = x if blocks.source is None else x.index_select(0, blocks.source)
     return x.split([size * width for size, width in blocks.shapes])

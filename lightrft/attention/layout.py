@@ -1,7 +1,7 @@
-"""Positions of the sequences in a flat batch, and the tokens that each of them attends to.
+"""Where the sequences of a flat batch are, and which tokens each of them attends to.
 
 Shapes: T tokens of all sequences, U of them computed (all of them, or each shared prefix once), t
-computed by this rank: ranks that split a batch split its computed tokens.
+computed by this rank: ranks that split a batch split the computed tokens.
 """
 
 import math
@@ -19,36 +19,45 @@ from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequencePa
 from lightrft.types import SharedPrefix, to_device
 
 ALONE = 64
-"""Length above which a sequence shares a block only with sequences of the same length: a call costs
-less than padding."""
+"""Sequences above this length share a block only with sequences of the same length.
+
+For them a call costs less than padding.
+"""
 
 CALL_WORK = 2**19
-"""Query-key pairs x elements of a query, forward and backward, that take as long on a CPU as a call
-of attention with what it needs. Measured on one core for 1 to 4 prefixes of 9 to 512 tokens and 128
-elements: 0.47 ns for each, 0.25 ms for a call."""
+"""Work that takes a CPU as long as one more call: query-key pairs x elements of a query.
+
+It counts the forward and the backward pass, and all that a call needs. Measured on one core for 1
+to 4 prefixes of 9 to 512 tokens and 128 elements: 0.47 ns for each, 0.25 ms for a call.
+"""
 
 
 BIDIRECTIONAL = ("gemma3",)
-"""Model types whose image tokens attend to all tokens of their image; text attends to earlier
-tokens only."""
+"""Model types whose image tokens attend to all tokens of the image.
+
+Text attends to earlier tokens only.
+"""
 
 
 def bidirectional_token(config: PretrainedConfig) -> int | None:
-    """Return the token whose runs are images with attention in both directions; None if all
-    attention of the model is causal.
+    """Return the token id that images with attention in both directions consist of.
+
+    None if all attention of the model is causal.
     """
     return config.image_token_id if config.model_type in BIDIRECTIONAL else None
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sequences grouped into blocks of one width each, which are concatenated."""
+    """Concatenated blocks of sequences; the sequences of a block are padded to one width."""
 
     shapes: list[tuple[int, int]]
     """(number of sequences, width) of each block."""
     source: Tensor | None
-    """[P] int64: the token at each position of the blocks; padding repeats the last token. None if
-    they are the flat batch."""
+    """[P] int64: the token at each position of the blocks; padding repeats the last token.
+
+    None if the blocks are the flat batch itself.
+    """
     places: Tensor | None
     """[T] int64: the position of each token in the blocks."""
 
@@ -62,6 +71,7 @@ class Selection:
         self.rows: slice | Tensor
         """Selected rows of the tensor."""
         self._copies: list[tuple[Tensor, Tensor]] = []
+        """Entries and rows to add one after another: in each pair a row occurs once."""
 
         if self.consecutive:
             self.rows = slice(int(index[0]), int(index[-1]) + 1)
@@ -83,8 +93,9 @@ class Selection:
         return values[self.rows] if self.consecutive else values.index_select(0, self.rows)
 
     def spread(self, values: Tensor, total: Tensor) -> Tensor:
-        """Return the sum of values [n, ...] for every row, in float32 and the shape of `total`; it
-        may be `values` itself.
+        """Return the sum of values [n, ...] for every row, in float32 and the shape of `total`.
+
+        The result may be `values` itself.
         """
         if self.consecutive and len(values) == len(total):
             return values.float()
@@ -95,9 +106,8 @@ class Selection:
     def add_to(self, total: Tensor, values: Tensor) -> None:
         """Add values [n, ...] to the selected rows of `total`, in place.
 
-        A row that occurs several times gets the sum of all.
-
-        No two values are added to one row at the same time, so the sum is deterministic.
+        A row that occurs several times gets the sum of all. No two values are added to one row at
+        the same time, so the sum is deterministic.
         """
         if self.consecutive:
             total[self.rows] += values
@@ -117,12 +127,13 @@ def _copy_numbers(index: np.ndarray) -> np.ndarray:
     return numbers
 
 
-class Part:
+class AttentionCall:
     """One call of attention: concatenated runs of queries, each with a run of keys.
 
-    `causal`: a run has as many keys as queries, and each query attends to the keys up to its own.
-    `window`: the last query of a run is aligned with its last key, and each query attends to
-    `window` keys up to its own. Neither: every query of a run attends to all of its keys.
+    causal: a run has as many keys as queries, and each query attends to the keys up to its own.
+    window: the last query of a run is aligned with the last key, and each query attends to
+    `window` keys up to its own.
+    Neither: every query of a run attends to all keys of the run.
     """
 
     def __init__(
@@ -147,8 +158,9 @@ class Part:
 
     @cached_property
     def offsets(self) -> tuple[Tensor, Tensor]:
-        """Return the offsets of the queries and of the keys of each run: [runs + 1] int32 each, on
-        the device.
+        """Return the offsets of the queries and of the keys of each run, on the device.
+
+        [runs + 1] int32 each.
         """
         return offsets(torch.tensor(self.query_lengths), self.device), offsets(
             torch.tensor(self.key_lengths), self.device
@@ -156,7 +168,7 @@ class Part:
 
     @cached_property
     def blocks(self) -> Blocks:
-        """Return the runs of a causal part as blocks on the device."""
+        """Return the runs of a causal call as blocks on the device."""
         return blocks(torch.tensor(self.query_lengths), self.device)
 
 
@@ -183,15 +195,15 @@ class Layout:
         self.sequence = sequence
         """Split of the computed tokens over ranks."""
         self.shared = shared
-        """Shared prefixes, which are computed once; None if all tokens are computed."""
+        """Shared prefixes; each is computed once. None if all tokens are computed."""
         self.bidirectional = bidirectional
-        """Tokens that also attend to those that follow them in their run of such tokens, as those
-        of an image do in Gemma 3: [T] bool on the host. A shared prefix contains whole runs. None
-        if all attention is causal."""
+        """Tokens that also attend to later tokens of the same run, like the tokens of an image in
+        Gemma 3: [T] bool on the host. A shared prefix contains whole runs. None if all attention
+        is causal."""
         self.num_computed = len(shared.computed) if shared else int(self.lengths.sum())
         self.queries = sequence.queries(self.num_computed)
         """Start and end of the runs of computed tokens whose queries this rank has."""
-        self._parts: dict[int | None, list[Part]] = {}
+        self._calls: dict[int | None, list[AttentionCall]] = {}
 
     @cached_property
     def longest(self) -> int:
@@ -204,8 +216,9 @@ class Layout:
 
     @cached_property
     def blocks(self) -> Blocks:
-        """Return the sequences as blocks on the device, with a copy of a shared prefix for each
-        sequence.
+        """Return the sequences as blocks on the device.
+
+        Each sequence has a copy of the shared prefix.
         """
         full = blocks(self.lengths, self.device)
         if self.shared is None:
@@ -222,8 +235,7 @@ class Layout:
         )
 
     def copies_are_faster(self, width: int) -> bool:
-        """Return True if a CPU needs less time for whole sequences, with copies of their prefixes,
-        than for parts.
+        """Return True if copying prefixes takes a CPU less time than several calls.
 
         `width` is the number of elements of a query, of all heads.
         """
@@ -231,12 +243,11 @@ class Layout:
 
     @cached_property
     def _copied_pairs_per_call(self) -> float:
-        """Return how many more pairs of queries and keys copies have, for each call that parts have
-        more.
+        """Return how many query-key pairs copies compute for each call that they save.
 
-        A copy repeats the attention within its prefix. Parts have one call for each prefix, and
-        merging takes as long as another. Return infinity if there are no prefixes, if ranks split
-        the queries, and if attention is not causal.
+        A copy repeats the attention within the prefix. Without copies there is one call for each
+        prefix, and merging takes as long as another. Return infinity if there are no prefixes, if
+        ranks split the queries, or if attention is not causal.
         """
         if self.shared is None or self.bidirectional is not None or self.queries_are_split:
             return math.inf
@@ -246,36 +257,35 @@ class Layout:
 
     @property
     def needs_several_calls(self) -> bool:
-        """Return True if the queries and keys of a sequence may differ from its own tokens up to
-        each.
-        """
+        """Return True if one causal call over this rank's own tokens is not enough."""
         return self.shared is not None or self.bidirectional is not None or self.queries_are_split
 
     @property
     def queries_are_split(self) -> bool:
-        """Return True if this rank has only a part of the queries."""
+        """Return True if this rank has only some of the queries."""
         return self.queries != [(0, self.num_computed)]
 
-    def parts(self, window: int | None) -> list[Part]:
-        """Return the calls that together compute the attention of this rank's queries; the first
-        has each query once.
+    def calls(self, window: int | None) -> list[AttentionCall]:
+        """Return the calls that together compute the attention of this rank's queries.
 
-        Without a window: causal attention within the consecutive tokens of each sequence, then the
-        prefixes before them, level by level: first those at the start of sequences, then those that
-        follow them, and so on. All sequences with the same prefix form one run of queries, so its
-        keys occur once. With a window: one call, in which each sequence has copies of the keys
-        before its own tokens that its first queries attend to. In both cases, bidirectional tokens
-        have one more call.
+        The first call has each query once. Without a window it is causal attention within the
+        consecutive tokens of each sequence. Then come the prefixes before them, level by level:
+        first those at the start of sequences, then the ones that follow them, and so on. All
+        sequences with the same prefix form one run of queries, so the keys occur once.
+
+        With a window there is one call. In it each sequence has copies of the keys before its own
+        tokens that its first queries attend to. In both cases, bidirectional tokens have one more
+        call.
         """
-        if window not in self._parts:
-            parts = (
+        if window not in self._calls:
+            calls = (
                 [self._own(), *self._prefixes()] if window is None else [self.with_copies(window)]
             )
-            self._parts[window] = parts if self.bidirectional is None else parts + self._following
-        return self._parts[window]
+            self._calls[window] = calls if self.bidirectional is None else calls + self._following
+        return self._calls[window]
 
-    def with_copies(self, window: int) -> Part:
-        """Return one part with a window, which copies the keys that several sequences attend to."""
+    def with_copies(self, window: int) -> AttentionCall:
+        """Return one call with a window. Keys that several sequences attend to are copied."""
         starts = self._rows[self._pieces.row] + np.maximum(self._pieces.depth - window + 1, 0)
         ends = self._prefix_ends
         before = ends - starts
@@ -287,18 +297,18 @@ class Layout:
         index[~is_before] = _ranges(self._pieces.begins, own)
         queries = Selection(np.arange(int(own.sum())), self.device)
 
-        return Part(
+        return AttentionCall(
             queries, Selection(index, self.device), own, before + own, self.device, window=window
         )
 
-    def _own(self) -> Part:
+    def _own(self) -> AttentionCall:
         sizes = self._pieces.sizes
         queries = Selection(np.arange(int(sizes.sum())), self.device)
         keys = Selection(_ranges(self._pieces.begins, sizes), self.device)
-        return Part(queries, keys, sizes, sizes, self.device, causal=True)
+        return AttentionCall(queries, keys, sizes, sizes, self.device, causal=True)
 
-    def _prefixes(self) -> Iterator[Part]:
-        """Yield a part for each level of the prefix tree.
+    def _prefixes(self) -> Iterator[AttentionCall]:
+        """Yield a call for each level of the prefix tree.
 
         A node ends where the sequences that share it diverge.
         """
@@ -330,16 +340,15 @@ class Layout:
             )
             nodes = at_level[first]
             keys = Selection(_ranges(begins[nodes], sizes[nodes]), self.device)
-            yield Part(queries, keys, query_lengths, sizes[nodes], self.device)
+            yield AttentionCall(queries, keys, query_lengths, sizes[nodes], self.device)
 
     @cached_property
-    def _following(self) -> list[Part]:
-        """Return the part in which bidirectional tokens attend to those that follow them in their
-        run, or nothing.
+    def _following(self) -> list[AttentionCall]:
+        """Return the attention call that lets image tokens look ahead within an image.
 
-        Queries and keys of a run are in reverse order: with the keys one token later than the
-        queries, this is causal attention. Where ranks split a run, its keys begin with those of the
-        tokens that other ranks have.
+        It is missing if there are none. Queries and keys of a run are in reverse order: with the
+        keys one token later than the queries, this is causal attention. Where ranks split a run,
+        the keys begin with the tokens that other ranks have.
         """
         starts, ends = self._runs
         queries = []
@@ -372,12 +381,13 @@ class Layout:
             else {"window": int(key_sizes.max())}
         )
         selections = (Selection(np.concatenate(index), self.device) for index in (queries, keys))
-        return [Part(*selections, sizes, key_sizes, self.device, **kind)]
+        return [AttentionCall(*selections, sizes, key_sizes, self.device, **kind)]
 
     @cached_property
     def run_ids(self) -> Tensor:
-        """Return the number of the run of each computed token, -1 for causal ones: [U] int64 on the
-        device.
+        """Return which run of bidirectional tokens each computed token belongs to: [U] int64.
+
+        Causal tokens have -1. The result is on the device.
         """
         numbers = np.full(self.num_computed, -1)
         for number, (start, end) in enumerate(zip(*self._runs, strict=True)):
@@ -386,8 +396,9 @@ class Layout:
 
     @cached_property
     def _runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return start and end of each run of bidirectional tokens of one sequence, among the
-        computed tokens: [runs] each.
+        """Return start and end of each run of bidirectional tokens among the computed tokens.
+
+        A run belongs to one sequence. [runs] each.
         """
         computed = (
             np.arange(self.num_computed) if self.shared is None else self.shared.computed.numpy()
@@ -419,8 +430,7 @@ class Layout:
 
     @cached_property
     def _pieces(self) -> "TokenRuns":
-        """Return the runs of this rank's computed tokens that are consecutive in a sequence, in
-        their order.
+        """Return the runs of this rank's computed tokens that are consecutive in a sequence.
 
         The computed tokens of a sequence are its last ones, because only a prefix can be shared.
         """
@@ -428,6 +438,7 @@ class Layout:
         computed = (
             np.arange(self.num_computed) if self.shared is None else self.shared.computed.numpy()
         )
+        # A sequence may lie in several of this rank's ranges, and then has a piece in each.
         first = np.searchsorted(computed, self._rows)
 
         stop = np.searchsorted(computed, self._rows + lengths)
@@ -456,15 +467,17 @@ class TokenRuns:
 
 
 def offsets(lengths: Tensor, device: torch.device) -> Tensor:
-    """Return the start of each sequence on the device, [N + 1] int32, from lengths [N] on the host;
-    the last entry is the sum.
+    """Return the start of each sequence on the device, [N + 1] int32; the last entry is the sum.
+
+    The lengths [N] are on the host.
     """
     return to_device(F.pad(lengths.cumsum(0), (1, 0)).int(), device)
 
 
 def blocks(lengths: Tensor, device: torch.device) -> Blocks:
-    """Group long sequences by equal length and short ones by the next power of two, so that padding
-    is under a half.
+    """Group long sequences by equal length and short ones by the next power of two.
+
+    So less than half of a block is padding.
     """
     similar = lengths.double().log2().ceil().long()
     similar[lengths > ALONE] = 64 + _first_alike(lengths)[lengths > ALONE]  # above every exponent

@@ -1,4 +1,4 @@
-"""Atomic writing of folders by several ranks, which all raise an error if one of them fails."""
+"""Write a folder atomically from several ranks: all raise an error if one of them fails."""
 
 import os
 import shutil
@@ -22,12 +22,11 @@ class CheckpointError(RuntimeError):
 
 
 def write_folder(folder: Path, world: Axis, *steps: Callable[[Path], None]) -> None:
-    """Run the steps in order on every rank, on a temporary folder in the parent of `folder`, and
-    then rename it to `folder`.
+    """Run the steps in order on every rank, on a temporary folder, and rename it to `folder`.
 
-    If a step fails on any rank, all ranks raise the same CheckpointError; the temporary folder is
-    removed, and the previous contents of `folder` are untouched. A step that fails on one rank must
-    not leave other ranks waiting in a collective.
+    The temporary folder is in the same parent. If a step fails on any rank, all ranks raise the
+    same CheckpointError; the temporary folder is removed, and the previous contents of `folder` are
+    untouched. A step that fails on one rank must not leave other ranks waiting in a collective.
     """
     part = folder.with_name(folder.name + PART)
     summary = f"{folder} could not be written"
@@ -44,8 +43,9 @@ def write_folder(folder: Path, world: Axis, *steps: Callable[[Path], None]) -> N
 
 
 def run_on_all_ranks(world: Axis, summary: str, action: Callable[[], None]) -> None:
-    """Run `action`; if it failed on any rank, every rank raises one CheckpointError with all the
-    reasons.
+    """Run `action`; if it fails on any rank, every rank raises one CheckpointError.
+
+    The error has the reasons of all ranks.
     """
     cause = None
     reasons = {}
@@ -78,8 +78,9 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError raised inside: a failed write, unlike a failed open, does
-    not report it.
+    """Add the file's name to an OSError raised inside.
+
+    A failed write does not report it, unlike a failed open.
     """
     try:
         yield
@@ -113,8 +114,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder after renaming it, so that a partly removed folder is never taken for a
-    complete one.
+    """Rename a folder and remove it.
+
+    So a partly removed folder is never taken for a complete one.
     """
     part = folder.with_name(folder.name + PART)
     os.rename(folder, part)
@@ -136,6 +138,8 @@ def _publish(part: Path, folder: Path) -> None:
     _follow_umask(part)
     sync_folder(part)
 
+    # A rename cannot replace a folder that has contents. If the process dies between the two
+    # renames, the old folder is still there under another name.
     old = folder.with_name(folder.name + OLD)
     if folder.exists():
         if old.exists():
@@ -149,8 +153,9 @@ def _publish(part: Path, folder: Path) -> None:
 
 
 def _follow_umask(part: Path) -> None:
-    """Give all files the mode of a new file: safetensors makes them readable by their owner
-    only.
+    """Give all files the mode of a new file.
+
+    safetensors makes them readable by the owner only.
     """
     probe = part / "mode.tmp"
     probe.touch()

@@ -1,4 +1,4 @@
-"""Background jobs during training, one at a time, on all ranks together."""
+"""Run jobs in the background of training, one at a time, on all ranks together."""
 
 import threading
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from lightrft.parallel.collectives import Axis
 
 
 class Background:
-    """Background thread on every rank.
+    """A background thread on every rank.
 
-    Its collectives use the axis `background_axis`, separate from those of the training.
+    Its collectives use `background_axis`, so they never mix with the collectives of training.
     """
 
     def __init__(self, world: Axis, background_axis: Axis):
@@ -29,15 +29,14 @@ class Background:
         self._thread.start()
 
     def finish(self, *, wait: bool = True) -> bool:
-        """Return True if no job is running; with `wait`, wait for that.
+        """Return True if no job is running; with `wait`, wait until that is so.
 
-        All ranks call it and get the same result.
-
-        An error of the job, which all ranks have, is raised here.
+        All ranks call it and get the same result. An error of the job is raised here, on all ranks.
         """
         if self._thread is None:
             return True
 
+        # Threads end at different times, so ranks agree whether all have ended.
         ended = torch.tensor(int(not self._thread.is_alive()))
         if not wait and not int(self.world.min(ended)):
             return False
@@ -57,7 +56,7 @@ class Background:
             self._thread = None
 
     def close(self) -> None:
-        """Wait for the job and log its failure, since finish() will not be called any more."""
+        """Wait for the job and log a failure: finish() will not be called any more."""
         self.join()
         if self._failure is not None:
             logger.error("{}", self._failure)

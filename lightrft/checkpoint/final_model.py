@@ -1,6 +1,4 @@
-"""Export of complete Hugging Face folders from a run's checkpoint, or from a folder with an
-adapter.
-"""
+"""Export Hugging Face folders from a run's checkpoint, or from a folder with an adapter."""
 
 import hashlib
 import json
@@ -43,15 +41,15 @@ from lightrft.thinker import load_generation_config
 
 ALONE = Axis("export", 1, 0, None)
 CHECKPOINTS = "checkpoints"
-"""Folder of a run that contains its checkpoints, unless --ckpt_path is another one."""
+"""Folder of a run that contains the checkpoints, unless --ckpt_path is another one."""
 MERGED = "merged_pretrain"
 SOURCE = "merged_from.json"
-"""Folder of a run that contains its base model merged with an adapter, and the file in it that
-identifies both."""
+"""A run's folder for the base model merged with an adapter, and the file in it that names both."""
 EXPORTED = "exported_pretrain"
 CHECKPOINT_SOURCE = "exported_from.json"
-"""Folder of an evaluation with the model of a checkpoint, and the file in it that identifies the
-checkpoint."""
+"""An evaluation's folder for the model of a checkpoint, and the file in it that names the
+checkpoint.
+"""
 
 
 def export_checkpoint(
@@ -63,13 +61,13 @@ def export_checkpoint(
     trust_remote_code: bool = False,
     adapter_only: bool = False,
 ) -> Path:
-    """Write one model of a checkpoint, from any number of ranks and any strategy, as a run writes
-    it at its end.
+    """Write one model of a checkpoint as a run writes it at the end.
 
-    `path` is a checkpoint or a folder of them, of which the newest complete one is used.
-    Configuration, tokenizer and frozen parameters come from the run's --pretrain, or from
-    `pretrain`. This process loads the whole model, in float32. Raises ConfigError (a ValueError) or
-    CheckpointError (a RuntimeError) if something is missing or does not match.
+    The checkpoint may be from any number of ranks and any strategy. `path` is a checkpoint, or a
+    folder of them; then the newest complete one is used. Configuration, tokenizer and frozen
+    parameters come from the run's --pretrain, or from `pretrain`. This process loads the whole
+    model, in float32. Raise ConfigError (a ValueError) or CheckpointError (a RuntimeError) if
+    something is missing or does not match.
     """
     newest = _newest_checkpoint(path)
     if newest is None:
@@ -90,6 +88,7 @@ def export_checkpoint(
     role = _role(name, section, tokenizer, identity["settings"])
     model = unwrap(role)
     _check_base(model.name_or_path, identity, name, frozen=bool(frozen_names(model)))
+    # The checkpoint is read into the sharded state of one rank that has everything.
     model_state = ModelState(role, None, None, ALONE, torch.device("cpu"))
     contents = manager.CheckpointState({name: model_state}, {}, ALONE, model_state.device)
     manager.load(contents, path, manifest.world_size, strict=True, module_only=True)
@@ -103,11 +102,10 @@ def export_checkpoint(
 def export_merged(
     adapter: str, folder: Path, *, base: str = "", trust_remote_code: bool = False
 ) -> Path:
-    """Write the base model of an adapter in peft's format, or `base`, with the adapter merged, in
-    float32.
+    """Write the base model of an adapter in peft's format, with the adapter merged, in float32.
 
-    The tokenizer comes from the adapter's folder if it has one. Raises ConfigError if something is
-    missing or does not match.
+    `base` replaces the base model that the adapter names. The tokenizer comes from the adapter's
+    folder if it has one. Raise ConfigError if something is missing or does not match.
     """
     section = ModelSection(
         pretrain=base or base_model_of_adapter(adapter), trust_remote_code=trust_remote_code
@@ -125,10 +123,10 @@ def export_merged(
 
 
 def with_merged_pretrain(config: Config, world: Axis) -> Config:
-    """Return the configuration from which models and engines are loaded; all ranks call this.
+    """Return a configuration whose --pretrain is a whole model; all ranks call this.
 
-    A --pretrain that contains only an adapter becomes --save_path/merged_pretrain, which rank 0
-    writes unless it exists.
+    A --pretrain that contains only an adapter becomes --save_path/merged_pretrain. Rank 0 writes
+    that folder unless it exists.
     """
     adapter = str(Path(config.model.pretrain).expanduser())
     if not is_adapter_folder(Path(adapter)):
@@ -146,12 +144,11 @@ def with_merged_pretrain(config: Config, world: Axis) -> Config:
 
 
 def with_model_of_run(config: Config, world: Axis) -> Config:
-    """Return the configuration with the model of --pretrain where that is a run's folder or a
-    checkpoint; all ranks call this.
+    """Return the configuration with a model as --pretrain, also for a run's folder or a checkpoint.
 
-    The model of a complete run is its folder `model`. That of a checkpoint, or of the newest one of
-    a run without a final model, is written by rank 0 to --save_path/exported_pretrain unless it is
-    there.
+    All ranks call this. The model of a complete run is in the folder `model`. A checkpoint's model,
+    or the newest one's of a run without a final model, is written by rank 0 to
+    --save_path/exported_pretrain unless it is there.
     """
     path = Path(config.model.pretrain).expanduser()
     if not path.is_dir() or (path / "config.json").is_file() or is_adapter_folder(path):
@@ -189,8 +186,9 @@ def _with_written_pretrain(
     source: Callable[[], dict[str, str | None]],
     write: Callable[[Path], None],
 ) -> Config:
-    """Return the configuration with a folder of --save_path as --pretrain, which rank 0 writes
-    unless it has the same source.
+    """Return the configuration with a folder of --save_path as --pretrain.
+
+    Rank 0 writes it unless it has the same source.
     """
     folder = Path(config.train.save_path) / folder_name
 
@@ -228,22 +226,20 @@ def _role(
     return Actor(freeze_parameters(load_model(section), section))
 
 
-def _checkpoint(path: Path) -> tuple[Manifest, Path, dict] | None:
-    """Return the manifest, the path and the state of a checkpoint, or of the newest complete one in
-    a folder; None without.
+def _newest_checkpoint(path: Path) -> tuple[Manifest, Path, dict] | None:
+    """Return the manifest, the path and the state of a checkpoint; None without one.
+
+    In a folder of checkpoints, or of a run, the newest complete one is taken.
     """
+    path = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     tag = path.name if (path / MANIFEST).is_file() else None
     return manager.find(path.parent if tag else path, tag, ALONE)
 
 
-def _newest_checkpoint(path: Path) -> tuple[Manifest, Path, dict] | None:
-    """Return what _checkpoint() does, also of a run's folder."""
-    return _checkpoint(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
-
-
 def _section(settings: dict, pretrain: str, trust_remote_code: bool) -> tuple[ModelSection, bool]:
-    """Return the run's model section and its bf16; trust_remote_code comes from the caller, not
-    from the checkpoint.
+    """Return the run's model section and its bf16.
+
+    trust_remote_code comes from the caller, not from the checkpoint.
     """
     model = {
         field.name: settings[field.name] for field in fields(ModelSection) if field.name in settings

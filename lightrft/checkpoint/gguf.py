@@ -1,4 +1,4 @@
-"""GGUF files, llama.cpp's format of a model in one file, as Hugging Face folders.
+"""Convert GGUF files, llama.cpp's format of a model in one file, to Hugging Face folders.
 
 transformers reads them with the package gguf. It ignores tensors and settings that it does not
 know, so this file refuses them or adds what is missing: the rotary frequencies of Llama 3, digits
@@ -33,10 +33,11 @@ from lightrft.config.errors import ConfigError
 from lightrft.models.weight_files import check_finite, stored_tensors
 
 SIZES = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
-"""Settings that transformers ignores in some families -> fields of its configuration."""
+"""Settings that transformers ignores in some families -> fields of the configuration."""
 LLAMA_FREQUENCIES = "rope_freqs.weight"
-"""Tensor with the divisors of the rotary frequencies that llama.cpp computes from Llama 3's
-settings."""
+"""Tensor with the divisors of the rotary frequencies; llama.cpp computes it from Llama 3's
+settings.
+"""
 LLAMA_3_ROPE = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -61,20 +62,21 @@ WHOLE_WORDS = {
     "lfm2",
     "tekken",
 }
-"""Pre-tokenizers that never merge a word from parts if the word is a token; texts begin with a
-token."""
+"""Pre-tokenizers that never merge a word from parts if the word is a token.
+
+Texts begin with a token.
+"""
 
 
 def convert(file: Path, folder: Path) -> Path:
-    """Write the model of a GGUF file as a Hugging Face folder, dequantized and in bfloat16,
-    completely or not at all.
+    """Write the model of a GGUF file as a Hugging Face folder, completely or not at all.
 
-    Raise ConfigError, which names the file, if it is damaged or one of several parts, or if not all
-    of it would be read.
+    It is dequantized and in bfloat16. If the file is damaged or one of several parts, or if not all
+    of it would be read, raise a ConfigError that names it.
     """
     try:
         reader = GGUFReader(file)
-    except Exception as error:  # of numpy, at the position where the file ends or is damaged
+    except Exception as error:  # numpy fails where the file ends or is damaged
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
             f"{file} is not a complete GGUF file ({reason}): download or copy it again"
@@ -142,8 +144,9 @@ def _model(
 
 
 def _check_complete(model: PreTrainedModel, missing: set[str], numbers: int) -> None:
-    """Raise ValueError unless the file fills the whole model with finite numbers, and holds nothing
-    else.
+    """Raise ValueError unless the file fills the whole model with finite numbers.
+
+    It must not hold anything else.
     """
     if missing:
         raise ValueError(
@@ -190,8 +193,9 @@ def _check_settings(config: PretrainedConfig, settings: dict[str, Any]) -> None:
 
 
 def _rope_of_llama_3(model: PreTrainedModel, divisors: Tensor) -> dict[str, Any]:
-    """Return the rotary settings that give these divisors of the frequencies; raise ValueError if
-    Llama 3's do not.
+    """Return the rotary settings that give these divisors of the frequencies.
+
+    Raise ValueError if Llama 3's settings do not.
     """
     plain = model.config.rope_parameters
     config = model.config

@@ -1,4 +1,4 @@
-"""Export of a weight stream to a Hugging Face folder, and its rehearsal before a run."""
+"""Export a weight stream to a Hugging Face folder, and rehearse that before a run."""
 
 import copy
 import inspect
@@ -46,19 +46,19 @@ from lightrft.weight_sync.names import PublishedNames, transformers_class
 MAX_SHARD_BYTES = 5 * 10**9
 FOLDERS = {"additional_chat_templates"}
 """Folders inside of a model's folder: transformers writes a tokenizer's further templates there."""
-OF_LOADING = ("is_local", "local_files_only")
-"""Settings of a tokenizer that say how it was loaded; transformers would write them into its
-folder."""
+LOADING_SETTINGS = ("is_local", "local_files_only")
+"""Settings of a tokenizer that say how it was loaded; transformers would write them into the
+folder.
+"""
 GENERATION = "generation_config.json"
-BESIDE = (
+COPIED_FILES = (
     "processor_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "chat_template.json",
     "spk_dict.pt",
 )
-"""Files of processors, and the voices of Qwen2.5-Omni, which are copied since training does not
-change them."""
+"""Files of processors, and the voices of Qwen2.5-Omni: training does not change them."""
 
 Stream = Iterator[tuple[str, Tensor]]
 
@@ -73,9 +73,8 @@ def export(
 ) -> Path:
     """Write a folder in the published format of the model's family.
 
-    All ranks consume the stream; each writes some of the files.
-
-    The folder is written atomically; CheckpointError if that fails.
+    All ranks consume the stream; each writes some of the files. The folder is written atomically;
+    raise CheckpointError if that fails.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -110,11 +109,11 @@ def rehearse(
     *,
     trust_remote_code: bool,
 ) -> None:
-    """Write all of a model's folder but the weights into a temporary folder, and read it back; all
-    ranks call this.
+    """Write all of a model's folder but the weights into a temporary folder, and read it back.
 
-    A run finds out in its first seconds what would otherwise end it after its last step. Raise
-    ConfigError on all ranks if the folder cannot be written, or is read back as something else.
+    A run finds out in the first seconds what would otherwise end it after the last step. All ranks
+    call this. Raise ConfigError on all ranks if the folder cannot be written, or is read back as
+    something else.
     """
 
     def attempt() -> None:
@@ -175,11 +174,10 @@ def export_whole(
     folder: Path,
     dtype: torch.dtype,
 ) -> Path:
-    """Export a model that is whole in this process, and merge its adapters; no other process
-    writes.
+    """Export a model that is whole in this process, with merged adapters.
 
-    Parameters are cast before they are merged, as in a run, so that they equal the weights of the
-    engine.
+    No other process writes. Parameters are cast before they are merged, as in a run, so that they
+    equal the weights of the engine.
     """
     parameters = (
         (name, parameter.detach().to(dtype)) for name, parameter in model.named_parameters()
@@ -234,8 +232,7 @@ def _write_weights(
 
 
 def _other_parts(model: PreTrainedModel) -> Stream:
-    """Yield the weights of a model's folder that belong to parts which are not loaded: the voice of
-    a Qwen2.5-Omni.
+    """Yield the weights in a model's folder that are not loaded: the voice of a Qwen2.5-Omni.
 
     Raise ValueError if the folder was removed, or has no safetensors files.
     """
@@ -260,9 +257,7 @@ def _write_rest(
     writes: bool,
     part: Path,
 ) -> None:
-    """Write what is not weights: configuration, tokenizer, and the files that training does not
-    change.
-    """
+    """Write all but the weights: configuration, tokenizer, and files that stay the same."""
     if not writes:
         return
 
@@ -290,7 +285,7 @@ def _write_rest(
 
 
 def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, part: Path) -> None:
-    for name in OF_LOADING:
+    for name in LOADING_SETTINGS:
         tokenizer.init_kwargs.pop(name, None)
     tokenizer.save_pretrained(part)
 
@@ -303,10 +298,10 @@ def _write_generation(model: PreTrainedModel, part: Path) -> None:
 
 
 def _code_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[Path]:
-    """Return the Python files of classes that came with a model (--trust_remote_code), and of all
-    that these import from there.
+    """Return the Python files of classes that came with a model (--trust_remote_code).
 
-    Their folder may hold code of processors too, so all of its Python files are returned.
+    Files that these import from there are included. The folder may hold code of processors too, so
+    all of the Python files are returned.
     """
     classes = [transformers_class(model), type(model.config), type(tokenizer)]
     came_along = f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."
@@ -322,9 +317,9 @@ def _code_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
 def _files_beside(model: PreTrainedModel) -> list[Path]:
     """Return the processor files in the model's folder, or in the hub's cache on this machine."""
     if Path(model.name_or_path).is_dir():
-        return [path for name in BESIDE if (path := Path(model.name_or_path, name)).is_file()]
+        return [path for name in COPIED_FILES if (path := Path(model.name_or_path, name)).is_file()]
     cached = (
-        [try_to_load_from_cache(model.name_or_path, name) for name in BESIDE]
+        [try_to_load_from_cache(model.name_or_path, name) for name in COPIED_FILES]
         if model.name_or_path
         else []
     )
@@ -332,8 +327,9 @@ def _files_beside(model: PreTrainedModel) -> list[Path]:
 
 
 def _check_target(folder: Path, part: Path, mark: str = "config.json") -> None:
-    """Raise ValueError if `folder` has contents other than an earlier model or adapter, since these
-    would be removed.
+    """Raise ValueError if `folder` has contents other than an earlier model or adapter.
+
+    They would be removed.
     """
     if folder.is_dir() and any(folder.iterdir()):
         others = {path.name for path in folder.iterdir() if path.is_dir()} - FOLDERS

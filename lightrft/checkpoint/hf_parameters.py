@@ -1,4 +1,4 @@
-"""Parameters under their Hugging Face names, whatever role wraps the model."""
+"""Find parameters by their Hugging Face names, whatever role wraps the model."""
 
 from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
@@ -9,13 +9,17 @@ from transformers import PreTrainedModel
 
 @runtime_checkable
 class HasHFParameters(Protocol):
-    """Module of a role that provides the Hugging Face names of its parameters."""
+    """Module of a role that knows the Hugging Face names of its parameters."""
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (name, parameter), tied ones once."""
 
 
 def hf_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (name, parameter) of a transformers model or a role, tied ones once.
+
+    Raise TypeError for any other module.
+    """
     if isinstance(model, PreTrainedModel):
         return model.named_parameters()
     if isinstance(model, HasHFParameters):
@@ -34,8 +38,9 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the first transformers model inside `model`, which may be `model` itself; `model` if
-    there is none.
+    """Return the first transformers model inside `model`, or `model` if there is none.
+
+    The first may be `model` itself.
     """
     return next(
         (module for module in model.modules() if isinstance(module, PreTrainedModel)), model

@@ -1,15 +1,15 @@
-"""Saving and loading of the complete state that a run needs to continue, on the same or another
-number of ranks.
-"""
+"""Save and load all that a run needs to continue, on the same or another number of ranks."""
 
 import io
 import json
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from loguru import logger
@@ -35,7 +35,6 @@ from lightrft.checkpoint.manifest import (
     update_latest,
 )
 from lightrft.checkpoint.model_state import ModelState
-from lightrft.checkpoint.random_states import random_states, set_random_states
 from lightrft.checkpoint.reader import CheckpointReader
 from lightrft.checkpoint.zero_fragment import LoadPlanner, SavePlanner
 from lightrft.parallel.collectives import Axis
@@ -52,8 +51,10 @@ class CheckpointState:
 
     models: dict[str, ModelState]
     parts: Mapping[str, Stateful]
-    """Other objects with a state of tensors and plain types that is equal on all ranks; rank 0's is
-    written."""
+    """Other objects with a state of tensors and plain types.
+
+    The state is equal on all ranks, and rank 0 writes it.
+    """
     world: Axis
     device: torch.device
 
@@ -63,13 +64,13 @@ class Snapshot:
     """Tensors and files that one rank writes."""
 
     tensors: dict[str, Any]
-    """Model name -> its tensors."""
+    """Model name -> tensors."""
     files: dict[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """Limits of the checkpoints that a folder keeps: their number and their total GB.
+    """Limits of the checkpoints that a folder keeps: number and the total in GB.
 
     Only a `latest` checkpoint is resumed without a tag.
     """
@@ -82,10 +83,11 @@ class RetentionPolicy:
 def snapshot(
     contents: CheckpointState, state: dict[str, Any], *, tensors: dict[str, Any]
 ) -> Snapshot:
-    """Build the snapshot of this rank; `state` has JSON types only. All ranks call it, since parts
-    may use collectives.
+    """Build the snapshot of this rank; `state` has JSON types only.
+
+    All ranks call it, since parts may use collectives.
     """
-    files = {_random_file(contents.world.rank): _bytes(random_states(contents.device))}
+    files = {_random_file(contents.world.rank): _bytes(_random_states(contents.device))}
     parts = {name: part.state_dict() for name, part in contents.parts.items()}
     if contents.world.rank == 0:
         schedulers = {
@@ -125,10 +127,9 @@ def write(
     retention: RetentionPolicy,
     hf: Path | None = None,
 ) -> None:
-    """Write `folder` atomically, then point `latest` to it, then remove checkpoints beyond the
-    limits.
+    """Write `folder` atomically, point `latest` to it, and remove checkpoints beyond the limits.
 
-    `hf` is a model folder that is moved into it. Raises CheckpointError on all ranks if any of them
+    `hf` is a model folder that is moved into it. Raise CheckpointError on all ranks if any of them
     cannot write; earlier checkpoints are then untouched.
     """
     root = folder.parent
@@ -150,6 +151,7 @@ def write(
         lambda part: [write_file(part / name, content) for name, content in snapshot.files.items()],
         *manifest_steps(manifest, world),
     )
+    # Only now: `latest` must never name a checkpoint that is not complete.
     if retention.latest:
         update_latest(root, folder.name, world)
     if world.rank == 0:
@@ -158,10 +160,9 @@ def write(
 
 
 def find(root: Path, tag: str | None, world: Axis) -> tuple[Manifest, Path, dict[str, Any]] | None:
-    """Return `root/tag`, or the newest undamaged checkpoint, as (manifest, path, state); None if
-    there is none.
+    """Return `root/tag`, or the newest undamaged checkpoint, as (manifest, path, state).
 
-    Raises CheckpointError if the requested tag is missing or damaged.
+    None if there is none. Raise CheckpointError if the requested tag is missing or damaged.
     """
     intact = newest_intact(root, world) if tag is None else read_intact(root / tag, world)
     if intact is None:
@@ -178,7 +179,7 @@ def find(root: Path, tag: str | None, world: Axis) -> tuple[Manifest, Path, dict
 def load(
     contents: CheckpointState, path: Path, world_size: int, *, strict: bool, module_only: bool
 ) -> None:
-    """Load a checkpoint into `contents`; CheckpointError if they do not match.
+    """Load a checkpoint into `contents`; raise CheckpointError if they do not match.
 
     Random states are restored only if the number of ranks is the same.
     """
@@ -218,8 +219,9 @@ def _write_tensors(tensors: dict[str, Any], world: Axis, part: Path) -> None:
 
 class _Writer(dcp.FileSystemWriter):
     def write_data(self, *args: Any) -> Any:
-        """Write, and raise the OSError of a full disk, which torch's own writer hides behind
-        "unexpected pos 704 vs 598".
+        """Write, and raise the OSError of a full disk.
+
+        torch's own writer hides it behind "unexpected pos 704 vs 598".
         """
         try:
             return super().write_data(*args)
@@ -303,8 +305,9 @@ def _check_tensors(
 def _forget_untouched(
     state: dict[str, dict[str, Any]], prefix: str, saved: Mapping[str, Any]
 ) -> None:
-    """Remove parameters without optimizer state in the checkpoint from `state`: they never had a
-    gradient and need none.
+    """Remove parameters without optimizer state in the checkpoint from `state`.
+
+    They never had a gradient and need none.
     """
     for name in list(state):
         if not any(f"{prefix}{name}.{key}" in saved for key in state[name]):
@@ -325,9 +328,31 @@ def _read_small_files(contents: CheckpointState, path: Path) -> None:
 
 
 def _restore_random(contents: CheckpointState, path: Path) -> None:
-    set_random_states(
+    _set_random_states(
         torch.load(path / _random_file(contents.world.rank), weights_only=True), contents.device
     )
+
+
+def _random_states(device: torch.device) -> dict[str, Any]:
+    """Return the random states as tensors and plain types.
+
+    So they can be loaded without unrestricted pickle.
+    """
+    _, keys, *rest = np.random.get_state()
+    numpy = (torch.from_numpy(keys.astype(np.int64)), *rest)
+    states = {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
+    keys, *rest = states["numpy"]
+    random.setstate(states["python"])
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if device.type in states and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
 def _random_file(rank: int) -> str:
@@ -341,7 +366,7 @@ def _bytes(value: Any) -> bytes:
 
 
 def _checked_bytes(parts: dict[str, Any]) -> bytes:
-    """Serialise the states; TypeError for one that could not be loaded again."""
+    """Serialise the states; raise TypeError for one that could not be loaded again."""
     for name, state in parts.items():
         try:
             torch.load(io.BytesIO(_bytes(state)), weights_only=True)

@@ -1,4 +1,4 @@
-"""Checkpoints in one folder: their files, their integrity, and which are removed.
+"""Checkpoints in one folder: which there are, whether they are intact, and which are removed.
 
 checkpoints/latest                  name of the newest checkpoint, for people and other tools
 checkpoints/step20/manifest.json    size and checksum of every other file there; it is written last
@@ -32,13 +32,13 @@ LATEST = "latest"
 
 @dataclass
 class Manifest:
-    """Manifest of a checkpoint, with size and checksum of its files."""
+    """Facts about a checkpoint, with size and checksum of the files."""
 
     number: int
-    """Number of the checkpoint in its folder; the highest is the newest."""
+    """Number of the checkpoint in the folder; the highest is the newest."""
     world_size: int
     resume: bool
-    """True if a run may resume from it without naming its tag."""
+    """True if a run may resume from it without naming the tag."""
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Path relative to the checkpoint -> bytes and CRC-32."""
 
@@ -48,17 +48,18 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> "Manifest":
-        """Read the manifest of a folder; OSError, ValueError or TypeError if it is missing or
-        invalid.
+        """Read the manifest of a folder.
+
+        Raise OSError, ValueError or TypeError if it is missing or invalid.
         """
         return Manifest(**json.loads((folder / MANIFEST).read_text()))
 
 
 def manifest_steps(manifest: Manifest, world: Axis) -> list[Callable[[Path], None]]:
-    """Return steps for write_folder: every rank reads its share of the files back, and rank 0
-    writes the manifest.
+    """Return steps for write_folder() that add a manifest.
 
-    No step can fail between two collectives.
+    Every rank reads a share of the files back, and rank 0 writes the manifest. No step can fail
+    between two collectives.
     """
     names: list[str] = []
     measured: dict[str, tuple[int, int]] = {}
@@ -69,6 +70,7 @@ def manifest_steps(manifest: Manifest, world: Axis) -> list[Callable[[Path], Non
             sorted(path.relative_to(part).as_posix() for path in files) if world.rank == 0 else ()
         )
 
+    # The files are read back from disk, so the checksum covers what was really written.
     def measure(part: Path) -> None:
         local_names = world.broadcast(names)[world.rank :: world.size]
         measured.update({name: _measure(part / name) for name in local_names})
@@ -83,8 +85,9 @@ def manifest_steps(manifest: Manifest, world: Axis) -> list[Callable[[Path], Non
 
 
 def checkpoints(root: Path, *, warn: bool = False) -> list[tuple[Manifest, Path]]:
-    """Return all checkpoints with a readable manifest, newest first; with `warn`, log the folders
-    without one.
+    """Return all checkpoints with a readable manifest, newest first.
+
+    With `warn`, log the folders without one.
     """
     manifests = []
     for path in root.iterdir() if root.is_dir() else ():
@@ -106,8 +109,9 @@ def checkpoints(root: Path, *, warn: bool = False) -> list[tuple[Manifest, Path]
 
 
 def damage(folder: Path, manifest: Manifest, world: Axis) -> list[str]:
-    """Return the problems of the files, the same list on all ranks, each of which reads its share;
-    empty if undamaged.
+    """Return what is wrong with the files of a checkpoint; empty if undamaged.
+
+    Each rank reads a share, and all get the same list.
     """
     problems = []
     for name in sorted(manifest.files)[world.rank :: world.size]:
@@ -126,9 +130,11 @@ def damage(folder: Path, manifest: Manifest, world: Axis) -> list[str]:
 
 
 def newest_intact(root: Path, world: Axis) -> tuple[Manifest, Path] | None:
-    """Return the newest checkpoint whose files are all undamaged; damaged ones are logged as
-    warnings.
+    """Return the newest checkpoint with only undamaged files.
+
+    Damaged ones are logged as warnings.
     """
+    # Ranks may see a shared folder at different times, so rank 0 says which checkpoints there are.
     candidates = world.broadcast(
         [pair for pair in checkpoints(root, warn=True) if pair[0].resume]
         if world.rank == 0
@@ -147,7 +153,7 @@ def newest_intact(root: Path, world: Axis) -> tuple[Manifest, Path] | None:
 
 
 def read_intact(path: Path, world: Axis) -> tuple[Manifest, Path]:
-    """Return the checkpoint at `path`; CheckpointError if it is missing or damaged."""
+    """Return the checkpoint at `path`; raise CheckpointError if it is missing or damaged."""
     manifest: list[Manifest] = []
     run_on_all_ranks(
         world, f"{path} is not a complete checkpoint", lambda: manifest.append(Manifest.read(path))
@@ -158,8 +164,9 @@ def read_intact(path: Path, world: Axis) -> tuple[Manifest, Path]:
 
 
 def next_number(root: Path, *, being_written: Collection[str]) -> int:
-    """Return the next checkpoint number, and remove incomplete folders and files of interrupted
-    runs.
+    """Return the next checkpoint number.
+
+    Remove what interrupted runs have left behind: incomplete folders and files.
     """
     for path in root.glob(f"*{PART}"):
         if path.name not in being_written:
@@ -177,8 +184,9 @@ def update_latest(root: Path, tag: str, world: Axis) -> None:
 
 
 def rotate(root: Path, max_num: int, max_gb: float) -> None:
-    """Remove the oldest checkpoints until count and total size are within the limits; the newest is
-    always kept.
+    """Remove the oldest checkpoints until number and total size are within the limits.
+
+    The newest is always kept.
     """
     total = 0.0
     for position, (manifest, path) in enumerate(checkpoints(root)):

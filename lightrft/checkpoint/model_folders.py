@@ -1,5 +1,6 @@
-"""Models that are GGUF files: each is converted once, into a folder of a cache, and the program
-only knows that folder.
+"""Models that are GGUF files.
+
+Each is converted once, into a folder of a cache, and the program only knows that folder.
 """
 
 import fcntl
@@ -38,6 +39,7 @@ def name_folders(config: Config) -> None:
 
     terms = reward_model_terms(model)
     for flag in REWARD_MODELS:
+        # An entry may say more than the name, and only the name changes.
         names = [term.name for own, term in terms if own == flag]
         pairs = zip(getattr(model, flag), names, strict=True)
         model.put(
@@ -52,10 +54,8 @@ def name_folders(config: Config) -> None:
 def converted_folder(name: str, flag: str) -> str:
     """Return the folder of the model in a GGUF file, or `name` itself if it names no such file.
 
-    `flag` is for error messages.
-
     The first process that needs the folder writes it into the cache of Hugging Face, HF_HOME, while
-    the others wait.
+    the others wait. `flag` is for error messages.
     """
     try:
         file = gguf_file(name)
@@ -91,13 +91,13 @@ def convert_gguf(file: Path, folder: Path) -> Path:
 
 
 def gguf_file(name: str) -> Path | None:
-    """Return the GGUF file that `name` is, or that is the only one in a folder without config.json;
-    None if there is none.
+    """Return the GGUF file that `name` stands for; None if there is none.
 
-    Raise ConfigError for a file that does not exist, and for a folder with several.
+    It is the file itself, or the only one in a folder without config.json. Raise ConfigError for a
+    file that does not exist, and for a folder with several.
     """
     path = Path(name).expanduser()
-    # also False for a name that no file can have, about which Path raises an error
+    # Not Path.is_dir(): that raises an error for a name that no file can have.
     is_folder = os.path.isdir(path)
     if path.suffix == GGUF and not is_folder:
         if not os.path.isfile(path):

@@ -1,4 +1,4 @@
-"""State of one model in a checkpoint: its parameters, its optimizer and its schedule."""
+"""State of one model in a checkpoint: parameters, optimizer and learning-rate schedule."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from lightrft.parallel.collectives import Axis
 
 @dataclass(slots=True)
 class ModelState:
-    """State of one model in a checkpoint, with its optimizer and schedule."""
+    """A model that is saved in a checkpoint, with optimizer and schedule."""
 
     model: nn.Module
     optimizer: Optimizer | None
@@ -23,11 +23,10 @@ class ModelState:
     device: torch.device
 
     def tensors(self, *, module_only: bool = False) -> dict[str, Any]:
-        """Return the parameters under `model` and the optimizer's state by parameter under
-        `optimizer`, in their current shards.
+        """Return the parameters under `model`, and under `optimizer` its state by parameter.
 
-        Frozen parameters of a trained model are left out, since they can be loaded from its
-        --pretrain.
+        They are in the current shards. Frozen parameters of a trained model are left out, since
+        they can be loaded from --pretrain.
         """
         frozen = frozen_names(self.model)
         values = sharded.get_model_state_dict(self.model)
@@ -50,8 +49,9 @@ class ModelState:
 
 
 def frozen_names(model: nn.Module) -> set[str]:
-    """Return the names in a model's state_dict() that checkpoints leave out: frozen parameters,
-    unless all are frozen.
+    """Return the names in a model's state_dict() that checkpoints leave out.
+
+    These are the frozen parameters, unless all are frozen.
     """
     values = {
         name: value

@@ -1,4 +1,4 @@
-"""Reader of a checkpoint's tensors that does not let its files run code.
+"""Read the tensors of a checkpoint without letting its files run code.
 
 torch's FileSystemReader and DefaultLoadPlanner unpickle the index (`.metadata`) and plain values
 (such as betas) without any restriction. Here the index may contain only the classes below, and
@@ -38,9 +38,9 @@ INDEX_CLASSES = (
 
 
 def _memory_format(owner: Any, name: str) -> _MEM_FORMAT_ENCODING:
-    """Stand in for getattr(), by which Python 3.11.0 to 3.11.3 pickle members of an enum.
+    """Stand in for getattr(): Python 3.11.0 to 3.11.3 pickle members of an enum with it.
 
-    Raises UnpicklingError for others.
+    Raise UnpicklingError for anything else.
     """
     if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
         raise pickle.UnpicklingError(
@@ -67,8 +67,10 @@ class CheckpointReader(FileSystemReader):
     """Reader of torch.distributed.checkpoint without its unrestricted pickle."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index; UnpicklingError for other classes in it, or for files outside of the
-        checkpoint's folder.
+        """Read the index.
+
+        Raise UnpicklingError for other classes in it, or for files outside of the checkpoint's
+        folder.
         """
         with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
             metadata = _IndexUnpickler(file).load()
@@ -77,6 +79,7 @@ class CheckpointReader(FileSystemReader):
                 f"its index is a {type(metadata).__name__}, not the metadata of a checkpoint"
             )
 
+        # A path such as ../../secret would be read like any other.
         for place in metadata.storage_data.values():
             if PurePath(place.relative_path).name != place.relative_path:
                 raise pickle.UnpicklingError(

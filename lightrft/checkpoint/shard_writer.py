@@ -1,5 +1,6 @@
-"""Writer of the safetensors files of a model for several ranks, each of which keeps the tensors of
-one file at most in memory.
+"""Write the safetensors files of a model from several ranks.
+
+Each rank keeps the tensors of one file at most in memory.
 """
 
 import json
@@ -35,8 +36,7 @@ class ShardWriter:
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor.
 
-        An error is kept for finish(), because other ranks take part in the stream, which must not
-        end here.
+        An error is kept for finish(): other ranks take part in the stream, so it must not end here.
         """
         if not self.files or self.num_bytes + tensor.nbytes > self.max_bytes:
             self._write()
@@ -55,16 +55,15 @@ class ShardWriter:
             )
 
     def finish(self) -> None:
-        """Write the last file; raise the first error of this rank, if there was one."""
+        """Write the last file, and raise the first error of this rank, if there was one."""
         self._write()
         if self._failure is not None:
             raise self._failure
 
     def name_files(self) -> None:
-        """Rename the files to their final names, which contain their number, and write the index if
-        there are several.
+        """Rename the files to the final names, and write the index if there are several.
 
-        Called on one rank after all ranks have finished.
+        The names contain the number of files, so one rank calls this after all ranks have finished.
         """
         count = len(self.files)
         names = (

@@ -1,4 +1,4 @@
-"""Contiguous elements of a flattened tensor in torch's distributed checkpoints.
+"""Store a part of a flattened tensor in torch's distributed checkpoints.
 
 ZeRO splits tensors wherever its partitions end. In a checkpoint such a fragment is stored as a few
 boxes of the whole tensor, so that every strategy can read what any other has written, on any number
@@ -28,20 +28,23 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements `start` to `start + len(values)` of a flattened tensor of `shape`; none if `values`
-    is empty.
+    """Elements `start` to `start + len(values)` of a flattened tensor of `shape`.
+
+    There are none if `values` is empty.
     """
 
     shape: torch.Size
     start: int
-    values: Tensor  # [n], a view that loading writes into
+    values: Tensor
+    """[n], a view that loading writes into."""
 
     def size(self) -> torch.Size:
         return self.shape
 
     def parts(self) -> dict[tuple[int, ...], Tensor]:
-        """Return offsets in the whole tensor -> this rank's values there, as boxes in the order of
-        the elements.
+        """Return offsets in the whole tensor -> this rank's values there.
+
+        The values are boxes in the order of the elements.
         """
         slices = {}
         position = 0
@@ -51,7 +54,7 @@ class Fragment:
         return slices
 
     def __deepcopy__(self, _: dict) -> "Fragment":
-        """Copy to host memory; a default deep copy of a view would copy its whole storage."""
+        """Copy to host memory; a default deep copy of a view would copy the whole storage."""
         return Fragment(self.shape, self.start, self.values.to("cpu", copy=True))
 
     # -- interface of torch.distributed.checkpoint for custom tensors
@@ -75,12 +78,12 @@ class Fragment:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Torch's planner with support for fragments.
+    """Torch's planner for saving, with support for fragments.
 
     The plan of the first checkpoint is used for the next ones with the same tensors. Rank 0 makes
-    it for all ranks, in a time that grows with their number, and keeps it. Torch keeps the plans of
-    a process under one key, and would take those of one rank for those of several: the others would
-    wait for a plan for ever.
+    it for all ranks, in a time that grows with the number of ranks, and keeps it. Torch keeps the
+    plans of a process under one key: it would take the plan of a single rank for a plan of several,
+    and the others would wait forever.
     """
 
     def __init__(self, num_ranks: int = 1) -> None:
@@ -88,8 +91,9 @@ class SavePlanner(DefaultSavePlanner):
         self._cached_plans_key = f"{type(self).__name__} of {num_ranks} ranks"
 
     def forget_plans(self) -> None:
-        """Forget the plans after a failure, which may have left those of the ranks in different
-        states; all ranks call it.
+        """Forget the plans after a failure; all ranks call it.
+
+        The failure may have left the plans of the ranks in different states.
         """
         caches = (
             self._cached_save_plan,
@@ -111,10 +115,10 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Torch's planner with support for fragments: loaded values are written into their views, and
-    not into the state itself.
+    """Torch's planner for loading, with support for fragments.
 
-    Plain values are read with `weights_only`, so that they cannot run code.
+    Loaded values are written into the views of fragments, not into the state itself. Plain values
+    are read with `weights_only`, so that they cannot run code.
     """
 
     def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -138,8 +142,9 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
-    """Yield the fewest boxes whose elements, in sequence, are those from `start` to `end` of a
-    flattened tensor of `shape`.
+    """Yield the fewest boxes that hold the elements from `start` to `end` of a flattened tensor.
+
+    The tensor has the given `shape`, and the boxes come in the order of the elements.
     """
     if start == end:
         return
@@ -147,6 +152,7 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
         yield ((start,), (end - start,)) if shape else ((), ())
         return
 
+    # At most three parts: the end of a started row, whole rows, the beginning of another one.
     row = prod(shape[1:])
     first = -(-start // row)
     last = end // row

@@ -1,8 +1,7 @@
-"""Benchmarks in the columns in which they are published: the prompt, the right answer and the
-verifier of each.
+"""Read benchmarks in the columns that they are published with.
 
-Each has its instruction, which asks for the answer in the form that its verifier reads. Names are
-those of --eval_data.
+A benchmark has a prompt, the right answer and a verifier. Its instruction asks for the answer in
+the form that the verifier reads. The names are used in --eval_data.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ from lightrft.types import Prompt
 
 INPUT = "input"
 LABEL = "label"
-"""Columns that a benchmark adds to its rows: the prompt and the right answer."""
+"""Columns that a benchmark adds to the rows: the prompt and the right answer."""
 LETTERS = "ABCD"
 
 
@@ -29,8 +28,10 @@ class Benchmark:
     """Format of a benchmark's rows and answers."""
 
     read: Callable[[dict[str, Any]], tuple[str, str]]
-    """Function of a row that returns the question and the right answer, and raises ValueError for a
-    bad row."""
+    """Function of a row that returns the question and the right answer.
+
+    It raises ValueError for a bad row.
+    """
     instruction: str
     """Text after the question."""
     reward: str
@@ -43,8 +44,9 @@ class Benchmark:
 
 
 def with_own_columns(section: DataSection) -> DataSection:
-    """Return the section for prompts of a benchmark: its own columns and instruction; chat template
-    and limits as for others.
+    """Return the section for prompts of a benchmark, with its own columns and instruction.
+
+    Chat template and limits stay the same as for other prompts.
     """
     keys = {
         "eval_input_key": INPUT,
@@ -101,7 +103,9 @@ def _aime(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def _gpqa(row: dict[str, Any]) -> tuple[str, str]:
-    """Order the options by a hash of each with the question: the same order in every run, on any
+    """Return the question with the options, and the letter of the right one.
+
+    The options are ordered by a hash of each with the question: the same order in every run, on any
     rank, for any other rows.
     """
     question = _text(row, "Question")
@@ -129,6 +133,8 @@ benchmarks = {
         "choice",
     ),
 }
-"""Name of a format -> the benchmark. GSM8K has the columns question and answer; MATH-500 problem
-and answer; AIME problem and answer, or Problem and Answer; GPQA Question, Correct Answer and
-Incorrect Answer 1 to 3."""
+"""Name of a format -> the benchmark.
+
+GSM8K has the columns question and answer; MATH-500 problem and answer; AIME problem and answer, or
+Problem and Answer; GPQA Question, Correct Answer and Incorrect Answer 1 to 3.
+"""

@@ -1,4 +1,4 @@
-"""Tokenization of conversations whose assistant turns are learned."""
+"""Tokenize conversations whose assistant turns are learned."""
 
 import re
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ Span = tuple[int, int]
 OPENED = re.compile(
     rf"(?:{'|'.join(map(re.escape, THINKING))})\s*(?:(?:{'|'.join(map(re.escape, THINKING.values()))})\s*)?$"
 )
-"""Thinking at the end of a generation prompt that it opens, or closes at once."""
+"""Thinking that a generation prompt opens at the end, or closes at once."""
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""Tag with which a chat template marks the turns of the assistant."""
+"""Tag that marks the turns of the assistant in a chat template."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a row, and what else its columns say about their rendering."""
+    """The messages of a row, and what else the columns say about how to render them."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -51,8 +51,9 @@ class Conversation:
         )
 
     def without_ends(self, template: ChatTemplate) -> "Conversation":
-        """Return the conversation without end tokens in its answers: the template writes its
-        own.
+        """Return the conversation without end tokens in the answers.
+
+        The template writes its own.
         """
         ends = template.ends
         messages = [
@@ -71,9 +72,10 @@ def conversation_tokens(
 ) -> tuple[str, list[int], Answer]:
     """Return text and tokens before the first learned turn, and the Answer from there on.
 
-    Of the last `num_turns` turns of the assistant those are learned whose weight is not 0, each up
-    to its end token; with `only_last` the last one. Tokens are those of the whole text. Raise
-    ValueError for a message without content, and if an answer is not where the template writes it.
+    Among the last `num_turns` turns of the assistant, each whose weight is not 0 is learned up to
+    the end token; with `only_last` only the last one. Tokens are the same as in the whole text.
+    Raise ValueError for a message without content, and if an answer is not where the template
+    writes it.
     """
     conversation = conversation.without_ends(template)
     messages = conversation.messages
@@ -82,6 +84,7 @@ def conversation_tokens(
 
     token_ids: list[int] = []
     learned: list[bool] = []
+    # An engine's prompt ends where an answer begins, so no token may cross that border.
     parts = consecutive_tokens(template.tokenizer, [text for text, _ in texts])
     for (_, is_learned), tokens in zip(texts, parts, strict=True):
         token_ids += tokens
@@ -103,7 +106,7 @@ def conversation_tokens(
 def _learned_turns(messages: Sequence[Message], num_turns: int) -> list[int]:
     """Return the indices of the learned turns.
 
-    Raise ValueError for those that cannot be learned.
+    Raise ValueError for turns that cannot be learned.
     """
     for number, message in enumerate(messages, 1):
         if is_answer(message) and not message["content"] and not message.get("tool_calls"):
@@ -146,6 +149,7 @@ def _texts(template: ChatTemplate, conversation: Conversation, turns: list[int])
     for turn in turns:
         before = conversation.render(template, answer_follows=True, end=turn)
         start = _start_of_turn(before, text)
+        # A mark may include the header that a generation prompt ends with, which is not learned.
         if turn in marks:
             mark, _ = marks[turn]
             header = max(_repeated(each, text[mark:]) for each in (before, OPENED.sub("", before)))
@@ -276,10 +280,10 @@ def _with_closing(text: str, end: int, template: ChatTemplate) -> int:
 
 
 def _continued(template: ChatTemplate, messages: list[Message], before: str) -> str:
-    """Return the last answer, whose thinking the template cuts, as it follows the generation
-    prompt.
+    """Return the last answer as it follows the generation prompt.
 
-    Raise ValueError if the answer does not continue the generation prompt.
+    The template cuts the thinking. Raise ValueError if the answer does not continue the generation
+    prompt.
     """
     answer = "".join(texts_of(messages[-1])).strip()
     begin = next((begin for begin in THINKING if before.rstrip().endswith(begin)), "")

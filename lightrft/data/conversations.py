@@ -1,4 +1,4 @@
-"""Supervised examples, each of a prompt and the answer to learn."""
+"""Supervised examples: a prompt and the answer to learn."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ from lightrft.types import Answer, Batch, Expand, Expanded, Prompt, TokenIds
 CHATS = ("messages", "conversations")
 """Columns with whole conversations, used if no other column is configured."""
 COMPLETIONS = ("prompt", "completion")
-"""Columns with a prompt and its answer, used if no others are configured."""
+"""Columns with a prompt and an answer, used if no others are configured."""
 
 
 def load_examples(
@@ -42,8 +42,9 @@ def load_examples(
     measure: MediaTokenCounter | None = None,
     requirements: Any = None,
 ) -> PromptSet:
-    """Load prompts with answers as load_prompts() does; rows without an answer or above `longest`
-    tokens are bad rows, too.
+    """Load prompts with answers as load_prompts() does.
+
+    Rows without an answer or above `longest` tokens are bad rows, too.
     """
     problem = partial(answer_problem, tokenizer=tokenizer, longest=longest)
     options = {
@@ -66,9 +67,8 @@ def make_example(
 ) -> Prompt:
     """Build a prompt whose `label` is learned: a text, or the Answer of a conversation.
 
-    Raise ValueError for a bad row.
-
-    The prompt of a conversation ends where its first learned turn begins.
+    The prompt of a conversation ends where the first learned turn begins. Raise ValueError for a
+    bad row.
     """
     section = _with_usual_names(section, row)
     value = row.get(section.input_key)
@@ -113,8 +113,9 @@ def make_example(
 
 
 def _with_usual_names(section: DataSection, row: dict[str, Any]) -> DataSection:
-    """Return the section with the usual column names of chat data, if the row has these and none
-    were configured.
+    """Return the section with the usual column names of chat data.
+
+    Only if the row has these columns and none were configured.
     """
     if row.get(section.input_key) is not None or section.input_key != DataSection.input_key:
         return section
@@ -129,8 +130,9 @@ def _with_usual_names(section: DataSection, row: dict[str, Any]) -> DataSection:
 
 
 def answer_problem(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: int) -> str | None:
-    """Return the reason why a row cannot be used, as with more than `longest` tokens including the
-    end token; None if it can.
+    """Return why a row cannot be used; None if it can.
+
+    It may have more than `longest` tokens, including the end token.
     """
     label = prompt.columns.get("label")
     if not isinstance(label, str | Answer) or not label:
@@ -157,8 +159,9 @@ def answer_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Answer:
 def text_answer(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str
 ) -> Answer:
-    """Return the tokens of an answer as they follow the text of a prompt, with what ends a turn;
-    all are learned.
+    """Return the tokens of an answer as they follow the text of a prompt, with what ends a turn.
+
+    All of them are learned.
     """
     ends = [tokenizer.eos_token]
     closing = ""
@@ -182,7 +185,7 @@ def supervised_batch(
     rows: list[int],
     expand: Expand | None = None,
 ) -> Batch:
-    """Build a batch of prompts with their answers. `rows` are their indices in the whole batch.
+    """Build a batch of prompts with the answers. `rows` has the index of each in the whole batch.
 
     `expand` is for prompts with media; without it all prompts are text.
     """
@@ -193,8 +196,7 @@ def supervised_batch(
 def flat_columns(
     answered: Sequence[tuple[Prompt, Answer]], expand: Expand | None = None
 ) -> dict[str, Any]:
-    """Return the columns of a flat batch in which each prompt is followed by its answer, without
-    `rows`.
+    """Return the columns of a flat batch, without `rows`: each prompt is followed by an answer.
 
     A prompt that occurs with several answers is expanded once. The first token of a sequence is
     never learned.

@@ -1,4 +1,4 @@
-"""Digests of data, for comparing those of two runs and for the names of cached files."""
+"""Digests of data: to compare the data of two runs, and to name cached files."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from lightrft.versions import installed_version
 
 NUM_PIECES = 64
 """Number of pieces of the data with a digest each, so that a change can be located."""
-OF_DATA_SETS = {
+DATA_SET_FIELDS = {
     *(
         "prompt_data",
         "prompt_data_probs",
@@ -42,8 +42,9 @@ def digests_of_pieces(rows: Sequence[Any]) -> list[str]:
 
 
 def digest(rows: Iterable[Any]) -> str:
-    """Return a digest of the fields of rows, which are dataclasses, that equality compares; it is
-    the same in every process.
+    """Return a digest of dataclass rows; it is the same in every process.
+
+    It covers the fields that equality compares.
     """
     hasher = hashlib.sha256()
     for row in rows:
@@ -60,10 +61,14 @@ def cache_key(
     tokenizer: PreTrainedTokenizerBase,
     others: Any,
 ) -> str:
-    """Return a digest of what tokenized data depend on: the files with their times, tokenizer,
-    fields, versions, and `others`.
+    """Return a digest of everything that tokenized data depend on.
+
+    That is the files with times, tokenizer, fields, versions, and `others`.
     """
-    options = {name: value for name, value in asdict(section).items() if name not in OF_DATA_SETS}
+    options = {
+        name: value for name, value in asdict(section).items() if name not in DATA_SET_FIELDS
+    }
+    # Another version may render, tokenize or generate rows differently.
     versions = [lightrft.__version__, installed_version("reasoning-gym")]
     content = [
         [_state(name) for name in names],
@@ -81,8 +86,9 @@ def cache_key(
 
 
 def _state(name: str) -> Any:
-    """Return the name of a data set with sizes and times of its files; those of the program for an
-    object of Python.
+    """Return the name of a data set with sizes and times of the files.
+
+    For an object of Python it has the size and time of the program.
     """
     path = Path(name).expanduser()
     if not path.exists() and ":" in name:
@@ -112,8 +118,9 @@ def _state_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def _stable(value: Any) -> Any:
-    """Convert what JSON cannot: token ids and bytes by their content, others by their type, as a
-    repr may contain an address.
+    """Convert what JSON cannot.
+
+    Token ids and bytes are converted by content, others by type, as a repr may contain an address.
     """
     if isinstance(value, TokenIds):
         return value.tolist()

@@ -1,4 +1,4 @@
-"""Omission of rows whose prompt has occurred before."""
+"""Leave out rows whose prompt has occurred before."""
 
 from hashlib import blake2b
 from typing import Any, Literal
@@ -12,9 +12,9 @@ from lightrft.types import Answer, Prompt
 class Duplicates:
     """Prompts that have occurred, as digests of 16 bytes each.
 
-    Two rows are duplicates if their prompts have the same text, as templates render it, and the
-    same media; rows that are learned (`with_answer`) need the same answer, too. With "whitespace",
-    all white space between words is equal, and that around the text is ignored.
+    Two rows are duplicates if the prompts have the same text, as templates render it, and the
+    same media. Rows that are learned (`with_answer`) need the same answer, too. With "whitespace",
+    all white space between words is equal, and white space around the text is ignored.
     """
 
     def __init__(self, mode: Literal["none", "exact", "whitespace"], *, with_answer: bool):
@@ -35,6 +35,7 @@ class Duplicates:
             for item in items
         ]
         key = [self._text(prompt.text), media, self._answers(prompt) if self.with_answer else None]
+        # A digest takes 16 bytes for each row; the texts would stay in memory.
         digest = blake2b(repr(key).encode(), digest_size=16).digest()
         if digest in self._seen:
             self.count += 1
@@ -44,7 +45,8 @@ class Duplicates:
         return False
 
     def report(self, flag: str, num_rows: int) -> None:
-        """Log how many rows of a data set were omitted, on the first rank, and begin to count anew;
+        """Log on the first rank how many rows of a data set were omitted, and begin to count anew.
+
         `num_rows` are left.
         """
         if self.mode != "none" and is_first_rank():
@@ -58,7 +60,7 @@ class Duplicates:
         return " ".join(text.split()) if self.mode == "whitespace" else text
 
     def _answers(self, prompt: Prompt) -> list[Any]:
-        """Return all answers of the row: of a pair there are two."""
+        """Return all answers of the row: a pair has two."""
         label = prompt.columns.get("label")
         others = [value for value in prompt.columns.values() if isinstance(value, Answer)]
         return [self._text(label), *others] if isinstance(label, str) else others

@@ -1,5 +1,6 @@
-"""Order of the data rows: a function of the seed and the position, so a resumed run has nothing to
-replay.
+"""Order of the data rows: a function of the seed and the position.
+
+So a resumed run has nothing to replay.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import torch
 from lightrft.config.errors import DataError
 
 BLOCK = 4096
-"""Number of draws of a Blend that are made at once."""
+"""Number of draws that a Blend makes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +26,14 @@ class Order:
 
     @staticmethod
     def check(num_rows: int, batch_size: int) -> None:
-        """Raise DataError for fewer rows than a batch, which would contain some of them twice."""
+        """Raise DataError for fewer rows than a batch: it would contain some of them twice."""
         if num_rows < batch_size:
             raise DataError(f"{num_rows} rows of data do not fill one batch of {batch_size}")
 
     def rows(self, first: int, count: int) -> list[int]:
-        """Return `count` (at least 1) rows from position `first` on, counted from 0 over all
-        passes.
+        """Return `count` (at least 1) rows from position `first` on.
+
+        Positions are counted from 0 over all passes.
         """
         passes = range(first // self.num_rows, (first + count - 1) // self.num_rows + 1)
         line = torch.cat([_shuffle(self.num_rows, self.seed + number) for number in passes])
@@ -41,15 +43,17 @@ class Order:
 
 @lru_cache(maxsize=2)
 def _shuffle(num_rows: int, seed: int) -> torch.Tensor:
-    """Return the rows of a pass, [num_rows] int64; large data take seconds to shuffle, and every
-    batch asks for a pass.
+    """Return the rows of a pass in order, [num_rows] int64.
+
+    They are cached, because large data take seconds to shuffle and every batch asks for a pass.
     """
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
 
 
 def draws_of_epoch(sizes: Sequence[int], probabilities: Sequence[float]) -> int:
-    """Return the number of draws after which every row has been drawn at least once on average: max
-    n_i / p_i.
+    """Return the number of draws after which every row has been drawn at least once on average.
+
+    That is max n_i / p_i.
     """
     return ceil(
         max(size / probability for size, probability in zip(sizes, probabilities, strict=True))
@@ -58,15 +62,16 @@ def draws_of_epoch(sizes: Sequence[int], probabilities: Sequence[float]) -> int:
 
 
 class Blend:
-    """Endless sequence of the rows of several data sets, one after another in the numbers of rows.
+    """Endless sequence of rows from several data sets.
 
-    Each draw is from data set i with probability p_i, independently of the others, and takes the
-    next row in the order of that data set. The draws are a function of the seed, made in blocks, so
-    a position needs no history but the counts of the blocks before it.
+    Row numbers continue from one set to the next. Each draw is from data set i with probability
+    p_i, independently of the others, and takes the next row in the order of that data set. The
+    draws are a function of the seed, made in blocks, so a position needs no history but the counts
+    of the blocks before it.
     """
 
     def __init__(self, orders: Sequence[Order], probabilities: Sequence[float], seed: int):
-        """Set up the sequence. The probabilities are divided by their sum."""
+        """Set up the sequence. The probabilities are divided by the sum."""
         self.orders = orders
         self.seed = seed
         self.probabilities = torch.tensor(probabilities, dtype=torch.float64) / sum(probabilities)
@@ -78,13 +83,15 @@ class Blend:
         """Number of draws from each data set before each block."""
 
     def rows(self, first: int, count: int) -> list[int]:
-        """Return `count` (at least 1) rows from position `first` on, counted from 0 over all
-        epochs.
+        """Return `count` (at least 1) rows from position `first` on.
+
+        Positions are counted from 0 over all epochs.
         """
         block, before = divmod(first, BLOCK)
         line = torch.cat(
             [self._block(number) for number in range(block, (first + count - 1) // BLOCK + 1)]
         )
+        # A data set continues where its draws before this position ended.
         drawn = self._counts_before(block) + torch.bincount(
             line[:before], minlength=len(self.orders)
         )
@@ -112,17 +119,18 @@ class Blend:
 
 
 def share_of(rank: int, size: int, count: int) -> range:
-    """Return the consecutive part of `count` items that belongs to `rank` of `size`; sizes of parts
-    differ by at most one.
+    """Return the consecutive part of `count` items that belongs to `rank` of `size`.
+
+    Sizes of parts differ by at most one.
     """
     return range(rank * count // size, (rank + 1) * count // size)
 
 
 def fair_owners(size: int, costs: Sequence[float]) -> list[int]:
-    """Return the rank of each item with these positive costs: consecutive parts that balance the
-    costs of all ranks.
+    """Return the rank of each item, so that all ranks have about the same cost.
 
-    For equal costs they are those of share_of().
+    Ranks get consecutive items, and the costs are positive. Equal costs give the parts of
+    share_of().
     """
     sums = list(accumulate(costs))
     return [ceil(round(end * size / sums[-1], 9)) - 1 for end in sums]

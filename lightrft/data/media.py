@@ -1,5 +1,6 @@
-"""Images, videos and sound in the data: the files of a row, and their contents, which are read only
-when needed.
+"""Images, videos and sound in the data.
+
+The files of a row are named when it is loaded. Contents are read only when needed.
 """
 
 import base64
@@ -34,8 +35,10 @@ VIDEOS = "videos"
 AUDIOS = "audios"
 """Keys of the media in prompts and requests."""
 KINDS = {IMAGES: "image", VIDEOS: "video", AUDIOS: "audio"}
-"""Key of a medium -> its type in the parts of a chat message; <image>, <video> and <audio> stand
-for them in its text."""
+"""Key of a medium -> the type in the parts of a chat message.
+
+<image>, <video> and <audio> stand for them in a message's text.
+"""
 ORIENTATION = 0x0112
 """EXIF tag of the orientation of an image; values from 5 on include a rotation by 90 degrees."""
 THUMBNAIL = 160
@@ -51,19 +54,19 @@ UNREADABLE = (
     Image.DecompressionBombError,
 )
 """Exceptions for damaged files, and for files with too many pixels."""
-PLAYED_RATE = 8000
-PLAYED = 64_000
+PLAYER_RATE = 8000
+PLAYER_SAMPLES = 64_000
 """Samples per second, and number of samples of one byte, of the sound that a report plays."""
 FIRST = 64
 """Number of rows whose media --check_media first reads."""
 WINDOW = 1024
 """Number of rows whose media are read ahead by --check_media all."""
-FETCHING = 60.0
+FETCH_TIMEOUT = 60.0
 """Seconds that a server may take to answer."""
 RIFF = b"RIFF"
 """First bytes of a .wav file."""
 WAVE_TYPES = {1: np.uint8, 2: np.int16, 4: np.int32}
-"""Bytes of a sample -> its type."""
+"""Bytes of a sample -> the type."""
 SOURCES = (
     "path",
     "url",
@@ -77,10 +80,10 @@ SOURCES = (
     "data",
 )
 """Keys of an object that names a file."""
-SHORTEST_BASE64 = 256
-"""Smallest number of characters of a text without a head that may be a file in base64."""
+MIN_BASE64 = 256
+"""A text without a head that is shorter than this is not taken for base64."""
 BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
-LONGEST_PATH = 4096
+MAX_PATH = 4096
 """Number of characters of the longest path of Linux."""
 STILL = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 """Suffixes of images in a list that is one video."""
@@ -93,7 +96,7 @@ class ImageFile:
     name: str
     """Name of the image in the data."""
     source: Path | bytes
-    """Path of the file, or its contents."""
+    """Path of the file, or the contents."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -131,26 +134,25 @@ class ImageFile:
 
     @property
     def identity(self) -> bytes:
-        """Return the path or the content, which distinguish it from other images."""
+        """Return the path or the content; it distinguishes the image from others."""
         return _identity(self.source)
 
     def thumbnail(self) -> str:
-        """Return a small JPEG of the image as a data URI, which a page shows without loading
-        anything.
+        """Return a small JPEG of the image as a data URI.
+
+        A page shows it without loading anything.
         """
         return _small_jpeg(self.open())
 
 
 @dataclass(frozen=True, slots=True)
 class VideoFile:
-    """Video of which a model sees some frames, evenly spaced: a file, its contents, or the images
-    of its frames.
-    """
+    """Video of evenly spaced frames: a file, contents, or the images of the frames."""
 
     name: str
     source: Path | bytes | tuple[ImageFile, ...]
     fps: float = 2.0
-    """Frames per second that the model sees; frames without times count as so many."""
+    """Frames per second that the model sees. Frames without times count as this many per second."""
     most: int = 64
     """Largest number of frames that the model sees."""
 
@@ -164,19 +166,19 @@ class VideoFile:
             with closing(self._read()) as frames:
                 total, seconds = next(frames)
                 first = next(frames)
-                return len(self._places(total, seconds)), first.height, first.width
+                return len(self._frame_indices(total, seconds)), first.height, first.width
         except UNREADABLE as error:
             raise ValueError(f"video {self.name} cannot be read: {error}") from error
 
     def open(self) -> dict[str, Any]:
-        """Return `frames` [T, H, W, 3] uint8 and their `fps`.
+        """Return `frames` [T, H, W, 3] uint8 and `fps`.
 
         Raise DataError if it cannot be read.
         """
         try:
             with closing(self._read()) as frames:
                 total, seconds = next(frames)
-                places = self._places(total, seconds)
+                places = self._frame_indices(total, seconds)
                 frame_of = {place: frame for place, frame in enumerate(frames) if place in places}
             last = max(frame_of)  # a header may promise more frames than there are
             rows = [np.asarray(frame_of[min(place, last)].convert("RGB")) for place in places]
@@ -200,9 +202,10 @@ class VideoFile:
         frames = self.open()["frames"]
         return _small_jpeg(Image.fromarray(frames[len(frames) // 2]))
 
-    def _places(self, total: int, seconds: float) -> list[int]:
-        """Return the indices of the frames that the model sees, of `total` in so many seconds; 0:
-        their times are not known.
+    def _frame_indices(self, total: int, seconds: float) -> list[int]:
+        """Return the indices of the frames that the model sees, of `total` in so many seconds.
+
+        0 seconds mean that the times are not known.
         """
         count = min(max(round(seconds * self.fps), 1) if seconds else total, self.most, total)
         return [(2 * place + 1) * total // (2 * count) for place in range(count)]
@@ -233,18 +236,19 @@ class VideoFile:
 
 @dataclass(frozen=True, slots=True)
 class AudioFile:
-    """Clip of sound: a file, its contents, or a waveform [N] of floats with its number of samples
-    per second.
+    """Clip of sound: a file, contents, or a waveform.
+
+    A waveform is [N] floats with the number of samples per second.
     """
 
     name: str
     source: Path | bytes | tuple[Sequence[float], int]
     rate: int = 0
-    """Samples per second that clips with another number are converted to; 0: they are not."""
+    """Samples per second to convert clips to; 0: they are not converted."""
 
     @property
     def size(self) -> tuple[int, int]:
-        """Return the number of samples, and their number in a second.
+        """Return the number of samples, and how many there are in a second.
 
         Raise ValueError if it cannot be read.
         """
@@ -268,7 +272,7 @@ class AudioFile:
         return len(clip["array"]), clip["sampling_rate"]
 
     def open(self) -> dict[str, Any]:
-        """Return `array` [N] float32 from -1 to 1, the mean of its channels, and `sampling_rate`.
+        """Return `array` [N] float32 from -1 to 1, the mean of the channels, and `sampling_rate`.
 
         Raise DataError if it cannot be read.
         """
@@ -301,14 +305,17 @@ class AudioFile:
         )
 
     def player(self) -> str:
-        """Return the first seconds as a small .wav file in a data URI, which a page plays without
-        loading anything.
+        """Return the first seconds as a small .wav file in a data URI.
+
+        A page plays it without loading anything.
         """
         clip = self.open()
         content = BytesIO()
-        every = max(1, round(clip["sampling_rate"] / PLAYED_RATE))
+        every = max(1, round(clip["sampling_rate"] / PLAYER_RATE))
         array = (
-            clip["array"][: len(clip["array"]) // every * every].reshape(-1, every).mean(1)[:PLAYED]
+            clip["array"][: len(clip["array"]) // every * every]
+            .reshape(-1, every)
+            .mean(1)[:PLAYER_SAMPLES]
         )
         with wave.open(content, "wb") as file:
             file.setparams((1, 1, clip["sampling_rate"] // every, 0, "NONE", ""))
@@ -353,8 +360,9 @@ def items_of(medium: str, value: Any) -> list[Any]:
 
 
 def items_in(medium: str, messages: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Return the items that parts of messages have themselves, such as {"type": "image", "image":
-    path}.
+    """Return the items that parts of messages have themselves.
+
+    An example is {"type": "image", "image": path}.
     """
     contents = [message["content"] for message in messages if isinstance(message["content"], list)]
     parts = [part for content in contents for part in content if part["type"] == KINDS[medium]]
@@ -369,8 +377,9 @@ def _is_image(item: Any) -> bool:
 
 
 def named(item: Any) -> Any:
-    """Return the path, address or content of an item that is an object with one of the usual keys;
-    else the item.
+    """Return the path, address or content of an item.
+
+    It may be an object with one of the usual keys; otherwise the item itself is returned.
     """
     if not isinstance(item, dict) or item.get("bytes"):
         return item["bytes"] if isinstance(item, dict) and isinstance(item["bytes"], str) else item
@@ -378,9 +387,9 @@ def named(item: Any) -> Any:
 
 
 def decoded(text: str) -> bytes | None:
-    """Return the content of a data URI, or of base64 without its head; None for other texts."""
+    """Return the content of a data URI, or of base64 without a head; None for other texts."""
     head, _, content = text.partition(";base64,") if text.startswith("data:") else ("", "", text)
-    if not head and (len(text) < SHORTEST_BASE64 or not BASE64.fullmatch(text)):
+    if not head and (len(text) < MIN_BASE64 or not BASE64.fullmatch(text)):
         return None
     try:
         return base64.b64decode(content, validate=True)
@@ -395,7 +404,7 @@ class Places:
     folder: Path
     """Folder that paths are relative to."""
     root: Path | None = None
-    """Folder that they are relative to instead, and outside of which none may be."""
+    """Folder that they are relative to instead; no file may be outside of it."""
     most_bytes: int = 1 << 30
     """Size of the largest file that is read."""
     urls: bool = False
@@ -446,6 +455,7 @@ class Places:
 
     def _resolve(self, item: Any, label: str) -> tuple[str, Path | bytes]:
         item = named(item)
+        # Base64 is often broken into lines.
         if isinstance(item, str) and (content := decoded("".join(item.split()))):
             return "inside the data", content
 
@@ -455,7 +465,7 @@ class Places:
             if not self.urls:
                 raise ValueError(f"{label} {item} is an address: --media_urls allows to fetch it")
             return item, fetch(item, self.most_bytes)
-        if isinstance(item, str) and 0 < len(item) <= LONGEST_PATH and not item.startswith("data:"):
+        if isinstance(item, str) and 0 < len(item) <= MAX_PATH and not item.startswith("data:"):
             path = (self.root or self.folder) / Path(item).expanduser()
             if self.root is not None and not path.resolve().is_relative_to(self.root.resolve()):
                 raise ValueError(f"{label} {item} is not in --media_root {self.root}")
@@ -488,6 +498,7 @@ def _png(pixels: Image.Image | np.ndarray) -> bytes:
         pixels = Image.fromarray(pixels)
 
     content = BytesIO()
+    # PNG has no CMYK. Weak compression is fast and keeps the pixels as well.
     (pixels.convert("RGB") if pixels.mode == "CMYK" else pixels).save(
         content, "PNG", compress_level=1
     )
@@ -495,12 +506,13 @@ def _png(pixels: Image.Image | np.ndarray) -> bytes:
 
 
 def fetch(address: str, most_bytes: int) -> Path:
-    """Return a file with the content of an address, which all processes of this host fetch once.
+    """Return a file with the content of an address; all processes of this host fetch it once.
 
     Raise ValueError if it cannot be fetched, and for content of more than `most_bytes`.
     """
     folder = Path(tempfile.gettempdir()) / f"lightrft-media-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    # Other users of the host could put their own files into a folder of this name.
     owner = folder.lstat()
     if not stat.S_ISDIR(owner.st_mode) or owner.st_uid != os.getuid() or owner.st_mode & 0o022:
         raise ValueError(
@@ -511,7 +523,7 @@ def fetch(address: str, most_bytes: int) -> Path:
     file = folder / sha256(address.encode()).hexdigest()
     if not file.exists():
         try:
-            with urlopen(address, timeout=FETCHING) as response:
+            with urlopen(address, timeout=FETCH_TIMEOUT) as response:
                 content = response.read(most_bytes + 1)
         except OSError as error:
             raise ValueError(f"{address} cannot be fetched: {error}") from error
@@ -532,7 +544,7 @@ def open_media(multi_modal: Mapping[str, list[MediaFile]]) -> dict[str, list]:
 def media_of(prompt: Prompt) -> dict[str, list]:
     """Open all media of a prompt.
 
-    Raise DataError with the location of its row if one cannot be read any more.
+    Raise DataError with the location of the row if one cannot be read any more.
     """
     try:
         return open_media(prompt.multi_modal)
@@ -543,8 +555,9 @@ def media_of(prompt: Prompt) -> dict[str, list]:
 def media_checked(
     rows: Iterable[tuple[str, Prompt]], mode: str
 ) -> Iterator[tuple[str, Prompt, str]]:
-    """Yield the rows with the reason why one of their media cannot be read, empty if all can; see
-    --check_media.
+    """Yield the rows with the reason why one of the media cannot be read; see --check_media.
+
+    The reason is empty if all can be read.
     """
     rows = iter(rows)
     count = 0
@@ -586,11 +599,10 @@ def _checked_by_processes(rows: Iterator[tuple[str, Prompt]]) -> Iterator[tuple[
 
 
 def with_parts(messages: list[dict[str, Any]], counts: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return chat messages whose contents are parts of text and media, as the templates of
-    processors require.
+    """Return chat messages with contents that are parts, as the templates of processors require.
 
     `counts` has the number of items of each medium that rows may have. An item replaces each mark
-    of its kind in the texts; items of a kind without marks precede the text of the first user
+    of the same kind in the texts; items of a kind without marks precede the text of the first user
     message. Raise ValueError for content of another type.
     """
     kinds = [KINDS[medium] for medium in counts]
@@ -644,8 +656,7 @@ def _identity(source: Path | bytes) -> bytes:
 def _of_bytes(file: BytesIO | Path) -> Image.Image:
     """Open an image.
 
-    Raise ValueError for more than 8 bits per channel: in RGB, nearly all of its pixels would be
-    white.
+    Raise ValueError for more than 8 bits per channel: in RGB, nearly all pixels would be white.
     """
     image = Image.open(file)
     if image.mode[0] in "IF":
@@ -679,6 +690,7 @@ def _wave(content: bytes) -> dict[str, Any]:
         samples = np.frombuffer(file.readframes(file.getnframes()), kind).astype(np.float32)
         rate = file.getframerate()
 
+    # One byte is unsigned in .wav files, with silence in the middle; larger samples are signed.
     half = 2.0 ** (8 * np.dtype(kind).itemsize - 1)
     array = ((samples - half * (kind is np.uint8)) / half).reshape(-1, channels).mean(1)
     if not len(array):
@@ -688,7 +700,7 @@ def _wave(content: bytes) -> dict[str, Any]:
 
 
 def decoded_frames(content: bytes) -> Iterator[Any]:
-    """Yield (number of frames, seconds) of a video, then its frames as images.
+    """Yield (number of frames, seconds) of a video, then the frames as images.
 
     Raise ValueError for a file that is none.
     """
@@ -718,6 +730,7 @@ def resample(clip: Mapping[str, Any], rate: int) -> dict[str, Any]:
     waveform = np.concatenate(
         [part.to_ndarray()[0] for each in (frame, None) for part in resample.resample(each)]
     )
+    # FFmpeg may return a few samples more or less than `size` has announced.
     count = resampled_length(len(array), clip["sampling_rate"], rate)
 
     return {
@@ -727,7 +740,7 @@ def resample(clip: Mapping[str, Any], rate: int) -> dict[str, Any]:
 
 
 def decoded_sound(content: bytes) -> dict[str, Any]:
-    """Return the mean of the channels of a clip and its sampling rate.
+    """Return the mean of the channels of a clip and the sampling rate.
 
     Raise ValueError for a file that is none.
     """

@@ -1,5 +1,7 @@
-"""Rows of judged answers: pairs of a chosen and a rejected answer to one prompt, or single answers
-that are good or bad.
+"""Rows of judged answers.
+
+They are pairs of a chosen and a rejected answer to one prompt, or single answers that are good or
+bad.
 """
 
 import re
@@ -24,16 +26,18 @@ REJECTED = "rejected"
 MARGIN = "margin"
 TIE = "tie"
 HEAD = "head"
-"""Columns of a loaded pair, whatever their names in the data."""
+"""Columns of a loaded pair, whatever they are called in the data."""
 ANSWER = "answer"
 DESIRABLE = "desirable"
 """Columns of a loaded single answer."""
 DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):")
-"""Beginning of a turn in the texts of HH-RLHF; its rows have no column for the prompt."""
-USUAL_PROMPT = "prompt"
-USUAL_ANSWER = "completion"
-"""Columns that are used if --input_key and --completion_key are not set; the first if its column is
-missing."""
+"""Beginning of a turn in the texts of HH-RLHF; the rows have no column for the prompt."""
+DEFAULT_PROMPT = "prompt"
+DEFAULT_ANSWER = "completion"
+"""Columns that are used if --input_key and --completion_key are not set.
+
+The first is used only if the column of --input_key is missing.
+"""
 
 
 def load_pairs(
@@ -47,8 +51,9 @@ def load_pairs(
     requirements: Any = None,
     heads: Sequence[str] = (),
 ) -> PromptSet:
-    """Load prompts with a chosen and a rejected Answer, as load_prompts() does; above `longest`
-    tokens a pair is a bad row.
+    """Load prompts with a chosen and a rejected Answer, as load_prompts() does.
+
+    Above `longest` tokens a pair is a bad row.
     """
 
     def problem(prompt: Prompt) -> str | None:
@@ -71,8 +76,9 @@ def load_pairs(
 
 
 def pair_maker(preference: PreferenceSection, heads: Sequence[str] = ()) -> Make:
-    """Return a function like make_prompt() that builds pairs from rows; `heads` are the names of
-    several heads.
+    """Return a function like make_prompt() that builds pairs from rows.
+
+    `heads` has the names of the heads if there are several.
     """
 
     def make_pair(
@@ -116,7 +122,7 @@ def pair_batch(
 ) -> JudgedBatch:
     """Build the flat batch of the pairs, chosen answers before rejected ones.
 
-    `rows` are their indices in the whole batch.
+    `rows` has the index of each pair in the whole batch.
     """
     both = [pair.columns for pair in pairs for _ in (CHOSEN, REJECTED)]
     return JudgedBatch(
@@ -140,8 +146,9 @@ def load_answers(
     measure: MediaTokenCounter | None = None,
     requirements: Any = None,
 ) -> PromptSet:
-    """Load prompts with an Answer that is good or bad, as load_prompts() does; above `longest`
-    tokens a row is a bad row.
+    """Load prompts with an Answer that is good or bad, as load_prompts() does.
+
+    Above `longest` tokens a row is a bad row.
     """
 
     def make(
@@ -153,8 +160,9 @@ def load_answers(
         folder: Path = HERE,
         measure: MediaTokenCounter | None = None,
     ) -> Prompt:
-        answer = column(row, preference.completion_key or USUAL_ANSWER, "completion_key")
+        answer = column(row, preference.completion_key or DEFAULT_ANSWER, "completion_key")
         messages = as_messages(answer)
+        # The answer is what follows the last message of somebody else.
         if messages and _is_whole(messages, not _has_prompt(section, row)):
             last = max(place for place, message in enumerate(messages, 1) if not is_answer(message))
             prompt = messages[:last]
@@ -191,8 +199,9 @@ def load_answers(
 
 
 def mismatched(answers: Sequence[Prompt], max_tokens: int) -> list[Prompt]:
-    """Return each prompt with the answer to the next one, and the last with the first one's, cut to
-    `max_tokens` in all.
+    """Return each prompt with the answer to the next one, cut to `max_tokens` in all.
+
+    The last prompt gets the answer to the first one.
     """
     others = [*answers[1:], *answers[:1]]
     return [
@@ -213,7 +222,7 @@ def _with_answer_of(prompt: Prompt, answer: Answer, max_tokens: int) -> Prompt:
 def judged_batch(
     answers: Sequence[Prompt], rows: Sequence[int], expand: Expand | None = None
 ) -> JudgedBatch:
-    """Build the flat batch of single answers. `rows` are their indices in the whole batch."""
+    """Build the flat batch of single answers. `rows` has the index of each in the whole batch."""
     return JudgedBatch(
         **flat_columns([(prompt, prompt.columns[ANSWER]) for prompt in answers], expand),
         rows=torch.tensor(rows, dtype=torch.int64),
@@ -227,18 +236,19 @@ def prompt_column(section: DataSection, row: dict[str, Any]) -> Any:
     Raise ValueError without one.
     """
     name = section.input_key
-    if row.get(name) is None and name == DataSection.input_key and USUAL_PROMPT in row:
-        name = USUAL_PROMPT
+    if row.get(name) is None and name == DataSection.input_key and DEFAULT_PROMPT in row:
+        name = DEFAULT_PROMPT
     return column(row, name, "input_key")
 
 
 def _has_prompt(section: DataSection, row: dict[str, Any]) -> bool:
-    return row.get(section.input_key) is not None or row.get(USUAL_PROMPT) is not None
+    return row.get(section.input_key) is not None or row.get(DEFAULT_PROMPT) is not None
 
 
 def _is_whole(messages: list[Message], alone: bool) -> bool:
-    """Return whether messages are a conversation with its prompt; `alone` if the row has no other
-    one.
+    """Return whether messages are a conversation with a prompt.
+
+    `alone` says that the row has no other prompt.
     """
     return not all(map(is_answer, messages)) and (alone or not is_answer(messages[0]))
 
@@ -246,8 +256,9 @@ def _is_whole(messages: list[Message], alone: bool) -> bool:
 def _parts(
     section: DataSection, row: dict[str, Any], chosen: Any, rejected: Any
 ) -> tuple[Any, Any, Any]:
-    """Return the prompt and both answers; of whole conversations the prompt is their common
-    beginning.
+    """Return the prompt and both answers.
+
+    Whole conversations have the common beginning as the prompt.
     """
     alone = not _has_prompt(section, row)
     if alone and isinstance(chosen, str) and isinstance(rejected, str) and DIALOGUE.search(chosen):
@@ -264,7 +275,8 @@ def _parts(
     count = sum(
         1 for _ in takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False))
     )
-    if not count or not is_answer(_next(first, count)) or not is_answer(_next(second, count)):
+    after = [messages[count] if count < len(messages) else {} for messages in (first, second)]
+    if not count or not all(map(is_answer, after)):
         raise ValueError(
             "both conversations must begin with the same messages, and then differ in a turn of the"
             " assistant"
@@ -283,8 +295,9 @@ def _dialogue(text: str) -> list[Message]:
 
 
 def _parts_of_dialogues(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Return the common beginning of two texts of HH-RLHF up to the last turn of the assistant, and
-    both answers.
+    """Split two texts of HH-RLHF into the common beginning and both answers.
+
+    The beginning ends with the last turn of the assistant that both texts open.
     """
     ends = [match.end() for match in DIALOGUE.finditer(chosen) if match[1] == "Assistant"]
     ends = [end for end in ends if chosen[:end] == rejected[:end]]
@@ -295,10 +308,6 @@ def _parts_of_dialogues(chosen: str, rejected: str) -> tuple[str, str, str]:
     return chosen[: ends[-1]], chosen[ends[-1] :], rejected[ends[-1] :]
 
 
-def _next(messages: list[Message], count: int) -> Message:
-    return messages[count] if count < len(messages) else {}
-
-
 def _example(
     section: DataSection,
     tokenizer: PreTrainedTokenizerBase,
@@ -307,7 +316,7 @@ def _example(
     answer: Any,
     **options: Any,
 ) -> Prompt:
-    """Return the prompt of a row with one Answer as its label.
+    """Return the prompt of a row with one Answer as the label.
 
     Raise ValueError if it cannot be learned.
     """
@@ -334,7 +343,7 @@ def _example(
 def _pair(
     chosen: Prompt, rejected: Prompt, tokenizer: PreTrainedTokenizerBase, judgement: dict[str, Any]
 ) -> Prompt:
-    """Join two examples at their common prompt.
+    """Join two examples at the common prompt.
 
     A tokenizer may cut the end of the prompt differently before each answer.
     """
@@ -355,7 +364,7 @@ def _pair(
 
 
 def context_of(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row with media, and those that a chat template reads."""
+    """Return the columns of a row that hold media, or that a chat template reads."""
     names = {*media_columns(section).values(), *TEMPLATE_COLUMNS}
     return {name: row[name] for name in names if name in row}
 
@@ -363,7 +372,7 @@ def context_of(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
 def column(row: dict[str, Any], name: str, flag: str) -> Any:
     """Return a column of a row.
 
-    Raise ValueError with the flag that names it if it is missing or empty.
+    If it is missing or empty, raise a ValueError that names the flag.
     """
     if name not in row:
         raise ValueError(f"no column {name!r} (--{flag}); it has {', '.join(row) or 'none'}")

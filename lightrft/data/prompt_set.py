@@ -1,4 +1,4 @@
-"""Prompts of one or several data sets as one sequence, and the order in which a run draws them."""
+"""Prompts of one or several data sets as one sequence, and the order that a run draws them in."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -18,8 +18,9 @@ class DataPart:
     name: str
     prompts: Sequence[Prompt]
     probability: float | None = None
-    """Probability with which a row is drawn from this data set; None if each row is drawn once in
-    an epoch."""
+    """Probability that a row is drawn from this data set; None if each row is drawn once in an
+    epoch.
+    """
     examples: Sequence[Prompt] | None = None
     """Prompts with all sets of columns that occur; None for all prompts."""
 
@@ -28,7 +29,7 @@ class PromptSet(Sequence[Prompt]):
     """Prompts of all data sets, one after another. A slice is a list, a sum another set."""
 
     def __init__(self, parts: list[DataPart], digests: list[str] | None = None):
-        """Set up the sequence. `digests` are those of its pieces, if they are known."""
+        """Set up the sequence. `digests` has the digests of the pieces, if they are known."""
         self.parts = parts
         self._digests = digests
         self._ends = list(accumulate(len(part.prompts) for part in parts))
@@ -76,7 +77,7 @@ class PromptSet(Sequence[Prompt]):
         )
 
     def order(self, data_order: Callable[[int], Order], seed: int) -> Order | Blend:
-        """Return the order of the rows; `data_order` returns that of a number of rows."""
+        """Return the order of the rows; `data_order` returns the order of a number of rows."""
         if not self.probabilities:
             return data_order(len(self))
         return Blend(
@@ -84,8 +85,9 @@ class PromptSet(Sequence[Prompt]):
         )
 
     def repetitions(self) -> list[str]:
-        """Return a sentence for each data set of a blend: how often its rows are drawn in an epoch,
-        on average.
+        """Return a sentence for each data set of a blend.
+
+        It says how often the rows are drawn in an epoch, on average.
         """
         return [
             f"{part.name}: {len(part.prompts)} rows with probability {probability:.4g}, each drawn"

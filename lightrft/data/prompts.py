@@ -1,4 +1,4 @@
-"""Prompts built from rows: template, chat template, tokens, and the limit on their length."""
+"""Build prompts from rows: template, chat template, tokens, and the limit on the length."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -50,16 +50,20 @@ RowProblem = Callable[[Prompt], str | None]
 Make = Callable[..., Prompt]
 """make_prompt(), or another function with its signature."""
 MediaTokenCounter = Callable[[Prompt], int]
-"""Function that returns the number of additional tokens for a prompt's media, and raises ValueError
-for bad ones."""
+"""Function that returns the number of additional tokens for a prompt's media.
+
+It raises ValueError for bad ones.
+"""
 HERE = Path()
 NO_MEDIA: Mapping[str, list[MediaFile]] = {}
 INPUT = "prompt"
 """Column with the input of a row, as environments receive it."""
 
 TEMPLATE_COLUMNS = ("system", "tools", "chat_template_kwargs")
-"""Columns for the chat template: a system message, schemas of tools, and variables that replace the
-run's."""
+"""Columns for the chat template: a system message, schemas of tools, and variables.
+
+The variables replace the run's.
+"""
 SYSTEM_ROLES = ("system", "developer")
 """Roles of a row's own system message. Such a message takes the place of --system_prompt."""
 
@@ -68,7 +72,7 @@ SOURCES = {
     "eval_data": ("eval_split", "max_eval_samples"),
     "pretrain_data": ("pretrain_split", None),
 }
-"""Field with the name of the data -> fields with its split and its maximum number of rows."""
+"""Field with the name of the data -> fields with the split and the maximum number of rows."""
 
 
 def load_prompts(
@@ -83,14 +87,14 @@ def load_prompts(
     requirements: Any = None,
     keep_input: bool = False,
 ) -> PromptSet:
-    """Load all usable prompts of the data given by the field `source`, in file order; several data
-    sets follow one another.
+    """Load all usable prompts of the data given by the field `source`.
 
-    Rows without the input column, and those with prompts longer than `prompt_max_len` tokens, are
-    bad rows. `measure` returns the tokens that media add to the length; `make` is make_prompt() by
-    default. With `data_cache` they are stored in a file, which is used again unless `requirements`,
-    a JSON value that determines `row_problem` and `measure`, changes; `distinguishing` is a column
-    for PromptSet.examples. With `keep_input` the input of a row is also a column, INPUT.
+    They are in file order, and several data sets follow one another. Rows without the input column
+    are bad rows, and so are prompts longer than `prompt_max_len` tokens. `measure` returns the
+    tokens that media add to the length; `make` is make_prompt() by default. With `data_cache` they
+    are stored in a file. It is used again unless `requirements` changes, a JSON value that
+    determines `row_problem` and `measure`. `distinguishing` is a column for PromptSet.examples.
+    With `keep_input` the input of a row is also a column, INPUT.
     """
     if section.data_cache and requirements is None and not (make is row_problem is measure is None):
         raise TypeError("load_prompts() needs `requirements` to recognise its file")
@@ -153,8 +157,9 @@ def load_prompts(
 
 
 def _probabilities(section: DataSection, source: str) -> list[float | None]:
-    """Return the probability of each data set; None for each if none are given. Raise DataError for
-    impossible ones.
+    """Return the probability of each data set; None for each if none are given.
+
+    Raise DataError for impossible ones.
     """
     text = getattr(section, source)
     others = section.prompt_data_probs if source == "prompt_data" else []
@@ -176,7 +181,7 @@ def _usable(
     numbers: Iterator[int],
     keep_input: bool,
 ) -> Iterator[Prompt]:
-    """Yield the usable prompts of one data set, with the next of the `numbers` as their indices."""
+    """Yield the usable prompts of one data set, numbered by `numbers`."""
     split, most = SOURCES[source]
     limit = most and getattr(section, most)
     count = 0
@@ -212,6 +217,7 @@ def _usable(
         if problem:
             bad.add(location, problem)
         elif not duplicates.omits(prompt):
+            # Indices count usable rows only, over all data sets.
             prompt.index = next(numbers)
             prompt.location = location
             count = count + 1
@@ -235,9 +241,7 @@ def _usable(
 
 
 def _check_held_out(section: DataSection, names: list[str]) -> None:
-    """Raise DataError if tasks of reasoning-gym have the same rows in the training and the held-out
-    data.
-    """
+    """Raise DataError if training and held-out data have rows of reasoning-gym in common."""
     if any(name.startswith(REASONING_GYM) for name in names):
         from lightrft.data.reasoning_gym.tasks import check_held_out
 
@@ -293,10 +297,10 @@ def make_prompt(
 def row_media(
     section: DataSection, row: Mapping[str, Any], folder: Path, messages: Sequence[Message] | None
 ) -> dict[str, list[MediaFile]]:
-    """Return the media of a row of a file in `folder`, from its columns or else from the parts of
-    its messages.
+    """Return the media of a row of a file in `folder`.
 
-    Raise ValueError for values that are none.
+    They come from the row's columns, or else from the parts of the messages. Raise ValueError for
+    values that are none.
     """
     root = Path(section.media_root).expanduser() if section.media_root else None
     places = Places(folder, root, round(section.media_max_mb * 1e6), section.media_urls)
@@ -317,7 +321,7 @@ def row_media(
 def with_media_tokens(
     prompt: Prompt, section: DataSection, measure: MediaTokenCounter | None
 ) -> Prompt:
-    """Set the number of tokens of the prompt's media and return it.
+    """Set the number of tokens of the prompt's media, and return the prompt.
 
     Raise ValueError if it is too long.
     """
@@ -412,10 +416,10 @@ def complete_chat(
     messages: list[Message],
     media: Mapping[str, list[MediaFile]],
 ) -> Conversation:
-    """Return the conversation of a row: its messages, the system prompt if it has none, media at
-    their places, and tools.
+    """Return the conversation of a row, ready to render.
 
-    The columns `system`, `tools` and `chat_template_kwargs` belong to it. Raise ValueError if one
+    That is the messages, the system prompt if there is none, media where they belong, and tools.
+    The columns `system`, `tools` and `chat_template_kwargs` are used, too. Raise ValueError if one
     of them cannot be read.
     """
     column = row.get("system")

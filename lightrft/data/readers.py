@@ -1,5 +1,6 @@
-"""Rows of a data set from files or the hub, each with its location, and the handling of bad
-rows.
+"""Read the rows of a data set from files or the hub, each with the location.
+
+Bad rows are handled here, too.
 """
 
 import json
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+(?<!\.py))(?::(?P<subset>[^:/]+))?")
 """A data set on the hub, owner/name or owner/name:SUBSET."""
 SAVED = ("state.json", "dataset_dict.json")
-"""Files by which a folder of Dataset.save_to_disk is known."""
+"""Files that show a folder to be one of Dataset.save_to_disk."""
 ROWS_AT_ONCE = 64
 
 
@@ -65,9 +66,9 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[DataRow]:
 
     It is a file, a folder of files, a folder that `Dataset.save_to_disk` wrote, a name on the hub,
     with the name of a subset or without, a task of reasoning-gym, an environment of verifiers, or
-    an object of Python, as module:object or file.py:object. In a folder of files, those whose names
-    begin with the split are read, or its only file. Raise DataError for a source that does not
-    exist or cannot be read.
+    an object of Python, as module:object or file.py:object. In a folder of files, the files whose
+    names begin with the split are read, or the only file. Raise DataError for a source that does
+    not exist or cannot be read.
     """
     path = Path(source).expanduser()
     if source.startswith(REASONING_GYM):
@@ -83,6 +84,7 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[DataRow]:
     elif path.is_dir():
         for file in _files_of_split(path, split, bad.flag):
             yield from _file_rows(file, bad)
+    # A missing file is reported as such, and not looked up on the hub.
     elif path.suffix not in DATA_FILES and (on_hub := HUB.fullmatch(source)):
         yield from _hub_rows(on_hub["name"], on_hub["subset"], split, bad.flag)
     elif ":" in source:
@@ -140,8 +142,9 @@ def _hub_rows(name: str, subset: str | None, split: str, flag: str) -> Iterator[
 
 
 def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[DataRow]:
-    """Yield the rows of an iterable, or of a function that returns one; its parameter `split`, if
-    it has one, gets the split.
+    """Yield the rows of an iterable, or of a function that returns one.
+
+    A function with a parameter `split` gets the split.
     """
     from datasets import Dataset
 
@@ -223,8 +226,9 @@ def _parquet_rows(file: Path, flag: str) -> Iterator[DataRow]:
 
 
 def _stored(rows: "Dataset") -> Iterator[dict[str, Any]]:
-    """Yield rows as they are stored: images stay encoded files, which are much smaller than their
-    pixels.
+    """Yield rows as they are stored.
+
+    So images stay encoded files, much smaller than the pixels.
     """
     for table in rows.with_format("arrow").iter(ROWS_AT_ONCE):
         yield from table_rows(table)

@@ -1,5 +1,6 @@
-"""Ends of the steps of an answer, the same in the training of a process reward model and in the
-responses that it scores.
+"""Find where the steps of an answer end.
+
+The training of a process reward model and the responses that it scores are divided in the same way.
 """
 
 from collections.abc import Sequence
@@ -11,8 +12,10 @@ from lightrft.config.errors import ConfigError
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Text of a token that is only a part of a character."""
 BYTES_OF_A_CHARACTER = 4
-"""Maximum number of bytes of a character, and therefore of tokens per character, since a token has
-at least one byte."""
+"""Maximum number of bytes of a character.
+
+A token has at least one byte, so this is also the maximum number of tokens of a character.
+"""
 
 
 class StepEnds:
@@ -28,10 +31,10 @@ class StepEnds:
         self._may_end: dict[int, bool] = {}
 
     def __call__(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the index of the last token of each step: one that completes a separator, or the
-        last of all.
+        """Return the index of the last token of each step.
 
-        A step that would consist of spaces belongs to the one before it.
+        Such a token completes a separator, or is the last of all. A step that would consist of
+        spaces belongs to the one before it.
         """
         ends: list[int] = []
         start = 0

@@ -1,8 +1,8 @@
-"""Prompts in an Arrow file that is mapped into memory, for data that are larger than memory or slow
-to tokenize.
+"""Prompts in an Arrow file that is mapped into memory.
 
-One process of a machine writes the file, under another name until it is complete, while the others
-wait for its lock. It has Arrow's stream format, so `datasets.Dataset.from_file` opens it too.
+It is for data that are larger than memory or slow to tokenize. One process of a machine writes the
+file, under another name until it is complete, while the others wait for the lock. It has Arrow's
+stream format, so `datasets.Dataset.from_file` opens it too.
 """
 
 import fcntl
@@ -55,7 +55,7 @@ SCHEMA = pa.schema(
         "location": pa.string(),
     }
 )
-"""Columns of the file. `columns` is a JSON object of the columns of the row that are no Answer."""
+"""Columns of the file. `columns` is a JSON object of the row's columns that are no Answer."""
 CLASSES = {IMAGES: ImageFile, VIDEOS: VideoFile, AUDIOS: AudioFile}
 ROWS_OF_BATCH = 1024
 """Number of rows in each record batch except the last."""
@@ -63,7 +63,7 @@ ROWS_OF_BATCH = 1024
 
 @dataclass(frozen=True)
 class Summary:
-    """Facts about a file that would take a pass over its rows."""
+    """Facts about a file that would take a pass over the rows."""
 
     sizes: list[int]
     """Number of rows of each part."""
@@ -74,7 +74,7 @@ class Summary:
 
 
 class StoredPrompts(Sequence[Prompt]):
-    """Rows `rows` of a file; a Prompt is built each time that it is needed. A slice is a list."""
+    """Rows `rows` of a file; a Prompt is built each time it is needed. A slice is a list."""
 
     def __init__(self, file: Path, rows: range, examples: Sequence[int] = ()):
         """Open the file. `examples` are rows of each kind, of this and other parts."""
@@ -141,17 +141,18 @@ def _token_ids(ids: pa.ListScalar) -> TokenIds:
 def stored_prompts(
     folder: Path, key: str, parts: Sequence[Iterable[Prompt]], *, distinguishing: str | None = None
 ) -> tuple[list[StoredPrompts], list[str]]:
-    """Return the prompts of each part, and the digests of all, from the file of `key`, which is
-    first written if it is not there.
+    """Return the prompts of each part, and the digests of all, from the file of `key`.
 
-    The parts are iterated only then. `distinguishing` is a column whose values make rows different
-    in kind. Raise DataError if the folder cannot be written.
+    The file is first written if it is not there, and only then the parts are iterated.
+    `distinguishing` is a column whose values make rows different in kind. Raise DataError if the
+    folder cannot be written.
     """
     file = folder / f"{key}.arrow"
     facts = folder / f"{key}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _lock_file(folder / f"{key}.lock"):
+            # Whoever gets the lock first writes, and finds no file; the others find it complete.
             if file.exists():
                 if is_first_rank():
                     logger.info("{}: the tokenized data are read from this file", file)
@@ -172,7 +173,7 @@ def stored_prompts(
 
 
 def _write(file: Path, parts: Sequence[Iterable[Prompt]], distinguishing: str | None) -> Summary:
-    """Write the prompts of all parts, and return what a reader needs to know of them."""
+    """Write the prompts of all parts, and return what a reader needs to know about them."""
     sizes = [0] * len(parts)
     examples = {}
 

@@ -1,5 +1,4 @@
-"""Safetensors files read under the names and in the shapes of a transformers model, whatever the
-files use.
+"""Read safetensors files under the names and in the shapes of a transformers model.
 
 Published folders often store one tensor per expert, where transformers stacks the experts of a
 layer in one tensor. from_pretrained() converts the whole model. This module converts a tensor when
@@ -32,8 +31,7 @@ Index = tuple[int | slice, ...]
 
 NUM_BLOCKS = 16
 MIN_BLOCK = 2**19
-"""Number of blocks of rows in which a tensor is read, and the smallest number of elements of a
-block."""
+"""A tensor is read in NUM_BLOCKS blocks of rows, but none has fewer than MIN_BLOCK elements."""
 
 
 @dataclass(slots=True)
@@ -42,15 +40,15 @@ class Conversion:
 
     converter: WeightConverter
     target: str
-    """Name of the first converted tensor, from which transformers derives the names of the others.
-    """
+    """Name of the first converted tensor. transformers derives the names of the others from it."""
     sources: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     """Source pattern of the converter -> stored names, in natural (numeric) order."""
 
     @property
     def stacks(self) -> bool:
-        """Return True if row i of the result is the i-th stored tensor or a concatenation of i-th
-        ones, as with experts.
+        """Return True if row i of the result needs only the i-th stored tensors, as with experts.
+
+        They may be several that are concatenated.
         """
         first, *others = self.converter.operations
         merges = (
@@ -63,14 +61,17 @@ class Conversion:
         )
 
     def rows(self, files: WeightFiles, rows: slice, part: Part) -> Iterator[tuple[Index, Tensor]]:
-        """Read some rows of stacked tensors: yield (index in these rows of the part, values) for
-        each stored tensor.
+        """Read some rows of stacked tensors.
+
+        Yield (index in these rows of the part, values) for each stored tensor.
         """
         dim = next((op.dim for op in self.converter.operations if isinstance(op, Concatenate)), 1)
         first = part[dim].start
 
         stop = part[dim].stop
         offset = 0
+        # Each pattern fills a range of its own in the concatenated dimension. The stored tensors
+        # lack the stacked one.
         for pattern in self.converter.source_patterns:
             tensors = files.read_all(self.sources[pattern][rows]) if pattern in self.sources else []
             for row, tensor in enumerate(tensors):
@@ -91,6 +92,7 @@ class Conversion:
 
         Raise ValueError if transformers cannot convert them.
         """
+        # A converter collects tensors in itself, and this one is used again.
         converter = copy.deepcopy(self.converter)
         converter.collected_tensors = tensors
         try:
@@ -127,6 +129,7 @@ class ConvertedFiles:
         """Name in the model -> conversion that produces the tensor."""
 
         stored = files.shapes()
+        # Converting tensors without memory gives the shapes, and no file is read.
         for conversion in self._find(stored):
             sources = {
                 pattern: [torch.empty(stored[name], device="meta") for name in names]
@@ -138,12 +141,11 @@ class ConvertedFiles:
         self.shapes |= {name: stored[stored_name] for name, stored_name in self._stored.items()}
 
     def read(self, name: str, part: Part) -> Iterator[tuple[Index, Tensor]]:
-        """Read part of a tensor in pieces: yield (index in the part, values), on the host and in
-        the stored dtype.
+        """Read part of a tensor in pieces, on the host and in the stored dtype.
 
-        Rows outside of the part are not read. The pieces are views of the files, of which a few
-        rows are mapped at a time; only a conversion that does more than to stack and concatenate
-        returns the whole part in memory of its own.
+        Yield (index in the part, values). Rows outside of the part are not read. The pieces are
+        views of the files, and a few rows are mapped at a time. Only a conversion that does more
+        than to stack and concatenate returns the whole part in memory of its own.
         """
         conversion = self._conversions.get(name)
         if conversion is not None and not conversion.stacks:
@@ -159,6 +161,7 @@ class ConvertedFiles:
 
         first = part[0].start
         stop = part[0].stop
+        # Blocks of rows bound how much of a file is mapped at once.
         step = max(
             1,
             math.ceil((stop - first) / NUM_BLOCKS),
@@ -187,8 +190,9 @@ class ConvertedFiles:
         )
 
     def _find(self, stored: dict[str, tuple[int, ...]]) -> list[Conversion]:
-        """Rename the stored tensors as from_pretrained() does, and return the conversions for those
-        that need more.
+        """Rename the stored tensors as from_pretrained() does.
+
+        Return the conversions for tensors that need more than a new name.
         """
         parameters = self.model.state_dict(keep_vars=True)
         prefix = self.model.base_model_prefix
@@ -202,6 +206,7 @@ class ConvertedFiles:
         conversions: dict[str, Conversion] = {}
         for original in sorted(stored, key=dot_natural_key):
             name, pattern = rename_source_key(original, renamings, converters, prefix, parameters)
+            # A renaming may not be meant for this model: it already has the name.
             if name not in parameters and original in parameters:
                 name, pattern = rename_source_key(original, [], [], prefix, parameters)
             if pattern is not None and name in parameters:

@@ -1,5 +1,6 @@
-"""Models whose parameters have shapes but no memory yet, so that a model of any size is built
-instantly on every rank.
+"""Models whose parameters have shapes but no memory yet.
+
+A model of any size is built instantly on every rank.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ _register_real: Register = nn.Module.register_parameter
 def empty_parameters() -> Iterator[None]:
     """Create the parameters of new modules on the meta device.
 
-    Buffers, which only the constructor can compute, are real.
+    Buffers are real, because only the constructor can compute them.
     """
     with _registering(_register_empty):
         yield

@@ -1,5 +1,6 @@
-"""Models with the heads that training needs: log-probs of given tokens instead of logits, or one
-score per token.
+"""Models with the heads that training needs.
+
+An actor returns log-probs of given tokens instead of logits, a scorer one score per token.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,12 +38,11 @@ from lightrft.types import (
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 MULTIPLIED = {"cohere", "cohere2"}
 DIVIDED = {"granite", "granitemoe", "granitemoeshared"}
-"""Model types whose logits are divided by their entry of SCALES; those in MULTIPLIED multiply by
-it."""
+"""Model types that divide logits by an entry of SCALES; MULTIPLIED multiply by it."""
 
 
 class Actor(SequenceParallelModule):
-    """Causal language model whose forward returns log-probs and entropy of the batch's own tokens.
+    """Causal language model that returns log-probs and entropy of the batch's own tokens.
 
     The product of the head and the hidden states is computed inside, in chunks, so the full logits
     never exist.
@@ -53,8 +53,8 @@ class Actor(SequenceParallelModule):
         self.language_model = language_model
         self.logit_scale = logit_scale(language_model)
         self.blank: tuple[Expanded, ...] = ()
-        """Sequences with an item of each medium, excluded from the loss, that are appended to
-        batches without this medium: while other ranks train on it, all ranks must run the same
+        """Sequences to append to batches that lack a medium: one with an item of each medium,
+        excluded from the loss. While other ranks train on the medium, all ranks must run the same
         collectives, and trained towers need a gradient of zeros. Empty if all batches are text."""
 
     def forward(
@@ -67,14 +67,13 @@ class Actor(SequenceParallelModule):
         top: int = 0,
         gradients: TokenGradients | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log p(token | previous tokens of its sequence) at `temperature` and the entropy,
-        [T] float32 each.
+        """Return log p(token | previous tokens of the sequence) and the entropy, [T] float32 each.
 
-        With a truncation, both refer to the part of the vocabulary that was sampled from. They are
-        0 for tokens outside of the loss mask, for which the head is not computed at all. The
-        entropy is None unless `entropy` is set. With `gradients` of the objective, the gradients of
-        the head are computed in the forward pass, which saves one matrix product; see
-        token_logprobs().
+        They are taken at `temperature`. With a truncation, both refer to the part of the vocabulary
+        that was sampled from. They are 0 for tokens outside of the loss mask, and the head is not
+        computed there at all. The entropy is None unless `entropy` is set. With `gradients` of the
+        objective, the gradients of the head are computed in the forward pass, which saves one
+        matrix product; see token_logprobs().
 
         With `top`, return instead the `top` likeliest next tokens after each token, over the whole
         vocabulary, likeliest first: log-probs [T, top] float32 and ids [T, top] int64, without
@@ -131,21 +130,21 @@ class Actor(SequenceParallelModule):
         return self.language_model
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters under their Hugging Face names, tied ones once."""
+        """Yield the parameters under the Hugging Face names, tied ones once."""
         yield from self.language_model.named_parameters()
 
 
 class Scorer(SequenceParallelModule):
-    """Model with one score per token, used by critics and reward models; a reward model may have
-    several heads.
+    """Model with one score per token, used by critics and reward models.
+
+    A reward model may have several heads.
     """
 
     def __init__(self, model: PreTrainedModel, *, num_heads: int = 1, learn_scale: bool = False):
-        """Raise ValueError unless `model` is a backbone with one linear layer of `num_heads`
-        outputs.
+        """Check and wrap a backbone with one linear layer of `num_heads` outputs.
 
-        With `learn_scale`, the scores of each head are multiplied by a positive factor, at first 1,
-        that is learned.
+        Raise ValueError for any other model. With `learn_scale`, the scores of each head are
+        multiplied by a learned positive factor that starts at 1.
         """
         super().__init__()
         heads = [name for name, child in model.named_children() if child is not model.base_model]
@@ -160,16 +159,18 @@ class Scorer(SequenceParallelModule):
         self.scored_model = model
         self.head = heads[0]
         self.blank: tuple[Expanded, ...] = ()
-        """As those of Actor."""
+        """See Actor.blank."""
         self.log_scale: nn.Parameter | None = None
 
+        # A model may be built without memory, but no file has this parameter.
         if learn_scale:
             with real_parameters():
                 self.log_scale = nn.Parameter(torch.zeros(num_heads))
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the head's output at each token: [T] float32, computed in float32; [T, K] of K
-        heads.
+        """Return the head's output at each token, computed in float32.
+
+        It is [T] float32, or [T, K] of K heads.
         """
         padded = pad_to_multiple(with_blank(batch, self.blank), self.sequence.multiple)
         hidden = hidden_states(self.scored_model, padded, self.sequence).float()
@@ -190,14 +191,14 @@ class Scorer(SequenceParallelModule):
         return self.scored_model
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters under their Hugging Face names, tied ones once."""
+        """Yield the parameters under the Hugging Face names, tied ones once."""
         yield from self.scored_model.named_parameters()
 
 
 def parts_of_truncation(
     truncation: Truncation, batch: Batch, tokens: Tensor
 ) -> list[tuple[slice | Tensor, Truncation]]:
-    """Return the `tokens` [t] in parts, each with the truncation that it was sampled with."""
+    """Return the `tokens` [t] in parts, each with the truncation it was sampled with."""
     if batch.early is None or not truncation.banned_early:
         return [(slice(None), truncation)]
     early = batch.early[tokens]
@@ -208,11 +209,10 @@ def parts_of_truncation(
 
 
 def of_rows(gradients: TokenGradients, tokens: Tensor, num_tokens: int) -> Upstream:
-    """Adapt the gradients of an objective to rows of the head, where row i belongs to token
-    `tokens[i]` of `num_tokens`.
+    """Adapt the gradients of an objective to rows of the head.
 
-    The objective receives 0 for the log-probs of all other tokens: the gradients of the rows do not
-    depend on them.
+    Row i belongs to token `tokens[i]` of `num_tokens`. The objective receives 0 for the log-probs
+    of all other tokens: the gradients of the rows do not depend on them.
     """
 
     def upstream(
@@ -257,6 +257,7 @@ def hidden_states(
         name: to_device(value, device)
         for name, value in concatenated_features(computed_images(batch)).items()
     }
+    # Media replace embeddings by position, so the model reads all tokens and is split inside.
     read = computed if features else computed[token_positions]
 
     with (
@@ -278,8 +279,9 @@ def hidden_states(
 
 @contextmanager
 def split_in_decoder(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
-    """Let the decoder compute only the tokens `places` [t] that the model reads, after media have
-    replaced their embeddings.
+    """Let the decoder compute only the tokens `places` [t] that the model reads.
+
+    They are selected after media have replaced the embeddings.
     """
 
     def split(
@@ -296,8 +298,9 @@ def split_in_decoder(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
 
 
 def positions(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Return position ids [T], or [3, T] (time, row, column) for images and videos of models with
-    M-RoPE (arXiv 2409.12191).
+    """Return position ids [T], or [3, T] (time, row, column) for images and videos with M-RoPE.
+
+    M-RoPE: arXiv 2409.12191.
     """
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     grids = concatenated_features(
@@ -306,7 +309,8 @@ def positions(model: PreTrainedModel, batch: Batch) -> Tensor:
             for each in batch.media or ()
         ]
     )
-    if "mrope_section" not in rope or not grids:  # sound has positions like those of text
+    # Sound has positions like text.
+    if "mrope_section" not in rope or not grids:
         return batch.position_ids
 
     ids = padded(batch.input_ids.cpu(), batch.lengths, int(batch.lengths.max()))
@@ -324,7 +328,8 @@ def positions(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def bidirectional_tokens(model: PreTrainedModel, batch: Batch) -> Tensor | None:
-    """Return a mask [T] bool, on the host, of the tokens that attend to all tokens of their image;
+    """Return a mask [T] bool, on the host, of tokens that attend to all tokens of an image.
+
     None if there are none.
     """
     token = bidirectional_token(model.config)
@@ -340,8 +345,9 @@ def computed_images(batch: Batch) -> list[Features]:
 
 
 def with_blank(batch: Batch, blank: Sequence[Expanded]) -> Batch:
-    """Append the sequences of `blank` whose media the batch does not have: a model runs its tower
-    once for each medium.
+    """Append the sequences of `blank` whose media the batch does not have.
+
+    A model runs a tower once for each medium.
     """
     names = {name for features in batch.media or () for name in features}
     for each in blank:
@@ -351,20 +357,21 @@ def with_blank(batch: Batch, blank: Sequence[Expanded]) -> Batch:
 
 
 def pad_to_multiple(batch: Batch, multiple: int) -> Batch:
-    """Append a sequence that is excluded from the loss so that the number of computed tokens is a
-    multiple of `multiple`.
+    """Append padding so that the number of computed tokens is a multiple of `multiple`.
+
+    The padding is a sequence that is excluded from the loss.
     """
     missing = -batch.num_computed % multiple
     return append_sequence(batch, batch.input_ids.new_zeros(missing)) if missing else batch
 
 
 def rope_window(model: PreTrainedModel) -> int | None:
-    """Return the maximum sequence length with fixed rotary frequencies; None if the frequencies
-    never depend on the length.
+    """Return the maximum sequence length with fixed rotary frequencies.
 
-    Beyond it, `dynamic` and `longrope` use other frequencies for everything that is computed
-    together: transformers chooses them by the longest sequence of a micro-batch, so that log-probs
-    would depend on the other samples; vLLM by the maximum model length.
+    None if the frequencies never depend on the length. Beyond it, `dynamic` and `longrope` use
+    other frequencies for everything that is computed together: transformers chooses them by the
+    longest sequence of a micro-batch, so that log-probs would depend on the other samples; vLLM by
+    the maximum model length.
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
@@ -393,7 +400,7 @@ def check_window(model: PreTrainedModel, longest: int) -> None:
 
 
 def logit_scale(model: PreTrainedModel) -> float:
-    """Return the factor by which the model scales its logits, 1 for most models.
+    """Return the factor that the model multiplies logits by, 1 for most models.
 
     Raise ValueError, with the reasons, for a model whose head computes anything else.
     """

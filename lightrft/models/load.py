@@ -50,13 +50,13 @@ SCORE = "score"
 
 
 def load_model(section: ModelSection, flag: str = "pretrain", *, name: str = "") -> PreTrainedModel:
-    """Load the causal language model given by `flag` in float32 (the master weights), with
-    attention over flat batches.
+    """Load the causal language model given by `flag` in float32, with attention over flat batches.
 
-    `name` is that of the model if its flag is in another section. Vision towers are included if the
-    family has no other form; they are neither used nor trained while prompts are text. Inside
-    init_model_context() the model may be empty: its parameters get memory when it is sharded. Raise
-    ValueError for missing weights and for weights that the model does not have.
+    These are the master weights. `name` is the model's name if the flag is in another section.
+    Vision towers are included if the family has no other form; they are neither used nor trained
+    while prompts are text. Inside init_model_context() the model may be empty: the parameters get
+    memory when it is sharded. Raise ValueError for missing weights and for weights that the model
+    does not have.
     """
     return _load(None, section, flag, name=name)
 
@@ -71,11 +71,9 @@ def load_scorer(
 ) -> PreTrainedModel:
     """Load a model with `num_heads` scores per token instead of logits.
 
-    `name` selects one of several models given by `flag`.
-
-    If the folder has no head, a new random one is created; without `new_head` that is an error like
-    any missing weight. For families without such a model in transformers, which are those that see
-    or hear, it is scorer_class().
+    `name` selects one of several models given by `flag`. If the folder has no head, a new random
+    one is created; without `new_head` that is an error like any missing weight. transformers has no
+    such class for families that see or hear: these get scorer_class().
     """
     return _load(Scores, section, flag, name=name, new_head=new_head, num_labels=num_heads)
 
@@ -114,9 +112,7 @@ class Scores:
 
 @cache
 def scorer_class(generating: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the class of a model of the same family whose tokens have scores, `num_labels`,
-    instead of logits.
-    """
+    """Return a class of the same family whose tokens have `num_labels` scores instead of logits."""
     family = next(base for base in generating.__mro__[1:] if issubclass(base, PreTrainedModel))
 
     class SeeingScorer(family):  # type: ignore[misc, valid-type]
@@ -133,7 +129,9 @@ def scorer_class(generating: type[PreTrainedModel]) -> type[PreTrainedModel]:
     )
     names = (generating.__name__, generating.config_class.model_type)
     conversions = next(filter(None, map(get_checkpoint_conversion_mapping, names)), None)
-    if conversions is not None:  # of the names in released folders
+    # Released folders have other names, and transformers finds the conversion by the name of the
+    # class.
+    if conversions is not None:
         register_checkpoint_conversion_mapping(SeeingScorer.__name__, conversions, overwrite=True)
     return SeeingScorer
 
@@ -141,7 +139,7 @@ def scorer_class(generating: type[PreTrainedModel]) -> type[PreTrainedModel]:
 def stored_heads(section: ModelSection, flag: str = "pretrain", *, name: str = "") -> list[str]:
     """Return the names of the scores of a model's head; empty for a model that generates.
 
-    `name` is that of load_scorer().
+    For `name` see load_scorer().
     """
     name = name or getattr(section, flag)
     source = f"--{flag} {name}"
@@ -156,13 +154,13 @@ def stored_heads(section: ModelSection, flag: str = "pretrain", *, name: str = "
 
 
 def head_names(section: ModelSection, requested: Sequence[str]) -> list[str]:
-    """Return the names of the heads of a reward model that is trained: those `requested`, of
-    --pretrain, or a single one.
+    """Return the names of the heads of a reward model to train.
 
-    Raise ConfigError if --pretrain already has heads with other names.
+    They are the `requested` ones, the ones of --pretrain, or a single one. Raise ConfigError if
+    --pretrain already has heads with other names.
     """
     stored = stored_heads(section)
-    # those that transformers invents
+    # transformers invents names like these for heads that have none
     named = [name for name in stored if not name.startswith("LABEL_")]
     if requested and named and set(requested) != set(named):
         raise ConfigError(
@@ -175,8 +173,9 @@ def head_names(section: ModelSection, requested: Sequence[str]) -> list[str]:
 def load_reward_model(
     section: ModelSection, heads: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel:
-    """Load --pretrain with a score for each of the named heads, which are new if it generates
-    text.
+    """Load --pretrain with a score for each of the named heads.
+
+    The heads are new if it generates text.
     """
     model = load_scorer(section, num_heads=len(heads))
     model.config.id2label = dict(enumerate(heads))
@@ -203,6 +202,7 @@ def _load(
     name = _check_name(name, source)
     try:
         config = load_config(name, **options)
+        # Only headers are read, so a damaged file is found in the first seconds.
         if Path(name).is_dir() and (files := WeightFiles.of(name)):
             files.check(quantized=getattr(config, "quantization_config", None) is not None)
     except (OSError, ValueError) as error:
@@ -241,8 +241,9 @@ def _generation_class(config: PretrainedConfig) -> type:
 
 
 def _attention(config: PretrainedConfig) -> dict[str, str | None]:
-    """Return the attention of each sub-model: over flat batches for the decoder, the default of
-    transformers for towers.
+    """Return the attention of each sub-model.
+
+    The decoder attends over flat batches, and towers have the default of transformers.
     """
     language = config.get_text_config()
     return {"": ATTENTION} | {
@@ -260,8 +261,9 @@ def _load_checked(
     *,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    """Load the whole model on this rank with from_pretrained(), which converts the weights where
-    necessary.
+    """Load the whole model on this rank with from_pretrained().
+
+    It converts the weights where necessary.
     """
     try:
         with _without_load_report():
@@ -271,8 +273,8 @@ def _load_checked(
                 dtype=torch.float32,
                 attn_implementation=_attention(config),
                 output_loading_info=True,
-                # mismatched shapes raise below
                 trust_remote_code=trust_remote_code,
+                # mismatched shapes raise below, with the flag that named the model
                 ignore_mismatched_sizes=True,
             )
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
@@ -313,11 +315,10 @@ def _load_checked(
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
-    """Suppress the load report of transformers on every rank: problems with weights raise
-    ValueError here.
+    """Suppress the load report of transformers on every rank.
 
-    A report about weights that could not be converted is printed, because the error of transformers
-    refers to it.
+    Weight problems raise ValueError here. A report about weights that could not be converted is
+    printed, because the error of transformers refers to it.
     """
     logger = logging.getLogger("transformers.modeling_utils")
 
@@ -335,8 +336,9 @@ def _without_load_report() -> Iterator[None]:
 def _empty(
     kind: type, name: str, new_head: bool, options: dict[str, Any]
 ) -> PreTrainedModel | None:
-    """Build the model without memory for the tensors in the folder; return None if
-    from_pretrained() has to read it whole.
+    """Build the model without memory for the tensors in the folder.
+
+    Return None if from_pretrained() has to read it whole.
     """
     folder = _local_folder(name)
     files = WeightFiles.of(folder)
@@ -355,6 +357,7 @@ def _empty(
 
     missing, unexpected = missing_and_unexpected(model, converted.shapes)
     heads = {name for name in missing if not is_backbone(model, name)} if new_head else set()
+    # from_pretrained() may know how to read them, and otherwise says what is missing.
     if any(_without_head(model, missing, unexpected) if new_head else (missing, unexpected)):
         logger.info(
             "the weights in {} are not those of {}: every rank reads the whole folder",
@@ -374,7 +377,8 @@ def _empty(
             )
 
     for child_name in {name.split(".")[0] for name in heads}:
-        _fill_new_head(model, child_name)
+        # The same random numbers as in from_pretrained().
+        model._init_weights(getattr(model, child_name).to_empty(device="cpu"))
     if model.can_generate():
         model.generation_config = load_generation_config(str(folder)) or model.generation_config
     return model.eval()
@@ -383,8 +387,10 @@ def _empty(
 def _without_head(
     model: PreTrainedModel, missing: set[str], unexpected: set[str]
 ) -> tuple[set[str], set[str]]:
-    """Remove a scorer's head from the missing names, and the head that it replaces from the
-    unexpected names.
+    """Leave out the head of a new scorer.
+
+    The head is removed from the missing names, and the head that it replaces from the unexpected
+    names.
     """
     head = {name for name in missing if not is_backbone(model, name)}
     if model.can_generate() or not head:
@@ -392,14 +398,10 @@ def _without_head(
     return missing - head, {name for name in unexpected if is_backbone(model, name)}
 
 
-def _fill_new_head(model: PreTrainedModel, name: str) -> None:
-    """Initialize a missing head as from_pretrained() does, with the same random numbers."""
-    model._init_weights(getattr(model, name).to_empty(device="cpu"))
-
-
 def _local_folder(name: str) -> Path:
-    """Return the folder itself, or the local folder of the hub's files, downloading them if
-    necessary.
+    """Return the folder itself, or the local folder of the hub's files.
+
+    The files are downloaded if necessary.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -411,10 +413,9 @@ def _local_folder(name: str) -> Path:
 def check_vocabulary(
     section: ModelSection, flag: str, tokenizer: PreTrainedTokenizerBase, *, name: str = ""
 ) -> None:
-    """Raise ValueError if the model given by `flag` has other ids for the tokens of `tokenizer`; it
-    may have more tokens.
+    """Raise ValueError if the model given by `flag` has other ids for the tokens of `tokenizer`.
 
-    `name` selects one of several models given by `flag`.
+    It may have more tokens. `name` selects one of several models given by `flag`.
     """
     name = name or getattr(section, flag)
     vocabulary = tokenizer.get_vocab()
@@ -442,7 +443,7 @@ def load_tokenizer(
     name = _check_name(name, source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
-    except Exception as error:  # those of the tokenizers package have no class of their own
+    except Exception as error:  # errors of the tokenizers package have no class of their own
         raise ValueError(
             f"{source} has no tokenizer that transformers can load: {error}"
         ) from error
@@ -464,8 +465,9 @@ def load_tokenizer(
 def _check_rows(
     source: str, name: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
 ) -> None:
-    """Raise ValueError for tokens that have no row in the model's embedding; a model may have more
-    rows than tokens.
+    """Raise ValueError for tokens without a row in the model's embedding.
+
+    A model may have more rows than tokens.
     """
     try:
         config = load_config(name, trust_remote_code=trust_remote_code)
@@ -486,8 +488,9 @@ def _check_rows(
 
 
 def _not_flat(model: PreTrainedModel) -> list[str]:
-    """Return the reasons why tokens would see other sequences of a flat batch, or too little of
-    their own; may be empty.
+    """Return why tokens would see other sequences of a flat batch, or too little of their own.
+
+    May be empty.
     """
     config = model.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or ()) - {
@@ -510,10 +513,8 @@ def _not_flat(model: PreTrainedModel) -> list[str]:
 def _check_name(name: str, source: str) -> str:
     """Return the expanded folder, or the hub name.
 
-    `source` is the flag with its value, for error messages.
-
-    Raise ValueError for a folder that is missing or holds no model, and for a hub name that cannot
-    be read.
+    `source` is the flag with the value, for error messages. Raise ValueError for a folder that is
+    missing or holds no model, and for a hub name that cannot be read.
     """
     folder = Path(name).expanduser()
     if is_adapter_folder(folder):
@@ -525,6 +526,7 @@ def _check_name(name: str, source: str) -> str:
         raise ValueError(
             f"{source}: the folder has no config.json, so it is not a Hugging Face model"
         )
+    # No name on the hub looks like this, so the hub is not asked.
     if not folder.exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
         raise ValueError(
             f"{source}: neither an existing folder nor a hub name (owner/name, or a single name"

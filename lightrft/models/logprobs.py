@@ -2,19 +2,17 @@
 
 Only the logits of one chunk of tokens exist at a time. If the gradient of the objective is known as
 soon as the log-probs are, the gradients of hidden states and weight are computed from the same
-logits: three products of size T x V x H. Otherwise the backward pass recomputes the logits, in
-products of the same shape, which makes four; if all tokens fit into one chunk, the values that the
-gradient needs are kept instead. A truncation is decided once, in the forward pass, and kept as one
-bit per logit.
+logits: three products of size T x V x H. Otherwise the backward pass recomputes the logits, which
+makes it four. If all tokens fit into one chunk, the values that the gradient needs are kept
+instead. A truncation is decided once, in the forward pass, and kept as one bit per logit.
 
 From the first exponential on everything is float32, whatever the dtype of the model. The products
 accumulate and return float32 on an accelerator; a CPU rounds products of bfloat16 to bfloat16. The
 temperature divides a chunk's own float32 logits, never a tensor of the caller. The steps after the
 product run in the kernels of triton.py on CUDA, and in vocab_parallel.py elsewhere.
 
-The vocabulary may be split over tensor-parallel ranks; vocab_parallel.py has the collectives. The
-gradient of the hidden states, to which every part of the vocabulary contributes, is then summed
-once.
+The vocabulary may be split over tensor-parallel ranks; vocab_parallel.py has the collectives. Every
+part of the vocabulary contributes to the gradient of the hidden states, so that is summed once.
 
 Shapes: T tokens, H hidden size, V vocabulary, v of it on this rank, K targets at each position.
 """
@@ -35,12 +33,15 @@ from lightrft.parallel.tensor_parallel import copy_to_parallel_region, vocabular
 
 HOST_CHUNK = 2**25
 DEVICE_CHUNK = 2**28
-"""Maximum number of logits of a chunk: 128 MB on a host, 1 GB on an accelerator, which needs larger
-products."""
+"""Maximum number of logits of a chunk: 128 MB on a host, 1 GB on an accelerator.
+
+An accelerator needs larger products.
+"""
 
 Upstream = Callable[[slice, Tensor, Tensor | None], tuple[Tensor | None, Tensor | None]]
-"""(rows, their log-probs, their entropy) -> gradients of the objective with respect to both, in the
-same shapes."""
+"""(rows, log-probs, entropy) -> gradients of the objective with respect to both, in the same
+shapes.
+"""
 
 
 def token_logprobs(
@@ -54,21 +55,20 @@ def token_logprobs(
     entropy: bool = True,
     upstream: Upstream | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log softmax(hidden @ weight.T / temperature) at `targets`, and the entropy of that
-    distribution.
+    """Return log softmax(hidden @ weight.T / temperature) at `targets`, and the entropy.
 
     hidden is [T, H], weight [V, H]; targets [T], or [T, K] for several tokens at each position.
     Return the log-probs in the shape of the targets and the entropy [T] (None without `entropy`),
-    both float32 and differentiable. A negative target (-100) is ignored: its log-prob is 0 and has
-    no gradient. `chunk` is the number of tokens at a time: 0 derives it from the vocabulary size,
-    None takes all tokens.
+    both float32 and differentiable. A negative target (-100) is ignored: it has log-prob 0 and no
+    gradient. `chunk` is the number of tokens at a time: 0 derives it from the vocabulary size, None
+    takes all tokens.
 
     With `upstream` the gradients of hidden states and weight are computed in the forward pass. Only
-    one backward pass is then possible, and its gradients must be those that `upstream` returned, or
-    a multiple of them; otherwise raise RuntimeError.
+    one backward pass is then possible, and the gradients must be what `upstream` returned, or a
+    multiple of it; otherwise raise RuntimeError.
 
     A weight that parallelize() has split is used in place; hidden states and targets must then be
-    equal on all ranks of its axis, and so are the results and the gradient of the hidden states. A
+    equal on all ranks of the axis, and so are the results and the gradient of the hidden states. A
     truncation and `upstream` each need a few collectives per chunk in the forward pass.
     """
     shard = vocabulary_shard(weight)
@@ -99,11 +99,10 @@ def logprobs_of_logits(
     truncation: Truncation = ALL,
     chunk: int | None = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropy, as token_logprobs() does, from existing logits [T, V], which
-    are not modified.
+    """Return log-probs and entropy, as token_logprobs() does, from existing logits [T, V].
 
-    With a `part` the logits are [T, v], this rank's part of the vocabulary, and each rank gets the
-    gradient of its own logits.
+    The logits are not modified. With a `part` they are [T, v], this rank's part of the vocabulary,
+    and each rank gets the gradient of its own logits.
     """
     part = part or VocabularyPart.full(logits.shape[1])
     rows = chunk_rows(logits, max(part.num, 1))
@@ -124,11 +123,11 @@ def logprobs_of_logits(
 def top_logprobs(
     hidden: Tensor, weight: Tensor, k: int, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs [T, k] float32 and ids [T, k] of the k likeliest tokens at each position,
-    likeliest first.
+    """Return log-probs and ids of the k likeliest tokens at each position, likeliest first.
 
-    A weight that parallelize() has split needs three collectives; results are equal on all ranks of
-    its axis. Raise ValueError if k exceeds the size of the vocabulary.
+    The log-probs are [T, k] float32, the ids [T, k]. A weight that parallelize() has split needs
+    three collectives; results are equal on all ranks of the axis. Raise ValueError if k exceeds the
+    size of the vocabulary.
     """
     shard = vocabulary_shard(weight)
     if shard is None:
@@ -148,8 +147,9 @@ def top_logprobs(
 def top_logprobs_of_logits(
     logits: Tensor, k: int, *, part: VocabularyPart | None = None, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the same as top_logprobs() from logits [T, V], or [T, v] for this rank's `part` of the
-    vocabulary.
+    """Return what top_logprobs() returns, from existing logits.
+
+    They are [T, V], or [T, v] for this rank's `part` of the vocabulary.
     """
     part = part or VocabularyPart.full(logits.shape[1])
     size = int(part.axis.sum(torch.tensor(part.num, device=logits.device)))
@@ -157,8 +157,9 @@ def top_logprobs_of_logits(
 
 
 def chunk_rows(like: Tensor, vocabulary: int) -> int:
-    """Return the number of tokens per chunk for a vocabulary of this size on the device of
-    `like`.
+    """Return the number of tokens per chunk for a vocabulary of this size.
+
+    It depends on the device of `like`.
     """
     return max(1, (HOST_CHUNK if like.device.type == "cpu" else DEVICE_CHUNK) // vocabulary)
 
@@ -169,8 +170,10 @@ class _Options:
     temperature: float
     truncation: Truncation
     chunk: int
-    """Rows whose logits exist together. Both passes use the same chunks: a product of another shape
-    rounds differently."""
+    """Rows of logits that exist together.
+
+    Both passes use the same chunks: a product of another shape rounds differently.
+    """
     entropy: bool
 
 
@@ -189,6 +192,8 @@ def _logprobs(
     learns = torch.is_grad_enabled() and (
         inputs.requires_grad or (weight is not None and weight.requires_grad)
     )
+    # With a single chunk the values for the gradient are kept, and nothing has to be computed
+    # again.
     if learns and upstream is not None and len(inputs) > options.chunk:
 
         def of_columns(
@@ -249,8 +254,9 @@ def _top(
 
 
 class _Logprobs(torch.autograd.Function):
-    """Log-probs [T, K] and entropy [T] from hidden states [T, H] and a weight [v, H], or from
-    logits [T, v] without a weight.
+    """Log-probs [T, K] and entropy [T] from hidden states [T, H] and a weight [v, H].
+
+    Without a weight the inputs are the logits [T, v].
     """
 
     @staticmethod
@@ -269,6 +275,7 @@ class _Logprobs(torch.autograd.Function):
             min(options.chunk, len(inputs)), num, dtype=torch.float32, device=inputs.device
         )
 
+        # Decided once: the backward pass must leave out exactly the same tokens.
         if learns and options.truncation.active:
             bits = torch.empty(
                 len(inputs),
@@ -341,8 +348,9 @@ class _Logprobs(torch.autograd.Function):
 
 
 class _KnownUpstream(torch.autograd.Function):
-    """Log-probs and entropy whose gradients are computed in the forward pass; the backward pass
-    only scales them.
+    """Log-probs and entropy whose gradients are computed in the forward pass.
+
+    The backward pass only scales them.
     """
 
     @staticmethod
@@ -376,6 +384,7 @@ class _KnownUpstream(torch.autograd.Function):
                     _gradient(memory, distribution, local_targets, some, options, hidden.dtype),
                 )
 
+        # This runs the generator above, so it fills the lists.
         ctx.gradients = _of_product(hidden, weight, gradients(), learned=ctx.needs_input_grad[1])
         of_logprobs, of_entropy = zip(*gradients_of_chunks, strict=True)
         ctx.upstream_gradients = (
@@ -402,11 +411,11 @@ class _KnownUpstream(torch.autograd.Function):
 
 
 def _proportion(assumed: tuple[Tensor | None, ...], exact: tuple[Tensor | None, ...]) -> Tensor:
-    """Return the factor (a scalar tensor) between the `assumed` gradients and the `exact` ones,
-    without synchronizing a device.
+    """Return the factor (a scalar tensor) between the `assumed` gradients and the `exact` ones.
 
-    It is 1, or the factor that the loss was multiplied by. Raise RuntimeError if the gradients are
-    not proportional. Values that are not finite pass this check and appear in the gradient norm.
+    It is 1, or the factor that the loss was multiplied by. Nothing waits for the device. Raise
+    RuntimeError if the gradients are not proportional. Values that are not finite pass this check
+    and appear in the gradient norm.
     """
     pairs = [
         (
@@ -419,6 +428,7 @@ def _proportion(assumed: tuple[Tensor | None, ...], exact: tuple[Tensor | None, 
     expected, actual = (
         torch.cat([each.flatten() for each in side]) for side in zip(*pairs, strict=True)
     )
+    # Compared at the largest element, where rounding matters least.
     largest = expected.abs().argmax(keepdim=True)
     top = expected[largest]
     factor = torch.where(top == 0, 1.0, actual[largest] / top)
@@ -432,8 +442,9 @@ def _proportion(assumed: tuple[Tensor | None, ...], exact: tuple[Tensor | None, 
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Gradients of the objective with respect to log-probs [t, K] and entropy [t], divided by the
-    temperature.
+    """Gradients of the objective by log-probs [t, K] and entropy [t].
+
+    They are divided by the temperature.
     """
 
     logprobs: Tensor
@@ -486,8 +497,9 @@ def _distribution(
 def _truncate(
     logits: Tensor, local_targets: LocalTargets, options: _Options, bits: Tensor | None
 ) -> None:
-    """Write -inf to the truncated logits, a part of the rows at a time, because the search needs
-    several times the memory.
+    """Write -inf to the truncated logits.
+
+    It takes a part of the rows at a time, because the search needs several times the memory.
     """
     step = max(1, options.chunk // 4)
     for start in range(0, len(logits), step):
@@ -508,11 +520,10 @@ def _gradient(
     *,
     again: bool = False,
 ) -> Tensor:
-    """Return the gradient of some rows' logits from what _distribution() left in `memory`, or, with
-    `again`, from the logits.
+    """Return the gradient of some rows' logits, overwriting `memory`.
 
-    It overwrites `memory`. With the Triton kernels `memory` holds the logits in both cases, and the
-    gradient has `dtype`.
+    It is computed from what _distribution() left in `memory`, or, with `again`, from the logits.
+    With the Triton kernels `memory` holds the logits in both cases, and the gradient has `dtype`.
     """
     gradients = upstream.logprobs, upstream.entropy
     if _fused(memory, options.part):
@@ -545,10 +556,10 @@ def _of_logits(logits: Tensor, gradients: Iterator[tuple[slice, Tensor]]) -> tup
 def _of_product(
     hidden: Tensor, weight: Tensor, gradients: Iterator[tuple[slice, Tensor]], *, learned: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of hidden states and weight from those of the logits.
+    """Return the gradients of hidden states and weight from the gradients of the logits.
 
-    The gradient of the weight is float32, 0 in rows of padding, as these have no logits, and None
-    unless the weight is `learned`.
+    The gradient of the weight is float32, and None unless the weight is `learned`. In rows of
+    padding it is 0, as these have no logits.
     """
     grad_hidden = torch.empty_like(hidden)
     grad_weight = None
@@ -588,11 +599,11 @@ def row_chunks(like: Tensor, num: int, size: int) -> Iterator[tuple[slice, Tenso
 
 
 def scaled_logits(inputs: Tensor, weight: Tensor | None, temperature: float, out: Tensor) -> Tensor:
-    """Write float32 logits / temperature [t, v] to `out`, from hidden states [t, H] and weight [v,
-    H] or from logits [t, v].
+    """Write float32 logits / temperature [t, v] to `out`.
 
-    Rows of the weight beyond v are padding. An accelerator writes its float32 sums, whereas a CPU
-    first rounds logits to bfloat16 if the model has this dtype.
+    The inputs are hidden states [t, H] to multiply with a weight [v, H], or logits [t, v]. Rows of
+    the weight beyond v are padding. An accelerator writes the float32 sums, whereas a CPU first
+    rounds logits to bfloat16 if the model has this dtype.
     """
     if weight is not None:
         weight = weight[: out.shape[1]]

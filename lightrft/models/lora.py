@@ -1,13 +1,11 @@
-"""Frozen parameters, and LoRA: frozen matrices W with a trained low-rank product B A (Hu et al.
-
-2021, arXiv:2106.09685).
+"""Freeze parameters, and LoRA: frozen matrices W with a trained low-rank product B A.
 
     h = W x + (alpha / rank) B A x
 
-peft injects the adapters into the transformers model, whose class does not change. Its parameters
-are renamed: `q_proj.weight` becomes `q_proj.base_layer.weight`, followed by
-`q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. merge_adapters() undoes this for
-engines and saved models, which need the model without adapters.
+Hu et al. 2021, arXiv:2106.09685. peft injects the adapters into the transformers model, whose class
+does not change. Its parameters are renamed: `q_proj.weight` becomes `q_proj.base_layer.weight`,
+followed by `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. Engines and saved
+models need the model without adapters, so merge_adapters() undoes this for them.
 """
 
 import json
@@ -40,13 +38,12 @@ Value = TypeVar("Value")
 
 
 def freeze_parameters(model: PreTrainedModel, section: ModelSection) -> PreTrainedModel:
-    """Freeze the parameters below --freeze_prefix; with --lora_rank freeze all and add adapters,
-    none below a --freeze_prefix.
+    """Freeze the parameters below --freeze_prefix; with --lora_rank freeze all and add adapters.
 
-    With --freeze_vision_tower, modules for images are frozen as well. The model is changed in place
-    and returned. Every rank must call this with the same random state, so that adapters start
-    equal. Raise ConfigError for a prefix that matches no parameter, and if nothing is left to
-    train.
+    No adapter is added below a --freeze_prefix. With --freeze_vision_tower, modules for images are
+    frozen as well. The model is changed in place and returned. Every rank must call this with the
+    same random state, so that adapters start equal. Raise ConfigError for a prefix that matches no
+    parameter, and if nothing is left to train.
     """
     towers = _towers(model) if section.freeze_vision_tower else []
     if towers:
@@ -54,6 +51,7 @@ def freeze_parameters(model: PreTrainedModel, section: ModelSection) -> PreTrain
         section = replace(section, freeze_prefix=[*section.freeze_prefix, *towers])
 
     for prefix in section.freeze_prefix:
+        # Tied parameters are found under each of their names.
         frozen = [
             parameter
             for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -80,8 +78,9 @@ def freeze_parameters(model: PreTrainedModel, section: ModelSection) -> PreTrain
 
 
 def _towers(model: PreTrainedModel) -> list[str]:
-    """Return the name prefixes of parameters that text never uses: the modules next to the decoder,
-    if there are any.
+    """Return the name prefixes of parameters that text never uses.
+
+    These are the modules next to the decoder, if there are any.
     """
     decoder = model.get_decoder()
     if decoder is model.base_model:
@@ -94,12 +93,11 @@ def _towers(model: PreTrainedModel) -> list[str]:
 
 
 def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
-    """Freeze `model` and add adapters to the linear layers of --target_modules, except below a
-    --freeze_prefix.
+    """Freeze `model` and add adapters to the linear layers of --target_modules.
 
-    A is initialized randomly and B with 0, so the outputs of the model do not change. A scorer's
-    head is trained as well. Raise ConfigError without peft, and for targets that do not exist or
-    cannot be merged.
+    Layers below a --freeze_prefix get none. A is initialized randomly and B with 0, so the outputs
+    of the model do not change. A scorer's head is trained as well. Raise ConfigError without peft,
+    and for targets that do not exist or cannot be merged.
     """
     try:
         from peft import LoraConfig, TaskType, inject_adapter_in_model
@@ -127,6 +125,7 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
             inject_adapter_in_model(settings, model, ADAPTER, low_cpu_mem_usage=True)
         except ValueError as error:
             raise ConfigError(f"--target_modules {' '.join(targets)}: {error}") from error
+        # The model may be empty, but adapters are drawn at once, so that all ranks draw the same.
         for layer in adapted_layers(model).values():
             layer.lora_A.to_empty(device="cpu")
             layer.lora_B.to_empty(device="cpu")
@@ -139,11 +138,10 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers with adapters by their names in a transformers model; may be empty.
+    """Return the layers with adapters by the names in a transformers model; may be empty.
 
-    Raise ConfigError for a layer that merge_adapters() cannot merge: only plain products on linear
-    layers of the backbone can be merged, because the head's product is computed outside of its
-    module.
+    Raise ConfigError for a layer that merge_adapters() cannot merge. Only plain products on linear
+    layers of the backbone can be merged: the head's product is computed outside of the module.
     """
     if not any(".lora_" in name for name, _ in model.named_parameters()):
         return {}
@@ -170,8 +168,9 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def own_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers with adapters, after making them layers of lightrft that share peft's
-    parameters.
+    """Make the layers with adapters layers of lightrft, and return them.
+
+    They share peft's parameters.
     """
     layers = list(adapted_layers(model).values())
     if layers:
@@ -202,11 +201,11 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def merge_adapters(
     model: nn.Module, stream: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weight stream of a transformers model with merged adapters: W + (alpha / rank) B A,
-    computed in float32.
+    """Yield the weight stream of a transformers model with merged adapters.
 
-    A matrix is held until its adapter arrives, at most one bucket longer than otherwise. The
-    streamed tensors are not modified; without adapters the stream is unchanged.
+    A merged matrix is W + (alpha / rank) B A, computed in float32. A matrix is held until the
+    adapter arrives, at most one bucket longer than otherwise. The streamed tensors are not
+    modified; without adapters the stream is unchanged.
     """
     scalings = {name: layer.scaling[ADAPTER] for name, layer in adapted_layers(model).items()}
     if not scalings:
@@ -223,8 +222,9 @@ def merge_adapters(
 def fold_adapters(
     named: Iterable[tuple[str, Value]], join: Callable[[str, Value, Value, Value], Value]
 ) -> Iterator[tuple[str, Value]]:
-    """Yield values under the model's names without adapters; the value of an adapted layer is
-    join(layer name, W, A, B).
+    """Yield values under the model's names without adapters.
+
+    The value of an adapted layer is join(layer name, W, A, B).
     """
     factors: list[Value] = []
     for name, value in named:
@@ -240,7 +240,7 @@ def fold_adapters(
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter of the frozen model as it is without adapters."""
+    """Return the name that a frozen parameter has without adapters."""
     return name.replace(".base_layer.", ".")
 
 
@@ -249,8 +249,9 @@ def is_adapter(name: str) -> bool:
 
 
 def save_adapter(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
-    """Save adapters, given by their names in the transformers model, in the format of peft's
-    PeftModel.from_pretrained.
+    """Save adapters in the format of peft's PeftModel.from_pretrained.
+
+    `tensors` has them by the names in the transformers model.
     """
     from safetensors.torch import save_file
 
@@ -282,11 +283,10 @@ def base_model_of_adapter(folder: Path | str) -> str:
 
 
 def merge_adapter(model: PreTrainedModel, folder: Path | str) -> PreTrainedModel:
-    """Merge the adapter in a folder, of any kind that peft can merge, into its base model, in
-    place.
+    """Merge the adapter in a folder into the base model, in place.
 
-    Raise ConfigError without peft, without the adapter's weights, and for an adapter that does not
-    fit the model.
+    It may be of any kind that peft can merge. Raise ConfigError without peft, without the adapter's
+    weights, and for an adapter that does not fit the model.
     """
     try:
         from peft import PeftModel

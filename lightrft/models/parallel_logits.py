@@ -1,5 +1,4 @@
-"""Log-probs of tokens from existing logits that are split over ranks, with the function names of
-NeMo-RL.
+"""Log-probs from existing logits that are split over ranks, with the function names of NeMo-RL.
 
 The vocabulary may be split over tensor-parallel ranks, in consecutive parts of any sizes, and
 sequences over context-parallel ranks in zigzag order: of the 2 x ranks equal chunks of a sequence,
@@ -41,8 +40,7 @@ def from_parallel_logits_to_logprobs(
     temperature: float = 1.0,
     truncation: Truncation = ALL,
 ) -> Tensor:
-    """Return the log-prob of every token of `target` [B, S] except the first, given the tokens
-    before it: [B, S - 1] float32.
+    """Return the log-prob of each token of `target` [B, S] but the first: [B, S - 1] float32.
 
     Logits are [B, S, v], or [B, S / cp, v] for this rank's chunks of the rows, padded to a multiple
     of 2 cp if necessary. The rank holds the vocabulary from `vocab_start_index` up to but excluding
@@ -57,6 +55,8 @@ def from_parallel_logits_to_logprobs(
             f"the logits have {width} tokens in each row, but the targets have {num_tokens}"
         )
 
+    # A position's logits predict the next token, which may lie in another rank's chunk. So targets
+    # are shifted before they are split.
     following = torch.nn.functional.pad(target[:, 1:], (0, width - num_tokens + 1), value=IGNORED)
     following = (
         following if sequence is None else following[:, sequence.positions(width, target.device)]
@@ -90,13 +90,12 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     temperature: float = 1.0,
     truncation: Truncation = ALL,
 ) -> Tensor:
-    """Return the log-probs of packed sequences: [B, S - 1] float32 with S = `unpacked_seqlen`, 0
-    after the end of a sequence.
+    """Return the log-probs of packed sequences: [B, S - 1] float32 with S = `unpacked_seqlen`.
 
-    Logits are [1, T, v] and `target` [1, T]; `cu_seqlens_padded` [B + 1] has the start of each
-    sequence and the end of the last. With context parallelism the logits are [1, T / cp, v], this
-    rank's chunks of each sequence, whose length must be a multiple of 2 cp. Raise ValueError if the
-    sizes do not match.
+    After the end of a sequence they are 0. Logits are [1, T, v] and `target` [1, T];
+    `cu_seqlens_padded` [B + 1] has the start of each sequence and the end of the last. With context
+    parallelism the logits are [1, T / cp, v], this rank's chunks of each sequence; every sequence's
+    length must be a multiple of 2 cp. Raise ValueError if the sizes do not match.
     """
     starts = cu_seqlens_padded.tolist()
     spans = list(zip(starts[:-1], starts[1:], strict=True))
@@ -154,11 +153,10 @@ def parallel_logprobs_and_entropy(
     temperature: float = 1.0,
     truncation: Truncation = ALL,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probs at `targets`, which are not shifted, and the entropies, float32 and
-    differentiable.
+    """Return log-probs at `targets` and the entropies, float32 and differentiable.
 
-    Logits are [T, v]; targets [T], or [T, K] for several tokens at each position. The log-probs
-    have the shape of the targets, the entropies are [T].
+    Targets are not shifted. Logits are [T, v]; targets [T], or [T, K] for several tokens at each
+    position. The log-probs have the shape of the targets, the entropies are [T].
     """
     part = vocabulary_part(vocab_parallel_logits, vocab_start_index, vocab_end_index, tp_group)
     options = {"temperature": temperature, "truncation": truncation, "chunk": chunk_size}
@@ -174,8 +172,9 @@ def parallel_top_logprobs(
     *,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs and ids, [T, k] each, of the k likeliest tokens of the whole vocabulary from
-    logits [T, v].
+    """Return log-probs and ids, [T, k] each, of the k likeliest tokens of the whole vocabulary.
+
+    Logits are [T, v].
     """
     part = vocabulary_part(vocab_parallel_logits, vocab_start_index, vocab_end_index, tp_group)
     return top_logprobs_of_logits(vocab_parallel_logits, k, part=part, temperature=temperature)
@@ -204,10 +203,10 @@ def axis_of(group: ProcessGroup | None, name: str) -> Axis:
 
 
 def zigzag_places(spans: list[tuple[int, int]], sequence: Zigzag) -> list[Tensor]:
-    """Return for each rank the token indices of its chunks of all sequences, in the rank's order:
-    [T / ranks] each.
+    """Return for each rank the token indices of its chunks of all sequences: [T / ranks] each.
 
-    Raise ValueError for a sequence that cannot be divided into equal chunks.
+    The indices are in the rank's order. Raise ValueError for a sequence that cannot be divided into
+    equal chunks.
     """
     wrong = [end - begin for begin, end in spans if (end - begin) % sequence.num_chunks]
     if wrong:

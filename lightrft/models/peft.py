@@ -1,4 +1,4 @@
-"""Linear layers with adapters whose products the trainer computes as the engine does."""
+"""Linear layers with adapters that multiply with the same matrix as the engine."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ MIXING = (0x7FEB352D, 0x846CA68B)
 class AdaptedLinear(Linear):
     """Layer of peft that multiplies with the merged matrix where the frozen matrix is not float32.
 
-    An engine holds merge(W, A, B), rounded to its dtype, and a trainer that computes W x + s B A x
-    would learn from samples of another policy. So the trainer computes with the same rounded
-    matrix, and gradients pass to A and B as if it were not rounded: the straight-through estimator
-    of Bengio et al. 2013 (arXiv:1308.3432).
+    An engine holds merge(W, A, B), rounded to the engine's dtype, and a trainer that computes W x +
+    s B A x would learn from samples of another policy. So the trainer computes with the same
+    rounded matrix, and gradients pass to A and B as if it were not rounded: the straight-through
+    estimator of Bengio et al. 2013 (arXiv:1308.3432).
     """
 
     adapters_on = True
-    """False while the layer computes the outputs of its frozen base layer."""
+    """False while the layer computes the outputs of the frozen base layer."""
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         base = self.get_base_layer()
@@ -51,7 +51,7 @@ class AdaptedLinear(Linear):
 class MergedProduct(torch.autograd.Function):
     """x merge(W, A, B)^T, with gradients of x, A and B.
 
-    The merged matrix is computed again in the backward pass, so that it occupies no memory between.
+    The backward pass computes the merged matrix again, so that it takes no memory in between.
     """
 
     @staticmethod
@@ -85,12 +85,12 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 
     `weight` is W [out, in], `a` is A [rank, in], and `b` is B [out, rank].
 
-    Rounding to the nearest bfloat16 would return W itself while the elements of s B A are below
-    half a step of those of W, as they are in the first tens of steps. So an element is rounded up
-    or down in proportion to where it lies between its two neighbours: up if that fraction exceeds
-    a threshold that is fixed for each place of a matrix (dithering, Roberts 1962). The result is
-    right on average at any size of the adapter, equal to W for an adapter of 0, and the same
-    wherever and whenever it is computed.
+    In the first tens of steps the elements of s B A are below half a step of bfloat16, and rounding
+    to the nearest number would return W itself. So an element is rounded up or down in proportion
+    to where it lies between the two neighbours: up if that fraction exceeds a threshold that is
+    fixed for each element of a matrix (dithering, Roberts 1962). The result is right on average at
+    any size of the adapter, equal to W for an adapter of 0, and the same wherever and whenever it
+    is computed.
     """
     if weight.is_cuda and weight.dtype == torch.bfloat16:
         from lightrft.models import triton
@@ -115,8 +115,8 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 def thresholds(num: int, seed: int, device: torch.device) -> Tensor:
     """Return numbers that look random, from 0 to 2^16 - 1: [num] int32, the same in every call.
 
-    The threshold of a place is the sum of those of its row and its column, modulo 2^16, so that
-    those of any two places of a row are independent.
+    The threshold of an element is the sum of its row's and its column's number, modulo 2^16, so the
+    thresholds of any two elements of a row are independent.
     """
     mixed = torch.arange(num, device=device, dtype=torch.int64) * 2 + seed
     for factor in MIXING:

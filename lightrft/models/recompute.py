@@ -35,7 +35,7 @@ def recompute(module: nn.Module, *, selective: bool) -> None:
 def keep_expensive(_: Any, op: OpOverload, *args: Any, **options: Any) -> CheckpointPolicy:
     """Return the checkpoint policy of an operation inside a block.
 
-    Attention with dropout is recomputed: if skipped, it would not draw its random numbers, and all
+    Attention with dropout is recomputed: if skipped, it would not draw random numbers, and all
     later draws would differ.
     """
     name = op.name()

@@ -1,4 +1,4 @@
-"""Routers of a mixture of experts and their decisions during a forward pass."""
+"""Routers of a mixture of experts, and what they decide during a forward pass."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +14,12 @@ from lightrft.types import Batch, Routing, to_device
 
 
 class Routers:
-    """Routers of a model, found through the outputs that transformers can record for its family."""
+    """Routers of a model, found through the outputs that transformers can record for the family."""
 
     def __init__(self, model: PreTrainedModel, coefficient: float):
-        """Find the routers; `coefficient` weights their balance loss. Raise ValueError if the
-        model's family has no such loss.
+        """Find the routers; `coefficient` weights the balance loss.
+
+        Raise ValueError if the model's family has no such loss.
         """
         self.coefficient = coefficient
         recorder = (model._can_record_outputs or {}).get("router_logits")
@@ -50,8 +51,9 @@ class Routers:
                 hook.remove()
 
     def routing(self, logits: list[Tensor], batch: Batch, sequence: SequenceParallel) -> Routing:
-        """Return the routing of all tokens, prompts included, of sequences with tokens in the loss;
-        padding does not count.
+        """Return the routing of all tokens, prompts included, of sequences with tokens in the loss.
+
+        Padding does not count.
         """
         padded = pad_to_multiple(batch, sequence.multiple)
         counts = (sequence_sums(padded.loss_mask.float(), padded) > 0)[padded.sequence_ids].float()

@@ -1,9 +1,9 @@
 """Triton kernels for log-probs and merged adapters.
 
 local_sums() and gradient() are the steps after the product with the head's weight, each in one pass
-over the logits. They return the same values as the functions of these names in vocab_parallel.py,
-for which torch needs about ten passes. The first pass does not modify the logits, so the gradient
-is computed from them. One program reads one row in the first pass, and one block of a row in the
+over the logits. They return the same values as the functions of these names in vocab_parallel.py;
+torch needs about ten passes for them. The first pass does not modify the logits, so the gradient is
+computed from them. One program reads one row in the first pass, and one block of a row in the
 second.
 
 merge() returns what merge() of peft.py returns, without a copy of the matrix in float32.
@@ -26,10 +26,10 @@ MERGED_RANK = 16
 
 
 def local_sums(logits: Tensor, local_targets: LocalTargets) -> tuple[Tensor, ...]:
-    """Return the largest logit [t], the sum of exponentials relative to it [t], their first moment
-    [t], and target logits [t, K].
+    """Return what the log-probs of some rows need; see vocab_parallel.local_sums().
 
-    `logits` [t, v] float32, some of which may be -inf, are not modified.
+    That is the largest logit [t], the sum of exponentials relative to it [t], the first moment
+    [t], and target logits [t, K]. The `logits` [t, v] float32 are not modified; some may be -inf.
     """
     top, total, moment = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     _sums[(len(logits),)](
@@ -46,13 +46,15 @@ def gradient(
     grad_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient of the logits [t, v] in `dtype`, computed in float32; a float32 gradient
-    overwrites the logits.
+    """Return the gradient of the logits [t, v] in `dtype`, computed in float32.
 
-    With p the softmax: d log p_k / dz = onehot_k - p, and d entropy / dz = -p (log p + entropy).
+    A float32 gradient overwrites the logits. With p the softmax: d log p_k / dz = onehot_k - p, and
+    d entropy / dz = -p (log p + entropy).
     """
     out = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
     rows = [grad_logprobs.sum(-1), distribution.largest, distribution.total]
+    # Without a gradient of the entropy the kernel reads neither of the last two: any tensor will
+    # do.
     rows += (
         [distribution.total] * 2 if grad_entropy is None else [distribution.entropy, grad_entropy]
     )
@@ -74,7 +76,7 @@ def gradient(
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Return W + s B A [out, in] in bfloat16, rounded as merge() of peft.py rounds."""
+    """Return W + s B A [out, in] in bfloat16, rounded in the same way as by merge() of peft.py."""
     weight = weight.contiguous()
     a = a.contiguous()
     b = b.contiguous()
@@ -109,7 +111,7 @@ def _merge(
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
 ):
-    """Merge one tile. The products are sums of the same order in every tile and call."""
+    """Merge one tile. Every tile and call sums products in the same order."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < height)[:, None] & (column < width)[None, :]
@@ -136,11 +138,11 @@ def _merge(
 
 @triton.jit
 def _sums(logits, top, total, moment, num, stride, BLOCK: tl.constexpr):
-    """Compute the largest logit, the sum and the moment of each lane's own columns, and combine the
-    lanes at the end.
+    """Sum the exponentials of one row: largest logit, sum and moment.
 
-    Lowering the exponents by d turns a sum into exp(-d) * sum and its moment m into exp(-d) * (m -
-    d * sum). All terms of a moment are at most 0, so none cancels.
+    Each lane sums its own columns, and the lanes are combined at the end. Lowering the exponents by
+    d turns a sum into exp(-d) * sum and its moment m into exp(-d) * (m - d * sum). All terms of a
+    moment are at most 0, so none cancels.
     """
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
@@ -152,6 +154,7 @@ def _sums(logits, top, total, moment, num, stride, BLOCK: tl.constexpr):
     for first in range(0, num, BLOCK):
         x = tl.load(start + first + columns, mask=first + columns < num, other=float("-inf"))
         higher = tl.maximum(largest, x)
+        # -inf minus -inf is NaN.
         lower = tl.where(largest == float("-inf"), 0.0, largest - higher)
         below = tl.where(x == float("-inf"), 0.0, x - higher)
         weight = tl.where(x == float("-inf"), 0.0, tl.exp(below))

@@ -1,8 +1,8 @@
 """Token distributions over a vocabulary that may be split over ranks.
 
-For each row of logits a rank keeps the largest, the sum of exponentials relative to it, their first
-moment, and the logits of the targets in its part. Two collectives combine them, whatever the number
-of chunks: the maximum, then all sums at once. The gradient of the logits needs none.
+For each row of logits a rank keeps the largest, the sum of exponentials relative to it, the first
+moment, and the logits of the targets in the rank's part. Two collectives combine them, whatever the
+number of chunks: the maximum, then all sums at once. The gradient of the logits needs none.
 
 Shapes: T tokens, t of one chunk, V vocabulary, v of it on this rank, K targets at each position.
 """
@@ -19,8 +19,9 @@ from lightrft.parallel.sequence_parallel import all_gather_tensor
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """Range of consecutive token ids that this rank of the axis holds; the whole vocabulary if the
-    axis has one rank.
+    """Range of consecutive token ids that this rank of the axis holds.
+
+    It is the whole vocabulary if the axis has one rank.
     """
 
     first: int
@@ -34,8 +35,9 @@ class VocabularyPart:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Distribution of each row over the vocabulary of all ranks, restricted to the tokens that a
-    truncation keeps.
+    """Distribution of each row over the vocabulary of all ranks.
+
+    It is restricted to the tokens that a truncation keeps.
     """
 
     logprobs: Tensor
@@ -45,11 +47,13 @@ class Distribution:
     largest: Tensor
     """Largest logit [T]."""
     total: Tensor
-    """Sum of the exponentials relative to the largest logit [T]. It is kept separately, because a
-    combined log-sum-exp would lose as many digits as the largest logit has."""
+    """Sum of the exponentials relative to the largest logit [T].
+
+    It is kept separately, because a combined log-sum-exp would lose as many digits as the largest
+    logit has.
+    """
     scale: Tensor
-    """Factor [T] that turns an exponential relative to this rank's largest logit into a
-    probability."""
+    """Factor [T] from an exponential relative to this rank's largest logit to a probability."""
 
     def rows(self, rows: slice) -> "Distribution":
         values = (getattr(self, each.name) for each in fields(self))
@@ -81,15 +85,17 @@ class LocalTargets:
         return gradient.scatter_add_(-1, self.places, torch.where(self.is_local, values, 0.0))
 
     def local_ids(self) -> Tensor:
-        """Return the columns [T, K] of the targets, which no truncation removes; `part.num` for
-        targets on other ranks.
+        """Return the columns [T, K] of the targets; no truncation removes these.
+
+        Targets on other ranks have `part.num`.
         """
         return torch.where(self.is_local, self.places, self.part.num)
 
 
 def outside(logits: Tensor, truncation: Truncation, local_targets: LocalTargets) -> Tensor:
-    """Return a mask [t, v] bool of the truncated tokens, decided on whole rows, which the ranks
-    divide among themselves.
+    """Return a mask [t, v] bool of the truncated tokens.
+
+    It is decided on whole rows, which the ranks divide among themselves.
     """
     part = local_targets.part
     threshold = (
@@ -101,8 +107,9 @@ def outside(logits: Tensor, truncation: Truncation, local_targets: LocalTargets)
 
 
 def _threshold(logits: Tensor, truncation: Truncation, axis: Axis) -> Tensor:
-    """Return the smallest logit that is kept in each row, [t, 1], from this rank's columns [t, v]
-    of all rows.
+    """Return the smallest logit that is kept in each row, [t, 1].
+
+    `logits` [t, v] are this rank's columns of all rows.
     """
     each = -(-len(logits) // axis.size)
     padded = torch.nn.functional.pad(logits, (0, 0, 0, each * axis.size - len(logits)))
@@ -111,8 +118,9 @@ def _threshold(logits: Tensor, truncation: Truncation, axis: Axis) -> Tensor:
 
 
 def pack_mask(mask: Tensor) -> Tensor:
-    """Pack a mask [t, v] bool into bits [t, ceil(v / 8)] uint8: bit i of all bytes holds the i-th
-    eighth of the columns.
+    """Pack a mask [t, v] bool into bits [t, ceil(v / 8)] uint8.
+
+    Bit i of all bytes holds the i-th eighth of the columns.
     """
     width = packed_width(mask.shape[-1])
     bits = torch.zeros(len(mask), width, dtype=torch.uint8, device=mask.device)
@@ -126,9 +134,7 @@ def packed_width(num_columns: int) -> int:
 
 
 def fill_packed(logits: Tensor, bits: Tensor, value: float) -> Tensor:
-    """Write `value` to the logits [t, v] whose bit in `bits`, as returned by pack_mask(), is
-    set.
-    """
+    """Write `value` to the logits [t, v] where pack_mask() has set the bit in `bits`."""
     for place, part in enumerate(logits.split(max(bits.shape[-1], 1), -1)):
         part.masked_fill_((bits[:, : part.shape[-1]] & (1 << place)) > 0, value)
     return logits
@@ -137,11 +143,12 @@ def fill_packed(logits: Tensor, bits: Tensor, value: float) -> Tensor:
 def local_sums(
     logits: Tensor, local_targets: LocalTargets, *, masked: bool, entropy: bool
 ) -> tuple[Tensor, ...]:
-    """Return the largest logit [t], the sum of exponentials relative to it [t], their first moment
-    [t], and target logits [t, K].
+    """Return what this rank contributes to the log-probs of some rows.
 
-    The exponentials overwrite the `logits` [t, v]. `masked` indicates that some logits may be -inf.
-    Only the `entropy` needs the moment, which is 0 without it.
+    That is the largest logit [t], the sum of exponentials relative to it [t], the first moment
+    [t], and target logits [t, K]. The exponentials overwrite the `logits` [t, v]. `masked` says
+    that some logits may be -inf. Only the `entropy` needs the moment, and without it the moment is
+    0.
     """
     picked = local_targets.pick(logits)
     if not local_targets.part.num:
@@ -164,8 +171,9 @@ def _block_sums(logits: Tensor, masked: bool, entropy: bool) -> tuple[Tensor, Te
 
 
 def blocks(logits: Tensor) -> tuple[Tensor, ...]:
-    """Split the rows of `logits` [t, v] into blocks: on a host, as many rows as stay in its cache
-    from pass to pass.
+    """Split the rows of `logits` [t, v] into blocks.
+
+    On a host a block has as many rows as stay in the cache from pass to pass.
     """
     if logits.device.type != "cpu":
         return logits.split(max(1, len(logits)))
@@ -173,7 +181,7 @@ def blocks(logits: Tensor) -> tuple[Tensor, ...]:
 
 
 def finite(values: Tensor) -> Tensor:
-    """Replace -inf by 0 in place: its probability is 0, and the product of both would be NaN."""
+    """Replace -inf by 0 in place: the probability is 0, and the product of both would be NaN."""
     return values.nan_to_num_(nan=torch.nan, neginf=0.0)
 
 
@@ -209,10 +217,10 @@ def join_sums(
 def gradient(
     logits: Tensor, distribution: Distribution, grad_logprobs: Tensor, grad_entropy: Tensor | None
 ) -> Tensor:
-    """Return the gradient of the logits [t, v] without the onehot_k terms of the targets; it
-    overwrites the logits.
+    """Return the gradient of the logits [t, v] without the onehot_k terms of the targets.
 
-    With p the softmax: d log p_k / dz = onehot_k - p, and d entropy / dz = -p (log p + entropy).
+    It overwrites the logits. With p the softmax: d log p_k / dz = onehot_k - p, and d entropy / dz
+    = -p (log p + entropy).
     """
     start = 0
     for block in blocks(logits):
@@ -247,11 +255,10 @@ def gradient_of_exponentials(
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Return the same as gradient() from the exponentials [t, v] of local_sums(), which it
-    overwrites.
+    """Return what gradient() returns, from the exponentials [t, v] of local_sums().
 
-    The logarithm of an exponential recovers its exponent up to the rounding of the exponential,
-    wherever that is not negligible.
+    It overwrites them. The logarithm of an exponential recovers the exponent up to the rounding of
+    the exponential, wherever that is not negligible.
     """
     asked_for = grad_logprobs.sum(-1, keepdim=True)
     scale = distribution.scale[:, None]

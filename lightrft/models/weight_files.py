@@ -1,4 +1,4 @@
-"""Safetensors files of a Hugging Face folder: the tensors they hold, and any part of a tensor."""
+"""Safetensors files of a Hugging Face folder: which tensors they hold, and any part of a tensor."""
 
 import hashlib
 import json
@@ -19,8 +19,7 @@ NAME = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SAMPLES = 4
 SAMPLE_BYTES = 1024
-"""Number of byte ranges of each tensor that enter a fingerprint, and the length of each range in
-bytes."""
+"""How many byte ranges of each tensor enter a fingerprint, and how long each range is in bytes."""
 
 
 NOT_THE_MODEL = {
@@ -68,10 +67,9 @@ class WeightFiles:
         return None
 
     def check(self, *, quantized: bool) -> None:
-        """Raise ValueError for a missing or damaged file, and for integer weights unless the model
-        is `quantized`.
+        """Raise ValueError for a missing or damaged file, and for integer weights.
 
-        Only headers are read.
+        A `quantized` model may have integer weights. Only headers are read.
         """
         for path in sorted(set(self.files.values())):
             with _open(path) as file:
@@ -121,7 +119,7 @@ class WeightFiles:
 
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
-    """Open a safetensors file. Raise ValueError, with its name, if it is missing or damaged."""
+    """Open a safetensors file. If it is missing or damaged, raise a ValueError that names it."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -159,11 +157,10 @@ def check_finite(name: str, weights: Tensor) -> None:
 
 
 def fingerprint(folder: Path | str) -> str:
-    """Return a hash of names, shapes, dtypes and some bytes of all tensors in a folder; empty
-    without safetensors files.
+    """Return a hash of names, shapes, dtypes and some bytes of all tensors in a folder.
 
-    It distinguishes the versions of a model during training at the cost of reading a few MB. It
-    does not protect against deliberate manipulation.
+    It is empty without safetensors files. It distinguishes the versions of a model during training
+    at the cost of reading a few MB, and does not protect against deliberate manipulation.
     """
     files = WeightFiles.of(folder)
     hasher = hashlib.sha256()
@@ -171,6 +168,7 @@ def fingerprint(folder: Path | str) -> str:
         with open(path, "rb") as file:
             start = 8 + int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(start - 8))
+            # Metadata may differ between files with the same weights.
             header.pop("__metadata__", None)
             for name, entry in sorted(header.items()):
                 begin, end = entry["data_offsets"]
@@ -185,8 +183,9 @@ def fingerprint(folder: Path | str) -> str:
 
 
 def weights_of(name: str) -> str:
-    """Return the fingerprint of a model's folder or of its files in the local hub cache; empty if
-    they cannot be read.
+    """Return the fingerprint of a model given by folder or hub name; empty if it cannot be read.
+
+    Of a hub name only files in the local cache are read.
     """
     try:
         folder = cached_folder(name)
@@ -196,9 +195,7 @@ def weights_of(name: str) -> str:
 
 
 def cached_folder(name: str) -> Path | None:
-    """Return a model's folder, or that of its files in the local hub cache; None if there is
-    neither.
-    """
+    """Return a model's folder, or where the local hub cache has the files; None without either."""
     folder = Path(name).expanduser()
     if not name or folder.is_dir():
         return folder if name else None
@@ -207,8 +204,9 @@ def cached_folder(name: str) -> Path | None:
 
 
 def tied_names(model: PreTrainedModel) -> list[list[str]]:
-    """Return the names of all parameters and persistent buffers of `model`, grouped by tensor: tied
-    names form one group.
+    """Return the names of all parameters and persistent buffers of `model`, grouped by tensor.
+
+    Tied names form one group.
     """
     together: dict[int, list[str]] = defaultdict(list)
     for name, tensor in stored_tensors(model).items():
@@ -217,8 +215,9 @@ def tied_names(model: PreTrainedModel) -> list[list[str]]:
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by their names in a folder, which are the names
-    without adapters.
+    """Return parameters and persistent buffers by the names that a folder has for them.
+
+    These are the names without adapters.
     """
     return {
         name.replace(".base_layer.", "."): tensor
@@ -229,10 +228,10 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def missing_and_unexpected(
     model: PreTrainedModel, stored: Iterable[str]
 ) -> tuple[set[str], set[str]]:
-    """Return the names of `model` that are not stored, and the stored names that it neither has nor
-    may ignore.
+    """Compare the names of `model` with the `stored` names.
 
-    Tied names are missing only if none of them is stored; the first of them is returned.
+    Return the names that are not stored, and the stored names that the model neither has nor may
+    ignore. Tied names are missing only if none of them is stored; the first of them is returned.
     """
     stored = set(stored)
     groups = tied_names(model)

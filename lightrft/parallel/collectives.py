@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Axis:
-    """Axis of ranks: its size, this rank's index and the process group."""
+    """Axis of ranks: size, this rank's index and the process group."""
 
     name: str
     size: int
@@ -27,7 +27,7 @@ class Axis:
         return self._reduce(value, dist.ReduceOp.SUM)
 
     def begin_sum(self, value: Tensor) -> Callable[[], Tensor]:
-        """Start sum() for a tensor on the host, and return a function that waits for its result."""
+        """Start sum() for a tensor on the host, and return a function that waits for the result."""
         if self.size == 1:
             return lambda: value
         result = value.clone()
@@ -57,7 +57,7 @@ class Axis:
         return gathered
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Return the object of the axis's rank `source` on all its ranks.
+        """Return the object of the axis's rank `source` on all ranks.
 
         For small objects only.
         """
@@ -78,6 +78,7 @@ class Axis:
         """
         if self.size == 1:
             return list(parts)
+        # Every rank has to know how much it will receive before it can allocate.
         sent = torch.tensor([len(part) for part in parts], device=parts[0].device)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
@@ -88,7 +89,7 @@ class Axis:
         return list(out.split(counts))
 
     def gather_rows(self, rows: Tensor, note: int = 0) -> tuple[list[Tensor], list[int]]:
-        """Return every rank's rows [n, w] int64, with w at least 2, and its note.
+        """Return every rank's rows [n, w] int64, with w at least 2, and a note.
 
         It takes one collective, or two if a rank has more rows than any had before.
         """
@@ -96,6 +97,8 @@ class Axis:
             return [rows], [note]
 
         while True:
+            # Rows are padded to the largest number so far, so usually no sizes have to be exchanged
+            # first.
             (most,) = self.largest
             part = rows.new_zeros(1 + most, rows.shape[1])
             part[0, 0], part[0, 1] = len(rows), note
@@ -113,8 +116,9 @@ class Axis:
             self.largest[0] = max(counts)
 
     def all_to_all(self, flat: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send `sent[r]` consecutive elements of `flat` to rank r; return the `received[r]`
-        elements of all ranks, end to end.
+        """Send `sent[r]` consecutive elements of `flat` to rank r.
+
+        Return the `received[r]` elements of all ranks, end to end.
         """
         if self.size == 1:
             return flat
@@ -123,7 +127,10 @@ class Axis:
         return out
 
     def broadcast_tensor(self, tensor: Tensor) -> Tensor:
-        """Return the tensor of the axis's rank 0, which has the shape and dtype of each rank's."""
+        """Return the tensor of the axis's rank 0.
+
+        Each rank's tensor has the same shape and dtype.
+        """
         if self.size == 1:
             return tensor
         tensor = tensor.contiguous()
@@ -131,11 +138,10 @@ class Axis:
         return tensor
 
     def exchange_objects(self, parts: list[Any]) -> list[Any]:
-        """Exchange picklable objects as exchange() does, on the host; an object that a part holds
-        repeatedly is sent once.
+        """Exchange picklable objects as exchange() does, on the host.
 
-        This rank's own part is returned itself. It takes the memory of what is sent to others and
-        of what arrives, once.
+        An object that a part holds repeatedly is sent once. This rank's own part is returned
+        itself. It takes the memory of what is sent to others and of what arrives, once.
         """
         if self.size == 1:
             return list(parts)
@@ -154,8 +160,9 @@ class Axis:
         ]
 
     def broadcast_tensors(self, value: Any) -> Any:
-        """Return the picklable object of the axis's rank 0 on all its ranks, on the host, without
-        pickling its tensors.
+        """Return the picklable object of the axis's rank 0 on all ranks, on the host.
+
+        Its tensors are not pickled.
         """
         if self.size == 1:
             return value
@@ -175,7 +182,7 @@ class Axis:
 
 
 ALIGNMENT = 64
-"""Multiple of bytes at which each part of a packed object begins."""
+"""Multiple of bytes where each part of a packed object begins."""
 
 
 class _Pickler(pickle.Pickler):
@@ -202,8 +209,9 @@ def _tensor(contents: memoryview, dtype: torch.dtype, shape: torch.Size) -> Tens
 
 
 def _pack(value: Any) -> list[Tensor]:
-    """Return [bytes] uint8 tensors for _unpack(), which share the memory of the tensors of `value`:
-    sizes, pickle, values.
+    """Return [bytes] uint8 tensors for _unpack(): sizes, pickle, values.
+
+    They share the memory of the tensors of `value`.
     """
     stream = io.BytesIO()
     buffers = []
@@ -213,6 +221,7 @@ def _pack(value: Any) -> list[Tensor]:
         for part in (stream.getbuffer(), *(each.raw() for each in buffers))
         if part.nbytes
     ]
+    # The receiver gets one flat buffer, and finds the parts by these sizes.
     sizes = torch.tensor(
         [1 + len(buffers), stream.getbuffer().nbytes, *(each.raw().nbytes for each in buffers)]
     )
@@ -225,7 +234,7 @@ def _pack(value: Any) -> list[Tensor]:
 
 
 def _unpack(flat: Tensor) -> Any:
-    """Return the object of the [bytes] uint8 of _pack(); its tensors share their memory."""
+    """Return the object of the [bytes] uint8 of _pack(); its tensors share this memory."""
     (count,) = flat[:8].view(torch.int64).tolist()
     place = 8 * (1 + count)
     parts = []

@@ -1,4 +1,4 @@
-"""Device selection, collective backends and memory of the accelerator or the host."""
+"""Choose the device and the collective backends, and measure memory of accelerator and host."""
 
 import os
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def device_name() -> str:
 
 
 def select_device() -> torch.device:
-    """Bind this process to its device; call once before any tensor is created."""
+    """Bind this process to a device; call once before any tensor is created."""
     device = current_device()
     if device.type != "cpu":
         check_device_index(device.index, torch.accelerator.device_count())
@@ -42,7 +42,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
     """Seed torch's generators of the host and of this device.
 
     torch.manual_seed() also stores a pending seed for every device type that was never used, each
-    with a stack trace, which takes longer than many layers.
+    with a stack trace. That takes longer than many layers.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
@@ -59,8 +59,9 @@ def check_device_index(index: int, visible: int) -> None:
 
 
 def collective_backend(device: torch.device) -> str:
-    """Return the backends of the process group: gloo for host tensors, and that of the accelerator
-    if there is one.
+    """Return the backends of the process group: gloo for host tensors.
+
+    An accelerator has a backend of its own.
     """
     if device.type == "cpu":
         return "gloo"
@@ -74,15 +75,16 @@ CONTAINER = Path("/sys/fs/cgroup")
 def bucket_bytes(device: torch.device, limit: int) -> int:
     """Return the number of bytes to gather at once, at most `limit`.
 
-    On a CPU, allocations above 32 MB always get new memory, whose first use takes longer than the
-    gather. On an accelerator two buckets exist at a time (see ahead()), which share the limit.
+    On a CPU, allocations above 32 MB always get new memory, and touching that takes longer than the
+    gather. On an accelerator two buckets exist at a time (see ahead()) and share the limit.
     """
     return min(limit, 16 * 2**20) if device.type == "cpu" else limit // 2
 
 
 def ahead(items: Iterator[list[Tensor]], device: torch.device) -> Iterator[list[Tensor]]:
-    """Yield the same tensors; on an accelerator, compute the next ones on a separate stream while
-    the caller uses these.
+    """Yield the same tensors, and compute the next ones while the caller uses these.
+
+    This needs an accelerator, which has a separate stream for it.
     """
     if device.type == "cpu":
         yield from items
@@ -114,12 +116,12 @@ def has_flash_attention(device: torch.device) -> bool:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak bytes of the accelerator since the start, or of the process (resident set) on
-    the CPU.
-    """
+    """Return the peak bytes since the start: of the accelerator, or on the CPU of the process."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
-    return _resident_peak()
+    import resource  # POSIX only, like the launchers of torch.distributed
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def memory_in_use(device: torch.device) -> int:
@@ -135,14 +137,16 @@ def free_memory(device: torch.device) -> tuple[int, int]:
 
 
 def free_host_memory() -> int:
-    """Return the bytes of host memory that processes can still take, within the limit of their
-    container.
+    """Return the bytes of host memory that processes can still take.
+
+    The limit of the container counts.
     """
     free = psutil.virtual_memory().available
     try:
         limit, used = (
             int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current")
         )
+        # The kernel gives up cached files when memory is short.
         cached = next(
             int(line.split()[1])
             for line in (CONTAINER / "memory.stat").open()
@@ -155,8 +159,9 @@ def free_host_memory() -> int:
 
 
 def occupied_memory(device: torch.device) -> int:
-    """Return the occupied bytes of the accelerator, including engines with their own allocators;
-    resident ones on the CPU.
+    """Return the occupied bytes of the accelerator, or the resident ones on the CPU.
+
+    On an accelerator this includes engines with their own allocators.
     """
     if device.type != "cpu":
         free, total = torch.accelerator.get_memory_info(device)
@@ -172,8 +177,9 @@ def release_cached_memory(device: torch.device) -> None:
 
 @contextmanager
 def host_cores() -> Iterator[None]:
-    """Use this rank's share of the host's cores, for AdamW in host memory: launchers set one thread
-    per rank.
+    """Use this rank's share of the host's cores, for AdamW in host memory.
+
+    Launchers set one thread per rank.
     """
     before = torch.get_num_threads()
     share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -187,9 +193,3 @@ def host_cores() -> Iterator[None]:
 def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def _resident_peak() -> int:
-    import resource  # POSIX only, like the launchers of torch.distributed
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""Slices of a DTensor that this rank holds, derived from its mesh and placements."""
+"""Which slices of a DTensor this rank holds, by the mesh and placements."""
 
 from dataclasses import dataclass
 
@@ -48,7 +48,7 @@ class ShardSlice:
 def shard_slices(tensor: Tensor) -> list[ShardSlice]:
     """Return all shardings of a tensor, the last applied one first.
 
-    With FSDP and tensor parallelism that is the one of FSDP, although its mesh dim is further left.
+    With FSDP and tensor parallelism FSDP's comes first, although the mesh dim is further left.
     """
     if not isinstance(tensor, DTensor):
         return []
@@ -56,6 +56,7 @@ def shard_slices(tensor: Tensor) -> list[ShardSlice]:
     mesh = tensor.device_mesh
     shape = list(tensor.shape)
     slices = []
+    # The shape shrinks with each sharding, because the next one divides what is left.
     for mesh_dim in _sharding_dims(tensor):
         shard = ShardSlice(
             tensor.placements[mesh_dim].dim, torch.Size(shape), mesh.get_group(mesh_dim)
@@ -67,8 +68,9 @@ def shard_slices(tensor: Tensor) -> list[ShardSlice]:
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the slices of the full tensor that this rank holds; the whole tensor if it is plain or
-    replicated.
+    """Return the slices of the full tensor that this rank holds.
+
+    It is the whole tensor if that is plain or replicated.
     """
     part = [slice(0, size) for size in tensor.shape]
     for shard in reversed(shard_slices(tensor)):
@@ -78,7 +80,7 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def _sharding_dims(tensor: DTensor) -> list[int]:
-    """Return the mesh dims that shard the tensor, in the order in which they were applied.
+    """Return the mesh dims that shard the tensor, in the order that they were applied in.
 
     FSDP shards the result of tensor parallelism, and marks this with a strided placement if both
     shard the same dim; otherwise the order does not matter. Plain shards of one dim are applied
@@ -97,6 +99,7 @@ def _sharding_dims(tensor: DTensor) -> list[int]:
             f" {tensor.placements}"
         )
 
+    # On one dim the order decides which rows a rank holds.
     on_one_dim = len({placement.dim for placement in placements}) < len(placements)
     plain_on_one_dim = on_one_dim and all(type(placement) is Shard for placement in placements)
     return dims if plain_on_one_dim else dims[::-1]

@@ -1,9 +1,8 @@
-"""One device of gloo for all gloo groups of a process, and so one thread that waits for their
-sockets.
+"""Share one device of gloo between all gloo groups of a process.
 
-torch opens a device for each group. The thread of a device wakes a hundred times a second, also
-while nothing is sent: a rank with vLLM on a CPU has 17 groups, whose threads take 2 % of a core
-together.
+So one thread waits for all sockets. torch opens a device for each group. The thread of a device
+wakes a hundred times a second, also while nothing is sent: a rank with vLLM on a CPU has 17 groups,
+and the threads take 2 % of a core together.
 """
 
 import os
@@ -16,9 +15,11 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 RANKS_IN_ADDRESSES = "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"
-"""Variable of gloo: each rank publishes one address instead of one for each other rank, which all
-ranks would read. A device then knows its connections by the rank of the other process alone, so
-groups of several processes cannot share it."""
+"""Variable of gloo: each rank publishes one address instead of one for each other rank.
+
+All ranks would read those. A device then knows the connections by the rank of the other process
+alone, so groups of several processes cannot share it.
+"""
 
 _create = ProcessGroupGloo.__init__
 
@@ -26,7 +27,7 @@ _create = ProcessGroupGloo.__init__
 def share_gloo_device() -> None:
     """Let gloo groups that this process creates from now on share a device where they can.
 
-    It listens on the interfaces of GLOO_SOCKET_IFNAME, as torch's own do.
+    It listens on the interfaces of GLOO_SOCKET_IFNAME, as torch's own devices do.
     """
     ProcessGroupGloo.__init__ = _create_with_shared_device
 
@@ -51,10 +52,10 @@ def _create_with_shared_device(
 
 @cache
 def _devices(process: int, interfaces: str, by_rank: bool) -> list[ProcessGroupGloo.Device]:
-    """Return the devices of a process, as a forked one does not have the threads of those that it
-    inherits.
+    """Return the devices of a process.
 
-    A device reads the variable of `by_rank` when it is created, and serves only groups that are
+    A forked process needs its own: it does not have the threads of the ones that it inherits. A
+    device reads the variable of `by_rank` when it is created, and serves only groups that are
     created with the same value.
     """
     if not interfaces:

@@ -1,4 +1,4 @@
-"""Gradient norm over all parameters of an optimizer, however each of them is sharded."""
+"""Gradient norm over all parameters of an optimizer, whatever the sharding."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,22 +10,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 Axes = frozenset[str]
-"""Names of the process groups over which a tensor is sharded; empty if every rank has the whole
-tensor."""
+"""Names of the process groups that shard a tensor; empty if every rank has the whole tensor."""
 
 
 def global_grad_norm(
     parameters: Iterable[nn.Parameter], device: torch.device, p: float = 2.0
 ) -> Tensor:
-    """Return the p-norm of all gradients over all shards: [] float32 on `device`, equal on all
-    ranks; p is 1, 2, ... or inf.
+    """Return the p-norm of all gradients over all shards: [] float32 on `device`.
 
-    The placements of the gradient itself count: it may be whole although its parameter is sharded,
-    and a partial one is summed first. Local parts are summed over the axes that shard them, never
-    over those that replicate them: one collective per axis, whatever the number of meshes, in the
-    order in which the parameters meet the axes, because the groups of one axis have other names on
-    other ranks. A parameter without a gradient counts as 0; plain gradients are assumed to be equal
-    on all ranks. All ranks must call this with the same parameters.
+    It is equal on all ranks; p is 1, 2, ... or inf. The placements of the gradient itself count: it
+    may be whole although the parameter is sharded, and a partial one is summed first. Local parts
+    are summed over the axes that shard them, never over axes that replicate them. There is one
+    collective per axis, whatever the number of meshes. Axes come in the order that the parameters
+    meet them, because the groups of one axis have other names on other ranks. A parameter without a
+    gradient counts as 0; plain gradients are assumed to be equal on all ranks. All ranks must call
+    this with the same parameters.
     """
     parameters = list(parameters)
     gradients = [
@@ -40,6 +39,7 @@ def global_grad_norm(
 
     subsets = _subsets(list(groups))
     totals = torch.stack([_sum_of_powers(by_axes.get(subset, []), p, device) for subset in subsets])
+    # Only the sums that this axis shards are reduced over it.
     for name in groups:
         cut = [index for index, subset in enumerate(subsets) if name in subset]
         part = totals[cut]
@@ -52,8 +52,9 @@ def global_grad_norm(
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients by max_norm / norm if that is below 1, with `norm` from
-    global_grad_norm().
+    """Scale all gradients by max_norm / norm if that is below 1.
+
+    `norm` comes from global_grad_norm().
     """
     gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
@@ -64,7 +65,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
 def _sum_of_powers(gradients: list[Tensor], p: float, device: torch.device) -> Tensor:
     """Return the sum of |x|^p, or the maximum for p = inf: [].
 
-    There NaN becomes inf, because a maximum would lose it.
+    For inf, NaN becomes inf, because a maximum would lose it.
     """
     if not gradients:
         return torch.zeros((), device=device)
@@ -79,7 +80,7 @@ def _sum_of_powers(gradients: list[Tensor], p: float, device: torch.device) -> T
 
 
 def _sharding_groups(tensor: Tensor) -> list[tuple[str, dist.ProcessGroup]]:
-    """Return names and groups over which a tensor is sharded; groups of one rank do not count."""
+    """Return names and groups that shard a tensor; groups of one rank do not count."""
     if not isinstance(tensor, DTensor):
         return []
     mesh = tensor.device_mesh

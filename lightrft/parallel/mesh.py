@@ -1,4 +1,4 @@
-"""Mesh of all processes: its axes, their process groups and this rank's index on each."""
+"""The mesh of all processes: axes, process groups, and this rank's index on each."""
 
 import os
 from datetime import timedelta
@@ -19,19 +19,20 @@ DEVICE_AXES = ("dp_replicate", "dp_shard_sp", "tp")
 
 
 _meshes: dict[tuple[Any, ...], "Mesh"] = {}
-"""Cached meshes of a process and its default group, see Mesh.shared(). A forked process keeps those
-that it inherits, because a group of gloo waits for its threads when it is destroyed, and they are
-in the other process.
+"""Cached meshes of a process and the default group, see Mesh.shared().
+
+A forked process keeps the ones that it inherits: a group of gloo waits for the threads when it is
+destroyed, and they are in the other process.
 """
 
 
 class Mesh:
     """Mesh of all processes as dp_replicate x dp_shard x sp x tp, where tp varies fastest.
 
-    `data` combines dp_replicate and dp_shard: its size is the number of data-parallel replicas,
-    which samplers, accumulation, denominators and metrics count. `model_parallel` combines sp and
-    tp: the ranks of one data-parallel replica, which hold the same prompts and samples; its rank 0
-    acts for all of them where only one may act. `world` combines all axes.
+    `data` combines dp_replicate and dp_shard. Its size is the number of data-parallel replicas that
+    samplers, accumulation, denominators and metrics count. `model_parallel` combines sp and tp: the
+    ranks of one data-parallel replica. They hold the same prompts and samples, and rank 0 acts for
+    all where only one may act. `world` combines all axes.
     """
 
     def __init__(
@@ -45,9 +46,8 @@ class Mesh:
     ):
         """Build the axes.
 
-        `timeout` limits each collective; subgroups do not inherit the timeout of the world.
-
-        Raise ValueError, with all reasons, for sizes that cannot form a mesh.
+        `timeout` limits each collective; subgroups do not inherit the timeout of the world. Raise
+        ValueError, with all reasons, for sizes that cannot form a mesh.
         """
         world_size = dist.get_world_size()
         problems = mesh_problems(world_size, dp_replicate=dp_replicate, sp=sp, tp=tp)
@@ -98,8 +98,8 @@ class Mesh:
     def shared(cls, device_type: str, **sizes: Any) -> "Mesh":
         """Return the mesh of these sizes in the default process group, built at the first call.
 
-        Groups cost threads, and torch caches results by the shape of a mesh: so consecutive
-        strategies use the same groups, which end with the process group. All ranks must call this
+        Groups cost threads, and torch caches results by the shape of a mesh, so consecutive
+        strategies use the same groups. They end with the process group. All ranks must call this
         together.
         """
         process = os.getpid()
@@ -113,24 +113,21 @@ class Mesh:
 
     @property
     def parameters(self) -> DeviceMesh:
-        """Return the mesh over which FSDP shards: [shard], or [replicate, shard] for hybrid
-        sharding.
-        """
+        """Return the mesh of FSDP: [shard], or [replicate, shard] for hybrid sharding."""
         return self.device_mesh[
             "dp_shard_sp" if self.replicate.size == 1 else ("dp_replicate", "dp_shard_sp")
         ]
 
     @property
     def tensor(self) -> DeviceMesh:
-        """Return the one-dimensional mesh over which tensor parallelism splits layers."""
+        """Return the one-dimensional mesh that tensor parallelism splits layers over."""
         return self.device_mesh["tp"]
 
     def engine(self, size: int) -> Axis:
-        """Return the engine's tensor-parallel axis: `size` consecutive ranks of the world, whatever
-        the training layout.
+        """Return the engine's tensor-parallel axis: `size` consecutive ranks of the world.
 
-        Raise ValueError if `size` does not divide the number of processes. All ranks must make the
-        first call together.
+        The training layout does not matter. Raise ValueError if `size` does not divide the number
+        of processes. All ranks must make the first call together.
         """
         if self.world.size % size:
             raise ValueError(
@@ -150,8 +147,9 @@ class Mesh:
         return self._replica_axes[size]
 
     def background_axis(self) -> Axis:
-        """Return all processes with a separate gloo group, for a thread whose collectives run
-        concurrently with others.
+        """Return all processes with a separate gloo group.
+
+        It is for a thread whose collectives run at the same time as others.
         """
         if self._background_axis is None:
             self._background_axis = _axis(
@@ -160,10 +158,10 @@ class Mesh:
         return self._background_axis
 
     def exchange_axis(self) -> Axis:
-        """Return all processes with a separate gloo group, for sums that are exchanged while the
-        engines decode.
+        """Return all processes with a separate gloo group.
 
-        All ranks must make the first call together.
+        It is for sums that are exchanged while the engines decode. All ranks must make the first
+        call together.
         """
         if self._exchange_axis is None:
             self._exchange_axis = _axis(
@@ -172,8 +170,9 @@ class Mesh:
         return self._exchange_axis
 
     def _group(self, dims: tuple[str, ...]) -> dist.ProcessGroup:
-        """Return the group of the ranks that differ from this one in these dimensions only; equal
-        ranks have one group.
+        """Return the group of the ranks that differ from this one in these dimensions only.
+
+        Equal sets of ranks have one group.
         """
         order = sorted(range(len(AXES)), key=lambda dim: AXES[dim] in dims)
         partition = self._ranks.permute(order).reshape(
@@ -192,11 +191,10 @@ class Mesh:
         )
 
     def _new_group(self, partition: Tensor, name: str) -> dist.ProcessGroup:
-        """Create the group of this rank's row of [groups, ranks of a group], in which only its
-        members meet.
+        """Create the group of this rank's row of [groups, ranks of a group].
 
-        If the default group is bound to a device, NCCL splits its communicator instead, which takes
-        all ranks for every group.
+        Only its members meet. If the default group is bound to a device, NCCL splits the
+        communicator instead, which takes all ranks for every group.
         """
         ranks = _row_of_this_rank(partition)
         if dist.group.WORLD.bound_device_id is None:
@@ -215,11 +213,10 @@ def _row_of_this_rank(partition: Tensor) -> list[int]:
 
 
 def collectives_begun() -> dict[str, int]:
-    """Return the number of collectives that this process has started, by group and device type;
-    groups of libraries included.
+    """Return how many collectives this process has started, by group and device type.
 
-    A group has the same name on all its ranks, and they start the same collectives: a rank with a
-    lower count is late.
+    Groups of libraries are included. A group has the same name on all the ranks, and they start the
+    same collectives: a rank with a lower count is late.
     """
     groups = [group for group in list(_world.pg_map) if group.size() > 1]
     counts = {
@@ -233,9 +230,7 @@ def collectives_begun() -> dict[str, int]:
 
 
 def _num_collectives(group: dist.ProcessGroup, device: torch.device) -> int | None:
-    """Return the number of collectives started in a group; None if the backend does not count
-    them.
-    """
+    """Return the number of collectives started in a group; None if the backend does not count."""
     try:
         return group._get_backend(device)._get_sequence_number_for_group()
     except RuntimeError:

@@ -1,11 +1,11 @@
-"""Peaks of accelerators, for plans and for the share of them that a run reaches."""
+"""Peaks of accelerators, for plans and for the share that a run reaches."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Peaks of an accelerator, according to its data sheet."""
+    """Peaks of an accelerator, according to the data sheet."""
 
     memory: float
     """Bytes."""
@@ -24,12 +24,13 @@ DEVICES = {
     "b200": Device(180e9, 2250e12, 8.0e12, 900e9),
     "l4": Device(24e9, 121e12, 0.3e12, 32e9),
 }
-"""NVIDIA's data sheets: of the SXM modules, and of the L4, whose link is PCIe 4.0."""
+"""NVIDIA's data sheets for the SXM modules and the L4; the L4's link is PCIe 4.0."""
 
 
 def known_device(name: str) -> str:
-    """Return the key of DEVICES that is a word of a device's name, such as "NVIDIA H100 80GB HBM3";
-    empty for others.
+    """Return the key of DEVICES that is a word of a device's name, such as "NVIDIA H100 80GB HBM3".
+
+    It is empty for others.
     """
     words = name.lower().replace("-", " ").split()
     return next((device for device in DEVICES if device in words), "")

@@ -1,4 +1,4 @@
-"""All processes of a run, which may be divided into two worlds."""
+"""All processes of a run; they may be divided into two worlds."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class RunProcesses:
-    """All processes of a run and this one's place among them.
+    """All processes of a run, and which of them this one is.
 
     With `rollout_ranks` the last ranks only generate. They have a default process group of their
     own, and so do the others, so that each side is the whole world to the code that runs there.
@@ -22,8 +22,10 @@ class RunProcesses:
     """Limit of a collective."""
     rollout_ranks: int = 0
     one_node: bool = False
-    """True if the launcher has started all processes on one machine. An engine may change the
-    launcher's variables later."""
+    """True if the launcher has started all processes on one machine.
+
+    An engine may change the launcher's variables later.
+    """
     created: bool = True
     """True if the process group was created here."""
 
@@ -34,7 +36,5 @@ class RunProcesses:
 
     @property
     def side(self) -> str:
-        """Return the name of this rank's world, which distinguishes its groups; empty if there is
-        one.
-        """
+        """Return the name of this rank's world, for the names of groups; empty if there is one."""
         return "" if not self.rollout_ranks else "rollout" if self.generates else "training"

@@ -1,4 +1,4 @@
-"""Split of the tokens of a flat batch over ranks, and the collectives that combine their results.
+"""Split the tokens of a flat batch over ranks, and combine the results with collectives.
 
 Shapes: T tokens of the whole batch, t = T / ranks of one rank, H heads, D head size.
 """
@@ -28,8 +28,8 @@ class SequenceParallel:
     def __init__(self, axis: Axis | None = None, *, parts: int = 1):
         """Split over `axis`.
 
-        A rank's tokens must also be divisible by `parts`, the ranks that split them between
-        attentions.
+        A rank's tokens must also be divisible by `parts`, the number of ranks that split them
+        between attentions.
         """
         self.axis = axis or Axis("sp", 1, 0, None)
         self.parts = parts
@@ -44,15 +44,11 @@ class SequenceParallel:
         return lcm(self.num_chunks, self.axis.size * self.parts)
 
     def chunks(self, rank: int) -> list[int]:
-        """Return the indices of a rank's chunks among the `num_chunks` equal chunks of the batch,
-        in the rank's order.
-        """
+        """Return which of the `num_chunks` equal chunks of the batch a rank has, in order."""
         return [rank]
 
     def problems(self, num_heads: int) -> list[str]:
-        """Return all reasons why a model with `num_heads` attention heads per rank cannot be split
-        this way.
-        """
+        """Return why a model with `num_heads` attention heads per rank cannot be split this way."""
         return []
 
     def spans(self, num_tokens: int) -> list[tuple[int, int]]:
@@ -73,8 +69,9 @@ class SequenceParallel:
         return torch.cat([torch.arange(*span, device=device) for span in self.spans(num_tokens)])
 
     def own(self, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return the indices of `positions` that belong to this rank, and the indices of their
-        local tokens: [m] int64 each.
+        """Return the indices of `positions` that belong to this rank, and the local tokens there.
+
+        [m] int64 each.
         """
         indices = []
         local = []
@@ -86,12 +83,11 @@ class SequenceParallel:
         return torch.cat(indices), torch.cat(local)
 
     def gather(self, values: Tensor) -> Tensor:
-        """Gather values [t, ...] of each rank's tokens to [T, ...] of all tokens in their order,
-        equal on all ranks.
+        """Gather values [t, ...] of each rank's tokens to [T, ...] of all tokens in order.
 
-        The gradient of a rank's values is its own slice: if all ranks compute the same loss, the
-        sum of the resulting parameter gradients over the ranks is the gradient of that loss,
-        counted once.
+        The result is equal on all ranks. The gradient of a rank's values is its own slice: if all
+        ranks compute the same loss, the sum of the resulting parameter gradients over the ranks is
+        the gradient of that loss, counted once.
         """
         return self.gather_all(values)[0]
 
@@ -105,7 +101,7 @@ class SequenceParallel:
         return tuple(self.in_order(value) for value in Gather.apply(self.axis, *values))
 
     def sums(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Sum each tensor, of any shape, over the ranks; gradients are those of gather_all()."""
+        """Sum each tensor, of any shape, over the ranks; for gradients see gather_all()."""
         if self.axis.size == 1:
             return values
         return tuple(
@@ -125,15 +121,16 @@ class SequenceParallel:
         return torch.cat([chunks[number] for number in range(len(numbers))])
 
     def queries(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Return start and end of the runs of tokens whose queries this rank has in attention; it
-        has the keys of all tokens.
+        """Return start and end of the runs of tokens whose queries this rank has in attention.
+
+        It has the keys of all tokens.
         """
         return [(0, num_tokens)]
 
     def before_attention(
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Convert [t, H, D] of this rank's tokens to the inputs of its attention."""
+        """Convert [t, H, D] of this rank's tokens to the inputs of the attention."""
         return query, key, value
 
     def after_attention(self, output: Tensor) -> Tensor:
@@ -142,15 +139,16 @@ class SequenceParallel:
 
 
 class NoSequenceParallel(SequenceParallel):
-    """Split for one rank, which keeps all tokens."""
+    """Split for one rank that keeps all tokens."""
 
 
 NO_SEQUENCE_PARALLEL = NoSequenceParallel()
 
 
 class SequenceParallelModule(nn.Module, ABC):
-    """Module that computes flat batches with a transformers model, and splits them over the ranks
-    of `sequence`.
+    """Module that computes flat batches with a transformers model.
+
+    It splits them over the ranks of `sequence`.
     """
 
     sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
@@ -162,7 +160,7 @@ class SequenceParallelModule(nn.Module, ABC):
 
 
 def set_sequence_parallel(module: nn.Module, sequence: SequenceParallel, *, tp: int = 1) -> bool:
-    """Split the batches of every SequenceParallelModule inside `module` over ranks with `sequence`.
+    """Split the batches of every SequenceParallelModule inside `module` over ranks.
 
     `tp` is the number of tensor-parallel ranks that split the attention heads. Return True if there
     is such a module: any other module is computed whole on each of these ranks. Raise ValueError,
@@ -193,11 +191,10 @@ def select_tokens(
     positions: Tensor,
     shared: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> dict[str, Any]:
-    """Return a decoder's embeddings at the tokens `positions` [t] of its inputs [1, T, H], and what
-    it adds to them.
+    """Return a decoder's embeddings at the tokens `positions` [t], and what it adds to them.
 
-    `shared` is applied to the embeddings of all tokens, and to the features that the tower of
-    Qwen3-VL adds in several layers.
+    The inputs are [1, T, H]. `shared` is applied to the embeddings of all tokens, and to the
+    features that the tower of Qwen3-VL adds in several layers.
     """
     selected = {"inputs_embeds": shared(inputs["inputs_embeds"])[:, positions]}
     if (places := inputs.get("visual_pos_masks")) is not None:
@@ -219,9 +216,7 @@ def all_gather_tensor(values: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_scatter_tensor(values: Tensor, axis: Axis) -> Tensor:
-    """Return this rank's [T / ranks, ...] of the sum of [T, ...] over the ranks, without
-    gradient.
-    """
+    """Sum [T, ...] over the ranks, and return this rank's [T / ranks, ...], without gradient."""
     result = values.new_empty(len(values) // axis.size, *values.shape[1:])
     dist.reduce_scatter_tensor(result, values.contiguous(), group=axis.group)
     return result
@@ -255,8 +250,9 @@ class Gather(torch.autograd.Function):
 
 
 class GatherSummed(Gather):
-    """Gather of one tensor whose gradient is summed over the ranks, because each uses the result
-    differently.
+    """Gather of one tensor whose gradient is summed over the ranks.
+
+    Each rank uses the result differently.
     """
 
     @staticmethod

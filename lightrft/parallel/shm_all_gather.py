@@ -1,10 +1,9 @@
 """All-gathers of large tensors.
 
-On CPUs, ranks of one host use shared memory, which is many times faster than sockets.
-
-The memory has no name in a file system (memfd): the first rank creates it, the others open it
-through that rank's files in /proc, and it is freed with the last of them, however they end. The
-size of /dev/shm does not matter.
+On CPUs, ranks of one host use shared memory, many times faster than sockets. The memory has no name
+in a file system (memfd): the first rank creates it, the others open it through that rank's files in
+/proc, and it is freed with the last of them, however they end. The size of /dev/shm does not
+matter.
 """
 
 import mmap
@@ -25,11 +24,10 @@ HALF_BYTES = 20 * 2**20
 
 
 class AllGather:
-    """All-gather of `count` elements of each rank of a group: fill `local`, call run(), read
-    `gathered` [ranks, count].
+    """All-gather of `count` elements of each rank of a group.
 
-    If `in_shared_memory` is True, `gathered` is overwritten by the second all-gather after this
-    one.
+    Fill `local`, call run(), read `gathered` [ranks, count]. If `in_shared_memory` is True,
+    `gathered` is overwritten by the second all-gather after this one.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class AllGather:
 
 
 class SharedMemory:
-    """Two halves of HALF_BYTES, which are written alternately.
+    """Two halves of HALF_BYTES that are written alternately.
 
     One barrier for each is enough: a rank that reaches it has read the other half, which is written
     next.
@@ -78,16 +76,15 @@ class SharedMemory:
         return half[: size * count * dtype.itemsize].view(dtype).view(size, count)
 
     def meet(self) -> None:
-        """Wait until all ranks have written, so that every rank can read, and switch to the other
-        half.
+        """Wait until all ranks have written, and switch to the other half.
+
+        Then every rank can read.
         """
         self.axis.barrier()
         self.begin = HALF_BYTES - self.begin
 
     def gather(self, gathered: Tensor, local: Tensor) -> None:
-        """Gather `local` [N] of every rank into `gathered` [ranks, N], in parts that fit into one
-        half.
-        """
+        """Gather `local` [N] of every rank into `gathered` [ranks, N], half by half."""
         count = HALF_BYTES // self.axis.size // local.itemsize
         for part, parts in zip(local.split(count), gathered.split(count, dim=1), strict=True):
             slots = self.slots(*parts.shape, local.dtype)
@@ -100,8 +97,9 @@ _of_groups: WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None] = WeakKeyD
 
 
 def _shared_memory(group: dist.ProcessGroup) -> SharedMemory | None:
-    """Return the shared memory of a group, created when all of its ranks first call this; None if
-    they cannot share memory.
+    """Return the shared memory of a group; None if the ranks cannot share memory.
+
+    It is created when all of them first call this.
     """
     if group not in _of_groups:
         axis = Axis("shared", dist.get_world_size(group), dist.get_rank(group), group)
@@ -119,7 +117,10 @@ def _mapped_together(axis: Axis) -> mmap.mmap | None:
     if len(hosts) > 1 or "" in hosts:
         return None
 
-    file = _new_file() if axis.rank == 0 else -1
+    # All ranks call the collectives below, whatever fails on one of them.
+    file = os.memfd_create("lightrft-gather") if axis.rank == 0 else -1
+    if axis.rank == 0:
+        os.ftruncate(file, 2 * HALF_BYTES)
     path = axis.broadcast(f"/proc/{os.getpid()}/fd/{file}")
     memory = None
     problem = ""
@@ -143,15 +144,10 @@ def _mapped_together(axis: Axis) -> mmap.mmap | None:
     return None if problems else memory
 
 
-def _new_file() -> int:
-    file = os.memfd_create("lightrft-gather")
-    os.ftruncate(file, 2 * HALF_BYTES)
-    return file
-
-
 def _host() -> str:
-    """Return an identifier that is equal for ranks that see each other's files in /proc; empty on
-    systems other than Linux.
+    """Return an identifier that is equal for ranks that see each other's files in /proc.
+
+    It is empty on systems other than Linux.
     """
     if sys.platform != "linux":
         return ""

@@ -1,17 +1,16 @@
-"""Tensor parallelism for transformers models: attention heads, feed-forward columns and the
-vocabulary are split over ranks.
+"""Tensor parallelism for transformers models.
 
-The residual stream is replicated on all ranks, with one all-reduce after the attention and one
-after the feed-forward of each block, and one for each in the backward pass (arXiv 1909.08053). With
-sequence parallelism (arXiv 2205.05198) each rank keeps a part of the tokens instead: the
-all-reduces become reduce-scatters, all-gathers precede attention and feed-forward, and norms
-process a part of the tokens. The code of the models is not changed: forward hooks exchange
-activations, and let each module compute with this rank's part of its weights. Weights are DTensors
-outside of forward; apply this before fully_shard, which then shards the local parts over the data
-ranks.
+Attention heads, feed-forward columns and the vocabulary are split over ranks. The residual stream
+is replicated on all ranks, with one all-reduce after the attention and one after the feed-forward
+of each block, and one for each in the backward pass (arXiv 1909.08053). With sequence parallelism
+(arXiv 2205.05198) each rank keeps a part of the tokens instead: the all-reduces become
+reduce-scatters, all-gathers precede attention and feed-forward, and norms process a part of the
+tokens. The code of the models is not changed: forward hooks exchange activations, and let each
+module compute with this rank's part of the weights. Weights are DTensors outside of forward; apply
+this before fully_shard, which then shards the local parts over the data ranks.
 
 Activations are plain tensors. As DTensors they would cost the host milliseconds per micro-batch:
-torch plans each operation once for each shape, and micro-batches differ in their number of tokens.
+torch plans each operation once for each shape, and micro-batches differ in the number of tokens.
 
 This file is the one to adapt to changes of torch or transformers that concern tensor parallelism;
 versions.py lists the tested versions.
@@ -59,7 +58,7 @@ FAMILIES = (
 )
 """Supported values of model_type."""
 BRANCHES = ("self_attn", "mlp")
-"""Modules of a block whose input is the residual stream."""
+"""Modules of a block that read the residual stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +78,11 @@ class VocabularyShard:
 def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> None:
     """Split every language model inside `module` over the one-dimensional `mesh`, in place.
 
-    All ranks must hold equal weights.
-
-    Of a model that reads media, the language part is split; each rank computes the towers whole,
-    with equal gradients. Tied embeddings stay tied. With `sequence` the number of tokens of a batch
-    must be a multiple of the number of ranks. Raise ValueError, with all reasons, for a model that
-    cannot be split, and for a module without a transformers model.
+    All ranks must hold equal weights. If a model reads media, the language part is split, and each
+    rank computes the towers whole, with equal gradients. Tied embeddings stay tied. With `sequence`
+    the number of tokens of a batch must be a multiple of the number of ranks. Raise ValueError,
+    with all reasons, for a model that cannot be split, and for a module without a transformers
+    model.
     """
     models = list(_language_models(module))
     if not models:
@@ -118,8 +116,9 @@ def model_problems(config: PretrainedConfig, tp: int) -> list[str]:
 
 
 def part_problems(size: int, name: str, tp: int) -> list[str]:
-    """Return why so many rows leave a rank without any: each has as many as the first, and the last
-    ones have the rest.
+    """Return why so many rows leave a rank without any.
+
+    Each rank has as many as the first, and the last ones have the rest.
     """
     with_rows = -(-size // -(-size // tp))
     return (
@@ -139,11 +138,13 @@ def head_problems(num_heads: int, num_kv_heads: int, tp: int) -> list[str]:
 
 
 def plan_problems(model: PreTrainedModel) -> list[str]:
-    """Return how the blocks differ from those of the plan: another version of transformers may have
-    renamed modules.
+    """Return how the blocks differ from the plan's.
+
+    Another version of transformers may have renamed modules.
     """
     problems = []
     for block in model.get_decoder().layers[:1]:
+        # The blocks of a supported family are alike, so the first one stands for all.
         names = {
             name
             for name, part in block.named_modules()
@@ -160,10 +161,10 @@ def plan_problems(model: PreTrainedModel) -> list[str]:
 
 
 def vocabulary_shard(weight: Tensor) -> VocabularyShard | None:
-    """Return this rank's part of an output embedding that parallelize() has split; None for a plain
-    tensor.
+    """Return this rank's part of an output embedding that parallelize() has split.
 
-    Raise RuntimeError if it is sharded in another way, as outside of the module's forward.
+    None for a plain tensor. Raise RuntimeError if it is sharded in another way, as outside of the
+    module's forward.
     """
     if not isinstance(weight, DTensor):
         return None
@@ -183,14 +184,15 @@ def vocabulary_shard(weight: Tensor) -> VocabularyShard | None:
 
 
 def copy_to_parallel_region(hidden: Tensor, axis: Axis) -> Tensor:
-    """Return the same tensor, equal on all ranks, for use in different computations: its gradient
-    is summed over the ranks.
+    """Return the same tensor, equal on all ranks, for use in different computations.
+
+    Its gradient is summed over the ranks.
     """
     return hidden if axis.size == 1 else _Copy.apply(hidden, axis)
 
 
 class _Copy(torch.autograd.Function):
-    """Return the input; sum its gradient over the ranks."""
+    """Return the input; sum the gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: Tensor, axis: Axis) -> Tensor:
@@ -204,8 +206,9 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum the input over the ranks; its gradient is that of the sum, which is equal on all
-    ranks.
+    """Sum the input over the ranks.
+
+    All ranks have the same gradient of the sum, and pass it on.
     """
 
     @staticmethod
@@ -303,6 +306,7 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
             lambda module, args, logits: _GatherLogits.apply(logits, axis, size)
         )
 
+    # Distributing made two parameters of them.
     if tied:
         head.weight = embedding.weight
 
@@ -310,8 +314,9 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
 def _divide_tokens(
     decoder: nn.Module, args: tuple, kwargs: dict[str, Any], *, axis: Axis
 ) -> tuple[tuple, dict[str, Any]]:
-    """Keep this rank's part of a decoder's inputs, whose gradient is summed over the ranks: a
-    forward pre-hook.
+    """Keep this rank's part of a decoder's inputs: a forward pre-hook.
+
+    The gradient of the inputs is summed over the ranks.
     """
     embedded = kwargs["inputs_embeds"]
     positions = torch.arange(embedded.shape[1], device=embedded.device).chunk(axis.size)[axis.rank]
@@ -331,7 +336,7 @@ def _block_plan(
     """Return how to split each module of a block that has parameters.
 
     The norms of queries and keys process this rank's heads, and with `sequence` the other norms
-    process its tokens.
+    process the rank's tokens.
     """
     columns = _split_columns
     rows = partial(_split_rows, sequence=sequence)
@@ -360,8 +365,9 @@ def _block_plan(
 def _prepare_branch(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], *, axis: Axis, sequence: bool
 ) -> tuple[tuple, dict[str, Any]]:
-    """Give attention or feed-forward all tokens, whose gradient is summed over the ranks: a forward
-    pre-hook.
+    """Give attention or feed-forward all tokens: a forward pre-hook.
+
+    The gradient of the tokens is summed over the ranks.
     """
 
     def prepare(hidden: Tensor) -> Tensor:
@@ -377,13 +383,13 @@ def _prepare_branch(
 
 
 def _split_columns(linear: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this rank's outputs of a layer, which each rank computes from the whole input."""
+    """Keep this rank's outputs of a layer; each rank computes them from the whole input."""
     _distribute(linear, mesh, weight=Shard(0), bias=Shard(0))
     _LocalParameters(linear)
 
 
 def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Keep this rank's inputs of a layer, whose outputs are summed over the ranks.
+    """Keep this rank's inputs of a layer; the outputs are summed over the ranks.
 
     The bias is added to the sum.
     """
@@ -394,6 +400,7 @@ def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
 
     def reduce_parts(module: nn.Module, args: tuple, part: Tensor) -> Tensor:
         output = reduce.apply(part, axis)
+        # Added before the sum, the bias would count once for each rank.
         if module.bias is None:
             return output
         return output + module.bias.to_local(
@@ -404,8 +411,9 @@ def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
 
 
 def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Keep this rank's rows of an embedding layer, whose outputs are summed over the ranks: those
-    of other rows are zero.
+    """Keep this rank's rows of an embedding layer, and sum the outputs over the ranks.
+
+    The outputs of other rows are zero.
     """
     axis = _axis(mesh)
     reduce = _ScatterTokens if sequence else _Sum
@@ -413,6 +421,7 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: boo
     shard = vocabulary_shard(embedding.weight)
     first = shard.first
     rows = len(shard.weight)
+    # From now on the layer counts this rank's rows only.
     if embedding.padding_idx is not None:
         embedding.padding_idx = (
             embedding.padding_idx - first if first <= embedding.padding_idx < first + rows else None
@@ -434,10 +443,10 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: boo
 
 
 def _replicate(norm: nn.Module, mesh: DeviceMesh) -> None:
-    """Let each rank process its own part of the input of a norm, whose weight has a partial
-    gradient on each.
+    """Let each rank process its own part of the input of a norm.
 
-    As a DTensor the gradient is marked as partial, and FSDP sums it.
+    The weight then has a partial gradient on each rank. As a DTensor the gradient is marked as
+    partial, and FSDP sums it.
     """
     _distribute(norm, mesh, weight=Replicate(), bias=Replicate())
     _LocalParameters(norm, gradient=Partial())
@@ -454,15 +463,18 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) ->
 
 
 class _LocalParameters:
-    """Forward hooks by which a module computes with this rank's parts of its parameters, as plain
-    tensors.
+    """Forward hooks that let a module compute with this rank's parts of the parameters.
+
+    The parts are plain tensors.
     """
 
     def __init__(
         self, module: nn.Module, *, gradient: Placement | None = None, hidden: Collection[str] = ()
     ):
-        """`gradient` is the placement of gradients, by default that of the parameter; parameters in
-        `hidden` are None.
+        """Register the hooks.
+
+        `gradient` is the placement of gradients, by default the parameter's; parameters in `hidden`
+        are None.
         """
         self.gradient = None if gradient is None else [gradient]
         self.hidden = hidden

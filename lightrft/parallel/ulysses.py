@@ -16,8 +16,9 @@ from lightrft.parallel.sequence_parallel import SequenceParallel
 
 
 class Ulysses(SequenceParallel):
-    """Split into consecutive tokens; the attention of each rank has H / ranks heads of all
-    tokens.
+    """Split into consecutive tokens.
+
+    The attention of each rank has H / ranks heads of all tokens.
     """
 
     def problems(self, num_heads: int) -> list[str]:
@@ -26,18 +27,18 @@ class Ulysses(SequenceParallel):
     def before_attention(
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange [t, H, D] for [T, H / ranks, D] in one all-to-all; key and value may have fewer
-        heads.
+        """Exchange [t, H, D] for [T, H / ranks, D] in one all-to-all.
 
-        Key-value heads are repeated until the number of ranks divides their number: each rank gets
-        those that its queries use.
+        Key and value may have fewer heads. They are repeated until the number of ranks divides
+        them, so that each rank gets the ones that the rank's queries use.
         """
         copies = lcm(key.shape[1], self.axis.size) // key.shape[1]
         if copies > 1:
             key = key.repeat_interleave(copies, 1)
             value = value.repeat_interleave(copies, 1)
 
-        parts = [self._by_rank(x) for x in (query, key, value)]
+        # Heads are grouped by rank: [ranks, t, H / ranks, D].
+        parts = [x.unflatten(1, (self.axis.size, -1)).transpose(0, 1) for x in (query, key, value)]
         mixed = _Exchange.apply(
             torch.cat([part.flatten(2) for part in parts], -1), self.axis
         ).flatten(0, 1)
@@ -54,10 +55,6 @@ class Ulysses(SequenceParallel):
             .transpose(0, 1)
             .flatten(1, 2)
         )
-
-    def _by_rank(self, x: Tensor) -> Tensor:
-        """Group the heads by rank: [t, H, D] -> [ranks, t, H / ranks, D]."""
-        return x.unflatten(1, (self.axis.size, -1)).transpose(0, 1)
 
 
 def head_problems(num_heads: int, sp: int) -> list[str]:

@@ -1,9 +1,9 @@
 """Zigzag: ranks split the tokens, and attention gathers the keys and values of all tokens.
 
-Of the 2 x ranks equal chunks of the batch, rank r has chunk r and chunk 2 x ranks - 1 - r: an early
-one, whose queries attend to few keys, and a late one, whose queries attend to many, which balances
-the work of the ranks. Only keys and values are gathered on every rank, and unlike in Ulysses the
-number of heads need not be divisible by the number of ranks.
+The batch has 2 x ranks equal chunks, and rank r has chunk r and chunk 2 x ranks - 1 - r. Queries of
+an early chunk attend to few keys, and queries of a late one to many, so one of each balances the
+work of the ranks. Only keys and values are gathered on every rank, and unlike in Ulysses the number
+of heads need not be divisible by the number of ranks.
 """
 
 import torch
@@ -13,8 +13,9 @@ from lightrft.parallel.sequence_parallel import GatherSummed, SequenceParallel
 
 
 class Zigzag(SequenceParallel):
-    """Split into two chunks per rank; the attention of each rank has its own queries and the keys
-    and values of all ranks.
+    """Split into two chunks per rank.
+
+    The attention of each rank has its own queries, and the keys and values of all ranks.
     """
 
     chunks_per_rank = 2
@@ -28,8 +29,9 @@ class Zigzag(SequenceParallel):
     def before_attention(
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the query unchanged, and key and value [t, H, D] gathered to [T, H, D] in the
-        order of the batch.
+        """Return the query unchanged, and key and value [t, H, D] gathered to [T, H, D].
+
+        They are in the order of the batch.
         """
         (both,) = GatherSummed.apply(self.axis, torch.cat([key, value], -1))
         return query, *self.in_order(both).split([key.shape[-1], value.shape[-1]], -1)

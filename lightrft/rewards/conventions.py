@@ -1,13 +1,17 @@
-"""Calling conventions of reward functions, recognised by their signatures: ours, or that of TRL,
-OpenRLHF, verl or EasyR1.
+"""Call a reward function by its own convention: ours, TRL's, OpenRLHF's, verl's or EasyR1's.
 
-| | recognised by | called with | |---|---|---| | here | anything else | `samples`, and the columns
-by name | | TRL | `completions` | `prompts`, `completions`, `completion_ids`, and the columns by
-name | | OpenRLHF | `queries`, `prompts`, `labels` | these; a dictionary's `rewards` count | | verl
-| `solution_str`, `ground_truth` | these, `data_source`, `extra_info`, for each response; a
-dictionary's `score` counts | | verl | `solution_strs`, `ground_truths` | the same in lists,
-`data_sources`, `extra_infos` | | EasyR1 | `reward_inputs`, or `reward_input` for each | `response`,
-`response_length`, `ground_truth`; `overall` counts |
+It is recognised by the signature.
+
+| | recognised by | called with |
+|---|---|---|
+| here | anything else | `samples`, and the columns by name |
+| TRL | `completions` | `prompts`, `completions`, `completion_ids`, and the columns by name |
+| OpenRLHF | `queries`, `prompts`, `labels` | these; a dictionary's `rewards` count |
+| verl | `solution_str`, `ground_truth` | these, `data_source`, `extra_info`, for each response; |
+| | | a dictionary's `score` counts |
+| verl | `solution_strs`, `ground_truths` | the same in lists, `data_sources`, `extra_infos` |
+| EasyR1 | `reward_inputs`, or `reward_input` for each | `response`, `response_length`, |
+| | | `ground_truth`; `overall` counts |
 """
 
 import asyncio
@@ -24,8 +28,8 @@ from lightrft.samples import Prompt, Sample
 
 Columns = dict[str, list]
 """A list for each column of the data, with an entry for each sample."""
-RIGHT_ANSWERS = ("label", "labels", "ground_truth", "ground_truths")
-"""Arguments for which null counts as missing if a function requires them."""
+LABEL_ARGUMENTS = ("label", "labels", "ground_truth", "ground_truths")
+"""Arguments that must not be null if a function requires them."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,10 @@ class Convention:
 
     recognised_by: frozenset[str]
     arguments: Callable[[list[Sample], Columns, bool], dict[str, Any]]
-    """Function that returns the arguments by name, from samples, columns, and True if prompts are
-    chats.
+    """Function that returns the arguments by name.
 
-    Raises KeyError for a missing column.
+    It gets samples, columns, and True if prompts are chats, and raises KeyError for a missing
+    column.
     """
     each: bool = False
     """True if a call is for one response; arguments are then lists with the values of each call."""
@@ -115,8 +119,9 @@ def _ground_truth(entry: Any) -> Any:
 
 
 def _object(value: Any) -> Any:
-    """Return the object of a JSON text, as some files have it for a struct; any other value as it
-    is.
+    """Return the object of a JSON text, or the value as it is.
+
+    Some files have such a text for a struct.
     """
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
@@ -163,8 +168,9 @@ class RewardFunction:
         self._loop: asyncio.Runner | None = None
 
     def __call__(self, samples: list[Sample], **columns: list) -> Any:
-        """Return what the function returns; a coroutine function is run to its end, always in the
-        same event loop.
+        """Return what the function returns.
+
+        A coroutine function is run to its end, always in the same event loop.
         """
         if self.convention is None:
             return self._finish([self.function(samples, **columns)])[0]
@@ -192,7 +198,7 @@ class RewardFunction:
 
     @property
     def signatures(self) -> str:
-        """Return the signature as text, or those of several functions."""
+        """Return the signature as text."""
         return str(self.signature)
 
     def check(self, prompts: Iterable[Prompt]) -> None:
@@ -204,10 +210,9 @@ class RewardFunction:
                 raise ConfigError(f"{problem}. The data has the columns {columns}{hint}")
 
     def row_problem(self, columns: Mapping[str, Any]) -> str:
-        """Return the reason why the function cannot score responses to a row with these columns;
-        empty if none can be seen.
+        """Return why the function cannot score responses to a row with these columns.
 
-        Problems that all rows share are found by check().
+        It is empty if no reason can be seen. Problems that all rows share are found by check().
         """
         if not self.signature:
             return ""
@@ -236,7 +241,7 @@ class RewardFunction:
                 f" {_present(columns)}"
             )
 
-        for name in RIGHT_ANSWERS:
+        for name in LABEL_ARGUMENTS:
             if name in needed & set(arguments) and _is_null(arguments[name][0]):
                 return (
                     f"{name} (--label_key) is {arguments[name][0]}, and the function needs it:"
@@ -314,7 +319,7 @@ class RewardFunction:
         )
 
     def _finish(self, returned: list[Any]) -> list[Any]:
-        """Return the results of calls; those of coroutines are awaited together."""
+        """Return the results of calls; coroutines are awaited together."""
         if not any(inspect.isawaitable(value) for value in returned):
             return returned
         self._loop = self._loop or asyncio.Runner()
@@ -351,8 +356,9 @@ def num_rewards(values: Any) -> int | None:
 
 
 def as_number(value: Any) -> float:
-    """Return a reward as a float, also from a tensor or an array with one element; NaN for what is
-    not a number.
+    """Return a reward as a float; NaN for what is not a number.
+
+    It may come from a tensor or an array with one element.
     """
     try:
         return math.nan if isinstance(value, str | bytes) else float(value)
@@ -366,8 +372,9 @@ async def _gather(coroutines: list[Awaitable[Any]]) -> list[Any]:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature; None if it is not available, as for some built-in functions, or if the
-    object is not callable.
+    """Return the signature of a function; None if there is none.
+
+    Some built-in functions have none, and objects that are not callable.
     """
     try:
         return inspect.signature(function)

@@ -1,5 +1,6 @@
-"""The model that is trained judges its own responses, in the engine that generated them:
-`--judge_url engine`.
+"""Let the model that is trained judge its own responses: `--judge_url engine`.
+
+It runs in the engine that generated them.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from lightrft.strategy.strategy_base import StrategyBase
 
 
 class EngineJudge:
-    """Scores of the judge, which are kept for each sample until add() adds them to the rewards."""
+    """Scores of the judge; add() adds them to the rewards, and until then they are kept."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class EngineJudge:
             if self._is_chosen(sample) and id(sample) not in self._replies
         ]
         for attempt in range(ATTEMPTS):
+            # Ranks leave the loop together, because generating is collective.
             count = torch.tensor(float(len(left)))
             if not float(self.data.sum(count)):
                 return
@@ -63,10 +65,9 @@ class EngineJudge:
             ]
 
     def add(self, samples: Sequence[Sample]) -> list[tuple[Sample, str]]:
-        """Add the weighted scores to the rewards; return the samples without a score, each with a
-        message.
+        """Add the weighted scores to the rewards; return the samples without a score.
 
-        All ranks call it together.
+        Each of them comes with a message. All ranks call it together.
         """
         self.ask(samples)
         failed = []
@@ -84,9 +85,7 @@ class EngineJudge:
         return label in chosen_labels(sample.prompt.columns, self.config.reward.reward_key, {label})
 
     def _generated(self, samples: list[Sample], attempt: int) -> list[str]:
-        """Return a reply for each sample; empty for one whose request is too long for the
-        engine.
-        """
+        """Return a reply for each sample; empty if the request is too long for the engine."""
         texts = [self.settings.text(sample, sample.prompt.columns) for sample in samples]
         prompts = [self._tokens(text) for text in texts]
         most = longest_sequence(self.config) - self.settings.max_tokens

@@ -3,12 +3,12 @@
     def short_and_right(samples, label, **columns):
         return [s.text == right for s, right in zip(samples, label)]
 
-A function is called once for each prompt, as soon as the last of its samples is complete, while
+A function is called once for each prompt, as soon as the last of the samples is complete, while
 others are still generated; it may be `async`. Each column of the data set is passed as a list,
 aligned with the samples; `label` is the column of --label_key. The built-in functions take a label
 as one right answer, or as a list of alternatives (labels.py). For a response that is rewarded step
-by step it returns a list instead of a number: a number for each of its tokens, or None for a token
-without a reward. A reward with parts is a dictionary of numbers: the reward is their sum, and each
+by step it returns a list instead of a number: a number for each of the tokens, or None for a token
+without a reward. A reward with parts is a dictionary of numbers: the reward is the sum, and each
 part is a metric. Functions with the signature of TRL, OpenRLHF, verl or EasyR1 are called as those
 libraries call them (conventions.py).
 
@@ -35,8 +35,10 @@ FAST_REWARDS = frozenset(
 )
 """Functions that take microseconds: a call of another process would take longer."""
 NUMBER = r"(?:(?<![\w)])[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
-"""Pattern of 1,234.5 and -3 and .5; the dash of 10-3 is no sign, and the commas of 1,2,3 do not
-join. U+2212 is a minus sign."""
+"""Pattern of 1,234.5 and -3 and .5. U+2212 is a minus sign.
+
+The dash of 10-3 is no sign, and the commas of 1,2,3 do not join.
+"""
 FRACTION = rf"(?<![\d/])({NUMBER})/(\d*[1-9]\d*)(?![\d/]|[.,]\d)|({NUMBER})"
 """Pattern of 1/2, or of a number alone: 1/2/2024 is a date."""
 
@@ -68,8 +70,9 @@ NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @rewards.register("environment")
 def environment(samples: list[Sample], **columns: Any) -> list[float | list[float | None]]:
-    """Return the rewards of the environment: their sum at the end, or each at its turn if several
-    turns have one.
+    """Return the rewards of the environment.
+
+    That is the sum at the end, or each reward at the turn if several turns have one.
     """
     return [_of_episode(sample) for sample in samples]
 
@@ -96,8 +99,9 @@ def exact_match(samples: list[Sample], label: list[Any], **_: Any) -> list[float
 @rewards.register("number", "gsm8k")
 @reads(label=right_answers)
 def number(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
-    """Return 1 if the last number of the response equals that of the label, else 0, also if there
-    is no number.
+    """Return 1 if the last number of the response equals the label's, else 0.
+
+    A response without a number gets 0.
     """
     return [
         float(_last_number(sample.text) in {*map(_last_number, right_answers(right))} - {None})
@@ -112,11 +116,11 @@ def _right_letters(label: Any) -> set[str]:
 @rewards.register("choice")
 @reads(label=_right_letters)
 def choice(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
-    r"""Return 1 if the last letter from A to J that the response chooses is the label, such as B,
-    (B) or b, else 0.
+    r"""Return 1 if the last letter from A to J that the response chooses is the label, else 0.
 
-    A letter is chosen as `\boxed{B}`, `(B)`, `answer is B`, `Answer: B`, or on a line of its own.
-    `(A) or (B)` chooses none. Raises ValueError for a label that is no letter.
+    The label is a letter such as B, (B) or b. A letter is chosen as `\boxed{B}`, `(B)`, `answer is
+    B`, `Answer: B`, or on a line of its own. `(A) or (B)` chooses none. Raises ValueError for a
+    label that is no letter.
     """
     return [
         float(_chosen_letter(sample.text) in _right_letters(right))
@@ -126,19 +130,19 @@ def choice(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
 
 @rewards.register("format")
 def think_and_answer(samples: list[Sample], **_: Any) -> list[float]:
-    """Return 1 if the response is <think>...</think><answer>...</answer> with each tag once, else
-    0.
+    """Return 1 if the response has the form <think>...</think><answer>...</answer>, else 0.
 
-    Only whitespace may stand before, between and after the two parts. If the prompt ends with
-    <think>, as some chat templates end it, the response begins after that tag.
+    Each tag must occur once. Only whitespace may stand before, between and after the two parts.
+    Some chat templates end the prompt with <think>; the response then begins after that tag.
     """
     return [float(_is_think_and_answer(sample)) for sample in samples]
 
 
 @rewards.register("length")
 def length(samples: list[Sample], **_: Any) -> list[float]:
-    """Return the number of thousands of tokens of the response; with a negative weight it is a
-    penalty.
+    """Return the length of the response in thousands of tokens.
+
+    With a negative weight it is a penalty.
     """
     return [len(sample.token_ids) / 1000 for sample in samples]
 
@@ -146,11 +150,10 @@ def length(samples: list[Sample], **_: Any) -> list[float]:
 @rewards.register("f1")
 @reads(label=right_answers)
 def f1(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
-    """Return the F1 score of the response's words as in SQuAD: without case, punctuation and
-    articles.
+    """Return the F1 score of the response's words as in SQuAD.
 
-    Of several right answers the best counts. If the response has an <answer> tag, only the text of
-    the last one counts.
+    Case, punctuation and articles are ignored. Among several right answers the best counts. If the
+    response has an <answer> tag, only the text of the last one counts.
     """
     return [
         max(
@@ -196,8 +199,9 @@ def _last_number(text: str) -> Fraction | None:
 
 
 def boxes(text: str) -> list[tuple[int, str]]:
-    r"""Return (position, content) of each complete `\boxed{...}`, with balanced braces, in the
-    order of their beginnings.
+    r"""Return (position, content) of each complete `\boxed{...}`, ordered by where they begin.
+
+    Braces in the content are balanced.
     """
     contents = []
     open_braces = []
@@ -212,8 +216,9 @@ def boxes(text: str) -> list[tuple[int, str]]:
 
 
 def _chosen_letter(text: str) -> str | None:
-    """Return the letter that the text chooses last, or None if it chooses none, or several in one
-    place.
+    """Return the letter that the text chooses last.
+
+    None if it chooses none, or several in one place.
     """
     places = [(match.start(), match[match.lastgroup]) for match in CHOICE.finditer(text)]
     for position, content in boxes(text):
@@ -239,8 +244,9 @@ def _is_think_and_answer(sample: Sample) -> bool:
 
 
 def tagged_answer(text: str) -> str:
-    """Return the text of the last <answer> tag, which may be unclosed; the whole text if there is
-    none.
+    """Return the text of the last <answer> tag, or the whole text without one.
+
+    The tag may be unclosed.
     """
     return text.rpartition("<answer>")[2].partition("</answer>")[0] if "<answer>" in text else text
 

@@ -21,9 +21,8 @@ class Judge:
     def __init__(self, settings: JudgeSettings, *, seconds: float, patience: float):
         """Set up the judge.
 
-        A request takes at most `seconds`, and the server may be away for `patience` seconds.
-
-        Raises ValueError for settings that cannot be used.
+        A request takes at most `seconds`, and the server may be away for `patience` seconds. Raises
+        ValueError for settings that cannot be used.
         """
         settings.check()
         self.settings = settings

@@ -1,6 +1,4 @@
-"""Requests to a language model that judges responses, and the reading of its replies: the reward
-`judge`.
-"""
+"""What the reward `judge` asks a language model, and how it reads the replies."""
 
 import math
 import re
@@ -31,8 +29,9 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """Address of the judge, its template, and the pattern of its score: the fields of the
-    configuration.
+    """Address of the judge, the template, and the pattern of the score.
+
+    These are fields of the configuration.
     """
 
     url: str
@@ -67,7 +66,7 @@ class JudgeSettings:
         _compile(self.pattern)
 
     def text(self, sample: Sample, columns: Mapping[str, Any]) -> str:
-        """Return the text that asks for a score of the sample; `columns` are those of its row."""
+        """Return the text that asks for a score of the sample; `columns` has the row's columns."""
         own = {
             "prompt": sample.prompt.text,
             "response": sample.text,
@@ -77,8 +76,9 @@ class JudgeSettings:
         return fill_template(_template(self.template), {**columns, **own})
 
     def score(self, reply: str) -> float | None:
-        """Return the last score of a reply, scaled to 0 to 1; None if there is none within the
-        range.
+        """Return the last score of a reply, scaled to 0 to 1.
+
+        None if there is none within the range.
         """
         for match in reversed(list(_compile(self.pattern).finditer(reply))):
             try:
@@ -98,8 +98,9 @@ class JudgeSettings:
 
 
 def fill_template(template: str, values: Mapping[str, Any]) -> str:
-    """Replace each {name} of `values` once; other braces, and those of inserted texts, stay as they
-    are.
+    """Replace each {name} of `values` once.
+
+    Other braces stay as they are, also inside of inserted texts.
     """
     names = "|".join(map(re.escape, values))
     return re.sub(rf"\{{({names})\}}", lambda match: as_text(values[match[1]]), template)

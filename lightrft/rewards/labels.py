@@ -1,4 +1,4 @@
-"""Readers of a row's columns for the built-in rewards, first of all of the label.
+"""Read a row's columns for the built-in rewards, first of all the label.
 
 right_answers("7") == right_answers(7.0) == ["7"]        right_answers(["7", 8.5]) == ["7", "8.5"]
 """
@@ -14,11 +14,11 @@ Reader = Callable[[Any], Any]
 """Function that reads the value of a column, and raises ValueError for one that it cannot use."""
 
 readers: dict[Callable[..., Any], dict[str, Reader]] = {}
-"""Reward function -> readers of the columns that it has to understand, by their names."""
+"""Reward function -> readers of the columns that it has to understand, by name."""
 
 
 def reads(**columns: Reader) -> Callable[[Any], Any]:
-    """Let rows be checked when they are loaded: each reader must accept the value of its column."""
+    """Let rows be checked when they are loaded: each reader must accept the value of the column."""
 
     def add(function: Any) -> Any:
         readers[function] = columns
@@ -30,8 +30,8 @@ def reads(**columns: Reader) -> Callable[[Any], Any]:
 def right_answers(label: Any) -> list[str]:
     """Return the texts of the right answers: a label is one answer, or a list of alternatives.
 
-    A whole number has no decimal point: a column of integers in which some are missing often
-    becomes one of floats. Raise ValueError for other values.
+    A whole number gets no decimal point: a column of integers often becomes floats when some are
+    missing. Raise ValueError for other values.
     """
     alternatives = label if isinstance(label, list | tuple) else [label]
     answers = [_answer(one) for one in alternatives if one is not None]
@@ -57,8 +57,9 @@ def number_text(value: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Return a value of a row as a text for people and models: JSON if it is neither text nor
-    number.
+    """Return a value of a row as a text for people and models.
+
+    It is JSON unless it is text or a number.
     """
     if isinstance(value, str):
         return value

@@ -1,5 +1,6 @@
-"""Scores of reward models for whole responses, or for their steps, which are added to the rewards
-of the reward function.
+"""Scores of reward models for whole responses, or for the steps.
+
+They are added to the rewards of the reward function.
 """
 
 from collections.abc import Sequence
@@ -20,15 +21,17 @@ FUNCTION = "function"
 
 @dataclass(frozen=True)
 class ScoringModel:
-    """Reward model with the weight of its scores."""
+    """Reward model with the weight of the scores."""
 
     label: str
     """Name of its metric, and of the model in the column --reward_key."""
     model: RewardModel
     weight: float = 1.0
     steps: StepRewards | None = None
-    """Rewards of the steps of a response, for a process reward model; None: the score at the last
-    token is the reward."""
+    """Rewards of the steps of a response, for a process reward model.
+
+    None: the score at the last token is the reward.
+    """
 
 
 class ModelRewards:
@@ -43,23 +46,21 @@ class ModelRewards:
     ):
         """Set up the models.
 
-        `key` is the column that names those of its row, by label; None: all models score every row.
-
-        `expand` is for prompts with media.
+        `key` is the column that names the models of the row, by label; None: all models score every
+        row. `expand` is for prompts with media.
         """
         self.models = models
         self.key = key
         self.expand = expand
         self._early: dict[tuple[str, int], tuple[Sample, Tensor]] = {}
-        """(label of a model, id() of a sample) -> the sample, so that its id stays its own, and its
-        scores."""
+        """(label of a model, id() of a sample) -> the sample and the scores. While the sample is
+        kept, no other object gets its id."""
 
     def __call__(self, samples: list[Sample]) -> None:
         """Add the scores of every model to the rewards of samples.
 
-        All ranks call it together, with any number of samples.
-
-        Raises ValueError, on all ranks, for a score that is not finite.
+        All ranks call it together, with any number of samples. Raises ValueError, on all ranks, for
+        a score that is not finite.
         """
         self.compute_early(samples)
         for each in self.models:
@@ -78,10 +79,10 @@ class ModelRewards:
         self._early.clear()
 
     def compute_early(self, samples: list[Sample]) -> None:
-        """Compute the scores of samples that have none yet; the call that adds them does not
-        compute them again.
+        """Compute the scores of samples that have none yet.
 
-        All ranks call it together, with any number of samples.
+        The call that adds them does not compute them again. All ranks call it together, with any
+        number of samples.
         """
         for each in self.models:
             scored = [
@@ -94,6 +95,7 @@ class ModelRewards:
                 for sample in scored
             ]
             columns = flat_columns(answered, self.expand)
+            # All ranks take part, also a rank whose samples this model does not score.
             rows = each.model.get_flat_scores(columns).split(columns["lengths"].tolist())
             counts = [1 if each.steps is None else len(sample.token_ids) for sample in scored]
             scores = [row[len(row) - count :] for row, count in zip(rows, counts, strict=True)]
@@ -122,8 +124,9 @@ def _check(each: ScoringModel, scores: list[Tensor]) -> None:
 
 
 def add_score(sample: Sample, name: str, score: float) -> None:
-    """Add a score for the whole response to the reward, at the last token if tokens have
-    rewards.
+    """Add a score for the whole response to the reward.
+
+    If tokens have rewards, it is added at the last one.
     """
     sample.reward_parts = (sample.reward_parts or {FUNCTION: sample.reward}) | {name: score}
     sample.reward += score

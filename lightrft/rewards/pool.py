@@ -1,8 +1,8 @@
-"""Calls of a reward function: in worker processes during generation, or in this process.
+"""Call a reward function: in worker processes during generation, or in this process.
 
-Both kinds have `begin(samples)`, which returns an object whose result() is what the function
-returned. It raises CallFailed for a call that raises, dies, or takes too long; whatever a worker
-does, every call gets a result.
+Both kinds have `begin(samples)`. It returns an object whose result() is what the function returned.
+result() raises CallFailed for a call that raises, dies, or takes too long. Whatever a worker does,
+every call gets a result.
 """
 
 import math
@@ -28,14 +28,14 @@ from lightrft.rewards.conventions import RewardFunction, common_columns
 from lightrft.rewards.worker import Setup, place, said
 from lightrft.samples import Sample
 
-LARGEST_STACK = 65536
-"""Number of bytes of a worker's stack that are read."""
+MAX_STACK_BYTES = 65536
+"""Number of bytes of a worker's stack to read at most."""
 FLUSH_SECONDS = 0.02
 """Time between two looks whether a worker has read what was sent before."""
 PATIENCE = 3.0
 """Seconds for a worker that is out of time to write its stack, and for the thread to end."""
-STARTING = ("rewards/worker.py", "launch/forks.py", "<string>")
-"""Ends of the names of files whose lines are on the stack of every worker."""
+START_FILES = ("rewards/worker.py", "launch/forks.py", "<string>")
+"""Ends of file names that are on the stack of every worker."""
 STACK_LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 
 
@@ -45,7 +45,7 @@ class CallFailed(Exception):
     def __init__(self, problem: str, sample: Sample | None = None, hint: str = ""):
         """Set the message.
 
-        `sample` is the one for which the call failed, if it is known. `hint` follows the message.
+        `sample` is the one that made the call fail, if it is known. `hint` follows the message.
         """
         super().__init__(problem)
         self.sample = sample
@@ -53,8 +53,9 @@ class CallFailed(Exception):
 
 
 class WrongCount(CallFailed):
-    """Raised when a call did not return one reward for each sample, which is no matter of one of
-    them.
+    """Raised when a call did not return one reward for each sample.
+
+    No single sample is to blame.
     """
 
 
@@ -83,8 +84,9 @@ class Calls(Protocol):
 
 
 class InProcess:
-    """Calls in this process, made when their results are needed: the function shares its memory,
-    devices and globals.
+    """Calls in this process, made when the results are needed.
+
+    The function shares memory, devices and globals with the run.
     """
 
     def __init__(
@@ -134,8 +136,9 @@ def _called(function: RewardFunction, samples: list[Sample]) -> Any:
 
 
 def _failure_of(problem: str, samples: list[Sample]) -> CallFailed:
-    """Return the failure of a function that raised: it may lack a column, so the message lists
-    them.
+    """Return the failure of a function that raised.
+
+    It may lack a column, so the message lists them.
     """
     columns = ", ".join(sorted(common_columns(samples))) or "none"
     return CallFailed(problem, hint=f". The data has the columns {columns}")
@@ -146,8 +149,10 @@ class _Call:
     samples: list[Sample]
     future: Future = field(default_factory=Future)
     died: bool = False
-    """True if a worker has died during this call: something else may have killed it, so the call is
-    repeated once."""
+    """True if a worker has died during this call.
+
+    Something else may have killed it, so the call is repeated once.
+    """
 
 
 @dataclass(slots=True, eq=False)
@@ -161,9 +166,9 @@ class _Worker(Worker):
 
 
 class Processes:
-    """Calls in worker processes: one that takes too long is killed with its worker.
+    """Calls in worker processes: a call that takes too long is killed with the worker.
 
-    The workers are forked by a process of their own (worker.py), which is started with the first
+    The workers are forked by a process of their own (worker.py) that is started with the first
     call. A thread sends calls and receives results, so the rank's interpreter spends no time on a
     call except for pickling the samples.
     """
@@ -213,7 +218,7 @@ class Processes:
     def _wake(self) -> None:
         """Wake the thread.
 
-        The caller, which is the loop of an engine, never waits: a full pipe will wake the thread as
+        The caller is the loop of an engine and never waits. A full pipe will wake the thread as
         well.
         """
         with suppress(BlockingIOError):
@@ -244,7 +249,7 @@ class Processes:
 
     def _serve(self) -> None:
         while not self._closed:
-            self._hand_out()
+            self._dispatch()
             busy = [worker for worker in self._pool if worker.call]
             left = min(
                 (worker.began + self.limit - time.perf_counter() for worker in busy),
@@ -257,14 +262,14 @@ class Processes:
                 [self._wake_receive, *sockets], None if left == math.inf else max(left, 0.0)
             )
             if self._wake_receive in ready:
-                os.read(self._wake_receive, LARGEST_STACK)
+                os.read(self._wake_receive, MAX_STACK_BYTES)
 
             for worker in list(self._pool):
                 if worker.socket.closed:  # it was killed together with others
                     continue
 
                 if worker.socket.poll():  # also if it has answered while another one was ended
-                    self._take_in(worker)
+                    self._read_reply(worker)
                 elif worker.mailbox.is_full:
                     self._flush(worker)
 
@@ -275,7 +280,7 @@ class Processes:
                 ):
                     self._out_of_time(worker)
 
-    def _hand_out(self) -> None:
+    def _dispatch(self) -> None:
         while self._waiting:
             idle = next((worker for worker in self._pool if worker.call is None), None)
             if idle is None and len(self._pool) == self.workers:
@@ -298,7 +303,7 @@ class Processes:
                     worker.call = None
                 call.future.set_exception(CallFailed(f"{type(error).__name__}: {error}"))
 
-    def _take_in(self, worker: _Worker) -> None:
+    def _read_reply(self, worker: _Worker) -> None:
         try:
             messages = worker.mailbox.receive()
             if not messages:
@@ -355,7 +360,7 @@ class Processes:
         with suppress(OSError):
             os.kill(worker.process, STACK_SIGNAL)
             while worker.socket.poll(0.1 if stack else PATIENCE) and (
-                more := os.read(worker.socket.fileno(), LARGEST_STACK)
+                more := os.read(worker.socket.fileno(), MAX_STACK_BYTES)
             ):
                 stack += more.decode(errors="replace")
 
@@ -388,7 +393,7 @@ class Processes:
             return "the worker has ended"
 
     def _end_parent(self) -> None:
-        """End the process that forks, and its workers with it."""
+        """End the process that forks, and the workers with it."""
         if not self._forks.running:
             return
         self._forks.close()
@@ -401,9 +406,10 @@ class Processes:
 
 
 def _innermost(stack: str) -> str:
-    """Return the innermost lines of a stack written by faulthandler, up to three, without those of
-    this package.
+    """Return the innermost lines of a stack written by faulthandler, up to three.
+
+    Lines of this package are left out.
     """
-    frames = [frame for frame in STACK_LINE.findall(stack) if not frame[0].endswith(STARTING)]
+    frames = [frame for frame in STACK_LINE.findall(stack) if not frame[0].endswith(START_FILES)]
     lines = [f"{file}:{line} ({name})" for file, line, name in frames]
     return " < ".join(lines[:3])

@@ -1,9 +1,10 @@
-"""A reward function on a server, which may compute it on another machine.
+"""A reward function on a server, perhaps on another machine.
 
-    POST URL  {"query": [prompt and response], "prompts": [...], "responses": [...], "labels": [...]}
+    POST URL  {"query": [prompt and response], "prompts": [...], "responses": [...], "labels":
+        [...]}
     ->        {"rewards": [...]}
 
-There is one request for each prompt, with all its responses; a reward is anything that a local
+There is one request for each prompt, with all responses; a reward is anything that a local
 function may return for a sample.
 """
 

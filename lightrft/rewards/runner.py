@@ -1,6 +1,4 @@
-"""Rewards of samples: call the reward function for each prompt, check what it returns, and set the
-rewards.
-"""
+"""Set the rewards of samples: call the reward function, and check what it returns."""
 
 import math
 import sys
@@ -36,14 +34,16 @@ from lightrft.rewards.pool import (
 from lightrft.rewards.worker import Setup
 from lightrft.types import Prompt, Sample
 
-LARGEST = 1e18
-"""Largest absolute reward: the squares of rewards, such as in a group's deviation, have to fit into
-float32."""
+MAX_REWARD = 1e18
+"""Largest absolute reward.
+
+The squares of rewards have to fit into float32, as in a group's deviation.
+"""
 FAILURES_IN_A_ROW = 32
-"""Number of failed calls in a row that end a run, because the function itself must be broken."""
+"""Number of failed calls in a row that end a run: the function itself must be broken."""
 LOGGED = 5
-"""Number of failed calls that are logged in each step; the others are only counted."""
-LARGEST_GROUP = 8
+"""Number of failed calls to log in each step; others are only counted."""
+MAX_QUOTED = 8
 """Number of responses that a message quotes if it is not known which of them failed."""
 USER_ERROR = 2
 """Exit code, the same as for other mistakes in a user's code."""
@@ -52,7 +52,7 @@ WORKERS = 2
 
 
 Pending = tuple[list[Sample], Result]
-"""The samples of a call, and its result."""
+"""The samples of a call, and the result."""
 
 
 class LaterJudge(Protocol):
@@ -80,7 +80,7 @@ class RewardRunner:
     A call fails when the function raises, dies, takes too long or returns something that is not a
     reward. --reward_failure determines what follows: `stop` ends the run; `zero` gives 0 to the
     samples that fail; `drop` learns nothing from any sample of the call. A failed call of several
-    samples is repeated for each alone, to find those that fail.
+    samples is repeated for each alone, to find the samples that fail.
     """
 
     def __init__(
@@ -95,9 +95,7 @@ class RewardRunner:
     ):
         """Import the function.
 
-        `model_parallel`: ranks with the same samples, of which the first calls the function for
-        all.
-
+        `model_parallel` has the ranks with the same samples; the first calls the function for all.
         `section` has the limits. `chat`: prompts are chats. `fail` ends all ranks
         (StrategyBase.fail), for a call that hangs in this process. `models` are the labels of
         reward models. Raises ValueError if there is no such function.
@@ -109,13 +107,14 @@ class RewardRunner:
         setup = self._setup(chat, tuple(models))
         self.function = setup.function()
         self.models: ModelScores | None = None
-        """Reward models that score in addition to the function, while the engine sleeps: not all
-        fit on the device at once. With --overlap they stay there, and compute scores earlier."""
+        """Reward models that score in addition to the function. They run while the engine sleeps,
+        because not all fit on the device at once. With --overlap they stay there, and compute
+        scores earlier."""
         self.judge: LaterJudge | None = None
-        """The judge of --judge_url engine, which scores in addition to the function."""
+        """The judge of --judge_url engine; it scores in addition to the function."""
         self._failures = self._in_a_row = 0
         self._pending: list[Pending] = []
-        self._calls = self._way_to_call(setup)
+        self._calls = self._make_calls(setup)
 
     @property
     def trace(self) -> Untraced:
@@ -126,6 +125,7 @@ class RewardRunner:
 
     @trace.setter
     def trace(self, trace: Untraced) -> None:
+        """Return the trace of the calls, and of the rank's waiting for results."""
         self._calls.trace = trace
 
     def _setup(self, chat: bool, models: tuple[str, ...]) -> Setup:
@@ -144,7 +144,7 @@ class RewardRunner:
             **limits,
         )
 
-    def _way_to_call(self, setup: Setup) -> Calls:
+    def _make_calls(self, setup: Setup) -> Calls:
         terms = reward_terms(self.name)
         workers = self.section.reward_workers
         limit = self._limit(terms)
@@ -172,8 +172,9 @@ class RewardRunner:
         return calls
 
     def _limit(self, terms: list[RewardTerm]) -> float | None:
-        """Return the time limit of a call in seconds; None for servers, whose requests have limits
-        of their own.
+        """Return the time limit of a call in seconds.
+
+        None for servers: requests have limits of their own.
         """
         on_server = [*map(_is_on_server, terms)]
         if all(on_server):
@@ -189,12 +190,13 @@ class RewardRunner:
 
     @property
     def requirements(self) -> str:
-        """Return a text on which row_problem() depends beside the columns."""
+        """Return a text that row_problem() depends on, beside the columns."""
         return f"{self.name} {self.section.reward_key} {self.function.signatures}"
 
     def row_problem(self, prompt: Prompt) -> str | None:
-        """Return the reason why responses to this prompt cannot be scored: a required column is
-        absent, or null.
+        """Return why responses to this prompt cannot be scored.
+
+        A required column is absent, or null.
         """
         problem = self.function.row_problem(prompt.columns)
         return f"--reward {self.name}: {problem}" if problem else None
@@ -208,16 +210,15 @@ class RewardRunner:
         self.finish(samples)
 
     def begin(self, samples: list[Sample]) -> None:
-        """Begin a call of the function with these samples, which are those of one prompt."""
+        """Begin a call of the function with these samples of one prompt."""
         if self.model_parallel.rank == 0 and samples:
             self._pending.append((samples, self._calls.begin(samples)))
 
     def finish(self, samples: list[Sample]) -> None:
         """Wait for all calls that were begun, then run the reward models.
 
-        All ranks call it together.
-
-        `samples` are those of the calls; the ranks of `model_parallel` pass them in the same order.
+        All ranks call it together. `samples` are the samples of all these calls; the ranks of
+        `model_parallel` pass them in the same order.
         """
         with self.trace.phase("wait", idle=True):
             failure = self._failure()
@@ -264,28 +265,27 @@ class RewardRunner:
             sample.masked |= self.section.reward_failure == "drop"
 
     def count_failures(self, name: str, metrics: Metrics) -> None:
-        """Add the number of samples without a reward of their own since the last call, unless a
-        failure ends the run.
+        """Add the number of samples without a reward of their own since the last call.
+
+        If a failure ends the run, there is nothing to count.
         """
         if self.section.reward_failure != "stop":
             metrics.sum(name, self._failures)
         self._failures = 0
 
     def _failure(self) -> ConfigError | None:
-        """Process the results of all calls, and return the error that ends the run, if there is
-        one.
-        """
+        """Process the results of all calls; return the error that ends the run, if there is one."""
         pending = self._pending
         self._pending = []
 
         logged = 0
         for samples, result in self._in_order(pending):
-            error = self._take_in(samples, result)
+            error = self._set_result(samples, result)
             if error is None:
                 self._in_a_row = 0
                 continue
 
-            alone = self._failures_alone(samples, error)
+            alone = self._failures_one_by_one(samples, error)
             messages = [self._describe(each, samples) for each in alone or [error]]
             if self.section.reward_failure == "stop":
                 return ConfigError(messages[0])
@@ -310,7 +310,7 @@ class RewardRunner:
         return None
 
     def _in_order(self, pending: list[Pending]) -> Iterator[Pending]:
-        """Yield the calls in their order, or, if the first failure ends the run, as they end."""
+        """Yield the calls in order, or, if the first failure ends the run, as they end."""
         waiting = {result: samples for samples, result in pending if isinstance(result, Future)}
         if self.section.reward_failure != "stop" or len(waiting) < len(pending):
             yield from pending
@@ -320,9 +320,10 @@ class RewardRunner:
             for result in [result for result in waiting if result.done()]:
                 yield waiting.pop(result), result
 
-    def _take_in(self, samples: list[Sample], result: Result) -> CallFailed | None:
-        """Set the rewards that a call returned; return its failure if there is one, with the sample
-        if it is known.
+    def _set_result(self, samples: list[Sample], result: Result) -> CallFailed | None:
+        """Set the rewards that a call returned; return the failure if there is one.
+
+        The failure names the sample if it is known.
         """
         try:
             self._set_all(samples, result.result())
@@ -331,11 +332,11 @@ class RewardRunner:
             return error
         return None
 
-    def _failures_alone(self, samples: list[Sample], error: CallFailed) -> list[CallFailed]:
-        """Return the failures of a call's samples alone, as far as they are needed: all for `zero`,
-        otherwise the first.
+    def _failures_one_by_one(self, samples: list[Sample], error: CallFailed) -> list[CallFailed]:
+        """Call the function for each sample alone, and return as many failures as are needed.
 
-        A server is not asked again, as it has already been asked repeatedly.
+        `zero` needs all of them, the others only the first. A server is not asked again, as it has
+        already been asked repeatedly.
         """
         zero = self.section.reward_failure == "zero"
         on_server = any(map(_is_on_server, reward_terms(self.name)))
@@ -346,11 +347,12 @@ class RewardRunner:
         ):
             return [error]
 
+        # Each call goes to the front of the queue, so the last one comes first: they run in order.
         calls = [(sample, self._calls.begin([sample], first=True)) for sample in reversed(samples)][
             ::-1
         ]
         failures = (
-            failure for sample, result in calls if (failure := self._take_in([sample], result))
+            failure for sample, result in calls if (failure := self._set_result([sample], result))
         )
         return list(islice(failures, None if zero else 1))
 
@@ -368,10 +370,8 @@ class RewardRunner:
         texts = [
             f"{sample.text!r:.200}" for sample in ([error.sample] if error.sample else samples)
         ]
-        others = f" and {len(texts) - LARGEST_GROUP} others" if len(texts) > LARGEST_GROUP else ""
-        responses = (
-            f"the response{'s' * (len(texts) > 1)} {', '.join(texts[:LARGEST_GROUP])}{others}"
-        )
+        others = f" and {len(texts) - MAX_QUOTED} others" if len(texts) > MAX_QUOTED else ""
+        responses = f"the response{'s' * (len(texts) > 1)} {', '.join(texts[:MAX_QUOTED])}{others}"
         row = prompt.location or f"row {prompt.index}"
 
         return (
@@ -418,10 +418,10 @@ class RewardRunner:
 
     def _number(self, value: Any, sample: Sample) -> float:
         number = as_number(value)
-        if math.isfinite(number) and abs(number) <= LARGEST:
+        if math.isfinite(number) and abs(number) <= MAX_REWARD:
             return number
         problem = (
-            f"is larger than {LARGEST:g}" if math.isfinite(number) else "is not a finite number"
+            f"is larger than {MAX_REWARD:g}" if math.isfinite(number) else "is not a finite number"
         )
         raise CallFailed(f"{value!r:.200} {problem}", sample)
 
@@ -455,9 +455,7 @@ def importable_terms(terms: list[RewardTerm]) -> str | None:
 
 
 def importable_name(function: Any) -> str | None:
-    """Return `module:object` of a function that another process can import under this name, else
-    None.
-    """
+    """Return `module:object` of a function, if another process can import it by that, else None."""
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", "")
     importable = module != "__main__" and getattr(sys.modules.get(module), name, None) is function

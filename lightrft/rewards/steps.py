@@ -1,5 +1,6 @@
-"""Steps of a response, and their rewards from the scores of a process reward model (Lightman et
-al., arXiv 2305.20050).
+"""Rewards for the steps of a response, from the scores of a process reward model.
+
+Lightman et al., arXiv 2305.20050.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +39,7 @@ FORMS: dict[str, Callable[[list[float]], Sequence[float | None]]] = {
     "difference": _difference,
     "min": _minimum,
 }
-"""Values of --step_rewards -> function from the probabilities that the steps are correct to their
-rewards."""
+"""--step_rewards -> function from the probabilities that the steps are correct to rewards."""
 
 
 class StepRewards:
@@ -51,8 +51,9 @@ class StepRewards:
         self.form = FORMS[form]
 
     def __call__(self, token_ids: Sequence[int], scores: Tensor) -> TokenRewards:
-        """Return the rewards [t] of the tokens from the scores [t], the logits of the probability
-        that a step is correct.
+        """Return the rewards [t] of the tokens from the scores [t].
+
+        A score is the logit of the probability that a step is correct.
         """
         ends = self.ends(token_ids)
         rewards: TokenRewards = [None] * len(token_ids)

@@ -1,5 +1,6 @@
-"""Several reward functions whose weighted sum is the reward, for all rows or chosen for each row by
-a column.
+"""Several reward functions whose weighted sum is the reward.
+
+They score all rows, or a column chooses the functions for each row.
 """
 
 import math
@@ -23,21 +24,19 @@ class WeightedRewards:
     ):
         """Set up the functions.
 
-        `key` is the column that names those of its row, by label; None: all score every row.
-
-        `models` are the labels of reward models, which that column may name, too.
+        `key` is the column that names the functions of the row, by label; None: all score every
+        row. `models` are the labels of reward models; the column may name these, too.
         """
         self.functions = functions
         self.key = key
         self.labels = {term.label for term, _ in functions} | set(models)
 
     def judge(self, samples: list[Sample]) -> list[Any]:
-        """Return the rewards of samples: a dictionary of weighted parts for each, or a list of
-        numbers for its tokens.
+        """Return the rewards of samples: named parts for each, or a list of numbers for the tokens.
 
-        A reward for tokens cannot be combined with named parts; numbers for whole responses are
-        then added at the last token. Raises ValueError for a function that does not return one
-        reward for each sample.
+        Parts are weighted, in a dictionary. A reward for tokens cannot be combined with named
+        parts; numbers for whole responses are then added at the last token. Raises ValueError for a
+        function that does not return one reward for each sample.
         """
         returned: list[list[tuple[str, Any]]] = [[] for _ in samples]
         for term, function in self.functions:
@@ -63,8 +62,9 @@ class WeightedRewards:
         return " ".join(function.signatures for _, function in self.functions)
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """Raise ConfigError if a function cannot be called with the columns of the prompts that
-        choose it.
+        """Raise ConfigError if a function cannot be called with the columns of the prompts.
+
+        These prompts are the ones that choose it.
         """
         prompts = list(prompts)
         for term, function in self.functions:
@@ -76,8 +76,9 @@ class WeightedRewards:
                 raise ConfigError(f"{term.label}: {error}") from error
 
     def row_problem(self, columns: Mapping[str, Any]) -> str:
-        """Return the reason why responses to a row with these columns cannot be scored; empty if
-        none can be seen.
+        """Return why responses to a row with these columns cannot be scored.
+
+        It is empty if no reason can be seen.
         """
         chosen = self._choose_term(columns)
         if self.key is not None and (not chosen or chosen - self.labels):
@@ -99,8 +100,9 @@ class WeightedRewards:
 
 
 def _weighted(term: RewardTerm, value: Any) -> list[tuple[str, Any]]:
-    """Return (name, weighted value) of each part of a reward; a list of numbers for tokens is one
-    part.
+    """Return (name, weighted value) of each part of a reward.
+
+    A list of numbers for tokens is one part.
     """
     if isinstance(value, Mapping):
         return [

@@ -1,6 +1,4 @@
-"""Worker processes of a reward function, which take one call after the other; pool.py communicates
-with them.
-"""
+"""Worker processes of a reward function: they take one call after the other from pool.py."""
 
 import asyncio
 import pickle
@@ -19,16 +17,18 @@ from lightrft.rewards.functions import Reward, rewards
 from lightrft.rewards.judge_settings import JudgeSettings
 from lightrft.rewards.weighted import WeightedRewards
 
-NOT_THE_USERS = (
+SKIPPED_FOLDERS = (
     Path(__file__).parent,
     Path(__file__).parents[1] / "roles",
     Path(asyncio.__file__).parent,
 )
-"""Folders whose lines are no place of a mistake: of the calls, of requests to servers, and of the
-event loop."""
+"""Folders to skip when looking for the user's line in a traceback.
+
+They hold our calls, requests to servers, and the event loop.
+"""
 
 
-LONGEST_MESSAGE = 2000
+MAX_MESSAGE = 2000
 """Number of letters of an error that are reported."""
 
 
@@ -41,7 +41,7 @@ class Setup:
     key: str | None = None
     """Column that names the rewards of a row, as in --reward_key."""
     models: tuple[str, ...] = ()
-    """Labels of reward models, which that column may name, too."""
+    """Labels of reward models; the column may name these, too."""
     chat: bool = False
     """True if prompts are chats."""
     memory: int = 0
@@ -81,10 +81,10 @@ class Setup:
 
 
 def _work(calls: Connection, function: RewardFunction | WeightedRewards) -> None:
-    """Reply to each list of samples until the rank closes the socket: (values, "", True), or (None,
-    problem, usable).
+    """Reply to each list of samples until the rank closes the socket.
 
-    A worker is not usable after a MemoryError, as its memory may not be freed; the rank ends it.
+    A reply is (values, "", True), or (None, problem, usable). A worker is not usable after a
+    MemoryError, as the memory may not be freed; the rank ends it.
     """
     while True:
         try:
@@ -103,23 +103,25 @@ def _work(calls: Connection, function: RewardFunction | WeightedRewards) -> None
 def said(error: BaseException) -> str:
     """Return the class and the message of an error; a long message is cut."""
     message = str(error)
-    cut = f" ... ({len(message)} letters)" if len(message) > LONGEST_MESSAGE else ""
-    return f"{type(error).__name__}: {message[:LONGEST_MESSAGE]}{cut}"
+    cut = f" ... ({len(message)} letters)" if len(message) > MAX_MESSAGE else ""
+    return f"{type(error).__name__}: {message[:MAX_MESSAGE]}{cut}"
 
 
 def place(error: BaseException) -> str:
-    """Return the last line of the user's file in the error's traceback; empty if the function was
-    not entered.
+    """Return the last line of the user's file in the error's traceback.
+
+    It is empty if the function was not entered.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    frames = list(dropwhile(lambda one: Path(one.filename).parent in NOT_THE_USERS, frames))
+    frames = list(dropwhile(lambda one: Path(one.filename).parent in SKIPPED_FOLDERS, frames))
     own = [one for one in frames if one.filename == frames[0].filename]
     return f", at {own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else ""
 
 
 def _with_http(name: str, build: Callable[[], Reward]) -> Reward:
-    """Return what `build` returns; raise ValueError with the command that installs a missing
-    package.
+    """Return what `build` returns.
+
+    If a package is missing, raise a ValueError with the command that installs it.
     """
     try:
         return build()

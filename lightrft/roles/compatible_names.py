@@ -33,8 +33,8 @@ class PolicyNames:
     ) -> dict[str, Tensor]:
         """Return `topk_logits` and `topk_indices` [B, S, k].
 
-        The logits are normalised, so they are log-probs: their softmax is the same as that of
-        unnormalised logits, which differ by a constant at each position.
+        The logits are normalised, so they are log-probs. Unnormalised logits differ by a constant
+        at each position, so they have the same softmax.
         """
         top = self.get_top_logprobs(data, k, micro_batch_size)
         return {"topk_logits": top["top_logprobs"], "topk_indices": top["top_ids"]}

@@ -16,11 +16,10 @@ class Critic(Role):
     """Value model; its module is a models.heads.Scorer."""
 
     def get_values(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
-        """Return `values` [B, S] float32: for each token the value of the state in which it is
-        chosen.
+        """Return `values` [B, S] float32: for each token the value of the state before it.
 
-        That is the state after the tokens before it. Column 0 and the padding are 0, as in
-        get_logprobs().
+        That is the state after the earlier tokens, where it is chosen. Column 0 and the padding are
+        0, as in get_logprobs().
         """
         return {"values": self._answer(batch, self.module, lambda part: self.forward(part)[0], mbs)}
 

@@ -14,11 +14,11 @@ from lightrft.types import Batch
 
 
 class Draft(Role):
-    """Language model that learns from the responses of the actor; its module is a
-    models.heads.Actor.
+    """Language model that learns from the responses of the actor.
 
-    Responses are samples of the actor, so their mean negative log-prob is, up to a constant, an
-    estimate of KL(actor || draft), which is zero for a model whose drafts are always accepted.
+    Its module is a models.heads.Actor. Responses are samples of the actor, so the mean negative
+    log-prob estimates KL(actor || draft) up to a constant. The KL is zero for a model whose drafts
+    are always accepted.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A client of an HTTP server, which repeats a request while the server is unreachable or busy."""
+"""Client of an HTTP server that repeats a request while the server is unreachable or busy."""
 
 import asyncio
 import os
@@ -15,11 +15,11 @@ from lightrft.config.references import address_problem
 SECONDS = 600.0
 """Longest duration of one request, from the connection to the last byte."""
 CONNECT = 30.0
-"""Longest duration of connecting; after it the attempt is repeated as for a server that is away."""
+"""Longest duration of connecting; then the attempt is repeated as for a server that is away."""
 PATIENCE = 300.0
 """Longest time that a server may be away or busy."""
 WARN_AFTER = 10.0
-"""Seconds of an outage after which it is logged, once."""
+"""Seconds of an outage before it is logged, once."""
 
 
 class Endpoint:
@@ -30,8 +30,8 @@ class Endpoint:
     ):
         """Set up the client.
 
-        `key` is the environment variable whose value goes with every request, so that no secret is
-        in a configuration.
+        `key` is an environment variable. Its value goes with every request, so no secret is in a
+        configuration.
         """
         if problem := address_problem(flag, url, key):
             raise ValueError(problem)
@@ -126,8 +126,9 @@ def _duration(began: float) -> str:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Return True if repeating the request can help: the server is away, or reports that it is busy
-    or broken.
+    """Return True if repeating the request can help.
+
+    The server is away, or reports that it is busy or broken.
     """
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code == 429 or error.response.status_code >= 500

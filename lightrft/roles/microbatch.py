@@ -33,7 +33,7 @@ def infer(
 ) -> Tensor:
     """Run `forward` on all micro-batches without gradients.
 
-    Returns its results, [t, ...] for each, in the batch's order: [T, ...] on the host.
+    It returns [t, ...] for each; the result is [T, ...] on the host, in the batch's order.
     """
     with torch.no_grad():
         values = [forward(micro_batch) for micro_batch in micro_batches(batch, rows, device)]
@@ -45,9 +45,7 @@ def infer(
 
 
 def empty_microbatch(batch: B) -> B:
-    """Return a batch of one sequence of one token that is not learned, with the columns of
-    `batch`.
-    """
+    """Return a batch of one token that is not learned, with the columns of `batch`."""
     zeros = {
         name: value.new_zeros(1)
         for name, value in (batch.columns("token") | batch.columns("sequence")).items()

@@ -1,4 +1,4 @@
-"""Parameters of a model, and floating-point operations of training, for MFU."""
+"""Count the parameters of a model, and the floating-point operations of training, for MFU."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from lightrft.types import Batch
 class TrainingOperations:
     """Operations of the products of tokens and matrices, forward and backward.
 
-    A product with a matrix of P elements takes 2 P operations for each token, as do its two
-    gradients. Those of a frozen matrix are not computed, nor are gradients below the first
-    parameter that is trained. Attention, towers for media, and forward passes that are repeated to
-    save memory do not count.
+    A product with a matrix of P elements takes 2 P operations for each token, and so do its two
+    gradients. Gradients of a frozen matrix are not computed, nor any below the first parameter that
+    is trained. Attention, towers for media, and forward passes that are repeated to save memory do
+    not count.
     """
 
     per_token: float
@@ -28,8 +28,9 @@ class TrainingOperations:
 
     @classmethod
     def of(cls, model: PreTrainedModel, full_shape: Callable[[nn.Parameter], torch.Size]) -> Self:
-        """Count the operations of a model; `full_shape` returns the shape of a parameter over all
-        ranks.
+        """Count the operations of a model.
+
+        `full_shape` returns the shape of a parameter over all ranks.
         """
         head = model.get_output_embeddings()
         decoder = model.get_decoder()
@@ -46,7 +47,7 @@ class TrainingOperations:
         for name, parameter in decoder.named_parameters():
             shape = full_shape(parameter)
             if len(shape) > 1 and id(parameter) not in tables:
-                # Of experts, only those that a token has compute it.
+                # A token is computed by its own experts only.
                 _, size = count_parameters([(f".{name}", shape)], model.config)
                 per_token += 2 * size * (1 + trained + parameter.requires_grad)
             trained = trained or parameter.requires_grad
@@ -65,11 +66,10 @@ class TrainingOperations:
 def count_parameters(
     shapes: Iterable[tuple[str, torch.Size]], config: PretrainedConfig
 ) -> tuple[int, int]:
-    """Return the number of parameters with these names and shapes, and of those that compute one
-    token.
+    """Return the number of parameters, and how many of them compute one token.
 
-    The latter has of the experts of each layer, which transformers keeps in tensors [experts, ...],
-    only as many as a token has.
+    `shapes` has names and shapes. transformers keeps the experts of a layer in tensors [experts,
+    ...]; a token uses only `num_experts_per_tok` of them.
     """
     total = 0
     active = 0.0

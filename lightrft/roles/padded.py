@@ -1,5 +1,6 @@
-"""The public batches of roles: a mapping of right-padded [B, S] tensors, checked and turned into a
-flat batch.
+"""Check the public batches of roles, and flatten them.
+
+A public batch is a mapping of right-padded [B, S] tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ class FlattenedBatch:
 
     batch: Batch
     width: int
-    """Largest S of all ranks, the least width of results."""
+    """Largest S of all ranks; results are at least as wide."""
     owners: list[list[int]]
     """[rank]: the rows that this rank's caller holds, counted over all ranks."""
 
@@ -44,15 +45,15 @@ def flatten(
 ) -> FlattenedBatch:
     """Concatenate right-padded rows [B, S].
 
-    Without `columns` every token but the first of a row is learned.
-
-    With `columns` the masks select the learned tokens, and every other tensor is carried along
-    under its name: [B, S] per token, [B] per row. Raises ValueError on all ranks when any rank's
-    batch is invalid; ranks may have any number of rows, including none, but need the same columns.
+    Without `columns` every token but the first of a row is learned. With `columns` the masks select
+    the learned tokens, and every other tensor is carried along under the name: [B, S] per token,
+    [B] per row. Raises ValueError on all ranks when any rank's batch is invalid; ranks may have any
+    number of rows, including none, but need the same columns.
     """
     masks = [name for name in (TOKEN_MASK, SAMPLE_MASK) if columns and name in rows]
     extra = sorted(set(rows) - {IDS, LENGTHS, TOKEN_MASK, SAMPLE_MASK}) if columns else []
     problem = _problem(rows, [IDS, LENGTHS, *required], [*masks, *extra])
+    # Every rank must get here, also with an invalid batch: the others wait for it.
     counts, width = _agree(axis, problem, extra, (0, 0) if problem else tuple(rows[IDS].shape))
     ids = rows[IDS].cpu()
     lengths = rows[LENGTHS].cpu().long()
@@ -98,7 +99,7 @@ def _agree(
 
 
 def _problem(batch: Mapping[str, Any], required: list[str], optional: list[str]) -> str:
-    """Return the reason why this batch cannot be used; an empty string when it can."""
+    """Return why this batch cannot be used; empty if it can."""
     missing = [name for name in required if name not in batch]
     if missing:
         return (
@@ -145,8 +146,9 @@ def _wrong_lengths(lengths: Tensor, width: int) -> str:
 
 
 def _unit(name: str, value: Tensor) -> str:
-    """Return "token" or "sequence", the unit that a column has values for: known by its name, or by
-    its dims.
+    """Return "token" or "sequence": what a column has a value for.
+
+    It is known by the column's name, or else by the dims.
     """
     units = {IDS: "token", TOKEN_MASK: "token", LENGTHS: "sequence", SAMPLE_MASK: "sequence"} | PER
     return units.get(name, "sequence" if value.ndim == 1 else "token")

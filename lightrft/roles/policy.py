@@ -1,6 +1,4 @@
-"""The policy: the actor that learns and generates, with the reference model that it should stay
-close to.
-"""
+"""The policy: the actor that learns and generates, and the reference that holds it back."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -62,8 +60,8 @@ class Policy(Role, PolicyNames):
         """Set up the policy.
 
         An actor with adapters may be its own `reference`, computed without the adapters. All
-        log-probs are those of the sampling distribution: at `temperature`, over the part of the
-        vocabulary that `truncation` leaves. `options` are those of Role: average, max_tokens,
+        log-probs refer to the sampling distribution: at `temperature`, over the part of the
+        vocabulary that `truncation` leaves. `options` go to Role: average, max_tokens,
         max_logprob_tokens, batching.
         """
         super().__init__(strategy, actor, optimizer, scheduler, **options)
@@ -75,7 +73,7 @@ class Policy(Role, PolicyNames):
         self.truncation = truncation
         self.tokenizer = tokenizer
         self.routers: Routers | None = None
-        """Routers of the actor if it is a mixture of experts; update() balances their load."""
+        """Routers of the actor if it is a mixture of experts; update() balances the load."""
         self._generations = 0
         self._version_before_refit: int | None = None
         self._profiler: Profiler | None = None
@@ -87,7 +85,7 @@ class Policy(Role, PolicyNames):
     # -- log-probs
 
     def get_logprobs(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
-        """Return `logprobs` [B, S] float32: log p of every token given those before it.
+        """Return `logprobs` [B, S] float32: log p of every token given the tokens before it.
 
         Column 0 and the padding are 0.
         """
@@ -110,12 +108,11 @@ class Policy(Role, PolicyNames):
     def get_top_logprobs(
         self, batch: Mapping[str, Any], k: int, mbs: int | None = None
     ) -> dict[str, Tensor]:
-        """Return the k most likely next tokens after each token: `top_logprobs` [B, S, k] float32
-        and `top_ids` [B, S, k] int64.
+        """Return the k most likely next tokens after each token.
 
-        The most likely comes first; log-probs are at the policy's temperature, over the whole
-        vocabulary. Unlike in get_logprobs(), column t is about the token after column t; the
-        padding is 0.
+        `top_logprobs` [B, S, k] is float32 and `top_ids` [B, S, k] int64. The most likely comes
+        first; log-probs are at the policy's temperature, over the whole vocabulary. Unlike in
+        get_logprobs(), column t is about the token after column t; the padding is 0.
         """
 
         def ask(part: Batch) -> Tensor:
@@ -127,17 +124,16 @@ class Policy(Role, PolicyNames):
         return {"top_logprobs": top[..., :k], "top_ids": top[..., k:].long()}
 
     def logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
-        """Return log p of every learned token of a flat batch under the actor, 0 elsewhere: [T]
-        float32 on the host.
+        """Return log p of every learned token of a flat batch under the actor, 0 elsewhere.
+
+        [T] float32 on the host.
         """
         return self._infer(
             self.actor, lambda part: self._token_logprobs(self.actor, part), batch, rows
         )
 
     def logprobs_and_entropy(self, batch: Batch, rows: MicroBatchIndices) -> tuple[Tensor, Tensor]:
-        """Return the same, and the entropy of the distribution that each learned token was drawn
-        from: [T], [T].
-        """
+        """Return the same, and the entropy where each learned token was drawn: [T], [T]."""
 
         def ask(part: Batch) -> Tensor:
             return torch.stack(self.actor(part, self.temperature, self.truncation), dim=1)
@@ -155,7 +151,7 @@ class Policy(Role, PolicyNames):
     def forward(
         self, batch: Batch, gradients: TokenGradients | None = None
     ) -> tuple[Tensor, Report]:
-        """Return log-probs of learned tokens [T], 0 elsewhere; store their entropy in the batch."""
+        """Return log-probs of learned tokens [T], 0 elsewhere; store the entropy in the batch."""
         with self.routers.watch() if self.routers else nullcontext([]) as logits:
             logprobs, batch.entropy = self.actor(
                 batch, self.temperature, self.truncation, gradients=gradients
@@ -175,7 +171,7 @@ class Policy(Role, PolicyNames):
     ) -> tuple[Tensor, Tensor]:
         """Take one optimizer step; see Role.
 
-        With `routers`, a forward pass first measures the load of all its tokens.
+        With `routers`, a forward pass first measures the load of all the tokens.
         """
         if self.routers:
             objective = Balanced(objective, self._balance(batch, rows), self.routers.coefficient)
@@ -184,21 +180,22 @@ class Policy(Role, PolicyNames):
     def supervised(
         self, batch: Batch, gradients: TokenGradients | None = None
     ) -> tuple[Tensor, Report]:
-        """Return log-probs of given answers, which were not sampled: at temperature 1, of all
-        tokens, without their entropy.
+        """Return log-probs of given answers that were not sampled.
+
+        They are at temperature 1, of all tokens, without the entropy.
         """
         return self.actor(batch, 1.0, entropy=False, gradients=gradients)[0], {}
 
     # -- generation
 
     def generate(self, batch: Mapping[str, Any], greedy: bool = False) -> dict[str, Tensor]:
-        """Generate one response to each prompt of `input_ids`, of at most --generate_max_len
-        tokens; every call draws anew.
+        """Generate one response to each prompt of `input_ids`; every call draws anew.
 
-        Returns `output_ids` [B, S_out], prompt and response, then the padding token; S_out is the
-        same on all ranks. `generation_lengths` [B] and `unpadded_sequence_lengths` [B] are the
-        lengths of the response and of both together. `logprobs` [B, S_out] float32 are those of the
-        response's tokens as sampled, 0 elsewhere. Greedy log-probs are at temperature 1. Requires
+        A response has at most --generate_max_len tokens. Returns `output_ids` [B, S_out]: prompt
+        and response, then the padding token. S_out is the same on all ranks. `generation_lengths`
+        [B] has the lengths of responses, and `unpadded_sequence_lengths` [B] the lengths of prompt
+        and response. `logprobs` [B, S_out] float32 has the log-probs of the response's tokens as
+        sampled, 0 elsewhere. Greedy log-probs are at temperature 1. Requires
         prepare_for_generation() first.
         """
         if self.strategy.phase is not Phase.GENERATE:
@@ -210,6 +207,7 @@ class Policy(Role, PolicyNames):
         flat = flatten(batch, self.strategy.mesh.data).batch
         prompts = [ids.tolist() for ids in flat.input_ids.split(flat.lengths.tolist())]
         self._generations += 1
+        # The seed counts calls: each draws anew, and a resumed run continues the series.
         sampling = sampling_of(
             self.strategy.config,
             n=1,
@@ -232,12 +230,14 @@ class Policy(Role, PolicyNames):
             [len(completion.token_ids) for completion in completions], dtype=torch.int64
         )
         lengths = new + torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
+        # Results have one width on all ranks.
         longest = int(
             self.strategy.mesh.data.max(
                 torch.tensor(max(lengths.tolist(), default=0), device=self.strategy.device)
             )
         )
         width = self._rounded_up(longest)
+        pad = self.tokenizer.pad_token_id if self.tokenizer is not None else None
         rows = list(zip(prompts, completions, strict=True))
         ids = torch.tensor(
             [token for prompt, each in rows for token in (*prompt, *each.token_ids)],
@@ -248,7 +248,7 @@ class Policy(Role, PolicyNames):
         )
 
         return {
-            "output_ids": padded(ids, lengths, width, fill=self._pad_token_id()),
+            "output_ids": padded(ids, lengths, width, fill=pad or 0),
             "generation_lengths": new,
             "unpadded_sequence_lengths": lengths,
             "logprobs": padded(logprobs, lengths, width),
@@ -257,8 +257,9 @@ class Policy(Role, PolicyNames):
     # -- phases
 
     def prepare_for_generation(self) -> None:
-        """Wake the engine with the actor's newest weights, and stream them unless that was done
-        since offload_before_refit().
+        """Wake the engine with the actor's newest weights.
+
+        They are streamed unless that was done since offload_before_refit().
         """
         refitted = (
             self._version_before_refit is not None
@@ -312,8 +313,9 @@ class Policy(Role, PolicyNames):
         self.strategy.offload_model(self.actor)
 
     def refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return Hugging Face name -> full shape and dtype of the tensors that stream_weights()
-        yields, in its order.
+        """Return Hugging Face name -> full shape and dtype of the tensors of stream_weights().
+
+        They are in the order of the stream.
         """
         shapes = (
             (name, self.strategy.full_shape(parameter))
@@ -330,8 +332,9 @@ class Policy(Role, PolicyNames):
         }
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Return an iterator over (Hugging Face name, full tensor) of the actor; all ranks consume
-        it to the end.
+        """Return an iterator over (Hugging Face name, full tensor) of the actor.
+
+        All ranks consume it to the end.
         """
         return self.strategy.full_params(self.actor)
 
@@ -351,6 +354,7 @@ class Policy(Role, PolicyNames):
         """
         self.strategy.save_model(self.actor, None, weights_path)
         if optimizer_path is not None:
+            # Folders beside it belong to the caller, so the limits let none be removed.
             path = Path(optimizer_path)
             self.strategy.save_ckpt(
                 self.actor,
@@ -372,7 +376,7 @@ class Policy(Role, PolicyNames):
             self.strategy.mesh.world.barrier()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of calls of generate(), from which it continues."""
+        """Return the number of calls of generate(): a resumed run continues from it."""
         return {"generations": self._generations}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -434,7 +438,3 @@ class Policy(Role, PolicyNames):
             else nullcontext()
         ):
             yield self.reference
-
-    def _pad_token_id(self) -> int:
-        pad = self.tokenizer.pad_token_id if self.tokenizer is not None else None
-        return 0 if pad is None else pad

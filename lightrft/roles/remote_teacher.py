@@ -1,5 +1,6 @@
-"""A teacher behind an HTTP endpoint: OpenAI's completions API, which echoes the tokens of a prompt
-with their log-probs.
+"""A teacher behind an HTTP endpoint with OpenAI's completions API.
+
+The API echoes the tokens of a prompt with log-probs:
 
     POST URL/completions  {"prompt": [ids], "echo": true, "logprobs": 1, "max_tokens": 0, ...}
 
@@ -18,7 +19,7 @@ from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.types import Batch
 
 KEY = "TEACHER_API_KEY"
-AT_ONCE = 32
+MAX_REQUESTS = 32
 """Number of requests of one rank that are under way at the same time."""
 NUM_PROBED = 64
 """Number of tokens, spread over the vocabulary, whose ids are compared with the server's."""
@@ -40,8 +41,8 @@ class RemoteTeacher:
     ):
         """Connect to the server. `patience`: seconds that the server may be away or busy.
 
-        `url` is like `http://host:8000/v1`. `model_parallel`: ranks with the same batches, which
-        divide the requests.
+        `url` is like `http://host:8000/v1`. `model_parallel` has the ranks with the same batches;
+        they divide the requests.
         """
         self.model_parallel = model_parallel
         self._server = Endpoint("--teacher_url", url, KEY, patience=patience)
@@ -59,7 +60,7 @@ class RemoteTeacher:
 
         scored_places = [place for place, mask in enumerate(masks) if mask.any()]
         local = scored_places[self.model_parallel.rank :: self.model_parallel.size]
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        with ThreadPoolExecutor(MAX_REQUESTS) as pool:
             scored = dict(
                 zip(
                     local,
@@ -76,8 +77,9 @@ class RemoteTeacher:
         return torch.where(batch.loss_mask, values, 0.0)
 
     def _score(self, ids: list[int]) -> tuple[list[float], list[str]]:
-        """Return the log-prob of every token, 0 for the first, and the tokens as the server writes
-        them.
+        """Return the log-prob of every token, and the tokens as the server writes them.
+
+        The first log-prob is 0.
         """
         request = {
             "model": self._model,
@@ -93,6 +95,7 @@ class RemoteTeacher:
         values, tokens = (
             (logprobs.get(name) or [])[: len(ids)] for name in ("token_logprobs", "tokens")
         )
+        # The first token has nothing before it, so its log-prob is null.
         if len(values) != len(ids) or None in values[1:]:
             raise ValueError(
                 f"{self._server.named}: {len(ids)} tokens were sent, but {len(values)} log-probs"
@@ -102,8 +105,9 @@ class RemoteTeacher:
         return [0.0, *values[1:]], tokens
 
     def _check_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Compare tokens that are plain text; parts of a character and special tokens are printed
-        in different ways.
+        """Compare the ids of tokens that are plain text.
+
+        Parts of a character and special tokens are printed in different ways.
         """
         step = max(len(tokenizer) // NUM_PROBED, 1)
         ids = [

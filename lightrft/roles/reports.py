@@ -1,4 +1,4 @@
-"""Metrics of each micro-batch."""
+"""Collect the metrics of each micro-batch."""
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ class MicroBatchReports:
         self._rows: list[dict[str, Tensor]] = []
 
     def add(self, report: Report, weight: Tensor) -> None:
-        """Add means of the reports over `weight`, extremes for names in `_max` and `_min`, and the
-        weight as `tokens`.
+        """Add the reports of a micro-batch, and the sum of `weight` as `tokens`.
+
+        Values are averaged over `weight`; for names in `_max` and `_min` the extreme counts.
         """
         total = weight.sum(dtype=torch.float32)
         row = {"tokens": total}
@@ -34,8 +35,9 @@ class MicroBatchReports:
         self._rows.append(row)
 
     def gather(self, axis: Axis) -> dict[str, list[float]]:
-        """Return name -> the numbers of all ranks' micro-batches, in rank order, without those that
-        have no learned token.
+        """Return name -> the numbers of all ranks' micro-batches, in rank order.
+
+        Micro-batches without a learned token are left out.
         """
         names = list(self._rows[0])
         rows = torch.stack(

@@ -16,8 +16,8 @@ from lightrft.types import Batch, JudgedBatch, to_device
 class RewardModel(Role, ScorerNames):
     """Reward model; its module is a models.heads.Scorer, read at the last token of each sequence.
 
-    Of several heads the mean counts. Objectives of train() get scores [N], and their reports are
-    [N]; they use the rows that are not masked.
+    If it has several heads, the mean counts. Objectives of train() get scores [N], and the
+    reports are [N]; they use the rows that are not masked.
     """
 
     TRAIN_KEYS = (SAMPLE_MASK,)
@@ -29,8 +29,8 @@ class RewardModel(Role, ScorerNames):
     def get_flat_scores(self, columns: Mapping[str, Any], mbs: int | None = None) -> Tensor:
         """Return the score at each token of this rank's rows, [T] float32 on the host.
 
-        `columns` are those of a flat batch without `rows`, see data.conversations.flat_columns();
-        all ranks call it together.
+        `columns` has the columns of a flat batch without `rows`, see
+        data.conversations.flat_columns(). All ranks call it together.
         """
         counts = [range(count) for count in self.strategy.mesh.data.gather(len(columns["lengths"]))]
         owners = [
@@ -63,8 +63,9 @@ class RewardModel(Role, ScorerNames):
     def scores_of_tokens(
         self, batch: Batch, gradients: TokenGradients | None = None
     ) -> tuple[Tensor, Report]:
-        """Return the score at each token, [T], of a model with one head: a process reward model is
-        read after each step.
+        """Return the score at each token, [T], for a model with one head.
+
+        A process reward model is read after each step.
         """
         return self.module(batch), {}
 

@@ -1,5 +1,6 @@
-"""Base of all roles: a model that is trained or used for inference in micro-batches, which are
-planned over all ranks.
+"""Base of all roles: a model that is trained or used for inference in micro-batches.
+
+The micro-batches are planned over all ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -30,7 +31,8 @@ from lightrft.types import Batch, padded
 
 Objective = Callable[[Tensor, Any, Denominator], tuple[Tensor, Report]]
 """(the role's values, batch, denominator) -> this micro-batch's share of the loss [], and reports
-by metric name."""
+by metric name.
+"""
 ALL_MB_METRICS = "all_mb_metrics"
 """NeMo-RL's name for the metrics of all micro-batches."""
 MAX_TOKENS: int = TrainSection.max_tokens_per_microbatch
@@ -38,8 +40,9 @@ MAX_TOKENS: int = TrainSection.max_tokens_per_microbatch
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """A term of the loss of an optimizer step: sequences in micro-batches, and the function for
-    each one's share of the term.
+    """A term of the loss of an optimizer step: sequences in micro-batches, and an objective.
+
+    The objective computes each micro-batch's share of the term.
     """
 
     batch: Batch
@@ -58,10 +61,11 @@ class TrainStep:
     denominator: Denominator
     num_microbatches: int
     learn: bool
-    loss: Tensor  # [], this rank's share so far
+    loss: Tensor
+    """This rank's share so far, []."""
     num_started: int = 0
     """Number of micro-batches that have been passed in."""
-    done: int = 0
+    num_done: int = 0
     """Number of micro-batches whose gradients have been added."""
     batch: Batch | None = None
     """The newest micro-batch."""
@@ -70,10 +74,10 @@ class TrainStep:
 class Role(ABC):
     """A model under a strategy. It learns if it has an optimizer.
 
-    Batches of the public verbs are mappings with `input_ids` [B, S] and `input_lengths` [B],
+    Batches of the public methods are mappings with `input_ids` [B, S] and `input_lengths` [B],
     right-padded, and contain this rank's rows: any number, including none. Results are in the
-    caller's order, and have the same S on all ranks, the largest of theirs rounded up to a multiple
-    of `width_multiple`. All ranks call a verb together.
+    caller's order, and have the same S on all ranks: the largest S of all, rounded up to a multiple
+    of `width_multiple`. All ranks call a method together.
     """
 
     TRAIN_KEYS: ClassVar[Sequence[str]] = (TOKEN_MASK, SAMPLE_MASK)
@@ -97,7 +101,7 @@ class Role(ABC):
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.average = average
-        """Moving average of the parameters, which update_average() keeps up to date; it is not
+        """Moving average of the parameters; update_average() keeps it up to date. It is not
         frozen."""
         self.max_tokens = max_tokens
         """Maximum number of tokens of one micro-batch on one rank; a longer row is an error."""
@@ -106,7 +110,7 @@ class Role(ABC):
         self.batching = batching
         """Method of grouping rows into micro-batches; see planner.plan."""
         self.width_multiple = width_multiple
-        """Number of which the width S of results is a multiple."""
+        """The width S of results is a multiple of this number."""
         self.operations = 0.0
         """Floating-point operations of training so far, on all ranks that share this rank's rows.
         """
@@ -116,14 +120,16 @@ class Role(ABC):
     def forward(
         self, batch: Batch, gradients: TokenGradients | None = None
     ) -> tuple[Tensor, Report]:
-        """Return the input of objectives, and reports in addition to theirs.
+        """Return the input of objectives, and further reports.
 
-        `gradients` are those of the objective, if they are known before it is computed.
+        `gradients` computes the gradients of the objective, if they are known before it is
+        computed.
         """
 
     def weight(self, batch: Batch) -> Tensor:
-        """Return the weight in a mean of each element of forward()'s values and of reports: [T],
-        the learned tokens.
+        """Return the weight of each element of forward()'s values and of reports in a mean.
+
+        It is [T], the learned tokens.
         """
         return batch.loss_mask
 
@@ -141,15 +147,15 @@ class Role(ABC):
         mbs: int | None = None,
         eval_mode: bool = False,
     ) -> dict[str, Any]:
-        """Take an optimizer step for every `gbs` rows of all ranks, counted in rank order; one for
-        all rows when None.
+        """Take an optimizer step for every `gbs` rows of all ranks, counted in rank order.
 
-        The batch also has `token_mask` [B, S] and `sample_mask` [B], the tokens and rows that are
-        learned, and any [B, S] or [B] column that `loss_fn` reads. `mbs` bounds the rows of one
-        micro-batch. Returns `loss` [k] and `grad_norm` [k] (before clipping), global, of the k
-        steps, and `metrics`: for each name a list with an entry for each micro-batch of all ranks,
-        its mean over learned tokens, whose number is `tokens`; `all_mb_metrics` is another name for
-        the same. In eval_mode nothing is learned, no gradient is computed, and grad_norm is 0.
+        None: one step for all rows. The batch also has `token_mask` [B, S] and `sample_mask` [B],
+        the tokens and rows that are learned, and any [B, S] or [B] column that `loss_fn` reads.
+        `mbs` bounds the rows of one micro-batch. Returns `loss` [k] and `grad_norm` [k] (before
+        clipping), global, of the k steps, and `metrics`: for each name a list with an entry for
+        each micro-batch of all ranks. An entry is the mean over learned tokens, and `tokens` has
+        the number. `all_mb_metrics` is another name for the same. In eval_mode nothing is
+        learned, no gradient is computed, and grad_norm is 0.
         """
         flat, steps = self.redistribute(batch, gbs=gbs, mbs=mbs)
         if not steps:
@@ -165,6 +171,7 @@ class Role(ABC):
                 reports.add(self.train_microbatch(micro_batch), self.weight(micro_batch))
             numbers.append(torch.stack(self.finish_train_step()))
 
+        # One transfer for all steps, so the host waits for the device only here.
         losses, norms = torch.stack(numbers).cpu().unbind(1)
         metrics = reports.gather(self.strategy.mesh.data)
         return {"loss": losses, "grad_norm": norms, "metrics": metrics, ALL_MB_METRICS: metrics}
@@ -172,8 +179,9 @@ class Role(ABC):
     def redistribute(
         self, batch: Mapping[str, Any], *, gbs: int | None = None, mbs: int | None = None
     ) -> tuple[Batch, list[MicroBatchIndices]]:
-        """Plan the rows of all ranks; return this rank's as a flat batch, and its micro-batches for
-        each optimizer step.
+        """Plan the rows of all ranks; return this rank's rows as a flat batch.
+
+        The second result has the micro-batches of each optimizer step.
         """
         flattened = flatten(batch, self.strategy.mesh.data, required=self.TRAIN_KEYS, columns=True)
         return self.redistribute_flat(flattened.batch, gbs, mbs)
@@ -190,10 +198,9 @@ class Role(ABC):
     ) -> tuple[B, list[MicroBatchIndices]]:
         """Do the same for a flat batch of this rank's rows.
 
-        Rows of one prompt are grouped if a micro-batch computes it once.
-
-        The rows travel through `store`; None: one of their own. `gbs` counts units, such as
-        episodes, if `units` [N] int64 has the number of each row's, ascending over all ranks.
+        Rows of one prompt are grouped if a micro-batch computes it once. The rows travel through
+        `store`; None: a new one. `gbs` counts units, such as episodes, if `units` [N] int64 has the
+        number of each row's unit, ascending over all ranks.
         """
         used = store or self.strategy.sample_store()
         part, minibatches = redistribute(
@@ -222,10 +229,10 @@ class Role(ABC):
         *,
         extra_term: LossTerm | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Take one optimizer step over the given micro-batches, and those of `extra_term`.
+        """Take one optimizer step over the given micro-batches, and the ones of `extra_term`.
 
         Returns the global loss and the gradient norm before clipping. Reports are averaged over
-        learned tokens; those whose name ends in `_max` or `_min` are reduced by maximum or minimum.
+        learned tokens; if the name ends in `_max` or `_min`, the extreme is taken.
         """
         terms = [
             LossTerm(batch, rows, objective, denominator, self.forward),
@@ -238,7 +245,7 @@ class Role(ABC):
         return self._run(terms, lambda name: name, metrics)
 
     def measure(self, term: LossTerm, metrics: Metrics) -> Tensor:
-        """Compute a term without learning; return its global value [].
+        """Compute a term without learning; return the global value [].
 
         Reports `train/NAME` become `eval/NAME`.
         """
@@ -271,8 +278,9 @@ class Role(ABC):
         return self.finish_train_step()
 
     def update_average(self, beta: float) -> None:
-        """Update the average, if there is one: average <- beta * average + (1 - beta) * the trained
-        parameters.
+        """Update the average, if there is one.
+
+        average <- beta * average + (1 - beta) * the trained parameters.
         """
         if self.average is not None:
             self.strategy.moving_average(self.module, self.average, beta)
@@ -285,9 +293,7 @@ class Role(ABC):
         *,
         eval_mode: bool = False,
     ) -> None:
-        """Begin an optimizer step of `num_microbatches` micro-batches, the same number on every
-        rank.
-        """
+        """Begin an optimizer step of `num_microbatches` micro-batches, as many on every rank."""
         if self._step is not None:
             raise RuntimeError(
                 "a train step is open: call finish_train_step() or abort_train_step() first"
@@ -308,10 +314,9 @@ class Role(ABC):
         self._step = TrainStep(objective, denominator, num_microbatches, not eval_mode, loss)
 
     def train_microbatch(self, batch: Batch, term: LossTerm | None = None) -> Report:
-        """Add the gradients of one micro-batch, which is on the device; return its reports, on the
-        device.
+        """Add the gradients of one micro-batch on the device; return the reports, on the device.
 
-        It belongs to `term`, or to the objective with which the step was begun when None.
+        It belongs to `term`; None: to the objective that the step was begun with.
         """
         step = self._open_step()
         term = term or LossTerm(batch, [], step.objective, step.denominator, self.forward)
@@ -324,6 +329,8 @@ class Role(ABC):
         step.num_started = step.num_started + 1
         step.batch = batch
 
+        # The head can compute its gradients at once where the objective's are known from each token
+        # alone.
         gradients = token_gradients(term.objective, batch, term.denominator) if step.learn else None
         with torch.set_grad_enabled(step.learn):
             values, report = term.forward(batch, gradients)
@@ -336,17 +343,18 @@ class Role(ABC):
             self.operations += self._training_operations(batch)
 
         step.loss += loss.detach()
-        step.done += 1
+        step.num_done += 1
         return more | report
 
     def finish_train_step(self) -> tuple[Tensor, Tensor]:
-        """Step the optimizer; return the global loss and the gradient norm before clipping, []
-        each, on the device.
+        """Step the optimizer; return the global loss and the gradient norm before clipping.
+
+        Both are [] on the device.
         """
         step = self._open_step()
-        if step.done < step.num_microbatches:
+        if step.num_done < step.num_microbatches:
             raise RuntimeError(
-                f"finish_train_step() after {step.done} of {step.num_microbatches} micro-batches"
+                f"finish_train_step() after {step.num_done} of {step.num_microbatches} micro-batches"
             )
 
         self._step = None
@@ -359,12 +367,13 @@ class Role(ABC):
         return self.strategy.all_reduce(step.loss, "sum"), norm.to(step.loss.device)
 
     def abort_train_step(self) -> None:
-        """Discard the open step: parameters, optimizer and schedule are unchanged, and no gradient
-        is left.
+        """Discard the open step.
+
+        Parameters, optimizer and schedule are unchanged, and no gradient is left.
         """
         step = self._open_step()
         self._step = None
-        if step.learn and step.num_started and step.done < step.num_microbatches:
+        if step.learn and step.num_started and step.num_done < step.num_microbatches:
             # Gradients that wait for the last micro-batch are inside the strategy: an empty one
             # flushes them.
             values, _ = self.forward(empty_microbatch(step.batch))
@@ -374,10 +383,10 @@ class Role(ABC):
     def denominator(
         self, batch: Batch, rows: MicroBatchIndices, *, length: int | None = None
     ) -> Denominator:
-        """Count the learned tokens and sequences of one optimizer step over all ranks; one
-        collective.
+        """Count the learned tokens and sequences of one optimizer step over all ranks.
 
-        `length` is the constant of seq-mean-token-sum-norm: --generate_max_len when None.
+        It is one collective. `length` is the constant of seq-mean-token-sum-norm:
+        --generate_max_len when None.
         """
         part = batch.select([row for members in rows for row in members])
         learned = torch.zeros(len(part)).index_add(0, part.sequence_ids, part.loss_mask.float())
@@ -400,7 +409,7 @@ class Role(ABC):
     ) -> Tensor:
         """Compute one value per token, in the batch's order: [T] float32 on the host.
 
-        `rows` are the micro-batches of training; inference regroups them if it has a token budget
+        `rows` has the micro-batches of training. Inference regroups them if it has a token budget
         of its own.
         """
         if self.max_logprob_tokens is not None:
@@ -426,8 +435,9 @@ class Role(ABC):
         forward: Callable[[Batch], Tensor],
         mbs: int | None,
     ) -> Tensor:
-        """Compute `forward` for each token of the caller's rows: [B, S, ...] float32 on the host, 0
-        in the padding.
+        """Compute `forward` for each token of the caller's rows: [B, S, ...] float32 on the host.
+
+        The padding is 0.
         """
         flattened = flatten(batch, self.strategy.mesh.data)
         values = self._answer_flat(flattened.batch, flattened.owners, module, forward, mbs)
@@ -446,8 +456,9 @@ class Role(ABC):
     ) -> Tensor:
         """Compute `forward` for each token of a flat batch: [T, ...] on the host.
 
-        `owners` are the rows of each rank.
+        `owners` has the rows of each rank.
         """
+        # Rows move to the rank that computes them, and the values move back to the rows' owners.
         store = self.strategy.sample_store()
         part, steps = self.redistribute_flat(
             batch, None, mbs, max_tokens=self.max_logprob_tokens, store=store

@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation: its log-probs of the tokens that the actor sampled."""
+"""The teacher of on-policy distillation: log-probs of the tokens that the actor sampled."""
 
 from typing import Protocol
 
@@ -12,8 +12,7 @@ class Teacher(Protocol):
     """A model that returns log-probs: a Policy that never learns, or a RemoteTeacher."""
 
     def logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
-        """Return log p of every learned token of a flat batch, 0 elsewhere: [T] float32 on the
-        host.
+        """Return log p of every learned token of a flat batch, 0 elsewhere.
 
-        All ranks call it together.
+        It is [T] float32 on the host. All ranks call it together.
         """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.agents.episodes import Episodes, Play
+from lightrft.agents.episodes import Episodes, EpisodeState
 from lightrft.config.sections import RolloutSection
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.requests import Request, derived_seed
@@ -39,7 +39,7 @@ class EpisodeLoop(RolloutLoop):
     def __init__(self, sampler: "EpisodeSampler", session: "SharedSession", seed: int):
         super().__init__(sampler, session, seed)
         self.episodes = sampler.episodes
-        self._plays: dict[int, Play] = {}
+        self._plays: dict[int, EpisodeState] = {}
         """Index of a request -> its episode."""
         self._groups: dict[int, Group] = {}
         """Number of a group -> the group."""
@@ -95,7 +95,7 @@ class EpisodeLoop(RolloutLoop):
             if self._groups[number].complete:
                 yield self._groups[number]
 
-    def _ready(self) -> list[Play]:
+    def _ready(self) -> list[EpisodeState]:
         """Return the episodes whose programs wait for a turn."""
         if self.session.running:
             return self.episodes.poll(0)
@@ -138,7 +138,7 @@ class EpisodeLoop(RolloutLoop):
             self._take_turn(self._plays.pop(index), completions[0])
         yield from ()
 
-    def _take_turn(self, play: Play, completion: Completion) -> None:
+    def _take_turn(self, play: EpisodeState, completion: Completion) -> None:
         sample = play.conversation
         self.sampler.extend(sample, completion)
         sample.finish_reason = None
@@ -169,7 +169,7 @@ class EpisodeSampler(Sampler):
         """Return nothing: a turn is known only when its program asks for it."""
         return {}
 
-    def next_turn(self, play: Play, group: Group, seed: int) -> Request:
+    def next_turn(self, play: EpisodeState, group: Group, seed: int) -> Request:
         """Build the request for the next turn of an episode."""
         sample = play.conversation
         limits = [self.episodes.section.turn_max_len, play.max_tokens]

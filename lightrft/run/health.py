@@ -1,6 +1,4 @@
-"""Detect a run that learns nothing, and an engine that samples from other weights than those that
-are trained.
-"""
+"""Detect a run that learns nothing, and an engine with other weights than are trained."""
 
 import math
 from collections import deque
@@ -15,16 +13,19 @@ from lightrft.engine.probe import MISMATCH
 MISMATCH_NAME = "engine/logprob_mismatch"
 HISTORY = 16
 ENOUGH = 4
-"""Number of newest steps that determine a run's usual mismatch, and the fewest steps from which it
-is determined."""
+"""How many of the newest steps determine a run's usual mismatch, and how many are needed for that.
+"""
 FAR = 10.0
 """A mismatch is far above its history if it exceeds the median by this many times the larger of
-median and spread."""
+median and spread.
+"""
 NEVER = {torch.float32: 1e-2, torch.bfloat16: 0.5}
-"""A mean mismatch that no rounding explains, not even that of other kernels: the engine has other
-weights, or another model."""
+"""A mean mismatch that no rounding explains, not even with other kernels.
+
+The engine then has other weights, or another model.
+"""
 NO_ADVANTAGE = 1e-8
-SAID = (1, 2, 10, 100, 1000, 10_000)
+WARN_AT = (1, 2, 10, 100, 1000, 10_000)
 """Numbers of steps without a training signal that are told in a warning."""
 
 
@@ -43,15 +44,15 @@ class Health:
         self.dtype = dtype
         self.logs = logs
         self.warnings: list[str] = []
-        """Warnings about the whole run, which run.json contains."""
+        """Warnings about the whole run, for run.json."""
         self.steps_without_signal = self.steps_with_signal = 0
         self._mismatches: deque[float] = deque(maxlen=HISTORY)
 
     def check_step(self, number: int, row: dict[str, float]) -> bool:
         """Warn of a step without signal, and of a mismatch far above its history.
 
-        Returns True if all weights should be verified, which is after such a mismatch.
-        Raises RuntimeError for a mismatch above --mismatch_limit.
+        Returns True after such a mismatch: then all weights should be verified. Raises RuntimeError
+        for a mismatch above --mismatch_limit.
         """
         if "rollout/reward" in row:
             self._check_signal(number, row)
@@ -86,6 +87,7 @@ class Health:
             )
 
     def _check_signal(self, number: int, row: dict[str, float]) -> None:
+        # A teacher gives a signal also where all rewards are equal.
         equal = (
             row["rollout/reward_min"] == row["rollout/reward_max"]
             and not self.config.algorithm.distill_coef
@@ -95,7 +97,7 @@ class Health:
             return
 
         self.steps_without_signal += 1
-        if self.logs and self.steps_without_signal in SAID:
+        if self.logs and self.steps_without_signal in WARN_AT:
             finding = (
                 f"all rewards are {row['rollout/reward']:.4g}"
                 if equal
@@ -110,6 +112,7 @@ class Health:
 
     def _check_mismatch(self, number: int, mismatch: float, largest: float) -> bool:
         limit = self.config.train.mismatch_limit
+        # Not `mismatch > limit`: NaN must fail, too.
         if limit is not None and not mismatch <= limit:
             raise RuntimeError(
                 f"step {number}: the log-probs of engine and trainer differ by {mismatch:.2g} on"
@@ -148,7 +151,7 @@ class Health:
         return True
 
     def _most(self) -> float:
-        """Return the mismatch above which something is wrong whatever the steps before had.
+        """Return the mismatch that is wrong whatever the steps before had.
 
         There is none where samples are older than the weights that are trained, and where
         --mismatch_limit is set instead.
@@ -159,8 +162,9 @@ class Health:
         return math.inf if older or set_by_user else NEVER.get(self.dtype, math.inf)
 
     def _usual(self) -> float:
-        """Return the largest mismatch that the steps before explain; infinity while there are too
-        few.
+        """Return the largest mismatch that the steps before explain.
+
+        It is infinite while there are too few.
         """
         if len(self._mismatches) < ENOUGH:
             return float("inf")

@@ -27,8 +27,9 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """Signal handling of a run: the first signal stops it at its next safe point, the second one at
-    once.
+    """Signal handling of a run.
+
+    The first signal stops it at the next safe point, the second one at once.
     """
 
     def __init__(self, world: Axis, stopping: str = STOPPING):
@@ -55,7 +56,7 @@ class Interruption:
         """Restore the earlier handlers in a forked child, so that SIGTERM ends it.
 
         The child survives the Ctrl-C that only asks the run to stop: a terminal sends that to both,
-        and the run needs its child until the next safe point.
+        and the run needs the child until the next safe point.
         """
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -77,7 +78,7 @@ class Interruption:
         if self._signal:
             raise KeyboardInterrupt
         self._signal = number
-        # when a rank has ended, a launcher sends SIGTERM to the others: nobody reads this message
+        # When a rank has ended, a launcher sends SIGTERM to the others, and nobody reads this.
         if number == signal.SIGINT:
             logger.warning(self.stopping)
 
@@ -88,8 +89,9 @@ _masks = threading.local()
 
 
 def _before_fork() -> None:
-    """Block the signals: Python drops one that arrives in the child before the child's handlers are
-    installed.
+    """Block the signals.
+
+    Python drops one that arrives in the child before the child's handlers are installed.
     """
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 

@@ -12,7 +12,7 @@ def set_up_logging() -> None:
     place = f"rank {rank} " if rank else ""
     logger.remove()
     logger.add(
-        # looked up at every message: the live display redirects it
+        # Looked up at every message, because the live display redirects it.
         lambda line: sys.stderr.write(line),
         format="{time:HH:mm:ss} " + place + "<level>{level: <7}</level> {message}",
         level="INFO",

@@ -1,6 +1,4 @@
-"""The card of a trained model, README.md beside its weights, and its upload to the Hugging Face
-hub.
-"""
+"""Write the card of a trained model, README.md beside the weights, and upload it to the hub."""
 
 import math
 import os
@@ -43,7 +41,7 @@ ON_HUB = "abcdefghijklmnopqrstuvwxyz0123456789-_./"
 def write_card(
     folder: Path, config: Config, *, steps: int, results: dict[str, float], version: str
 ) -> None:
-    """Write the card of the model in `folder`; `results` are its held-out numbers by name."""
+    """Write the card of the model in `folder`; `results` has held-out numbers by name."""
     model = config.model
     base = model.pretrain if _is_hub_name(model.pretrain) else ""
     data = [
@@ -79,13 +77,14 @@ def write_card(
 
 
 def _of_card(folder: str) -> dict[str, Any]:
-    """Return the base model and the licence that the card in a folder names, if it has a card that
-    can be read.
+    """Return the base model and the licence that the card in a folder names.
+
+    It is empty without a card that can be read.
     """
     try:
         card = metadata_load(Path(folder).expanduser() / "README.md") or {}
     except (OSError, ValueError, yaml.YAMLError):
-        # a text of somebody else, which no training depends on
+        # Somebody else has written the card, and no training depends on it.
         return {}
     return {name: card[name] for name in ("base_model", "license") if card.get(name)}
 
@@ -119,14 +118,14 @@ def check_hub(repository: str) -> None:
         raise ConfigError(
             f"{flag}: there is no login: run `hf auth login`, or set HF_TOKEN"
         ) from error
-    except Exception as error:  # of the network, in the types of any HTTP client
+    except Exception as error:  # each HTTP client has errors of its own
         raise ConfigError(
             f"{flag}: the hub does not accept the login: {_first_line(error)}"
         ) from error
 
 
 def push(folder: Path, repository: str) -> None:
-    """Upload a folder to a repository of the hub, which is made, private, if it does not exist.
+    """Upload a folder to a repository of the hub; a new one is private.
 
     A failure is a warning: the model is safe in its folder.
     """
@@ -136,7 +135,7 @@ def push(folder: Path, repository: str) -> None:
         commit = api.upload_folder(
             repo_id=repository, folder_path=folder, commit_message="Upload the trained model"
         )
-    except Exception as error:  # of the network, in the types of any HTTP client
+    except Exception as error:  # each HTTP client has errors of its own
         logger.warning(
             "--push_to_hub {}: the upload failed ({}); repeat it with `hf upload {} {}`",
             repository,

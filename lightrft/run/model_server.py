@@ -1,5 +1,6 @@
-"""OpenAI-compatible server of a model that does not learn, with the routes that agents have in
-training.
+"""OpenAI-compatible server of a model that does not learn.
+
+It has the routes that agents have in training.
 """
 
 import asyncio
@@ -39,18 +40,20 @@ STEPS = 4
 """Number of steps of the engine between two looks at new sessions and signals."""
 POLL_SECONDS = 0.5
 """Longest time between two looks of all ranks at signals, while there are no requests."""
-AT_ONCE = 256
+NUM_THREADS = 256
 """Number of threads for requests that wait until a rank reads them."""
-MOST_FILES = 65536
+MAX_FILES = 65536
 SPARE_FILES = 512
 """Number of open files that are left for everything but sessions."""
 FILES_OF_A_SESSION = 3
-"""Both ends of its socket, and the connection of its client."""
+"""Both ends of the socket, and the connection of the client."""
 
 
 class ServedSession(Session):
-    """Session whose prompts are tokenized in a thread of their own, so that the loop that all
-    requests share never does."""
+    """Session that tokenizes prompts in a thread of its own.
+
+    The loop that all requests share never does that.
+    """
 
     def __init__(self, connection: Connection, format: TurnFormat, tokenizing: Executor):
         super().__init__(connection)
@@ -72,9 +75,9 @@ class ServedSession(Session):
 
 
 class ClientSessions:
-    """Sessions of clients by their `x-session-id`.
+    """Sessions of clients by `x-session-id`.
 
-    A request without one has a session of its own, which ends with it.
+    A request without one has a session of its own that ends with it.
     """
 
     def __init__(self, format: TurnFormat) -> None:
@@ -91,7 +94,7 @@ class ClientSessions:
     def __call__(self, name: str) -> Iterator[Session]:
         """Yield the session.
 
-        Raises ValueError if its time is over; the next request begins another one.
+        Raises ValueError if the time is over; the next request begins another one.
         """
         self._forget_ended(name)
         session = self._named.get(name) or self._begin()
@@ -124,8 +127,10 @@ class ClientSessions:
         return ServedSession(client_end, self._format, self._tokenizing)
 
     def _forget_ended(self, asked: str) -> None:
-        """Forget the sessions whose time is over, except one that is asked for, whose client learns
-        of its end."""
+        """Forget the sessions whose time is over, except the one that is asked for.
+
+        Its client learns that it has ended.
+        """
         for name, session in list(self._named.items()):
             if name != asked and not self._busy[name] and session.connection.poll():
                 self._forget(name, session)
@@ -137,11 +142,10 @@ class ClientSessions:
 
 
 def _open_files() -> int:
-    """Return the number of files that this process can open, after it has been raised as far as
-    possible."""
+    """Raise the number of files that this process can open as far as possible, and return it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, MOST_FILES), most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, MAX_FILES), most))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
@@ -204,8 +208,9 @@ class ModelServer:
                 interruption.safe_point()
 
     def _new_sessions(self, *, wait: bool) -> Iterator[Connection]:
-        """Yield the sessions that have begun, on rank 0; wait a moment for the first one if nothing
-        else is to be done.
+        """Yield the sessions that have begun, on rank 0.
+
+        If nothing else is to be done, wait a moment for the first one.
         """
         if self.strategy.is_rank_0():
             with suppress(queue.Empty):
@@ -214,8 +219,8 @@ class ModelServer:
                     yield self.sessions.new.get_nowait()
 
     async def _listen(self) -> None:
-        """Answer requests in a thread with its own event loop."""
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(AT_ONCE))
+        """Answer requests in a thread with another event loop."""
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
         app = application(self.sessions, self.served, os.environ.get(MODEL_KEY, ""), log=_log)
         with suppress(asyncio.CancelledError):
             await uvicorn.Server(server_settings(app)).serve(sockets=[self._listener])

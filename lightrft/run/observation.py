@@ -1,4 +1,4 @@
-"""Build what observes a run: the trace of its phases, and the sinks of its metrics."""
+"""Build what observes a run: the trace of the phases, and the sinks of the metrics."""
 
 import time
 from collections.abc import Iterator
@@ -46,8 +46,9 @@ def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace
 
 
 def check_logins(config: Config, strategy: StrategyBase) -> None:
-    """Raise ConfigError, on rank 0, for a tracker or a hub without a login: before data and models
-    are loaded.
+    """Raise ConfigError, on rank 0, for a tracker or a hub without a login.
+
+    This is before data and models are loaded.
     """
     if strategy.is_rank_0():
         check_login(report_names(config.observe.report_to))

@@ -1,5 +1,6 @@
-"""Prepare the configuration of a run, in the same way for the command line, for Python, and for a
-trainer built by hand.
+"""Prepare the configuration of a run.
+
+The command line, Python, and a trainer built by hand do it in the same way.
 """
 
 import os
@@ -19,11 +20,11 @@ from lightrft.versions import check_versions
 
 
 def prepare_config(command: str, config: Config) -> Config:
-    """Resolve and check `config` in place, and log its warnings and the plan of the run; once for
-    each configuration.
+    """Resolve and check `config` in place, and log the warnings and the plan of the run.
 
-    Models in GGUF files are converted first, so that everything else only knows folders and hub
-    names. Raises ConfigError with everything that cannot run.
+    A configuration is prepared only once. Models in GGUF files are converted first, so that
+    everything else only knows folders and hub names. Raises ConfigError with everything that cannot
+    run.
     """
     if config.command == command:
         return config
@@ -38,6 +39,7 @@ def prepare_config(command: str, config: Config) -> Config:
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
+    # Nodes may have other versions installed, so each logs what it has found.
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         for notice in notices:
             logger.warning(notice)

@@ -1,5 +1,6 @@
-"""Samples of a run in files, from which the same run can learn again without an engine
-(--dump_rollouts, --replay_rollouts).
+"""Write the samples of a run to files, and learn from them again without an engine.
+
+The flags are --dump_rollouts and --replay_rollouts.
 """
 
 import json
@@ -15,21 +16,20 @@ from lightrft.observe.sinks import Writer
 from lightrft.parallel.mesh import Mesh
 from lightrft.types import Drafts, Episode, Prompt, Sample
 
-OF_SAMPLE = tuple(
+SAMPLE_FIELDS = tuple(
     field.name for field in fields(Sample) if field.name not in ("prompt", "drafts", "episode")
 )
-OF_EPISODE = tuple(
+EPISODE_FIELDS = tuple(
     field.name for field in fields(Episode) if field.name not in ("branches", "rewards")
 )
 
 
 class RecordedSamples:
-    """A folder with the samples of each step and each replica of data:
-    `step_000001/replica_0_of_2.jsonl`.
+    """A folder with the samples of each step and replica: `step_000001/replica_0_of_2.jsonl`.
 
     The first line of a file has the version of the weights that the engine had, each other line a
-    sample with its rewards. Of a prompt it has the index and the tokens; its columns and media are
-    those of the data of the run that reads it.
+    sample with the rewards. For a prompt it has the index and the tokens; columns and media come
+    from the data of the run that reads it.
     """
 
     def __init__(self, folder: str, mesh: Mesh):
@@ -99,7 +99,7 @@ class RecordedSamples:
 def _as_json(sample: Sample) -> dict[str, Any]:
     prompt = sample.prompt
     episode = sample.episode
-    row = {name: getattr(sample, name) for name in OF_SAMPLE} | {"drafts": list(sample.drafts)}
+    row = {name: getattr(sample, name) for name in SAMPLE_FIELDS} | {"drafts": list(sample.drafts)}
     row["prompt"] = {
         "index": prompt.index,
         "text": prompt.text,
@@ -107,7 +107,7 @@ def _as_json(sample: Sample) -> dict[str, Any]:
     }
 
     if episode is not None:
-        row["episode"] = {name: getattr(episode, name) for name in OF_EPISODE} | {
+        row["episode"] = {name: getattr(episode, name) for name in EPISODE_FIELDS} | {
             "rewards": episode.rewards,
             "branches": list(map(_as_json, episode.branches)),
         }
@@ -119,6 +119,7 @@ def _of_json(values: dict[str, Any], prompts: Sequence[Prompt]) -> Sample:
     prompt = values.pop("prompt")
     episode = values.pop("episode", None)
     recorded = prompts[prompt["index"]]
+    # An environment may have added its first observation to the prompt.
     if list(recorded.token_ids) != prompt["token_ids"]:
         recorded = replace(recorded, text=prompt["text"], token_ids=prompt["token_ids"])
 

@@ -1,5 +1,6 @@
-"""Compare a checkpoint with the run that resumes from it: both need the same data, model and core
-settings.
+"""Compare a checkpoint with the run that resumes from it.
+
+Both need the same data, model and core settings.
 """
 
 import json
@@ -25,9 +26,8 @@ FIXED = (
     "max_epochs",
     "advantage_estimator",
 )
-"""Settings that determine the order of the data, the updates of a step, or the meaning of what is
-stored."""
-FIXED_BESIDE_FROZEN = (
+"""Settings that determine the order of the data, the updates of a step, or what is stored."""
+FIXED_WITH_FROZEN = (
     "pretrain",
     "critic_pretrain",
     "lora_rank",
@@ -36,11 +36,13 @@ FIXED_BESIDE_FROZEN = (
     "freeze_prefix",
     "freeze_vision_tower",
 )
-"""Settings that are also fixed if frozen parameters come from --pretrain, and settings of what the
-checkpoint contains."""
+"""Settings that are also fixed if frozen parameters come from --pretrain.
+
+They say which parameters are frozen, and what the checkpoint contains.
+"""
 TOWERS = ("vision_config", "audio_config")
 """Parts of a model's configuration that describe modules which are not trained."""
-NO_NUMBER_DEPENDS_ON = {
+NO_EFFECT_ON_NUMBERS = {
     *(
         "save_path",
         "ckpt_path",
@@ -90,30 +92,28 @@ def identity(
     """Return the identity of a run, in JSON's types.
 
     `rows` are the training data after templates, tokenizer and limits. `weights`: name of a model
-    -> fingerprint of the weights that it was built from. `probabilities`: those of the data sets
+    -> fingerprint of the weights that it was built from. `probabilities` belong to the data sets
     that rows are drawn from.
     """
-    return _plain(
-        {
-            "rows": len(rows),
-            "probabilities": probabilities,
-            "pieces": rows.digests,
-            "model": {
-                name: value for name, value in model.to_dict().items() if name not in NOT_THE_MODEL
-            },
-            "weights": dict(weights),
-            "command": config.command,
-            "settings": {
-                name: value
-                for section in asdict(config).values()
-                for name, value in section.items()
-            },
-        }
-    )
+    values = {
+        "rows": len(rows),
+        "probabilities": probabilities,
+        "pieces": rows.digests,
+        "model": {
+            name: value for name, value in model.to_dict().items() if name not in NOT_THE_MODEL
+        },
+        "weights": dict(weights),
+        "command": config.command,
+        "settings": {
+            name: value for section in asdict(config).values() for name, value in section.items()
+        },
+    }
+    # A checkpoint gives back what JSON made of these values, so both sides go through it.
+    return json.loads(json.dumps(values, default=str))
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the changes that are allowed. Raises ConfigError with all those that are not."""
+    """Return the changes that are allowed; raise ConfigError with all that are not."""
     settings = _changes(before["settings"], now["settings"])
     partly = any(
         run["settings"].get(name)
@@ -121,12 +121,13 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for name in ("lora_rank", "freeze_prefix")
     )
     partly |= any(name in now["model"] for name in TOWERS)
-    fixed = (*FIXED, *FIXED_BESIDE_FROZEN) if partly else FIXED
+    fixed = (*FIXED, *FIXED_WITH_FROZEN) if partly else FIXED
     problems = [f"--{name} {change}" for name, change in settings.items() if name in fixed]
     problems += [
         f"the model's {name} {change}"
         for name, change in _changes(before["model"], now["model"]).items()
     ]
+    # A checkpoint lacks frozen parameters, so the resumed run would silently get other ones.
     others = [
         f"the weights of the {name}'s base model have changed, and frozen parameters are not in the"
         " checkpoint"
@@ -157,7 +158,7 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     notices = [
         f"--{name} {change}"
         for name, change in settings.items()
-        if name not in NO_NUMBER_DEPENDS_ON
+        if name not in NO_EFFECT_ON_NUMBERS
     ]
     of_reference = now.get("command") in ("train_dpo", "train_kto")
     of_reference |= bool(now["settings"].get("use_kl_loss") or now["settings"].get("init_kl_coef"))
@@ -176,7 +177,3 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
         for name in now
         if name in before and before[name] != now[name]
     }
-
-
-def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=str))

@@ -1,8 +1,7 @@
-"""Server of reward models, for `--reward http://host:port` of other runs; rewards/remote.py
-describes the requests.
+"""Server of reward models, for `--reward http://host:port` of other runs.
 
-All ranks compute: rank 0 receives the requests, collects those that wait, and sends them to the
-others.
+rewards/remote.py describes the requests. All ranks compute: rank 0 receives the requests, collects
+what is waiting, and sends it to the others.
 """
 
 import base64
@@ -45,10 +44,10 @@ IDLE_SECONDS = 600.0
 """Time limit of a connection without a request."""
 RECEIVE_SECONDS = 60.0
 """Time limit for a request that has begun."""
-MOST_CONNECTIONS = 256
+MAX_CONNECTIONS = 256
 CHUNK = 1 << 16
-LARGEST_REQUEST = 64 << 20
-"""Number of bytes."""
+MAX_REQUEST = 64 << 20
+"""Number of bytes of the largest request."""
 LETTERS_PER_TOKEN = 64
 """A text with more letters for each token that fits is not even tokenized."""
 
@@ -57,7 +56,7 @@ Text = tuple[str, str]
 Tokens = tuple[list[int], list[int]]
 """The tokens of both."""
 Job = dict[str, list[Tokens]]
-"""Label of a model -> the texts of a request, as it reads them."""
+"""Label of a model -> the texts of a request, as the model reads them."""
 Reward = float | dict[str, float]
 
 
@@ -73,7 +72,7 @@ class ServedModel:
     tokenizer: PreTrainedTokenizerBase
     weight: float = 1.0
     steps: StepRewards | None = None
-    """Rewards of the steps of a response, whose sum is the reward, for a process reward model."""
+    """Rewards of the steps of a response, for a process reward model; the reward is the sum."""
 
     def tokens(self, texts: Sequence[Text]) -> list[Tokens]:
         """Tokenize as training does. Raises ValueError for a text that has more tokens than fit."""
@@ -96,8 +95,10 @@ class ServedModel:
         return tokens
 
     def scores(self, tokens: Sequence[Tokens]) -> list[float]:
-        """Return the weighted reward of each text. All ranks call it together, with any number of
-        texts."""
+        """Return the weighted reward of each text.
+
+        All ranks call it together, with any number of texts.
+        """
         ids = [torch.tensor(prompt + response) for prompt, response in tokens]
         padded = (
             pad_sequence(ids, batch_first=True) if ids else torch.zeros(0, 1, dtype=torch.int64)
@@ -112,10 +113,10 @@ class ServedModel:
         ]
 
     def _tokens(self, prompt: str, response: str) -> Tokens:
-        """Tokenize as training does, with the tokens that begin a text, unless it has them, and the
-        end token after it.
+        """Tokenize as training does.
 
-        In a prompt that the chat template has rendered, that is the template's.
+        The tokens that begin a text are added unless it has them, and the end token follows it. In
+        a prompt that the chat template has rendered, the template's end token does.
         """
         end = self.tokenizer.eos_token
         template_end = ""
@@ -235,8 +236,10 @@ def _size(job: Job) -> int:
 
 
 class _Listener(ThreadingHTTPServer):
-    """HTTP server that puts requests into a queue, and waits for their answers. Each connection has
-    a thread."""
+    """HTTP server that puts requests into a queue, and waits for the answers.
+
+    Each connection has a thread.
+    """
 
     daemon_threads = True
 
@@ -245,7 +248,7 @@ class _Listener(ThreadingHTTPServer):
         self.waiting = waiting
         self.models = models
         self.authorization = authorization(os.environ.get(REWARD_KEY, ""))
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
@@ -264,8 +267,7 @@ class _Listener(ThreadingHTTPServer):
 
 
 class _Unreadable(Exception):
-    """Raised for a request that is answered with an error; its arguments are the status and the
-    problem."""
+    """Raised for a request that is answered with an error; it has the status and the problem."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -274,8 +276,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = IDLE_SECONDS
 
     def handle_one_request(self) -> None:
-        """Wait for a request, then read it within a time limit, after which the connection is
-        closed."""
+        """Wait for a request, and read it within a time limit, or close the connection."""
         if not self.rfile.peek(1):
             self.close_connection = True
             return
@@ -293,7 +294,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         try:
             content = self._content()
-            self._limit.cancel()
+            self._limit.cancel()  # the answer may take longer than a request may
             texts = _texts(json.loads(content))
             job = {each.label: each.tokens(texts) for each in self.server.models}
         except _Unreadable as error:
@@ -314,9 +315,8 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(written) if written.isdecimal() and len(written) < 20 else None
         if problem := self._problem(length):
             self.close_connection = True
-            for _ in range(
-                0, length or 0, CHUNK
-            ):  # many clients read no answer before they have sent everything
+            # Many clients read no answer before they have sent everything.
+            for _ in range(0, length or 0, CHUNK):
                 if not self.rfile.read(min(CHUNK, length)):
                     break
             raise problem
@@ -335,6 +335,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _problem(self, length: int | None) -> _Unreadable | None:
         expected = self.server.authorization
         received = self.headers.get("Authorization", "")
+        # In constant time, so that a key cannot be guessed letter by letter.
         if expected and not hmac.compare_digest(
             received.encode(errors="replace"), expected.encode()
         ):
@@ -344,10 +345,10 @@ class _Handler(BaseHTTPRequestHandler):
                 411, "the request does not say how many bytes it has (Content-Length)"
             )
 
-        if length > LARGEST_REQUEST:
+        if length > MAX_REQUEST:
             return _Unreadable(
                 413,
-                f"the request has {length} bytes, more than {LARGEST_REQUEST}: send fewer texts at"
+                f"the request has {length} bytes, more than {MAX_REQUEST}: send fewer texts at"
                 " once",
             )
 
@@ -372,8 +373,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def authorization(key: str) -> str:
-    """Return the header that a client sends with a key, or with `user:password`; empty without a
-    key.
+    """Return the header that a client sends with a key, or with `user:password`.
+
+    It is empty without a key.
     """
     if not key:
         return ""

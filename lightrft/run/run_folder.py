@@ -1,5 +1,6 @@
-"""The folder of a run: its lock, the run that its files belong to, and the folder to which earlier
-results are moved.
+"""The folder of a run: the lock, and which run the files belong to.
+
+Earlier results are moved to another folder.
 """
 
 import datetime
@@ -30,8 +31,8 @@ from lightrft.parallel.collectives import Axis
 LOCK = ".lock"
 DESCRIPTION = "run.json"
 RESULTS = ("metrics.jsonl", "samples.jsonl", "model", "model_ema", "critic", "draft")
-"""Files and folders that only a run which has trained leaves."""
-BESIDE_RESULTS = (
+"""Files and folders that only a run that has trained leaves."""
+OTHER_FILES = (
     DESCRIPTION,
     "config.yaml",
     "report.html",
@@ -45,13 +46,15 @@ BESIDE_RESULTS = (
     "comet",
     *(f"{name}_run_id" for name in TRACKERS),
 )
-"""Other files and folders of a run, which are moved together with its results."""
+"""Other files and folders of a run; they are moved together with the results."""
 PROCESS_KEY = uuid.uuid4().hex
 """Random name of this process: processes of two containers may have one number on one host."""
 PROBE_BYTES = 4096
 TAKEOVER = LOST_AFTER + 15
-"""Seconds after which a restarted run takes the lock over. By then a rank of a lost machine, whose
-lock its file server may keep, has ended: it had noticed that the connection to the others was lost.
+"""Seconds before a restarted run takes the lock over.
+
+A file server may keep the lock of a rank whose machine is lost. By then that rank has ended: it had
+noticed that the connection to the others was lost.
 """
 
 
@@ -80,10 +83,10 @@ class RunFolder:
         self.launchers = sorted({name for name in world.gather(launcher()) if name})
         """Names of the torchruns that have started the ranks."""
         self.restarted = world.broadcast(world.rank == 0 and self._is_restarted())
-        """True if the folder belongs to an earlier attempt of this run: a torchrun of it has
+        """True if the folder belongs to an earlier attempt of this run: the same torchrun has
         started these ranks too."""
         self.id = ""
-        """Unique id of the run, which its checkpoints contain."""
+        """Unique id of the run; its checkpoints contain it."""
         self.date = ""
         """First day of the run, as YYYY-MM-DD. Prompts may contain it, so it stays the same when
         the run is resumed."""
@@ -93,10 +96,9 @@ class RunFolder:
     def claim(cls, config: Config, world: Axis) -> Self:
         """Lock the folder and check that all ranks can write to it.
 
-        All ranks call this, before anything expensive.
-
-        A run that its torchruns have started again resumes: --load_checkpoint is set, and
-        --overwrite has had its effect. Chat templates then write the date of the run.
+        All ranks call this, before anything expensive. A run that torchrun has started again
+        resumes: --load_checkpoint is set, and --overwrite has had its effect. Chat templates then
+        write the date of the run.
 
         Raises ConfigError, on all ranks, if another run is using the folder, if it holds an earlier
         run's results and the configuration does not say what to do with them, or if it cannot be
@@ -115,6 +117,7 @@ class RunFolder:
 
         try:
             folder._together(lambda: folder._take() if world.rank == 0 else None)
+            # Every rank tries to write, because it may be on another machine.
             folder._together(folder._probe)
         except ConfigError:
             folder.release()
@@ -145,8 +148,9 @@ class RunFolder:
         return content if isinstance(content, dict) else {}
 
     def describe(self, description: dict[str, Any]) -> None:
-        """Write `run.json` in place, over the earlier one: this needs no free space on a full
-        disk.
+        """Write `run.json` in place, over the earlier one.
+
+        This needs no free space on a full disk.
         """
         with open(os.open(self.path / DESCRIPTION, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
             owner = {
@@ -206,7 +210,7 @@ class RunFolder:
 
         self.id = uuid.uuid4().hex
         results = self._results()
-        # with --overwrite they stay until the run begins: it may fail before
+        # With --overwrite they stay until the run begins, because it may fail before.
         if results and not self.overwrites:
             raise ConfigError(
                 f"--save_path {self.path} has the results of an earlier run ({', '.join(results)}):"
@@ -239,7 +243,7 @@ class RunFolder:
         if not self._results():
             return
         self.id = uuid.uuid4().hex
-        _move(self.path, [*RESULTS, *BESIDE_RESULTS, *([] if self.outside else ["checkpoints"])])
+        _move(self.path, [*RESULTS, *OTHER_FILES, *([] if self.outside else ["checkpoints"])])
         if self.outside:
             _move(
                 self.checkpoints,
@@ -297,8 +301,9 @@ class RunFolder:
 
 
 def _flock(file: IO[str], patience: float) -> None:
-    """Lock an open file; BlockingIOError if another process holds the lock for more than `patience`
-    seconds.
+    """Lock an open file.
+
+    Raise BlockingIOError if another process holds the lock for more than `patience` seconds.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -311,9 +316,7 @@ def _flock(file: IO[str], patience: float) -> None:
 
 
 def _run_of(checkpoint: Path) -> str | None:
-    """Return the id of the run that wrote a checkpoint; None if the checkpoint has none or cannot
-    be read.
-    """
+    """Return the id of the run that wrote a checkpoint; None if it cannot be read."""
     try:
         return json.loads((checkpoint / STATE).read_text())["client"].get("run")
     except (OSError, ValueError, KeyError):

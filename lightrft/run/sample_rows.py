@@ -10,7 +10,7 @@ from lightrft.types import Episode, Sample
 def sample_rows(samples: list[Sample]) -> list[dict[str, Any]]:
     """Return a row for each sample.
 
-    Thumbnails and sound of a prompt are in the first row of its group.
+    Thumbnails and sound of a prompt are in the first row of the group.
     """
     rows = []
     groups = set()

@@ -1,5 +1,6 @@
-"""Check the machine for a run: packages, device, memory, disk, and the network of one node, with
-solutions.
+"""Check the machine for a run: packages, device, memory, disk, and the network of one node.
+
+Each problem comes with a solution.
 """
 
 import platform
@@ -24,7 +25,7 @@ from lightrft.versions import (
 
 SHARED_MEMORY = Path("/dev/shm")
 PORT = 29500
-"""Port at which the processes of torchrun meet by default."""
+"""Port where the processes of torchrun meet by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Check:
     name: str
     finding: str
     problem: str = ""
-    """The problem and its solution; empty if there is none."""
+    """What is wrong and how to solve it; empty if nothing is."""
     fatal: bool = False
     """True if nothing can run; a problem that is not fatal may matter later."""
 
@@ -107,6 +108,7 @@ def _device() -> Check:
 
     count = torch.accelerator.device_count()
     free, total = free_memory(device)
+    # This process has a context of its own there, so a little does not count.
     busy = f"{(total - free) / GB:.0f} GB are used by other programs" if free < 0.9 * total else ""
 
     return Check(

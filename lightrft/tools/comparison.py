@@ -12,20 +12,20 @@ from lightrft.observe.page import page, safe
 from lightrft.observe.report import CHARTS, Chart, History, read_history
 
 AVERAGED = 10
-"""Number of last steps whose mean is the number of a run in the table."""
-LARGEST = 8
+"""Number of last steps to average for the table."""
+MAX_RUNS = 8
 """Number of runs that have a colour each."""
-OF_THE_FOLDER = ("save_path", "ckpt_path", "load_checkpoint", "overwrite")
+FOLDER_SETTINGS = ("save_path", "ckpt_path", "load_checkpoint", "overwrite")
 """Settings that say where a run is, not what it does."""
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
-    """Write a page that compares the runs of the folders; return its path.
+    """Write a page that compares the runs of the folders; return the path.
 
     Raises ValueError for more than eight runs, and FileNotFoundError for a folder without metrics.
     """
-    if len(folders) > LARGEST:
-        raise ValueError(f"at most {LARGEST} runs can be compared, not {len(folders)}")
+    if len(folders) > MAX_RUNS:
+        raise ValueError(f"at most {MAX_RUNS} runs can be compared, not {len(folders)}")
 
     histories = {}
     for folder, name in zip(folders, _names(folders), strict=True):
@@ -104,7 +104,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         name: value
         for section in sections.values()
         for name, value in section.items()
-        if name not in OF_THE_FOLDER
+        if name not in FOLDER_SETTINGS
     }
 
 

@@ -1,7 +1,7 @@
-"""Find where engine and trainer differ: first the log-probs of every token, then the model's parts
-in order of computation.
+"""Find where engine and trainer differ.
 
-The engine gets its weights from the weight stream, as in training, so the comparison is valid for a
+First the log-probs of every token are compared, then the model's parts in order of computation. The
+engine gets the weights from the weight stream, as in training, so the comparison is valid for a
 run.
 """
 
@@ -37,8 +37,10 @@ SAMPLING = {
     "sampled": Sampling(n=4, max_tokens=32, seed=1),
 }
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-"""Relative difference of a part's output that rounding explains in the first layer; it grows with
-the root of the depth."""
+"""Relative difference of a part's output that rounding explains in the first layer.
+
+It grows with the root of the depth.
+"""
 
 ADVICE = {
     "embed_tokens": (
@@ -79,19 +81,19 @@ ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Differences of the log-probs of some responses' tokens."""
+    """Differences between the log-probs of some responses' tokens."""
 
     tokens: int
     mean: float
     largest: float
     mean_exp: float
     worst: str
-    """Token of the largest difference, with both log-probs."""
+    """Token with the largest difference, with both log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartGap:
-    """Difference of one part's outputs: its norm relative to that of the trainer's outputs."""
+    """Difference between a part's outputs: its norm over the norm of the trainer's outputs."""
 
     name: str
     relative: float
@@ -104,12 +106,16 @@ class PartGap:
 
 @dataclass(slots=True)
 class Diagnosis:
+    """Result of comparing an engine with the trainer."""
+
     engine: str
     dtype: torch.dtype
     gaps: dict[str, Gap]
     parts: list[PartGap] = field(default_factory=list)
-    """Differences of the parts in order of computation; empty for an engine whose parts cannot be
-    observed."""
+    """Differences of the parts in order of computation.
+
+    It is empty for an engine whose parts cannot be observed.
+    """
     settings: list[str] = field(default_factory=list)
     """Differences of the two models' configurations."""
 
@@ -156,6 +162,7 @@ def diagnose(
     pretrain = config.model.pretrain
     with strategy.init_model_context():
         actor = Actor(load_model(config.model))
+    # The engine leaves these tokens out, so the trainer must do the same.
     banned = never_sampled(pretrain, actor.language_model.config, tokenizer)
     part = Sampling().resolved(banned).truncation
     policy = Policy(strategy, strategy.prepare(actor), truncation=part)
@@ -190,8 +197,9 @@ def diagnose(
 
 
 def _without(banned: Sequence[int], values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts without the logits of tokens that are never sampled: an engine may have
-    masked them already.
+    """Return the parts without the logits of tokens that are never sampled.
+
+    An engine may have masked them already.
     """
     if LOGITS not in values:
         return values
@@ -203,12 +211,13 @@ def _without(banned: Sequence[int], values: dict[str, Tensor]) -> dict[str, Tens
 def compare(
     trainer_values: dict[str, Tensor], engine_values: dict[str, Tensor], dtype: torch.dtype
 ) -> list[PartGap]:
-    """Compare the parts that both have, in the order in which the trainer computes them."""
+    """Compare the parts that both have, in the order of the trainer."""
     depths = {
         name: next((int(part) for part in name.split(".") if part.isdigit()), None)
         for name in trainer_values
     }
 
+    # Rounding errors grow with the depth, so each part is judged by its own.
     deepest = max((depth for depth in depths.values() if depth is not None), default=0)
     part_gaps = []
     for name, part in trainer_values.items():
@@ -272,6 +281,7 @@ def _gap(
     gaps = torch.tensor(
         [abs(trained - sampled) for trained, sampled, _ in pairs], dtype=torch.float64
     )
+    # NaN is the worst difference of all.
     trained, sampled, token = pairs[int(gaps.nan_to_num(torch.inf).argmax())]
     worst = f"token {token} {decode(token)!r}: trainer {trained:.6f}, engine {sampled:.6f}"
 

@@ -1,5 +1,6 @@
-"""Plan of a run without weights and without a device: its layout, the bytes of a rank in each
-phase, seconds, and advice.
+"""Plan a run without weights and without a device.
+
+A plan has the layout, the bytes of a rank in each phase, seconds, and advice.
 """
 
 from collections.abc import Iterator
@@ -35,17 +36,18 @@ from lightrft.tools.step_memory import (
 from lightrft.tools.step_time import StepWork, kv_bytes, seconds
 
 USABLE = 0.94
-"""Share of a device's memory that remains beside its context, the buffers of collectives, and the
-allocator's gaps."""
+"""Share of a device's memory that a run can use.
+
+The context, the buffers of collectives, and the allocator's gaps take the rest.
+"""
 ENGINE_OVERHEAD = 2e9
-"""Bytes of an engine's activations and graphs, in its share of the memory."""
+"""Bytes of an engine's activations and graphs, in the engine's share of the memory."""
 LIVE = 1_000_000_000
-"""DeepSpeed's stage3_max_reuse_distance: parameters that are used again within as many stay
-gathered."""
+"""DeepSpeed's stage3_max_reuse_distance: parameters used again within it stay gathered."""
 PLAIN_BUCKET = 500_000_000
 """Gradient elements of a reduction of DeepSpeed without ZeRO."""
 ROUNDED = 512
-"""--max_tokens_per_microbatch is rounded down to a multiple of it."""
+"""--max_tokens_per_microbatch is rounded down to a multiple of this."""
 Bytes = dict[str, float]
 
 
@@ -81,7 +83,7 @@ class RunPlan:
 
 
 class Planner:
-    """Bytes of one configuration, which is resolved, on `ranks` devices."""
+    """Bytes of one resolved configuration on `ranks` devices."""
 
     def __init__(
         self,
@@ -164,8 +166,9 @@ class Planner:
         }
 
     def states_of_zero(self, parameters: float, trained: float) -> Bytes:
-        """Return what DeepSpeed keeps: masters besides parameters; at stage 1 gradients of the
-        micro-batch besides their sum.
+        """Return what DeepSpeed keeps: masters besides parameters.
+
+        At stage 1 it also keeps gradients of the micro-batch besides the sum.
         """
         stage = self.config.strategy.zero_stage
         share = trained / self.training
@@ -177,11 +180,11 @@ class Planner:
         }
 
     def work_of_zero(self, head: float) -> float:
-        """Return the most that DeepSpeed needs at a time beside states and activations: the head,
-        or a bucket of gradients.
+        """Return the most that DeepSpeed needs at a time beside states and activations.
 
-        A bucket is copied before it is reduced over the ranks. ZeRO-3 keeps up to LIVE parameters
-        from the forward pass for the backward pass, which ends with the embeddings.
+        That is the head, or a bucket of gradients. A bucket is copied before it is reduced over the
+        ranks. ZeRO-3 keeps up to LIVE parameters from the forward pass for the backward pass, which
+        ends with the embeddings.
         """
         stage = self.config.strategy.zero_stage
         text = self.shape.get_text_config()
@@ -200,12 +203,12 @@ class Planner:
         return max(bucket + head + self.width * min(LIVE, self.of_rank), reduced + embeddings)
 
     def frozen(self, shape: PretrainedConfig | None = None) -> float:
-        """Return the bytes of the part of a frozen model that a rank keeps."""
+        """Return the bytes of a frozen model that a rank keeps."""
         count = self.of_rank if shape is None else num_parameters(shape) / self.tp
         return self.width * count / self.shards
 
     def draft(self) -> float:
-        """Return the bytes of the model that drafts, all of whose parameters are trained."""
+        """Return the bytes of the model that drafts; all parameters are trained."""
         count = num_parameters(model_config(self.config.engine.draft_pretrain)) / self.tp
         if self.config.strategy.strategy == "deepspeed":
             return sum(self.states_of_zero(count, count).values())
@@ -217,6 +220,7 @@ class Planner:
         model = self.config.model
         models = {}
         if self.command == "train_ppo":
+            # An actor with adapters is its own reference.
             if needs_reference(algorithm) and not model.lora_rank:
                 models["reference"] = self.frozen()
             if needs_critic(algorithm):
@@ -264,6 +268,7 @@ class Planner:
             )
             if not self.config.rollout.rollout_ranks:
                 weights = self.width * self.parameters / self.config.engine.engine_tp_size
+                # Two buckets exist at a time; see weight_sync/stream.py.
                 phases["weight sync"] = (
                     parameters
                     | resident
@@ -291,11 +296,13 @@ class Planner:
         return size or self.device.memory / 8
 
     def max_tokens(self, step: StepBytes, tokens: int) -> int:
-        """Return the largest micro-batch that fits into the phase of training: bytes grow in
-        proportion to tokens.
+        """Return the largest micro-batch that fits into the phase of training.
+
+        Bytes grow in proportion to tokens.
         """
         used = sum(self.phases(step, tokens)["train"].values())
         other = 2 * tokens if used <= self.capacity else max(tokens // 2, self.sp)
+        # Two sizes give the line, and the line gives the size where the capacity ends.
         slope = (sum(self.phases(self.step(other), other)["train"].values()) - used) / (
             other - tokens
         )
@@ -316,6 +323,7 @@ class Planner:
         rollout = config.rollout
         samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
         many_updates = samples // config.train.train_batch_size * config.train.max_epochs > 1
+        # Old log-probs are computed only if a step has several updates.
         passes = (
             many_updates
             + needs_reference(algorithm)
@@ -367,7 +375,7 @@ class Planner:
         return hints
 
     def picture(self) -> list[str]:
-        """Return the ranks that share data, if several do, and how often the model is there."""
+        """Return which ranks share data, if several do, and how often the model exists."""
         size = self.sp * self.tp
         groups = self.config.strategy.dp_replicate
         copies = "the model is there once" if groups == 1 else f"the model is there {groups} times"
@@ -397,8 +405,9 @@ class Planner:
         return lines
 
     def advice(self, plan: RunPlan) -> list[str]:
-        """Return what to change: flags with which a run fits that does not, and where devices would
-        be idle.
+        """Return what to change.
+
+        These are flags that make a run fit, and places where devices would be idle.
         """
         hints = self.idle_ranks()
         config = self.config
@@ -430,8 +439,9 @@ class Planner:
         return hints
 
     def suggest_changes(self) -> list[str]:
-        """Return flags with which every phase fits, none of which can be left out; none if all
-        together do not suffice.
+        """Return the fewest flags that make every phase fit; none if all together do not suffice.
+
+        No flag of them can be left out.
         """
         changes: dict[str, Any] = {}
         for name, value in self.changes():
@@ -448,8 +458,9 @@ class Planner:
         return []
 
     def changes(self) -> Iterator[tuple[str, Any]]:
-        """Yield flags in the order in which they cost speed; one that was tried before gets a
-        stronger value.
+        """Yield flags in the order of what they cost in speed.
+
+        A flag that was tried before gets a stronger value.
         """
         config = self.config
         longest = config.data.prompt_max_len + config.rollout.generate_max_len
@@ -487,6 +498,7 @@ class Planner:
         tokens = config.train.max_tokens_per_microbatch
         phases = other.phases(other.step(tokens), tokens)
         longest = config.data.prompt_max_len + config.rollout.generate_max_len
+        # A cache that does not hold one full sequence would stop the engine.
         enough_cache = "generate" not in phases or other.cache_tokens() >= longest
 
         return enough_cache and all(

@@ -1,6 +1,4 @@
-"""Configurations of models whose folder is not on this machine, for plans, which need no
-weights.
-"""
+"""Configurations of models whose folder is not on this machine; plans need no weights."""
 
 import json
 from pathlib import Path
@@ -27,8 +25,10 @@ QWEN2 = {
     "32B": (5120, 27648, 64, 40, 8),
     "72B": (8192, 29568, 80, 64, 8),
 }
-"""Size of Qwen2.5 -> hidden size, intermediate size, layers, attention heads, key-value heads
-(their config.json)."""
+"""Size of Qwen2.5 -> hidden size, intermediate size, layers, attention heads, key-value heads.
+
+The numbers come from their config.json.
+"""
 QWEN3 = {
     "0.6B": (1024, 3072, 28, 16, 8),
     "1.7B": (2048, 6144, 28, 16, 8),
@@ -46,11 +46,11 @@ TIED = ("0.5B", "1.5B", "3B", "0.6B", "1.7B", "4B")
 
 
 def model_config(name: str, file: str = "") -> PretrainedConfig:
-    """Return the configuration of a model: of `file`, of its folder, of the hub's cache, of a
-    well-known name, or of the hub.
+    """Return the configuration of a model.
 
-    Raise ConfigError if there is none. A machine without network does not wait for the hub where
-    the shape is known.
+    It comes from `file`, from the model's folder, from the hub's cache, from a well-known name, or
+    from the hub. Raise ConfigError if there is none. A machine without network does not wait for
+    the hub where the shape is known.
     """
     known = None if file or Path(name).expanduser().is_dir() else known_config(name)
     try:
@@ -68,8 +68,9 @@ def model_config(name: str, file: str = "") -> PretrainedConfig:
 
 
 def known_config(name: str) -> PretrainedConfig | None:
-    """Return the configuration of a Qwen2.5, Qwen3 or Llama 3.1 model by its hub name; None for
-    others.
+    """Return the configuration of a Qwen2.5, Qwen3 or Llama 3.1 model by hub name.
+
+    None for others.
     """
     size = next(
         (
@@ -100,7 +101,7 @@ def known_config(name: str) -> PretrainedConfig | None:
         "Qwen/Qwen3-": (Qwen3Config, QWEN3),
         "meta-llama/Llama-3.1-": (LlamaConfig, LLAMA),
     }
-    # of the same shapes
+    # Coder and Math have the same shapes.
     name = name.replace("Qwen2.5-Coder-", "Qwen2.5-").replace("Qwen2.5-Math-", "Qwen2.5-")
 
     for prefix, (kind, sizes) in families.items():

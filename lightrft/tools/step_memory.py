@@ -1,9 +1,9 @@
-"""Bytes of a training step on one rank, of a model without weights: FSDP2's own operations on
-tensors that have only a shape.
+"""Bytes of a training step on one rank, for a model without weights.
 
-torch's FSDPMemTracker counts every storage while it lives, on rank 0 of a fake process group.
-Layers and tokens add bytes in proportion, so that two small traces give those of a model of any
-depth: see tests/bench/test_memory.py for what real ranks take.
+FSDP2's own operations run on tensors that have only a shape. torch's FSDPMemTracker counts every
+storage while it lives, on rank 0 of a fake process group. Layers and tokens add bytes in
+proportion, so two small traces give the bytes of a model of any depth: tests/bench/test_memory.py
+compares them with what real ranks take.
 """
 
 from collections.abc import Iterator
@@ -29,14 +29,18 @@ from lightrft.parallel.mesh import Mesh
 from lightrft.roles.operations import count_parameters
 from lightrft.strategy import FSDPStrategy
 
-FEW = (3, 4)
-"""Numbers of layers that are traced: with fewer, not all that a peak has at the same time exists.
+TRACED_LAYERS = (3, 4)
+"""Numbers of layers that are traced.
+
+With fewer, not everything that a peak holds exists at the same time.
 """
 _known: dict[tuple[str, str, int, int], "StepBytes"] = {}
-"""Results of step_bytes() by its arguments: a plan tries flags of which most do not change the
-step."""
+"""Results of step_bytes() by argument.
+
+A plan tries flags, and most do not change the step.
+"""
 _counts: dict[str, tuple[int, int]] = {}
-"""Results of parameter_counts() by its argument, as its models have all their layers."""
+"""Results of parameter_counts() by argument: counting creates all layers of a model."""
 GATHERED = ("Unsharded Param", "All Gather", "Reduce Scatter")
 
 
@@ -52,7 +56,7 @@ class StepBytes:
     activations: float
     """Bytes that the forward pass keeps in addition to parameters and gradients."""
     at_head: float
-    """All of it at the end of the forward pass, from the second step on."""
+    """Everything at the end of the forward pass, from the second step on."""
     peak: float
     """The most at any moment, from the second step on, without the head's own memory."""
 
@@ -64,7 +68,7 @@ class StepBytes:
 
 
 class LearningModel(nn.Module):
-    """A model with a product of its head for one token: the head's own memory is head_bytes()."""
+    """A model with a product of the head for one token: the head's own memory is head_bytes()."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -75,12 +79,13 @@ class LearningModel(nn.Module):
         return hidden, F.linear(hidden[:1], self.model.get_output_embeddings().weight)
 
 
-class OneOfMany(FSDPStrategy):
-    """A rank whose others are not there, over a fake process group: no monitor, and nothing that
-    waits for an answer.
+class FakeRankStrategy(FSDPStrategy):
+    """A rank over a fake process group, where the other ranks do not exist.
+
+    It has no monitor, and nothing that waits for an answer.
     """
 
-    # the tracker knows FSDP's modules only: here even one rank gathers its parameters
+    # The tracker knows FSDP's modules only, so even one rank gathers its parameters here.
     _shards = True
 
     def setup_distributed(self, *_: Any, **__: Any) -> None:
@@ -90,7 +95,7 @@ class OneOfMany(FSDPStrategy):
 
 @contextmanager
 def fake_group(world: int) -> Iterator[None]:
-    """Make this process rank 0 of `world` that answer nothing."""
+    """Make this process rank 0 of `world`; the others answer nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         yield
@@ -101,26 +106,25 @@ def fake_group(world: int) -> Iterator[None]:
 def step_bytes(
     shape: PretrainedConfig, options: dict[str, Any], *, world: int, tokens: int
 ) -> StepBytes:
-    """Return the bytes of a step with micro-batches of `tokens` tokens, by traces of three and four
-    layers.
+    """Return the bytes of a step with micro-batches of `tokens` tokens.
 
-    `options` are the arguments of the strategy, without tensor and sequence parallelism:
-    of_tensor_parallel() divides a model.
+    They come from traces of three and four layers. `options` are the arguments of the strategy,
+    without tensor and sequence parallelism: of_tensor_parallel() divides a model.
     """
     key = (shape.to_json_string(), repr(options), world, tokens)
     if key not in _known:
-        more = shape.get_text_config().num_hidden_layers - FEW[0]
+        more = shape.get_text_config().num_hidden_layers - TRACED_LAYERS[0]
         with fake_group(world):
             traces = [
                 _trace(with_layers(shape, layers), options, tokens)
-                for layers in (FEW if more else FEW[:1])
+                for layers in (TRACED_LAYERS if more else TRACED_LAYERS[:1])
             ]
         _known[key] = traces[0].plus(more, traces[1].plus(-1, traces[0])) if more else traces[0]
     return _known[key]
 
 
 def _trace(shape: PretrainedConfig, options: dict[str, Any], tokens: int) -> StepBytes:
-    strategy = OneOfMany(seed=0, args=options)
+    strategy = FakeRankStrategy(seed=0, args=options)
     strategy.setup_distributed()
     model = empty_model(shape, strategy.config.model)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -179,8 +183,9 @@ def trace_step(strategy: FSDPStrategy, model: PreTrainedModel, tokens: int) -> S
 
 
 def empty_model(shape: PretrainedConfig, section: ModelSection) -> PreTrainedModel:
-    """Return a model with the adapters of --lora_rank, whose other parameters are on the meta
-    device.
+    """Return a model with the adapters of --lora_rank.
+
+    All other parameters are on the meta device.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
@@ -190,7 +195,7 @@ def empty_model(shape: PretrainedConfig, section: ModelSection) -> PreTrainedMod
 
 
 def trained_parameters(shape: PretrainedConfig, section: ModelSection) -> int:
-    """Return the number of parameters that learn: those of the adapters, if there are any."""
+    """Return the number of parameters that learn: the adapters', if there are any."""
     if not section.lora_rank:
         return num_parameters(shape)
     return sum(
@@ -201,11 +206,10 @@ def trained_parameters(shape: PretrainedConfig, section: ModelSection) -> int:
 
 
 def head_bytes(shape: PretrainedConfig, tokens: int, tp: int, width: int) -> float:
-    """Return the bytes that token_logprobs() needs on an accelerator: logits of a chunk, and
-    float32 gradients of its inputs.
+    """Return the bytes that token_logprobs() needs on an accelerator.
 
-    A gradient of logits with fewer than four bytes, the `width` of a value, does not take the place
-    of the logits.
+    These are the logits of a chunk, and float32 gradients of the inputs. A gradient of logits takes
+    the place of the logits only if the values have four bytes; `width` is the bytes of a value.
     """
     text = shape.get_text_config()
     rows = -(-text.vocab_size // tp)
@@ -224,7 +228,7 @@ def with_layers(shape: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 def of_tensor_parallel(shape: PretrainedConfig, tp: int) -> PretrainedConfig:
-    """Return a model whose layers have the shapes of the part that one of `tp` ranks has."""
+    """Return a model with the layer shapes of one of `tp` tensor-parallel ranks."""
     shape = deepcopy(shape)
     text = shape.get_text_config()
     text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -236,8 +240,9 @@ def of_tensor_parallel(shape: PretrainedConfig, tp: int) -> PretrainedConfig:
 
 
 def parameter_counts(shape: PretrainedConfig) -> tuple[int, int]:
-    """Return the number of parameters of the model, tied ones once, and of those that compute one
-    token.
+    """Return the number of parameters of the model, and how many of them compute one token.
+
+    Tied ones count once.
     """
     key = shape.to_json_string()
     if key not in _counts:

@@ -1,4 +1,4 @@
-"""Estimate of the seconds of a step by phase, from products, bytes and a device's peaks."""
+"""Estimate the seconds of a step by phase, from products, bytes and a device's peaks."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,16 @@ from transformers import PretrainedConfig
 from lightrft.parallel.peaks import Device
 
 MFU = 0.35
-"""Share of the peak that training and log-probs are assumed to reach; published: 0.33 to 0.39 for
-8B in torchtitan on H100 and 0.36 for 4B in prime-rl on H200, both with long sequences."""
+"""Share of the peak that training and log-probs are assumed to reach.
+
+Published are 0.33 to 0.39 for 8B in torchtitan on H100 and 0.36 for 4B in prime-rl on H200, both
+with long sequences.
+"""
 DECODING = 0.6
 """Share of the peak bandwidth that decoding is assumed to reach."""
 LINK = 0.6
-"""The same of the link between devices."""
-RUNNING = 256
+"""The same for the link between devices."""
+MAX_DECODING = 256
 """Largest number of sequences that an engine decodes at the same time."""
 
 
@@ -34,8 +37,9 @@ class StepWork:
 
 
 def token_flops(shape: PretrainedConfig, parameters: int, length: int) -> float:
-    """Return the operations of a forward pass for a token of a sequence with `length` tokens:
-    products and causal attention.
+    """Return the operations of a forward pass for a token: products and causal attention.
+
+    The sequence has `length` tokens.
     """
     text = shape.get_text_config()
     heads = text.num_attention_heads * (
@@ -61,16 +65,16 @@ def seconds(
     """Return seconds by phase.
 
     `training` ranks have rows in an optimizer step, `scoring` ranks in the passes over all samples,
-    and `engines` of `engine_tp` ranks each have prompts: those that have none add no speed.
-
-    `active` is the number of parameters that compute a token: fewer than `parameters` with experts.
+    and `engines` of `engine_tp` ranks each have prompts. Ranks without any add no speed. `active`
+    is the number of parameters that compute a token: fewer than `parameters` with experts.
     """
     length = work.prompt + work.response
     tokens = work.samples * length
     forward = token_flops(shape, active, length)
     compute = device.flops * MFU
     of_an_engine = work.samples / engines
-    at_once = max(1.0, min(of_an_engine, RUNNING, cache_tokens / length))
+    at_once = max(1.0, min(of_an_engine, MAX_DECODING, cache_tokens / length))
+    # A decoding step reads the weights once for all sequences, and the cache of each.
     read = _read(
         shape, parameters, active, at_once
     ) * bytes_per_value + at_once * length / 2 * kv_bytes(shape, bytes_per_value)
@@ -90,8 +94,9 @@ def seconds(
 
 
 def _read(shape: PretrainedConfig, parameters: int, active: int, num_tokens: float) -> float:
-    """Return the number of parameters that so many tokens use together, each with experts that are
-    chosen at random.
+    """Return the number of parameters that so many tokens use together.
+
+    Each token has experts that are chosen at random.
     """
     if active == parameters:
         return parameters
@@ -101,7 +106,7 @@ def _read(shape: PretrainedConfig, parameters: int, active: int, num_tokens: flo
 
 
 def num_experts(text: PretrainedConfig) -> int:
-    """Return the number of experts of a layer, whose name depends on the family."""
+    """Return the number of experts of a layer; each family has another name for it."""
     return next(
         getattr(text, name)
         for name in ("num_experts", "num_local_experts", "n_routed_experts")

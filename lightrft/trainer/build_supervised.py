@@ -10,7 +10,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
 from lightrft.data.preferences import load_answers, load_pairs
 from lightrft.data.prompt_set import PromptSet
-from lightrft.data.steps import load_steps
+from lightrft.data.step_labels import load_steps
 from lightrft.models.load import head_names, load_tokenizer
 from lightrft.roles.role import Role
 from lightrft.run.observation import check_logins, log_duration, observation

@@ -1,8 +1,8 @@
-"""Experts of a mixture in the layers of vLLM and SGLang: two tensors per layer, w13 [experts, gate
-and up, hidden] and w2.
+"""Experts of a mixture in the layers of vLLM and SGLang.
 
-On a CPU vLLM packs both for its kernel, in blocks of rows, padded to whole blocks; a reload does
-not repeat this. SGLang packs them only on CPUs with AMX units.
+A layer has two tensors, w13 [experts, gate and up, hidden] and w2. On a CPU vLLM packs both for the
+kernel, in blocks of rows, padded to whole blocks; a reload does not repeat this. SGLang packs them
+only on CPUs with AMX units.
 """
 
 from collections.abc import Collection, Iterator
@@ -14,14 +14,18 @@ from torch import Tensor, nn
 ATTRIBUTES = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 """Attribute names of transformers -> attribute names of the engines."""
 ROUTED = "routed_experts"
-"""Name of the layer inside a mixture of vLLM that holds the experts; in SGLang the mixture itself
-holds them."""
+"""Name of the layer inside a mixture of vLLM that holds the experts.
+
+In SGLang the mixture itself holds them.
+"""
 BLOCK = 16
 """Number of rows that are interleaved element by element in the packed form for plain vector units.
 """
 AS_LOADED = {"TRITON", "BATCHED_TRITON"}
-"""vLLM kernels that keep the weights as they were loaded; others transpose or swap them and are not
-supported here."""
+"""vLLM kernels that keep the weights as they were loaded.
+
+Others transpose or swap them and are not supported here.
+"""
 
 Index = slice | tuple[int, slice]
 
@@ -37,11 +41,10 @@ def _is_sglangs(layer: nn.Module) -> bool:
 def expert_places(
     layer: nn.Module, attribute: str, shape: torch.Size
 ) -> Iterator[tuple[Index, int, int]]:
-    """Yield (part of the layer's tensor, row, column) for each part of the full tensor [experts,
-    rows, columns] of `shape`.
+    """Yield (part of the layer's tensor, row, column) for each part of the full tensor of `shape`.
 
-    Row and column are the start of the part in the full tensor. Yield nothing if the layout is not
-    known.
+    The full tensor is [experts, rows, columns]; row and column are where the part starts in it.
+    Yield nothing if the layout is not known.
     """
     if not is_experts(layer) or not _is_known(layer):
         return
@@ -64,8 +67,9 @@ def expert_places(
 
 
 def _own_columns(layer: nn.Module) -> tuple[int, int]:
-    """Return the first hidden column of an expert that this rank holds, and the number of columns,
-    zero padding included.
+    """Return the first hidden column of an expert that this rank holds, and how many it holds.
+
+    Zero padding is included.
     """
     if _is_sglangs(layer):
         return (
@@ -77,16 +81,16 @@ def _own_columns(layer: nn.Module) -> tuple[int, int]:
 
 
 def expert_part(layer: nn.Module, attribute: str, index: Index) -> Tensor:
-    """Return a part of the layer's tensor in the form in which it was loaded."""
+    """Return a part of the layer's tensor as it was loaded."""
     first, *rest = index if isinstance(index, tuple) else (index,)
     return _plain(layer, attribute, getattr(layer, attribute)[first])[tuple(rest)]
 
 
 def expert_blocks(layer: nn.Module, attribute: str) -> tuple[Tensor, int]:
-    """Return a view of the parameter's own memory, [groups, blocks, rows of a block, columns], and
-    its first column.
+    """Return a view of the parameter's own memory, and the first column.
 
-    Groups are experts, or gate and up of each. This supports only layers of vLLM without padding.
+    The view is [groups, blocks, rows of a block, columns]. Groups are experts, or gate and up of
+    each. This supports only layers of vLLM without padding.
     """
     weight = getattr(layer, attribute)
     down = attribute == "w2_weight"
@@ -111,10 +115,9 @@ def is_filled_up(layer: nn.Module, attribute: str, shape: torch.Size) -> bool:
 def unpacked_experts(
     experts: Collection[nn.Module], excluded: Collection[nn.Module] = ()
 ) -> list[nn.Module]:
-    """Replace packed weights, before a reload, by uninitialized ones of the loaded shape, but for
-    `excluded` layers.
+    """Replace packed weights, before a reload, by uninitialized ones of the loaded shape.
 
-    Return the layers that have to be packed afterwards.
+    Layers that are `excluded` keep theirs. Return the layers that have to be packed afterwards.
     """
     layers = [layer for layer in experts if _packs(layer) and layer not in excluded]
     for layer in layers:
@@ -135,7 +138,7 @@ def _kernel(layer: nn.Module) -> Any:
 
 
 def _packs(layer: nn.Module) -> bool:
-    """Return True if the layer's kernel, one of vLLM's for CPUs, has packed its weights."""
+    """Return True if the layer's kernel has packed the weights; vLLM's kernels for CPUs do."""
     if _is_sglangs(layer):
         return False
     kernel = layer.quant_method.moe_kernel and _kernel(layer)
@@ -157,8 +160,9 @@ def _is_known(layer: nn.Module) -> bool:
 
 
 def _is_known_of_sglangs(layer: nn.Module) -> bool:
-    """Return True if SGLang keeps all experts as loaded, as on a CPU without AMX units; other
-    kernels may reorder them.
+    """Return True if SGLang keeps all experts as loaded, as on a CPU without AMX units.
+
+    Other kernels may reorder them.
     """
     complete = (
         layer.moe_ep_size == 1
@@ -172,8 +176,9 @@ def _is_known_of_sglangs(layer: nn.Module) -> bool:
 
 
 def _plain(layer: nn.Module, attribute: str, weight: Tensor) -> Tensor:
-    """Return a weight [..., rows, columns] without packing and padding; unchanged if it has
-    neither.
+    """Return a weight [..., rows, columns] without packing and padding.
+
+    It is unchanged if it has neither.
     """
     if not _packs(layer):
         return weight
@@ -187,7 +192,8 @@ def _plain(layer: nn.Module, attribute: str, weight: Tensor) -> Tensor:
 
 
 def is_a(thing: object, kind: str) -> bool:
-    """Return True if the class of `thing` or a base class has this name: the classes belong to
-    optional libraries.
+    """Return True if the class of `thing` or a base class has this name.
+
+    The classes belong to optional libraries.
     """
     return any(cls.__name__ == kind for cls in type(thing).__mro__)

@@ -1,8 +1,7 @@
-"""Layout of a Hugging Face model's weights in the layers of vLLM and SGLang, which fuse, split,
-repeat, pad and pack them.
+"""Where the weights of a Hugging Face model are in the layers of vLLM and SGLang.
 
-Both engines describe their layers with the same attributes. On a CPU SGLang pads layers with zeros
-to make them divisible.
+These fuse, split, repeat, pad and pack them. Both engines describe the layers with the same
+attributes. On a CPU SGLang pads layers with zeros to make them divisible.
 """
 
 import os
@@ -35,7 +34,7 @@ PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj
 def engine_names(names: PublishedNames) -> dict[str, str]:
     """Return the engine's name of each weight before fusing.
 
-    Experts, which are published separately, are stacked there.
+    Experts are published separately, and stacked there.
     """
     return {
         name: names.renamed.get(name) or _of_pieces(name, names.pieces(name))
@@ -50,8 +49,9 @@ def _of_pieces(name: str, pieces: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """Part of a layer's parameter that holds the part of the full tensor `name` starting at `row`
-    and `column`.
+    """Part of a layer's parameter that holds a part of the full tensor `name`.
+
+    In the full tensor it starts at `row` and `column`.
     """
 
     name: str
@@ -77,8 +77,9 @@ class WeightSlice:
 
 @dataclass(frozen=True, slots=True)
 class CopyTarget:
-    """Memory of a layer's parameter that receives the part of a full tensor starting at `row` and
-    `column`.
+    """Memory of a layer's parameter that receives a part of a full tensor.
+
+    In the full tensor it starts at `row` and `column`.
     """
 
     memory: Tensor
@@ -88,8 +89,9 @@ class CopyTarget:
 
     @classmethod
     def of(cls, pieces: list[WeightSlice]) -> list[Self]:
-        """Return the copy targets of a whole tensor, given its pieces and the current memory of the
-        parameters.
+        """Return the copy targets of a whole tensor, given the pieces.
+
+        They are in the current memory of the parameters.
         """
         if is_experts(pieces[0].layer):
             blocks, first = expert_blocks(pieces[0].layer, pieces[0].attribute)
@@ -113,13 +115,12 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 class FusedWeights:
-    """Weights of one rank's part of a model: those stored as loaded, and those that layers multiply
-    with in another form.
+    """Weights of one rank's part of a model, as its layers keep them.
 
-    `names` has the engine's name, before fusing, of each weight that the engine loads, `shapes` the
-    full shapes. `packs` returns True for a layer that computes with another form of its weights;
-    `keeps` returns True for a piece, of another layer, that stays in the form in which it was
-    loaded.
+    Some are stored as loaded; with others, layers multiply in another form. `names` has the
+    engine's name, before fusing, of each weight that the engine loads, `shapes` the full shapes.
+    `packs` returns True for a layer that computes with another form of its weights; `keeps` returns
+    True for a piece, of another layer, that stays as it was loaded.
     """
 
     def __init__(
@@ -153,8 +154,8 @@ class FusedWeights:
                 self._add(piece, users.get(getattr(piece.layer, piece.attribute), []), packs)
 
         self.direct: dict[str, list[WeightSlice]] = {}
-        """Weights that can be copied in place: they fill whole layers, which no other weight fills
-        and no kernel repacks."""
+        """Weights that can be copied in place: they fill whole layers. No other weight fills
+        these, and no kernel repacks them."""
         if not self.unknown:
             packing = {
                 layer
@@ -167,9 +168,7 @@ class FusedWeights:
             )
 
     def copy_targets(self) -> dict[str, list[CopyTarget]]:
-        """Return the copy targets of each of the `direct` weights in the current memory of its
-        layers.
-        """
+        """Return the copy targets of each `direct` weight, in the current memory of the layers."""
         with torch.no_grad():
             return {name: CopyTarget.of(pieces) for name, pieces in self.direct.items()}
 
@@ -188,6 +187,7 @@ class FusedWeights:
 
     @torch.inference_mode()
     def add_to(self, prints: Fingerprints) -> None:
+        """Add this rank's weights to the fingerprints."""
         for piece in self.raw:
             if (part := piece.within(self.shapes[piece.name])).numel():
                 prints.add(piece.name, part, row=piece.row, column=piece.column)
@@ -196,6 +196,7 @@ class FusedWeights:
         for piece in self._pieces_of_round(prints.round):
             cut = is_a(piece.layer, "RowParallelLinear")
             columns = piece.layer.input_size_per_partition if cut else prints.shapes[piece.name][1]
+            # The layers of a fused one share its product, so it is computed once.
             if piece.layer not in results:
                 x = signs(piece.column, columns, piece.layer.weight.device).to(prints.dtype)
                 results[piece.layer] = piece.layer.quant_method.apply(piece.layer, x[None], None)[
@@ -205,8 +206,9 @@ class FusedWeights:
             prints.add_product(piece.name, values, len(values) * columns, row=piece.row)
 
     def _pieces_of_round(self, round: int | None) -> list[WeightSlice]:
-        """Return the pieces of the layers whose products this round computes, every
-        PRODUCT_ROUNDS-th; all for None.
+        """Return the pieces of the layers that this round multiplies with.
+
+        It is every PRODUCT_ROUNDS-th layer; all for None.
         """
         order = {
             layer: index
@@ -264,8 +266,9 @@ def _pieces(
 def _places(
     layer: nn.Module, attribute: str, part: int | None, shape: torch.Size
 ) -> Iterator[tuple[Index, int, int]]:
-    """Yield (part of the layer's parameter, row, column of the full tensor) for one part of a fused
-    layer, or for all parts.
+    """Yield (part of the layer's parameter, row, column of the full tensor).
+
+    They cover one part of a fused layer, or all parts.
     """
     if attribute in ATTRIBUTES.values():
         yield from expert_places(layer, attribute, shape)
@@ -296,7 +299,7 @@ def _places(
             start = start + size
             full = full + size * layer.tp_size // repeated
 
-        # unknown: fused in the folder and padded in the engine
+        # A layer that is fused in the folder and padded in the engine has an unknown layout.
         yield from places if len(places) == 1 or full == shape[0] else []
     else:
         cut = is_a(layer, "RowParallelLinear") and attribute == "weight"
@@ -308,8 +311,9 @@ def _direct_copies(
     shapes: Mapping[str, torch.Size],
     keeps: Callable[[WeightSlice], bool],
 ) -> dict[str, list[WeightSlice]]:
-    """Return the weights of layers with a matrix whose parameters they fill completely, without
-    omitting a weight of a layer.
+    """Return the weights of layers that they fill completely.
+
+    A layer has a matrix, and none of the weights is left out.
     """
     of: dict[nn.Module, list[WeightSlice]] = defaultdict(list)
     for pieces in places.values():
@@ -321,6 +325,7 @@ def _direct_copies(
         for layer, pieces in of.items()
         if all(map(keeps, pieces)) and _is_filled(layer, pieces, shapes)
     }
+    # A weight that leaves takes its layers along, and these may take others.
     while True:
         whole_names = {
             name: pieces
@@ -338,9 +343,7 @@ def _direct_copies(
 def _is_filled(
     layer: nn.Module, pieces: list[WeightSlice], shapes: Mapping[str, torch.Size]
 ) -> bool:
-    """Return True if the pieces fill all parameters of the layer, and at least one parameter is a
-    matrix.
-    """
+    """Return True if the pieces fill all parameters of the layer, and one of these is a matrix."""
     parameters = {
         name: parameter for name, parameter in layer._parameters.items() if parameter is not None
     }
@@ -349,6 +352,7 @@ def _is_filled(
     ) < 2:
         return False
 
+    # Ranks may pad their experts, and then the full tensor does not fill the layer.
     if is_experts(layer):
         each = {piece.attribute: shapes[piece.name] for piece in pieces}
         alone = len({piece.name for piece in pieces}) == len(each)
@@ -365,6 +369,6 @@ def _is_filled(
 def _multiplies(layer: nn.Module, uses: int) -> bool:
     """Return False for a pure embedding.
 
-    A tied head is another layer with its weight, or the same under another name.
+    A tied head is another layer with the same weight, or the same under another name.
     """
     return not is_a(layer, "VocabParallelEmbedding") or is_a(layer, "ParallelLMHead") or uses > 1

@@ -1,4 +1,4 @@
-"""Published names and shapes of weights, as in the folders that models are published in.
+"""Names and shapes of weights as in the folders that models are published in.
 
 transformers renames, fuses and transposes the weights of some families when it loads them: the
 experts of a layer become one tensor, a vision tower moves below `model.`. Trainers, checkpoints,
@@ -26,8 +26,10 @@ from transformers.core_model_loading import (
 
 NamedTensor = tuple[str, Tensor]
 DRAFT = "draft:"
-"""Prefix, in a weight stream, of the names of the model that drafts for the engine. Its weights
-follow those of the actor."""
+"""Prefix, in a weight stream, of the names of the model that drafts for the engine.
+
+Its weights follow the actor's.
+"""
 
 
 class PublishedNames:
@@ -46,21 +48,22 @@ class PublishedNames:
         stored = model.state_dict(keep_vars=True)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         """transformers name -> full shape of each tensor of a weight stream: parameters, tied ones
-        once, persistent buffers."""
+        once, and persistent buffers."""
         self.shapes |= {
             name: buffer.shape for name, buffer in model.named_buffers() if name in stored
         }
         self.renamed: dict[str, str] = {}
         """transformers name -> published name of each weight that is the same tensor in both."""
         self._together: dict[str, list[str]] = {}
-        """For other weights: name -> names of all weights that are converted together, usually only
-        the weight itself."""
+        """For other weights: name -> names of all weights that are converted together. Usually it
+        is only the weight itself."""
         self._find({name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()})
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
-        """Return the names for a model that may be distributed and adapted, determined with an
-        empty model of its class.
+        """Return the names for a model that may be distributed and adapted.
+
+        They are determined with an empty model of the same class.
         """
         with torch.device("meta"):
             return cls(transformers_class(model)(copy.deepcopy(model.config)))
@@ -81,8 +84,9 @@ class PublishedNames:
                 yield from self._convert({member: parts.pop(member) for member in members}).items()
 
     def pieces(self, name: str) -> list[str]:
-        """Return the published names of the tensors that a weight is converted to, alone or
-        together with others.
+        """Return the published names of the tensors that a weight is converted to.
+
+        It may be converted together with others.
         """
         if name in self.renamed:
             return [self.renamed[name]]
@@ -100,9 +104,7 @@ class PublishedNames:
         return name in self.renamed or self._together[name] == [name]
 
     def unknown_weights_message(self, names: list[str], engine: str) -> str:
-        """Return an error message, with possible solutions, for weights `names` that an engine does
-        not have.
-        """
+        """Return an error message, with possible solutions, for weights that an engine lacks."""
         first = ", ".join(f"{name} (published as {self.pieces(name)[0]})" for name in names[:3])
         return (
             f"{engine} has no parameter for {len(names)} of the {len(self.shapes)} weights of"
@@ -119,6 +121,7 @@ class PublishedNames:
             for name, tensor in self._convert(weights).items()
             if id(tensor) in of
         }
+        # Weights that become the same published tensor are converted together.
         makers: dict[str, list[str]] = defaultdict(list)
         for name in weights.keys() - self.renamed.keys():
             makers[min(self._convert({name: weights[name]}))].append(name)
@@ -134,12 +137,11 @@ def transformers_class(model: PreTrainedModel) -> type[PreTrainedModel]:
 
 
 def _conversions(model: PreTrainedModel) -> list[WeightTransform]:
-    """Return the conversions of transformers for published folders of such a model, whatever folder
-    it was loaded from.
+    """Return the conversions of transformers for published folders of such a model.
 
-    A model and its backbone may both define the same renaming (Qwen2-Audio): in loading, the second
-    one no longer finds a name that the first has renamed, but the reverse conversion would apply
-    both.
+    They do not depend on the folder that it was loaded from. A model and its backbone may both
+    define the same renaming (Qwen2-Audio): in loading, the second one no longer finds a name that
+    the first has renamed, but the reverse conversion would apply both.
     """
     first: dict[tuple, WeightTransform] = {}
     for conversion in get_model_conversion_mapping(model, add_legacy=False):

@@ -1,11 +1,10 @@
-"""Weight stream: every parameter under its Hugging Face name, full, in the transfer dtype, bucket
-by bucket.
+"""Stream every parameter under the Hugging Face name: full, in the transfer dtype, in buckets.
 
 A shard is cast before it is gathered, so the bytes sent are parameters x transfer dtype, once for
 every axis that shards them. At most two buckets exist in addition to the model at any time: the
 gathered shards, and the full tensors built from them. On an accelerator the next bucket is gathered
 while an engine loads the current one, so buckets are half as large. On CPUs shards are gathered in
-memory that the ranks of a host share, which holds two buckets of that size
+memory that the ranks of a host share. It holds two buckets of that size
 (parallel/shm_all_gather.py).
 """
 
@@ -26,8 +25,10 @@ from lightrft.weight_sync.names import NamedTensor
 FREE_SHARE = 8
 """Divisor of the free memory that gives the size of a bucket if none is configured."""
 HOST_LIMIT = 512 * 2**20
-"""Size of such a bucket on a CPU in bytes; free memory is no measure there, because other processes
-use it too."""
+"""Size of such a bucket on a CPU in bytes.
+
+Free memory is no measure there, because other processes use it too.
+"""
 
 
 def bucket_limit(megabytes: int, axis: Axis, device: torch.device) -> int:
@@ -47,21 +48,22 @@ def stream(
     limit: int,
     device: torch.device | None = None,
 ) -> Iterator[NamedTensor]:
-    """Yield (name, full tensor of `dtype`) for plain and sharded parameters, in their order.
+    """Yield (name, full tensor of `dtype`) for plain and sharded parameters, in order.
 
     They are gathered on `device` (None: the device of the parameters). Shards in host memory are
     copied there first, because ranks of several nodes gather much faster on the device.
 
     All ranks of the sharding mesh must consume the whole stream. A yielded tensor stays valid as
-    long as it is referenced, and a reference keeps its bucket, of at most `limit` bytes, alive; an
+    long as it is referenced, and a reference keeps the bucket, of at most `limit` bytes, alive; an
     unsharded parameter that already has the dtype is yielded itself. A tensor larger than a bucket
-    is sent alone. Raise ValueError for a partial parameter, which is not yet summed.
+    is sent alone. Raise ValueError for a partial parameter: it is not summed yet.
     """
     parameters = iter(parameters)
     first = next(parameters, None)
     if first is None:
         return
     device = device or first[1].device
+    # Tensors come out later than their buckets go in, so names wait here.
     names = deque()
     buckets = _buckets(chain([first], parameters), dtype, bucket_bytes(device, limit))
 
@@ -94,8 +96,9 @@ def _buckets(
 
 
 def _gather_full(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return the full tensors of one bucket, undoing the last sharding first; one all-gather for
-    each group and level.
+    """Return the full tensors of one bucket.
+
+    The last sharding is undone first, with one all-gather for each group and level.
     """
     cuts = [shard_slices(tensor) for tensor in tensors]
     parts = [
@@ -104,6 +107,7 @@ def _gather_full(tensors: list[Tensor], dtype: torch.dtype, device: torch.device
     ]
 
     for level in range(max(map(len, cuts))):
+        # Tensors of one group share an all-gather.
         by_group: dict[str, list[int]] = defaultdict(list)
         for index, its_cuts in enumerate(cuts):
             if level < len(its_cuts):
@@ -137,6 +141,7 @@ def _gather(
         _assemble(pieces, cut)
         for pieces, cut in zip(gather.gathered.split(sizes, dim=1), cuts, strict=True)
     ]
+    # Shared memory is overwritten later, so what still lies in it is copied.
     shared = gather.gathered.untyped_storage().data_ptr() if gather.in_shared_memory else None
 
     return [
@@ -146,8 +151,9 @@ def _gather(
 
 
 def _assemble(pieces: Tensor, cut: ShardSlice) -> Tensor:
-    """Assemble `pieces` [ranks, elements of a full piece] into one tensor, without the padding of
-    the last pieces.
+    """Assemble `pieces` [ranks, elements of a full piece] into one tensor.
+
+    The padding of the last pieces is cut off.
     """
     rows = pieces.reshape(cut.pieces * cut.rows, *cut.rest)[: cut.shape[cut.dim]]
     return rows.movedim(0, cut.dim).contiguous()

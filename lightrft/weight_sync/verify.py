@@ -1,23 +1,22 @@
-"""Verification of a weight sync: compare fingerprints of the streamed weights with those of the
-engine's weights.
+"""Verify a weight sync: compare fingerprints of the streamed weights with the engine's weights.
 
 There are two kinds of fingerprints. One sums the raw bits of a weight modulo 2^64, where each block
-is mixed and weighted by its position: any single changed element, and any element at another
+is mixed and weighted by the position: any single changed element, and any element at another
 position, changes the sum. It needs the weight itself. If an engine keeps weights only in a packed
-form for its kernels, the products W x with random signs x are compared instead, up to rounding
+form for the kernels, the products W x with random signs x are compared instead, up to rounding
 errors. Fingerprints of slices add up, so it does not matter how an engine fuses, splits and repeats
 weights.
 
 The first verification of an engine covers all weights, and so does the one after a failed sync. It
 reads all weights at both ends, which takes longer than copying them. Each later verification is
-therefore a round, which covers a part; ROUNDS rounds cover everything.
+therefore a round that covers a part; ROUNDS rounds cover everything.
 
 - A round probes a run of rows of every weight that the engine keeps as loaded; vectors and weights
   with fewer rows than ROUNDS are probed completely. So a weight that did not arrive, or arrived
   under another name, is found at once, unless it differs in other rows only. One wrong element is
-  found if its row is probed, thus within ROUNDS syncs if it stays wrong. Runs of
-  consecutive rounds are far apart: if a contiguous fraction 1/n of the rows stays wrong (the part
-      of one rank, one expert), it is found within about 2 n syncs.
+  found if the row is probed, thus within ROUNDS syncs if it stays wrong. Runs of consecutive rounds
+  are far apart: if a contiguous fraction 1/n of the rows stays wrong (the part of one rank, one
+  expert), it is found within about 2 n syncs.
 - A round computes the products of every PRODUCT_ROUNDS-th layer with packed weights. A wrong weight
   of another such layer is found within PRODUCT_ROUNDS syncs if it stays wrong.
 
@@ -36,8 +35,10 @@ import torch
 from torch import Tensor
 
 WORDS = 64
-"""Maximum number of 8-byte words of a row in one block; the order of the words in a block does not
-change its fingerprint."""
+"""Maximum number of 8-byte words of a row in one block.
+
+The order of the words in a block does not change the fingerprint.
+"""
 CHUNK_BYTES = 32 * 2**20
 """Bytes of a weight that are processed at a time, to limit the size of temporary tensors."""
 ROUNDS = 128
@@ -45,31 +46,38 @@ ROUNDS = 128
 PRODUCT_ROUNDS = 64
 """Number of rounds that together compute the products of every layer."""
 STEP = 79
-"""Distance between the runs of consecutive rounds: odd, about ROUNDS over the golden ratio, which
-spreads the runs quickly."""
-AT_ONCE = 2**16
-"""Number of blocks, of any number of tensors, that are summed at once: one tensor takes as many
-calls as a hundred."""
-STEPS = 64
-"""Factor of the tolerance: rounding in a sum of K signed terms is a random walk of about sqrt(K)
-2^-24 |W x|."""
-OF_VECTOR = 8
-"""Number of elements of a vector that form one row if ranks can split it there; pieces usually
-begin and end at heads."""
+"""Distance between the runs of consecutive rounds.
+
+It is odd, and about ROUNDS over the golden ratio, so the runs spread quickly.
+"""
+MAX_PENDING_BLOCKS = 2**16
+"""Number of blocks, of any number of tensors, to sum at once.
+
+One tensor takes as many calls as a hundred.
+"""
+WALK_FACTOR = 64
+"""Factor of the tolerance.
+
+Rounding in a sum of K signed terms is a random walk of about sqrt(K) 2^-24 |W x|.
+"""
+VECTOR_ROW = 8
+"""Number of elements of a vector that form one row if ranks can split it there.
+
+Pieces usually begin and end at heads.
+"""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FIRST = 0x1E3779B97F4A7C15
 SECOND = 0x3F58476D1CE4E5B9
-"""Odd multipliers with random-looking bits, which spread the bits of a product to the left."""
+"""Odd multipliers with random-looking bits; they spread the bits of a product to the left."""
 
 
 class Fingerprints:
-    """Fingerprints of tensors by name, in the dtype of the comparison: of whole tensors, or of
-    pieces that add up to copies.
+    """Fingerprints of tensors by name, in the dtype of the comparison.
 
-    `slices` is the number of ranks that split a row. Names in `products` are compared by W x, those
-    in `bits` (None: all) by their bits, some by both: a tied embedding that an engine uses for
-    lookups, and in packed form for products. Bits cover one `round` of ROUNDS; None covers
-    everything.
+    They are of whole tensors, or of pieces that add up to copies. `slices` is the number of ranks
+    that split a row. Names in `products` are compared by W x, names in `bits` (None: all) by their
+    bits, some by both: an engine uses a tied embedding for lookups, and in packed form for
+    products. Bits cover one `round` of ROUNDS; None covers everything.
     """
 
     def __init__(
@@ -88,25 +96,23 @@ class Fingerprints:
         self.round = round
         self.bits = {name: index for index, name in enumerate(shapes if bits is None else bits)}
         self.summed: list[Tensor] = []
-        """At most one tensor [names in `bits`], the sums without the entries that are still in
-        `found`."""
+        """At most one tensor [names in `bits`]: the sums without the entries that are still in
+        `pending`."""
         self.pending: list[tuple[str, WeightProbe, Tensor]] = []
         """Name, probe and block sums of each piece that was read."""
         self.num_blocks = 0
         self.vectors: list[tuple[str, WeightProbe, Tensor]] = []
-        """Vectors that are not summed yet: if both ends are compared directly, that is faster than
+        """Vectors that are not summed yet. If both ends are compared directly, that is faster than
         a call for each sum."""
         self.window: Tensor | None = None
-        """View of int64 that is moved over the memory of one piece after another, which saves a
+        """View of int64 that is moved over the memory of one piece after another. This saves a
         call per piece."""
         self.products: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in products}
         self.num_elements = dict.fromkeys(self.bits, 0)
         self.num_multiplied = dict.fromkeys(self.products, 0)
 
     def watch(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the stream unchanged; each tensor is added to the fingerprints before it is passed
-        on.
-        """
+        """Yield the stream unchanged, and add each tensor to the fingerprints first."""
         for name, tensor in stream:
             if name in self.bits:
                 self.add(name, tensor.clone() if tensor.ndim < 2 else tensor)
@@ -131,7 +137,7 @@ class Fingerprints:
 
         self.pending.append((name, probe, self._sums(piece, probe)))
         self.num_blocks += probe.size[0]
-        if self.num_blocks > AT_ONCE:
+        if self.num_blocks > MAX_PENDING_BLOCKS:
             self._sum_up()
 
     def _sums(self, piece: Tensor, probe: "WeightProbe") -> Tensor:
@@ -159,9 +165,7 @@ class Fingerprints:
         return torch.cat([each.view(-1, probe.size[1]).sum(-1) for each in words])
 
     def same(self, other: Self) -> bool:
-        """Return True if both consist of equal pieces in the same order; this is faster than
-        wrong().
-        """
+        """Return True if both consist of equal pieces in the same order; faster than wrong()."""
         own, others = (
             (len(each.summed), [probe for _, probe, _ in each.pending + each.vectors])
             for each in (self, other)
@@ -179,7 +183,7 @@ class Fingerprints:
         ]
 
     def _sum_up(self) -> None:
-        """Add the entries of `found` and `vectors` to the sums."""
+        """Add the entries of `pending` and `vectors` to the sums."""
         self.pending += [
             (name, probe, self._sums(vector, probe)) for name, probe, vector in self.vectors
         ]
@@ -188,6 +192,7 @@ class Fingerprints:
             names, probes, sums = zip(*self.pending, strict=True)
             for name, probe in zip(names, probes, strict=True):
                 self.num_elements[name] += probe.place[1] * probe.width
+            # All blocks at once, because a call takes longer than its work.
             mixed = torch.cat(sums).mul_(FIRST)
             mixed ^= (mixed >> 32) & 0xFFFFFFFF
             mixed *= torch.cat([_weights_of_blocks(probe.place, mixed.device) for probe in probes])
@@ -201,15 +206,17 @@ class Fingerprints:
             self.num_blocks = 0
 
     def add_product(self, name: str, values: Tensor, num_elements: int, *, row: int = 0) -> None:
-        """Add values [R], R rows of W x from `row` on, or the part of them to which `num_elements`
-        elements of W contribute.
+        """Add values [R], R rows of W x from `row` on.
+
+        They may be only the part that `num_elements` elements of W contribute.
         """
         self.products[name].append((row, values))
         self.num_multiplied[name] += num_elements
 
     def numbers(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return sums and numbers of elements, [names, 2] int64, and products, [rows] float64; both
-        add up over ranks.
+        """Return sums and numbers of elements, [names, 2] int64, and products, [rows] float64.
+
+        Both add up over ranks.
         """
         self._sum_up()
         sums = torch.zeros(len(self.bits) + len(self.products), dtype=torch.int64, device=device)
@@ -229,11 +236,13 @@ class Fingerprints:
         )
 
     def wrong(self, engine_numbers: tuple[Tensor, Tensor]) -> list[str]:
-        """Return the names whose numbers, from an engine that holds every element equally often,
-        differ from the numbers here.
+        """Return the names whose numbers in the engine differ from the numbers here.
+
+        The engine holds every element equally often.
         """
         table, values = (numbers.cpu() for numbers in engine_numbers)
         sent, expected = (numbers.cpu() for numbers in self.numbers(table.device))
+        # An engine repeats heads when it has more ranks than heads, so its sums are a multiple.
         copies = torch.div(table[:, 1], sent[:, 1].clamp(min=1), rounding_mode="floor")
         fits = (copies[:, None] * sent == table).all(1) & ((copies > 0) | (sent[:, 1] == 0))
         names = [
@@ -260,17 +269,19 @@ class Fingerprints:
         return list(dict.fromkeys(names))
 
     def _tolerance(self, name: str, values: Tensor) -> Tensor:
-        """Return the tolerance for sums of kernels in float32, in any order, with results in the
-        engine's dtype.
+        """Return the tolerance for sums of kernels in float32, in any order.
+
+        The results are in the engine's dtype.
         """
-        walk = STEPS * math.sqrt(self.shapes[name][-1]) * 2.0**-24
+        walk = WALK_FACTOR * math.sqrt(self.shapes[name][-1]) * 2.0**-24
         return (walk + torch.finfo(self.dtype).eps) * values.abs().max()
 
 
 @dataclass(frozen=True, slots=True)
 class WeightProbe:
-    """Rows, of `width` elements each, of a slice of a weight, read as blocks of words of `word`
-    bytes.
+    """Rows of a slice of a weight, read as blocks of words.
+
+    A row has `width` elements, and a word `word` bytes.
     """
 
     rows: slice
@@ -282,7 +293,8 @@ class WeightProbe:
     """Number of words before the first block."""
     place: tuple[int, int, int, int]
     """Position in the full tensor: first row, number of rows, first block of a row, number of
-    blocks."""
+    blocks.
+    """
 
 
 @lru_cache(maxsize=4096)
@@ -294,16 +306,15 @@ def _weight_probe(
     slices: int,
     round: int | None,
 ) -> WeightProbe | None:
-    """Return the probe, in this round, of a piece at position `place` (row, column) of a tensor
-    that `slices` ranks may split.
+    """Return the probe of a piece in this round.
 
-    Return None if the round does not cover the piece. Raise ValueError for a vector that is split
-    inside a row.
+    The piece starts at `place` (row, column) of a tensor that `slices` ranks may split. Return None
+    if the round does not cover the piece. Raise ValueError for a vector that is split inside a row.
     """
     shape, piece = (each or torch.Size([1]) for each in (shape, piece))
     (row, column), columns, width = place, shape[-1], piece[-1]
     if len(shape) == 1:
-        columns = width = OF_VECTOR if columns % (OF_VECTOR * slices) == 0 else 1
+        columns = width = VECTOR_ROW if columns % (VECTOR_ROW * slices) == 0 else 1
         row, remainder = divmod(row, width)
         if remainder or piece[0] % width:
             raise ValueError(
@@ -318,6 +329,7 @@ def _weight_probe(
         return None
 
     size = dtype.itemsize
+    # Long words are faster, but no rank's part may begin inside of one.
     word = 8 if columns * size % (8 * slices) == 0 else size
     in_row = columns * size // word
     block = math.gcd(in_row // slices, WORDS) if in_row % slices == 0 else 1
@@ -349,8 +361,9 @@ def _numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def product(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return matrix [R, K], cast to `dtype`, times the signs of its columns, computed in float32:
-    [R] float64.
+    """Return matrix [R, K] times the signs of the columns: [R] float64.
+
+    It is cast to `dtype`, and multiplied in float32.
     """
     x = signs(0, matrix.shape[1], matrix.device)
     chunks = matrix.split(max(1, CHUNK_BYTES // (matrix.shape[1] * matrix.itemsize)))
@@ -372,8 +385,9 @@ def _weights_of_blocks(place: tuple[int, int, int, int], device: torch.device) -
 
 @lru_cache(maxsize=512)
 def weights(start: int, count: int, device: torch.device, salt: int = 0) -> Tensor:
-    """Return pseudorandom odd numbers, a different one for each position from `start` on: [count]
-    int64.
+    """Return pseudorandom odd numbers, a different one for each position from `start` on.
+
+    [count] int64.
     """
     x = (torch.arange(start, start + count, device=device) + (salt << 48)) * FIRST
     x = (x ^ ((x >> 31) & 0x1FFFFFFFF)) * SECOND

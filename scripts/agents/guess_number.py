@@ -1,5 +1,6 @@
-"""The game of lightrft/agents/games.py, played by an agent through the OpenAI-compatible server of
-its episode.
+"""Play the game of lightrft/agents/games.py as an agent.
+
+It uses the OpenAI-compatible server of its episode.
 
 torchrun --standalone --nproc-per-node 2 -m lightrft.cli.train_ppo --config
 configs/guess_number.yaml \\

@@ -1,10 +1,11 @@
-"""Seconds that rank 0 takes to plan a checkpoint of all ranks, which all others wait for: for the
-first one, and for the next.
+"""Measure the seconds that rank 0 takes to plan a checkpoint of all ranks.
+
+All others wait for it. Both the first plan and the next one are timed.
 
     python scripts/bench/checkpoint_plan.py --ranks 8 128 1024
 
-The shards are those of Qwen2.5-7B and of AdamW's moments under FSDP2. `arrive_s` is the time to
-unpickle the plans of all ranks.
+The shards have the shapes of Qwen2.5-7B and AdamW's moments under FSDP2. `arrive_s` is
+the time to unpickle the plans of all ranks.
 """
 
 import argparse

@@ -1,12 +1,13 @@
-"""Memory and speed of tokenized data: in lists, in prompts in memory, and in a file of
---data_cache.
+"""Measure memory and speed of tokenized data.
+
+It is held in lists, in prompts in memory, or in a file of --data_cache.
 
     python scripts/bench/data.py --rows 200000  # the table in docs/benchmarks.md, some minutes
     python scripts/bench/data.py --rows 2000 --drawn 500
 
 Each way runs in a process of its own: it reads a JSONL file with `--rows` rows of `--tokens`
 tokens, one for each byte, and an answer, then draws `--drawn` rows in a shuffled order.
-`bytes_per_row` is the peak of the process's own memory, to which a mapped file does not belong,
+`bytes_per_row` is the peak of the process's own memory, without mapped files,
 above its memory before, by the number of rows. `loaded_per_s` and `drawn_per_s` are rows per
 second. The last line is one JSON object.
 """
@@ -70,7 +71,7 @@ WAYS: dict[str, Callable[[Path, Any, Path], Sequence[Any]]] = {
 
 
 def measured(way: str, folder: Path, drawn: int) -> dict[str, float]:
-    """Return the numbers of one way; for a process of its own."""
+    """Return the numbers of one way; it runs in a process of its own."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     before = own_memory()
     peak = [0]

@@ -1,5 +1,6 @@
-"""Seconds and collectives of moving a step's samples between data ranks: in one buffer, and with
-one exchange for each column.
+"""Measure how a step's samples move between data ranks: seconds and collectives.
+
+They move in one buffer, or with one exchange for each column.
 
     python scripts/bench/data_plane.py --ranks 4 --samples 1024 --length 1024
 
@@ -53,7 +54,7 @@ def experience(count: int, length: int, first: int, seed: int):
 
 
 def by_columns(axis, batch, owners: list[list[int]]):
-    """One exchange of the lengths, and one for each other column."""
+    """Exchange the lengths, and then each other column by itself."""
     import torch
 
     owner = {row: rank for rank, rows in enumerate(owners) for row in rows}

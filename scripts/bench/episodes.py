@@ -1,13 +1,14 @@
-"""Measure the load of the engine while tools of other episodes run, compared with turns that wait
-for all episodes.
+"""Measure the load of the engine while tools of other episodes run.
+
+It is compared with turns that wait for all episodes.
 
     python scripts/bench/episodes.py                    # docs/benchmarks.md, one minute
 
 Episodes of several turns on one rank with vLLM and a random Qwen3; after each turn the program of
-an episode sleeps, as a tool on another machine would. `free`: the sampler as it is, which begins a
+an episode sleeps, as a tool on another machine would. `free`: the sampler as it is, beginning a
 turn as soon as its program asks for it. `barrier`: the next turns begin when all episodes have
-asked for theirs. Busy is the share of the time in which the engine has requests, begins the number
-of times at which one or more turns began. Prints one JSON object as its last line.
+asked for theirs. Busy is the share of the time that the engine has requests, begins the number
+of times that one or more turns began. Prints one JSON object as its last line.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from types import SimpleNamespace
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lightrft.agents.episodes import Episodes, Play
+from lightrft.agents.episodes import Episodes, EpisodeState
 from lightrft.agents.programs import ProgramSetup
 from lightrft.agents.tool_calls import hermes
 from lightrft.agents.turn_format import TurnFormat
@@ -54,18 +55,18 @@ class Sleeps:
 
 
 class Free(Episodes):
-    """Episodes as they are, which count how often one or more turns begin at a time."""
+    """Episodes as they are, counting how often one or more turns begin at a time."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.begins = 0
 
-    def poll(self, seconds: float) -> list[Play]:
+    def poll(self, seconds: float) -> list[EpisodeState]:
         plays = self.ready(seconds)
         self.begins += bool(plays)
         return plays
 
-    def ready(self, seconds: float) -> list[Play]:
+    def ready(self, seconds: float) -> list[EpisodeState]:
         return super().poll(seconds)
 
 
@@ -74,9 +75,9 @@ class Barrier(Free):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._asked: list[Play] = []
+        self._asked: list[EpisodeState] = []
 
-    def ready(self, seconds: float) -> list[Play]:
+    def ready(self, seconds: float) -> list[EpisodeState]:
         self._asked += super().ready(seconds)
         if len(self._asked) < len(self.running):
             return []

@@ -1,4 +1,4 @@
-"""Ranks of a benchmark, as processes of this machine."""
+"""Run the ranks of a benchmark as processes of this machine."""
 
 import multiprocessing
 import tempfile
@@ -10,10 +10,10 @@ from typing import Any
 def results_of_ranks(
     ranks: int, function: Callable[..., None], *args: Any, method: str = "fork"
 ) -> list[Any]:
-    """Call `function(rank, store, results, *args)` in a process for each rank; return what each
-    sends, as it comes.
+    """Call `function(rank, store, results, *args)` in a process for each rank.
 
-    `store` is the address of a store to meet at; `results` is a Connection.
+    Return what each sends, as it comes. `store` is the address of a store to meet at; `results` is
+    a Connection.
     """
     context = multiprocessing.get_context(method)
     receiving, sending = context.Pipe(duplex=False)

@@ -1,5 +1,6 @@
-"""Processor time of the groups of a rank, with one gloo device for all of them and with one for
-each.
+"""Measure the processor time of a rank's gloo groups.
+
+One gloo device serves all of them, or each has its own.
 
     python scripts/bench/gloo_device.py --groups 17 --seconds 5 --repeats 5
 

@@ -1,5 +1,6 @@
-"""Time and peak memory of log-probs, forward and backward, from hidden states and the weight of the
-head.
+"""Measure time and peak memory of log-probs, forward and backward.
+
+They are computed from hidden states and the weight of the head.
 
     python scripts/bench/logprobs.py  # the table in docs/benchmarks.md: half an hour
     python scripts/bench/logprobs.py --cases 32000x128 --tokens 512 --repeat 1
@@ -36,7 +37,7 @@ from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.models.logprobs import chunk_rows, token_logprobs
 
 truncation = ALL
-"""The part of the vocabulary that log-probs are of; --top_p."""
+"""Part of the vocabulary to take log-probs over; --top_p."""
 
 
 def lightrft(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -52,8 +53,9 @@ def four_products(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """With a truncation, the usual way of engines: sort all probabilities of a row and sum them
-    up.
+    """Compute all logits at once.
+
+    With a truncation, do what engines usually do: sort all probabilities of a row and sum them up.
     """
     logits = hidden @ weight.T
     if truncation.active:
@@ -67,7 +69,10 @@ def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def checkpointed(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The same over chunks as large as lightrft's, computed again in the backward pass by torch."""
+    """Do the same over chunks as large as lightrft's.
+
+    torch computes them again in the backward pass.
+    """
     size = chunk_rows(weight, len(weight))
     parts = zip(hidden.split(size), targets.split(size), strict=True)
     return torch.cat(
@@ -76,8 +81,9 @@ def checkpointed(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """torch's own: only the sum over tokens, whose gradients it computes in the forward pass
-    already.
+    """Use torch's own function.
+
+    It returns only the sum over tokens, and computes the gradients in the forward pass already.
     """
     options = torch.nn.LinearCrossEntropyOptions()
     return -F.linear_cross_entropy(hidden, weight, targets, reduction="sum", options=options)[None]
@@ -91,8 +97,9 @@ VARIANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 def measure(
     variant: str, vocabulary: int, width: int, args: argparse.Namespace
 ) -> dict[str, float]:
-    """Seconds and MB of one variant, in this process; the reference value guards against comparing
-    different things.
+    """Return seconds and MB of one variant, in this process.
+
+    The reference value guards against comparing different things.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -158,7 +165,7 @@ def _memory(device: torch.device) -> int:
 
 
 def _peak(device: torch.device) -> int:
-    """Bytes, the highest so far."""
+    """Return the highest number of bytes so far."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return torch.accelerator.max_memory_allocated()
@@ -181,7 +188,7 @@ def in_process(variant: str, vocabulary: int, width: int, args: argparse.Namespa
 
 
 def compare(vocabulary: int, width: int, args: argparse.Namespace) -> dict[str, float]:
-    """Ratios of lightrft to full logits for one case; one printed line per variant."""
+    """Return ratios of lightrft to full logits for one case, and print one line per variant."""
     rows = {}
     for variant in args.variants:
         rows[variant] = in_process(variant, vocabulary, width, args)

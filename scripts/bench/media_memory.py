@@ -1,5 +1,7 @@
-"""Host memory of a step's media: the features of a rank's prompts, and the peak while samples move
-to the ranks that learn them.
+"""Measure the host memory of a step's media.
+
+It measures the features of a rank's prompts, and the peak while samples move to the ranks that
+learn them.
 
     python scripts/bench/media_memory.py --ranks 4 --prompts 16 --samples 8 --megabytes 4
 

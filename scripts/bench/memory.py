@@ -1,5 +1,6 @@
-"""Bytes of one training step on a rank under FSDP2: parameters, gradients, optimizer, activations,
-and the head's logits.
+"""Measure the bytes of one training step on a rank under FSDP2.
+
+They are parameters, gradients, optimizer, activations, and the head's logits.
 
     python scripts/bench/memory.py  # the tables in docs/benchmarks.md, minutes
     python scripts/bench/memory.py --measured 2 --shapes --tokens 512
@@ -13,7 +14,7 @@ parameter for the masters, 4 for gradients, 8 for AdamW, each divided by the ran
 gradients of --reduce_gradients_once, which are whole; and the peak beside that of `lightrft plan`,
 `peak_of_plan`. `--shapes NAME ...`: bfloat16 with float32 masters, rank 0 of `--world` ranks over
 torch's fake process group, with tensors that have shapes and no memory: the operations, and so
-their sizes, are the real ones, those of a CPU; the allocator's rounding is not in them.
+their sizes, are the real ones, as on a CPU; the allocator's rounding is not in them.
 
 torch's FSDPMemTracker counts every storage while it lives. `gradients` is what is left between the
 micro-batches, `activations` what is there at the end of the second forward pass beside masters,
@@ -43,7 +44,7 @@ from lightrft.models.logprobs import token_logprobs
 from lightrft.strategy import FSDPStrategy
 from lightrft.tools.shapes import known_config
 from lightrft.tools.step_memory import (
-    OneOfMany,
+    FakeRankStrategy,
     empty_model,
     fake_group,
     num_parameters,
@@ -88,13 +89,13 @@ WAYS = [
         ("experts", False, True, True),
     )
 ]
-"""Configurations that are measured on real ranks."""
+"""Configurations to measure on real ranks."""
 
 
 def training_bytes(
     strategy: FSDPStrategy, config: PretrainedConfig, tokens: int, *, computed: bool
 ) -> dict[str, int]:
-    """Bytes on this rank of a strategy that is set up.
+    """Return the bytes on this rank of a strategy that is set up.
 
     Tensors have only a shape unless the step is computed.
     """
@@ -118,7 +119,7 @@ def shape_config(shape: str, layers: int | None) -> PretrainedConfig:
 
 @cache
 def logits_bytes(shape: str, tokens: int) -> int:
-    """The head's peak above hidden states, weight, and the gradients of both."""
+    """Return the head's peak above hidden states, weight, and the gradients of both."""
     config = shape_config(shape, None)
     hidden = torch.empty(tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.empty(
@@ -141,11 +142,11 @@ def theory(num_parameters: int, world: int, once: bool) -> dict[str, float]:
 
 
 def fake_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each shape and way, as rank 0 of `args.world`."""
+    """Return one row for each shape and way, as rank 0 of `args.world`."""
     rows = []
     for shape, once in product(args.shapes, (False, True)):
         with fake_group(args.world):
-            strategy = OneOfMany(seed=0, args=_options(once, bf16=True))
+            strategy = FakeRankStrategy(seed=0, args=_options(once, bf16=True))
             strategy.setup_distributed()
             sizes = training_bytes(
                 strategy, shape_config(shape, args.layers), args.tokens, computed=False
@@ -159,7 +160,7 @@ def fake_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measured_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The same from real ranks, in processes of their own; rank 0's."""
+    """Return the same rows from rank 0 of real ranks, in processes of their own."""
     rows = []
     for world in args.measured:
         ask = [
@@ -202,7 +203,7 @@ def measured_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def rank(args: argparse.Namespace) -> None:
-    """Measure all ways, one line each from rank 0."""
+    """Measure all ways, with one line each from rank 0."""
     for way in WAYS:
         strategy = FSDPStrategy(
             seed=0,

@@ -1,13 +1,14 @@
-"""Seconds and memory of a rank that loads its shards from a Hugging Face folder: lightrft's
-reading, and torch's.
+"""Measure seconds and memory of a rank that loads its shards from a Hugging Face folder.
+
+It compares lightrft's reading with torch's.
 
     python scripts/bench/model_loading.py                        # the table in docs/benchmarks.md
     python scripts/bench/model_loading.py --ranks 2 --layers 2   # a quick look
 
 A random Qwen3 in bfloat16, with files of at most 200 MB, is sharded by FSDP2 over real ranks in
 float32. `torch` is `torch.distributed.checkpoint.load` with a `HuggingFaceStorageReader`. Each way
-runs in fresh processes, in turn. The figures are those of rank 0: seconds until its shards are
-filled, seconds of its processor, and peak host memory beyond that of the sharded empty model, over
+runs in fresh processes, in turn. The figures are from rank 0: seconds until its shards are
+filled, seconds of its processor, and peak host memory beyond the sharded empty model, over
 the bytes of its shards. `equal` says whether both have read the same values.
 """
 

@@ -1,12 +1,13 @@
-"""Tokens per second of a training step, packed against padded, and the planner: its time and how
-long ranks wait.
+"""Measure tokens per second of a training step, packed against padded, and the planner.
+
+For the planner it measures its time and how long ranks wait.
 
     python scripts/bench/packing.py  # the table in docs/benchmarks.md, about a minute
     python scripts/bench/packing.py --sequences 8 --longest 64 --rows 64 --repeat 1
 
 Forward and backward of a small random Qwen3, float32, one thread, over sequences of log-normal
 length. `packed` is lightrft: flat micro-batches from the planner. `padded` is plain transformers
-with sdpa: rows in the order in which they come, padded to the longest of their micro-batch, which
+with sdpa: rows in the order that they come, padded to the longest of their micro-batch, which
 holds so many rows that the longest sequences would still fit; `sorted` first sorts them by length.
 All three compute the same loss, which is checked. `groups` puts the same sequences, as responses,
 behind prompts of the median length, 8 to each: `once` computes a prompt once in a micro-batch,
@@ -14,7 +15,7 @@ behind prompts of the median length, 8 to each: `once` computes a prompt once in
 over a model in which attention and head have the share that they have at 1.5 billion parameters;
 `prefix_of_token_ratio` is how much faster `once` is, over how many fewer tokens it computes. Rates
 count real tokens, per CPU second, best of the repetitions. The planner's overhead is modelled: time
-over that of perfect balance when ranks wait at every micro-batch. The large plan, of `--rows` rows
+over the time of perfect balance when ranks wait at every micro-batch. The large plan of `--rows` rows
 over `--ranks` ranks, is timed without prompts and with, 8 rows to each.
 """
 
@@ -83,8 +84,9 @@ def make_batch(count: int, median: int, sigma: float, longest: int) -> Batch:
 
 
 def with_prompts(responses: Batch, median: int, samples: int = 8) -> Batch:
-    """The sequences, each after its group's prompt of so many tokens, of which nothing is
-    learned.
+    """Return the sequences, each after its group's prompt of so many tokens.
+
+    Nothing is learned from the prompts.
     """
     prompt_of = torch.arange(len(responses)) // samples
     generator = torch.Generator().manual_seed(2)
@@ -112,7 +114,7 @@ def with_prompts(responses: Batch, median: int, samples: int = 8) -> Batch:
 def packed_step(
     batch: Batch, tokens: int, *, once: bool = False, **model: int
 ) -> Callable[[], float]:
-    """`once`: what sequences of a micro-batch begin with alike is computed once."""
+    """Run a packed step; with `once`, a beginning that sequences share is computed once."""
     actor = Actor(make_model(ATTENTION, **model))
     lengths = batch.lengths.tolist()
     alike = [tuple(prompt) for prompt in prompts(batch).tolist()] if once else None
@@ -166,8 +168,9 @@ def padded_step(batch: Batch, rows: int, by_length: bool) -> Callable[[], float]
 
 
 def padded_loss(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
-    """Negative log-likelihood of all tokens but the first ones, over [B, S] rows padded on the
-    right.
+    """Return the negative log-likelihood of all tokens but the first ones.
+
+    Rows are [B, S], padded on the right.
     """
     ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence(
@@ -189,7 +192,7 @@ def _backward(loss: Tensor) -> float:
 def tokens_per_second(
     steps: dict[str, Callable[[], float]], num_tokens: int, repeat: int
 ) -> dict[str, float]:
-    """Real tokens per CPU second of each, taken in turn."""
+    """Return real tokens per CPU second of each, taken in turn."""
     seconds = {name: math.inf for name in steps}
     losses = {name: step() for name, step in steps.items()}
     assert max(losses.values()) - min(losses.values()) < 1e-4 * max(losses.values()), losses
@@ -202,7 +205,7 @@ def tokens_per_second(
 
 
 def overhead(one_plan: Plan, lengths: list[int], ranks: int) -> float:
-    """A sequence costs L + L^2 / (6 x 4096)."""
+    """Return the time that ranks lose; a sequence costs L + L^2 / (6 x 4096)."""
     work = [length + length**2 / (6 * 4096) for length in lengths]
     per_rank = one_plan.minibatches[0]
     waited = sum(

@@ -1,5 +1,6 @@
-"""Peak bytes of a training step on real ranks over gloo, beside those that `lightrft plan` says,
-layout by layout.
+"""Compare the peak bytes of a training step with what `lightrft plan` says, layout by layout.
+
+The step runs on real ranks over gloo.
 
     python scripts/bench/plan_peaks.py                         # all layouts, some minutes
     python scripts/bench/plan_peaks.py --layouts zero3 adapters --layers 2
@@ -71,8 +72,9 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 
 
 class Peak(MemTracker):
-    """A MemTracker of the whole process only: that of modules allows each of them one forward
-    pass.
+    """A MemTracker of the whole process only.
+
+    For modules it would allow each of them one forward pass.
     """
 
     def _pre_fw_hook(self, *_: Any) -> None:
@@ -98,9 +100,7 @@ def configuration(folder: str, layout: str) -> tuple[int, Config]:
 
 
 def experience(first: int, tokens: int) -> Experience:
-    """Return two sequences of `tokens` tokens each, whose rows have the indices `first` and the
-    next.
-    """
+    """Return two sequences of `tokens` tokens each, with the row indices `first` and the next."""
     sequences = torch.arange(first, first + 2)
     count = 2 * tokens
     generator = torch.Generator().manual_seed(0)
@@ -119,8 +119,9 @@ def experience(first: int, tokens: int) -> Experience:
 
 
 def peak(policy: Policy, config: Config) -> int:
-    """Return the most bytes at any moment of the second of two steps; the first, in which AdamW
-    makes its moments, is short.
+    """Return the most bytes at any moment of the second of two steps.
+
+    AdamW makes its moments in the first one, which is short.
     """
     first = 2 * policy.strategy.mesh.data.rank
     objective = PolicyObjective(config.algorithm)

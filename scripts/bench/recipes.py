@@ -1,10 +1,11 @@
-"""The recipes of docs/environments.md and docs/preferences.md, shortened, with several seeds: what
-each reaches, and has to.
+"""Run the recipes of docs/environments.md and docs/preferences.md, shortened, with several seeds.
+
+It shows what each reaches, and has to reach.
 
     python scripts/bench/recipes.py --seeds 3  # docs/benchmarks.md, half an hour
     python scripts/bench/recipes.py --recipe tool --seeds 1
 
-The seed is that of the model, of the data and of all runs, which torchrun starts. The tests run
+The seed is for the model, the data and all runs, which torchrun starts. The tests run
 each recipe with one seed. Prints one JSON object as its last line, and ends with 1 if a figure is
 out of its bounds.
 """
@@ -51,7 +52,7 @@ class Figure:
         return self.above < self.value < self.below
 
     def shown(self) -> dict[str, float]:
-        """Return its value and the bounds that it has."""
+        """Return the value and its bounds."""
         return {name: round(value, 4) for name, value in vars(self).items() if isfinite(value)}
 
 
@@ -84,17 +85,22 @@ CHAIN = {
         ["--max_steps=12"],
     ),
 }
-"""Command, file, model, data and further flags of each run of the chain; all but the first start
-from the model of SFT."""
+"""Command, file, model, data and further flags of each run of the chain.
+
+All but the first start from the model of SFT.
+"""
 ACCURACY = {"rm": 0.65, "prm": 0.7, "dpo": 0.75, "kto": 0.62, "distill": 0.6}
-"""Accuracy over 500 held-out rows, of which two standard deviations are at most 0.045; of prm, over
-1,500 steps, 0.024. By chance it is 0.5, and 0.667 of prm. That of distill is the share of right
-answers."""
+"""Accuracy over 500 held-out rows, where two standard deviations are at most 0.045.
+
+For prm it is over 1,500 steps, with 0.024. By chance it is 0.5, and 0.667 for prm. For distill it
+is the share of right answers.
+"""
 
 
 def chain(train: Train, folder: Path, seed: int) -> Figures:
-    """Train on preferences, judged steps and answers, and a teacher, all after SFT
-    (docs/preferences.md).
+    """Train on preferences, judged steps and answers, and a teacher (docs/preferences.md).
+
+    All of them start from SFT.
     """
     prepare_quickstart([f"--out={folder}/data", f"--seed={seed}"])
     held_out = {name: CHAIN[name][3] for name in ("rm", "prm", "dpo", "kto")} | {
@@ -132,7 +138,7 @@ def chain(train: Train, folder: Path, seed: int) -> Figures:
 
 
 def game(train: Train, folder: Path, seed: int) -> Figures:
-    """Guess a digit, which only the answers of earlier turns tell.
+    """Guess a digit that only the answers of earlier turns tell.
 
     120 steps reach 0.69 of at most 0.72.
     """
@@ -166,8 +172,9 @@ def agent(train: Train, folder: Path, seed: int) -> Figures:
 
 
 def tool(train: Train, folder: Path, seed: int) -> Figures:
-    """Multiply with the calculator, without which no product is known; a quarter of the
-    demonstrations call it well.
+    """Multiply with the calculator; no product is known without it.
+
+    A quarter of the demonstrations call it well.
     """
     model = tiny_qwen3(folder / "model", seed, [CALL, CALL_END])
     problems = product_problems(seed)[0]

@@ -1,5 +1,6 @@
-"""What calls of a reward function cost the generation beside them, in worker processes and in a
-thread of this process.
+"""Measure what calls of a reward function cost the generation beside them.
+
+They run in worker processes, and in a thread of this process.
 
     python scripts/bench/rewards.py  # the line in docs/benchmarks.md, about a minute
     python scripts/bench/rewards.py --calls 40 --repeat 1 --engine_seconds 1
@@ -45,7 +46,7 @@ def runner(function: str) -> RewardRunner:
 
 
 def overhead(calls: int) -> tuple[float, float]:
-    """Return the milliseconds of a call, and those that this process computes."""
+    """Return the milliseconds of a call, and how many of them this process computes."""
     reward_runner = runner("nothing")
     groups = [group() for _ in range(calls)]
     reward_runner(groups[0])

@@ -44,8 +44,10 @@ STORED = {
     "short_answers": [0.05, 0.4, 0.6, 1.0, 1.5, 2.2, 2.8, 4.5, 8.0],
     "long_tail": [0.05, 0.2, 0.4, 1.0, 2.5, 6.0, 9.0, 14.0, 16.0],
 }
-"""Lengths at PERCENTILES as multiples of the median, between which they are interpolated; invented,
-as two extremes."""
+"""Lengths at PERCENTILES as multiples of the median; between them they are interpolated.
+
+They are invented, as two extremes.
+"""
 
 
 def draw_lengths(
@@ -59,8 +61,8 @@ def draw_lengths(
 ) -> np.ndarray:
     """Return lengths [prompts, n] int64 of responses.
 
-    `correlation` is that of two responses to a prompt, before the distribution's quantiles are
-    taken of normal variables (for the log-normal one: that of the logarithms).
+    `correlation` is between two responses to a prompt. It holds for the normal variables that the
+    distribution's quantiles are taken of (for the log-normal one: for the logarithms).
     """
     generator = np.random.default_rng(seed)
     own = generator.standard_normal(shape)
@@ -75,8 +77,7 @@ def draw_lengths(
 
 
 Costs = tuple[float, float, float, float]
-"""Milliseconds of a step, for each running response, for each token before those that are sampled,
-and of a request."""
+"""Milliseconds of a step, for each running response, for each earlier token, and of a request."""
 NEVER = 1 << 40
 
 
@@ -106,7 +107,10 @@ class Simulation:
         """Work [ranks, 4] of each round: steps, tokens, tokens before them, and requests."""
 
     def epoch(self, lengths: np.ndarray, expected: np.ndarray) -> "Simulation":
-        """Generate each prompt once; lengths [prompts, n], expected [prompts] before the pass."""
+        """Generate each prompt once.
+
+        `lengths` are [prompts, n], `expected` [prompts] what is known before the pass.
+        """
         batch = self.section.rollout_batch_size
         place = 0
         learned = 0
@@ -166,10 +170,10 @@ class Simulation:
         return np.flatnonzero(ends.max(1) <= stop).tolist()
 
     def _begin(self, lengths: np.ndarray, free: list[int], point: int) -> list[int]:
-        """Return the steps at which responses [n] start that an engine gets at a point.
+        """Return the steps where the responses [n] that an engine gets at a point start.
 
-        `free`: heap of the steps at which its slots become free; responses for which there is none
-        wait, in order.
+        `free` is a heap of the steps where its slots become free. Responses without a slot wait, in
+        order.
         """
         return [
             max(point, heapreplace(free, max(point, free[0]) + length))
@@ -179,9 +183,7 @@ class Simulation:
     def _shared(
         self, lengths: np.ndarray, expected: list[float], free: list[list[int]]
     ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Return starts and owners [groups, n], and points of exchange, by the decisions of
-        Assignment.
-        """
+        """Return starts and owners [groups, n], and points of exchange, as Assignment decides."""
         num_groups, n = lengths.shape
         round = Assignment(
             expected,
@@ -224,8 +226,9 @@ class Simulation:
     def _spend(
         self, starts: np.ndarray, lengths: np.ndarray, owners: np.ndarray, points: list[int]
     ) -> None:
-        """Add the time between points: at each of them the counts that were taken at the last one
-        have to be there.
+        """Add the time between points.
+
+        At each point the counts that were taken at the last one have to be there.
         """
         clock = np.zeros(self.num_ranks)
         total = np.zeros((self.num_ranks, 4))
@@ -270,8 +273,9 @@ def sections(args: argparse.Namespace, batch: int) -> dict[str, RolloutSection]:
 
 
 def expected_lengths(lengths: np.ndarray, seed: int, visits: int = 1) -> np.ndarray:
-    """Return the mean lengths of groups as an earlier visit tells them: off by a factor of
-    log-normal noise. All are the same without one.
+    """Return the mean lengths of groups as an earlier visit tells them.
+
+    They are off by a factor of log-normal noise. Without a visit all are the same.
     """
     if not visits:
         return np.full(len(lengths), lengths.mean())
@@ -398,8 +402,10 @@ def measure(args: argparse.Namespace) -> tuple[Costs, dict]:
 
 
 def fit(observed: list[list[tuple[list[float], float]]]) -> Costs:
-    """Fit costs to work (steps, tokens, tokens before them, requests) and the least of its
-    milliseconds over all repetitions.
+    """Fit costs to work and its milliseconds.
+
+    Work is (steps, tokens, earlier tokens, requests), and the least time over all repetitions
+    counts.
     """
     work = np.array([work for work, _ in observed[0]])
     times = np.array([[spent for _, spent in run] for run in observed]).min(0)

@@ -1,5 +1,6 @@
-"""Time of sampling with vLLM on a CPU: the sampler alone, and generation for prompts that several
-samples share.
+"""Measure the time of sampling with vLLM on a CPU.
+
+It measures the sampler alone, and generation for prompts that several samples share.
 
     python scripts/bench/sampling.py sampler
     python scripts/bench/sampling.py generation --model runs/laptop/model --pairs 3

@@ -1,5 +1,6 @@
-"""How the control path of a step grows with the number of ranks: bytes, messages, sockets and CPU
-seconds of each operation.
+"""Measure how the control path of a step grows with the number of ranks.
+
+For each operation it counts bytes, messages, sockets and CPU seconds.
 
     python scripts/bench/scaling.py --slow_polls  # docs/scaling.md, ten minutes
     python scripts/bench/scaling.py --ranks 2 4 8 --simulated 16 --rows 8
@@ -110,7 +111,7 @@ int epoll_wait(int epoll, struct epoll_event *events, int most, int milliseconds
     return original(epoll, events, most, milliseconds == 10 ? 100 : milliseconds);
 }
 """
-"""C source of a library that lets the threads of gloo, which poll for 10 ms, poll for 100 ms."""
+"""C source of a library that makes gloo's threads poll for 100 ms instead of 10 ms."""
 
 
 # -- what a process sends
@@ -129,8 +130,10 @@ class Traffic:
 
 
 def traffic(served_port: int, ignored_port: int | None) -> dict[str, tuple[int, int, int, bool]]:
-    """Return socket -> bytes sent, bytes received, segments with data, and whether it belongs to
-    the store's server.
+    """Return what the kernel knows of each socket.
+
+    Socket -> bytes sent, bytes received, segments with data, and whether it belongs to the store's
+    server.
     """
     by_link = {}
     for name in os.listdir("/proc/self/fd"):
@@ -221,8 +224,9 @@ def reward(samples: list[Any], **columns: Any) -> list[float]:
 
 @dataclass
 class Invented:
-    """Sampler without an engine: each response has a length that depends on its prompt and place,
-    and no meaning.
+    """Sampler without an engine.
+
+    Each response has a length that depends on its prompt and index, and no meaning.
     """
 
     exchange: Axis
@@ -321,7 +325,7 @@ def invented_samples(rank: int, rows: int) -> list[Sample]:
 
 
 def experience(rows: int, first: int) -> Experience:
-    """Return `rows` samples, the first of which is number `first`, with the columns of a step."""
+    """Return `rows` samples with the columns of a step; the first is number `first`."""
     generator = torch.Generator().manual_seed(first)
     lengths = torch.randint(LONGEST, 4 * LONGEST, (rows,), generator=generator)
     total = int(lengths.sum())
@@ -516,8 +520,9 @@ def run(size: int, args: argparse.Namespace) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OneOfMany(Axis):
-    """Axis of which only this rank runs; the others have rows of the same shape, numbered after its
-    own.
+    """Axis where only this rank runs.
+
+    The others have rows of the same shape, numbered after its own.
     """
 
     def gather(self, value: Any) -> list[Any]:
@@ -534,8 +539,9 @@ class OneOfMany(Axis):
 
 
 def simulate(size: int, rows: int) -> dict[str, float]:
-    """Return the CPU seconds of what one of `size` ranks computes by itself, for each operation
-    with much of that.
+    """Return the CPU seconds of what one of `size` ranks computes by itself.
+
+    It covers each operation that computes much.
     """
     axis = OneOfMany("data", size, 0, None)
     alone = Axis("replica", 1, 0, None)
@@ -595,8 +601,9 @@ def decide(size: int, rows: int) -> None:
 
 
 def heartbeats(size: int, beats: int = 5) -> dict[str, float]:
-    """Return CPU seconds and bytes of one heartbeat of all ranks in the monitor of rank 0, to which
-    all are connected.
+    """Return CPU seconds and bytes of one heartbeat of all ranks in the monitor of rank 0.
+
+    All ranks are connected to it.
     """
     monitor = Monitor(
         size, address=LOOPBACK, token="token", limit=3600, phase_limit=3600, beat=BEAT
@@ -683,8 +690,9 @@ def extrapolated(sizes: list[int], values: list[float], size: int) -> float:
 
 
 def exponent(sizes: list[int], values: list[float]) -> float:
-    """Return p of the growth as (size - 1) ** p, by the number of others, between the two largest
-    sizes; 0 without any.
+    """Return p of the growth as (size - 1) ** p between the two largest sizes.
+
+    size - 1 is the number of others; 0 without any.
     """
     (low, high), (first, last) = sizes[-2:], values[-2:]
     return (
@@ -693,7 +701,7 @@ def exponent(sizes: list[int], values: list[float]) -> float:
 
 
 def series(runs: list[dict[str, Any]], name: str, key: str) -> tuple[list[int], list[float]]:
-    """Return the sizes that executed an operation, and its numbers there."""
+    """Return the sizes that executed an operation, and the numbers there."""
     points = [
         (run["ranks"], run["operations"][name][key]) for run in runs if name in run["operations"]
     ]
@@ -718,8 +726,9 @@ def table(
     last: int | None,
     names: list[str],
 ) -> str:
-    """Return a Markdown table of one number of each operation; `last` is the size to extrapolate
-    to.
+    """Return a Markdown table of one number of each operation.
+
+    `last` is the size to extrapolate to.
     """
     sizes = [run["ranks"] for run in runs]
     heads = [*map(str, sizes), *([f"{last:,} (line)"] if last else []), "exponent"]
@@ -759,8 +768,9 @@ COLOURS = (
 
 
 def figure(runs: list[dict[str, Any]], last: int) -> str:
-    """Draw the bytes that a rank sends over the number of ranks on logarithmic axes, dashed where
-    extrapolated.
+    """Draw the bytes that a rank sends over the number of ranks, on logarithmic axes.
+
+    Extrapolated lines are dashed.
     """
     sizes = [run["ranks"] for run in runs]
     measured = {name: series(runs, name, "sent") for name in OPERATIONS}

@@ -1,5 +1,6 @@
-"""Tokens per second with --speculative against none, on text that is easy to foresee and on text
-that is not.
+"""Compare tokens per second with --speculative and without.
+
+The text is easy to foresee, or not.
 
     python scripts/bench/speculation.py  # the table in docs/benchmarks.md, some minutes
     python scripts/bench/speculation.py --hidden 64 --layers 1 --batches 1 8 --repeat 1 --kinds group
@@ -65,9 +66,7 @@ def make_model(
 
 
 def serve(kind: str, folder: str, temperature: float, tokens: int, commands: Connection) -> None:
-    """Answer each batch size with wall seconds, seconds of the processor, and the drafts of that
-    many samples.
-    """
+    """Answer each batch size with wall and CPU seconds, and the drafts of that many samples."""
     import torch
     import torch.distributed as dist
 

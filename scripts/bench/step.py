@@ -37,8 +37,9 @@ WORDINGS = ("{}+{}=", "how much is {}+{}? ", "the sum of {} and {} is ", "{} plu
 
 
 def digits(samples: list, answer: list[str], **_: Any) -> list[float]:
-    """1 for the answer, else a tenth of the share of digits: a random model has groups with
-    different rewards.
+    """Return 1 for the answer, else a tenth of the share of digits.
+
+    So a random model has groups with different rewards.
     """
     return [
         1.0
@@ -49,7 +50,7 @@ def digits(samples: list, answer: list[str], **_: Any) -> list[float]:
 
 
 def make_model(folder: Path, vocabulary: int) -> None:
-    """A random model and its tokenizer as a Hugging Face folder."""
+    """Write a random model and its tokenizer as a Hugging Face folder."""
     import torch
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -111,7 +112,7 @@ class Clock:
         setattr(owner, method, charged)
 
     def _charged(self, items: Iterator[Any], phase: str) -> Iterator[Any]:
-        """Yield the items; the time until each of them comes is charged, not the time between."""
+        """Yield the items, and charge the time until each of them comes, not the time between."""
         while True:
             with self.phase(phase):
                 item = next(items, self)
@@ -144,7 +145,7 @@ class Clock:
 
 
 def _now() -> complex:
-    """Wall seconds, and CPU seconds as the imaginary part: one subtraction gives both."""
+    """Return wall seconds, and CPU seconds as the imaginary part: one subtraction gives both."""
     return complex(time.perf_counter(), time.process_time())
 
 
@@ -209,7 +210,7 @@ def _after(owner: Any, method: str, then: Callable[[], None]) -> None:
 
 
 def summary(rows: list[dict[str, float]], args: argparse.Namespace) -> dict[str, Any]:
-    """Means over the steps without the first two, which load and allocate."""
+    """Return means over the steps without the first two, which load and allocate."""
     warm = rows[2:] if len(rows) > 4 else rows[1:] or rows
     names = [*PHASES, *(f"{name}_cpu" for name in PHASES), "gen_tokens", "prompt_tokens", "reward"]
     means = {f"mean_{name}": round(sum(row[name] for row in warm) / len(warm), 5) for name in names}
@@ -296,7 +297,7 @@ def on_ranks(number: int, argv: list[str]) -> None:
 
 
 def launch(args: argparse.Namespace, argv: list[str]) -> None:
-    """One process per rank, in a folder that all of them see."""
+    """Start one process per rank, in a folder that all of them see."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if not args.model:

@@ -1,5 +1,6 @@
-"""Processor time of a micro-batch under tensor parallelism, with lightrft's plain activations and
-with torch's DTensors.
+"""Measure the processor time of a micro-batch under tensor parallelism.
+
+It compares lightrft's plain activations with torch's DTensors.
 
     python scripts/bench/tensor_parallel.py --layers 28 --steps 12 --repeats 3
 
@@ -139,8 +140,10 @@ def rank(number: int, store: str, results: Connection, kind: str, args: argparse
 
 
 def measure(kind: str, args: argparse.Namespace) -> tuple[dict[str, float], list[float]]:
-    """Return the means over ranks; the summed norm of the gradients of the first micro-batch, and
-    the losses of the others.
+    """Return the means over ranks.
+
+    They come with the summed norm of the gradients of the first micro-batch, and the losses of the
+    others.
     """
     found = results_of_ranks(
         args.ranks, rank, kind, args, method="spawn" if torch.cuda.is_available() else "fork"

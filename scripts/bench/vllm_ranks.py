@@ -1,5 +1,6 @@
-"""vLLM on each rank of a torchrun, and a collector whose responses have lengths that are given; for
-rollout_schedule.py.
+"""vLLM on each rank of a torchrun, and a collector of responses with given lengths.
+
+rollout_schedule.py uses them.
 """
 
 import tempfile
@@ -33,9 +34,7 @@ END = 511
 
 
 class Ranks:
-    """The parts of a strategy that generating needs, with a random model of a million
-    parameters.
-    """
+    """What generating needs of a strategy, with a random model of a million parameters."""
 
     def __init__(self, most: int):
         with tempfile.TemporaryDirectory() as folder:
@@ -78,8 +77,9 @@ class Ranks:
         )
 
     def timed(self, work: Callable[[], Any]) -> np.ndarray:
-        """Begin work on all ranks; return the CPU milliseconds until the end of each step of the
-        engine, and of the work.
+        """Begin work on all ranks; return the CPU milliseconds until it is done.
+
+        They are taken at the end of each step of the engine, and of the work.
         """
         dist.barrier()
         self.stamps = [time.process_time()]
@@ -87,8 +87,9 @@ class Ranks:
         return 1000 * np.diff([*self.stamps, time.process_time()])
 
     def observe(self, most: int, short: int = 16) -> list[tuple[list[float], float]]:
-        """Return work, (steps, tokens, tokens before them, requests), and its CPU milliseconds, of
-        batches of several sizes.
+        """Return work and its CPU milliseconds, for batches of several sizes.
+
+        Work is (steps, tokens, earlier tokens, requests).
         """
         observed = []
         for size, tokens in product((1, 2, 4, 8, 16, 32), (short, most)):
@@ -104,7 +105,7 @@ class Ranks:
         return observed
 
     def _decode(self, size: int, tokens: int) -> None:
-        """Generate responses of one length, which begin and end together."""
+        """Generate responses of one length that begin and end together."""
         generation = self.open_generation(Sampling())
         sampling = Sampling(max_tokens=tokens, banned_token_ids=(END,))
         generation.add([Request([2, index, 7, 8], sampling=sampling) for index in range(size)])
@@ -126,7 +127,7 @@ class TimedSession(SharedSession):
 
 
 class ForcedSampler(Sampler):
-    """Sampler whose responses have the lengths [prompts, n] that are given for their prompts."""
+    """Sampler whose responses have the given lengths [prompts, n]."""
 
     def __init__(self, ranks: Ranks, section: RolloutSection, lengths: np.ndarray):
         super().__init__(ranks, self, section)

@@ -1,5 +1,6 @@
-"""The weight stream: its time against a plain copy, against the engine's own reload and against the
-obvious way; its memory.
+"""Measure the weight stream: time and memory.
+
+It is compared with a plain copy, with the engine's own reload, and with the obvious way.
 
     python scripts/bench/weight_sync.py  # the table in docs/benchmarks.md, some minutes
     python scripts/bench/weight_sync.py --layers 2 --hidden 128 --cases single --repeat 1
@@ -48,7 +49,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero2x2": (2, {"bf16": True, "zero_stage": 2}),
     "zero3x2": (2, {"bf16": True, "zero_stage": 3}),
 }
-"""Name -> ranks and what the strategy is told. Without bf16 both sides are float32."""
+"""Name -> ranks and the flags of the strategy. Without bf16 both sides are float32."""
 
 
 def make_model(folder: Path, args: argparse.Namespace) -> None:
@@ -96,7 +97,7 @@ def make_mixture(folder: Path, args: argparse.Namespace) -> None:
 
 
 def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
-    """On every rank."""
+    """Measure one case, on every rank."""
     from transformers import AutoModelForCausalLM
 
     from lightrft.strategy import get_strategy
@@ -162,8 +163,9 @@ def memcpy(weights: dict) -> Callable[[], None]:
 def into_vllm(
     strategy: Any, model: Any, weights: dict, args: argparse.Namespace
 ) -> dict[str, Callable[[], None]]:
-    """The reload is vLLM's own, of published tensors, and the packing of experts, which it forgets
-    on a CPU.
+    """Measure the stream into vLLM against vLLM's own reload of published tensors.
+
+    The reload includes the packing of experts, which vLLM forgets on a CPU.
     """
     from lightrft.weight_sync.expert_layout import pack_experts, unpacked_experts
 
@@ -198,8 +200,9 @@ def engine_of(strategy: Any, name: str, args: argparse.Namespace) -> Any:
 
 
 def syncs(engine: Any, strategy: Any, model: Any, weights: dict) -> dict[str, Callable[[], None]]:
-    """Return a whole load_weights() without verification, and the verification alone, of everything
-    and of all parts.
+    """Return a whole load_weights() without verification, and the verification alone.
+
+    The verification is of everything, and of all parts.
     """
     from lightrft.weight_sync.verify import ROUNDS
 
@@ -223,7 +226,7 @@ def syncs(engine: Any, strategy: Any, model: Any, weights: dict) -> dict[str, Ca
 
 
 def best(ways: dict[str, Callable[[], None]], repeat: int) -> dict[str, float]:
-    """Seconds on the wall and of the processor, after one round that nobody times."""
+    """Return wall and CPU seconds, after one round that nobody times."""
     import torch.distributed as dist
 
     fastest: dict[str, float] = {}
@@ -258,7 +261,7 @@ def verify_cost(row: dict[str, float], cpu: str = "") -> dict[str, float]:
 
 
 def peak_of(action: Callable[[], Any]) -> int:
-    """Bytes by which this process's resident memory grew at most, while `action` ran."""
+    """Return the bytes that this process's resident memory grew at most while `action` ran."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is there
     before = resident("VmHWM")
     action()
@@ -271,7 +274,7 @@ def resident(name: str) -> int:
 
 
 def summary(cases: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """The aims of the stream, over the cases that were run."""
+    """Return the aims of the stream, over the cases that were run."""
     report: dict[str, Any] = {}
     if single := cases.get("single"):
         report["over_memcpy"] = single["stream_s"] / single["memcpy_s"]

@@ -1,5 +1,6 @@
-"""Make notebooks/laptop.ipynb of scripts/laptop/notebook.md and execute it, so that it is stored
-with its outputs.
+"""Make notebooks/laptop.ipynb from scripts/laptop/notebook.md and execute it.
+
+So it is stored with its outputs.
 
     bash scripts/laptop/run.sh words --seed 0 --out runs/laptop/words-seed0
     python scripts/laptop/notebook.py
@@ -21,8 +22,9 @@ NOTEBOOK = ROOT / "notebooks/laptop.ipynb"
 
 
 def build(source: str) -> nbformat.NotebookNode:
-    """Return a notebook without outputs: each python block of a page is a code cell, and what lies
-    between is text.
+    """Return a notebook without outputs.
+
+    Each python block of a page is a code cell, and what lies between is text.
     """
     cells = []
     for index, part in enumerate(
@@ -39,11 +41,10 @@ def build(source: str) -> nbformat.NotebookNode:
 
 
 def execute(notebook: nbformat.NotebookNode) -> None:
-    """Execute all cells in a kernel that starts in this repository, and keep their outputs without
-    logs.
+    """Execute all cells in a kernel that starts in this repository.
 
-    Raise CellExecutionError for a cell that fails, and ValueError if an output names the
-    repository's folder.
+    Outputs are kept without logs. Raise CellExecutionError for a cell that fails, and ValueError if
+    an output names the repository's folder.
     """
     client = NotebookClient(
         notebook,

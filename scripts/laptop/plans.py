@@ -1,5 +1,6 @@
-"""Plan the commands of docs/from_laptop_to_gpus.md, without their models and without a GPU, and
-write the table of that page.
+"""Plan the commands of docs/from_laptop_to_gpus.md, and write the table of that page.
+
+This needs neither their models nor a GPU.
 
     python scripts/laptop/plans.py
 
@@ -47,19 +48,20 @@ class Training:
         return self.flags[self.flags.index("--config") + 1]
 
     def config(self) -> Config:
-        """Return the configuration of its flags. Raise ConfigError if they are impossible."""
+        """Return the configuration of the flags. Raise ConfigError if they are impossible."""
         config = parse(list(self.flags), self.command)
         resolve(config, self.command, world_size=self.ranks)
         return config
 
     def plan(self) -> RunPlan:
-        """Return its plan. Raise ConfigError if the shape of its model is not known."""
+        """Return the plan. Raise ConfigError if the shape of the model is not known."""
         return plan_of(self.config(), self.command, self.ranks, self.device, ranks_per_node=8)
 
 
 def trainings(page: str) -> Iterator[Training]:
-    """Yield the commands of a page's bash blocks that train; a block may set variables for its
-    commands.
+    """Yield the commands of a page's bash blocks that train.
+
+    A block may set variables for the commands in it.
     """
     for block in re.findall(r"^```bash\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE):
         variables: dict[str, str] = {}
@@ -83,8 +85,9 @@ def trainings(page: str) -> Iterator[Training]:
 
 
 def table(page: str) -> str:
-    """Return the table of the plans of a page's commands: GB of a rank in each phase, and seconds
-    of a step.
+    """Return the table of the plans of a page's commands.
+
+    It has GB of a rank in each phase, and seconds of a step.
     """
     lines = [
         (

@@ -158,8 +158,8 @@ def record(folder: Path) -> tuple[Json, list[Json]]:
 def _cost(folder: Path) -> Json:
     """Return steps, minutes and peak memory of a training.
 
-    For one that was continued, run.json has the seconds of its last part only, so that the steps
-    together take longer.
+    If it was continued, run.json has the seconds of its last part only, and the steps together take
+    longer.
     """
     run = json.loads((folder / "run.json").read_text())
     steps = _rows(folder / "metrics.jsonl")
@@ -169,11 +169,10 @@ def _cost(folder: Path) -> Json:
 
 
 def _held_out(folder: Path, recipe: str, stages: Sequence[str]) -> Json:
-    """Return set -> stage -> value with its interval of 95 %, mean words of a response, and share
-    of truncated ones.
+    """Return set -> stage -> value, mean words, and share of truncated responses.
 
-    The value is the accuracy of the evaluation, or for brevity the rate of wins, which the model
-    before has no value of.
+    The value has an interval of 95 %. It is the accuracy of the evaluation, or for brevity the rate
+    of wins; the model before has none.
     """
     responses = {stage: _responses(folder / stage) for stage in stages}
     found: Json = {}
@@ -201,11 +200,10 @@ def _held_out(folder: Path, recipe: str, stages: Sequence[str]) -> Json:
 
 
 def win_rate(responses: dict[int, Json], others: dict[int, Json]) -> tuple[float, float, float]:
-    """Return the share of questions whose response is briefer than the other one, with its interval
-    of 95 %; a tie is half.
+    """Return the share of questions with a briefer response than the other one's; a tie is half.
 
-    Both have the responses by the row of their question. Brevity is that of
-    scripts/laptop/rewards.py.
+    It comes with the interval of 95 %. Both have the responses by the row of their question.
+    scripts/laptop/rewards.py defines brevity.
     """
     wins = []
     for row, response in responses.items():
@@ -218,8 +216,9 @@ def win_rate(responses: dict[int, Json], others: dict[int, Json]) -> tuple[float
 
 
 def _examples(folder: Path, recipe: str, stages: Sequence[str]) -> list[Json]:
-    """Return the first new rows of each outcome: made right by training, and still wrong; for
-    brevity, the first two rows.
+    """Return the first new rows of each outcome: made right by training, and still wrong.
+
+    For brevity, return the first two rows.
     """
     inputs = [row["input"] for row in _rows(folder / f"data/{NEW}.jsonl")]
     responses = {stage: _responses(folder / stage)[NEW] for stage in stages}
@@ -261,8 +260,9 @@ def _rows(path: Path) -> list[Json]:
 
 
 def doctor() -> str:
-    """Return the tables in which `lightrft doctor` compares engine and trainer on the model of the
-    recipes.
+    """Return the tables of `lightrft doctor` about the model of the recipes.
+
+    They compare engine and trainer.
     """
     flags = [
         "--model",
@@ -383,8 +383,10 @@ def recipe_text(runs: Sequence[Json]) -> str:
 
 
 def _costs(run: Json) -> list[str]:
-    """Return what a run took: steps and minutes of each training, memory, and the difference
-    between engine and trainer.
+    """Return what a run took.
+
+    That is steps and minutes of each training, memory, and the difference between engine and
+    trainer.
     """
     training = run["training"]
     return [
@@ -401,7 +403,7 @@ def _costs(run: Json) -> list[str]:
 
 
 def _choice(name: str) -> str:
-    """Return the rule by which _examples() chooses."""
+    """Return the rule that _examples() chooses by."""
     return (
         "the first two"
         if name == "brevity"
@@ -439,8 +441,9 @@ def _panel(
     form: str,
     highest: float | None = None,
 ) -> Panel:
-    """Return the panel of a metric; without `highest`, the axis ends a quarter above the largest
-    value.
+    """Return the panel of a metric.
+
+    Without `highest`, the axis ends a quarter above the largest value.
     """
     points = [[(row["step"], row[metric]) for row in steps if metric in row] for _, steps in runs]
     values = [value for each in points for _, value in each]
@@ -450,8 +453,9 @@ def _panel(
 
 
 def _accuracy_panel(runs: Sequence[tuple[Json, list[Json]]], title: str, kind: str) -> Panel:
-    """Return the panel of a held-out set: the evaluation of the model that GRPO starts from, those
-    on the way, and the last.
+    """Return the panel of a held-out set.
+
+    It shows the evaluation of the model that GRPO starts from, the ones on the way, and the last.
     """
     curves = []
     for numbers, steps in runs:
@@ -478,8 +482,9 @@ def _value(score: Json) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a response as a cell of a table: on one line, of bounded length, without characters
-    that mean something there.
+    """Return a response as a cell of a table.
+
+    It is on one line, of bounded length, without characters that mean something there.
     """
     line = " ".join(text.split())
     line = line if len(line) <= LONGEST else line[: LONGEST - 2].rstrip() + " …"

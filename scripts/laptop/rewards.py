@@ -1,5 +1,6 @@
-"""Rewards of the recipes for a laptop: plain functions of the samples of a prompt and of the
-columns of its row.
+"""Rewards of the recipes for a laptop.
+
+They are plain functions of the samples of a prompt and of the columns of its row.
 
 --reward scripts/laptop/rewards.py:follows
 """
@@ -15,8 +16,9 @@ def follows(samples: list[Any], checks: list[list[str]], **columns: Any) -> list
 
 
 def share_passed(samples: list[Any], checks: list[list[str]], **columns: Any) -> list[float]:
-    """Return the share of its row's checks that a response passes; 0 if it did not end by
-    itself.
+    """Return the share of the row's checks that a response passes.
+
+    It is 0 if the response did not end by itself.
     """
     return [
         0.0
@@ -32,8 +34,9 @@ def brief(samples: list[Any], **columns: Any) -> list[float]:
 
 
 def brevity(text: str, truncated: bool) -> float:
-    """Return 10 / (10 + words) for whole sentences of at least five words that ended by themselves,
-    else 0.
+    """Return 10 / (10 + words) for a response of whole sentences, else 0.
+
+    It must have at least five words and have ended by itself.
     """
     num_words = len(text.split())
     is_whole = not truncated and num_words >= 5 and text.rstrip().endswith((".", "!", "?"))
@@ -76,7 +79,7 @@ def _is_list(text: str, number: int) -> bool:
 
 
 def _has_keys(text: str, keys: list[str]) -> bool:
-    """Return True for a JSON object with exactly these keys, whose values are texts or numbers."""
+    """Return True for a JSON object with exactly these keys, and texts or numbers as values."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -1,5 +1,6 @@
-"""Make the data of the recipes for a laptop: word problems, instructions, questions, and pairs of
-short and long answers.
+"""Make the data of the recipes for a laptop.
+
+These are word problems, instructions, questions, and pairs of short and long answers.
 
     python scripts/laptop/tasks.py words --out runs/laptop/words
     python scripts/laptop/tasks.py instructions --out runs/laptop/instructions
@@ -144,8 +145,9 @@ NEW_QUESTIONS = ("Give me a fact about {}.", "What can one learn from {}?")
 
 
 def word_problem(rng: random.Random, problems: dict[str, tuple[str, ...]]) -> Row:
-    """Return a word problem with its answer, and the equations that lead to it as `working`;
-    numbers are from 2 to LARGEST.
+    """Return a word problem with its answer, and the equations that lead to it as `working`.
+
+    Numbers are from 2 to LARGEST.
     """
     formula, template = rng.choice(
         [(formula, template) for formula, templates in problems.items() for template in templates]
@@ -261,10 +263,10 @@ def data(task: str, seed: int) -> dict[str, list[Row]]:
 
 
 def pairs(questions: Sequence[Row], responses: Iterable[Row]) -> dict[str, list[Row]]:
-    """Return a pair for each question whose sampled answers differ in brevity, and the briefest
-    answers alone for SFT.
+    """Return a pair for each question whose sampled answers differ in brevity.
 
-    Answers that were cut off are in no pair: their end would be learned as an end.
+    The second result has the briefest answers alone, for SFT. Answers that were cut off are in no
+    pair: their end would be learned as an end.
     """
     answers = defaultdict(dict)
     for response in responses:

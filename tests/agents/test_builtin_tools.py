@@ -1,4 +1,4 @@
-"""Tools that are shipped."""
+"""The calculator and the Python interpreter for agents."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""Why: a client sends back text, which others tokenize again.
+"""Why: a client sends back text, and tokenizing it again may give other tokens.
 
-Here what was sampled is learned, whatever a client does.
+What was sampled is learned, whatever a client does.
 """
 
 import asyncio
@@ -198,8 +198,9 @@ def play(file):
 
 
 def test_twenty_turns_are_learned_as_they_were_sampled(play):
-    """Text that is not tokenized to the same bytes again: white space, invalid UTF-8, a missing
-    end, and a role in the text.
+    """The texts are not tokenized to the same bytes again.
+
+    They have white space, invalid UTF-8, a missing end, and a role in the text.
     """
     sampled = [ids("  t$"), [0xC3, EOS], ids("t"), ids("u:t$")] * 5
     sample = play("twenty", sampled, max_turns=20, longest=2000)

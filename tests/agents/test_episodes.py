@@ -1,5 +1,6 @@
-"""Why: what is learned has to be what was sampled, token by token, whatever an environment does,
-raises or never returns.
+"""Why: what is learned has to be what was sampled, token by token.
+
+This must hold whatever an environment does or raises, and also if it never returns.
 """
 
 import json
@@ -213,9 +214,7 @@ def test_a_game_without_a_chat_template(player):
 
 
 def test_turns_of_a_chat_are_never_tokenized_again(player):
-    """The end token that was sampled is not repeated; one that is missing is added, and not
-    learned.
-    """
+    """An end token that was sampled is not repeated; a missing one is added, and not learned."""
     ended, open_ended = player("Echo", chat=True).play([["ab$", "end$"], ["ab", "end"]])
     assert (
         bytes(token if token != EOS else ord("$") for token in ended.prompt.token_ids)
@@ -270,7 +269,7 @@ def test_a_process_runs_one_episode_after_another(player):
 
 
 def test_calls_that_never_return_keep_no_later_episode_waiting(player):
-    """More of them than an event loop has threads by default: the worker that they run in is
+    """There are more of them than an event loop has threads by default, so their worker is
     replaced.
     """
     play = player("Shop", chat=True, tool_seconds=2.0, longest=2000, environment_workers=1)
@@ -355,8 +354,9 @@ def test_limits_end_an_episode(player):
 
 
 def test_observations_have_no_placeholders_of_media():
-    """A placeholder without an image would end the run in the engine; a text that mentions one is
-    read letter by letter.
+    """A placeholder without an image would end the run in the engine.
+
+    A text that mentions one is read letter by letter.
     """
     reader = byte_tokenizer()
     reader.add_special_tokens({"additional_special_tokens": ["<image>"]})

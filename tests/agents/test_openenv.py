@@ -1,6 +1,4 @@
-"""Environments of OpenEnv: a server of its protocol, and episodes in real worker processes that
-connect to it.
-"""
+"""Environments of OpenEnv: a server of its protocol, and episodes in real worker processes."""
 
 import json
 from threading import Thread
@@ -102,7 +100,7 @@ def test_a_game_that_a_server_plays(player, connections):
 
 
 def test_what_fails(player, connections):
-    """An action that does not fit the schema is answered with the errors; all other errors end the
+    """An action that does not fit the schema is answered with the errors; other errors end the
     episode.
     """
     wrong, crashed = player[0].play([['{"guess": 0}$', "0$"], ["crash$"]])

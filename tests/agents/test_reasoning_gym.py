@@ -1,4 +1,4 @@
-"""The environment `reasoning_gym`: a task in several attempts."""
+"""The environment `reasoning_gym`: a task with several attempts."""
 
 import asyncio
 

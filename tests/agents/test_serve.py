@@ -1,5 +1,6 @@
-"""Why: an agent is written and tried against the same server that it has in training, without a
-run.
+"""Why: an agent is written and tried against the same server that it has in training.
+
+No run is needed for that.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ TEMPLATE = (
 
 
 class Server(NamedTuple):
-    """A server that runs, and what it says."""
+    """A running server, and what it logs."""
 
     address: str
     process: subprocess.Popen
@@ -108,7 +109,7 @@ def test_clients_at_the_same_time_get_what_each_gets_alone(server):
 
 
 def test_a_session_keeps_its_tokens_and_ends_with_its_time(server):
-    """The header names it.
+    """The header names the session.
 
     What comes back as text is not tokenized again, unless the session has ended.
     """

@@ -1,7 +1,7 @@
-"""Environments of the package verifiers, unmodified: they send chats, and what was sampled is
+"""Environments of the package verifiers, unmodified: they send chats, and sampled tokens are
 learned.
 
-It runs in the environment that has the package, by tests/test_extras.py.
+tests/test_extras.py runs this file in the environment that has the package.
 """
 
 import sys
@@ -117,8 +117,8 @@ def test_an_environment_scores_what_its_own_limit_ends(rows):
 
 
 def test_episodes(player, rows):
-    """The game is won, is lost at the limit of turns, and breaks; a row of other data has no
-    task.
+    """One game is won, one is lost at the limit of turns, one breaks, and a row of other data has
+    no task.
     """
     turns = [["7$", "1$"], ["7$", "0$", "7$", "0$"], ["crash$"], []]
     won, limited, crashed, other = player.play(turns, rows=[*rows, {}], seconds=120)

@@ -1,4 +1,4 @@
-"""Batches of experience for tests, and losses of them, in float64 where values are compared."""
+"""Batches of experience for tests, and their losses, in float64 where values are compared."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from lightrft.types import Batch, Experience
 
 
 def make_batch(masks: list[str]) -> Batch:
-    """`[".xx.x", ".x"]`: two sequences, x is learned."""
+    """Return a batch: `[".xx.x", ".x"]` are two sequences, where x is learned."""
     return Batch(**sequences(masks))
 
 
@@ -26,9 +26,9 @@ def sequences(masks: list[str]) -> dict[str, Tensor]:
 
 
 def random_experience(masks: list[str], seed: int, **columns: Tensor) -> Experience:
-    """With noise everywhere, also where nothing is learned.
+    """Return experience with noise everywhere, also where nothing is learned.
 
-    Log-ratios of about 0.3, advantages of about 1.
+    Log-ratios are about 0.3, advantages about 1.
     """
     generator = torch.Generator().manual_seed(seed)
     total = sum(map(len, masks))
@@ -52,7 +52,7 @@ def random_experience(masks: list[str], seed: int, **columns: Tensor) -> Experie
 
 
 def actor_logprobs(batch: Experience, seed: int) -> Tensor:
-    """What the actor says now, some steps from the old log-probs."""
+    """Return log-probs of an actor some steps after the old ones."""
     noise = torch.randn(
         batch.num_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )

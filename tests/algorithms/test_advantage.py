@@ -1,6 +1,6 @@
 """Why: a wrong baseline trains silently in the wrong direction.
 
-Every estimator against numbers worked out by hand.
+Every estimator is compared with numbers worked out by hand.
 """
 
 import math
@@ -34,7 +34,10 @@ def advantages(rewards: list[float], groups: list[int], **options: float) -> lis
 
 
 def compare(name: str, samples: list[tuple[int, float, int]]) -> list[float]:
-    """With whatever the estimator names beside rewards and groups."""
+    """Compare an estimator with the expected advantages.
+
+    It gets whatever it names beside rewards and groups.
+    """
     groups, rewards, lengths = zip(*samples, strict=True)
     given = {"lengths": torch.tensor(lengths), "pass_k": 2, "responses": torch.arange(len(samples))}
     named = {keyword: given[keyword] for keyword in keywords(estimators[name]) if keyword in given}
@@ -170,7 +173,7 @@ def test_where_every_or_no_draw_fails_nothing_is_learned():
 
 @given(st.lists(st.booleans(), min_size=2, max_size=7), st.integers(1, 4))
 def test_pass_at_k_is_the_mean_over_all_draws(right, k):
-    """The paper's definition, by counting: a draw is worth 1 when it holds a right one,
+    """The paper's definition, by counting: a draw is worth 1 when a sample in it is right,
     standardised over all draws.
     """
     if k > len(right):

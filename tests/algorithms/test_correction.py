@@ -1,5 +1,7 @@
 """Why: a correction that leaks a gradient, weighs the wrong level or masks the wrong side makes the
-mismatch worse. By hand.
+mismatch worse.
+
+The numbers are worked out by hand.
 """
 
 import math
@@ -100,7 +102,7 @@ def section(**fields) -> AlgorithmSection:
 
 
 def test_the_loss_of_each_token_is_weighed():
-    """ppo with r = 1: the gradient is -A w / tokens; and the metrics of it."""
+    """ppo with r = 1: the gradient is -A w / tokens; its metrics are checked, too."""
     batch = random_experience(
         MASKS, 0, old_logprobs=OLD, engine_logprobs=ENGINE, weights=None, advantages=torch.ones(5)
     )
@@ -121,8 +123,9 @@ def test_the_loss_of_each_token_is_weighed():
 
 
 def test_samples_of_an_older_policy_are_clipped_from_the_proximal_one():
-    """Decoupled PPO by hand: behaviour 1/4, proximal 1/2, actor 0.8: clip(0.8 / 0.5, 0.8, 1.2)
-    times the weight 2.
+    """Decoupled PPO by hand, with behaviour 1/4, proximal 1/2, actor 0.8.
+
+    The loss is clip(0.8 / 0.5, 0.8, 1.2) times the weight 2.
     """
     batch = random_experience(
         ["x"],

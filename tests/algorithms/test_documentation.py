@@ -1,6 +1,4 @@
-"""Why: what users read about algorithms is the table of presets and the names; both must be what
-runs.
-"""
+"""Why: users read the table of presets and the names of algorithms, and both must be what runs."""
 
 import math
 import re

@@ -1,5 +1,6 @@
-"""Why: three estimators of one divergence differ in value, sign and gradient, and only the maths
-tells which is which.
+"""Why: three estimators of one divergence differ in value, sign and gradient.
+
+Only the maths tells which is which.
 """
 
 import math
@@ -49,8 +50,9 @@ def test_k3_is_never_negative_and_right_for_small_differences(difference):
 
 
 def test_k1_and_k3_average_to_the_divergence():
-    """E over the actor of k1 and of k3 = KL(actor || reference): 400,000 samples of a categorical
-    over 5 tokens.
+    """The mean of k1 and of k3 over the actor is KL(actor || reference).
+
+    It is checked with 400,000 samples of a categorical distribution over 5 tokens.
     """
     actor = torch.tensor([0.40, 0.30, 0.15, 0.10, 0.05], dtype=torch.float64)
     reference = torch.tensor([0.25, 0.25, 0.20, 0.20, 0.10], dtype=torch.float64)
@@ -77,7 +79,7 @@ def test_k1_and_k3_average_to_the_divergence():
 
 @pytest.mark.parametrize("name", ["k2", "k3+"])
 def test_expected_gradient_is_that_of_the_divergence(name):
-    """Sum over tokens of p * grad k2, with p held fixed, equals the gradient of the exact KL in the
+    """The sum over tokens of p * grad k2, with p held fixed, is the gradient of the exact KL in the
     logits.
     """
     logits = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64, requires_grad=True)

@@ -1,5 +1,6 @@
-"""Why: the loss that `backward` gets is put together here; its value and gradient are checked
-against the sum by hand.
+"""Why: the loss that `backward` gets is put together here.
+
+Value and gradient are checked against the sum by hand.
 """
 
 import math
@@ -254,7 +255,10 @@ def test_what_a_users_own_function_must_return(section, message):
 
 
 def value_loss(clip: float, **columns: list[float]):
-    """Learned are values of 1, 2 and 5, which were 1.5, 2 and 3, where 0, 4 and 5.25 were right."""
+    """Return the value loss of a small case.
+
+    Learned are values of 1, 2 and 5; they were 1.5, 2 and 3, and 0, 4 and 5.25 were right.
+    """
     values = torch.tensor([9.0, 1.0, 2.0, 9.0, 5.0], requires_grad=True)
     given = {"values": [8.0, 1.5, 2.0, 8.0, 3.0], "returns": [0.0, 0.0, 4.0, 0.0, 5.25]} | columns
     loss, report = ValueObjective(AlgorithmSection(value_clip=clip))(
@@ -305,8 +309,8 @@ SECTIONS = [
     "section", SECTIONS, ids=lambda section: f"{section.policy_loss} {section.loss_agg_mode}"
 )
 def test_gradients_of_tokens_are_known_before_the_other_tokens_are(section):
-    """Those of some tokens, of which alone the log-probs are known, against autograd through all of
-    them.
+    """Gradients of some tokens, known from their log-probs alone, equal autograd through all
+    tokens.
     """
     batch = random_experience(MASKS, 3)
     objective = PolicyObjective(section)
@@ -333,7 +337,7 @@ def test_gradients_of_tokens_are_known_before_the_other_tokens_are(section):
 
 
 def depends_on_others(name: str) -> bool:
-    """Whether a token's gradient under a policy loss moves with another token's log-prob."""
+    """Return whether a token's gradient under a policy loss moves with another token's log-prob."""
     batch = random_experience(MASKS, 5, weights=None)
     section = AlgorithmSection(policy_loss=name, eps_clip_low=0.9, eps_clip_high=9.0)
     objective = PolicyObjective(section)

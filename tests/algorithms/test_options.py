@@ -1,6 +1,6 @@
 """Why: a flag that nothing reads is a lie.
 
-Functions name what they read, and so the unread ones are known.
+Functions name what they read, so the unread flags are known.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """Why: a clip on the wrong side still trains, only worse.
 
-Values and gradients of every region, by hand.
+Values and gradients of every region are worked out by hand.
 """
 
 import math
@@ -17,8 +17,9 @@ BOUNDS = {"eps_clip_low": 0.2, "eps_clip_high": 0.2}
 
 
 def run(ratios, advantages, **options):
-    """Values, gradients in the log-probs, and reports for the given ratios; old log-probs are
-    arbitrary.
+    """Return values, gradients by the log-probs, and reports for the given ratios.
+
+    The old log-probs are arbitrary.
     """
     old = torch.linspace(-3.0, -1.0, len(ratios), dtype=torch.float64)
     logprobs = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()

@@ -1,9 +1,7 @@
 """Why: losses of this family differ by a sign, a detach or a level, and all of them train.
 
-Values and gradients by hand.
-
-In every case `ratio` and `advantage` are of learned tokens; the expected loss and the gradient of
-the sum in the log-prob follow.
+Values and gradients are worked out by hand. In every case `ratio` and `advantage` belong to learned
+tokens. The expected loss follows, and the gradient of the sum by the log-prob.
 """
 
 import pytest
@@ -28,7 +26,7 @@ NAMES = policy_losses.names()
 
 
 def run(name: str, ratios, advantages, *, masks=None, marked=None, logprobs=None, **fields):
-    """Losses and gradients of learned tokens.
+    """Return losses and gradients of learned tokens.
 
     Old log-probs are -2, so log-probs are log(ratio) - 2 unless given.
     """
@@ -180,8 +178,9 @@ def test_kl_cov_holds_what_is_marked():
 
 
 def test_the_drift_of_cpgd_is_clipped():
-    """Of ratios 2, 1/2 and 1: 2 - 1 - log 2 = 0.306853 counts 0.2 and learns nothing, 0.5 - 1 + log
-    2 = 0.193147 counts whole.
+    """Of ratios 2, 1/2 and 1, the first counts only 0.2 and the second counts whole.
+
+    2 - 1 - log 2 = 0.306853 counts 0.2 and learns nothing; 0.5 - 1 + log 2 = 0.193147 counts whole.
     """
     result = run("cpgd", [2, 0.5, 1], [0, 0, 0], policy_drift_coef=0.1, policy_drift_clip=0.2)
     check(result, [0.02, 0.0193147, 0.0], [0.0, -0.05, 0.0])
@@ -228,7 +227,7 @@ def test_the_first_update_is_the_policy_gradient(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_advantage_no_loss(name):
-    """But for what holds the policy where it is."""
+    """Only the terms that hold the policy where it is remain."""
     result = run(name, [2.0, 0.5, 1.0], [0.0, 0.0, 0.0], policy_drift_coef=0.0)
     assert result[0] == [0.0] * 3 and result[1] == [0.0] * 3
 
@@ -236,7 +235,7 @@ def test_no_advantage_no_loss(name):
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=st.integers(0, 10**6))
 def test_what_is_not_learned_counts_for_nothing(name, seed):
-    """Whatever stands there: the same loss and reports, and no gradient."""
+    """Whatever stands there, the loss and the reports are the same, and there is no gradient."""
     batch = random_experience([".xx.x", "...", "x.x"], seed)
     logprobs = actor_logprobs(batch, seed + 1)
     unlearned = ~batch.loss_mask

@@ -1,5 +1,6 @@
-"""Losses of reward models and preferences against numbers by hand, and what an empty micro-batch
-contributes.
+"""Losses of reward models and preferences against numbers by hand.
+
+An empty micro-batch is one of the cases.
 """
 
 import math
@@ -95,8 +96,9 @@ def test_an_empty_micro_batch_has_no_loss_and_zero_gradients():
 
 
 def test_dpo_of_two_pairs_by_hand():
-    """Sums over learned tokens relative to the reference; the mean of the chosen ones' negative
-    log-probs beside it.
+    """Sums over learned tokens are relative to the reference.
+
+    The mean negative log-prob of the chosen answers is added.
     """
     given = batch(
         [2, 3, 2, 2],

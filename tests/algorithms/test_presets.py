@@ -1,5 +1,6 @@
-"""Why: a recipe sets what the user left open; a misspelt field or a lost flag would train something
-else than it says.
+"""Why: a recipe sets what the user left open.
+
+A misspelt field or a lost flag would train something else than the recipe says.
 """
 
 from typing import Any, Literal, get_args, get_origin, get_type_hints

@@ -1,7 +1,4 @@
-"""Why: a loss normalised per micro-batch or per rank trains a different objective for every layout.
-
-Here it may not.
-"""
+"""Why: a loss normalised per micro-batch or per rank trains another objective for every layout."""
 
 import pytest
 import torch
@@ -92,7 +89,7 @@ SEQUENCES = st.lists(
 @settings(max_examples=60)
 @given(SEQUENCES, st.integers(1, 5), st.randoms(use_true_random=False))
 def test_shares_add_up_to_the_mean_for_every_split(mode, sequences, parts, random):
-    """Sequences dealt at random over ranks and micro-batches: the sum of shares is the mean in
+    """Sequences are dealt at random over ranks and micro-batches; the shares add up to the mean in
     plain Python.
     """
     learned = [[value for is_learned, value in sequence if is_learned] for sequence in sequences]

@@ -1,5 +1,6 @@
-"""Why: discounting that crosses a sequence, a gap or a rank trains on the wrong credit and looks
-like noise. By hand here.
+"""Why: discounting across a sequence, a gap or a rank gives the wrong credit, and looks like noise.
+
+The numbers are worked out by hand.
 """
 
 import pytest
@@ -12,7 +13,7 @@ from lightrft.algorithms.returns import distill, explained_variance, gae, reward
 
 
 def alone(total: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, where there is one."""
+    """Stand in for the sum over all ranks where there is one rank."""
     return total
 
 

@@ -1,5 +1,6 @@
-"""Why: the top of a minibatch, taken on each rank or in each micro-batch, is another set of tokens
-for every layout.
+"""Why: the top of a minibatch must be the same set of tokens for every layout.
+
+Taken on each rank or in each micro-batch it would be another one.
 """
 
 import pytest
@@ -174,8 +175,9 @@ def test_of_equal_entropies_the_first_are_taken():
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 300.0])
 def test_the_last_bits_choose_nothing(scale):
-    """First tokens of a group have one entropy and one covariance, computed in other micro-batches
-    with other last bits.
+    """First tokens of a group have one entropy and one covariance.
+
+    Other micro-batches compute them with other last bits.
     """
     batch = make_batch(["xxx"] * 8)
     shared = torch.tensor([0.7312345, 0.2, 1.9])

@@ -1,6 +1,4 @@
-"""Why: rewards that are shaped per rank, or with statistics of the wrong samples, train something
-else on every layout.
-"""
+"""Why: rewards shaped per rank, or with statistics of the wrong samples, differ between layouts."""
 
 import statistics
 

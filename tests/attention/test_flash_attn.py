@@ -1,5 +1,4 @@
-"""Why: the fast kernel runs only on an accelerator, so what is handed to it must be proven where
-there is none.
+"""Why: the fast kernel runs only on an accelerator, so its inputs must be proven without one.
 
 A stand-in with the kernel's signature computes variable-length attention from its definition, one
 sequence at a time.
@@ -51,7 +50,7 @@ def torch_stand_in(
     window_size=(-1, -1),
     enable_gqa=False,
 ):
-    """As `torch.nn.attention.varlen.varlen_attn`."""
+    """Stand in for `torch.nn.attention.varlen.varlen_attn`."""
     assert enable_gqa or query.shape[1] == key.shape[1]
     return reference(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
 
@@ -59,7 +58,7 @@ def torch_stand_in(
 def early_torch_stand_in(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)
 ):
-    """As in its first versions with windows, which take as many key as query heads."""
+    """Stand in for its first versions with windows: they take as many key as query heads."""
     return torch_stand_in(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
     )
@@ -79,7 +78,7 @@ def package_stand_in(
     window_size=(-1, -1),
     deterministic=False,
 ):
-    """As `flash_attn.flash_attn_varlen_func`."""
+    """Stand in for `flash_attn.flash_attn_varlen_func`."""
     assert (
         causal and dropout_p == 0 and deterministic == torch.are_deterministic_algorithms_enabled()
     )
@@ -141,8 +140,9 @@ def forward_stand_in(
     window_size_right=None,
     **_,
 ):
-    """As `aten._flash_attention_forward` of sequences end to end: the output, and the log-sum-exp
-    [H, T].
+    """Stand in for `aten._flash_attention_forward` of sequences end to end.
+
+    Returns the output and the log-sum-exp [H, T].
     """
     assert query.shape[-1] == key.shape[-1] == value.shape[-1] and dropout == 0 and not return_mask
     outputs = []
@@ -191,8 +191,9 @@ def backward_stand_in(
     window_size_left=None,
     window_size_right=None,
 ):
-    """As `aten._flash_attention_backward`: the probabilities are those that the given log-sum-exp
-    [H, T] makes of the scores.
+    """Stand in for `aten._flash_attention_backward`.
+
+    The probabilities come from the scores and the given log-sum-exp [H, T].
     """
     assert (
         gradient.is_contiguous()
@@ -232,8 +233,9 @@ def backward_stand_in(
 
 
 def _runs(query, key, value, starts_q, starts_k, max_q, max_k, causal, scale, before, after):
-    """Each run's query, key and value for all heads, its scores [H, q, k], hidden ones -inf, and
-    where its queries are.
+    """Yield each run's query, key and value for all heads, its scores, and where its queries are.
+
+    Scores are [H, q, k], hidden ones -inf.
     """
     assert starts_q.dtype == starts_k.dtype == torch.int32
     assert starts_q[-1] == len(query) and starts_k[-1] == len(key) == len(value)
@@ -262,7 +264,7 @@ def _runs(query, key, value, starts_q, starts_k, max_q, max_k, causal, scale, be
 
 @pytest.fixture
 def operations():
-    """torch's operations of flash attention, from their definition, on the CPU."""
+    """Replace torch's operations of flash attention by their definition, on the CPU."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward_stand_in, "CPU")
     library.impl("_flash_attention_backward", backward_stand_in, "CPU")
@@ -273,7 +275,7 @@ def operations():
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_equals_each_sequence_alone(name, kernel, monkeypatch):
-    """Offsets, longest sequence, scaling, windows, grouped heads, for every family; forward and
+    """Offsets, longest sequence, scaling, windows and grouped heads, for every family; forward and
     gradients.
     """
     used = []
@@ -288,7 +290,7 @@ def test_packed_equals_each_sequence_alone(name, kernel, monkeypatch):
 def test_shared_prefixes_equal_each_sequence_alone(name, monkeypatch, operations):
     used = []
     monkeypatch.setattr(
-        flat, "part_kernel", lambda *where: used.append(where) or flash_attn.FLASH_PARTS
+        flat, "call_kernel", lambda *where: used.append(where) or flash_attn.FLASH_CALLS
     )
     batch = make_batch(alike=2)
     assert_each_sequence_alone(
@@ -375,8 +377,10 @@ TOGETHER = [
     [*range(500, 512), 600, 601],
     [0],
 ]
-"""Sequences of tokens without and with prefixes that they share, and prefixes within those; a
-filler of one token at the end."""
+"""Sequences of tokens with and without shared prefixes, and prefixes within those.
+
+A filler of one token is at the end.
+"""
 IMAGES = [
     [1, 2, *[SEEN] * 70, 3, *[SEEN] * 256, 4],
     [5, *[SEEN] * 40],
@@ -403,8 +407,9 @@ CASES = {
 def attended(
     case: str, device: torch.device, dtype: torch.dtype, *, by_hand: bool = False
 ) -> list[Tensor]:
-    """The output [U, H, D], and the gradients of queries, keys and values; `by_hand` from the
-    definition, each sequence alone.
+    """Return the output [U, H, D], and the gradients of queries, keys and values.
+
+    `by_hand` computes them from the definition, each sequence alone.
     """
     rows, (heads, kv_heads), (columns, value_columns), window = CASES[case]
     lengths = torch.tensor([len(row) for row in rows])
@@ -458,9 +463,7 @@ def attended(
 @pytest.mark.parametrize("kernel", ["cpu", "cpu, copies", "flash"])
 @pytest.mark.parametrize("case", CASES)
 def test_every_shape_of_attention(case, kernel, monkeypatch, operations):
-    """On the CPU, in float32: its own kernels, and all that is handed to those of flash
-    attention.
-    """
+    """On the CPU, in float32: its own kernels, and all inputs of flash attention's kernels."""
     monkeypatch.setattr(
         "lightrft.attention.layout.CALL_WORK", math.inf if kernel == "cpu, copies" else 0
     )
@@ -481,8 +484,9 @@ def test_every_shape_of_attention(case, kernel, monkeypatch, operations):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_the_real_kernels_are_close_to_float32(case):
-    """In bfloat16; the log of a failure has the signature, which differs between versions of
-    torch.
+    """In bfloat16.
+
+    If it fails, the log has the signature, which differs between versions of torch.
     """
     device = torch.device(torch.accelerator.current_accelerator())
     if flat.attention_kernel(device, torch.bfloat16) is block_attention:
@@ -495,9 +499,7 @@ def test_the_real_kernels_are_close_to_float32(case):
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_the_gradient_of_a_shared_prefix_is_not_rounded_once_per_sample(window):
-    """In bfloat16, of keys and values that 256 samples read: off by the rounding of one number, not
-    of 256 sums.
-    """
+    """In bfloat16, 256 samples read the keys and values; the error is one rounding, not 256."""
     rows = [[*range(30), 100 + row] for row in range(256)]
     lengths = torch.tensor([len(row) for row in rows])
     layout = Layout(lengths, CPU, shared=find_shared_prefixes(torch.tensor(sum(rows, [])), lengths))
@@ -522,9 +524,7 @@ def test_the_gradient_of_a_shared_prefix_is_not_rounded_once_per_sample(window):
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_nothing_is_kept_for_every_row(window):
-    """Of 16 rows with one prompt the backward pass has queries, keys, values and output of computed
-    tokens, each once.
-    """
+    """For 16 rows with one prompt the backward pass keeps queries, keys, values and output once."""
     prompt = 64
     samples = 16
     columns = 16

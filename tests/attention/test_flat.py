@@ -1,8 +1,7 @@
 """Why: sequences lie end to end, and nothing but the layout keeps them apart.
 
-One leak and every gradient is wrong.
-
-The reference is transformers' eager attention on each sequence alone.
+One leak and every gradient is wrong. The reference is transformers' eager attention on each
+sequence alone.
 """
 
 import math
@@ -43,9 +42,7 @@ from lightrft.types import Batch
     [(LENGTHS, 0, False), *product((LENGTHS, [9] * 4), (2, 3), (False, True))],
 )
 def test_packed_equals_each_sequence_alone(name, lengths, alike, copies, monkeypatch):
-    """Also where pasts are shared, which are computed once, whether attention copies them or
-    not.
-    """
+    """Also where pasts are shared and computed once, whether attention copies them or not."""
     monkeypatch.setattr("lightrft.attention.layout.CALL_WORK", math.inf if copies else 0)
     batch = make_batch(lengths, alike)
     batch = replace(batch, shared=find_shared_prefixes(batch.input_ids, batch.lengths))
@@ -78,8 +75,9 @@ def test_packed_equals_each_sequence_alone(name, lengths, alike, copies, monkeyp
     ],
 )
 def test_short_prefixes_alone_are_copied(prompt, dtype, copied, monkeypatch):
-    """Attention within a long one would be repeated, and in bfloat16 its gradient would be rounded
-    for each copy.
+    """Attention within a long prefix would be repeated.
+
+    In bfloat16 its gradient would be rounded for each copy.
     """
     calls = []
     monkeypatch.setattr(
@@ -101,9 +99,7 @@ def test_short_prefixes_alone_are_copied(prompt, dtype, copied, monkeypatch):
 
 @pytest.mark.parametrize("name", ["qwen2 window", "mistral window", "gemma3"])
 def test_the_window_is_seen_at_these_lengths(name):
-    """Without its window the model gives other numbers, so the equality above speaks of windows
-    too.
-    """
+    """Without its window the model gives other numbers, so the equality above covers it."""
     batch = make_batch()
     model = make_model(name, ATTENTION)
     with torch.no_grad():
@@ -124,17 +120,17 @@ WITH_IMAGES = [
     [6, *IMAGE, 9],
     [1, 2, *IMAGE, 3, *LARGE],
 ]
-"""The first, the second and the last begin with the same images, which are shorter and longer than
-a window."""
+"""The first, the second and the last sequence begin with the same images.
+
+Images are shorter and longer than a window.
+"""
 
 
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_of_an_image_see_all_of_it(window, shares, dtype):
-    """Values and gradients are those of a mask for each sequence, as transformers makes it for
-    Gemma 3.
-    """
+    """Values and gradients equal a mask for each sequence, as transformers makes it for Gemma 3."""
     ids = torch.tensor(sum(WITH_IMAGES, []))
     lengths = torch.tensor(list(map(len, WITH_IMAGES)))
     shared = find_shared_prefixes(ids, lengths) if shares else None
@@ -170,13 +166,14 @@ def test_tokens_of_an_image_see_all_of_it(window, shares, dtype):
 
 
 def test_images_by_hand():
-    """Of `a I I I b` and `I I`: the first two of three tokens see two more and one more, in reverse
-    order, the first of two one.
+    """Of `a I I I b` the first two of three tokens see two more and one more, in reverse order.
+
+    Of `I I` the first sees one.
     """
     layout = Layout(
         torch.tensor([5, 2]), CPU, bidirectional=torch.tensor([0, 1, 1, 1, 0, 1, 1]).bool()
     )
-    own, following = layout.parts(None)
+    own, following = layout.calls(None)
     assert (
         own.query_lengths == [5, 2]
         and following.query_lengths == following.key_lengths == [2, 1]
@@ -265,7 +262,7 @@ CPU = torch.device("cpu")
 
 
 def test_layout_by_hand():
-    """Lengths 3, 1, 4: a block of the single token, a block of the two that fit in four."""
+    """Lengths 3, 1, 4: a block for the single token, and a block for the two that fit in four."""
     blocks = Layout(torch.tensor([3, 1, 4]), CPU).blocks
     assert blocks.shapes == [(1, 1), (2, 4)]
     assert blocks.source.tolist() == [3, 0, 1, 2, 2, 4, 5, 6, 7]
@@ -298,8 +295,8 @@ def test_every_token_is_found_again_and_padding_stays_under_a_half(seed):
 
 
 def test_the_layout_never_reads_from_the_device():
-    """What a batch is made of moves; the lengths stay on the host, so nobody waits for an
-    accelerator to tell them.
+    """The tensors of a batch move, and the lengths stay on the host, so nobody waits for an
+    accelerator.
     """
     batch = make_batch().to("meta")
     assert batch.input_ids.is_meta and batch.position_ids.is_meta and batch.sequence_ids.is_meta
@@ -350,7 +347,7 @@ def test_transformers_own_attention_over_restarting_positions_agrees(name, atten
     ids=["cache", "cache by default", "mask of ones"],
 )
 def test_calls_that_make_sequences_see_each_other_elsewhere_do_not_here(call):
-    """Over transformers' own attention each of these joins packed sequences, without a word."""
+    """In transformers' own attention each of these joins packed sequences, without a word."""
     batch = make_batch()
     ours = packed(make_model("qwen3", ATTENTION), batch, layout=Layout(batch.lengths, CPU), **call)
     torch.testing.assert_close(

@@ -1,8 +1,7 @@
-"""Why: a plan that loses a row, differs between ranks or leaves ranks waiting costs samples, hangs
-or time. It may not.
+"""Why: a plan must not lose a row, differ between ranks, or leave ranks waiting.
 
-The overhead is modelled here again from its definition: at each micro-batch all ranks wait for the
-dearest.
+That would cost samples, hangs or time. The overhead is modelled here again from its definition: at
+each micro-batch all ranks wait for the most expensive one.
 """
 
 import os
@@ -23,7 +22,7 @@ def work(length: int) -> float:
 
 
 def overhead(made: Plan, lengths: list[int], ranks: int) -> float:
-    """Modelled time over that of perfect balance."""
+    """Return the modelled time over the time of perfect balance."""
     waited = sum(
         max(sum(work(lengths[row]) for row in minibatch[rank][m]) for rank in range(ranks))
         for minibatch in made.minibatches
@@ -33,8 +32,9 @@ def overhead(made: Plan, lengths: list[int], ranks: int) -> float:
 
 
 def time(made: Plan, lengths: list[int], prompts: list[tuple[int, int, int]]) -> int:
-    """Modelled, where each micro-batch computes a prompt and its media once but attends to it in
-    every row; in tokens times 6 x 4096.
+    """Return the modelled time, in tokens times 6 x 4096.
+
+    Each micro-batch computes a prompt and its media once but attends to it in every row.
     """
 
     def spent(rows: list[int]) -> int:
@@ -82,7 +82,7 @@ def check(
     [("packed", LARGE_STEP), ("packed", 0), ("dynamic", LARGE_STEP), ("plain", LARGE_STEP)],
 )
 def test_a_thousand_random_sets(batching, many, monkeypatch):
-    """Where `many` is 0 they are planned as those of a large run are."""
+    """Where `many` is 0 they are planned like a large run."""
     monkeypatch.setattr("lightrft.batching.planner.LARGE_STEP", many)
     random_ = random.Random(0)
     for number in range(1000):
@@ -130,8 +130,9 @@ def test_a_thousand_random_sets(batching, many, monkeypatch):
     ],
 )
 def test_rows_of_a_prompt_meet(ranks, groups, samples, many, monkeypatch):
-    """Prompts as long as the responses: nearly half of the time can be saved, and nine tenths of
-    that are.
+    """Prompts are as long as the responses, so nearly half of the time can be saved.
+
+    Nine tenths of that are saved.
     """
     random_ = random.Random(0)
     prompts = [(group, 300, 0) for group in range(groups) for _ in range(samples)]
@@ -153,8 +154,9 @@ def test_prompts_that_are_hardly_there_change_nothing():
 
 @pytest.mark.parametrize("many", [LARGE_STEP, 0])
 def test_towers_are_balanced(many, monkeypatch):
-    """Rows of one length, a quarter of which have an image that costs as much as three rows: all
-    ranks get as many of them.
+    """Rows have one length, and a quarter have an image that costs as much as three rows.
+
+    All ranks get equally many of them.
     """
     monkeypatch.setattr("lightrft.batching.planner.LARGE_STEP", many)
     prompts = [(row, 0, 300 if row < 16 else 0) for row in range(64)]
@@ -170,8 +172,9 @@ def test_no_rows():
 
 
 def test_a_small_plan_by_hand():
-    """Five sequences on two ranks, ten tokens at a time: four bins, and the 1 joins the cheapest of
-    them.
+    """Five sequences on two ranks, ten tokens at a time, make four bins.
+
+    The 1 joins the cheapest.
     """
     lengths = [5, 9, 4, 8, 1]
     made = plan(lengths, num_ranks=2, minibatch_size=5, max_tokens=10)
@@ -205,7 +208,7 @@ def test_local_positions_point_into_the_ranks_own_rows():
 
 def test_dynamic_by_hand():
     """Two ranks, 20 tokens: rows x longest row stays within them, and both ranks cut at the same
-    places.
+    points.
     """
     lengths = [2, 9, 4, 10, 3, 5, 4, 1]
     made = plan(lengths, num_ranks=2, minibatch_size=8, max_tokens=20, batching="dynamic")
@@ -234,8 +237,9 @@ def test_dynamic_bounds_the_padded_shape_and_gives_all_ranks_the_same():
 
 
 def test_plain_by_hand():
-    """Three rows at a time in their order, each rank its own stretch; a micro-batch ends early
-    where its tokens run out.
+    """Three rows at a time in order, each rank its own stretch.
+
+    A micro-batch ends early where its tokens run out.
     """
     lengths = [1, 1, 1, 1, 1, 6, 6, 1, 1]
     made = plan(
@@ -269,7 +273,7 @@ def test_a_row_without_tokens():
 
 @pytest.mark.slow
 def test_every_process_makes_the_same_plan():
-    """Another interpreter, with another seed of its string hashes, plans the same."""
+    """Another interpreter, with another seed of its string hashes, makes the same plan."""
     program = (
         "import random; from lightrft.batching.planner import plan; r ="
         " random.Random(5);print(plan([r.randint(1, 4000) for _ in range(200)], num_ranks=8,"
@@ -309,7 +313,7 @@ def lengths_of(name: str, seed: int, count: int) -> list[int]:
 )
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_ranks_hardly_wait_for_each_other(name, ranks, count, allowed):
-    """Mean of five draws."""
+    """The mean of five draws counts."""
     found = []
     for seed in range(5):
         lengths = lengths_of(name, seed, count)
@@ -325,8 +329,9 @@ def test_ranks_hardly_wait_for_each_other(name, ranks, count, allowed):
 
 
 def modified_first_fit_decreasing(lengths: list[int], ranks: int, capacity: int) -> Plan:
-    """What is usually done: modified first fit decreasing, split to a multiple of the ranks, dealt
-    round robin.
+    """Plan as is usually done: modified first fit decreasing.
+
+    It is split to a multiple of the ranks and dealt round robin.
     """
     left = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     bins = [[row] for row in left if lengths[row] > capacity / 2]
@@ -394,8 +399,9 @@ def test_never_slower_than_modified_first_fit_decreasing_dealt_round_robin():
 
 
 def test_micro_batches_are_not_bought_for_balance():
-    """Never more than one micro-batch per rank above what the tokens need, or the sequences longer
-    than half of one.
+    """There is never more than one micro-batch per rank above what is needed.
+
+    The tokens determine that, or the sequences longer than half of one.
     """
     for name in DISTRIBUTIONS:
         for seed in range(5):
@@ -409,8 +415,9 @@ def test_micro_batches_are_not_bought_for_balance():
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_large_runs(name):
-    """Ranks hardly wait, and hardly more micro-batches are needed than tokens, or sequences longer
-    than half of one, ask for.
+    """Ranks hardly wait, and hardly more micro-batches are used than are needed.
+
+    The tokens determine that, or the sequences longer than half of one.
     """
     lengths = lengths_of(name, 0, 65_536)
     made = plan(lengths, num_ranks=64, minibatch_size=65_536, max_tokens=CAPACITY)

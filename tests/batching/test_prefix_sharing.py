@@ -1,5 +1,6 @@
-"""Why: a token that is computed for another with a different past gives wrong log-probs to a whole
-group, and nobody notices.
+"""Why: a token computed for another one with a different past spoils a whole group.
+
+Its log-probs are wrong, and nobody notices.
 """
 
 from dataclasses import replace
@@ -32,7 +33,7 @@ def test_a_token_stands_for_exactly_those_with_the_same_past(rows):
 
 @given(ROWS)
 def test_the_first_row_that_has_a_prefix_computes_it(rows):
-    """So rows of one prompt that stand side by side have their own tokens side by side."""
+    """So rows of one prompt side by side have their own tokens side by side."""
     shared = find_shared_prefixes(
         torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows])
     )
@@ -42,7 +43,7 @@ def test_the_first_row_that_has_a_prefix_computes_it(rows):
 
 @given(ROWS, st.sampled_from([0.1, 0.5, 2.0]))
 def test_where_a_small_saving_is_not_shared_all_that_is_shared_is_the_same(rows, min_saving):
-    """And each row still computes its last tokens, however many they are."""
+    """Each row still computes its last tokens, however many they are."""
     lengths = torch.tensor([len(row) for row in rows])
     pasts = [tuple(row[: place + 1]) for row in rows for place in range(len(row))]
     all_, some = (
@@ -67,7 +68,7 @@ def test_where_a_small_saving_is_not_shared_all_that_is_shared_is_the_same(rows,
 def test_a_prompt_of_a_few_tokens_is_not_shared_by_long_responses(prompt, shared):
     """Two rows save it once; a 32nd of the 96 tokens behind it is 3.
 
-    The same behind a longer prefix that a third row has.
+    The same holds behind a longer prefix that a third row has.
     """
     rows = [[*range(prompt), *range(100 * row, 100 * row + 48)] for row in (1, 2)]
     assert (found(rows, 1 / 32) is not None) == shared
@@ -83,7 +84,7 @@ def found(rows, min_saving):
 
 
 def test_large_and_negative_token_ids():
-    """Bytes, in which sequences are put in order, are not in the order of numbers."""
+    """Sequences are ordered by bytes, and bytes are not in the order of numbers."""
     rows = [[256, 1, 5], [1, 256, 5], [256, 1, 6], [2**40, 1], [-1, 1], [2**40, 2]]
     shared = find_shared_prefixes(
         torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows])
@@ -92,8 +93,9 @@ def test_large_and_negative_token_ids():
 
 
 def test_images_are_a_part_of_the_past():
-    """The same tokens stand for two images; the images of a prompt are there once, where its tokens
-    are computed.
+    """The same tokens stand for two images.
+
+    The images of a prompt are there once, where its tokens are computed.
     """
     one = {"pixels": torch.ones(1)}
     other = {"pixels": torch.zeros(1)}

@@ -1,5 +1,6 @@
-"""Why: a sample that arrives on the wrong rank, or with another's advantage, is learned wrongly and
-nobody notices.
+"""Why: a sample on the wrong rank, or with another's advantage, is learned wrongly.
+
+Nobody would notice.
 """
 
 from collections import Counter
@@ -18,7 +19,7 @@ from ranks import run_ranks
 
 
 def whole(lengths: list[int]) -> Experience:
-    """Numbers that tell every token, and every bit of it, from every other."""
+    """Return numbers that tell every token, and every bit of it, from every other."""
     generator = torch.Generator().manual_seed(7)
     total = sum(lengths)
     return Experience(
@@ -34,7 +35,7 @@ def whole(lengths: list[int]) -> Experience:
 
 
 def take(batch: Experience, rows: list[int]) -> dict[str, torch.Tensor]:
-    """Columns of the rows, cut out one sequence at a time."""
+    """Return columns of the rows, cut out one sequence at a time."""
     starts = [0, *batch.lengths.cumsum(0).tolist()]
     cuts = [slice(starts[row], starts[row + 1]) for row in rows]
     per_token = {
@@ -61,7 +62,7 @@ CASES = {
 
 
 def axes_of(replica: int) -> dict[str, Axis]:
-    """The axes of this rank, of which `replica` neighbours have the same samples."""
+    """Return the axes of this rank; `replica` neighbours have the same samples."""
     size = dist.get_world_size() // replica
     groups = {
         "data": [range(place, replica * size, replica) for place in range(replica)],
@@ -84,8 +85,9 @@ def axes_of(replica: int) -> dict[str, Axis]:
 
 
 def moved(lengths: list[int], held: list[list[int]], owners: list[list[int]], replica: int = 1):
-    """Columns that arrive on this rank, the collectives of each axis, and the bytes sent to
-    others.
+    """Return the columns that arrive on this rank.
+
+    Also the collectives of each axis, and the bytes sent to others.
     """
     counts: Counter[str] = Counter()
     sent: list[int] = []
@@ -135,7 +137,7 @@ def moved(lengths: list[int], held: list[list[int]], owners: list[list[int]], re
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_row_arrives_at_its_owner_in_its_order_bit_by_bit(case):
-    """In two collectives, and only what must."""
+    """In two collectives, and nothing more than necessary is sent."""
     lengths, held, owners = CASES[case]
     results = run_ranks(len(held), moved, lengths, held, owners)
     for (columns, counts, sent), mine, wanted in zip(results, held, owners, strict=True):
@@ -148,8 +150,9 @@ def test_every_row_arrives_at_its_owner_in_its_order_bit_by_bit(case):
 
 
 def test_the_leader_of_a_replica_reads_for_its_siblings():
-    """Four ranks, two replicas of two: leaders move the rows, and their siblings receive all of
-    them in three collectives.
+    """Four ranks are two replicas of two.
+
+    Leaders move the rows, and their siblings receive all of them in three collectives.
     """
     lengths, held, owners = CASES["uneven"]
     results = run_ranks(4, moved, lengths, held, owners, 2)
@@ -197,8 +200,9 @@ def test_select_and_token_index_by_hand():
 
 
 def disagreeing() -> list[str]:
-    """What each rank of two replicas says of columns that its data rank has in another form than
-    the other one.
+    """Return what each rank of two replicas says about columns in different forms.
+
+    The data rank of one replica has them in another form than the other's.
     """
     data, replica = axes_of(2).values()
     said = []
@@ -225,7 +229,7 @@ def disagreeing() -> list[str]:
 
 
 def test_ranks_with_different_columns_all_say_so():
-    """Those without rows, too; large ids and empty ranks are no obstacle."""
+    """Ranks without rows do, too; large ids and empty ranks are no obstacle."""
     kind = "the ranks have different columns 'a': sample float32"
     expected = [
         f"{kind} [] on data rank 0, sample bfloat16 [] on data rank 1",

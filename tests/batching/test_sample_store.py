@@ -1,5 +1,6 @@
-"""The columns of a step's samples under their ids: what is written is read, by whoever may, and a
-lack is said.
+"""The columns of a step's samples under their ids.
+
+What is written is read by whoever may read it, and what is missing is reported.
 """
 
 import pytest

@@ -1,7 +1,7 @@
-"""Whole steps whose samples travel through a real TransferQueue on a real Ray cluster: the numbers
-are those of the memory.
+"""Whole steps whose samples travel through a real TransferQueue on a real Ray cluster.
 
-It runs in the environment that has the package, by tests/test_extras.py.
+The numbers are the same as through memory. tests/test_extras.py runs this file in the environment
+that has the package.
 """
 
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ CASES = {"ranks with samples of their own": [], "ranks of one replica": ["--sp_s
 
 
 def store_of_two_ranks() -> dict[str, list]:
-    """What a rank reads of rows that the other wrote, and what it may not."""
+    """Return what a rank reads of rows that the other wrote, and what it may not read."""
     from lightrft.batching.transfer_queue import TransferQueueStore
     from lightrft.parallel.mesh import world_axis
 
@@ -52,7 +52,7 @@ def course(flags: list[str], folder: str) -> list[dict]:
 
 
 def everything(inputs: list[str], folder: Path) -> dict[str, object]:
-    """Rows of the store, and for each case what is learned through memory and through the queue."""
+    """Return rows of the store, and for each case what is learned through memory and the queue."""
     found = {"store": store_of_two_ranks()}
     for case, flags in CASES.items():
         found[case] = [
@@ -64,7 +64,7 @@ def everything(inputs: list[str], folder: Path) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_steps_through_the_queue_are_those_through_memory(tmp_path):
-    """All in one start, because that of Ray takes most of the time."""
+    """One start serves all cases, because Ray's start takes most of the time."""
     inputs = [*prepare(tmp_path), *PPO, "--max_steps=1", "--init_kl_coef=0.1"]
     found = run_ranks(2, everything, inputs, tmp_path)
     first, second = (found[rank]["store"] for rank in (0, 1))

@@ -1,6 +1,4 @@
-"""Why: at a thousand ranks everybody waits for the plan of a checkpoint, so it must be made
-once.
-"""
+"""Why: at a thousand ranks everybody waits for the plan of a checkpoint, so it is made once."""
 
 from scripts.bench.checkpoint_plan import main
 

@@ -1,4 +1,4 @@
-"""Why: the benchmark of data stays runnable, and data in a file take less memory than lists."""
+"""Why: the benchmark of data must still run, and data in a file take less memory than lists."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Why: the benchmark of episodes stays runnable, and shows that turns do not wait for one
-another.
-"""
+"""Why: the benchmark of episodes must still run, and no turn may wait for another."""
 
 import json
 
@@ -20,8 +18,9 @@ def without_a_launcher(flags: list[str]) -> None:
 
 @pytest.mark.slow
 def test_turns_begin_when_their_own_program_asks_for_them(capfd):
-    """Those that wait for one another begin three times, all together; how long the engine is idle
-    depends on the machine.
+    """Turns that wait for one another begin three times, all together.
+
+    How long the engine is idle depends on the machine.
     """
     pytest.importorskip("vllm", reason="vllm is not installed")
     load_vllm()

@@ -1,5 +1,6 @@
-"""Why: the figures in docs/benchmarks.md must stay reproducible, and all variants must compute the
-same thing.
+"""Why: the figures in docs/benchmarks.md must stay reproducible.
+
+All variants must compute the same thing.
 """
 
 import json
@@ -15,7 +16,7 @@ from warm import warm_python
 
 @pytest.mark.slow
 def test_every_variant_runs_and_agrees(capsys, monkeypatch):
-    """Forked processes are faster than those that the benchmark starts; the next test has those."""
+    """Forked processes are faster than the benchmark's own; the next test uses those."""
 
     def forked(variant, *case):
         return {"variant": variant} | run_ranks(1, logprobs.measure, variant, *case)[0]

@@ -1,4 +1,4 @@
-"""Why: a table of bytes that no process has ever had decides how large a machine somebody rents."""
+"""Why: whoever rents a machine by a table of bytes needs bytes that a process really had."""
 
 import json
 import os
@@ -14,7 +14,7 @@ SMALL = ["--measured=2", "--shapes", "small", "--world=2", "--tokens=512", "--la
 
 
 def bench(script: str, *arguments: str) -> dict:
-    """The last line of a benchmark."""
+    """Return the last line of a benchmark."""
     command = [warm_python(), ROOT / "scripts" / "bench" / script, *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), STARTS_WARM: warm_python()}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -23,7 +23,7 @@ def bench(script: str, *arguments: str) -> dict:
 
 @pytest.mark.slow
 def test_real_ranks_take_what_the_plan_says():
-    """Of DeepSpeed and of adapters, whose plans are formulas."""
+    """The plans of DeepSpeed and of adapters are formulas."""
     rows = bench("plan_peaks.py", "--layouts", "adapters", "zero3", "--layers=2")
     assert rows.keys() == {"adapters", "zero3"}
     assert all(row["ratio"] == pytest.approx(1, abs=0.05) for row in rows.values())

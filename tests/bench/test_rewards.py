@@ -1,5 +1,6 @@
-"""Why: the benchmark of reward calls stays runnable, and its function runs in another process than
-its engine.
+"""Why: the benchmark of reward calls must still run.
+
+Its function runs in another process than its engine.
 """
 
 import json

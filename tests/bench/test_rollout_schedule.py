@@ -1,6 +1,4 @@
-"""The simulator of schedules gives the same figures every time, and shows what each schedule is
-for.
-"""
+"""The simulator of schedules gives the same figures every time, and shows what each is for."""
 
 from scripts.bench.rollout_schedule import options, simulate
 

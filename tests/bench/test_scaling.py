@@ -1,6 +1,4 @@
-"""Why: what grows with the square of the ranks is not noticed on eight of them, and stops a
-thousand.
-"""
+"""Why: what grows with the square of the ranks is not noticed on eight, and stops a thousand."""
 
 import json
 import subprocess
@@ -12,17 +10,16 @@ import pytest
 BENCH = Path(__file__).parents[2] / "scripts" / "bench" / "scaling.py"
 
 LIMITS = {"collect": 1.25}
-"""The number of exchanges of a round depends on the lengths of its responses."""
+"""Limits by operation. The number of exchanges of a round depends on the lengths of its responses.
+"""
 
 
 @pytest.mark.slow
 def test_what_a_rank_sends_and_receives_grows_no_faster_than_the_number_of_others(tmp_path):
-    """Among real processes.
+    """Real processes are measured.
 
-    Addresses that every rank published for each other one made the rendezvous fail this.
-
-    Bytes are exact; into how many segments the kernel divides them depends on how busy the machine
-    is.
+    Addresses that every rank published for each other one once made the rendezvous fail this test.
+    Bytes are exact; how many segments the kernel sends depends on how busy the machine is.
     """
     flags = [
         "--ranks",

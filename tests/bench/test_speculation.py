@@ -1,5 +1,6 @@
-"""Why: the benchmark starts engines in processes of its own; a renamed field or method must not go
-unnoticed.
+"""Why: the benchmark starts engines in processes of its own.
+
+A renamed field or method must not go unnoticed.
 """
 
 import json

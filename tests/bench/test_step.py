@@ -1,5 +1,6 @@
-"""Why: the step benchmark reaches into the trainer to read the clock; a renamed method must not go
-unnoticed.
+"""Why: the step benchmark reaches into the trainer to read the clock.
+
+A renamed method must not go unnoticed.
 """
 
 import json

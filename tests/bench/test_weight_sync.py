@@ -1,5 +1,6 @@
-"""Why: the benchmark reaches into the strategies and the engines; a renamed method must not go
-unnoticed.
+"""Why: the benchmark reaches into the strategies and the engines.
+
+A renamed method must not go unnoticed.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Checkpoints and adapters become folders that stand alone: the same weights that the run itself
-writes at its end.
+"""Checkpoints and adapters become folders that stand alone.
+
+They have the same weights that the run itself writes at its end.
 """
 
 import json
@@ -31,7 +32,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapted(inputs, tmp_path_factory) -> Path:
-    """A run of adapters on two ranks, whose final models are the adapters alone."""
+    """Run with adapters on two ranks; the final models are only the adapters."""
     folder = tmp_path_factory.mktemp("adapted")
     train("train_ppo", 2, [*inputs, *TWO, *LORA, "--save_adapter_only"], folder)
     return folder
@@ -62,8 +63,9 @@ def exit_code(*arguments: str) -> int:
     ids=["fsdp", "zero3"],
 )
 def test_what_is_exported_is_what_the_run_writes(inputs, tmp_path, flags):
-    """From two ranks, also with bfloat16, whose checkpoint is of the float32 masters; the critic
-    and the average too.
+    """From two ranks, also with bfloat16, where the checkpoint has the float32 masters.
+
+    The critic and the average are exported too.
     """
     flags = [*inputs[1:], *TWO, *flags, "--bf16", "--freeze_prefix=model.embed_tokens"]
     train("train_ppo", 2, flags, tmp_path / "run")
@@ -119,7 +121,7 @@ def evaluated(flags: list[str]) -> None:
 
 @pytest.mark.slow
 def test_an_adapter_is_evaluated_and_trained_on(inputs, adapted, tmp_path):
-    """By its folder alone: the same rewards as of the model it is merged into."""
+    """The folder of the adapter is enough, and gives the same rewards as the merged model."""
     export([str(adapted / "checkpoints"), str(tmp_path / "merged")])
     data = [
         inputs[2].replace("prompt_data", "eval_data"),
@@ -154,7 +156,9 @@ def test_an_adapter_is_evaluated_and_trained_on(inputs, adapted, tmp_path):
 
 @pytest.mark.slow
 def test_the_base_of_adapters_may_not_change_under_them(inputs, adapted, tmp_path):
-    """Neither where a run continues nor in an export: frozen weights are not in the checkpoint."""
+    """Frozen weights are not in the checkpoint, so neither a run nor an export may continue on
+    others.
+    """
     values = dict(flag.removeprefix("--").split("=", 1) for flag in inputs if "=" in flag)
     model = Path(shutil.copytree(values["pretrain"], tmp_path / "model"))
     run = Path(shutil.copytree(adapted, tmp_path / "run"))
@@ -225,8 +229,9 @@ def test_ends_are_added_to_the_published_ones(tmp_path, case):
 
 @pytest.mark.slow
 def test_a_base_model_that_learned_a_chat_template_ends_its_turns(tmp_path):
-    """Engines that read only the exported folder stop at the template's end; the run and an export
-    write the same.
+    """Engines that read only the exported folder stop at the template's end.
+
+    The run and an export write the same.
     """
     flags = [flag for flag in prepare(tmp_path) if not flag.startswith("--reward")]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")

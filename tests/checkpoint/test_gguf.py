@@ -1,5 +1,6 @@
-"""A GGUF file becomes a folder with its numbers, its settings and its tokenizer, or it is refused
-with the reason.
+"""A GGUF file becomes a folder with its numbers, settings and tokenizer.
+
+Or it is refused with the reason.
 """
 
 import json
@@ -72,7 +73,7 @@ TEXTS = [
 
 
 def divisors(model: PreTrainedModel) -> np.ndarray:
-    """The tensor that llama.cpp's converter makes of Llama 3's rotary settings."""
+    """Return the tensor that llama.cpp's converter makes from Llama 3's rotary settings."""
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, torch.device("cpu"))
     plain = 5e5 ** -(torch.arange(0, 32, 2, dtype=torch.float32) / 32)
     return (plain / scaled).numpy()
@@ -343,7 +344,7 @@ def test_of_several_processes_one_converts(tmp_path, monkeypatch):
 
 
 def noting(function, file: Path):
-    """Return the function itself, which also writes a line to a file."""
+    """Return a function that also writes a line to a file."""
 
     def called(*arguments):
         with open(file, "a") as calls:

@@ -1,4 +1,4 @@
-"""Runs of a flattened tensor as boxes: the right elements, in order, and few of them."""
+"""Runs of a flattened tensor become boxes: the right elements, in order, and few boxes."""
 
 import copy
 

@@ -1,5 +1,6 @@
-"""Rows in the columns in which benchmarks are published become prompts whose verifier accepts the
-right answer and no other.
+"""Rows of published benchmarks become prompts.
+
+Their verifiers accept the right answer and no other.
 """
 
 import json
@@ -56,7 +57,7 @@ ANSWERS = {
         ["Answer: {wrong}", "Answer: {right} or {wrong}", "neon"],
     ),
 }
-"""Responses that are right, and that are wrong."""
+"""Responses that are right, and responses that are wrong."""
 
 
 @pytest.fixture(scope="module")

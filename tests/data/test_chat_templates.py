@@ -1,5 +1,6 @@
-"""Rows in all forms with the chat templates that TRL's wheel ships, from row to prompt, learned
-answer and agent's turn.
+"""Rows in all forms with the chat templates in TRL's wheel.
+
+Each goes from row to prompt, learned answer and agent's turn.
 """
 
 import json
@@ -69,23 +70,23 @@ def tokenizer(name: str):
 
 SECTION = DataSection(apply_chat_template=True, prompt_max_len=100_000)
 NEEDS_PARTS = ("idefics3", "llava_next", "smolvlm")
-"""Templates that take lists of parts alone."""
+"""Templates that take only lists of parts."""
 
 
 def asked(name: str, value, section: DataSection = SECTION, **columns) -> Prompt:
-    """The prompt of a row."""
+    """Return the prompt of a row."""
     return make_prompt(section, tokenizer(name), {"input": value} | columns, index=0)
 
 
 def learned(name: str, row: dict, section: DataSection = SECTION) -> str:
-    """What is learned of a row."""
+    """Return what is learned from a row."""
     reader = tokenizer(name)
     token_ids, flags = answer_of(make_example(section, reader, row, index=0), reader)
     return reader.decode([token for token, on in zip(token_ids, flags, strict=True) if on])
 
 
 def reference(name: str, *messages: dict, answer_follows: bool = True) -> str:
-    """The text that transformers itself renders of messages in their plainest form."""
+    """Return the text that transformers renders for messages in their plainest form."""
     plain = [
         each | {"content": parts(each["content"])} if name.startswith(NEEDS_PARTS) else each
         for each in messages
@@ -96,9 +97,7 @@ def reference(name: str, *messages: dict, answer_follows: bool = True) -> str:
 
 
 def end_of_turn(name: str) -> str:
-    """The special token with which the template ends an answer; the tokenizer's where it writes
-    none.
-    """
+    """Return the special token that ends an answer in the template, else the tokenizer's."""
     messages = [turn("user", QUESTION), turn("assistant", ANSWER)]
     _, _, after = reference(name, *messages, answer_follows=False).rpartition(ANSWER)
     found = SPECIAL.findall(after)
@@ -106,7 +105,7 @@ def end_of_turn(name: str) -> str:
 
 
 def one_bos(name: str, token_ids) -> bool:
-    """Whether the sequence begins as the template says, with one token or none."""
+    """Return whether the sequence begins as the template says, with one token or none."""
     reader = tokenizer(name)
     writes = reference(name, turn("user", QUESTION)).startswith("<bos>")
     return list(token_ids).count(reader.bos_token_id) == int(writes)
@@ -121,8 +120,9 @@ def test_the_wheel_has_templates():
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_rows_in_all_forms(name):
-    """All forms of one row give what transformers renders of it, learn the answer up to the end of
-    the turn, and stop there.
+    """All forms of one row give what transformers renders.
+
+    The answer is learned up to the end of the turn, and generation stops there.
     """
     reader = tokenizer(name)
     section = SECTION
@@ -166,9 +166,7 @@ def test_rows_in_all_forms(name):
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_two_turns(name):
-    """Each answer is learned up to the end that the template writes there, and none of the user's
-    words.
-    """
+    """Each answer is learned up to the end that the template writes, and nothing of the user's."""
     messages = [
         turn("user", QUESTION),
         turn("assistant", ANSWER),

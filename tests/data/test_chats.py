@@ -1,5 +1,6 @@
-"""Chat data for SFT: tokens and mask by hand; a mask off by one would learn the user's turns, or
-never learn to stop.
+"""Chat data for SFT: tokens and mask by hand.
+
+A mask off by one would learn the user's turns, or never learn to stop.
 """
 
 import json
@@ -30,12 +31,12 @@ TEMPLATES = {
         ROLES + "{%- generation -%}{{ m.content }}{%- endgeneration -%}<eos>\n" + OTHERS
     ),
 }
-"""Each renders as `u>1;a>2<eos>\n`; the second without end tokens."""
+"""Each renders `u>1;a>2<eos> `; the second has no end tokens."""
 FORGETS = (
     ROLES + "{% if not loop.last %}{{ m.content.split('/')[-1] }}{% else %}{{ m.content }}{% endif"
     " %}<eos>\n" + OTHERS
 )
-"""Drops the thinking of earlier turns."""
+"""Template that drops the thinking of earlier turns."""
 OTHER_PROMPT = TEMPLATES["ends turns"].replace(
     "{% if add_generation_prompt %}a>", "{% if add_generation_prompt %}a>think:"
 )
@@ -62,7 +63,9 @@ def load(
 
 
 def shown(folder: Path, *rows: dict, **options) -> list[str]:
-    """The sequences of a batch, learned tokens in brackets, the end token as a dollar."""
+    """Return the sequences of a batch, with learned tokens in brackets and a dollar for the end
+    token.
+    """
     prompts, tokenizer = load(folder, *rows, **options)
     batch = supervised_batch(prompts, tokenizer, list(range(len(prompts))))
 

@@ -1,5 +1,6 @@
-"""Supervised examples: ids and mask by hand; a mask off by one would learn the prompt or never
-learn to stop.
+"""Supervised examples: ids and mask by hand.
+
+A mask off by one would learn the prompt, or never learn to stop.
 """
 
 import pytest

@@ -1,6 +1,4 @@
-"""Images of rows: every form in which data have them, what a chat makes of them, and what is said
-of bad ones.
-"""
+"""Images of rows: all forms in data, what a chat makes of them, and errors for bad ones."""
 
 import io
 import json
@@ -128,7 +126,7 @@ def test_parts_of_messages_name_their_images(folder, part):
 
 
 def test_what_a_model_reads_counts(folder):
-    """As its processor says; the limit is on all of it."""
+    """Its processor says how much that is; the limit is on all of it."""
     rows = [{"input": "what?", "pictures": ["0.png", "1.png"]}, {"input": "text"}]
     first, second = load(
         folder, *rows, measure=lambda prompt: 500 * len(prompt.multi_modal.get("images", []))

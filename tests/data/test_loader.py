@@ -1,4 +1,4 @@
-"""Which rows come next: every row once per pass, and nothing to remember for a resumed run."""
+"""Which rows come next: every row once per pass, with nothing to remember for a resumed run."""
 
 import pytest
 from hypothesis import given

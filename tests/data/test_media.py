@@ -1,5 +1,6 @@
-"""Why: a video that is cut differently than its length was counted, or sound that is read wrongly,
-spoils a run in silence.
+"""Why: a wrongly cut video, or wrongly read sound, spoils a run in silence.
+
+A video must be cut to the length that was counted.
 """
 
 import io
@@ -37,7 +38,7 @@ def frame(value: int, size=(6, 4)) -> Image.Image:
 
 
 def gif(count: int, milliseconds: int = 100) -> bytes:
-    """Frames of 20 grey values more each time."""
+    """Return a GIF whose frames are 20 grey values brighter each time."""
     file = io.BytesIO()
     frames = [frame(20 * number) for number in range(count)]
     frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=milliseconds)
@@ -63,7 +64,7 @@ def wav(samples: np.ndarray, rate: int = 16000, channels: int = 1) -> bytes:
     ],
 )
 def test_frames_are_evenly_spaced(fps, most, seen):
-    """Ten frames in one second; the middle of each of as many equal parts."""
+    """Ten frames in one second; the middle of each of as many equal parts is taken."""
     video = VideoFile("v.gif", gif(10), fps, most)
     shown = video.open()
     assert [round(int(each[0, 0, 0]) / 20) for each in shown["frames"]] == seen
@@ -85,7 +86,7 @@ def test_a_list_of_images_is_a_video(tmp_path):
 
 
 def test_pixels_in_memory_are_read_as_they_are(tmp_path):
-    """As rows of `module:object` contain them: a file's bytes, images and arrays."""
+    """Rows of `module:object` contain them: a file's bytes, images and arrays."""
     places = Places(tmp_path)
     pixels = np.random.default_rng(0).integers(0, 256, (3, 4, 6, 3), dtype=np.uint8)
     file = io.BytesIO()
@@ -239,8 +240,9 @@ def test_other_formats_are_read_by_ffmpeg():
 
 
 def test_sound_is_resampled():
-    """A tone of 440 Hz is the same tone with other sampling points; its ends, where the filter sees
-    nothing, are left out.
+    """A tone of 440 Hz is the same tone at other sampling points.
+
+    Its ends, where the filter sees nothing, are left out.
     """
     for rate, count in ((44100, 22051), (8000, 4001)):
         tone = 0.5 * np.sin(2 * np.pi * 440 * np.arange(count) / rate)

@@ -1,6 +1,4 @@
-"""Pairs of answers from rows: texts, messages, whole conversations, and what is wrong with bad
-ones.
-"""
+"""Pairs of answers from rows: texts, messages, whole conversations, and errors for bad ones."""
 
 import json
 
@@ -26,7 +24,7 @@ def made(row: dict, heads=(), chat: bool = True, **preference):
 
 
 def texts(pair) -> list[tuple[str, str]]:
-    """Each whole sequence, and what of it is learned."""
+    """Return each whole sequence, and what is learned from it."""
     batch = pair_batch([pair], [0])
     both = zip(
         *(column.split(batch.lengths.tolist()) for column in (batch.input_ids, batch.loss_mask)),
@@ -125,7 +123,7 @@ def test_forms_of_a_single_answer(tmp_path):
 
 
 def test_mismatched_answers_are_those_of_the_next_prompt_and_are_cut(tmp_path):
-    """A prompt has 19 tokens and an answer 4, so that 22 leave out its end token."""
+    """A prompt has 19 tokens and an answer 4, so 22 tokens leave out the end token."""
     loaded = answers(
         tmp_path,
         *({"prompt": text, "completion": text * 3, "label": text == "b"} for text in "abc"),

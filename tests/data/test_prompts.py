@@ -1,6 +1,4 @@
-"""What a user's files become, and what is said about rows that cannot be used: always with file and
-line.
-"""
+"""What a user's files become, and errors for rows that cannot be used: with file and line."""
 
 import copy
 import json
@@ -660,7 +658,7 @@ def test_a_reference_answer(tmp_path):
 
 
 def bytes_per_token(make) -> float:
-    """Of 200 rows of 300 tokens of their own, as a tokenizer returns them."""
+    """Return the bytes per token of 200 rows of 300 tokens, as a tokenizer returns them."""
     texts = [json.dumps([300 + 300 * row + token for token in range(300)]) for row in range(200)]
     tracemalloc.start()
     made = [make(row, json.loads(text)) for row, text in enumerate(texts)]

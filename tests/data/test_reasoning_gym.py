@@ -1,5 +1,6 @@
-"""Tasks of reasoning-gym as data and as a reward: each has the same rows everywhere, and its own
-answers score 1.
+"""Tasks of reasoning-gym as data and as a reward.
+
+Each has the same rows everywhere, and its own answers score 1.
 """
 
 import json
@@ -26,14 +27,14 @@ SUM = "reasoning_gym:chain_sum?size=24&min_terms=2&max_terms=2&max_digits=1"
 
 
 def generated(capfd: Any, name: str, *, size: int = 1, seed: int = 1, **options: Any) -> list[dict]:
-    """What the generator writes, called in this process."""
+    """Return what the generator writes when it is called in this process."""
     capfd.readouterr()
     generator.main(json.dumps({"name": name, "size": size, "seed": seed, "options": options}))
     return [json.loads(line) for line in capfd.readouterr().out.splitlines()]
 
 
 def scores(*responses: tuple[str, dict]) -> list[float]:
-    """The rewards of pairs of a response and its row, each in a call of its own."""
+    """Return the rewards of pairs of a response and its row, each from a call of its own."""
     runner = RewardRunner("reasoning_gym", section=RewardSection(reward_workers=0))
     samples = [
         Sample(Prompt(0, "", [1], row), 0, [1], [0.0], text, "stop") for text, row in responses

@@ -1,5 +1,6 @@
-"""What rows say about their prompts and answers: roles, tools, weights, nulls; and the templates
-that would lose some of it.
+"""What rows say about their prompts and answers: roles, tools, weights, nulls.
+
+Some templates would lose a part of it.
 """
 
 import base64
@@ -22,7 +23,7 @@ from lightrft.data.preferences import load_answers, load_pairs, pair_maker
 from lightrft.data.prompts import load_prompts, make_prompt
 from lightrft.data.readers import DataError
 from lightrft.data.rendering.tokens import text_tokens
-from lightrft.data.steps import load_steps
+from lightrft.data.step_labels import load_steps
 from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
 from lightrft.trainer.build_episodes import check_tools, with_turn_ends
 from lightrft.types import Answer, Prompt
@@ -39,7 +40,7 @@ CHAT = (
     " }}|>{{ m.content or '' }}" + CALLS + "<|end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{{ prefill or '' }}{% endif %}"
 )
-"""It knows four roles, and ends a turn with another token than the tokenizer's."""
+"""Template that knows four roles, and ends a turn with another token than the tokenizer's."""
 OTHERS = {
     "no generation prompt": CHAT.replace(
         "{% if add_generation_prompt %}<|assistant|>{{ prefill or '' }}{% endif %}", ""
@@ -107,7 +108,7 @@ def text(value, template: str = CHAT, section: DataSection = SECTION, **columns)
 
 
 def shown(row: dict, template: str = CHAT, section: DataSection = SECTION) -> str:
-    """What is learned in brackets."""
+    """Return a sequence with what is learned in brackets."""
     reader = tokenizer(template)
     prompt = make_example(section, reader, row, index=0)
     answer = answer_of(prompt, reader)
@@ -268,7 +269,7 @@ SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "A"}]
 
 
 def weighted(first: dict, second: dict) -> dict:
-    """Two answers with what they say about being learned."""
+    """Return two answers with what they say about being learned."""
     return {
         "messages": [ASK, turn("assistant", "A", **first), ASK, turn("assistant", "B", **second)]
     }
@@ -356,7 +357,7 @@ def test_thinking_that_a_template_cuts_is_learned_behind_its_generation_prompt()
 
 
 def test_a_template_without_a_generation_prompt():
-    """Its prompts end with what begins its answers, and that is not learned."""
+    """Its prompts end with the beginning of an answer, and that is not learned."""
     assert text("q", "no generation prompt") == "<|user|>q<|end|>\n<|assistant|>"
     assert (
         shown({"input": "q", "label": "A"}, "no generation prompt")
@@ -365,8 +366,9 @@ def test_a_template_without_a_generation_prompt():
 
 
 def test_nulls_of_arrow(tmp_path):
-    """One row with calls fills all others with nulls, one of each form of conversation the other's
-    column.
+    """One row with calls fills all others with nulls.
+
+    In rows of two forms of conversation, each fills the other's column.
     """
     plain = [turn("user", "q"), turn("assistant", "A")]
     file = tmp_path / "rows.parquet"
@@ -395,7 +397,7 @@ def test_nulls_of_arrow(tmp_path):
 
 
 def with_bos():
-    """A tokenizer that writes BOS before each text, and an end token after it."""
+    """Return a tokenizer that writes BOS before each text, and an end token after it."""
     made = tokenizer("begins with BOS")
     specials = [("<bos>", BOS), ("<eos>", EOS)]
     made.backend_tokenizer.post_processor = TemplateProcessing(

@@ -1,5 +1,6 @@
-"""Tokenized data in a file: the same prompts as in memory, written once, by one process, and again
-when anything changes.
+"""Tokenized data in a file: the same prompts as in memory.
+
+One process writes it once, and again when anything changes.
 """
 
 import json
@@ -36,7 +37,7 @@ def write(file: Path, rows: list[dict]) -> Path:
 
 @pytest.fixture
 def many(tmp_path) -> Path:
-    """Rows of two batches and some, with unlike columns."""
+    """Return rows of two batches and a few more, with unlike columns."""
     rows = [
         {
             "input": f"{n}?" * (1 + n % 3),

@@ -1,5 +1,6 @@
-"""Every type that Arrow can hold: a row with it is loaded with plain values, or is a bad row that
-names file, row and column.
+"""A row with any type of Arrow is loaded with plain values, or is a bad row.
+
+The error names file, row and column.
 """
 
 import datetime
@@ -121,8 +122,9 @@ def test_a_value_of_a_table(name):
 
 
 def test_a_parquet_file_with_all_types(tmp_path):
-    """As labels and as other columns they are the same, in memory and in a cache, and can be
-    written, sent and compared.
+    """They are the same as labels and as other columns, in memory and in a cache.
+
+    They can be written, sent and compared.
     """
     columns = {
         name: column for name, (column, _) in VALUES.items() if name not in ("nan", "binary")
@@ -152,7 +154,7 @@ def test_a_parquet_file_with_all_types(tmp_path):
 def test_what_a_label_is_and_another_column_is_not(tmp_path, name):
     """A missing number is null as a label.
 
-    Bytes may be anything in other columns, which only functions in Python receive.
+    Bytes may be anything in other columns; only functions in Python receive these.
     """
     column, expected = VALUES[name]
     (prompt,) = load(write(tmp_path, {name: column}), label_key=name)
@@ -215,8 +217,9 @@ def test_a_truncated_parquet_file(tmp_path):
 
 
 def test_labels_of_all_types_reach_worker_processes(tmp_path):
-    """A column of integers with a missing one is one of floats in many files; its labels are right
-    answers all the same.
+    """In many files a column of integers with a missing one is a column of floats.
+
+    Its labels are right answers all the same.
     """
     (tmp_path / "mine.py").write_text(
         "def right(samples, label, day, **columns):\n    return [float(day[0] == '2024-05-01')]\n"

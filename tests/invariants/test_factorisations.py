@@ -1,9 +1,8 @@
-"""Why: an axis that counts a replica as data, or forgets a sum, shows only in combination with
-others.
+"""Why: an axis that counts a replica as data, or forgets a sum, shows only with other axes.
 
-Two GRPO updates, the second with the moments of the first, on every product data x sequence x
+Two GRPO updates, the second with the moments of the first, run on every product data x sequence x
 tensor of up to four ranks, both kinds of sequence parallelism, hybrid sharding, with the residual
-stream cut, with memory saved in every way, come out as those of the loop in plain torch, on every
+stream cut, with memory saved in every way. They come out like the loop in plain torch, on every
 rank, and the copies of every parameter stay equal to the last bit.
 """
 
@@ -53,7 +52,7 @@ LAYOUTS = [
 
 
 def test_no_product_is_left_out():
-    """Those of data alone are in test_layouts.py."""
+    """test_layouts.py has the products of data alone."""
     layouts = [*LAYOUTS, *test_layouts.LAYOUTS]
     products = {
         (layout.ranks // layout.sp // layout.tp, layout.sp, layout.tp) for layout in layouts
@@ -79,7 +78,7 @@ def test_every_product_is_plain_torch(tmp_path):
 
 @pytest.mark.slow
 def test_every_axis_at_once_is_plain_torch(tmp_path):
-    """Two replicas, of one shard each, of sequences and of layers."""
+    """Two replicas of one shard each, with divided sequences and layers."""
     layouts = [
         Layout(8, replicas=2, sp=2, tp=2, tokens=60),
         Layout(8, replicas=2, sp=2, impl="zigzag", tp=2, tokens=60, sequence=True),
@@ -106,7 +105,7 @@ def test_products_of_windows_tied_embeddings_and_four_norms(tmp_path):
 
 @pytest.mark.slow
 def test_divided_sequences_under_deepspeed(tmp_path):
-    """ZeRO averages over ranks of which some share their data."""
+    """ZeRO averages over ranks, and some of these share their data."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     layouts = [
         Layout(2, sp=2, impl="zigzag", tokens=60, zero=1, checkpointing="selective"),
@@ -120,7 +119,7 @@ def test_divided_sequences_under_deepspeed(tmp_path):
 
 
 def one_more_each(folder: str, root: Path, layouts: list[Layout], begin: int) -> list[Trained]:
-    """Each layout goes on for one update where the one before has stopped."""
+    """Run each layout for one update more, from where the one before has stopped."""
     results = []
     for step, layout in enumerate(layouts, begin):
         config, policy = build(folder, "token-mean", layout)

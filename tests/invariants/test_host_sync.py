@@ -1,8 +1,8 @@
-"""Why: a host that waits for the device between micro-batches leaves the device idle while it
-prepares the next one.
+"""Why: a host that waits for the device between micro-batches leaves the device idle.
 
-Tensors on the meta device have shapes and no values: whatever reads a value on the host (item,
-tolist, nonzero, a copy to the host, a size that depends on values) fails on them.
+It should prepare the next micro-batch meanwhile. Tensors on the meta device have shapes and no
+values: whatever reads a value on the host (item, tolist, nonzero, a copy to the host, a size that
+depends on values) fails on them.
 """
 
 import pytest
@@ -82,8 +82,9 @@ def test_a_micro_batch_never_waits_for_the_device(fields):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2 window", "qwen3", "gemma3"])
 def test_models_never_wait(family):
-    """Micro-batches are chosen on the host, where lengths and masks have values; then everything
-    happens on the device.
+    """Micro-batches are chosen on the host, where lengths and masks have values.
+
+    Then everything happens on the device.
     """
     model = make_model(family, ATTENTION)
     actor = Actor(model.to("meta"))
@@ -107,7 +108,7 @@ def test_attention_within_images_never_waits(window):
     flat_attention(
         torch.nn.Module(), query, key, value, None, layout=layout, sliding_window=window
     )[0].sum().backward()
-    assert len(layout.parts(window)) == 2 and query.grad.shape == query.shape
+    assert len(layout.calls(window)) == 2 and query.grad.shape == query.shape
 
 
 def test_truncated_log_probs_and_those_of_logits_never_wait():
@@ -135,8 +136,9 @@ def waiting_is_an_error():
 
 
 def forward_and_backward(family: str, recomputes: str, device: torch.device, dtype: torch.dtype):
-    """Return a function that does both for some micro-batches: of a model, and of a head that
-    computes its gradient at once.
+    """Return a function that does both for some micro-batches.
+
+    It uses a model, and a head that computes its gradient at once.
     """
     actor = Actor(make_model(family, ATTENTION).to(device, dtype)).train()
     batch = make_batch(alike=2)
@@ -168,12 +170,12 @@ FLASH = [
     ("experts", ""),
     ("experts", "selective"),
 ]
-"""Families with heads of eight columns, which flash attention takes, and what is recomputed."""
+"""Families with heads of eight columns, as flash attention takes them, and what is recomputed."""
 
 
 @pytest.mark.parametrize(("family", "recomputes"), FLASH)
 def test_forward_and_backward_run(family, recomputes):
-    """In the precision of a GPU, in which experts are computed in groups on a CPU too."""
+    """In the precision of a GPU; a CPU computes experts in groups then, too."""
     forward_and_backward(family, recomputes, torch.device("cpu"), torch.bfloat16)()
 
 

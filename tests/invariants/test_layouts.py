@@ -1,10 +1,9 @@
-"""Why: a loss that is normalised per micro-batch or per rank trains differently for every way of
-splitting the batch.
+"""Why: a loss normalised per micro-batch or per rank trains differently for every split.
 
 Here three GRPO updates of a fixed experience are computed by a loop in plain torch, one sequence at
 a time: the canonical trajectory of losses, gradient norms and parameters. It must come out the same
 for every number of ranks, way of batching, size of micro-batch, with activations recomputed, and
-for every chunk of the log-probs; test_factorisations.py has the ranks divided into axes.
+for every chunk of the log-probs; test_factorisations.py divides the ranks into axes.
 """
 
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ RESPONSES = [1, 9, 4, 17, 2, 6, 6, 12, 3, 5]
 LONGEST = 20
 TOP_K = 120
 TOP_P = 0.7
-"""Of 384 tokens, of which about a hundred are then left."""
+"""Leaves about a hundred of 384 tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def folder(tmp_path_factory):
 
 
 def experience() -> Experience:
-    """Two responses to each prompt."""
+    """Return two responses to each prompt."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([PROMPT + response for response in RESPONSES])
     total = int(lengths.sum())
@@ -155,7 +154,7 @@ def build(folder: str, mode: str, layout: Layout) -> tuple[Config, Policy]:
 
 
 def updated(config: Config, policy: Policy, layout: Layout, steps: int) -> list[list[float]]:
-    """Loss and gradient norm of each update. Between two of them nobody needs the actor."""
+    """Return loss and gradient norm of each update. Nobody needs the actor between two updates."""
     data = policy.strategy.mesh.data
     whole = experience()
     ends = [len(whole) * rank // data.size for rank in range(data.size + 1)]
@@ -182,7 +181,7 @@ def parameters_of(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def trained(folder: str, mode: str, layout: Layout, steps: int = STEPS) -> Trained:
-    """Loss and gradient norm of each update, and the parameters after them."""
+    """Return loss and gradient norm of each update, and the parameters after them."""
     config, policy = build(folder, mode, layout)
     numbers = updated(config, policy, layout, steps)
     parameters = parameters_of(policy)
@@ -197,7 +196,7 @@ def trained_in_turn(folder: str, mode: str, layouts: list[Layout], steps: int) -
 def assert_all_are_plain_torch(
     folder: str, mode: str, layouts: list[Layout], steps: int = STEPS
 ) -> None:
-    """On every rank, one start of processes for each number of them."""
+    """Compare every rank with plain torch; each number of ranks is one start of processes."""
     expected_numbers, expected = plain_torch(folder, mode, steps)
     start = dict(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters()
@@ -261,7 +260,7 @@ def plain_torch(folder: str, mode: str, steps: int = STEPS) -> Trained:
 def sequence_loss(
     model: torch.nn.Module, whole: Experience, index: int, truncated: bool = False
 ) -> torch.Tensor:
-    """Per response token: clipped ratio with dual clip 3, and 0.1 of the k3 divergence."""
+    """Return the loss per response token: clipped ratio with dual clip 3, and 0.1 of the k3 KL."""
     start = int(whole.offsets[index])
     end = int(whole.offsets[index + 1])
     ids = whole.input_ids[start:end]
@@ -324,7 +323,7 @@ def test_truncated_sampling_is_plain_torch_in_every_layout(folder):
 
 
 def test_more_ranks_than_sequences(folder):
-    """Two sequences on four ranks: two ranks compute a filler, and nothing changes."""
+    """With two sequences on four ranks, two ranks compute a filler, and nothing changes."""
     global RESPONSES
     RESPONSES, kept = [3, 8], RESPONSES
     try:

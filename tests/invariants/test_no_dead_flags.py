@@ -1,6 +1,6 @@
-"""Why: a flag that is accepted and changes nothing is worse than one that is missing.
+"""Why: a flag that is accepted and changes nothing is worse than a missing one.
 
-Every field of the algorithm and of the reward is turned in a real step, which must then report
+Every field of the algorithm and of the reward is changed in a real step, which must then report
 other numbers than without; a field that is not listed here fails too.
 """
 
@@ -33,18 +33,17 @@ DRAWN = ["--policy_loss=clip_cov", "--cov_ratio=0.3", "--clip_cov_range", "-9", 
 OVERLONG = ["--overlong_buffer", "--overlong_buffer_len=2"]
 KL = ["--init_kl_coef=0.5", "--use_kl_loss=false", "--kl_estimator=k1"]
 COMPARED = [*KL, "--advantage_estimator=rloo", "--use_engine_logprobs", "--init_kl_coef=1000"]
-"""At the first step the divergence is that of the engine from the reference, some last bits."""
+"""At the first step the KL is between engine and reference: some last bits."""
 EXPERTS = ["--pretrain={folder}/experts", "--aux_loss_coef=1"]
 TEACHER = ["--teacher_pretrain={folder}/teacher", "--distill_coef=0.5"]
 CRITIC = ["--advantage_estimator=gae", "--critic_learning_rate=1e-3"]
-"""What a flag needs beside it."""
+"""Further flags that a flag of the critic needs."""
 
 STEPS = [
     "--process_reward_pretrain={folder}/model/scorer1",
     "--step_separator=\N{REPLACEMENT CHARACTER}",
 ]
-"""Random responses of bytes have several steps: bytes that are no text are decoded to this
-character."""
+"""Random responses of bytes have several steps: invalid bytes are decoded to this character."""
 TURNED: dict[str, tuple[list[str], list[str]]] = {
     "advantage_estimator": ([], ["--advantage_estimator=rloo"]),
     "policy_loss": ([], ["--policy_loss=sapo"]),
@@ -113,8 +112,10 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
 }
 """Field -> (flags of both runs, flags of the second)."""
 EXTREMES = ["--advantage_estimator=dr_grpo", "--loss_agg_mode=token-mean", "--seed=4"]
-"""Without the standard deviation of groups, which would hide what only scales rewards; and with
-responses that end early."""
+"""Flags without the standard deviation of groups, and with responses that end early.
+
+The standard deviation would hide what only scales rewards.
+"""
 OTHER_REWARD = """
 
 def share_of_letters(samples, label, **columns):
@@ -166,7 +167,7 @@ def numbers(tmp_path_factory) -> dict[str, tuple[dict[str, Any], dict[str, Any]]
 def every_step(
     inputs: list[str], folder: str, names: list[str]
 ) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """The metrics of one step, of two updates, for the pairs of flags of these fields."""
+    """Return the metrics of one step with two updates, for the pairs of flags of these fields."""
     known: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def step(flags: list[str]) -> dict[str, Any]:

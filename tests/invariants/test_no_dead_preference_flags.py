@@ -1,6 +1,6 @@
-"""Why: a flag that is accepted and changes nothing is worse than one that is missing.
+"""Why: a flag that is accepted and changes nothing is worse than a missing one.
 
-Every field about judged answers is turned in two real steps, which must then report other numbers
+Every field about judged answers is changed in two real steps, which must then report other numbers
 than without; a field that is not listed here fails too.
 """
 
@@ -39,7 +39,7 @@ TURNED: dict[str, tuple[str, list[str], list[str]]] = {
 }
 """Field -> (command, flags of both runs, flags of the second)."""
 ONLY_WHERE_AND_WHEN = {"precompute_reference"}
-"""The same numbers from one model less: tests/trainer/test_dpo.py."""
+"""Fields that give the same numbers with one model less; see tests/trainer/test_dpo.py."""
 
 
 def test_every_field_is_turned():
@@ -51,7 +51,7 @@ def test_every_field_is_turned():
 
 
 def every_run(folder: str, given: list[str]) -> dict[str, list]:
-    """The metrics of two steps without and with each field's flags."""
+    """Return the metrics of two steps without and with each field's flags."""
     known: dict[str, list] = {}
 
     def steps(command: str, flags: list[str]) -> list:

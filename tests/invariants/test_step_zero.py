@@ -1,8 +1,8 @@
 """Why: before the first update the actor is its own past and its own reference.
 
-Whatever part of the pipeline computes their log-probs (another micro-batch, another mode, another
-model object), the ratio is exactly 1 and the divergence exactly 0; anything else is a bug in
-log-probs, packing or the moving of rows. Without learning that holds in every step.
+Any part of the pipeline may compute their log-probs (another micro-batch, another mode, another
+model object). The ratio is exactly 1 and the KL exactly 0; anything else is a bug in log-probs,
+packing or the moving of rows. Without learning that holds in every step.
 """
 
 import pytest
@@ -38,7 +38,7 @@ def test_an_actor_that_does_not_move(inputs, tmp_path, world_size):
 
 @pytest.mark.slow
 def test_engine_mismatch_stays_flat(inputs, tmp_path):
-    """The same weights streamed again and again: no drift between engine and trainer."""
+    """The same weights are streamed again and again: engine and trainer do not drift apart."""
     rows = train("train_ppo", 2, [*inputs, *PPO, *STILL, "--enable_engine_sleep"], tmp_path)
     assert all(row["engine/logprob_mismatch_max"] < 1e-5 for row in rows)
     means = [row["engine/logprob_mismatch"] for row in rows]

@@ -4,9 +4,8 @@ A constant factor on gradients, a norm over half of them or a decay of the wrong
 differently, and Adam with clipping hides much of it.
 
 An actor and a critic learn from a fixed experience side by side: weight decay on matrices, warm-up
-and cosine, micro-batches, each model clipped by a norm of its own. Plain torch, one sequence at a
-time, is what FSDP2 and ZeRO 0 to 3 are compared with, with AdamW, and with SGD, which hides
-nothing.
+and cosine, micro-batches, each model clipped by a norm of its own. FSDP2 and ZeRO 0 to 3 are
+compared with plain torch, one sequence at a time, with AdamW, and with SGD, which hides nothing.
 """
 
 import math
@@ -45,7 +44,7 @@ STEPS = 4
 RATES = {"adamw": 1e-3, "sgd": 0.1}
 DECAY = 0.2
 FACTORS = [0.5, 1.0, 1.0, 0.1 + 0.45 * (1 + math.cos(math.pi / 4))]
-"""Of the learning rate: two steps of warm-up, then a cosine to a tenth over four."""
+"""Factors of the learning rate: two steps of warm-up, then a cosine to a tenth over four."""
 
 
 @dataclass
@@ -57,7 +56,7 @@ class TrainingRun:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> tuple[str, str]:
-    """Of actor and critic."""
+    """Return the folders of actor and critic."""
     folder = tiny_model(tmp_path_factory.mktemp("model"))
     return folder, dense_scorer(folder, seed=3)
 
@@ -104,8 +103,9 @@ def plain_torch(folders: tuple[str, str], kind: str) -> dict[str, TrainingRun]:
 
 
 def squared_error(model: nn.Module, whole: Any, index: int) -> Tensor:
-    """From the value of the state before each response token to a number that stands for its
-    return.
+    """Return the squared distance of values to a number that stands in for the return.
+
+    A value is taken in the state before each response token.
     """
     start = int(whole.offsets[index])
     end = int(whole.offsets[index + 1])
@@ -173,7 +173,7 @@ def squared_errors(values: Tensor, batch: Any, denominator: Any) -> tuple[Tensor
 def one_update(
     strategy: Any, roles: dict[str, Any], objectives: dict[str, Any]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Both models accumulate at the same time, micro-batch by micro-batch."""
+    """Accumulate both models at the same time, micro-batch by micro-batch."""
     data = strategy.mesh.data
     whole = experience()
     schedule = plan(
@@ -214,8 +214,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "zero 3, all on the host": {"zero_stage": 3, "adam_offload": True, "param_offload": True},
     "zero 3, parameters once more in a node": {"zero_stage": 3, "zpg": 2},
 }
-"""test_factorisations.py has divided sequences, tests/strategy/test_contract.py the optimizer of
-stage 1 on the host."""
+"""Options to compare.
+
+test_factorisations.py has divided sequences, tests/strategy/test_contract.py the optimizer of stage
+1 on the host.
+"""
 
 
 def in_turn(
@@ -265,8 +268,9 @@ def test_zero_3_on_one_rank_is_plain_torch(folders):
 
 @pytest.mark.slow
 def test_every_strategy_is_plain_torch(folders):
-    """With AdamW those whose optimizers have different parts; tests/strategy/test_contract.py has
-    it in every stage of ZeRO.
+    """AdamW is tested where optimizers have different parts.
+
+    tests/strategy/test_contract.py has it in every stage of ZeRO.
     """
     compare(folders, 2, STRATEGIES, ("sgd",))
     compare(
@@ -293,8 +297,9 @@ BF16 = {name: args | {"bf16": True} for name, args in STRATEGIES.items() if name
 
 @pytest.mark.slow
 def test_bf16_stays_near_float32(folders):
-    """Within 6 %, as far as rounding goes; between the stages of ZeRO, which round alike, within
-    0.3 %.
+    """Within 6 %, as far as rounding goes.
+
+    The stages of ZeRO round alike and agree within 0.3 %.
     """
     expected = plain_torch(folders, "sgd")
     results = run_ranks(

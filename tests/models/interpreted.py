@@ -1,4 +1,4 @@
-"""What test_triton.py runs in processes of its own."""
+"""Cases of test_triton.py that run in processes of their own."""
 
 import torch
 from torch import Tensor
@@ -17,12 +17,13 @@ CASES = [
     (5003, 1.0, 1.0, True),
     (5003, 60.0, 0.7, False),
 ]
-"""Vocabulary, size of the hidden states, temperature, with tokens that are left out."""
+"""Vocabulary, size of the hidden states, temperature, and whether tokens are left out."""
 
 
 def check() -> None:
-    """Log-probs, entropy and gradients of hidden states and weight against float64, in three and in
-    four products.
+    """Compare log-probs, entropy and gradients of hidden states and weight with float64.
+
+    They are computed in three products and in four.
     """
     count = 0
     for vocabulary, scale, temperature, truncated in CASES:
@@ -75,8 +76,9 @@ def in_float64(
 
 
 def half_precision() -> None:
-    """The gradient of logits loses bits once, after the token that was asked for was added; the
-    interpreter cuts them off.
+    """Check that the gradient of logits loses bits only once.
+
+    That is after the token that was asked for was added; the interpreter cuts bits off.
     """
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(T, 100, generator=generator) * 3
@@ -90,7 +92,7 @@ def half_precision() -> None:
 
 
 def impossible() -> None:
-    """Rows in which all logits of this part, or all but one, are -inf."""
+    """Check rows where all logits of this part, or all but one, are -inf."""
     logits = torch.full((2, 3000), -torch.inf)
     logits[1, 2999] = 4.0
     local_targets = logprobs.LocalTargets(
@@ -108,7 +110,7 @@ def impossible() -> None:
 
 
 def merged() -> None:
-    """Merged adapters of several sizes, in matrices that no tile fits, against torch."""
+    """Compare merged adapters of several sizes with torch, in matrices that no tile fits."""
     from lightrft.models import peft, triton
 
     for height, width, rank, size in [
@@ -132,7 +134,7 @@ def merged() -> None:
 
 
 def compiled() -> str:
-    """All kernels in the language of an H100's compiler, for logits of any width."""
+    """Compile all kernels for an H100, for logits of any width."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

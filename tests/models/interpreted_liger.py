@@ -1,4 +1,4 @@
-"""What test_liger_kernel.py runs in a process of its own."""
+"""Cases of test_liger_kernel.py that run in a process of their own."""
 
 from importlib import import_module
 
@@ -21,8 +21,9 @@ convert = interpreter._implicit_cvt
 
 
 def with_floats(argument: object) -> object:
-    """A kernel's argument, where a float is float32 as on a device; the interpreter leaves it
-    Python's.
+    """Return a kernel's argument with floats as float32, as on a device.
+
+    The interpreter would leave them Python's.
     """
     if type(argument) is float:
         return tl.tensor(
@@ -32,7 +33,7 @@ def with_floats(argument: object) -> object:
 
 
 def prepare() -> None:
-    """What the interpreter lacks: floats, and the function of CUDA's library that the norm
+    """Add what the interpreter lacks: floats, and the function of CUDA's library that the norm
     calls.
     """
     interpreter._implicit_cvt = with_floats
@@ -48,7 +49,7 @@ def results(actor: Actor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def deviation(found: tuple, expected: tuple) -> float:
-    """The largest of log-probs, and of gradients relative to their norm."""
+    """Return the largest deviation of log-probs, and of gradients relative to their norm."""
     gradients = [
         (found[1][name] - wanted).norm() / wanted.norm() for name, wanted in expected[1].items()
     ]
@@ -56,8 +57,10 @@ def deviation(found: tuple, expected: tuple) -> float:
 
 
 def sharded() -> tuple[Tensor, dict[str, Tensor]]:
-    """Both ranks have the same batch, and the mean of their gradients is that of one; with
-    activations computed again.
+    """Compare two ranks with one.
+
+    Both have the same batch, so the mean of their gradients is one rank's; activations are computed
+    again.
     """
     model = make_model("qwen3", ATTENTION)
     fuse(model, CPU)

@@ -1,5 +1,6 @@
-"""Why: other kernels must compute the same model, and where they cannot, a run must say so before
-it trains another one.
+"""Why: other kernels must compute the same model.
+
+Where they cannot, a run must say so before it trains another one.
 """
 
 import os
@@ -22,8 +23,9 @@ TESTS = Path(__file__).parent.parent
 
 @pytest.mark.slow
 def test_log_probs_and_gradients_are_those_of_transformers():
-    """Interpreted by Triton in a process of its own; also sharded over two ranks, with activations
-    computed again.
+    """Triton interprets them in a process of its own.
+
+    They are also sharded over two ranks, with activations computed again.
     """
     pytest.importorskip("liger_kernel")
     environment = os.environ | {

@@ -1,5 +1,6 @@
-"""Why: a model whose head or attention does more than is computed here must be refused, not trained
-wrongly.
+"""Why: a head or attention that does more than is computed here must be refused.
+
+Otherwise the model would be trained wrongly.
 """
 
 from collections.abc import Callable
@@ -70,7 +71,7 @@ def test_missing_folder(name, load):
 
 
 def test_a_hub_name_may_have_no_owner(tmp_path, monkeypatch):
-    """As gpt2; the hub is not asked here, its cache holds the model."""
+    """Such as gpt2; the hub is not asked here, because its cache holds the model."""
     tiny_model(tmp_path / "models--gpt2" / "snapshots" / "1")
     (tmp_path / "models--gpt2" / "refs").mkdir()
     (tmp_path / "models--gpt2" / "refs" / "main").write_text("1")
@@ -188,7 +189,7 @@ def shard(folder: Path) -> Path:
 
 
 def move_tensors(folder: Path) -> None:
-    """Name a tensor in the index as one of another shard."""
+    """Put a tensor into the index as one of another shard."""
     index = folder / "model.safetensors.index.json"
     index.write_text(
         index.read_text().replace(
@@ -273,7 +274,7 @@ def test_weights_that_are_not_finite_are_an_error(tmp_path):
 
 
 def test_integers_that_are_no_weights(tmp_path):
-    """A mask or a table of positions, which some folders hold, is no quantized weight."""
+    """Some folders hold a mask or a table of positions; these are not quantized weights."""
     section = ModelSection(pretrain=tiny_model(tmp_path))
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(

@@ -1,7 +1,7 @@
-"""Why: everything that is learned passes through these log-probs, and their backward pass is
-written by hand.
+"""Why: everything that is learned passes through these log-probs.
 
-The reference is torch's own autograd through the dense logits.
+Their backward pass is written by hand. The reference is torch's own autograd through the dense
+logits.
 """
 
 import subprocess
@@ -29,7 +29,7 @@ V = 41
 def dense(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """All logits at once, upcast and scaled as a model's head would."""
+    """Compute all logits at once, upcast and scaled as a model's head would."""
     logp = ((hidden @ weight.T).float() / temperature).log_softmax(-1)
     picked = logp.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
     return torch.where(targets < 0, 0.0, picked), -(logp.exp() * logp).sum(-1)
@@ -131,11 +131,10 @@ def test_bf16_is_the_dense_computation_of_the_same_bf16_logits():
 def errors_against_float64(
     device: torch.device, tokens: int, width: int, vocabulary: int
 ) -> dict[str, float]:
-    """The largest error of log-probs in bfloat16 against float64 of the same numbers, and the
-    relative one of their gradients.
+    """Return the largest error of log-probs in bfloat16, and the relative error of gradients.
 
-    `rounded` are those of logits that were rounded to bfloat16 first. Logits of trained models are
-    about as large.
+    The reference is float64 of the same numbers. `rounded` has the errors for logits that were
+    rounded to bfloat16 first. Logits of trained models are about as large.
     """
     generator = torch.Generator().manual_seed(1)
     hidden = (
@@ -171,8 +170,9 @@ def test_bf16_gradients_are_close_to_float64_on_a_cpu():
 
 @pytest.mark.gpu
 def test_bf16_logits_are_not_rounded_on_an_accelerator():
-    """The products write what they summed in float32; rounded logits, at 20 in steps of 0.125, are
-    many times as far off.
+    """The products write what they summed in float32.
+
+    Rounded logits, at 20 in steps of 0.125, are many times as far off.
     """
     errors = errors_against_float64(
         torch.device(torch.accelerator.current_accelerator()), 512, 1024, 20_000
@@ -238,8 +238,9 @@ def test_all_logits_never_exist():
 
 
 def truncated(logits: Tensor, targets: Tensor, top_k: int, top_p: float) -> Tensor:
-    """[T, V] log-probs of truncated sampling, row by row and token by token; targets [T, K] are
-    always kept.
+    """Return [T, V] log-probs of truncated sampling, row by row and token by token.
+
+    Targets [T, K] are always kept.
     """
     rows = []
     for row, kept in zip(logits, targets.tolist(), strict=True):
@@ -363,7 +364,7 @@ def test_a_target_outside_of_the_part_is_kept_and_gradients_outside_are_zero():
 
 
 def test_what_is_kept_is_what_the_definition_says():
-    """A token stays where those that are more likely have less than top_p together; equal ones stay
+    """A token stays where the more likely ones have less than top_p together; equal ones stay
     together.
     """
     generator = torch.Generator().manual_seed(5)
@@ -458,15 +459,16 @@ def at_the_edge(threads: int) -> None:
 def test_the_last_token_inside_has_its_gradient(threads):
     """The same tokens are inside in the backward pass, however many rows are computed together.
 
-    In a process of its own: one that has computed with two threads cannot start others by a fork
-    that do.
+    It runs in a process of its own: one that has computed with two threads cannot fork others that
+    do.
     """
     run_ranks(1, at_the_edge, threads)
 
 
 def test_recomputed_gradients_are_as_exact_as_those_of_float32_torch():
-    """Of logits of a thousand the sum in one number would be off by 6e-5; p is held against
-    float64.
+    """For logits of a thousand the sum in one number would be off by 6e-5.
+
+    p is compared with float64.
     """
     generator = torch.Generator().manual_seed(6)
     logits = (torch.randn(64, 50, generator=generator) * 3 + 100.0).requires_grad_()
@@ -608,7 +610,7 @@ def test_what_fits_into_a_chunk_is_not_computed_again(dtype, options):
 def slopes(
     rows: slice, logprobs: Tensor, entropy: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradient of objective(): that of each token depends on its own values alone."""
+    """Return the gradient of objective(); each token's depends on its own values alone."""
     up = UPSTREAM[0][rows]
     per = UPSTREAM[1][rows]
     shape = (-1,) + (1,) * (logprobs.dim() - 1)
@@ -623,7 +625,7 @@ def objective(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
 
 
 def learned(times: float = 1.0, **options) -> tuple[list[Tensor], int]:
-    """Values and gradients of the objective, `times` as large, and how many products they took."""
+    """Return values and gradients of the objective, `times` as large, and count products."""
     hidden, weight, targets = inputs(options.pop("dtype", torch.float32))
     targets = options.pop("targets", targets)
     targets[::5] = -100
@@ -650,9 +652,7 @@ KNOWN = {
 @pytest.mark.parametrize("options", KNOWN.values(), ids=KNOWN.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_that_is_known_in_the_forward_pass_is_the_same_in_three_products(dtype, options):
-    """Of each chunk: one product for the logits, each time they are computed, and two for
-    gradients.
-    """
+    """Each chunk takes one product whenever it computes logits, and two for gradients."""
     known, three = learned(dtype=dtype, upstream=slopes, **options)
     again, four = learned(dtype=dtype, **options)
     chunks = 3
@@ -666,7 +666,7 @@ def test_a_gradient_that_is_known_in_the_forward_pass_is_the_same_in_three_produ
 
 
 def test_a_known_gradient_follows_the_factor_of_the_loss():
-    """As a strategy multiplies it; the values are the same."""
+    """A strategy multiplies the loss; the values stay the same."""
     once = learned(upstream=slopes)[0]
     twice = learned(2.0, upstream=slopes)[0]
     for index, (value, other) in enumerate(zip(once, twice, strict=True)):
@@ -720,8 +720,9 @@ def test_the_weight_gradient_of_bf16_is_summed_in_float32():
 
 @pytest.mark.slow
 def test_memory_of_the_host_stays_within_a_few_chunks():
-    """Measured in a process of its own: 4096 tokens of 32,000 are 524 MB of logits; the automatic
-    chunk is 134 MB.
+    """Measured in a process of its own: 4096 tokens of 32,000 are 524 MB of logits.
+
+    The automatic chunk is 134 MB.
     """
     result = subprocess.run(
         [sys.executable, "-c", MEASURE_PEAK], capture_output=True, text=True, check=True
@@ -744,8 +745,9 @@ print(peak() - before)
 
 
 def test_one_gradient_of_logits_exists_at_a_time():
-    """At the peak a logit of a chunk takes 4 bytes, its bfloat16 gradient 2, and what has the size
-    of the weight about 1 here.
+    """At the peak a logit of a chunk takes 4 bytes and its bfloat16 gradient 2.
+
+    What has the size of the weight takes about 1 here.
     """
     tokens = 256
     vocabulary = 4096

@@ -1,4 +1,4 @@
-"""Adapters: where they go, what merging them makes of a weight stream, and what is refused."""
+"""Adapters: where they go, what merging makes of a weight stream, and what is refused."""
 
 import sys
 
@@ -48,7 +48,7 @@ def load(folder: str):
 
 
 def adapted(folder: str, **settings):
-    """With a B as if it were trained."""
+    """Return a model with adapters whose B looks as if it were trained."""
     torch.manual_seed(0)
     model = freeze_parameters(
         load(folder), ModelSection(pretrain=folder, **{"lora_rank": 4} | settings)
@@ -92,9 +92,7 @@ def test_a_new_adapter_changes_nothing_and_begins_equally_each_time(folder):
 
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}], ids=str)
 def test_the_merged_stream_is_what_peft_merges(folder, options):
-    """With peft's own model as the reference; names, order and shapes are those of the model
-    without adapters.
-    """
+    """The reference is peft's own model; names, order and shapes have no adapters."""
     config = LoraConfig(
         r=4, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM", **options
     )
@@ -136,9 +134,7 @@ def test_merged_bfloat16_is_a_neighbour_of_the_float32_product(folder):
 
 @pytest.mark.parametrize("size", [1e-6, 1e-5, 1e-4, 1e-3, 1e-2])
 def test_merging_in_bfloat16_keeps_an_adapter_of_any_size_on_average(size):
-    """Rounding to the nearest loses 99 % of the smallest, and the error of a mean has a known
-    size.
-    """
+    """Rounding to the nearest loses 99 % of the smallest; the error of a mean has a known size."""
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(512, 1024, generator=generator) * 0.02).bfloat16()
     a = torch.rand(4, 1024, generator=generator).bfloat16()
@@ -158,7 +154,7 @@ def test_merging_in_bfloat16_keeps_an_adapter_of_any_size_on_average(size):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_bfloat16_layer_computes_with_the_merged_matrix(bias):
-    """Gradients are those of the product as if it were not rounded."""
+    """Gradients are taken as if the product were not rounded."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 32, bias=bias))
     inject_adapter_in_model(LoraConfig(r=4, lora_alpha=8, target_modules=["0"]), model)
@@ -235,7 +231,7 @@ def test_dropout_is_that_of_training_alone(folder, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("selective", [False, True])
 def test_recomputation_gives_adapters_the_same_gradients(folder, selective, dtype):
-    """Embeddings are frozen, so that the inputs of the first block need no gradient."""
+    """Embeddings are frozen, so the inputs of the first block need no gradient."""
     gradients = []
     for recomputed in (False, True):
         torch.manual_seed(0)

@@ -1,7 +1,7 @@
-"""Log-probs from logits that are split over vocabulary and sequence are those of whole ones:
-values, gradients, collectives.
+"""Log-probs from logits that are split over vocabulary and sequence equal the whole ones.
 
-The reference is torch's own log_softmax and autograd of all logits in one process.
+Values, gradients and collectives are compared. The reference is torch's own log_softmax and
+autograd of all logits in one process.
 """
 
 import pytest
@@ -26,7 +26,7 @@ S = 14
 V = 97
 LENGTHS = [8, 16, 4, 0, 24]
 WIDTH = 17
-"""Of the unpacked rows: the last sequence is longer, others shorter."""
+"""Width of the unpacked rows: the last sequence is longer, others are shorter."""
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -49,7 +49,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def expected(dtype: torch.dtype, temperature: float) -> dict[str, Tensor]:
-    """Values and gradients with respect to whole logits in float32, a sequence after the other."""
+    """Return values and gradients by whole logits in float32, one sequence after the other."""
     given = inputs(dtype)
     padded = given["padded"].float().requires_grad_()
     packed = given["packed"].float().requires_grad_()
@@ -82,14 +82,15 @@ def expected(dtype: torch.dtype, temperature: float) -> dict[str, Tensor]:
 
 
 def bounds(rank: int, size: int) -> tuple[int, int]:
-    """Parts that differ in size."""
+    """Return parts that differ in size."""
     edges = {1: [0, V], 2: [0, 60, V]}[size]
     return edges[rank], edges[rank + 1]
 
 
 def of_this_rank(whole: Tensor, cp: int, rank: int, lengths: list[int]) -> Tensor:
-    """This rank's chunks of sequences end to end along dim 1: written as a loop over sequences and
-    chunks.
+    """Return this rank's chunks of sequences, end to end along dim 1.
+
+    It is a loop over sequences and chunks.
     """
     kept = []
     for sequence in whole.split(lengths, dim=1):
@@ -99,7 +100,7 @@ def of_this_rank(whole: Tensor, cp: int, rank: int, lengths: list[int]) -> Tenso
 
 
 def split(tp: int, cp: int, dtype: torch.dtype, options: dict) -> dict:
-    """On every rank: values, gradients of its logits, those expected, and collectives of both
+    """Return values, gradients of the rank's logits, what is expected, and collectives of both
     passes.
     """
     mesh = init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
@@ -173,7 +174,7 @@ def test_values_and_gradients_are_those_of_whole_logits(tp, cp):
 
 
 def alone(tp: int) -> list[Tensor]:
-    """Entropy, several targets, a truncation, and the likeliest tokens."""
+    """Return entropy, several targets, a truncation, and the likeliest tokens."""
     mesh = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
     first, end = bounds(mesh.get_local_rank(), tp)
     logits = inputs()["padded"].flatten(0, 1)[:, first:end].contiguous().requires_grad_()

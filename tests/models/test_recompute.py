@@ -1,5 +1,6 @@
-"""Activations that are computed again: the same gradients to the last bit, and only what was
-promised is done twice.
+"""Activations that are computed again give the same gradients to the last bit.
+
+Only what was promised is done twice.
 """
 
 from collections import Counter
@@ -34,9 +35,9 @@ class Operations(TorchDispatchMode):
 def backward_pass(
     name: str, policy: str | None, alike: int
 ) -> tuple[Counter[str], dict[str, torch.Tensor]]:
-    """What the backward pass does, and the gradients.
+    """Return what the backward pass does, and the gradients.
 
-    16 tokens in each of 4 sequences, of which `alike` are a shared prefix.
+    There are 16 tokens in each of 4 sequences; `alike` of them are a shared prefix.
     """
     actor = Actor(make_model(name, ATTENTION)).train()
     if policy:

@@ -1,6 +1,4 @@
-"""Models of images and text learn from text: as plain transformers computes it, and without their
-towers.
-"""
+"""Models of images and text learn from text as in plain transformers, without their towers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Why: no test machine has a GPU, and these kernels are all that log-probs are made of there.
+"""Why: no test machine has a GPU, and on one these kernels compute all log-probs.
 
 Triton interprets them on the CPU, in a process of its own because it decides when it is imported;
 the reference is float64. And they are compiled for a GPU, which needs none.
@@ -39,8 +39,9 @@ def test_the_kernels_are_not_imported_where_torch_computes():
 
 @pytest.mark.slow
 def test_interpreted_kernels_equal_float64():
-    """A vocabulary within a block, of some blocks, and not a multiple; masks, several targets, huge
-    logits; both passes.
+    """The vocabulary fits into a block, into some blocks, or is not a multiple.
+
+    Masks, several targets and huge logits are covered, in both passes.
     """
     assert (
         python("from models.interpreted import check; check()", TRITON_INTERPRET="1").strip()

@@ -1,5 +1,4 @@
-"""Log-probs from a split vocabulary are those of the whole one: values, gradients, and how often
-ranks talk.
+"""Log-probs from a split vocabulary equal the whole one's, also in gradients and collectives.
 
 The reference is torch's own autograd through dense logits, in one process.
 """
@@ -85,9 +84,7 @@ Result = tuple[list[Tensor], list[Tensor], list[str], list[str]]
 def split(
     vocabulary: int, dtype: torch.dtype, use: tuple[bool, bool], num_targets: int, options: dict
 ) -> Result:
-    """On every rank: values, gradients of hidden states and whole weight, collectives of forward
-    and backward pass.
-    """
+    """Return values, gradients of hidden states and weight, and collectives of both passes."""
     hidden, weight, targets = inputs(vocabulary, dtype, num_targets)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     cut = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
@@ -119,7 +116,7 @@ SEVERAL_TARGETS = {"temperature": 0.7, "chunk": 10}
 
 @pytest.fixture(scope="module")
 def results() -> Callable[[int], dict[Any, list[Result]]]:
-    """By number of ranks, one start for each, and by case."""
+    """Return results by number of ranks, with one start for each, and by case."""
 
     @cache
     def of(tp: int) -> dict[Any, list[Result]]:
@@ -175,7 +172,7 @@ def test_values_and_gradients_equal_dense(results, tp, vocabulary):
 
 @pytest.mark.parametrize("vocabulary", [3, 96, 97])
 def test_bf16_and_several_targets(results, vocabulary):
-    """Three tokens on four ranks: one has none."""
+    """Three tokens on four ranks: one rank has none."""
     hidden, weight, targets = inputs(vocabulary, torch.bfloat16, num_targets=3)
     expected = dense(hidden, weight, targets, 1.0)
     weighted(expected, (True, True)).backward()
@@ -199,7 +196,7 @@ def test_bf16_and_several_targets(results, vocabulary):
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_truncation_is_that_of_the_whole_vocabulary(results, tp, truncation):
-    """23 rows do not divide by the number of ranks, nor do 97 tokens."""
+    """Neither 23 rows nor 97 tokens divide by the number of ranks."""
     hidden, weight, targets = inputs(97, torch.float32, num_targets=2)
     expected = token_logprobs(hidden, weight, targets, temperature=0.7, truncation=truncation)
     weighted(expected, (True, True)).backward()
@@ -247,7 +244,7 @@ def likeliest(vocabulary: int, k: int) -> tuple[Tensor, Tensor, list[str]]:
 
 
 def test_the_likeliest_tokens_of_all_ranks():
-    """Ranks with fewer tokens than asked for, one with none; several chunks."""
+    """Some ranks have fewer tokens than asked for, one has none; there are several chunks."""
     cases = (97, 5), (96, 40), (3, 3)
     for (vocabulary, k), results in run_cases(4, likeliest, {case: case for case in cases}).items():
         hidden, weight, _ = inputs(vocabulary, torch.float32)

@@ -1,5 +1,6 @@
-"""Random models of every supported family, small enough for a test, in folders as a user would have
-them.
+"""Random models of every supported family, small enough for a test.
+
+They are in folders as a user would have them.
 """
 
 from pathlib import Path
@@ -63,7 +64,7 @@ def family_config(
 def family_model(
     folder: Path | str, family: str, *, tie: bool = False, vocabulary: int = 261, **options: int
 ) -> str:
-    """Write model and tokenizer; returns the folder.
+    """Write model and tokenizer; return the folder.
 
     Norms and biases are random too, so that their gradients matter.
     """

@@ -1,5 +1,6 @@
-"""Why: a bucket of weights whose memory is used again too early holds other numbers, on an
-accelerator only, and now and then.
+"""Why: if a bucket's memory is used again too early, it holds other numbers.
+
+This happens on an accelerator only, and now and then.
 """
 
 from collections.abc import Iterator
@@ -14,11 +15,10 @@ SIZE = 4096
 
 
 def different_numbers(device: torch.device, count: int) -> int:
-    """Numbers that differ from what was put into so many buckets, all memory overwritten as soon as
-    it is free.
+    """Count the numbers that differ from what was put into so many buckets.
 
-    Products of some size keep the stream of the caller behind, so that the next buckets are made
-    while it still reads.
+    All memory is overwritten as soon as it is free. Large products delay the caller's stream, so
+    the next buckets are made while it still reads.
     """
     table = torch.arange(64 * SIZE, device=device).view(64, SIZE)
     slow = torch.randn(512, 512, device=device)

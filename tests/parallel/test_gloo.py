@@ -1,4 +1,4 @@
-"""Groups of gloo share a device, and so a thread, and are otherwise as torch creates them."""
+"""Groups of gloo share a device and so a thread, and otherwise are as torch creates them."""
 
 import os
 import socket
@@ -17,14 +17,15 @@ TIMEOUT = timedelta(seconds=77)
 
 
 def threads() -> int:
-    """Number of threads of this process that wait for sockets of gloo."""
+    """Count the threads of this process that wait for sockets of gloo."""
     return sum(
         task.read_text() == "gloo_tcp_loop\n" for task in Path("/proc/self/task").glob("*/comm")
     )
 
 
 def sums_and_threads(variables: dict[str, str]) -> tuple[list[float], int, int]:
-    """Sums over groups of two and of one rank, and the threads before and after they are created;
+    """Return sums over groups of two and of one rank, and the threads before and after.
+
     `variables` are set between.
     """
     before = threads()
@@ -51,8 +52,9 @@ def sums_and_threads(variables: dict[str, str]) -> tuple[list[float], int, int]:
     ids=str,
 )
 def test_groups_share_a_device_where_they_can(variables, created):
-    """One that knows its connections by the rank alone is shared by groups of a single rank only;
-    others are of an interface.
+    """A device that knows its connections by rank alone is shared by groups of one rank only.
+
+    Others belong to an interface.
     """
     for rank, (sums, before, after) in enumerate(run_ranks(2, sums_and_threads, variables)):
         assert sums == [3.0] * 4 + [2.0**rank] * 4 and (before, after) == (1, 1 + created)
@@ -72,7 +74,7 @@ def test_an_interface_that_does_not_exist_is_named():
 
 
 def groups_of_options(folder: Path) -> timedelta:
-    """A group that its creator gives options of its own keeps them."""
+    """Check that a group with options from its creator keeps them."""
     options = ProcessGroupGloo._Options()
     options._devices = [ProcessGroupGloo.create_default_device()]
     options._timeout = TIMEOUT

@@ -1,5 +1,6 @@
-"""One norm over plain tensors and DTensors on several meshes, wherever their gradients lie: that of
-the whole model in torch.
+"""One norm over plain tensors and DTensors on several meshes: the whole model's in torch.
+
+It does not matter where their gradients lie.
 """
 
 import math
@@ -30,8 +31,10 @@ def expected_norm(gradients: list[Tensor], p: float) -> float:
 
 
 def mixed(mesh: Mesh, dtype: torch.dtype) -> list[nn.Parameter]:
-    """FSDP over tensor parallelism, each alone, plain, a gradient that is whole where its parameter
-    is cut, a partial one.
+    """Return parameters of every kind.
+
+    FSDP over tensor parallelism, each alone, plain, a gradient that is whole where its parameter is
+    cut, a partial one.
     """
     weights = [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
     module = nn.Module()
@@ -65,8 +68,9 @@ def mixed(mesh: Mesh, dtype: torch.dtype) -> list[nn.Parameter]:
 def norms_and_clipped(
     sizes: tuple[int, int], dtype: torch.dtype
 ) -> tuple[list[float], int, list[Tensor]]:
-    """The norms for p = 1, 2, 3, inf, the collectives of one of them, and gradients clipped to half
-    of their norm.
+    """Return the norms for p = 1, 2, 3, inf, the collectives of one, and clipped gradients.
+
+    They are clipped to half of their norm.
     """
     parameters = mixed(Mesh("cpu", tp=sizes[1]), dtype)
     norms = [global_grad_norm(parameters, CPU, p=p).item() for p in (1.0, 2.0, 3.0, math.inf)]
@@ -106,7 +110,7 @@ def test_norm_and_clip_equal_torch_on_the_whole_model(sizes, dtype):
 
 
 def not_finite(value: float) -> list[bool]:
-    """One rank's shard holds it."""
+    """Compute the norm where one rank's shard is not finite."""
     parameters = mixed(Mesh("cpu", tp=2), torch.float32)
     if dist.get_rank() == 2:
         parameters[0].grad.to_local()[0] = value

@@ -16,14 +16,15 @@ DEVICES = (None, torch.device("cuda:0"))
 
 
 def axes_and_calls(device: torch.device | None) -> tuple[dict[str, list[int]], list[list[int]]]:
-    """The ranks of each axis, and the calls that create groups, where the default group is bound to
-    a device or to none.
+    """Return the ranks of each axis, and the calls that create groups.
+
+    The default group is bound to a device or to none.
     """
     calls = []
     original = dist.new_group
 
     def recorded(ranks: list[int], **options: Any) -> dist.ProcessGroup:
-        """gloo has no group of a device."""
+        """Record a call; gloo has no group that is bound to a device."""
         calls.append(ranks)
         dist.group.WORLD.bound_device_id = None
         group = original(ranks, **options)
@@ -54,8 +55,7 @@ def axes_and_calls(device: torch.device | None) -> tuple[dict[str, list[int]], l
 def test_axes_have_their_ranks_and_ranks_meet_as_the_library_needs():
     """tp varies fastest.
 
-    A bound group is split by NCCL, for which all ranks make the same calls; else only members make
-    one.
+    NCCL splits a bound group, so all ranks make the same calls; otherwise only members make one.
     """
     expected = [
         {
@@ -83,14 +83,14 @@ def test_axes_have_their_ranks_and_ranks_meet_as_the_library_needs():
 
 
 def mesh_of_own(folder: Path, name: str) -> None:
-    """In a process group of this process alone."""
+    """Build a mesh in a process group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=0, world_size=1)
     Mesh.shared("cpu")
     dist.destroy_process_group()
 
 
 def exit_code_of_a_forked_process(folder: Path) -> int | None:
-    """None if it does not end."""
+    """Return the exit code; None if the process does not end."""
     dist.destroy_process_group()
     mesh_of_own(folder, "first")
     process = multiprocessing.get_context("fork").Process(

@@ -1,5 +1,6 @@
-"""Ranks that share a replica of data have one set of prompts, samples and rewards, whoever shares
-an engine with whom.
+"""Ranks that share a replica of data have one set of prompts, samples and rewards.
+
+It does not matter which ranks share an engine.
 """
 
 import random
@@ -64,8 +65,9 @@ def test_all_ranks_may_share_one_replica_of_data():
 
 
 def generated(folder: str, engine_tp_size: int, layout: dict) -> tuple:
-    """Greedy answers, what a local engine says to the same prompts, samples, and how many prompts
-    this rank's engine answered.
+    """Return greedy answers, a local engine's answers, samples, and prompts per engine.
+
+    The local engine gets the same prompts.
     """
     made = strategy(pretrain=folder, engine_type="hf", enable_engine_sleep=False, **layout)
     model = made.prepare(Actor(load_model(made.config)))

@@ -1,5 +1,6 @@
-"""The public log-probs of packed rows are those of each row alone, for every way of splitting model
-and sequence.
+"""The public log-probs of packed rows equal each row's alone, for every split.
+
+The split may be of the model and of the sequence.
 """
 
 import pytest
@@ -27,7 +28,7 @@ def folder(tmp_path_factory) -> str:
 
 
 def padded_rows() -> dict[str, Tensor]:
-    """Padding is noise, which must not matter."""
+    """Return rows with noise as padding, which must not matter."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, 256, (len(LENGTHS), WIDTH), generator=generator)
     return {"input_ids": ids, "input_lengths": torch.tensor(LENGTHS)}
@@ -46,8 +47,9 @@ def one_by_one(folder: str) -> Tensor:
 
 
 def answers(folder: str, layouts: list[dict]) -> list[tuple[Tensor, Tensor, int]]:
-    """For each layout the log-probs, those of the rows in another order, and the collectives of one
-    call behind the model.
+    """Return, for each layout, log-probs, and log-probs of the rows in another order.
+
+    It also counts the collectives of one call beyond the model's.
     """
     results = []
     gather = SequenceParallel.sums

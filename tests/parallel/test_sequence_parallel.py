@@ -1,7 +1,7 @@
-"""Why: ranks that divide a sequence must give what one rank gives, values and gradients, whatever
-the lengths and heads.
+"""Why: ranks that divide a sequence must give what one rank gives, values and gradients.
 
-The reference is the same model, or the same attention, in one process.
+Lengths and heads may be any. The reference is the same model, or the same attention, in one
+process.
 """
 
 from dataclasses import replace
@@ -44,8 +44,11 @@ SHARED = [
     [*range(20), 50, 51, 53, 54],
     [*range(12), *range(40, 49)],
 ]
-"""Sequences with two prompts, prefixes within prefixes, one that is all of a sequence, and rows of
-a prompt that others part."""
+"""Sequences with two prompts.
+
+There are prefixes within prefixes, one that is all of a sequence, and rows of a prompt with others
+between them.
+"""
 NUM_HEADS = 4
 HEAD_DIM = 8
 
@@ -55,7 +58,7 @@ def sequence_of(kind: str):
 
 
 def shared_layout(multiple: int, sequence: SequenceParallel = NO_SEQUENCE_PARALLEL) -> Layout:
-    """Where ranks have SHARED, filled up with a sequence of its own."""
+    """Return where ranks have SHARED, filled up with one more sequence."""
     lengths = torch.tensor([len(row) for row in SHARED])
     shared = find_shared_prefixes(torch.tensor(sum(SHARED, [])), lengths)
     missing = -len(shared.computed) % multiple
@@ -64,7 +67,7 @@ def shared_layout(multiple: int, sequence: SequenceParallel = NO_SEQUENCE_PARALL
 
 
 def attention_inputs(num_tokens: int, num_kv_heads: int) -> tuple[list[Tensor], Tensor]:
-    """Query, key, value [T, H, D], and the upstream gradient of the output [T, H, D]."""
+    """Return query, key, value [T, H, D], and the upstream gradient of the output [T, H, D]."""
     generator = torch.Generator().manual_seed(num_kv_heads)
     shapes = [
         (num_tokens, heads, HEAD_DIM)
@@ -77,7 +80,7 @@ def attention_inputs(num_tokens: int, num_kv_heads: int) -> tuple[list[Tensor], 
 def attend(
     inputs: list[Tensor], upstream: Tensor, layout: Layout, window: int | None
 ) -> list[Tensor]:
-    """Output [T, H, D] and the gradients of query, key and value."""
+    """Return the output [T, H, D] and the gradients of query, key and value."""
     inputs = [x.clone().requires_grad_() for x in inputs]
     flat = [x.transpose(0, 1).unsqueeze(0) for x in inputs]
     output = flat_attention(nn.Module(), *flat, None, layout=layout, sliding_window=window)[0][0]
@@ -87,7 +90,10 @@ def attend(
 
 HEADS_AND_WINDOWS = [(2, None), (4, 13), (1, None), (2, 60)]
 IN_IMAGES = torch.arange(136) % 29 < 21
-"""Runs of tokens that attend to all of their run; sequences and ranks part some of them."""
+"""Runs of tokens that attend to all of their run.
+
+Some are cut by the ends of sequences and between ranks.
+"""
 CASES = [
     (lengths, num_kv_heads, window, None)
     for lengths in (PACKED, SINGLE)
@@ -97,8 +103,9 @@ CASES += [(PACKED, 2, None, IN_IMAGES), (SINGLE, 4, 13, IN_IMAGES)]
 
 
 def attention_of_ranks(kind: str) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    """Per case, the four tensors in the order of the whole batch; and the same where sequences
-    share prefixes.
+    """Return, per case, the four tensors in the order of the whole batch.
+
+    The same is returned where sequences share prefixes.
     """
     sequence = sequence_of(kind)
     results = []
@@ -124,8 +131,9 @@ def shared_attention_of_ranks(sequence: SequenceParallel) -> list[list[Tensor]]:
 
 
 def each_row_alone(num_kv_heads: int, window: int | None) -> list[Tensor]:
-    """Attention of computed tokens and its gradients, from rows that have copies of all that they
-    share.
+    """Return attention of computed tokens and its gradients.
+
+    The rows have copies of everything that they share.
     """
     layout = shared_layout(8)
     inputs, upstream = attention_inputs(layout.num_computed, num_kv_heads)
@@ -140,7 +148,7 @@ def each_row_alone(num_kv_heads: int, window: int | None) -> list[Tensor]:
 
 
 def test_shared_prefixes_are_read_as_if_each_row_had_them():
-    assert len(shared_layout(8).parts(None)) == 5, "four levels of prefixes"
+    assert len(shared_layout(8).calls(None)) == 5, "four levels of prefixes"
     for (num_kv_heads, window), found in zip(
         HEADS_AND_WINDOWS, shared_attention_of_ranks(NO_SEQUENCE_PARALLEL), strict=True
     ):
@@ -167,9 +175,7 @@ def test_attention_is_that_of_one_rank(sp, kind):
 
 
 def round_trip(kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions of this rank, what a gather makes of them, and the gradient of this rank's
-    slice.
-    """
+    """Return this rank's positions, the result of a gather, and the gradient of its slice."""
     sequence = sequence_of(kind)
     here = sequence.positions(24, torch.device("cpu"))
     mine = torch.stack([here, -here], 1).float().requires_grad_()
@@ -200,7 +206,7 @@ def test_tokens_that_do_not_divide_are_named(kind):
 
 MODELS = ["llama", "qwen3", "qwen2 window", "gemma3"]
 BATCHES = [(LENGTHS, 0), ([24, 48, 16, 40, 7], 0), ([1], 0), ([57], 0), ([24, 28, 16, 40, 7], 12)]
-"""Lengths, and how many tokens the sequences begin with alike."""
+"""Lengths, and the number of tokens that the sequences have in common at their beginning."""
 
 
 def batch_of(lengths: list[int], alike: int) -> Batch:
@@ -209,7 +215,7 @@ def batch_of(lengths: list[int], alike: int) -> Batch:
 
 
 def model_of_ranks(kind: str, checkpointing: bool) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
-    """Per model and batch: values, and gradients summed over the ranks."""
+    """Return, per model and batch, values, and gradients summed over the ranks."""
     sequence = sequence_of(kind)
     results = []
     for name in MODELS:
@@ -284,11 +290,11 @@ def test_a_scorer_on_two_ranks_is_that_of_one(tmp_path, kind):
 def test_zigzag_by_hand():
     """Lengths 3, 1, 4 on two ranks.
 
-    The first has tokens 0 1 and 6 7, the last two of which see the two before them.
+    The first has tokens 0 1 and 6 7, and the last two see the two before them.
     """
     zigzag = SEQUENCES["zigzag"](Axis("sp", 2, 0, None))
     assert zigzag.positions(8, torch.device("cpu")).tolist() == [0, 1, 6, 7]
-    own, before = Layout(torch.tensor([3, 1, 4]), torch.device("cpu"), zigzag).parts(None)
+    own, before = Layout(torch.tensor([3, 1, 4]), torch.device("cpu"), zigzag).calls(None)
     assert own.query_lengths == [2, 2] and own.keys.rows.tolist() == [0, 1, 6, 7]
     assert (before.query_lengths, before.key_lengths) == ([2], [2])
     assert (before.queries.rows, before.keys.rows) == (slice(2, 4), slice(4, 6))
@@ -325,8 +331,9 @@ ROPES = {
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_rotary_frequencies_that_follow_the_longest_sequence_are_refused_beyond_their_window(kind):
-    """Up to there a sequence's log-probs are its own, whatever stands beside it in a micro-batch,
-    on any number of ranks.
+    """Up to there a sequence's log-probs are its own, on any number of ranks.
+
+    It does not matter what else is in the micro-batch.
     """
     config = LlamaConfig(**SIZES | {"max_position_embeddings": 16}, rope_parameters=ROPES[kind])
     torch.manual_seed(3)

@@ -52,14 +52,15 @@ def sequences(vocabulary: int = 261) -> list[Tensor]:
 
 
 def loss_of(logprobs: Tensor, entropy: Tensor) -> Tensor:
-    """Both matter, and no two tokens the same."""
+    """Return a loss where both results matter, with another weight for each token."""
     weights = torch.linspace(-1.0, 2.0, len(logprobs))
     return (logprobs * weights).sum() + 0.3 * (entropy * weights.flip(0)).sum()
 
 
 def plain(folder: str) -> tuple[list[Tensor], Values, Tensor]:
-    """Log-probs of each sequence, gradients, and the logits of the first sequence, without anything
-    of ours.
+    """Return log-probs of each sequence, gradients, and the logits of the first sequence.
+
+    Nothing of lightrft is used.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     logprobs = []
@@ -95,8 +96,9 @@ def strategy(**args) -> FSDPStrategy:
 def split(
     folders: dict[str, str], args: dict
 ) -> tuple[int, dict[str, tuple[list[Tensor], Values, Tensor]]]:
-    """On every rank: its place among the data ranks, and for each model what plain() gives, of its
-    own sequences.
+    """Return this rank's index among the data ranks, and for each model what plain() gives.
+
+    The sequences are the rank's own.
     """
     made = strategy(**args)
     results = {}
@@ -169,8 +171,9 @@ def test_every_gradient_of_every_family_is_that_of_the_plain_model(folders, worl
 
 
 def stream(folder: str, sequence: bool) -> list[int]:
-    """Tokens of 28 that this rank has between the parts of a block: where a block begins, and after
-    each of its norms.
+    """Return how many of 28 tokens this rank has between the parts of a block.
+
+    It is measured where a block begins, and after each of its norms.
     """
     made = strategy(tp_size=2, tp_sequence_parallel=sequence)
     seen = []
@@ -193,8 +196,8 @@ def test_each_rank_keeps_a_part_of_the_tokens(folders):
 
 @pytest.mark.slow
 def test_four_ranks_and_recomputed_activations(tmp_path):
-    """The second model has biases everywhere, a row of padding that has no gradient, and one row
-    for the last rank.
+    """The second model has biases everywhere, a row of padding without a gradient, and one row for
+    the last rank.
     """
     heads = {"heads": 8, "kv_heads": 4}
     biased = {"vocabulary": 10, "pad": 1, "attention_bias": True, "mlp_bias": True}
@@ -222,8 +225,9 @@ def test_four_ranks_and_recomputed_activations(tmp_path):
 
 
 def planned_operations(folder: str, sequence: bool) -> list[int]:
-    """Operations on DTensors that torch has planned by the beginning of three updates of different
-    length, and by their end.
+    """Count operations on DTensors that torch has planned.
+
+    It counts before and after three updates of different length.
     """
     made = strategy(tp_size=2, tp_sequence_parallel=sequence)
     count = []
@@ -268,7 +272,7 @@ BF16 = {
 
 @pytest.mark.slow
 def test_bf16_rounds_as_in_one_process(folders):
-    """In every layout about as far from float32 as a single process that computes in bfloat16."""
+    """Every layout is about as far from float32 as a single process in bfloat16."""
     chosen = {name: folders[name] for name in ("qwen3", "gemma3-tied")}
     expected = {name: plain(folder)[1] for name, folder in chosen.items()}
     alone: dict[str, float] = {}
@@ -313,8 +317,9 @@ def test_a_scorer_keeps_its_head_whole(folders):
 
 
 def frozen_and_poisoned(folder: str) -> tuple:
-    """A frozen copy stays frozen; a loss that is not a number on one rank of a group skips the step
-    on all.
+    """Check that a frozen copy stays frozen.
+
+    A loss that is not a number on one rank of a group skips the step on all.
     """
     made = strategy(tp_size=2)
     frozen = made.prepare(Actor(load_model(ModelSection(pretrain=folder))).requires_grad_(False))
@@ -358,7 +363,7 @@ def test_parts_of_different_sizes_are_not_refused(size):
     "sizes", [{"vocab_size": 5}, {"vocab_size": 9}, {"vocab_size": 1}, {"intermediate_size": 2}]
 )
 def test_a_rank_without_rows_is_refused(sizes):
-    """It could not look up a token, while the other ranks would wait for its part of the sum."""
+    """It could not look up a token, and the other ranks would wait for its part of the sum."""
     config = FAMILIES["llama"][0](
         hidden_size=64, num_attention_heads=4, num_key_value_heads=4, **sizes
     )
@@ -388,7 +393,7 @@ def test_an_unknown_family_is_refused_by_name(tmp_path: Path):
 
 
 def test_blocks_that_the_plan_was_not_written_for():
-    """A version of transformers that renames or adds a part must not train wrong in silence."""
+    """A version of transformers that renames or adds a part must not train wrongly in silence."""
     model = Qwen3ForCausalLM(family_config("qwen3", tie=False, vocabulary=261))
     assert plan_problems(model) == []
     block = model.model.layers[0]

@@ -1,4 +1,7 @@
-"""A reward function that does what the response says; light, as worker processes import it."""
+"""A reward function that does what the response says.
+
+It is light, because worker processes import it.
+"""
 
 import ctypes
 import os

@@ -19,8 +19,9 @@ from runs import PPO, prepare, train
 
 
 class Handler(JsonHandler):
-    """Replies with the texts of `replies` in turn, for each text that it is asked to judge;
-    `requests` are all requests.
+    """Replies with the texts of `replies` in turn, one for each text to judge.
+
+    `requests` has all requests.
     """
 
     replies: list[str]
@@ -164,12 +165,13 @@ DIGIT = {
     "judge_range": [0.0, 9.0],
     "judge_max_tokens": 24,
 }
-"""A model of random weights writes a digit now and then."""
+"""Pattern of a score: a model of random weights writes a digit now and then."""
 
 
 def in_engine(folder: str) -> list[tuple[str, float, dict]]:
-    """(prompt, reward, parts) of this rank's samples; the first rank has one more than the
-    second.
+    """Return (prompt, reward, parts) of this rank's samples.
+
+    The first rank has one more than the second.
     """
     values = {
         "pretrain": folder,

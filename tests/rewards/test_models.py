@@ -1,4 +1,4 @@
-"""Rewards that other models give: a reward model beside the actor, and a server."""
+"""Rewards from other models: a reward model beside the actor, and a server."""
 
 import base64
 import socket
@@ -34,7 +34,7 @@ SHAPES = [(3, 5), (1, 1), (7, 2), (4, 0), (2, 9)]
 """Tokens of prompt and response."""
 COEFFICIENT = 0.5
 ENDS = {0: (1, 4), 4: (3,)}
-"""Sample -> the places of the byte 10, a line end, in its response."""
+"""Sample -> where the byte 10, a line end, is in its response."""
 CHOSEN = [["steps"], "model0", ["model0", "steps"], "steps", ["steps"]]
 """Models that score the samples where the column `models` chooses them."""
 
@@ -59,12 +59,12 @@ def samples() -> list[Sample]:
 
 
 def runner(address: str, **settings) -> RewardRunner:
-    """In this process: test_pool.py has the worker processes."""
+    """Return a runner that calls in this process; test_pool.py has the worker processes."""
     return RewardRunner(address, section=RewardSection(**{"reward_workers": 0} | settings))
 
 
 def by_step(given: list[Sample], **_) -> list:
-    """A number, for each token, by parts, in turn."""
+    """Return a number, a reward for each token, and parts, in turn."""
     kinds = {
         0: lambda s: 2.0,
         1: lambda s: [1.0],
@@ -78,9 +78,7 @@ def by_step(given: list[Sample], **_) -> list:
 def scored(
     folders: list[str], held: list[int], key: str | None = None, early: int = 0
 ) -> list[tuple[float, dict, list | None]]:
-    """The scores of the first `early` samples of each rank are computed before the function is
-    called.
-    """
+    """Score samples of each rank; the first `early` ones before the function is called."""
     made = rows.strategy()
     rewards.register("by_step")(by_step)
     judge = RewardRunner("by_step", made.mesh.model_parallel, RewardSection(reward_workers=0))
@@ -110,8 +108,9 @@ def folders(tmp_path_factory) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("held", "early"), [([5], 0), ([2, 3], 1), ([5, 0], 5)], ids=str)
 def test_scores_are_added_to_what_the_function_says(folders, held, early):
-    """Scores of transformers' own class, which reads the last token; also if some, or all, are
-    computed early.
+    """The scores are transformers' own, read at the last token.
+
+    Some of them, or all, are computed early.
     """
     found = [
         each for part in run_ranks(len(held), scored, folders, held, None, early) for each in part
@@ -236,7 +235,10 @@ def test_rewards_of_steps(merging_tokenizer, form, rewards):
 
 
 class Lengths(JsonHandler):
-    """Rewards a response by its length; `said` are the requests, `answer` what it says instead."""
+    """Rewards a response by its length.
+
+    `said` has the requests, and `answer` is what it says instead.
+    """
 
     said: list
     answer: object = None
@@ -331,7 +333,7 @@ def test_addresses_and_keys_are_checked_before_anything_else(monkeypatch, url, k
 
 @contextmanager
 def strange_server(behave: Callable[[socket.socket], None]) -> Iterator[str]:
-    """Its URL; `behave` is called with each connection."""
+    """Yield the URL of a server that calls `behave` with each connection."""
     with socket.create_server(("127.0.0.1", 0)) as accepting:
 
         def serve() -> None:

@@ -1,6 +1,4 @@
-"""Worker processes of rewards: what goes wrong in one is said, costs that call alone, and loses no
-other.
-"""
+"""Worker processes of rewards: a failing call is reported and affects no other call."""
 
 import gc
 import os
@@ -27,8 +25,10 @@ from tiny import byte_tokenizer
 FILE = Path(__file__).with_name("misbehaving.py")
 ALONE = Axis("data", 1, 0, None)
 SHORT = 3 / 60
-"""Time limit where calls hang, in minutes; much longer than the other calls take on a busy
-machine."""
+"""Time limit where calls hang, in minutes.
+
+It is much longer than the other calls take on a busy machine.
+"""
 
 
 def group(*texts: str, row: int = 0) -> list[Sample]:
@@ -61,7 +61,7 @@ def logged(made: RewardRunner, *groups: list[Sample], rewards: list[float]) -> l
 
 
 def exists(process: int) -> bool:
-    """Whether it runs; a zombie does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -69,7 +69,7 @@ def exists(process: int) -> bool:
 
 
 def ended(process: int) -> bool:
-    """Whether it ends within a minute."""
+    """Return whether a process ends within a minute."""
     deadline = time.monotonic() + 60
     while exists(process) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -173,7 +173,7 @@ def test_a_function_that_never_ends_writing_is_out_of_time():
 
 
 def test_a_failure_that_ends_the_run_waits_for_no_other_call():
-    """Neither for those that hang before it, nor for those that wait for a worker."""
+    """Neither for calls that hang before it, nor for calls that wait for a worker."""
     began = time.monotonic()
     with pytest.raises(ConfigError, match="KeyError: 'now'"):
         judged(runner(), group("sleep 60"), group("raise now", row=1))

@@ -1,4 +1,4 @@
-"""What a reward may be, what is checked of it, and that every error names the flag and the path."""
+"""What a reward may be and how it is checked; every error names the flag and the path."""
 
 import math
 import multiprocessing
@@ -29,7 +29,10 @@ def sample(text: str, finish_reason: str = "stop", **columns) -> Sample:
 
 
 def runner(name: str, *, chat: bool = False, **settings) -> RewardRunner:
-    """In this process, unless told: test_pool.py has the worker processes."""
+    """Return a runner that calls in this process unless told otherwise.
+
+    test_pool.py has the worker processes.
+    """
     return RewardRunner(name, section=RewardSection(**{"reward_workers": 0} | settings), chat=chat)
 
 
@@ -244,7 +247,7 @@ def hangs(samples, **columns):
 
 
 def hung(log: str) -> None:
-    """Ends the process."""
+    """End the process."""
     logger.remove()
     logger.add(log, format="{message}")
     judge = runner(f"{__name__}:hangs", reward_minutes=2 / 60)
@@ -277,7 +280,7 @@ def test_a_call_that_hangs_in_this_process_ends_it(tmp_path):
 
 def test_a_signature_that_does_not_fit_is_found_before_anything_is_loaded():
     def needs(samples, label, answer, *, weight=1, **columns):
-        """Of the columns of the data only the label is there."""
+        """Needs columns, and the data has only the label."""
 
     def closed(samples, label):
         """Takes no other column."""
@@ -286,10 +289,10 @@ def test_a_signature_that_does_not_fit_is_found_before_anything_is_loaded():
         """Takes no samples."""
 
     def late(completions, solution, **kwargs):
-        """TRL's, with a column that is not there."""
+        """Is TRL's, with a column that is not there."""
 
     def scored(solution_str, ground_truth, threshold):
-        """verl's, with an argument that nobody gives."""
+        """Is verl's, with an argument that nobody gives."""
 
     prompts = [sample("", label="1", level=2).prompt]
     for number, (function, says) in enumerate(

@@ -1,4 +1,4 @@
-"""What a program of a response can write, use and pretend, in each kind of sandbox."""
+"""What a program in a response can write, use and pretend, in each kind of sandbox."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""lightrft serve_reward: a run's reward from models on a server equals the scores of
-transformers.
-"""
+"""lightrft serve_reward: a server's rewards equal the scores of transformers."""
 
 import json
 import os
@@ -54,7 +52,7 @@ def folders(tmp_path_factory) -> list[str]:
 
 @contextmanager
 def server(world_size: int, *flags: str, key: str = "") -> Iterator[tuple[str, subprocess.Popen]]:
-    """Its address and process."""
+    """Yield the address and the process of a server."""
     launcher = (
         ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", "--standalone"]
         if world_size > 1

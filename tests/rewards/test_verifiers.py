@@ -1,5 +1,6 @@
-"""Built-in verifiers: a table of awkward responses for each, and programs that try to get out of
-their sandbox.
+"""Built-in verifiers: a table of awkward responses for each.
+
+Some programs try to get out of their sandbox.
 """
 
 import importlib.util
@@ -365,8 +366,11 @@ KNOWN_LIMITS = [
     ("\\boxed{50\\%}", "0.5", 1),
     ("\\boxed{50\\%}", "50", 1),
 ]
-"""What math-verify judges wrongly: inequalities are no intervals, `e` is a number, and a percentage
-equals two numbers. README.md says so, and a version that judges otherwise is worth knowing."""
+"""What math-verify judges wrongly.
+
+Inequalities are no intervals, `e` is a number, and a percentage equals two numbers. README.md says
+so, and a version that judges otherwise is worth knowing.
+"""
 
 
 @pytest.mark.parametrize(("text", "label", "reward"), KNOWN_LIMITS)
@@ -511,7 +515,7 @@ def way(request, monkeypatch):
 
 @pytest.fixture(params=["bwrap", "unshare"])
 def sandbox(request, monkeypatch):
-    """Run in each kind of sandbox, in which programs have three seconds."""
+    """Run in each kind of sandbox; programs have three seconds there."""
     found = shutil.which
     (other,) = {"bwrap", "unshare"} - {request.param}
     monkeypatch.delenv(code_sandbox.WITHOUT_SANDBOX, raising=False)

@@ -1,6 +1,4 @@
-"""Several rewards with weights: their sum and parts, the choice by a column, and what is said of
-wrong ones.
-"""
+"""Several rewards with weights: their sum and parts, the choice by a column, and errors."""
 
 import pytest
 

@@ -1,5 +1,6 @@
-"""Ten padded rows of every kind, their share on each rank, and what plain torch makes of them, one
-row at a time.
+"""Ten padded rows of every kind, their share on each rank, and plain torch's results.
+
+Plain torch computes one row at a time.
 """
 
 import torch
@@ -16,7 +17,7 @@ from lightrft.strategy import FSDPStrategy
 
 LENGTHS = [9, 4, 17, 12, 5, 20, 7, 13, 2, 10]
 PROMPT = [3, 4, 6, 2, 1, 9, 7, 5, 1, 3]
-"""Rows 1 and 6 have an empty response."""
+"""Tokens of each prompt. Rows 1 and 6 have an empty response."""
 WIDTH = 23
 SHARES = {1: [10], 2: [7, 3], 4: [4, 0, 5, 1]}
 TEMPERATURE = 0.8
@@ -25,7 +26,7 @@ Padded = dict[str, Tensor]
 
 
 def whole() -> Padded:
-    """The rows of all ranks.
+    """Return the rows of all ranks.
 
     Padding is noise, which must not matter; row 3 is masked altogether; some rows begin alike.
     """
@@ -57,7 +58,10 @@ def strategy(**args) -> FSDPStrategy:
 
 
 def policy(made: FSDPStrategy, folder: str, reference: str | None = None, **options) -> Policy:
-    """With SGD, which shows a constant factor on the gradients, and a schedule of 0.5, 1, 1, ..."""
+    """Return a policy that learns with SGD, and a schedule of 0.5, 1, 1, ...
+
+    SGD shows a constant factor on the gradients.
+    """
     actor = Actor(load_model(ModelSection(pretrain=folder)))
     trained = prepared(made, actor)
     frozen = (
@@ -87,7 +91,7 @@ def prepared(made: FSDPStrategy, module: nn.Module):
 
 
 def dense_scorer(folder: str, seed: int) -> str:
-    """A folder with a head that is not small, for critics and reward models."""
+    """Write a folder with a head that is not small, for critics and reward models."""
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     nn.init.normal_(model.score.weight, std=0.5)
@@ -108,18 +112,18 @@ def plain_scorer(folder: str) -> nn.Module:
 
 
 def plain_logprobs(model: nn.Module, ids: Tensor, temperature: float = TEMPERATURE) -> Tensor:
-    """[n]: of one row; the first token has none."""
+    """Return the log-probs [n] of one row; the first token has none."""
     logits = model(ids[None], use_cache=False).logits[0, :-1] / temperature
     return torch.cat([torch.zeros(1), logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]])
 
 
 def plain_scores(model: nn.Module, ids: Tensor) -> Tensor:
-    """[n]: the head after every token of one row."""
+    """Return the head's output [n] after every token of one row."""
     return model.score(model.model(ids[None], use_cache=False).last_hidden_state)[0, :, 0]
 
 
 def every_row(function) -> Tensor:
-    """`function(ids of one row)` for all rows, padded with zeros: [10, WIDTH]."""
+    """Return `function(ids of one row)` for all rows, padded with zeros: [10, WIDTH]."""
     batch = whole()
     result = torch.zeros(len(LENGTHS), WIDTH)
     with torch.no_grad():

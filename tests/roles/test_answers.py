@@ -1,5 +1,6 @@
-"""What models say about padded rows is what plain torch says about each row alone, in the caller's
-order, on any ranks.
+"""Models say about padded rows what plain torch says about each row alone.
+
+Results are in the caller's order, on any ranks.
 """
 
 from pathlib import Path
@@ -23,7 +24,9 @@ TOP = 5
 
 
 def answers(folder: str, reference_folder: str, scorer_folder: str, limits: list[dict]):
-    """[limit]: log-probs, reference log-probs, values and rewards of this rank's rows."""
+    """Return, for each limit, log-probs, reference log-probs, values and rewards of this rank's
+    rows.
+    """
     made = rows.strategy()
     policy = rows.policy(made, folder, reference_folder)
     critic = rows.critic(made, scorer_folder)
@@ -78,8 +81,9 @@ def plain(folder: str, reference_folder: str, scorer_folder: str) -> list[torch.
 
 @torch.no_grad()
 def top_of_rows(actor: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and ids of the likeliest tokens after each token, [10, WIDTH, TOP], 0 in the
-    padding.
+    """Return log-probs and ids of the likeliest tokens after each token, [10, WIDTH, TOP].
+
+    The padding is 0.
     """
     ids = rows.whole()["input_ids"]
     size = (len(rows.LENGTHS), rows.WIDTH, TOP)
@@ -118,8 +122,9 @@ def test_the_first_column_and_the_padding_are_zero(folder, reference_folder, sco
 
 
 def budgets(folder: str, reference_folder: str, scorer_folder: str):
-    """[budget]: micro-batches of one rank, and what the roles say of the flat batch, dealt for
-    training with 20 tokens.
+    """Return, for each budget, micro-batches of one rank, and the roles' results on the flat batch.
+
+    The batch was dealt for training with 20 tokens.
     """
     made = rows.strategy()
     policy = rows.policy(made, folder, reference_folder, max_tokens=20)
@@ -144,7 +149,7 @@ def budgets(folder: str, reference_folder: str, scorer_folder: str):
 
 
 def test_log_probs_have_a_budget_of_their_own(folder, reference_folder, scorer_folder):
-    """Fewer passes, as many on each rank, and the same numbers."""
+    """There are fewer passes, as many on each rank, and the numbers are the same."""
     (ours, others) = run_ranks(2, budgets, folder, reference_folder, scorer_folder)
     for (counts, values), (other_counts, _), most in zip(ours, others, (20, 40, 1000), strict=True):
         assert len(counts) == len(other_counts) and max(counts + other_counts) <= most
@@ -199,8 +204,9 @@ def test_no_rows_anywhere_and_rows_of_one_token(folder, tmp_path):
 
 
 def of_different_widths(folder: str):
-    """Results for rows of widths 5 and 9, of which the second rank has one more, with a multiple of
-    8.
+    """Return results for rows of widths 5 and 9, with a multiple of 8.
+
+    The second rank has one row more.
     """
     made = rows.strategy()
     policy = rows.policy(made, folder, width_multiple=8)

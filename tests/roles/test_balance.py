@@ -1,7 +1,7 @@
 """Why: the load of experts is a product of two means over all tokens.
 
-Taken per micro-batch it is another loss for every split; here it is transformers' own, of all
-sequences at once, whatever ranks and micro-batches they lie in.
+Taken per micro-batch it is another loss for every split. Here it equals transformers' own, of all
+sequences at once, on any ranks and in any micro-batches.
 """
 
 import pytest
@@ -53,7 +53,7 @@ def test_the_loss_by_hand():
 
 
 def updated(folder: str, args: dict, limit: int):
-    """[loss, norm] of two steps, the parameters after them, and the load that was reported."""
+    """Return [loss, norm] of two steps, the parameters after them, and the reported load."""
     made = get_strategy({"fsdp": True, **args})
     made.max_norm = 0.5
     made.setup_distributed()
@@ -75,7 +75,10 @@ def updated(folder: str, args: dict, limit: int):
 
 
 def plain(folder: str):
-    """All learned rows in one forward pass, padded on the right; what is masked counts nowhere."""
+    """Compute all learned rows in one forward pass, padded on the right.
+
+    What is masked counts nowhere.
+    """
     model = rows.plain_model(folder)
     batch = rows.whole()
     learned = torch.tensor(

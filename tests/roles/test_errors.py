@@ -1,4 +1,4 @@
-"""A batch that cannot be used says why, on every rank, and the role stays usable."""
+"""A batch that cannot be used gives the reason on every rank, and the role stays usable."""
 
 import pytest
 import torch
@@ -130,7 +130,7 @@ def too_long(folder: str):
 
 
 def test_a_row_longer_than_the_budget(folder):
-    """Row 5, which rank 0 holds, has 20 tokens."""
+    """Row 5 on rank 0 has 20 tokens."""
     for errors in run_ranks(2, too_long, folder):
         assert all(
             "20" in error and "19" in error and "--max_tokens_per_microbatch" in error

@@ -30,8 +30,9 @@ def start(folder: str, **args):
 
 
 def generated(folder: str):
-    """After an optimizer step, so that the weights must have been streamed; greedy, sampled, and
-    sampled again.
+    """Generate after an optimizer step, so that the weights must have been streamed.
+
+    Returns greedy, sampled, and sampled again.
     """
     policy, mine = start(folder)
     policy.width_multiple = 16
@@ -96,7 +97,9 @@ def test_greedy_is_transformers_and_sampled_logprobs_are_the_trainers(folder):
 
 
 def phases(folder: str, flag: bool):
-    """A whole step by the explicit verbs; (phase, actor here, optimizer here) after each."""
+    """Run a whole step by the explicit methods; return (phase, actor here, optimizer here) after
+    each.
+    """
     policy, mine = start(folder, offload_idle=flag)
     made = policy.strategy
     seen = []

@@ -1,5 +1,6 @@
-"""The reference of a policy of adapters is its actor without them: as a second model would be, and
-without any trace.
+"""The reference of a policy with adapters is its actor without them.
+
+It gives what a second model would give, and leaves no trace.
 """
 
 import pytest

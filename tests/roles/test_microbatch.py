@@ -1,4 +1,4 @@
-"""Micro-batches come back in the batch's order, and an empty one takes part without weight."""
+"""Micro-batches come back in the batch's order, and an empty one has no weight."""
 
 import torch
 

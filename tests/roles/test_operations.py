@@ -1,6 +1,4 @@
-"""Operations of a training step, compared with those that PyTorch itself counts while it computes
-one.
-"""
+"""Operations of a training step, compared with PyTorch's own count."""
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from tiny import tiny_experts, tiny_model
 
 PROMPT = 40
 RESPONSES = {100: 7, 140: 9, 200: 30}
-"""First token of a response -> the number of its tokens, which are consecutive."""
+"""First token of a response -> the number of its tokens, which are consecutive numbers."""
 MODELS = {
     "whole": {},
     "tied": {"tie": True},
@@ -39,7 +37,7 @@ MODELS = {
 
 
 def batch_of(shared: bool) -> Batch:
-    """Several responses to one prompt, which is computed once if it is shared."""
+    """Return several responses to one prompt; a shared prompt is computed once."""
     prompt = torch.arange(PROMPT)
     rows = [
         torch.cat([prompt, torch.arange(first, first + length)])
@@ -57,8 +55,9 @@ def batch_of(shared: bool) -> Batch:
 
 
 def grouped(rows, matrices, *_, out_shape=None, **__) -> int:
-    """PyTorch counts no product in groups: rows [M, K] with matrices [G, K, N], or [M, K] with [K,
-    N] in groups of K.
+    """Count products in groups, because PyTorch does not.
+
+    They are rows [M, K] with matrices [G, K, N], or [M, K] with [K, N] in groups of K.
     """
     return 2 * rows[-2] * rows[-1] * matrices[-1]
 

@@ -1,6 +1,4 @@
-"""One number per token: what may be a scorer, and that it has the names and the head of its
-folder.
-"""
+"""One number per token: what may be a scorer, with the names and the head of its folder."""
 
 import shutil
 from pathlib import Path
@@ -44,7 +42,7 @@ def test_other_heads_are_refused(folder):
 
 
 def test_missing_and_unexpected_weights_are_not_reported_twice(folder, tmp_path, caplog):
-    """A new head is no news; a missing weight and another shape are errors of ours."""
+    """A new head is not reported; a missing weight and another shape are errors of ours."""
     section = ModelSection(pretrain=folder)
     load_scorer(section)
     with pytest.raises(

@@ -1,5 +1,6 @@
-"""Training on padded rows is plain torch, one row at a time, for every number of ranks and every
-size of micro-batch.
+"""Training on padded rows equals plain torch, one row at a time.
+
+This holds for every number of ranks and every size of micro-batch.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ Trained = tuple[list[Tensor], dict[str, Tensor]]
 
 
 def batch_of(kind: str) -> rows.Padded:
-    """Columns for the losses below; what is not learned is noise there too."""
+    """Return columns for the losses below; what is not learned is noise there too."""
     generator = torch.Generator().manual_seed(5)
     shape = (len(rows.LENGTHS), rows.WIDTH)
     columns = {
@@ -48,7 +49,7 @@ def batch_of(kind: str) -> rows.Padded:
 
 
 def own_loss(logprobs, batch, denominator):
-    """Reads columns that only this test has: one per token, one per row."""
+    """Read columns that only this test has: one per token, one per row."""
     values = batch.trust[batch.sequence_ids] * (logprobs - batch.teacher) ** 2
     return share_of_mean(values, batch, "seq-mean-token-mean", denominator), {
         "own/gap": values,
@@ -63,7 +64,7 @@ def regression(values, batch, denominator):
 
 
 def grading(scores, batch, denominator):
-    """Mean square over rows that are not masked."""
+    """Return the mean square over rows that are not masked."""
     here = torch.zeros(len(batch)).index_add(0, batch.sequence_ids, batch.loss_mask.float()) > 0
     return torch.where(here, (scores - batch.grade) ** 2, 0.0).sum() / denominator.sequences, {
         "score": scores
@@ -155,7 +156,7 @@ def plain_grpo(model, batch, members):
 
 
 def plain_own(model, batch, members):
-    """Rows without a response do not count."""
+    """Compute own_loss() in plain torch; rows without a response do not count."""
     gaps = [
         (logprobs(model, batch, row) - batch["teacher"][row, learned(row)]) ** 2
         * batch["trust"][row]
@@ -215,8 +216,9 @@ def reported(folder: str, mbs: int | None):
 
 @pytest.mark.parametrize(("world_size", "mbs"), [(1, None), (2, 1), (4, 2)])
 def test_metrics_have_every_microbatch_of_all_ranks(folder, world_size, mbs):
-    """Weighted by their tokens the lists are the mean over everything; those of all ranks are on
-    every rank.
+    """Weighted by their tokens, the lists give the mean over everything.
+
+    Every rank has the lists of all ranks.
     """
     results = run_ranks(world_size, reported, folder, mbs)
     metrics = results[0]["metrics"]
@@ -250,7 +252,10 @@ def test_metrics_have_every_microbatch_of_all_ranks(folder, world_size, mbs):
 
 
 def evaluated(folder: str):
-    """Results of eval_mode and then of training, and whether the first left anything behind."""
+    """Return the results of eval_mode and then of training.
+
+    Also whether the first left anything behind.
+    """
     made = rows.strategy()
     mine = rows.share(batch_of("sft"), made.get_rank(), made.mesh.data.size)
     role = rows.policy(made, folder)

@@ -23,7 +23,7 @@ def state(policy: Policy):
 
 
 def by_hand(policy: Policy, batch: rows.Padded, *, stop_after: int | None = None):
-    """One step over all rows in micro-batches of one row, or only the first of them."""
+    """Take one step over all rows in micro-batches of one row, or only the first of them."""
     flat, (members,) = policy.redistribute(batch, mbs=1)
     policy.begin_train_step(sft, policy.denominator(flat, members), len(members))
     for number, micro_batch in enumerate(micro_batches(flat, members, policy.strategy.device)):

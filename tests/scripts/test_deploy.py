@@ -1,5 +1,6 @@
-"""The images and the jobs of clusters, which cannot be built or started here: their structure, and
-what they use of the project.
+"""The images and the jobs of clusters cannot be built or started here.
+
+So their structure is checked, and what they use of the project.
 
 The schemas have the fields that the projects document: Kubeflow Trainer 2
 (trainer.kubeflow.org/v1alpha1), JobSet (jobset.x-k8s.io/v1alpha2), Kubernetes (batch/v1 Job and
@@ -149,7 +150,7 @@ SCHEMAS = {
 
 
 def documents() -> dict[str, dict]:
-    """Kind of each document of deploy/ -> its content; SkyPilot's have no kind."""
+    """Return kind -> content of each document of deploy/; SkyPilot's have no kind."""
     found = [
         document
         for file in sorted(ROOT.glob("deploy/*.yaml"))
@@ -179,9 +180,7 @@ def commands() -> list[list[str]]:
 
 @pytest.mark.parametrize("command", commands(), ids=["trainjob", "jobset", "skypilot"])
 def test_what_a_job_starts_is_a_script_whose_flags_exist(command, monkeypatch):
-    """The run is one that the parser accepts, it resumes, and its folder is on the volume of all
-    nodes.
-    """
+    """The parser accepts the run, it resumes, and its folder is on the volume of all nodes."""
     assert command[0] == "bash" and (ROOT / command[1]).is_file()
     script = (ROOT / command[1]).read_text()
     configured = re.findall(r"configs/[\w.-]+\.yaml", script)
@@ -203,8 +202,9 @@ def test_what_a_job_starts_is_a_script_whose_flags_exist(command, monkeypatch):
 
 
 def test_nodes_agree():
-    """The first pod of the JobSet has the name that the others look for, and every volume that is
-    mounted is defined.
+    """The first pod of the JobSet has the name that the others look for.
+
+    Every volume that is mounted is defined.
     """
     found = documents()
     jobset = found["JobSet"]
@@ -239,7 +239,7 @@ INSTRUCTIONS = {"ARG", "FROM", "RUN", "ENV", "WORKDIR", "COPY", "CMD"}
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
-    """The (instruction, arguments) of a Dockerfile, with lines joined at backslashes."""
+    """Return the (instruction, arguments) of a Dockerfile, with lines joined at backslashes."""
     text = re.sub(r"^#.*\n", "", (ROOT / "docker" / name).read_text(), flags=re.MULTILINE).replace(
         "\\\n", " "
     )

@@ -1,5 +1,6 @@
-"""Why: the one command of a first day on a GPU has to work there at once, so all of it but the
-device is tried here.
+"""Why: the command for a first day on a GPU has to work there at once.
+
+So everything but the device is tried here.
 """
 
 import json
@@ -136,7 +137,7 @@ def test_every_part_is_shorter_than_eight_minutes_and_every_check_exists():
 
 
 def needed_by(names: list[str]) -> set[str]:
-    """Return these distributions and all that they need, as their metadata says."""
+    """Return these distributions and everything that their metadata says they need."""
     found = set()
     left = list(names)
     while left:
@@ -154,12 +155,13 @@ def needed_by(names: list[str]) -> set[str]:
 
 
 def test_the_packages_of_a_machine_without_a_network():
-    """Wheels are unpacked without what they need, so all of it is named, but for what torch and
-    transformers bring.
+    """Wheels are unpacked without their requirements, so all are named.
+
+    Only what torch and transformers bring is not.
     """
     of_the_machine = needed_by(["torch", "transformers"])
     named = set(gpu_check.PACKAGES.values())
-    assert named >= needed_by([*CORE, *gpu_check.OF_TESTS]) - of_the_machine
+    assert named >= needed_by([*CORE, *gpu_check.TEST_DISTRIBUTIONS]) - of_the_machine
     assert gpu_check.missing_packages() == []
     downloaded = (
         (ROOT / "docs" / "gpu_check.md")
@@ -172,8 +174,11 @@ def test_the_packages_of_a_machine_without_a_network():
 
 
 OF_OTHER_TESTS = ("head", "contract", "engine_contract")
-"""Measurements of tests/bench/test_logprobs.py, tests/strategy/test_contract.py and
-tests/engine/test_contract.py."""
+"""Measurements that other tests run.
+
+They are tests/bench/test_logprobs.py, tests/strategy/test_contract.py and
+tests/engine/test_contract.py.
+"""
 ONE_OF_EACH = (
     "HSDP",
     "tensor parallel",
@@ -183,8 +188,10 @@ ONE_OF_EACH = (
     "1.5B, fused kernels",
     "a run learns with vLLM, bfloat16",
 )
-"""Checks that differ from one that is run only in a flag of the trainer, in the size, or in a
-package for accelerators."""
+"""Checks like one that is run here, with another flag of the trainer or another size.
+
+Others only need a package for accelerators.
+"""
 MEASURED = [
     check
     for check in CHECKS
@@ -212,7 +219,7 @@ def train_here(
     environment: dict[str, str] | None = None,
     check: bool = True,
 ) -> tuple[int, str]:
-    """Train as gpu_measure.train() does, on forked ranks, which start in a second."""
+    """Train as gpu_measure.train() does, on forked ranks that start in a second."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (environment or {}).items():
             patch.setenv(name, value)
@@ -230,7 +237,7 @@ def train_here(
 def test_every_measurement_runs_on_a_cpu(check, monkeypatch):
     """At tiny sizes.
 
-    The death of a rank is that of processes of torchrun, whose log has to name it.
+    For the death of a rank, torchrun starts processes, and its log has to name the rank.
     """
     if "vllm" in check.modules:
         pytest.importorskip("vllm", reason="vllm is not installed")
@@ -274,7 +281,7 @@ def check_that_waits(folder: Path) -> None:
 
 
 def test_a_terminated_script_ends_the_processes_of_its_check(tmp_path):
-    """Or they disturb what is measured next."""
+    """Otherwise they disturb the next measurement."""
     (tmp_path / "scripts").mkdir()
     program = (
         "import os, time; open('pid.new', 'w').write(str(os.getpid())); os.rename('pid.new',"

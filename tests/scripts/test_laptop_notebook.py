@@ -1,4 +1,4 @@
-"""Why: a notebook whose code has changed since it was executed shows outputs that nobody gets."""
+"""Why: if code of a notebook has changed since it was executed, nobody gets its outputs."""
 
 import json
 from pathlib import Path
@@ -29,8 +29,9 @@ def test_the_stored_notebook_is_that_of_the_page():
 
 @pytest.mark.skipif(not PUBLISHED, reason="no run is published yet: scripts/laptop/results.py")
 def test_the_stored_notebook_has_outputs():
-    """Each cell but those that only define has one; no cell has failed, and no output names a
-    folder of a machine.
+    """Each cell that does not only define has one; no cell has failed.
+
+    No output names a folder of a machine.
     """
     code = [cell for cell in STORED if cell["cell_type"] == "code"]
     outputs = [output for cell in code for output in cell["outputs"]]

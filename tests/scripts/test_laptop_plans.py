@@ -1,6 +1,4 @@
-"""Why: figures of runs that nobody has made are believed only if the planner says them of the
-printed commands.
-"""
+"""Why: figures of runs that nobody has made must be the planner's, for the printed commands."""
 
 import re
 

@@ -1,6 +1,4 @@
-"""Why: a number, a curve or an example that is written by hand is soon another one than that of the
-run.
-"""
+"""Why: a number, a curve or an example that is written by hand soon differs from the run."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -16,8 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def words(tmp_path) -> Path:
-    """A run of the recipe `words`: three steps of GRPO after two of SFT, and four rows in each
-    held-out set.
+    """Write a run of the recipe `words`.
+
+    It has three steps of GRPO after two of SFT, and four rows in each held-out set.
     """
     folder = tmp_path / "words-seed1"
     gaps = [
@@ -44,7 +43,7 @@ def words(tmp_path) -> Path:
 
 @pytest.fixture
 def brevity(tmp_path) -> Path:
-    """A run of the recipe `brevity`, with one set that has no name, and five questions."""
+    """Write a run of the recipe `brevity`, with one set that has no name, and five questions."""
     folder = tmp_path / "brevity-seed0"
     write_training(
         folder,
@@ -66,7 +65,7 @@ def brevity(tmp_path) -> Path:
 
 
 def test_the_pages_show_the_published_runs():
-    """Tables, examples and figures are what the script makes of docs/results."""
+    """The script makes the tables, examples and figures from docs/results."""
     for path, text in results.generated(results.read_records()).items():
         assert path.read_text() == text, f"{path.name}: run python scripts/laptop/results.py"
 
@@ -91,9 +90,7 @@ def test_numbers_of_a_run(words):
 
 
 def test_minutes_of_a_continued_run_are_those_of_its_steps(words):
-    """run.json of SFT has 20 seconds, those of the last part; its two steps took 30 seconds
-    each.
-    """
+    """run.json of SFT has the 20 seconds of the last part; its two steps took 30 seconds each."""
     found, _ = results.record(words)
     assert found["training"]["sft"] == {"steps": 2, "minutes": 1.0, "peak_gb": 5.25}
 
@@ -115,8 +112,9 @@ def test_examples_are_chosen_by_a_rule(words):
 
 
 def test_wins_against_the_model_before(brevity):
-    """Two briefer answers and a whole one in place of a cut one win, one that is too short loses,
-    and an equal one is a tie.
+    """Two briefer answers win, and so does a whole one in place of a cut one.
+
+    One that is too short loses, and an equal one is a tie.
     """
     found, _ = results.record(brevity)
     new = found["held_out"]["new"]

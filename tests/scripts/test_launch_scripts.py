@@ -1,5 +1,6 @@
-"""What the scripts start: their command lines, caught by stand-ins for torchrun and Slurm, are read
-by the real parser.
+"""What the scripts start: stand-ins for torchrun and Slurm catch the command lines.
+
+The real parser reads them.
 """
 
 import json
@@ -33,8 +34,9 @@ STAND_INS = {
 
 @pytest.fixture
 def cluster(tmp_path):
-    """Runs a script where torchrun, the GPUs and Slurm are stand-ins; returns what torchrun was
-    asked for, call by call.
+    """Run a script where torchrun, the GPUs and Slurm are stand-ins.
+
+    Returns what torchrun was asked for, call by call.
     """
     tools = tmp_path / "bin"
     log = tmp_path / "log"
@@ -73,8 +75,9 @@ def option(command: list[str], name: str) -> str:
 
 
 def check(command: list[str], monkeypatch) -> None:
-    """The flags after `-m lightrft.cli.DOOR` make a run that is possible, and each of them has an
-    effect.
+    """Check that the flags after `-m lightrft.cli.DOOR` make a possible run.
+
+    Each of them must have an effect.
     """
     entrypoint = option(command, "-m").removeprefix("lightrft.cli.")
     flags = command[command.index("-m") + 2 :]
@@ -201,7 +204,7 @@ FIRST = {"MASTER_ADDR": "first", "NPROC": "3"}
     ],
 )
 def test_the_place_of_a_node_is_read_from_its_launcher(cluster, given, expected):
-    """Where real torchruns meet, tests/launch/test_nodes.py has the others."""
+    """tests/launch/test_nodes.py has the others, where real torchruns meet."""
     (command,) = cluster("scripts/run_grpo_gsm8k.sh", **given)
     assert command[: len(expected)] == expected
 

@@ -1,5 +1,6 @@
-"""Questions about sound: from a folder of generated clips to prompts that the recipe reads and
-scores.
+"""Questions about sound: from a folder of generated clips to prompts that the recipe reads.
+
+The recipe scores them, too.
 """
 
 import io

@@ -1,5 +1,6 @@
-"""GSM8K files of the true format become prompts with labels; anything else is named with its
-row.
+"""GSM8K files of the true format become prompts with labels.
+
+Anything else is reported with its row.
 """
 
 import json

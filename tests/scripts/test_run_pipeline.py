@@ -1,5 +1,6 @@
-"""The chain SFT, reward model, PPO, DPO, evaluation: each starts from the folder that the one
-before it wrote.
+"""The chain SFT, reward model, PPO, DPO, evaluation.
+
+Each starts from the folder that the one before it wrote.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""The shell scripts: syntax, and the environment they make, with a stand-in for Python that notes
-what it is asked for.
+"""The shell scripts: syntax, and the environment they make.
+
+A stand-in for Python notes what it is asked for.
 """
 
 import os
@@ -25,7 +26,7 @@ esac
 
 
 class Machine:
-    """A machine whose only Python is the stand-in."""
+    """A machine with a stand-in as its only Python."""
 
     def __init__(self, folder: Path, version: str = "3.12.1", refuses: bool = False):
         self.venv = folder / "venv"
@@ -36,7 +37,7 @@ class Machine:
     def add_python(
         self, file: Path, version: str, microseconds: int, refuses: bool = False
     ) -> Path:
-        """Write a stand-in, which takes that long to compile a program."""
+        """Write a stand-in that takes this long to compile a program."""
         file.parent.mkdir(exist_ok=True)
         values = {
             "log": self.log,
@@ -61,8 +62,9 @@ class Machine:
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
 
     def installed(self) -> list[str]:
-        """What pip was asked to install, in order; into another environment where it begins with
-        --python.
+        """Return what pip was asked to install, in order.
+
+        It went into another environment where it begins with --python.
         """
         lines = [line for line in self.log.read_text().splitlines() if line.startswith("-m pip")]
         return [

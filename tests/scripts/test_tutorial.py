@@ -1,6 +1,6 @@
 """Why: a newcomer copies these commands.
 
-All of them are run, or read by the program that they start.
+Each is run, or read by the program that it starts.
 """
 
 import json
@@ -35,9 +35,11 @@ SHORTER = {
     "lightrft evaluate --fsdp --engine_type hf --pretrain runs/tutorial/sft/model": "true",
     "/after": "/after --max_eval_samples 16",
 }
-"""Text of the page -> what the test runs instead: in an environment that exists already, for a few
-steps, and on two ranks only once, as the run goes on with one; of the two evaluations, which are
-alike, one is enough."""
+"""Text of the page -> what the test runs instead.
+
+It runs in an environment that exists already, for a few steps. Two ranks are used only once,
+because the run goes on with one. One of the two evaluations is enough, because they are alike.
+"""
 
 
 def blocks(part: str) -> list[str]:
@@ -162,7 +164,7 @@ def test_the_reward_for_a_node_has_its_parts(tmp_path):
 
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path):
-    """Cell by cell in one module that is __main__, as a kernel does it, with few steps."""
+    """It runs cell by cell in one module that is __main__, as in a kernel, with few steps."""
     cells = json.loads((ROOT / "notebooks" / "tutorial.ipynb").read_text())["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     code = code.replace("runs/notebook", str(tmp_path)).replace("max_steps=300", "max_steps=4")

@@ -1,4 +1,4 @@
-"""What the doctor says of a machine."""
+"""What the doctor says about a machine."""
 
 import socket
 from pathlib import Path

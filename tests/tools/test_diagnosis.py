@@ -1,5 +1,6 @@
-"""The doctor finds where an engine's model is another one than the trainer's, and says that all is
-well where it is.
+"""The doctor finds where an engine's model differs from the trainer's.
+
+Where it does not, the doctor says that all is well.
 """
 
 import json
@@ -36,7 +37,7 @@ from with_vllm import load_vllm
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and beside it the same weights under other settings."""
+    """Write a model, and beside it the same weights under other settings."""
     folder = tmp_path_factory.mktemp("models")
     tiny_model(folder / "plain", seed=1)
 
@@ -145,7 +146,7 @@ def test_what_lies_by_heads_is_seen_by_tokens() -> None:
 
 
 def test_embeddings_are_what_the_first_layer_gets() -> None:
-    """vLLM's Gemma scales them behind the module that embeds."""
+    """vLLM's Gemma scales them after the module that embeds."""
     embed = nn.Embedding(5, 4)
     norm = nn.Identity()
     probe = Probe(2)
@@ -172,7 +173,7 @@ def _in_sglang(folder: Path, names: list[str]) -> dict[str, Diagnosis]:
 
 @pytest.mark.slow
 def test_sglang_is_looked_into(folder: Path) -> None:
-    """Its model is in another process; that all is well where it is, is seen with its families."""
+    """Its model is in another process. Its families are tested where all is well."""
     (found,) = in_sglang_environment(
         partial(run_ranks, 1, _in_sglang, folder, ["theta", "eps"], timeout=300)
     )
@@ -189,7 +190,7 @@ def test_sglang_is_looked_into(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command(folder: Path) -> None:
-    """A process without a launcher; what is broken ends it with 1, and says why."""
+    """A process without a launcher; if something is broken, it says why and ends with 1."""
     pytest.importorskip("vllm", reason="vllm is not installed")
 
     def doctor(*flags: str) -> subprocess.CompletedProcess:

@@ -1,6 +1,6 @@
 """Why: whoever rents a cluster by a wrong table pays for it.
 
-What real ranks take is in tests/bench/test_memory.py.
+tests/bench/test_memory.py has what real ranks take.
 """
 
 import json
@@ -17,7 +17,12 @@ from lightrft.config.resolve import resolve
 from lightrft.parallel.peaks import DEVICES
 from lightrft.tools.planning import Planner
 from lightrft.tools.shapes import known_config, model_config
-from lightrft.tools.step_memory import FEW, num_parameters, of_tensor_parallel, parameter_counts
+from lightrft.tools.step_memory import (
+    TRACED_LAYERS,
+    num_parameters,
+    of_tensor_parallel,
+    parameter_counts,
+)
 from lightrft.tools.step_time import StepWork, kv_bytes, seconds
 from tiny import tiny_model
 from warm import warm_python
@@ -39,13 +44,14 @@ CONFIG = str(ROOT / "configs" / "grpo_gsm8k_qwen2.5_7b.yaml")
     ],
 )
 def test_known_shapes_have_their_parameters(name, billions):
-    """Numbers of the models' pages on the hub."""
+    """The numbers come from the models' pages on the hub."""
     assert num_parameters(known_config(name)) / 1e9 == pytest.approx(billions, abs=6e-4)
 
 
 def test_experts_by_hand():
-    """Of 128 experts of a layer a token has 8, so two tokens have 15.5 on average; other parameters
-    are those of every token.
+    """A token has 8 of 128 experts of a layer, so two tokens have 15.5 on average.
+
+    Every token has all other parameters.
     """
     shape = known_config("Qwen/Qwen3-30B-A3B")
     device = DEVICES["h100"]
@@ -96,7 +102,7 @@ def test_unknown_names_are_not_guessed():
     ],
 )
 def test_runs_with_media_are_refused_with_the_reason(capsys, config, flag):
-    """They were planned as a text model whose name begins alike, and all numbers were wrong."""
+    """Once they were planned as a text model whose name begins alike, with wrong numbers."""
     with pytest.raises(SystemExit) as ended:
         main([str(ROOT / "configs" / f"{config}.yaml"), "--ranks", "8"])
     said = capsys.readouterr().err
@@ -104,7 +110,7 @@ def test_runs_with_media_are_refused_with_the_reason(capsys, config, flag):
 
 
 def test_tensor_parallel_parts_are_those_of_the_layers():
-    """Of 7B: matrices are halved, norms are not, and biases of queries, keys and values are."""
+    """For 7B: matrices are halved, norms are not, and biases of queries, keys and values are."""
     shape = known_config("Qwen/Qwen2.5-7B")
     matrices = (
         28 * (3584 * (3584 + 2 * 512 + 3584 + 3 * 18944) + 3584 + 2 * 512) + 2 * 152064 * 3584
@@ -114,8 +120,9 @@ def test_tensor_parallel_parts_are_those_of_the_layers():
 
 
 def test_seconds_by_hand():
-    """One rank, one engine that decodes all four samples together: 10 engine steps, each of which
-    reads all weights.
+    """One rank, and one engine that decodes all four samples together.
+
+    Each of its 10 steps reads all weights.
     """
     shape = known_config("Qwen/Qwen2.5-7B")
     device = DEVICES["h100"]
@@ -197,8 +204,9 @@ def test_the_command(capsys):
 
 
 def test_ranks_without_work_add_no_speed():
-    """1,024 ranks have 512 engines and 1,024 replicas, for 128 prompts and 512 rows: as fast as
-    with as many as have work.
+    """1,024 ranks have 512 engines and 1,024 replicas, for 128 prompts and 512 rows.
+
+    They are as fast as only the ranks that have work.
     """
 
     def planner(ranks: int, *flags: str) -> Planner:
@@ -256,8 +264,9 @@ def test_the_plan_of_32_nodes(capsys):
 
 
 def test_all_problems_are_named(capsys):
-    """Of an input, a reward, a bound, the layout and the batches; sizes are not divided where one
-    is out of its range.
+    """Problems of an input, a reward, a bound, the layout and the batches.
+
+    Sizes are not divided where one is out of its range.
     """
     with pytest.raises(SystemExit) as ended:
         main(
@@ -308,12 +317,13 @@ def test_a_plan_needs_a_rank(capsys):
     ids=["one rank", "tied", "one shard"],
 )
 def test_ranks_that_share_with_nobody_have_a_plan(tmp_path, flags, tied):
-    """Every rank has all it trains: 4 bytes a parameter for itself and its gradient, 8 for
-    AdamW.
+    """Every rank holds all that it trains.
+
+    Itself and its gradient take 4 bytes a parameter, and AdamW takes 8.
     """
     (tmp_path / "d.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
     # a plan of so many layers is one trace
-    folder = tiny_model(tmp_path / "model", tie=tied, layers=FEW[0])
+    folder = tiny_model(tmp_path / "model", tie=tied, layers=TRACED_LAYERS[0])
     config = parse(
         [f"--pretrain={folder}", f"--prompt_data={tmp_path / 'd.jsonl'}", "--fsdp", *flags],
         "train_sft",
@@ -332,7 +342,7 @@ def test_ranks_that_share_with_nobody_have_a_plan(tmp_path, flags, tied):
 @pytest.mark.slow
 def test_a_dry_run_trains_nothing(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
-    folder = tiny_model(tmp_path / "model", layers=FEW[0])
+    folder = tiny_model(tmp_path / "model", layers=TRACED_LAYERS[0])
     flags = [
         f"--pretrain={folder}",
         f"--prompt_data={tmp_path / 'd.jsonl'}",
@@ -357,7 +367,7 @@ def test_a_dry_run_trains_nothing(tmp_path):
 
 
 def test_a_known_shape_does_not_wait_for_the_hub(monkeypatch):
-    """Only what is on this machine is asked for; a model of unknown shape is looked up."""
+    """Only this machine is asked; a model of unknown shape is looked up."""
     asked = []
 
     def load_config(name, **options):

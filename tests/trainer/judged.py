@@ -120,8 +120,9 @@ def plain(
 
 
 def first_parameters(command: str, flags: list[str], save_path: str) -> dict[str, Tensor]:
-    """What a run of these flags trains, before its first step; its names begin with the layers of
-    the model, or with the head.
+    """Return what a run of these flags trains, before its first step.
+
+    The names begin with the layers of the model, or with the head.
     """
     config = prepare_config(command, parse([*RUN, *flags, f"--save_path={save_path}"], command))
     strategy = get_strategy(config)
@@ -150,8 +151,9 @@ def plain_adapters(
     rows: list,
     folder: Path,
 ) -> tuple:
-    """Losses, norms and merged parameters of the same steps of PEFT's model, with the first
-    adapters of a run of these flags.
+    """Take the same steps with PEFT's model and the first adapters of a run of these flags.
+
+    Return losses, norms and merged parameters.
     """
     (first,) = run_ranks(1, first_parameters, command, [*flags, "--fsdp"], f"{folder}/first")
     kind = TaskType.CAUSAL_LM if base.can_generate() else TaskType.SEQ_CLS
@@ -204,8 +206,10 @@ def answer_logprobs(model: nn.Module, prompt: str, answer: str) -> Tensor:
 
 
 def assert_equal(found: tuple, expected: tuple) -> None:
-    """Losses, norms and parameters to 1e-5; the last as one vector, as Adam makes whole steps of
-    gradients that are rounding.
+    """Assert that losses, norms and parameters are equal to 1e-5.
+
+    The parameters are compared as one vector, because Adam makes whole steps of gradients that are
+    only rounding.
     """
     (rows, parameters), (numbers, wanted) = found, expected
     torch.testing.assert_close(

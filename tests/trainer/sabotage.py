@@ -1,5 +1,6 @@
-"""An entrypoint with a fault: SABOTAGE=phase:rank:how makes one rank kill itself, raise, sleep or
-hang when it announces a phase.
+"""An entrypoint with a fault: one rank fails when it announces a phase.
+
+SABOTAGE=phase:rank:how makes that rank kill itself, raise, sleep or hang.
 
 `how` may also be `lose`, which kills the rank and its launcher; a rank of * is any.
 SABOTAGE=phase:rank:how:4 waits for the fourth time. With 3@phase:... it happens only among three

@@ -51,10 +51,10 @@ def test_every_group_of_dynamic_sampling_has_a_signal(inputs, tmp_path):
     ("engine", "flags"), [("hf", []), ("vllm", ["--overlap", "--max_epochs=2"])], ids=["hf", "vllm"]
 )
 def test_partial_rollouts_have_the_log_probs_they_were_drawn_with(inputs, tmp_path, engine, flags):
-    """With a learning rate of 0 all weights agree with those of any version: so must the log-probs
-    of every token.
+    """With a learning rate of 0, the weights of all versions are the same.
 
-    A sample gets a step older with every step, and not with the evaluation between two.
+    So the log-probs of every token must agree too. A sample gets a step older with every step, and
+    not with the evaluation between two.
     """
     flags = [
         *flags,
@@ -89,8 +89,9 @@ def test_partial_rollouts_have_the_log_probs_they_were_drawn_with(inputs, tmp_pa
     ids=["greedy", "replicas"],
 )
 def test_groups_that_ranks_share_are_learned_to_the_last_bit(inputs, tmp_path, flags):
-    """Responses of a prompt are generated on several ranks, and nothing that is learned depends on
-    which.
+    """Responses of a prompt are generated on several ranks.
+
+    Nothing that is learned may depend on which ranks they are.
     """
     flags = [
         *flags,
@@ -112,8 +113,9 @@ def test_groups_that_ranks_share_are_learned_to_the_last_bit(inputs, tmp_path, f
 
 
 def test_drafts_change_nothing_that_is_learned(inputs, tmp_path, monkeypatch):
-    """At a low temperature, at which the actor's responses repeat themselves, and as if a draft
-    cost a tenth of a step.
+    """At a low temperature the actor's responses repeat themselves, so there is much to draft.
+
+    The cost of a draft is set to a tenth of a step.
     """
     load_vllm()
     from lightrft.engine.vllm.speculation import Costs, Speculation
@@ -186,8 +188,9 @@ def test_log_probs_are_computed_while_others_are_generated(inputs, tmp_path):
 
 
 def test_a_run_that_carries_responses_resumes_alike(inputs, tmp_path):
-    """The checkpoint after step 3 is taken up by another process: its steps 4 to 6 are those of the
-    whole run.
+    """Another process continues from the checkpoint of step 3.
+
+    Steps 4 to 6 must equal the same steps of the whole run.
     """
     flags = [*inputs, *PPO, *ALL, "--save_steps=3"]
     whole = train("train_ppo", 2, [*flags, "--max_steps=6"], tmp_path / "whole")

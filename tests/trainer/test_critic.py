@@ -94,8 +94,9 @@ def test_other_layouts_train_the_same(everything, two_ranks, tmp_path, layout):
 
 @pytest.mark.slow
 def test_sequences_and_layers_divided_at_once(everything, tmp_path):
-    """Four ranks of one replica of data against four replicas; engines, and so the samples, are the
-    same.
+    """Four ranks of one data replica learn what four replicas learn.
+
+    The engines, and so the samples, are the same.
     """
     whole, divided = (
         train("train_ppo", 4, [*everything, *layout], tmp_path / str(len(layout)))

@@ -1,5 +1,6 @@
-"""Whole runs of on-policy distillation: the student comes near its teacher, which lies beside it or
-behind HTTP.
+"""Whole runs of on-policy distillation: the student comes near its teacher.
+
+The teacher is a role of the run, or a server behind HTTP.
 """
 
 import math
@@ -28,7 +29,7 @@ def inputs(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory) -> Path:
-    """With other weights than the student, and surer of its tokens."""
+    """A model with other weights than the student, and surer of its tokens."""
     folder = tiny_qwen3(tmp_path_factory.mktemp("teacher"), seed=1)
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] *= 2

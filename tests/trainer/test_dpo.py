@@ -1,5 +1,6 @@
-"""train_dpo: the steps are those of a plain loop over the whole batch, in every layout, with any
-reference.
+"""train_dpo takes the steps of a plain loop over the whole batch.
+
+It does so in every layout, and with any reference.
 """
 
 import copy
@@ -117,8 +118,9 @@ def test_layouts_do_not_change_the_steps(inputs, expected, tmp_path):
 
 
 def test_two_ranks_report_what_one_reports(inputs, tmp_path, monkeypatch):
-    """On held-out pairs too, with the reference computed live and in advance; the latter with data
-    from a file.
+    """One rank computes the reference live; two take it computed in advance, with data from a file.
+
+    The reports agree, on held-out pairs too.
     """
     flags = [
         *inputs,
@@ -150,8 +152,9 @@ def test_two_ranks_report_what_one_reports(inputs, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_adapters_have_their_base_as_the_reference(inputs, tmp_path):
-    """Live or computed before the first step, it is that of a plain loop over PEFT's model with the
-    same first adapters.
+    """The reference is the base of the adapters, computed live or before the first step.
+
+    The expected numbers come from a plain loop over PEFT's model with the same first adapters.
     """
     flags = [*inputs, *CASES["smoothed"], f"--lora_rank={RANK}"]
     cases = {

@@ -1,5 +1,6 @@
-"""Whole runs whose draft model is trained: more of its drafts are accepted, and a run that ends
-goes on.
+"""Whole runs that train a draft model.
+
+More of the drafts are accepted after training, and a run that ends can go on.
 """
 
 import json
@@ -20,8 +21,9 @@ TEMPERATURE = 0.3
 
 @torch.no_grad()
 def loss_of(folder: Path, dump: Path) -> float:
-    """Return the mean negative log-prob of all dumped response tokens, among the tokenizer's, by
-    transformers.
+    """Return the mean negative log-prob of all dumped response tokens, computed by transformers.
+
+    It is normalised over the tokenizer's tokens only.
     """
     num_tokens = len(AutoTokenizer.from_pretrained(folder))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -47,9 +49,9 @@ def loss_of(folder: Path, dump: Path) -> float:
 def test_a_trained_draft_is_accepted_more_often_and_goes_on_after_a_checkpoint(
     tmp_path, monkeypatch
 ):
-    """As if drafts cost nothing.
+    """The run drafts as if drafts cost nothing.
 
-    Its numbers are the same in a replay, which has no engine, in two parts.
+    A replay in two parts, without an engine, has the same numbers.
     """
     load_vllm()
     from lightrft.engine.vllm.speculation import Costs, Speculation

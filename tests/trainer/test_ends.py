@@ -255,9 +255,9 @@ def test_torchrun_killed_before_the_ranks_have_met(inputs):
 
 
 def test_what_a_killed_torchrun_started_ends(inputs, tmp_path):
-    """One rank hangs with Python's lock, and a process of its own, when it dies.
+    """When the launcher dies, one rank hangs with Python's lock and has a child process.
 
-    The launcher and its ranks import everything themselves, as those of users do.
+    The launcher and the ranks import everything themselves, as they do for a user.
     """
     flags = [*inputs, *FLAGS, f"--save_path={tmp_path}"]
     started = torchrun(
@@ -333,7 +333,7 @@ def test_every_node_says_which_rank_of_another_is_late(inputs, tmp_path):
 
 
 def test_every_node_says_why_a_rank_of_another_failed(inputs, tmp_path):
-    """Its own node, which has another rank too, shows the one that failed first."""
+    """The node of the failed rank has another rank too, and shows the one that failed first."""
     ended = two_nodes("reward:1:raise", *inputs, *SHARED, f"--save_path={tmp_path}")
     assert all(
         code == 1 and "OSError: the disk is on fire" in root_cause(said) for code, said in ended

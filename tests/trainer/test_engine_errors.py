@@ -75,7 +75,7 @@ def short_of_room() -> None:
 
 
 def test_a_request_that_can_never_fit(inputs, tmp_path):
-    """On one of two replicas: the other would wait for its samples."""
+    """One of two replicas gets the request; the other would wait for the samples."""
     codes, said = run([*inputs, *PPO], tmp_path, short_of_room)
     assert codes == [1, 1], said
     assert "does not fit: " in said[1] and "exceed max_model_len 9" in said[1]
@@ -87,8 +87,9 @@ def test_a_request_that_can_never_fit(inputs, tmp_path):
 
 
 def breaking() -> None:
-    """The engine's model raises in its tenth forward pass: some samples of the first step are under
-    way.
+    """Make the engine's model raise in its tenth forward pass.
+
+    Some samples of the first step are under way by then.
     """
     from lightrft.engine.vllm import VLLMEngine
 
@@ -110,7 +111,7 @@ def breaking() -> None:
 
 @pytest.mark.parametrize("tp", [1, 2], ids=["replicas", "tensor-parallel"])
 def test_an_engine_that_breaks_in_the_middle_of_a_step(inputs, tmp_path, tp):
-    """Cut over two ranks the other one waits inside of the engine, in its own process group."""
+    """If the engine spans two ranks, the other rank waits inside the engine's own process group."""
     pytest.importorskip("vllm", reason="vllm is not installed")
     codes, said = run(
         [*inputs, *PPO, *VLLM, f"--engine_tp_size={tp}", "--generate_max_len=24"],

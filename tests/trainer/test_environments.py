@@ -129,8 +129,9 @@ def assert_alike(rows, others):
 
 
 def test_episodes_with_adapters_a_critic_and_dynamic_sampling(inputs, tmp_path):
-    """Groups without a signal are replaced; the critic and the adapters learn from episodes of two
-    to four turns.
+    """The critic and the adapters learn from episodes of two to four turns.
+
+    Groups without a signal are replaced.
     """
     flags = [
         "--advantage_estimator=gae",
@@ -164,8 +165,9 @@ def test_a_run_of_episodes_resumes_with_the_same_numbers(inputs, plain, tmp_path
 
 
 def test_ranks_that_share_an_engine_play_as_one(inputs, tmp_path):
-    """An engine over two ranks samples what two engines sample, also with episodes that it aborts
-    (--over_sampling).
+    """An engine over two ranks samples what two engines sample.
+
+    So it does with episodes that it aborts (--over_sampling).
     """
     flags = [*inputs, "--engine_type=vllm", "--engine_kv_cache_gb=0.125", "--max_steps=3"]
     undivided = train("train_ppo", 2, flags, tmp_path / "undivided")
@@ -180,9 +182,7 @@ def test_ranks_that_share_an_engine_play_as_one(inputs, tmp_path):
 
 
 def test_the_rewards_of_turns_are_learned_and_shown(inputs, tmp_path, monkeypatch):
-    """A process that dies costs its own samples only: a prompt of 24 dies in each of its
-    episodes.
-    """
+    """A process that dies costs only its own samples: one prompt of 24 dies in every episode."""
     monkeypatch.setenv("DIES", "1")
     rows = train("train_ppo", 2, [*inputs, "--max_steps=16", "--seed=3"], tmp_path)
     assert (
@@ -222,8 +222,8 @@ def chats(inputs, tmp_path_factory):
 def test_an_agent_learns_what_a_game_learns(chats, tmp_path):
     """The server of the OpenAI API changes nothing: every number of two steps is the same.
 
-    The engine's log-probs differ by rounding, since other episodes are in its batch at the same
-    time, and sooner or later a token of a third step turns on that.
+    A third step may differ. The engine's log-probs are rounded differently when other episodes are
+    in the batch, and sooner or later a token depends on that.
     """
     folder, flags = chats
     flags = [*flags, "--max_steps=2"]

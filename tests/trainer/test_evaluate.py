@@ -35,8 +35,9 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> tuple[Path, list[str]]:
-    """A folder, and the flags of an evaluation of four sets: two benchmarks, a task, and one in
-    columns of its own.
+    """Return a folder, and the flags of an evaluation of four sets.
+
+    There are two benchmarks, a task, and a set in columns of its own.
     """
     folder = tmp_path_factory.mktemp("inputs")
     flags = prepare(folder, rows=9)
@@ -53,7 +54,7 @@ def evaluate_here(flags: list[str]) -> dict[str, float]:
 def evaluated(
     ranks: int, flags: list[str], save_path: Path
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Evaluate on forked ranks; returns the numbers, those of all ranks, and the responses."""
+    """Evaluate on forked ranks; return the numbers, the numbers of all ranks, and the responses."""
     returned = run_ranks(ranks, evaluate_here, [*SAMPLED, *flags, f"--save_path={save_path}"])
     numbers = json.loads((save_path / "evaluation.json").read_text())
     assert returned == [numbers] * ranks
@@ -69,7 +70,7 @@ def one_rank(inputs, tmp_path_factory):
 
 @pytest.mark.slow
 def test_numbers_and_responses_do_not_depend_on_the_ranks(inputs, one_rank, tmp_path):
-    """Three, which divide no set but one."""
+    """Three ranks divide only one of the sets evenly."""
     assert evaluated(3, inputs[1], tmp_path) == one_rank
 
 
@@ -130,8 +131,9 @@ def test_every_response_is_there_once_and_the_numbers_are_theirs(one_rank):
 
 @pytest.mark.slow
 def test_a_run_and_its_checkpoint_are_evaluated_without_an_export(inputs, tmp_path):
-    """The final model of a run, by the run's folder; and a checkpoint, which is the same model, of
-    a run without one.
+    """The folder of a run stands for the run's final model.
+
+    The last checkpoint holds the same model, and stands in when the final model is gone.
     """
     folder, flags = inputs
     adapters = ["--lora_rank=4", "--actor_learning_rate=1e-2"]

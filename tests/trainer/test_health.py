@@ -1,4 +1,4 @@
-"""A run that learns nothing, or whose engine has other weights than its trainer, says so."""
+"""A run says so if it learns nothing, or if its engine has other weights than its trainer."""
 
 import json
 import math
@@ -163,8 +163,9 @@ def test_mismatch_limit_ends_the_run():
 
 
 def stale_once(flags: list[str], folder: Path, step: int) -> list[int | None]:
-    """Train with an engine that in one step says other log-probs; the rounds in which its weights
-    are verified.
+    """Train, and let the engine say other log-probs in one step.
+
+    Return the round in which each load of weights is verified.
     """
     config = prepare_config("train_ppo", parse([*flags, f"--save_path={folder}"]))
     strategy = get_strategy(config)

@@ -20,8 +20,9 @@ ALONE = Axis("world", 1, 0, None)
 
 
 def with_children() -> None:
-    """Start and end children in every usual way, from the main thread and from another, until one
-    of them does not end.
+    """Start and end children in every usual way, until one of them does not end.
+
+    They start from the main thread and from another.
     """
     fork = multiprocessing.get_context("fork")
     with Interruption(ALONE):
@@ -65,7 +66,7 @@ def test_children_of_a_reward_end_by_sigterm():
 
 
 def child_of_a_terminal() -> None:
-    """Ctrl-C reaches the run and its child; both go on, the second one ends the child."""
+    """The first Ctrl-C reaches the run and its child, and both go on; the second ends the child."""
     # a shell starts what runs in its background with it ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with Interruption(ALONE) as interruption:

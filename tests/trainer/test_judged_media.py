@@ -72,7 +72,7 @@ def given_media(medium: str, items: list) -> dict:
 
 
 class Reference:
-    """Plain transformers, which reads each prompt with its media by its processor."""
+    """Plain transformers: its processor reads each prompt with the media."""
 
     def __init__(self, folder: str, medium: str, mark: str, media: list[list]):
         self.processor = AutoProcessor.from_pretrained(folder)
@@ -120,8 +120,9 @@ def scores(model, reference: Reference, number: int, answer: list[int]) -> Tenso
 
 
 def losses(command: str, model, reference: Reference) -> Tensor:
-    """The loss of the four rows; a policy is its own reference, so that its loss is known and only
-    its gradient is not.
+    """Return the loss of the four rows.
+
+    A policy is also the reference, so the value of the loss is known and only the gradient tells.
     """
     total = torch.zeros(())
     for number, (words, good) in enumerate(zip(WORDS, DESIRABLE, strict=True)):
@@ -279,7 +280,7 @@ def counted(name: str) -> bool:
 
 
 def written(folder: Path, medium: str) -> tuple[list[list], list[list[str]]]:
-    """The media of each prompt, and the names of their files."""
+    """Write the media of each prompt; return them, and the names of the files."""
     items = []
     names = []
     seed = 0

@@ -1,5 +1,6 @@
-"""train_kto: the steps are those of a plain loop over the whole batch, in every layout, with one
-reference point for a step.
+"""train_kto takes the steps of a plain loop over the whole batch.
+
+It does so in every layout, with one reference point for a step.
 """
 
 from collections.abc import Callable

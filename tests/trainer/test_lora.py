@@ -37,9 +37,9 @@ def test_reward_rises_with_adapters_alone(inputs, tmp_path):
 
 @pytest.mark.slow
 def test_the_engine_follows_adapters_in_bfloat16(inputs, tmp_path):
-    """Adapters of 0 change nothing, so the mismatch of the first step is that of the model alone.
+    """Adapters of 0 change nothing, so the mismatch of the first step comes from the model alone.
 
-    It falls as the responses become more certain. With an engine that lacks what rounding removes
+    It falls as the responses become more certain. With an engine that lacked what rounding removes
     from adapters the mean was 0.8 of the first, and the last rewards were 0.66.
     """
     flags = [*inputs, *PPO, *LORA, "--bf16", "--max_steps=45", "--init_kl_coef=0.001", "--seed=3"]
@@ -54,8 +54,9 @@ def test_the_engine_follows_adapters_in_bfloat16(inputs, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_goes_on_and_ends_with_its_adapter(inputs, tmp_path):
-    """Four steps at once, and two and two: the same numbers and the same adapter, which peft
-    loads.
+    """Four steps at once, and two and two, have the same numbers and the same adapter.
+
+    PEFT loads the adapter.
     """
     flags = [
         *inputs,
@@ -123,9 +124,7 @@ def test_other_layouts_train_the_same(inputs, two_ranks, tmp_path, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [["--fsdp=true"], ["--fsdp=false", "--zero_stage=3"]], ids=str)
 def test_vllm_follows_the_adapters(inputs, tmp_path, layout):
-    """The trainer's log-probs are those of base and adapters, the engine's those of merged
-    weights.
-    """
+    """The trainer computes log-probs from base and adapters, the engine from merged weights."""
     flags = [
         *inputs,
         *PPO,

@@ -19,7 +19,7 @@ from runs import prepare
 
 
 class FakeHub(BaseHTTPRequestHandler):
-    """The calls of an upload: who am I, make a repository, which files are large, commit."""
+    """Answers an upload's calls: who am I, make a repository, which files are large, commit."""
 
     repositories: dict[str, dict[str, bytes]] = {}
     login = True

@@ -33,8 +33,9 @@ def test_reward_rises_in_twelve_steps(inputs, tmp_path):
 
 @pytest.mark.slow
 def test_several_updates_of_one_rollout(inputs, tmp_path):
-    """Two passes over two minibatches with the divergence from the reference, and few tokens per
-    micro-batch.
+    """Two passes over two minibatches, with few tokens in each micro-batch.
+
+    The loss includes the divergence from the reference.
     """
     flags = [
         "--train_batch_size=16",
@@ -100,8 +101,9 @@ def undivided(inputs, tmp_path_factory) -> tuple[list[str], list[dict]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", ["ulysses", "zigzag"])
 def test_ranks_that_divide_sequences_train_as_one(undivided, tmp_path, impl):
-    """Two engines draw the same samples whether their ranks share data or not: what is learned from
-    them is the same too.
+    """Two engines draw the same samples whether their ranks share data or not.
+
+    So what is learned from the samples is the same too.
     """
     flags, plain = undivided
     divided = train("train_ppo", 2, [*flags, "--sp_size=2", f"--sp_impl={impl}"], tmp_path)
@@ -113,8 +115,9 @@ def test_ranks_that_divide_sequences_train_as_one(undivided, tmp_path, impl):
 
 @pytest.mark.slow
 def test_idle_models_in_host_memory_change_nothing(inputs, tmp_path):
-    """The same run with and without, over several updates, a reference model, an evaluation and a
-    checkpoint.
+    """A run has the same numbers with idle models on the device and in host memory.
+
+    It has several updates, a reference model, an evaluation and a checkpoint.
     """
     flags = [
         "--train_batch_size=16",

@@ -1,5 +1,6 @@
-"""train_prm: the steps are those of a plain loop over the whole batch, in every layout; the last
-token of each step is scored.
+"""train_prm takes the steps of a plain loop over the whole batch, in every layout.
+
+The last token of each step is scored.
 """
 
 import pytest
@@ -52,7 +53,10 @@ def inputs(tmp_path_factory) -> list[str]:
 
 
 def step_scores(model, row) -> torch.Tensor:
-    """The score after each step, each from a text of its own: [number of steps]."""
+    """Return the score after each step [number of steps].
+
+    Each comes from a separate text that ends with the step.
+    """
     scores = []
     text = row["prompt"]
     for place, step in enumerate(row["completions"], 1):

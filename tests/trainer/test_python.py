@@ -72,9 +72,9 @@ main(sys.argv[1], sys.argv[2], *map(json.loads, sys.argv[3:]))
 
 @pytest.mark.slow
 def test_a_run_with_objects_in_place_of_names(folder, tmp_path):
-    """The reward is a closure, the data are rows and a Dataset, model and tokenizer are objects;
-    nothing of them stays behind.
+    """A run takes objects, and nothing of them stays behind.
 
+    The reward is a closure, the data are rows and a Dataset, and model and tokenizer are objects.
     The evaluation starts a second vLLM in the process.
     """
     (tmp_path / "door.py").write_text(DOOR)
@@ -166,8 +166,9 @@ def test_objects_get_names_and_names_stay():
 
 
 def test_a_folder_with_another_tokenizer(folder):
-    """The tokenizer's files are those of the object, all others those of the model, which stays as
-    it was.
+    """The tokenizer's files come from the object, and all others from the model.
+
+    The model's folder stays as it was.
     """
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -211,9 +212,7 @@ def test_objects_of_the_wrong_kind(values, message):
 
 
 def test_a_model_object_is_written_as_it_was_published(folder):
-    """Settings of generation that contradict each other, which transformers would refuse to
-    write.
-    """
+    """The settings of generation contradict each other: transformers would refuse to write them."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.generation_config.update(do_sample=False, temperature=0.6)
     with model_folder({"model": model}) as named:

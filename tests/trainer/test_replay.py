@@ -68,8 +68,9 @@ def test_a_replay_has_the_same_numbers(tmp_path):
 
 @pytest.mark.slow
 def test_samples_that_cannot_be_written_end_the_run(tmp_path):
-    """They are written by a thread: before a checkpoint is complete, its steps' samples are there,
-    or the run has failed.
+    """A thread writes the samples.
+
+    When a checkpoint is complete, the samples of its steps are there, or the run has failed.
     """
     flags = [
         *prepare(tmp_path),
@@ -113,8 +114,9 @@ def test_a_broken_line_is_named(tmp_path, content, place):
 
 
 def test_tokens_that_the_policy_never_samples_are_named(tmp_path):
-    """They have no log-prob: a dump of a model with more tokens, or made before padding was
-    excluded.
+    """Such tokens have no log-prob.
+
+    They come from a dump of a model with more tokens, or from before padding was excluded.
     """
     alone = SimpleNamespace(size=1, rank=0)
     samples = RecordedSamples(str(tmp_path), SimpleNamespace(data=alone, model_parallel=alone))

@@ -157,8 +157,9 @@ def in_half_rows(inputs, tmp_path_factory):
 
 @pytest.mark.slow
 def test_from_the_end_of_a_pass_with_half_a_row_of_metrics(in_half_rows, tmp_path, monkeypatch):
-    """24 rows in batches of 8: the checkpoint of step 3 is between two passes, and between two rows
-    of metrics.
+    """The checkpoint of step 3 lies between two passes, and between two rows of metrics.
+
+    There are 24 rows, in batches of 8.
     """
     flags = [*in_half_rows[0], "--save_steps=3"]
     whole = in_half_rows[1]
@@ -190,7 +191,7 @@ def again(finished, tmp_path):
 
 @pytest.fixture
 def log(tmp_path):
-    """What ranks say, which are forked from this process."""
+    """Collects what ranks say that are forked from this process."""
     sink = logger.add(tmp_path / "log", format="{message}")
     yield tmp_path / "log"
     logger.remove(sink)
@@ -305,7 +306,7 @@ def test_vllm_loads_the_folder_of_a_checkpoint(finished):
 
 @pytest.mark.slow
 def test_what_may_change_takes_effect_and_is_said(inputs, again, log):
-    """The learning rate is that of the flag, not of the checkpoint."""
+    """The learning rate comes from the flag, not from the checkpoint."""
     options = ["--max_steps=7", "--actor_learning_rate=1e-4", "--lr_scheduler=constant"]
     rows = train(
         "train_ppo", 2, [*inputs, *RUN, *STRATEGIES["fsdp"], *options, "--load_checkpoint"], again
@@ -382,8 +383,9 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(inputs, tmp_p
 
 @pytest.mark.slow
 def test_a_step_that_is_interrupted_comes_again(in_half_rows, tmp_path, monkeypatch):
-    """Asked to end in the middle of step 4: the checkpoint is of step 3, and the same prompts are
-    drawn again.
+    """A run that is asked to end in the middle of step 4 keeps the checkpoint of step 3.
+
+    It draws the same prompts again when it resumes.
     """
     flags, whole = in_half_rows
     stopped = interrupted(
@@ -421,8 +423,9 @@ def test_the_signal_may_reach_a_rank_while_it_saves_because_of_another_rank_s(
 
 @pytest.mark.slow
 def test_interrupt_saves_and_resumes(inputs, tmp_path):
-    """Ctrl-C under torchrun: every rank stops at the same step, a checkpoint is there, the run goes
-    on from it.
+    """After Ctrl-C under torchrun every rank stops at the same step.
+
+    A checkpoint is there, and the run goes on from it.
     """
     flags = [*inputs, *PPO, *STRATEGIES["fsdp"], f"--save_path={tmp_path}", "--async_save"]
     run = subprocess.Popen(

@@ -12,8 +12,8 @@ from lightrft.data.prompt_set import DataPart, PromptSet
 from lightrft.models.weight_files import NOT_THE_MODEL, weights_of
 from lightrft.run.resume_check import (
     FIXED,
-    FIXED_BESIDE_FROZEN,
-    NO_NUMBER_DEPENDS_ON,
+    FIXED_WITH_FROZEN,
+    NO_EFFECT_ON_NUMBERS,
     changed_settings,
     identity,
 )
@@ -29,7 +29,7 @@ def rows(count: int = 200) -> list[Prompt]:
 
 
 def of(data: list[Prompt] | None = None, model: Qwen3Config | None = None, **settings) -> dict:
-    """An identity as it is after its way through a checkpoint."""
+    """Return an identity as it is after its way through a checkpoint."""
     config = Config()
     owners = section_of_field()
     for name, value in settings.items():
@@ -52,7 +52,7 @@ def test_data_are_known_as_to_checkpoints_of_earlier_versions():
 
 
 def test_every_name_is_a_setting():
-    assert {*FIXED, *FIXED_BESIDE_FROZEN} | NO_NUMBER_DEPENDS_ON <= set(section_of_field())
+    assert {*FIXED, *FIXED_WITH_FROZEN} | NO_EFFECT_ON_NUMBERS <= set(section_of_field())
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_changed_data_is_found(change, says):
 
 
 def test_columns_of_any_kind_are_the_same_in_every_process():
-    """An object's repr may hold its address; bytes count by content."""
+    """The repr of an object may hold an address; bytes count by content."""
     data = [
         [replace(rows(1)[0], columns={"image": object(), "raw": raw})] for raw in (b"a", b"a", b"b")
     ]

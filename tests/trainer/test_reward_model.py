@@ -1,5 +1,6 @@
-"""train_rm: the steps are those of a plain loop over the whole batch, in every layout, and the
-model judges in train_ppo.
+"""train_rm takes the steps of a plain loop over the whole batch, in every layout.
+
+The model that it trains judges in train_ppo.
 """
 
 import json
@@ -146,8 +147,9 @@ def test_adapters_and_the_head_are_those_of_plain_torch(inputs, tmp_path):
 
 
 def test_two_ranks_report_what_one_reports(inputs, tmp_path):
-    """Accuracy, margin and rewards over all ranks, in training and on held-out pairs; the loss of
-    the model that was saved.
+    """Accuracy, margin and rewards are taken over all ranks, in training and on held-out pairs.
+
+    The held-out loss is the loss of the model that was saved.
     """
     given = [*flags(inputs, "margin"), f"--eval_data={inputs['data']}", "--fsdp"]
     cases = {

@@ -1,5 +1,6 @@
-"""Ranks that only generate: what is learned from their samples is what ranks that do both would
-learn, to the last bit.
+"""Ranks that only generate: their samples are learned to the last bit.
+
+The result is what ranks that do both would learn.
 """
 
 import math
@@ -71,8 +72,9 @@ PROMPTS = [[40 + place] * (3 + place) for place in range(4)]
 
 
 def launch() -> dist.TCPStore | None:
-    """Leave the process group and do what a launcher does: set the environment in which runs make
-    groups of their own.
+    """Leave the process group and set a launcher's environment.
+
+    Runs make groups of their own in it.
     """
     store = (
         dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -90,7 +92,7 @@ def launch() -> dist.TCPStore | None:
 
 
 def as_launched(cases: dict[str, list[str]], save_path: str) -> None:
-    """The runs of all cases, one after another, each with process groups of its own."""
+    """Do the runs of all cases one after another, each with process groups of its own."""
     _store = launch()
     strangers = []
     open_door = door.Door.__init__
@@ -137,8 +139,9 @@ def test_it_learns_what_ranks_that_do_both_learn(tmp_path):
 
 
 def rounded(row: dict[str, float], *prefixes: str, most: float) -> dict[str, float]:
-    """The row, with room for the rounding of the hf engine's log-probs, which depends on its
-    batches, in what they enter.
+    """Return the row with room for the rounding of the hf engine's log-probs.
+
+    The rounding depends on the engine's batches, and enters some of the numbers.
     """
     return {
         name: pytest.approx(value, abs=most) if name.startswith(prefixes) else value
@@ -159,9 +162,10 @@ of all tokens."""
 
 @pytest.mark.slow
 def test_generation_goes_ahead_of_learning(tmp_path, monkeypatch):
-    """The reward rises; samples are as old as they may be; a resumed run goes on learning; groups
-    are carried and begun again; weights that wait for the end of responses need no other message to
-    be loaded.
+    """The reward rises, and samples are as old as they may be.
+
+    A resumed run goes on learning; groups are carried and begun again. Weights that wait for the
+    end of responses are loaded without another message.
     """
     monkeypatch.setattr("lightrft.engine.remote.server.WAIT_SECONDS", 1000.0)
     inputs = [*prepare(tmp_path), *PPO]
@@ -238,7 +242,7 @@ STRANGERS = {
 
 
 def visit(port: int) -> list[socket.socket]:
-    """Connections of strangers, which stay open."""
+    """Open connections of strangers, and leave them open."""
     visitors = []
     for content in (*STRANGERS.values(), *[b""] * 5):
         visitors.append(socket.create_connection(("127.0.0.1", port)))
@@ -365,7 +369,10 @@ def test_messages_arrive_as_they_were_sent():
 
 
 def test_the_end_of_a_connection_is_reported_once():
-    """The end that a rank announces and that of its process are one; an engine counts them."""
+    """A rank may announce the end before the process ends; both count as one.
+
+    An engine counts the ends.
+    """
     for announced in (True, False):
         near, far = socket.socketpair()
         inbox: SimpleQueue = SimpleQueue()
@@ -383,8 +390,9 @@ def test_the_end_of_a_connection_is_reported_once():
 def while_responses_grow(
     flags: list[str],
 ) -> tuple[list[list[Completion]], dict[int, list[Completion]]] | None:
-    """On the rank that trains: completions of PROMPTS under two versions of the weights, and others
-    that were aborted.
+    """On the rank that trains, complete PROMPTS under two versions of the weights.
+
+    Also return what another loop had sampled when it was aborted.
     """
     _store = launch()
     config = parse(flags, "train_ppo")
@@ -411,8 +419,9 @@ def while_responses_grow(
 
 
 def begun_with(engine: Engine) -> RequestLoop:
-    """A loop of long requests; later ones that began and ended since show that each has at least
-    twenty tokens.
+    """Return a loop of long requests that have at least twenty tokens each.
+
+    A later request of twenty tokens has ended meanwhile, so they have as many.
     """
     loop = engine.open(Sampling(max_tokens=200, n=2, seed=3))
     loop.add([Request(prompt) for prompt in PROMPTS])
@@ -484,8 +493,9 @@ def test_ranks_that_share_an_engine_serve_zero_3(tmp_path):
 
 
 def with_a_pause(advance: Callable[[EngineServer], None]) -> Callable[[EngineServer], None]:
-    """Let a response of 96 tokens take a second, so that weights arrive before its end also where
-    learning is slow.
+    """Let a response of 96 tokens take a second.
+
+    So weights arrive before the response ends, even where learning is slow.
     """
 
     def advance_slowly(server: EngineServer) -> None:
@@ -506,8 +516,9 @@ def with_a_pause(advance: Callable[[EngineServer], None]) -> Callable[[EngineSer
     ids=["in_flight", "partial"],
 )
 def test_responses_of_several_versions_are_learned(tmp_path, monkeypatch, most, case):
-    """Trainer and engine agree on the log-probs of responses that were interrupted by new weights,
-    or aborted and continued.
+    """New weights interrupt responses, or responses are aborted and continued.
+
+    Trainer and engine agree on the log-probs either way.
     """
     load_vllm()
     monkeypatch.setattr(EngineServer, "_advance", with_a_pause(EngineServer._advance))

@@ -168,8 +168,9 @@ print("evaluation", lightrft.evaluate(config="evaluation.yaml", reward=share_of_
 
 @pytest.mark.slow
 def test_a_run_from_python_is_that_of_the_command_line(tmp_path, monkeypatch):
-    """As in a notebook: a function of the main module is the reward, a file gives most of the
-    rest.
+    """As in a notebook, a function of the main module is the reward.
+
+    A file gives most of the rest.
     """
     named = dict(
         flag.removeprefix("--").split("=")

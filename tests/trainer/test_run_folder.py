@@ -122,8 +122,9 @@ def test_a_continued_run_keeps_its_identity_and_takes_no_other_s_checkpoints(tmp
 
 
 def test_nothing_to_continue_moves_the_results_of_before(tmp_path):
-    """As for a job that is requeued before its first save: it begins afresh in its own folder, and
-    loses no row.
+    """A job that is requeued before its first save begins afresh in its folder.
+
+    It loses no row.
     """
     use(tmp_path / "run", "a")
     folder = claim(tmp_path / "run", load_checkpoint=True)
@@ -265,8 +266,9 @@ def under_torchrun(monkeypatch):
 
 
 def earlier_attempt(folder: Path, **owner) -> None:
-    """What an attempt leaves that another process of this torchrun made, and that has a
-    checkpoint.
+    """Write what an earlier attempt with a checkpoint leaves.
+
+    By default another process of this torchrun made it.
     """
     use(folder, "a", steps=(2,))
     description = {
@@ -279,7 +281,7 @@ def earlier_attempt(folder: Path, **owner) -> None:
 
 
 def test_a_run_that_torchrun_starts_again_resumes(tmp_path, under_torchrun):
-    """Its --overwrite has had its effect: nothing is moved any more."""
+    """--overwrite has had its effect by then: nothing is moved any more."""
     earlier_attempt(tmp_path / "run")
     again = config(tmp_path / "run", overwrite=True)
     folder = RunFolder.claim(again, ALONE)

@@ -33,11 +33,10 @@ def inputs(tmp_path_factory):
 
 
 def run_on_all_ranks(inputs, folder, *flags, world_size=1):
-    """The largest difference of log-probs in three steps of two updates with a divergence from the
-    reference.
+    """Return the largest difference of log-probs in three steps of two updates.
 
-    The seed is one whose draws have no token at the very edge of the top p, which a rounding moves
-    in or out.
+    The loss includes the divergence from the reference. With the chosen seed, no token lies so near
+    the edge of the top p that rounding moves it in or out.
     """
     flags = [
         "--train_batch_size=16",
@@ -122,8 +121,9 @@ another one."""
     ids=["alone", "tp", "sp-vllm", "adapters-hot"],
 )
 def test_a_smallest_length(tmp_path, layout, world_size):
-    """Before it both sides exclude what ends a response; entropy and divergence are those of the
-    same distribution.
+    """Before it, both sides exclude whatever ends a response.
+
+    Entropy and divergence are taken of the same distribution.
     """
     flags = [
         *prepare(tmp_path),

@@ -40,8 +40,9 @@ def inputs(tmp_path_factory):
 
 
 def test_held_out_loss_is_that_of_transformers(inputs, tmp_path):
-    """The loss after one step equals the mean over answer tokens that plain transformers finds in
-    the saved model.
+    """The loss after one step is what plain transformers finds in the saved model.
+
+    It is the mean over answer tokens.
     """
     rows = train(
         "train_sft", 2, [*inputs, *SFT, "--max_steps=1", "--max_tokens_per_microbatch=32"], tmp_path
@@ -90,8 +91,9 @@ def test_loss_falls_and_the_run_stops_when_it_is_low_enough(inputs, tmp_path):
 
 @pytest.mark.slow
 def test_sft_learns_with_its_defaults(tmp_path):
-    """4,000 additions, no flag about learning: 62 steps lower the loss of a random model by more
-    than a tenth of a nat.
+    """With no flag about learning, the loss of a random model falls by more than a tenth of a nat.
+
+    62 steps go over 4,000 additions.
     """
     tiny_qwen3(tmp_path / "model", seed=0)
     write_jsonl(tmp_path / "rows.jsonl", addition_problems(seed=0)[0][:4000])
@@ -108,8 +110,9 @@ def test_sft_learns_with_its_defaults(tmp_path):
 
 @pytest.mark.slow
 def test_conversations_are_learned_turn_by_turn(inputs, tmp_path):
-    """The held-out loss after one step is that of plain transformers over the tokens of all
-    answers, written by hand.
+    """The held-out loss after one step is what plain transformers finds over all answers.
+
+    The tokens of the answers are written by hand.
     """
     file = tmp_path / "chats.jsonl"
     turns = [
@@ -188,8 +191,9 @@ def mean_over_tokens(model, rows) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def answers(inputs, tmp_path_factory) -> tuple[list[str], tuple]:
-    """Flags, and three steps in plain torch over the whole batch: the mean over all tokens of all
-    answers.
+    """Return flags, and three steps in plain torch over the whole batch.
+
+    The loss is the mean over all tokens of all answers.
     """
     folder = next(flag for flag in inputs if "pretrain=" in flag).partition("=")[2]
     data = write(PAIRS, tmp_path_factory.mktemp("answers") / "answers.jsonl")

@@ -37,8 +37,9 @@ def assert_same_numbers(found: list[dict], expected: list[dict]) -> None:
 
 @pytest.mark.slow
 def test_zero_learns_what_fsdp_learns(inputs, tmp_path):
-    """Several updates of a rollout, micro-batches, a reference model, and new weights for the
-    engine at each step.
+    """A rollout has several updates, micro-batches and a reference model.
+
+    The engine gets new weights at each step.
     """
     flags = [*inputs, *PPO, *FLAGS, "--enable_engine_sleep"]
     fsdp = train("train_ppo", 2, [*flags, "--fsdp"], tmp_path / "fsdp")
@@ -91,8 +92,9 @@ def average_after(flags: list[str], run: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["--fsdp", "--zero_stage=3"])
 def test_an_average_of_the_actor(inputs, tmp_path, strategy):
-    """Saved beside it, and in checkpoints: a run of three steps, and one of two that continues,
-    have the same.
+    """The average is saved beside the actor, and in checkpoints.
+
+    A run of three steps and a run of two that continues have the same average.
     """
     flags = [*inputs, *PPO, strategy, "--save_steps=2"]
     head = "lm_head.weight"

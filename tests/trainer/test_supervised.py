@@ -1,5 +1,6 @@
-"""Answers that are learned beside samples: in each optimizer step one more loss, with a denominator
-of its own.
+"""Answers that are learned beside samples.
+
+They add one more loss to each optimizer step, with a denominator of its own.
 """
 
 from types import SimpleNamespace
@@ -68,7 +69,10 @@ def updated(folder: str):
 
 
 def plain(folder: str):
-    """Samples at the temperature of sampling, answers at 1; each mean over its own tokens."""
+    """Take the steps in plain torch; samples and answers each have a mean over their own tokens.
+
+    Samples are taken at the temperature of sampling, answers at 1.
+    """
     model = rows.plain_model(folder)
     order = Order(len(ANSWERS), TRAIN.seed)
     batch = rows.whole()
@@ -174,10 +178,9 @@ def test_too_few_answers_are_refused(inputs, tmp_path):
 
 @pytest.mark.slow
 def test_every_task_resumes_with_the_same_numbers(tmp_path):
-    """Two steps, a checkpoint, and two more in a run that loads it are four steps, to the last bit
-    of metrics and weights.
+    """Two steps, a checkpoint and two more steps equal four steps in one run.
 
-    For train_rm see test_reward_model.py.
+    Metrics and weights agree to the last bit. For train_rm see test_reward_model.py.
     """
     prepare(tmp_path)
     steps = [

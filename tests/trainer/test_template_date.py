@@ -1,5 +1,6 @@
-"""Chat templates that write the date: it is that of the run's first day, on all ranks and after
-midnight.
+"""Chat templates that write the date write the day on which the run began.
+
+All ranks write the same, also after midnight.
 """
 
 import json

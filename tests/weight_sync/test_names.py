@@ -1,5 +1,6 @@
-"""Families as they are published: names written down from released folders, and the way there and
-back, with real weights.
+"""Families as they are published: names written down from released folders.
+
+Real weights go there and back.
 """
 
 from collections.abc import Iterator
@@ -339,7 +340,7 @@ def family(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, list[str]]:
 
 
 def weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a stream brings, in its order."""
+    """Return what a stream brings, in its order."""
     stored = model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
     return {name: parameter.detach() for name, parameter in model.named_parameters()} | buffers
@@ -370,7 +371,7 @@ def test_names_are_those_of_released_folders_and_lead_back(
 
 
 def check_parts(files: ConvertedFiles, expected: dict[str, Tensor]) -> None:
-    """Any rows, none of them, and columns are those of from_pretrained()."""
+    """Check that rows, no rows, and columns are the same as in from_pretrained()."""
     for name, tensor in expected.items():
         whole = tuple(slice(0, size) for size in tensor.shape)
         assert files.shapes[name] == tuple(tensor.shape)
@@ -427,7 +428,7 @@ def test_nothing_is_held_that_needs_nothing_else() -> None:
 
 
 def test_experts_that_are_published_turned_are_turned_back_even_when_square() -> None:
-    """Both forms have the same shape here, so that no shape tells them apart."""
+    """Both forms have the same shape here, so no shape tells them apart."""
     vision = QWEN_TOWER | {"deepstack_visual_indexes": [0]}
     text = TEXT | {"num_experts": 3, "moe_intermediate_size": 8}
     names = published_names(Qwen3VLMoeConfig(text_config=text, vision_config=vision))

@@ -1,5 +1,6 @@
-"""The weight stream: equal to the full tensors bit for bit, whatever the sharding and the bucket
-size.
+"""The weight stream equals the full tensors bit for bit.
+
+Neither the sharding nor the bucket size matters.
 """
 
 from pathlib import Path
@@ -24,8 +25,9 @@ BUCKETS = [1, 100, 1000, 10**9]
 
 
 class Uneven(nn.Module):
-    """Dim 0 smaller than, equal to and not divisible by the number of ranks; vectors, a big tensor,
-    two dtypes.
+    """A model whose dim 0 is smaller than, equal to, or not divisible by the number of ranks.
+
+    It has vectors, a big tensor, and two dtypes.
     """
 
     def __init__(self):
@@ -56,8 +58,9 @@ class Gathers:
 
 
 def _memory_is_shared() -> None:
-    """As torch gathers through sockets: fitting into a half or not; all through one memory, which
-    has no name.
+    """Check that shared memory gathers what torch gathers through sockets.
+
+    Tensors fit into a half or not, and all share one memory without a name.
     """
     # before the first use, so that what follows in this start has large tensors too
     shm_all_gather.HALF_BYTES = 2048
@@ -86,8 +89,9 @@ def _memory_is_shared() -> None:
 
 
 def _on_hosts(of_ranks: str) -> bool:
-    """Whether a new group gathers through memory where `of_ranks` has the host of each rank; what
-    it gathers is right.
+    """Check whether a new group gathers through memory where `of_ranks` has each rank's host.
+
+    What it gathers must be right.
     """
     shm_all_gather._host = lambda: of_ranks[dist.get_rank()].strip()
     one = AllGather(9, torch.float32, torch.device("cpu"), dist.new_group())
@@ -98,8 +102,9 @@ def _on_hosts(of_ranks: str) -> bool:
 
 
 def _gathers() -> tuple[list[bool], str]:
-    """Through memory or not, for each layout of hosts; and what is said where a rank may not open
-    the first one's memory.
+    """Return whether ranks gather through memory, for each layout of hosts.
+
+    Also return what is logged where a rank may not open the first one's memory.
     """
     _memory_is_shared()
     there = [_on_hosts(of_ranks) for of_ranks in ("aaaa", "aabb", "abab", "    ")]
@@ -112,7 +117,10 @@ def _gathers() -> tuple[list[bool], str]:
 
 
 def _limits_agree() -> None:
-    """A bucket of no given size is what fits the rank with the least free memory: here the last."""
+    """Check that a bucket without a given size fits the rank with the least free memory.
+
+    Here it is the last rank.
+    """
     axis = Axis("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
     free = 8000 - 800 * dist.get_rank()
     with mock.patch("lightrft.weight_sync.stream.free_memory", lambda device: (free, 9999)):
@@ -124,8 +132,9 @@ def _limits_agree() -> None:
 
 
 def _compare(replicate: int) -> list[tuple[int, torch.dtype, int, int]]:
-    """(bucket bytes, transfer dtype, all-gathers, bytes contributed), after comparing every tensor
-    with the whole model's.
+    """Return (bucket bytes, transfer dtype, all-gathers, bytes contributed).
+
+    Before that, compare every tensor with the whole model's.
     """
     shm_all_gather.HALF_BYTES = 2048  # below the largest tensor
     expected = dict(Uneven().named_parameters())
@@ -181,7 +190,7 @@ def test_every_parameter_arrives_bit_for_bit(world_size: int, replicate: int) ->
 
 
 def _counts() -> list[int]:
-    """All-gathers for growing buckets of four tensors of 100 float32 each."""
+    """Count all-gathers for growing buckets of four tensors of 100 float32 each."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parameters = [
         (str(i), distribute_tensor(torch.full((10, 10), float(i)), mesh, [Shard(0)]))
@@ -223,7 +232,7 @@ def test_nothing_is_gathered_before_it_is_asked_for() -> None:
 
 
 def _mixed() -> None:
-    """Plain and sharded parameters in turns keep their order."""
+    """Check that alternating plain and sharded parameters keep their order."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tensors = [torch.arange(6.0).reshape(3, 2) + 10 * index for index in range(4)]
     parameters = [
@@ -236,8 +245,9 @@ def _mixed() -> None:
 
 
 class Split(nn.Module):
-    """Cut over tensor-parallel ranks along dim 0, dim 1 and not at all; even and uneven, with parts
-    that are empty.
+    """A model cut over tensor-parallel ranks along dim 0, dim 1 and not at all.
+
+    Parts are even, uneven and empty.
     """
 
     CUTS = [
@@ -271,8 +281,9 @@ class Split(nn.Module):
 
 
 def _compare_split(sizes: tuple[int, int, int]) -> list[int]:
-    """All-gathers of one large bucket, after comparing every tensor with the whole model's, for
-    every bucket size.
+    """Return the all-gathers of one large bucket.
+
+    Before that, compare every tensor with the whole model's, for every bucket size.
     """
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tp"))
     expected = dict(Split().named_parameters())
@@ -301,14 +312,14 @@ def _compare_split(sizes: tuple[int, int, int]) -> list[int]:
 
 @pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 2, 2), (2, 1, 2), (1, 1, 4), (1, 4, 1)], ids=str)
 def test_tensor_parallel_parameters_arrive_bit_for_bit(sizes) -> None:
-    """One all-gather of the bucket for each axis that cuts."""
+    """There is one all-gather of the bucket for each axis that cuts."""
     gathers = sum(size > 1 for size in sizes[1:])
     world_size = sizes[0] * sizes[1] * sizes[2]
     assert run_ranks(world_size, _compare_split, sizes) == [[gathers] * 2] * world_size
 
 
 def _on_one_axis() -> None:
-    """Without FSDP, as a plain DTensor: along dim 1, whole, and cut twice in the order of the
+    """Check plain DTensors without FSDP: along dim 1, whole, and cut twice in the order of the
     mesh.
     """
     mesh = init_device_mesh("cpu", (2, 2))
@@ -343,8 +354,9 @@ def _on_two_ranks() -> tuple:
 
 
 def test_two_ranks() -> None:
-    """Through memory, or sockets; one all-gather per bucket; plain and sharded ones in turns; what
-    is not summed is refused.
+    """Through memory, or sockets: one all-gather per bucket.
+
+    Plain and sharded ones alternate; what is not summed is refused.
     """
     for rank, (gathers, counts, _, refused) in enumerate(run_ranks(2, _on_two_ranks)):
         _right(rank, gathers, [True, True, False, False, False])

@@ -1,4 +1,4 @@
-"""Fingerprints: of pieces as of the whole, changed by whatever changes a weight."""
+"""Fingerprints of pieces add up to the whole's, and any change of a weight changes them."""
 
 import itertools
 import math
@@ -44,7 +44,10 @@ def sent(whole: dict[str, torch.Tensor], **options) -> Fingerprints:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("chunk", [1, 600, 10**9])
 def test_pieces_add_up_to_copies_of_the_whole(dtype, chunk, monkeypatch) -> None:
-    """In rows and columns, twice, one of them not contiguous, one where no word begins."""
+    """Pieces are in rows and columns, twice.
+
+    One of them is not contiguous, and one begins where no word begins.
+    """
     whole = tensors(dtype)
     monkeypatch.setattr(verify, "CHUNK_BYTES", chunk)
     expected = sent(whole, slices=2)
@@ -83,7 +86,7 @@ def test_whatever_changes_a_weight_is_found(dtype) -> None:
 
 
 def test_weights_of_few_values_in_other_places_are_found() -> None:
-    """Powers of two have all their bits at one end; equal sums lie at other places."""
+    """Powers of two have all their bits at one end; equal sums lie at other positions."""
     whole = {"a": torch.ones(8, 1024), "b": torch.ones(300)}
     whole["a"][2], whole["a"][3, :512], whole["b"][7] = 2.0, -1.0, 0.5
 
@@ -113,8 +116,9 @@ def test_what_is_missing_or_there_in_part_is_found() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_differ_by_rounding_or_are_found(dtype) -> None:
-    """Summed in another order and in pieces they are the same; one element that is another of its
-    kind is found.
+    """Summed in another order and in pieces they are the same.
+
+    One element that is replaced by another of its kind is found.
     """
     generator = torch.Generator().manual_seed(1)
     whole = {"w": (torch.randn(96, 2048, generator=generator) * 0.02).to(dtype)}
@@ -143,8 +147,9 @@ def test_products_differ_by_rounding_or_are_found(dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rounds(dtype, monkeypatch) -> None:
-    """Each looks at a part of every tensor, whole or in pieces: at a row once, at a vector every
-    time.
+    """Each round looks at a part of every tensor, whole or in pieces.
+
+    It sees a row once, and a vector every time.
     """
     monkeypatch.setattr(verify, "ROUNDS", 4)
     whole = tensors(dtype)
@@ -185,7 +190,7 @@ def test_rounds(dtype, monkeypatch) -> None:
 
 
 def test_in_a_narrower_dtype() -> None:
-    """Sent in float32, kept in bfloat16: compared in bfloat16."""
+    """What is sent in float32 and kept in bfloat16 is compared in bfloat16."""
     whole = tensors(torch.float32)
     shapes = {name: tensor.shape for name, tensor in whole.items()}
     expected = Fingerprints(shapes, torch.bfloat16)
@@ -197,9 +202,7 @@ def test_in_a_narrower_dtype() -> None:
 
 
 def test_a_few_rounds_are_everywhere() -> None:
-    """Of n equal parts of the rows one is looked at by any 2 n + 1 rounds that follow each
-    other.
-    """
+    """Any 2 n + 1 rounds in a row look at each of n equal parts of the rows."""
     runs = [verify._run(verify.ROUNDS, round) for round in range(verify.ROUNDS)]
     assert sorted(runs) == [(run, run + 1) for run in range(verify.ROUNDS)]
     for parts in (2, 4, 8, 16):
@@ -223,8 +226,9 @@ def test_vectors_are_cut_where_words_begin() -> None:
 
 
 def test_a_number_is_a_vector_of_one() -> None:
-    """Of a persistent buffer without dimensions, in any round, whether an engine keeps it with one
-    or without.
+    """For a persistent buffer without dimensions, in any round.
+
+    An engine may keep it with one dimension or without.
     """
     shapes = {"beta": torch.Size([])}
     for round, value, shape in itertools.product((None, 5), (0.5, 0.25), ((), (1,))):

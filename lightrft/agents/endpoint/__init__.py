@@ -1,3 +1,4 @@
-"""OpenAI-compatible server of an episode: requests of any client become turns whose tokens are
-learned as they were sampled.
+"""OpenAI-compatible server of an episode.
+
+Requests of any client become turns whose tokens are learned as they were sampled.
 """

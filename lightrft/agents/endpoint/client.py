@@ -1,4 +1,4 @@
-"""Agents that talk to the model as a client of an OpenAI-compatible server."""
+"""Run agents that talk to the model as a client of an OpenAI-compatible server."""
 
 import ssl
 from collections.abc import Awaitable, Callable
@@ -13,8 +13,7 @@ from lightrft.agents.session import Session
 Agent = Callable[[AsyncOpenAI, dict[str, Any]], Awaitable[float | None]]
 """Function from a client and the columns of a row to the reward of the episode."""
 CERTIFICATES = ssl.create_default_context()
-"""Loaded once, before the workers are forked: a client of its own takes longer for that than for a
-turn."""
+"""Loaded once, before the workers are forked: loading them takes a client longer than a turn."""
 
 
 async def converse(
@@ -22,7 +21,8 @@ async def converse(
 ) -> None:
     """Run an episode of an agent.
 
-    One that raises after a limit of the episode refused its request has ended there.
+    If the agent raises after a limit of the episode refused its request, the episode has ended
+    there.
     """
     async with (
         serving(session, served) as address,
@@ -34,6 +34,7 @@ async def converse(
         try:
             reward = await agent(client, row)
         except Exception:
+            # Clients raise for a refused request, and the agent has made no mistake then.
             if not session.limited:
                 raise
             return

@@ -1,7 +1,6 @@
-"""Bodies of requests and replies of the OpenAI API (chat completions, completions), and of vLLM's
-route for token ids.
+"""Requests and replies of the OpenAI API (chat completions, completions), and vLLM's for token ids.
 
-A request is checked by its meaning before anything is done with it; a ValueError says what is
+A request is checked by the meaning before anything is done with it; a ValueError says what is
 wrong.
 """
 
@@ -15,7 +14,7 @@ from lightrft.agents.history import good_calls
 from lightrft.agents.messages import RANGES, Turn, check_sampling, check_text
 
 Body = dict[str, Any]
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "top_logprobs": (0,),
@@ -36,11 +35,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (0,),
     "skip_special_tokens": (True, False),
 }
-"""Parameter of a request -> its values, beside null, with which tokens are sampled as the run
-samples them."""
+"""Parameter of a request -> values, beside null, that leave sampling as the run sets it."""
 BYTES_PER_TOKEN = 16
-"""Largest size of a request for each token that prompt and response can have: text, token ids and
-escapes of JSON."""
+"""Largest size of a request for each token of prompt and response.
+
+Text, token ids and escapes of JSON have to fit.
+"""
 OTHER_BYTES = 1 << 16
 """Further bytes of a request, such as schemas of tools."""
 
@@ -53,13 +53,15 @@ class EndpointModel:
     max_length: int
     """Number of tokens of prompt and response together."""
     fixed: Mapping[str, float]
-    """The run's temperature, top_p and top_k if the model learns: a request with others is refused.
-    Empty: requests choose."""
+    """The run's temperature, top_p and top_k if the model learns.
+
+    A request with others is refused. Empty: requests choose.
+    """
     end_token_ids: frozenset[int] = frozenset()
 
     @property
-    def longest_request(self) -> int:
-        """Return the largest number of bytes of a request."""
+    def max_request_bytes(self) -> int:
+        """Return the largest number of bytes that a request may have."""
         return BYTES_PER_TOKEN * self.max_length + OTHER_BYTES
 
 
@@ -71,8 +73,10 @@ class Options(TypedDict):
 
 
 def read_body(content: bytes) -> Body:
-    """Return the object of a request. Raises ValueError if it is none, or has text that no
-    tokenizer reads."""
+    """Return the object of a request.
+
+    Raises ValueError if it is none, or has text that no tokenizer reads.
+    """
     body = json.loads(content)
     if not isinstance(body, dict):
         raise ValueError("the request is not a JSON object")
@@ -81,9 +85,10 @@ def read_body(content: bytes) -> Body:
 
 
 def read_options(body: Body, served: EndpointModel) -> Options:
-    """Return what a request chooses.
+    """Parse the sampling options of a request.
 
-    Raises ValueError for a parameter that it cannot choose, or not so.
+    Raises ValueError for an option that requests cannot choose here, or a value that is not
+    supported.
     """
     for name, value in served.fixed.items():
         if body.get(name) not in (None, value):
@@ -95,7 +100,7 @@ def read_options(body: Body, served: EndpointModel) -> Options:
     reason = (
         "tokens are sampled as the run says" if served.fixed else "this server does not support it"
     )
-    for name, values in NEUTRAL.items():
+    for name, values in NEUTRAL_VALUES.items():
         if body.get(name) is not None and not any(
             body[name] is value or body[name] == value for value in values
         ):
@@ -286,7 +291,7 @@ def _logprobs(turn: Turn) -> list[Body]:
 
 
 def events(reply: Body, body: Body) -> Iterator[str]:
-    """Yield the server-sent events of a reply: the whole turn in one, then its end."""
+    """Yield the server-sent events of a reply: the whole turn in one, then the end."""
     (choice,), usage = reply.pop("choices"), reply.pop("usage")
     head = reply | {"object": reply["object"].removesuffix(".chunk")}
     if "message" in choice:

@@ -1,4 +1,4 @@
-"""The routes of the server, and the server of one episode on a loopback port of its own process."""
+"""The routes of the server, and the server of one episode on a loopback port of its process."""
 
 import asyncio
 import hmac
@@ -23,23 +23,20 @@ from lightrft.agents.messages import Turn
 from lightrft.agents.session import Session
 
 Sessions = Callable[[str], AbstractContextManager[Session]]
-"""Function from the `x-session-id` of a request, which may be empty, to the context of its episode.
-"""
+"""Function from the `x-session-id` of a request, which may be empty, to its episode's context."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 Take = Callable[[Session, Body], Awaitable[tuple[Turn, Body]]]
 """Function that asks for the turn of a request, and returns it with the reply."""
 Log = Callable[[Request, int, str], None]
 HEAD_SECONDS = 30.0
-"""Time limit for the head of a request, from the connection or from its first byte."""
+"""Time limit for the head of a request, from the connection or from the first byte."""
 BODY_SECONDS = 60.0
 """Time limit for the body of a request."""
 
 
 class Address(NamedTuple):
-    """Address to which clients of an episode send their requests: AsyncOpenAI(base_url=address.url,
-    api_key=address.key).
-    """
+    """Address of an episode for clients: AsyncOpenAI(base_url=address.url, api_key=address.key)."""
 
     url: str
     key: str
@@ -56,10 +53,10 @@ class RequestTooSlow(Exception):
 def application(
     sessions: Sessions, served: EndpointModel, key: str = "", *, log: Log | None = None
 ) -> Starlette:
-    """Return the application that answers requests with turns of episodes. With a key, requests
-    without it are refused.
+    """Return the application that answers requests with turns of episodes.
 
-    `log` gets each request with the status of its answer, and a text about it.
+    With a key, requests without it are refused. `log` gets each request with the status of the
+    answer, and a text about it.
     """
     routes = _Routes(sessions, served, key, log)
     posts = {
@@ -87,9 +84,7 @@ class _Routes:
     log: Log | None
 
     def handler(self, take: Take, *, streams: bool = True) -> Handler:
-        """Return a handler that answers with the turn that `take` asks for, and logs the
-        request.
-        """
+        """Return a handler that answers with the turn that `take` asks for, and logs it."""
 
         async def handle(request: Request) -> Response:
             began = time.monotonic()
@@ -118,9 +113,9 @@ class _Routes:
             message = "the key is not that of this server, or that of an earlier episode"
             return _refusal(401, message, "invalid_api_key")
 
-        # What is wrong with a request is that request's own: others go on.
+        # A mistake in a request costs that request alone: others go on.
         try:
-            body = protocol.read_body(await _content(request, self.served.longest_request))
+            body = protocol.read_body(await _content(request, self.served.max_request_bytes))
             with self.sessions(request.headers.get("x-session-id", "")) as session:
                 turn, reply = await take(session, body)
         except RequestTooSlow as error:
@@ -207,18 +202,21 @@ async def _content(request: Request, longest: int) -> bytes:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; 0: at any free port. Raises OSError for an address that is in
-    use.
+    """Return a socket that listens; 0: at any free port.
+
+    Raises OSError for an address that is in use.
     """
     listener = socket.create_server((host, port))
-    # else the body of a reply waits 40 ms for the client
+    # Otherwise the body of a reply waits 40 ms for the client.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 class ClientConnection(H11Protocol):
-    """Connection of a client, which is closed if a request does not begin, or its head is not
-    complete, in time."""
+    """Connection of a client.
+
+    It is closed if a request does not begin, or the head is not complete, in time.
+    """
 
     _deadline: asyncio.TimerHandle | None = None
 

@@ -11,8 +11,8 @@ from lightrft.types import JudgedBatch
 
 
 def sigmoid(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float = 0.0) -> Tensor:
-    """-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), [P], for the difference h of the
-    log-ratios [P].
+    """-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), with the difference h of log-ratios:
+    [P].
 
     Rafailov et al., arXiv 2305.18290, equation 7; smoothing e is cDPO: Mitchell, "A note on DPO
     with noisy preferences", 2023.
@@ -27,15 +27,17 @@ def ipo(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def hinge(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """max(0, 1 - beta h), [P]: Zhao et al., arXiv 2305.10425 (SLiC), with the normalised ratios of
-    arXiv 2309.06657.
+    """max(0, 1 - beta h), [P]: Zhao et al., arXiv 2305.10425 (SLiC).
+
+    The ratios are normalised as in arXiv 2309.06657.
     """
     return torch.relu(1 - beta * (chosen - rejected))
 
 
 class DPOObjective:
-    """Mean of the loss of all pairs of the optimizer step, and the likelihood of the chosen answers
-    with a coefficient.
+    """Mean loss over all pairs of the optimizer step.
+
+    The likelihood of the chosen answers can be added with a coefficient.
     """
 
     def __init__(self, section: PreferenceSection):
@@ -44,12 +46,12 @@ class DPOObjective:
     def __call__(
         self, logprobs: Tensor, batch: JudgedBatch, denominator: Denominator
     ) -> tuple[Tensor, Report]:
-        """Compute the loss [] from log-probs [T]; `batch.reference` [N] are the sums of the
-        reference's. Reports are [P].
+        """Compute the loss [] from log-probs [T]. Reports are [P].
 
-        Without them the policy is the reference: all differences are exactly 0, whatever is
-        rounded. `denominator.tokens` counts the learned tokens of chosen answers. SFT term: Pang et
-        al., arXiv 2404.19733, equation 3, with the mean over the tokens of the step.
+        `batch.reference` [N] has the sum of the reference's log-probs for each answer. Without it
+        the policy is the reference, and all differences are exactly 0, whatever is rounded.
+        `denominator.tokens` counts the learned tokens of chosen answers. SFT term: Pang et al.,
+        arXiv 2404.19733, equation 3, with the mean over the tokens of the step.
         """
         section = self.section
         learned = batch.loss_mask
@@ -63,6 +65,7 @@ class DPOObjective:
         loss = self.losses(chosen, rejected).sum() / denominator.sequences
         report = pair_report(section.beta * chosen, section.beta * rejected, chosen > rejected)
         if section.sft_coef:
+            # Chosen and rejected answers alternate; see pairs.py.
             of_chosen = learned & (batch.sequence_ids % 2 == 0)
             loss = (
                 loss
@@ -75,7 +78,7 @@ class DPOObjective:
         return loss, report
 
     def losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Return the loss of each pair from its log-ratios, [P]."""
+        """Return the loss of each pair from the log-ratios, [P]."""
         section = self.section
         if section.dpo_loss == "sigmoid":
             return sigmoid(chosen, rejected, section.beta, section.label_smoothing)

@@ -1,6 +1,4 @@
-"""KTO: single answers that are desirable or not, compared with the divergence from the
-reference.
-"""
+"""KTO: single answers that are desirable or not, compared with the KL from the reference."""
 
 import torch
 from torch import Tensor
@@ -13,12 +11,12 @@ from lightrft.types import JudgedBatch
 def kto(
     rewards: Tensor, desirable: Tensor, divergence: Tensor, weights: tuple[float, float]
 ) -> Tensor:
-    """Return w (1 - sigmoid(r - z)) for desirable answers and w (1 - sigmoid(z - r)) for others:
+    """Return w (1 - sigmoid(r - z)) for desirable and w (1 - sigmoid(z - r)) for other answers:
     [N].
 
-    `rewards` r [N] are beta log(p_policy / p_reference), `divergence` z [] is beta times that of
-    the policy from the reference, without a gradient; `weights` w are those of desirable and of
-    other answers. Ethayarajh et al., arXiv 2402.01306, equation 8.
+    `rewards` r [N] are beta log(p_policy / p_reference). `divergence` z [] is beta times the KL of
+    the policy from the reference, without a gradient. `weights` holds w for desirable and for other
+    answers. Ethayarajh et al., arXiv 2402.01306, equation 8.
     """
     signs = torch.where(desirable, 1.0, -1.0)
     return torch.where(desirable, weights[0], weights[1]) * torch.sigmoid(
@@ -27,25 +25,27 @@ def kto(
 
 
 def reference_point(log_ratios: Tensor) -> Tensor:
-    """Return max(0, mean of log(p_policy / p_reference)), [], over mismatched answers of all ranks
-    [N] (section 4.1).
+    """Return max(0, mean of log(p_policy / p_reference)), [], over the given log-ratios [N].
+
+    They are of mismatched answers, from all ranks (section 4.1).
     """
     return log_ratios.mean().clamp(min=0)
 
 
 class KTOObjective:
-    """Mean of the loss of all answers of the optimizer step."""
+    """Mean loss over all answers of the optimizer step."""
 
     def __init__(self, section: PreferenceSection, divergence: Tensor):
-        """Set up the objective of one step. `divergence` [] is its reference point."""
+        """Set up the objective of one step. `divergence` [] is the reference point."""
         self.section = section
         self.divergence = divergence
 
     def __call__(
         self, logprobs: Tensor, batch: JudgedBatch, denominator: Denominator
     ) -> tuple[Tensor, Report]:
-        """Compute the loss [] from log-probs [T]; `batch.reference` [N] are the sums of the
-        reference's. Reports are [N].
+        """Compute the loss [] from log-probs [T]. Reports are [N].
+
+        `batch.reference` [N] has the sum of the reference's log-probs for each answer.
         """
         section = self.section
         good = batch.desirable

@@ -1,6 +1,4 @@
-"""Pairs in flat batches: the sequences of a micro-batch are alternately chosen and rejected
-answers.
-"""
+"""Pairs in flat batches: chosen and rejected answers alternate in a micro-batch."""
 
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from lightrft.algorithms.reduce import Report, Weighted
 def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
     """Split [2P, ...] into the values of chosen and of rejected sequences, [P, ...] each.
 
-    An empty micro-batch, which has a single sequence, has no pair; its values stay part of the
+    An empty micro-batch has a single sequence and therefore no pair. Its values stay part of the
     graph.
     """
     count = len(values) // 2
@@ -19,9 +17,7 @@ def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pair_report(chosen: Tensor, rejected: Tensor, right: Tensor) -> Report:
-    """Report the rewards of both answers, their difference, and how often the judgement is
-    predicted; [P] each.
-    """
+    """Report both rewards, the difference, and whether the judgement is predicted; [P] each."""
     values = {
         "accuracy": right,
         "margin": chosen - rejected,

@@ -22,8 +22,9 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
 
 
 def log_exp(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """log(1 + exp(rejected - chosen)), [P]: Bai et al., arXiv 2204.05862. It equals bradley_terry()
-    without a margin.
+    """log(1 + exp(rejected - chosen)), [P]: Bai et al., arXiv 2204.05862.
+
+    It equals bradley_terry() without a margin.
     """
     return F.softplus(rejected - chosen)
 
@@ -31,12 +32,11 @@ def log_exp(chosen: Tensor, rejected: Tensor) -> Tensor:
 def rao_kupper(
     chosen: Tensor, rejected: Tensor, margin: Tensor, tie: Tensor, threshold: float
 ) -> Tensor:
-    """Return the negative log-likelihood of preferences and ties, [P]: Rao and Kupper, JASA 62,
-    1967. `tie` is [P] bool.
+    """Return the negative log-likelihood of preferences and ties: [P]. `tie` is [P] bool.
 
     P(chosen wins) = e^c / (e^c + theta e^r); P(tie) = (theta^2 - 1) P(chosen wins) P(rejected
     wins), for the threshold theta > 1. The margin is subtracted from the difference of a
-    preference, and not of a tie.
+    preference, and not of a tie. Rao and Kupper, JASA 62, 1967.
     """
     wins, loses = _log_wins(chosen - rejected - torch.where(tie, 0.0, margin), threshold)
     return -torch.where(tie, math.log(threshold**2 - 1) + wins + loses, wins)
@@ -49,12 +49,10 @@ def _log_wins(difference: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 class RewardObjective:
-    """Mean of the loss of all pairs of the optimizer step, with the accuracy and the scores of each
-    head.
-    """
+    """Mean loss over all pairs of the optimizer step, with the accuracy and scores of each head."""
 
     def __init__(self, section: PreferenceSection, heads: list[str]):
-        """Set up the objective. `heads` are the names of several heads."""
+        """Set up the objective. `heads` has the names of the heads if there are several."""
         self.section = section
         self.heads = heads
 
@@ -88,8 +86,9 @@ class RewardObjective:
         )
 
     def is_right(self, difference: Tensor, tie: Tensor) -> Tensor:
-        """Return where the likeliest outcome is the judgement, [P] bool: of a tie that no answer is
-        likelier to win.
+        """Return where the likeliest outcome is the judgement, [P] bool.
+
+        A tie counts as right where it is likelier than a win of either answer.
         """
         if self.section.rm_loss != "ties":
             return difference > 0

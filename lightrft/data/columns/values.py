@@ -30,8 +30,9 @@ class Unreadable:
 
 
 def table_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table as Python's values; those that Python cannot hold are
-    Unreadable.
+    """Yield the rows of a table as Python's values.
+
+    A value that Python cannot hold becomes Unreadable.
     """
     columns = [_column(table.column(name)) for name in table.column_names]
     for values in zip(*columns, strict=True):
@@ -41,7 +42,7 @@ def table_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
 def _column(column: pa.ChunkedArray) -> list[Any]:
     try:
         values = column.to_pylist(maps_as_pydicts="strict")
-    except Exception:  # of pyarrow, Python's datetime or the time zones, for one of the values
+    except Exception:  # one value makes pyarrow, Python's datetime or the time zones fail
         values = [_cell(cell) for cell in column]
     return [_parsed(text) for text in values] if isinstance(column.type, pa.JsonType) else values
 

@@ -12,10 +12,10 @@ import numpy as np
 
 
 def main(arguments: str) -> None:
-    """Write the rows of a task to the standard output as JSON lines; after a mistake of the user's,
-    its description.
+    """Write the rows of a task to the standard output as JSON lines.
 
-    `arguments` is a JSON object with the name, size, seed and options of the task.
+    If the user made a mistake, it writes what is wrong instead. `arguments` is a JSON object with
+    the name, size, seed and options of the task.
     """
     rows = os.fdopen(os.dup(1), "w")  # some tasks print
     sys.stdout = sys.stderr

@@ -1,5 +1,6 @@
-"""Tasks of the package reasoning-gym as data:
-`reasoning_gym:chain_sum?size=500&seed=1&max_terms=4`.
+"""Tasks of the package reasoning-gym as data.
+
+They are named like `reasoning_gym:chain_sum?size=500&seed=1&max_terms=4`.
 """
 
 import json
@@ -24,23 +25,23 @@ PROGRAM = (
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTask:
-    """A task with its options; row i is a function of `seed + i`, so tasks with near seeds share
-    rows.
+    """A task with options.
+
+    Row i is a function of `seed + i`, so tasks with near seeds share rows.
     """
 
     name: str
     size: int
     seed: int
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the task's own, which its scorer may need too."""
+    """Options of the task itself; its scorer may need them too."""
 
     @classmethod
     def parse(cls, reference: str, split: str) -> Self:
         """Read `reasoning_gym:NAME?option=value&option=value`; values are JSON, or else text.
 
-        Without `seed`, the split has one.
-
-        Raise DataError for a size or a seed that is not a number.
+        Without `seed`, the seed is derived from the split. Raise DataError for a size or a seed
+        that is not a number.
         """
         name, _, query = reference.removeprefix(REASONING_GYM).partition("?")
         options = {
@@ -59,7 +60,7 @@ class ReasoningTask:
         return cls(name, size, seed, options)
 
     def shares_rows(self, other: Self) -> bool:
-        """Return True if both have a row in common because of their seeds."""
+        """Return True if both have a row in common because of the seeds."""
         near = self.seed < other.seed + other.size and other.seed < self.seed + self.size
         return near and (self.name, self.options) == (other.name, other.options)
 
@@ -72,11 +73,11 @@ def _value(text: str) -> Any:
 
 
 def task_rows(reference: str, split: str, flag: str) -> Iterator[DataRow]:
-    """Yield the rows of a task: `input` and `question`, `label` and `answer` (None without a single
-    right one), and `metadata`.
+    """Yield the rows of a task.
 
-    A process of their own generates them, in which sets have one order and the global random
-    numbers a seed: with those of this process, some tasks would differ between ranks. Raise
+    They have `input` and `question`, `label` and `answer` (None without a single right one), and
+    `metadata`. They are generated in a process of their own, where sets have one order and the
+    global random numbers a seed: in this process, some tasks would differ between ranks. Raise
     DataError for an unknown task or option.
     """
     task = ReasoningTask.parse(reference, split)
@@ -86,6 +87,7 @@ def task_rows(reference: str, split: str, flag: str) -> Iterator[DataRow]:
     )
 
     command = [sys.executable, "-c", program, arguments]
+    # With one hash seed, sets have the same order in every process.
     environment = os.environ | {"PYTHONHASHSEED": "0"}
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE

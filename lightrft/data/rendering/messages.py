@@ -1,4 +1,4 @@
-"""Chat messages as rows, agents and clients write them, read into one form."""
+"""Read chat messages as rows, agents and clients write them into one form."""
 
 import json
 import re
@@ -22,13 +22,13 @@ ROLES = {
 }
 """Names of roles in data -> roles of chat templates. Other roles are left to the template."""
 CALLS = ("function_call", "tool_call", "tool_calls")
-"""Roles in ShareGPT of a turn of the assistant that is JSON of calls."""
+"""ShareGPT's roles of an assistant turn that is JSON of calls."""
 WEIGHTS = ("weight", "train", "loss")
 """Keys of a turn that say whether it is learned."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a turn with what the assistant thinks before its answer."""
+"""Keys of a turn with what the assistant thinks before the answer."""
 THINKING = {"<think>": "</think>", "[THINK]": "[/THINK]", "<|channel>": "<channel|>"}
-"""Beginning of the thinking in a turn -> its end."""
+"""Mark that begins the thinking in a turn -> mark that ends it."""
 TEXT_TYPES = ("text", "input_text", "output_text")
 """Types of parts that are text."""
 MEDIA_TYPES = {
@@ -80,7 +80,7 @@ def _messages_in_json(text: str) -> Any:
 
 
 def clean_message(message: Any, place: str = "the message") -> Message:
-    """Return a message with a role of chat templates, its texts joined, and without null keys.
+    """Return a message with a role of chat templates, texts joined, and without null keys.
 
     The content stays a list if it has other parts than text, and stays None for a turn of tool
     calls alone. Arguments of calls become objects. Raise ValueError for anything else.
@@ -95,6 +95,7 @@ def clean_message(message: Any, place: str = "the message") -> Message:
 
     role = _role(message, place)
     content = message.pop("value", None) if "content" not in message else message["content"]
+    # ShareGPT writes calls as the content of a turn of their own.
     if role in CALLS:
         calls = parsed(content, f"the {role} of {place}") if isinstance(content, str) else content
         message["tool_calls"] = calls if isinstance(calls, list) else [calls]
@@ -171,7 +172,7 @@ def _calls(message: Message, place: str) -> list[Message]:
 
 
 def _call(call: Any, place: str) -> Message:
-    """Return a call in the form of OpenAI, with its arguments as an object."""
+    """Return a call in the form of OpenAI, with the arguments as an object."""
     call = parsed(call, f"a tool call of {place}") if isinstance(call, str) else call
     function = (call.get("function") or call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -182,6 +183,7 @@ def _call(call: Any, place: str) -> Message:
 
     name = function["name"]
     arguments = function.get("arguments") or {}
+    # OpenAI's servers send arguments as JSON text, data often as an object.
     if isinstance(arguments, str):
         arguments = parsed(arguments, f"the arguments of the tool call {name} in {place}")
     else:

@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: rendering, with a check that nothing of the messages is lost.
+"""Render the chat template of a tokenizer, and check that nothing of the messages is lost.
 
 A template is a program. It may skip a role that it does not know, print a list as Python does, or
 ignore tools, all without a word. So what it does is found out by rendering a few messages, once,
@@ -24,11 +24,11 @@ from lightrft.data.rendering.messages import THINKING, THOUGHTS, WEIGHTS, Messag
 WORD = "\u2402word\u2403"
 """Text that no template contains."""
 QUESTION = {"role": "user", "content": WORD + "?"}
-OF_CALL = "of_call"
+ARGUMENT = "of_call"
 CALL = {
     "id": "call12345",
     "type": "function",
-    "function": {"name": "word_tool", "arguments": {"word": OF_CALL}},
+    "function": {"name": "word_tool", "arguments": {"word": ARGUMENT}},
 }
 TOOL = {
     "type": "function",
@@ -42,8 +42,8 @@ TOOL = {
         },
     },
 }
-MOST_SHAPES = 4096
-"""Largest number of kinds of conversations that are remembered as complete."""
+MAX_SHAPES = 4096
+"""How many kinds of conversations are remembered as rendered completely."""
 
 
 def template_variables(section: DataSection) -> dict[str, Any]:
@@ -108,16 +108,18 @@ class Closing:
     last: str
     """Text from the answer to the end token of the last turn; empty if the template has none."""
     inner: str
-    """The same of a turn that others follow."""
+    """The same for a turn that others follow."""
     token: str
     """The end token of the last turn."""
 
 
 @dataclass
 class ChatTemplate:
+    """A tokenizer's chat template with the run's variables, and what it was found to do."""
+
     tokenizer: PreTrainedTokenizerBase
     variables: dict[str, Any]
-    """Variables of the run, with its tools."""
+    """Variables of the run, with the tools."""
     _complete: set[Any] = field(default_factory=set, repr=False)
     """Kinds of conversations that the template is known to render completely."""
 
@@ -148,7 +150,7 @@ class ChatTemplate:
         shape = _shape(messages), answer_follows, bool(tools), repr(variables)
         if shape not in self._complete:
             self._check_words(messages, options)
-            if len(self._complete) >= MOST_SHAPES:
+            if len(self._complete) >= MAX_SHAPES:
                 self._complete.clear()
             self._complete.add(shape)
         return text
@@ -201,9 +203,9 @@ class ChatTemplate:
         one, two = (
             self._probe([QUESTION, _turn_of_calls(count)], tools=[TOOL]) for count in (1, 2)
         )
-        written = one.rpartition(OF_CALL)[2].rstrip() if OF_CALL in one else ""
+        written = one.rpartition(ARGUMENT)[2].rstrip() if ARGUMENT in one else ""
         end = next((token for token in self._special_tokens if written.endswith(token)), "")
-        first, _, second = two.rpartition(OF_CALL)[0].rpartition(OF_CALL)
+        first, _, second = two.rpartition(ARGUMENT)[0].rpartition(ARGUMENT)
         return end if not first or end not in second else ""
 
     @cached_property
@@ -253,15 +255,13 @@ class ChatTemplate:
                 printed = (
                     "None" in rest or repr(function["arguments"]) in rest or '\\"of_call' in rest
                 )
-                if "word_tool" in rest and OF_CALL in rest and not printed:
+                if "word_tool" in rest and ARGUMENT in rest and not printed:
                     return is_json, content
         return False, ""
 
     @cached_property
     def _header(self) -> str:
-        """Return the beginning of an answer if the template writes it only before one; else
-        nothing.
-        """
+        """Return the beginning of an answer, if the template writes it only before one."""
         before = self._probe([QUESTION])
         asked = self._probe([QUESTION], answer_follows=True)
         text = self._probe([QUESTION, {"role": "assistant", "content": WORD}])
@@ -278,7 +278,7 @@ class ChatTemplate:
         return sorted(names.union(self.tokenizer.all_special_tokens), key=len, reverse=True)
 
     def _special_tokens_in(self, text: str) -> list[tuple[str, int]]:
-        """Return the first special token of a text and those right behind it, with their ends."""
+        """Return the first special token of a text and those right behind it, each with the end."""
         pattern = re.compile("|".join(map(re.escape, self._special_tokens)) or r"(?!)")
         found: list[tuple[str, int]] = []
         match = pattern.search(text)
@@ -349,9 +349,7 @@ class ChatTemplate:
     def _check(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str
     ) -> None:
-        """Raise ValueError if a message or a tool is not in the text, or is there as Python prints
-        it.
-        """
+        """Raise ValueError if a message or a tool is missing, or only there as Python prints it."""
         if missing := [
             tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text
         ]:
@@ -359,12 +357,11 @@ class ChatTemplate:
                 f"the chat template does not describe the tool {missing[0]} to the model"
             )
 
+        # Templates cut the thinking from earlier turns on purpose, so answers are not searched for.
         read = [
             message | {"content": ""} if is_answer(message) else message for message in messages
         ]
-        if place := _first_lost(
-            read, text
-        ):  # templates cut the thinking from earlier turns on purpose
+        if place := _first_lost(read, text):
             raise ValueError(_left_out(messages, place))
 
         for place, message in enumerate(messages, 1):
@@ -376,7 +373,7 @@ class ChatTemplate:
 
     def _check_words(self, messages: Sequence[Message], options: dict[str, Any]) -> None:
         """Raise ValueError if the template leaves out a message of this kind, whatever its text."""
-        words = _in_words(messages)
+        words = [message | _words(message, number) for number, message in enumerate(messages)]
         try:
             text = self._render(words, **options)
         except ValueError:  # the template reads the text
@@ -411,9 +408,7 @@ def contains(text: str, pieces: Iterable[str]) -> bool:
 
 
 def answer_pieces(message: Message) -> list[str]:
-    """Return the texts that a learned turn must contain: its thinking without tags, and its
-    answer.
-    """
+    """Return the texts that a learned turn must contain: thinking without tags, and the answer."""
     tags = "|".join(map(re.escape, (*THINKING, *THINKING.values())))
     pieces = [piece for text in texts_of(message) for piece in re.split(tags, text)]
     return [*pieces, *(str(message[name]) for name in THOUGHTS if message.get(name))]
@@ -422,7 +417,7 @@ def answer_pieces(message: Message) -> list[str]:
 def _first_lost(messages: Sequence[Message], text: str) -> int:
     """Return the number of the first message that is not in a rendered text, from 1; 0 if all are.
 
-    Messages of the user and the assistant stand in their order; templates move other ones.
+    Messages of the user and the assistant stand in order; templates move other ones.
     """
     squeezed = _squeezed(text)
     begin = 0
@@ -479,12 +474,8 @@ def _kind(content: Any) -> Any:
     return tuple(part["type"] for part in content) if isinstance(content, list) else bool(content)
 
 
-def _in_words(messages: Sequence[Message]) -> list[Message]:
-    """Return messages of the same kind whose texts and names of calls are words of our own."""
-    return [message | _words(message, number) for number, message in enumerate(messages)]
-
-
 def _words(message: Message, number: int) -> Message:
+    """Return the content and the calls of a message with words of our own in place of texts."""
     word = f"{WORD}{number}{WORD}"
     content = message["content"]
     if isinstance(content, list):

@@ -1,4 +1,4 @@
-"""Tokens of texts that follow one another, with the special tokens of a tokenizer once."""
+"""Tokens of texts that follow one another, with a tokenizer's special tokens only once."""
 
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -15,9 +15,9 @@ def text_tokens(
 ) -> list[int]:
     """Return the tokens of a text that begins a sequence.
 
-    The tokens that the tokenizer adds at a beginning are added unless the text has them, and those
-    that it adds at an end are not, because an answer follows. A chat template writes its own: for
-    its texts `special_tokens` is False.
+    The tokens that the tokenizer adds at a beginning are added unless the text has them. Those at
+    an end are not added, because an answer follows. A chat template writes its own special tokens,
+    so `special_tokens` is False for its texts.
     """
     plain: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not special_tokens:
@@ -51,8 +51,9 @@ def consecutive_tokens(
 
 
 def _inner_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the tokens of a text inside of another one, without a space that is written before
-    it.
+    """Return the tokens of a text inside of another one.
+
+    Some tokenizers write a space before a text; here there is none.
     """
 
     tokens = partial(text_tokens, tokenizer, special_tokens=False)

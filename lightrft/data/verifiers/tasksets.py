@@ -1,8 +1,8 @@
-"""Tasks of an environment of the package verifiers as rows:
-`verifiers:NAME?select.limit=500&taskset.game=Wordle-v0`.
+"""Tasks of an environment of the package verifiers as rows.
 
-The options are fields of the environment's own configuration by their names: `taskset.*`, and
-`<role>.*` of an agent, such as `agent.harness.id`. Those of `select.*` choose the tasks.
+They are named like `verifiers:NAME?select.limit=500&taskset.game=Wordle-v0`. The options are fields
+of the environment's own configuration by name: `taskset.*`, and `<role>.*` of an agent, such
+as `agent.harness.id`. The options `select.*` choose the tasks.
 """
 
 import json
@@ -36,11 +36,9 @@ class Reference(NamedTuple):
 def parse(reference: str) -> Reference:
     """Read `NAME?option=value&option=value`; values are JSON, or else text.
 
-    Agents are local processes if no option says where.
-
-    Raise ValueError or ModuleNotFoundError if there is no such environment, if it has no such
-    option, or if an agent would run what the model writes on this machine without an option that
-    says so.
+    Agents are local processes if no option says where. Raise ValueError or ModuleNotFoundError if
+    there is no such environment, if it has no such option, or if an agent would run what the model
+    writes on this machine without an option that says so.
     """
     name, _, query = reference.removeprefix(VERIFIERS).partition("?")
     options: dict[str, Any] = {"taskset": {"id": name}, "select": {}}
@@ -63,6 +61,7 @@ def parse(reference: str) -> Reference:
     config = resolve_env_config(options)
     for role in roles:
         harness = config.agent_harnesses()[role].id
+        # Only the user can decide that what the model writes runs on this machine.
         if harness_class(harness).EXECUTES_CODE:
             raise ValueError(
                 f"its agent {role} has the harness {harness}, which runs what the model writes:"
@@ -82,10 +81,10 @@ def _value(text: str) -> Any:
 
 
 def task_rows(reference: str, flag: str) -> Iterator[DataRow]:
-    """Yield a row for each task: `input`, the prompt for people, and `task`, its data, from which
-    an episode makes it again.
+    """Yield a row for each task.
 
-    Raise DataError for an environment or a task that cannot be loaded.
+    `input` is the prompt for people, and `task` has its data; an episode makes the task from it
+    again. Raise DataError for an environment or a task that cannot be loaded.
     """
     try:
         config, select = parse(reference)
@@ -104,5 +103,5 @@ def task_rows(reference: str, flag: str) -> Iterator[DataRow]:
                 f"{reference} row {number}",
                 {"input": name, TASK: task.data.model_dump(mode="json")},
             )
-    except Exception as error:  # of the taskset's own code
+    except Exception as error:  # the taskset's own code may raise anything
         raise DataError(f"{flag} {reference}: {type(error).__name__}: {error}") from error

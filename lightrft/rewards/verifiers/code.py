@@ -1,4 +1,4 @@
-"""Tests of the programs in responses, run in a sandbox."""
+"""Run the programs in responses against tests, in a sandbox."""
 
 import json
 import re
@@ -41,13 +41,12 @@ def _parse_tests(tests: Any) -> Any:
 
 @reads(tests=_parse_tests)
 def passes_tests(samples: list[Sample], tests: list[Any], **_: Any) -> list[float]:
-    """Return 1 if the last ```python block of the response, or the whole response, passes all
-    tests, else 0.
+    """Return 1 if the last ```python block of the response passes all tests, else 0.
 
-    The column `tests` has a list of asserts as texts, or {"inputs": [...], "outputs": [...]} with
-    texts for standard input and the output that is expected, which are compared without whitespace
-    at the ends of lines; either may be JSON text. Raises ValueError for other tests, or if the
-    machine has no sandbox.
+    Without a block the whole response is the program. The column `tests` has a list of asserts as
+    texts, or {"inputs": [...], "outputs": [...]} with texts for standard input and the expected
+    output. Outputs are compared without whitespace at the ends of lines. Either may be JSON text.
+    Raises ValueError for other tests, or if the machine has no sandbox.
     """
     find_sandbox()
     return [

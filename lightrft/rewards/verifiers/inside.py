@@ -41,9 +41,10 @@ DENIED_CALLS = {
     "x86_64": (0xC000003E, (29, 64, 68, 165, 240, 248, 319, 425, 430, 447)),
     "aarch64": (0xC00000B7, (194, 190, 186, 40, 180, 217, 279, 425, 430, 447)),
 }
-"""Architecture and numbers of shmget, semget, msgget, mount, mq_open, add_key, memfd_create,
-io_uring_setup, fsopen and memfd_secret: the calls that allocate memory of no process, where no
-limit counts it.
+"""Architecture and numbers of the kernel's calls that allocate memory of no process.
+
+No limit counts such memory. They are shmget, semget, msgget, mount, mq_open, add_key, memfd_create,
+io_uring_setup, fsopen and memfd_secret.
 """
 
 
@@ -84,12 +85,15 @@ def _ended_child() -> tuple[int, int] | None:
 
 
 def _uses_more(memory: int) -> bool:
-    """Return True if all processes of the sandbox use more than so many bytes. Pages that they
-    share count once."""
+    """Return True if all processes of the sandbox use more than so many bytes.
+
+    Pages that they share count once.
+    """
     if os.getpid() != 1 or not os.path.isdir("/proc/1"):
         return False  # without a sandbox, /proc shows the processes of everybody
     processes = [name for name in os.listdir("/proc") if name.isdigit()]
     alone = [_kilobytes(name, "status", "VmRSS:") for name in processes]
+    # The exact sum is slow to read, so it is asked for only when this upper bound is too large.
     if sum(alone) << 10 <= memory:
         return False
     shared = [_kilobytes(name, "smaps_rollup", "Pss:") for name in processes]
@@ -180,12 +184,11 @@ STANDARD = {
         lambda kind, text: kind(*map(int, text.split())),
     ),
 }
-"""Classes of the standard library whose objects are copied as text, and how it is written and
-read."""
-MOST_KEPT = 64
-"""Number of containers of attributes that stay one object at both ends."""
-MOST_ITEMS = 1000
-"""Number of items of a container, with those inside it, that does so."""
+"""Classes of the standard library whose objects are copied as text: how it is written and read."""
+MAX_KEPT = 64
+"""How many containers of attributes stay one object at both ends."""
+MAX_ITEMS = 1000
+"""How many items such a container may have, with the ones inside it."""
 NAMES_OF_FUNCTIONS = ("__name__", "__qualname__", "__doc__", "__module__")
 LENT = ("_io", "random", "_random", "queue", "unittest.mock")
 """Modules with classes whose objects a test can give to a program to use their methods."""
@@ -241,7 +244,7 @@ FORWARDED = frozenset(
 
 
 class Remote:
-    """An object of the other process, whose attributes and methods are asked for there."""
+    """An object of the other process: attributes and methods are asked for there."""
 
     __slots__ = ("_remote_",)
 
@@ -295,10 +298,11 @@ class About:
         self.number = number
         self.kind = kind
         self.plain = plain
-        """The value as one of a builtin class, if its class is derived from that."""
+        """The value as an object of a builtin class, if its class is derived from that."""
         self.made = False
         """True if the test has made the object, by calling a class or by arithmetic with such an
-        object, and no function has returned it since: it could answer arithmetic as it likes."""
+        object, and no function has returned it since. An object that a function has returned could
+        answer arithmetic as it likes."""
 
 
 NOTHING = object()
@@ -320,8 +324,11 @@ def _forwarded(name: str) -> Any:
 
 
 def _binary(name: str, form: str = "") -> Any:
-    """Return an operator, or one of the form `r` (swapped) or `i` (in place). An object that the
-    program has returned does not meet values of the test: it could answer as it likes."""
+    """Return an operator, in the form `r` (swapped) or `i` (in place) if asked.
+
+    An object that the program has returned does not meet values of the test: it could answer as it
+    likes.
+    """
     function = getattr(operator, f"__{name}__")
 
     def apply(self: Remote, other: Any) -> Any:
@@ -352,13 +359,16 @@ for _name in (*BINARY, *COMPARISONS):
 for _name in BINARY:
     for _form in ("r", "i"):
         setattr(Remote, f"__{_form}{_name}__", _binary(_name, _form))
-for _name in ("__doc__", "__module__"):  # else those of Remote
+for _name in ("__doc__", "__module__"):  # or they would describe Remote
     setattr(Remote, _name, property(operator.methodcaller("__getattr__", _name)))
 
 
 class Containers:
-    """Containers of a message. Each is written once, however often it occurs, and an answer begins
-    with those of its question, so that they are the same objects afterwards."""
+    """Containers of a message.
+
+    Each is written once, however often it occurs. An answer begins with the containers of the
+    question, so that they are the same objects afterwards.
+    """
 
     def __init__(self, channel: "Channel", known: Sequence[tuple[Any, Any]] = ()):
         self.channel = channel
@@ -427,18 +437,18 @@ class Containers:
 
 
 def _parts(container: Any) -> list[Any]:
-    """Return the keys and items of a container, and its kind, so that the list is never empty."""
+    """Return the keys and items of a container, and the kind, so that the list is never empty."""
     if isinstance(container, MAPPINGS):
         return [type(container), *container, *container.values()]
     return [type(container), *container]
 
 
 class Channel:
-    """One end of the connection between a program and its tests."""
+    """One end of the connection between a program and the tests."""
 
     def __init__(self, descriptor: int, *, tests: bool):
         self.tests = tests
-        """True at the end of the tests. That end answers little, as it must not be taken over."""
+        """True at the end that runs the tests. It answers little, as it must not be taken over."""
         self._file = socket.socket(fileno=descriptor).makefile("rwb")
         self._lock = threading.RLock()
         self._objects: list[Any] = []
@@ -446,12 +456,14 @@ class Channel:
         self._remotes: dict[int, Remote] = {}
         self._exceptions: dict[int, type] = {}
         self._kept: list[tuple[Any, Any]] = []
-        """Containers of attributes of the program that tests have asked for, and their parts when
-        both ends knew them."""
+        """Containers of the program's attributes that tests have asked for, each with the parts
+        that both ends knew last."""
 
     def ask(self, verb: str, number: int, values: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Return what the other end answers; answer its questions meanwhile. Raises the exception
-        that it has raised."""
+        """Return what the other end answers, and answer the questions meanwhile.
+
+        Raises the exception that the other end has raised.
+        """
         with self._lock:
             containers = Containers(self, self._kept if self.tests else ())
             asked = [self.encode(each, containers) for each in (values, list(named.items()))]
@@ -505,8 +517,8 @@ class Channel:
             if pair[0] is self._kept[place][0]:
                 self._kept[place] = pair
         size = sum(len(parts) for _, parts in known[first:])
-        if verb in ("get", "special") and size <= MOST_ITEMS:
-            self._kept = [*self._kept, *known[first:]][-MOST_KEPT:]
+        if verb in ("get", "special") and size <= MAX_ITEMS:
+            self._kept = [*self._kept, *known[first:]][-MAX_KEPT:]
 
     def _do(self, verb: str, one: Any, values: tuple[Any, ...], named: dict[str, Any]) -> Any:
         # The program may read what a test has lent it, and no more: it would find expected values.
@@ -628,8 +640,10 @@ class Channel:
         return self._numbers[id(value)]
 
     def _exception(self, bases: list[list[Any]]) -> type:
-        """Return the class of an exception here: that of the standard library, or one that stands
-        for that of the other end."""
+        """Return the class of an exception here.
+
+        It comes from the standard library, or stands for a class of the other end.
+        """
         (number, module, name), *rest = bases
         if module.partition(".")[0] in sys.stdlib_module_names:
             found = getattr(sys.modules.get(module), name, None)
@@ -661,7 +675,7 @@ def _kind(value: Any) -> str:
 
 
 def _plain(value: Any) -> list[Any]:
-    """Return the value of an object whose class is derived from that of a value."""
+    """Return the value of an object whose class is derived from a value's class."""
     for kind in (int, float, str, list, tuple, dict, set, frozenset):
         if isinstance(value, kind):
             return [kind(value) if kind is not str else str.__str__(value)]
@@ -690,7 +704,10 @@ def _loop() -> Any:
 
 
 def _completed(one: Any) -> Any:
-    """Return what an awaitable object returns. All share one loop, as generators and locks need."""
+    """Return what an awaitable object returns.
+
+    All share one loop, as generators and locks need.
+    """
 
     async def waits() -> Any:
         return await one
@@ -703,7 +720,7 @@ async def _awaited(coroutine: Remote) -> Any:
 
 
 def _literal(name: str, text: str) -> Any:
-    """Return a value of its repr, whose only name is that of its class."""
+    """Return a value from a repr; the only name in it is the class."""
     import ast
 
     if name == "range":
@@ -743,7 +760,7 @@ def execute(program: str, name: str) -> types.ModuleType:
 
 
 def serve(program: str, descriptor: int) -> None:
-    """Run a program, then answer what its tests ask about it."""
+    """Run a program, then answer what the tests ask about it."""
     module = execute(program, "program")
     channel = Channel(descriptor, tests=False)
     channel._send([channel._number(module), sorted(module.__dict__), []])

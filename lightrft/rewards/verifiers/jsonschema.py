@@ -1,4 +1,4 @@
-"""Check of responses against a JSON schema by the library jsonschema."""
+"""Check responses against a JSON schema with the library jsonschema."""
 
 import json
 import re
@@ -32,11 +32,11 @@ def _schema(value: Any) -> Any:
 def satisfies_schema(
     samples: list[Sample], schema: list[Any] | None = None, **_: Any
 ) -> list[float]:
-    """Return 1 if the response, or its last ```json block, is JSON that satisfies the schema, else
-    0.
+    """Return 1 if the response is JSON that satisfies the schema, else 0.
 
-    The column `schema` has a dictionary, a boolean, or JSON text; null accepts any JSON. Raises
-    ValueError if it is not a schema.
+    If the response has ```json blocks, only the last one counts. The column `schema` has a
+    dictionary, a boolean, or JSON text; null accepts any JSON. Raises ValueError if it is not a
+    schema.
     """
     schemas = schema or [None] * len(samples)
     return [
@@ -46,8 +46,9 @@ def satisfies_schema(
 
 
 def _candidate(text: str) -> str:
-    """Return the last ```json block, which ends at the next line that begins with ```; the whole
-    text if there is none.
+    """Return the last ```json block, or the whole text without one.
+
+    The block ends at the next line that begins with ```.
     """
     _, marker, rest = text.rpartition(BLOCK)
     return re.split(r"^[ \t]*```", rest, maxsplit=1, flags=re.MULTILINE)[0] if marker else text

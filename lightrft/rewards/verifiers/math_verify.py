@@ -1,5 +1,6 @@
-"""Comparison of mathematical answers by the library math-verify, which limits its time with alarms
-of the main thread.
+"""Compare mathematical answers with the library math-verify.
+
+The library limits the time with alarms of the main thread.
 """
 
 import logging
@@ -15,9 +16,9 @@ from lightrft.rewards.labels import reads, right_answers
 from lightrft.samples import Sample
 
 SECONDS = 3
-"""Time limit of each reading and of each comparison, of which an answer needs three."""
+"""Time limit of each reading and of each comparison; an answer needs three of them."""
 LONGEST = 20_000
-"""Number of characters at the end of a response without a box that are searched for an answer."""
+"""How many characters at the end of a response without a box are searched for an answer."""
 
 # it would log the text of each answer that takes too long
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -25,8 +26,9 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 @cache
 def load_parser() -> None:
-    """Compare two roots, which loads what the time limit of the first answer must not include:
-    tables, and parts of sympy.
+    """Compare two roots, to load tables and parts of sympy.
+
+    The time limit of the first answer must not include that.
     """
     texts = r"$\frac{\sqrt{2}}{2}$", r"$\frac{1}{\sqrt{2}}$"
     verify(*(parse(text, parsing_timeout=None) for text in texts), timeout_seconds=None)
@@ -34,12 +36,11 @@ def load_parser() -> None:
 
 @reads(label=right_answers)
 def equal_in_mathematics(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
-    r"""Return 1 if the answer of the response equals the label as mathematics, else 0, also if that
-    takes too long.
+    r"""Return 1 if the answer of the response equals the label as mathematics, else 0.
 
-    The answer is the last `\boxed{...}`; without one, what math-verify extracts, such as the text
-    after "the answer is". The label is a number or a text, such as 1/2, \frac{1}{2} and
-    \boxed{0.5}, or a list of alternatives.
+    It is also 0 if the comparison takes too long. The answer is the last `\boxed{...}`; without
+    one, what math-verify extracts, such as the text after "the answer is". The label is a number or
+    a text, such as 1/2, \frac{1}{2} and \boxed{0.5}, or a list of alternatives.
     """
     load_parser()
     return [
@@ -64,6 +65,6 @@ def _is_equal(text: str, label: str) -> bool:
 
 
 def _content(label: str) -> str:
-    """Return the label without its box and its dollar signs."""
+    """Return the label without the box and the dollar signs."""
     boxed = boxes(label)
     return (boxed[-1][1] if boxed else label.strip().strip("$")).strip()

@@ -17,7 +17,7 @@ from lightrft.samples import Sample
 SECONDS = 10
 """Time limit of a score; some scorers evaluate expressions of the response."""
 WITH_TUPLES = frozenset({"arc_agi", "rearc"})
-"""Tasks whose scorers compare grids of tuples, which are lists after any file format."""
+"""Tasks whose scorers compare grids of tuples; after any file format these are lists."""
 
 
 class OutOfTime(Exception):
@@ -58,8 +58,8 @@ def score_of_task(
 
     The answer of a response is the text of its last <answer> tag; without one, the last line that
     is not empty, after any </think>. Some tasks give wrong answers a small score, such as 0.01. The
-    columns are those of the package's rows, `metadata` and `options` dictionaries or JSON text.
-    Raises ValueError for metadata without a task.
+    columns are the same as in the package's rows, `metadata` and `options` dictionaries or JSON
+    text. Raises ValueError for metadata without a task.
     """
     options = options or [None] * len(samples)
     return [
@@ -79,7 +79,7 @@ def given_answer(text: str) -> str:
 
 
 def score_of_answer(text: str, right: str | None, metadata: Any, options: Any = None) -> float:
-    """Return the score of one response; the arguments are those of score_of_task()."""
+    """Return the score of one response; for the arguments see score_of_task()."""
     answer = given_answer(text)
     metadata = _metadata(metadata)
     task = metadata["source_dataset"]
@@ -98,7 +98,7 @@ def score_of_answer(text: str, right: str | None, metadata: Any, options: Any = 
 
 @cache
 def _scorer(task: str, options: str) -> Callable[[str | None, dict[str, Any]], Any]:
-    """Return the scorer of a task; that of some tasks depends on the task's options."""
+    """Return the scorer of a task; for some tasks it depends on the task's options."""
     return reasoning_gym.create_dataset(task, **json.loads(options)).score_answer
 
 

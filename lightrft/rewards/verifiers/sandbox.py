@@ -1,8 +1,8 @@
 """Sandbox for programs that responses contain. Each program is a process of its own.
 
 It has no network, an empty environment, an empty folder, and limits of time, memory, processes and
-file size, which inside.py sets and watches. Of the machine it sees no processes, no settings of the
-kernel, and no files but those of the system and of Python, which it can only read. bubblewrap does
+file size; inside.py sets and watches these. Of the machine it sees no processes, no settings of the
+kernel, and no files but the system's and Python's, and these it can only read. bubblewrap does
 this, or, without it, namespaces of the kernel (unshare, mount). A program of a run of root has
 another user's rights.
 """
@@ -33,8 +33,10 @@ DISK_SIZE = 4 * FILE_SIZE
 WITHOUT_SANDBOX = "LIGHTRFT_CODE_SANDBOX"
 """Environment variable that permits runs without a sandbox, by the value `none`."""
 FIRST_USER_ID = 1 << 30
-"""User ids above it belong to nobody. A program of root's run has one of them, also because limits
-of processes count by user."""
+"""User ids above it belong to nobody.
+
+A program of root's run has one of them, also because limits of processes count by user.
+"""
 INSIDE = Path(__file__).with_name("inside.py")
 NEW_ROOT = """
 set -e
@@ -79,19 +81,20 @@ cd /tmp
 unset OLDPWD
 exec "$@"
 """
-"""Script of an unshared shell in an empty folder: run the command of its arguments where only the
-folders before it can be read.
+"""Script of an unshared shell in an empty folder.
 
-Its further arguments are the size of /tmp in bytes, the folders and `--`. /proc shows processes
-only, or, where the kernel cannot do that, nothing. The command that follows ends the right to
-mount.
+It runs the command of its arguments where only the folders before it can be read. Its further
+arguments are the size of /tmp in bytes, the folders and `--`. /proc shows processes only, or, where
+the kernel cannot do that, nothing. The command that follows ends the right to mount.
 """
 
 
 @cache
 def find_sandbox() -> tuple[str, ...]:
-    """Return the command that begins a run, after it has run once. Raises ValueError if none of the
-    known ones works."""
+    """Return the command that begins a run, after it has run once.
+
+    Raises ValueError if none of the known ones works.
+    """
     if os.environ.get(WITHOUT_SANDBOX) == "none":
         return ()
     for sandbox in (_bubblewrap(), _unshare(by_root=True), _unshare(by_root=False)):
@@ -108,9 +111,9 @@ def find_sandbox() -> tuple[str, ...]:
 def running(
     what: str, job: Any, *, connection: socket.socket | None = None, **streams: Any
 ) -> Iterator[subprocess.Popen]:
-    """Run a `program`, a `module` that is asked over the connection, or the `tests` that ask; kill
-    it at the end of the context.
+    """Run a program in the sandbox, and kill it at the end of the context.
 
+    `what` is `program`, a `module` that is asked over the connection, or the `tests` that ask.
     Further options are the streams of subprocess.Popen. Raises ValueError if the machine has no
     sandbox.
     """
@@ -144,8 +147,10 @@ def running(
 def output_of(
     program: str, stdin: str = "", *, errors: int = subprocess.DEVNULL
 ) -> tuple[int, str]:
-    """Run a program; return its exit code, which is not 0 if it fails or takes too long, and its
-    standard output."""
+    """Run a program; return the exit code and the standard output.
+
+    The code is not 0 if the program fails or takes too long.
+    """
     with _file(stdin) as standard_input, tempfile.TemporaryFile() as output:
         os.fchmod(output.fileno(), 0o222)
         with running(
@@ -205,8 +210,10 @@ def _bubblewrap() -> tuple[str, ...]:
 
 
 def _unshare(*, by_root: bool) -> tuple[str, ...]:
-    """Return the command that makes namespaces: `by_root`, as whom it mounts, or as a user who is
-    root only inside."""
+    """Return the command that makes namespaces.
+
+    With `by_root` root mounts; otherwise a user does who is root only inside.
+    """
     path = shutil.which("unshare")
     nobody = _as_nobody()
     if not path or by_root and not nobody:
@@ -220,8 +227,10 @@ def _unshare(*, by_root: bool) -> tuple[str, ...]:
 
 
 def _as_nobody() -> tuple[str, ...]:
-    """Return the start of a command that runs with the rights of nobody, if this process is root on
-    the machine itself."""
+    """Return the start of a command that runs with the rights of nobody.
+
+    It is empty unless this process is root on the machine itself.
+    """
     if os.geteuid() != 0 or Path("/proc/self/uid_map").read_text().split()[:2] != ["0", "0"]:
         return ()
 
@@ -244,8 +253,10 @@ def _as_nobody() -> tuple[str, ...]:
 
 
 def _hidden_settings() -> list[str]:
-    """Return what hides the folders of /proc that are not about processes, and what else there can
-    be written."""
+    """Return the options that hide parts of /proc.
+
+    These are folders that are not about processes, and whatever else can be written there.
+    """
     hidden: list[str] = []
     for entry in sorted(Path("/proc").iterdir()):
         if entry.name.isdigit() or entry.is_symlink():
@@ -258,7 +269,7 @@ def _hidden_settings() -> list[str]:
 
 
 def _folders() -> list[str]:
-    """Return the folders of the system and of Python, which a program may read."""
+    """Return the folders of the system and of Python that a program may read."""
     names = (
         "/usr",
         "/bin",

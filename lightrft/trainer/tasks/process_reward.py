@@ -1,8 +1,8 @@
 """Process reward models: a score at the end of each step of an answer."""
 
-from lightrft.algorithms.preferences.steps import step_objective
+from lightrft.algorithms.preferences.process_reward import step_objective
 from lightrft.config.sections import TrainSection
-from lightrft.data.steps import step_batch
+from lightrft.data.step_labels import step_batch
 from lightrft.roles.reward_model import RewardModel
 from lightrft.roles.role import LossTerm
 from lightrft.trainer.tasks.examples import known_denominator, plan_local_rows

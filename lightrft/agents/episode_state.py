@@ -1,4 +1,4 @@
-"""An episode that has begun: its turns, and the conversations to which they belong."""
+"""The state of an episode: turns, and the conversations that they belong to."""
 
 from dataclasses import dataclass, field
 from operator import ne
@@ -10,7 +10,7 @@ from lightrft.samples import Completion, Episode, Prompt, Sample
 
 
 class PlayedTurn(NamedTuple):
-    """A turn, which ends a conversation or is inside of one."""
+    """A turn at the end of a conversation, or inside of one."""
 
     conversation: Sample
     token_ids: list[int]
@@ -21,33 +21,36 @@ class PlayedTurn(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Play:
+class EpisodeState:
     """An episode that has begun.
 
-    The first conversation is the sample of the group. One that leaves it after an earlier turn is a
-    branch: a sample that repeats the tokens up to there, which are learned in the other one.
+    The first conversation is the sample of the group. A conversation that leaves it after an
+    earlier turn is a branch: a sample that repeats the tokens up to there. These are learned in the
+    other one.
     """
 
     sample: Sample
     seed_parts: tuple[int, ...]
-    """Numbers from which the seeds of its turns are derived."""
+    """Numbers that the seeds of the turns are derived from."""
     worker: Worker | None = None
     mailbox: Mailbox | None = None
     """The socket of the worker."""
     turns: list[PlayedTurn] = field(default_factory=list)
     conversation: Sample = field(init=False)
-    """Sample to which the next turn, or the latest one, belongs."""
+    """Sample that the next turn, or the latest one, belongs to."""
     max_tokens: int | None = None
-    """Largest number of tokens of the next turn, if its program has set one."""
+    """Largest number of tokens of the next turn, if the program has set one."""
     sampling: dict[str, float] = field(default_factory=dict)
-    """Sampling parameters of the next turn that replace those of the run."""
+    """Sampling parameters of the next turn that replace the run's."""
     num_replies: int = 0
-    """Number of replies that were sent to its program."""
+    """Number of replies that were sent to the program."""
     until: float = 0.0
-    """Time by which its program must ask for its next turn, in seconds of time.monotonic();
-    infinite while the model samples."""
+    """Latest time for the program to ask for the next turn, in seconds of time.monotonic().
+
+    It is infinite while the model samples.
+    """
     last_turn_after: float = float("inf")
-    """Time after which no turn begins, in seconds of time.monotonic()."""
+    """No turn begins after this time, in seconds of time.monotonic()."""
 
     def __post_init__(self) -> None:
         self.conversation = self.sample
@@ -63,28 +66,28 @@ class Play:
         return self.sample.episode
 
     def context(self, request: TurnRequest) -> PlayedTurn | None:
-        """Return the turn after which a requested turn comes; None at the beginning of a
-        conversation.
-        """
+        """Return the turn that a requested turn follows; None where a conversation begins."""
         if not self.turns or request.after == BEGINNING:
             return None
         return self.turns[-1 if request.after is None else request.after]
 
     def begin(self, prompt: Prompt) -> None:
-        """Begin a conversation with its own prompt."""
+        """Begin a conversation with a new prompt."""
         if self.turns:
             self.conversation = self._branch(prompt, Episode())
         else:
             self.sample.prompt = prompt
 
     def read(self, turn: PlayedTurn, token_ids: list[int], messages: list[Message]) -> None:
-        """Let the model read an observation after a turn, on a branch if others have followed
-        it.
+        """Let the model read an observation after a turn.
+
+        If other turns have followed that turn, this begins a branch.
         """
         before = turn.conversation
         end = turn.num_tokens
         if end < len(before.token_ids):
             messages_before = before.episode.messages[: turn.num_messages]
+            # The tokens up to here are learned in the conversation that had them first.
             branch = self._branch(
                 before.prompt, Episode(sampled=[False] * end, messages=messages_before)
             )
@@ -102,7 +105,7 @@ class Play:
         before.episode.messages += messages
 
     def add(self, completion: Completion, text: str) -> None:
-        """Add a turn of the model, whose tokens the conversation has."""
+        """Add a turn of the model; the conversation has its tokens already."""
         sample = self.conversation
         sample.episode.sampled += [True] * len(completion.token_ids)
         sample.episode.messages.append({"role": "assistant", "content": text})
@@ -135,9 +138,7 @@ class Play:
         episode.drift = self._drift()
 
     def _drift(self) -> int:
-        """Return the number of tokens that are not learned as they were sampled: 0 unless there is
-        a bug.
-        """
+        """Count the tokens that are not learned as they were sampled: 0 unless there is a bug."""
         wrong = 0
         for sample, token_ids, end, _ in self.turns:
             wrong += sum(map(ne, sample.token_ids[end - len(token_ids) : end], token_ids))

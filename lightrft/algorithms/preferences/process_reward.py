@@ -11,11 +11,11 @@ from lightrft.types import JudgedBatch
 def step_objective(
     scores: Tensor, batch: JudgedBatch, denominator: Denominator
 ) -> tuple[Tensor, Report]:
-    """Binary cross entropy of sigmoid(score) and the label at the end of each step, mean over all
-    steps of the optimizer step.
+    """Binary cross entropy of sigmoid(score) and the label at the end of each step.
 
-    scores [T] float32, read at the learned tokens, where `batch.targets` [T] are labels from 0 to
-    1; returns [] and reports [T]. Lightman et al., arXiv 2305.20050.
+    The mean is over all steps of the optimizer step. scores [T] float32, read at the learned
+    tokens, where `batch.targets` [T] are labels from 0 to 1; returns [] and reports [T]. Lightman
+    et al., arXiv 2305.20050.
     """
     losses = F.binary_cross_entropy_with_logits(scores, batch.targets, reduction="none")
     probability = scores.detach().sigmoid()

@@ -1,4 +1,4 @@
-"""Answers in steps, each of which is judged, for process reward models."""
+"""Answers in steps that are judged one by one, for process reward models."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -18,8 +18,8 @@ from lightrft.types import Answer, Expand, JudgedBatch, Prompt, TokenIds
 
 TARGETS = "targets"
 """Column of a loaded answer: the label of each step, from 0 to 1."""
-USUAL_STEPS = "completions"
-USUAL_LABELS = "labels"
+DEFAULT_STEPS = "completions"
+DEFAULT_LABELS = "labels"
 """Columns that are used if --completion_key and --label_key are not set."""
 
 
@@ -33,11 +33,10 @@ def load_steps(
     measure: MediaTokenCounter | None = None,
     requirements: Any = None,
 ) -> PromptSet:
-    """Load prompts with an Answer of steps, as load_prompts() does; above `longest` tokens a row is
-    a bad row.
+    """Load prompts with an Answer of steps, as load_prompts() does.
 
-    The separator joins the steps, and the end token follows the last one. The last token of each
-    step is learned.
+    Above `longest` tokens a row is a bad row. The separator joins the steps, and the end token
+    follows the last one. The last token of each step is learned.
     """
     separator = section.step_separator
     step_ends = StepEnds(tokenizer, separator)
@@ -64,6 +63,7 @@ def load_steps(
         text = separator.join(step.removesuffix(separator) for step in steps)
         token_ids = text_answer(section, tokenizer, prompt.text, text).token_ids
 
+        # A label belongs to a step, so the search that scores responses must find the same steps.
         ends = step_ends(token_ids)
         if len(ends) != len(steps):
             raise ValueError(
@@ -96,7 +96,7 @@ def load_steps(
 def step_batch(
     answers: Sequence[Prompt], rows: Sequence[int], expand: Expand | None = None
 ) -> JudgedBatch:
-    """Build the flat batch of the answers. `rows` are their indices in the whole batch."""
+    """Build the flat batch of the answers. `rows` has the index of each in the whole batch."""
     columns = flat_columns([(prompt, prompt.columns[ANSWER]) for prompt in answers], expand)
     targets = torch.zeros(len(columns["input_ids"]))
     targets[columns["loss_mask"]] = torch.tensor(
@@ -106,7 +106,7 @@ def step_batch(
 
 
 def _steps(preference: PreferenceSection, row: dict[str, Any]) -> list[str]:
-    name = preference.completion_key or USUAL_STEPS
+    name = preference.completion_key or DEFAULT_STEPS
     steps = column(row, name, "completion_key")
     if not isinstance(steps, list) or not all(isinstance(step, str) and step for step in steps):
         raise ValueError(
@@ -118,7 +118,7 @@ def _steps(preference: PreferenceSection, row: dict[str, Any]) -> list[str]:
 def _labels(section: DataSection, row: dict[str, Any]) -> list[float]:
     name = section.label_key
     if name not in row and name == DataSection.label_key:
-        name = USUAL_LABELS
+        name = DEFAULT_LABELS
 
     labels = column(row, name, "label_key")
     if not isinstance(labels, list) or not all(
