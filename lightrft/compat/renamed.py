@@ -5,10 +5,10 @@ the help omits them.
 from collections.abc import Mapping
 from typing import Any
 
-from lightrft.config.command_line import Flags
+from lightrft.config.command_line import Flags, value_of_words
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import SECTIONS, Config
-from lightrft.config.values import typed_value
+from lightrft.config.values import CommaSeparated, typed_value
 
 RENAMED = {
     "model": "pretrain",
@@ -60,9 +60,9 @@ def current_names(values: Mapping[str, Any], config: Config, source: str = "") -
     return current
 
 
-def _report_to(before: str | list[str], name: str, enabled: bool) -> dict[str, str]:
+def _report_to(before: Any, name: str, enabled: bool) -> dict[str, str]:
     """Return the field of the destinations if switching one on or off changes it."""
-    names = (before if isinstance(before, str) else ",".join(before)).split(",")
+    names = typed_value(CommaSeparated, before).split(",")
     if enabled == (name in names):
         return {}
     rest = [each for each in names if each != name]
@@ -75,7 +75,7 @@ def current_flags(flags: Flags, config: Config) -> Flags:
     for name, words in flags.items():
         switch = name.removeprefix("no_")
         if switch in SWITCHES:
-            values[switch] = switch == name and (words[0] if words else True)
+            values[switch] = switch == name and value_of_words(name, bool, words)
         else:
             values[name] = words
 

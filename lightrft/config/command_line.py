@@ -128,13 +128,16 @@ def _values_of_flags(flags: Flags, problems: list[str]) -> dict[str, Any]:
             if words:
                 raise _misplaced(*words)
         else:
-            values[name] = _value(name, types[name], words)
+            values[name] = value_of_words(name, types[name], words)
 
     return values
 
 
-def _value(name: str, kind: Any, words: list[str]) -> Any:
-    """Return the words after a flag as one value; a switch may have none."""
+def value_of_words(name: str, kind: Any, words: list[str]) -> Any:
+    """Return the words after a flag as one value; a switch may have none.
+
+    Raises ConfigError for too few or too many words.
+    """
     if get_origin(kind) is list:
         return words
     if kind is bool and not words:
