@@ -51,10 +51,10 @@ def one_step(arrival: float) -> tuple[int, float]:
 
 
 def launch(arrival: float = 60, rounds: int = 1, **variables: str):
-    """A process with just these of a launcher's variables; returns a function that waits for its
-    (result, error).
+    """Start a process with just these of a launcher's variables.
 
-    `arrival` is in seconds; of several rounds the last result counts.
+    Return a function that waits for (result, error) of the process. `arrival` is in seconds; of
+    several rounds the last result counts.
     """
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
