@@ -806,12 +806,12 @@ def test_placeholders_without_media_are_left_out_with_their_frame():
     ],
     ids=str,
 )
-def test_inputs_that_are_none(given):
+def test_inputs_without_a_prompt_are_refused(given):
     with pytest.raises(ValueError, match="a multi-modal input has prompt or prompt_token_ids"):
         PromptReader(Vocabulary(9, frozenset(), (), ""), special_tokens=False).local(given)
 
 
-def test_requests_with_other_pixels_are_others():
+def test_requests_with_other_pixels_differ():
     def of(*images: Image.Image) -> str:
         return digest(Request([1], {"images": list(images)}))
 

@@ -55,7 +55,7 @@ def test_buffers_stay_as_the_model_makes_them() -> None:
 
 
 @pytest.mark.slow
-def test_images_that_it_reads_wrong_are_refused(tmp_path: Path) -> None:
+def test_images_that_sglang_misreads_are_refused(tmp_path: Path) -> None:
     said = in_sglang_environment(answer_to_an_image, str(tmp_path))
     assert (
         "request 0 carries images: this engine supports only text; --engine_type hf also supports"

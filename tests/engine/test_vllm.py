@@ -65,7 +65,7 @@ def _two_engines_on_one_machine(folder: str) -> tuple[list[list[int]], list[str]
     return tokens, mapped, hasattr(torch.ops._C, "init_shm_manager")
 
 
-def test_two_tensor_parallel_engines_beside_each_other(tmp_path: Path) -> None:
+def test_two_tensor_parallel_engines_on_one_machine(tmp_path: Path) -> None:
     """Each engine has separate shared memory without a name, so a killed process leaves nothing
     behind.
     """
@@ -262,7 +262,7 @@ def _warns(folder: str) -> None:
     engine.close()
 
 
-def test_warnings_are_shown_but_for_those_of_choices_made_here(
+def test_warnings_are_shown_except_about_choices_made_here(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_ranks(1, _warns, tiny_model(tmp_path, tie=True))

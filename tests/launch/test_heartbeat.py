@@ -87,7 +87,7 @@ def test_every_rank_says_who_is_late_and_where_all_are(tmp_path):
         assert "ranks 0, 2: in phase train, at lightrft/parallel/collectives.py:" in said
 
 
-def test_a_subgroup_is_noticed_too(tmp_path):
+def test_a_stall_in_a_subgroup_is_noticed_too(tmp_path):
     """Rank 2 waits in a tensor-parallel group, ranks 0 and 1 in the group of all."""
     for said in ended(tmp_path, 4, late, {"tp_size": 2}, 3):
         assert "Late: ranks 2-3." in said and "in mesh_tp #" in said and "in phase reward" in said
@@ -230,7 +230,7 @@ def all_fail(folder):
     made.fail(ValueError("no such file"), code=2, brief=True)
 
 
-def test_what_all_ranks_meet_is_said_once(tmp_path):
+def test_an_error_of_all_ranks_is_said_once(tmp_path):
     assert sorted(ended(tmp_path, 3, all_fail)) == ["", "", "no such file\n"]
 
 

@@ -120,7 +120,7 @@ def test_ranks_of_one_replica_draw_the_same(results, layout):
 
 
 @pytest.mark.slow
-def test_tensor_parallel_dropout_is_that_of_one_process(folder, results):
+def test_tensor_parallel_dropout_equals_that_of_one_process(folder, results):
     """Between blocks each rank has the whole stream, so a single process draws the same numbers."""
     logprobs, gradients, *_ = run_ranks(1, passed, folder, {}, True)[0]
     for found, its_gradients, *_ in results["blocks only"]:

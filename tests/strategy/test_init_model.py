@@ -280,7 +280,7 @@ def own_model(folder: str, config_of: str):
     made.prepare(model)
 
 
-def test_a_model_of_ones_own_that_does_not_fit_is_an_error(folder, tmp_path):
+def test_a_users_model_that_does_not_fit_is_an_error(folder, tmp_path):
     problems = {
         1: "11 tensors in it are not of the model, the first is model.layers.1.",
         3: "11 tensors of the model are not in it, the first is model.layers.2.",

@@ -271,7 +271,7 @@ def test_part_of_an_environment_is_an_error(clean_environment, given):
     assert not dist.is_initialized()
 
 
-def test_a_rank_that_is_no_number_is_an_error(clean_environment):
+def test_a_rank_that_is_not_a_number_is_an_error(clean_environment):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         clean_environment.setenv(name, "one")
     with pytest.raises(ConfigError, match="RANK='one' is not a number"):
@@ -345,7 +345,7 @@ def sized(train, micro):
         ({"engine_type": "tgi"}, "engine_type: invalid choice 'tgi'"),
     ],
 )
-def test_layouts_that_cannot_be(args, says):
+def test_impossible_layouts_are_refused(args, says):
     with pytest.raises(RuntimeError, match=says):
         run_ranks(2, with_args, args)
 
