@@ -21,6 +21,7 @@ LAYERS = {
     "run": 10,
     "schedulers": 10,
     "stages": 10,
+    "compat": 10,
     "tools": 10,
     "rollout": 9,
     "agents": 8,

@@ -4,16 +4,19 @@ import copy
 import json
 import math
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
+from string import Formatter
 from typing import get_origin
 
 import pytest
 
 import lightrft
 from lightrft.__main__ import main
+from lightrft.compat.command_line import parse
 from lightrft.config import (
     COMMANDS,
     SECTIONS,
@@ -26,16 +29,18 @@ from lightrft.config import (
     field_docs,
     fields_read,
     needs_reference,
-    parse,
     resolve,
     section_of_field,
     summary,
 )
 from lightrft.config.command_line import help_text
+from lightrft.config.effects import COMPUTED
+from lightrft.config.facts import RunFacts
 from lightrft.config.presets import DEFAULTS
 from lightrft.config.references import DataSource, data_sources, reward_terms
-from lightrft.config.sections import field_bounds, field_types
-from lightrft.config.validation import range_problems
+from lightrft.config.resolve import range_problems
+from lightrft.config.rules import DEEPSPEED, LAYOUT, RULES, Rule
+from lightrft.config.sections import field_types, options
 from lightrft.config.values import CommaSeparated
 from lightrft.rewards.functions import rewards
 
@@ -500,11 +505,12 @@ def test_every_number_has_bounds(value):
     """A number that is set in Python, where no text is parsed, has them too."""
     config = Config()
     for name, section in section_of_field().items():
-        if name in field_bounds() and name != "seed":
+        if options()[name].bound and name != "seed":
             kind = field_types()[name]
             setattr(getattr(config, section), name, [value] if get_origin(kind) is list else value)
     found = {problem.split()[0] for problem in range_problems(config, section_of_field())}
-    assert found == {f"--{name}" for name in field_bounds() if name != "seed"}
+    bounded = {name for name, option in options().items() if option.bound}
+    assert found == {f"--{name}" for name in bounded - {"seed"}}
 
 
 @pytest.mark.parametrize(
@@ -518,9 +524,9 @@ def test_every_number_has_bounds(value):
                 "--micro_train_batch_size=-1",
                 "--zpg=0",
             ],
-            "at least 1",
+            "must be at least 1",
         ),
-        (["--dual_clip=1"], "above 1"),
+        (["--dual_clip=1"], "must be above 1"),
         (
             [
                 "--sapo_tau_positive=0",
@@ -528,18 +534,21 @@ def test_every_number_has_bounds(value):
                 "--arrival_minutes=0",
                 "--rollout_correction_high=-1",
             ],
-            "above 0",
+            "must be above 0",
         ),
         (
             ["--learning_rate=-1", "--max_norm=-1", "--eval_n_samples=-1", "--eps_clip_low=-0.2"],
-            "at least 0",
+            "must not be negative",
         ),
-        (["--ema_beta=2", "--lr_warmup_ratio=3", "--engine_mem_util=60"], "between 0 and 1"),
+        (
+            ["--ema_beta=2", "--lr_warmup_ratio=3", "--engine_mem_util=60"],
+            "must be between 0 and 1",
+        ),
     ],
 )
 def test_numbers_out_of_their_range_are_named(argv, said):
     message = problems(*RUNNABLE, *argv)
-    assert all(f"{flag.split('=')[0]} must be {said}" in message for flag in argv)
+    assert all(f"{flag.split('=')[0]} {said}" in message for flag in argv)
 
 
 def test_a_sequence_that_fits_no_microbatch_of_log_probs():
@@ -761,6 +770,42 @@ def test_what_cannot_speculate_is_named(tmp_path):
     assert f"--speculative mtp: {tmp_path} has no layers for it" in problems(*mtp)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"mtp_num_hidden_layers": 1}}))
     check(*mtp)
+
+
+@pytest.mark.parametrize(
+    ("message", "found", "said"),
+    [
+        ("no {seed}: {found}", ["a", "", "b"], ["no 42: a", "no 42: b"]),
+        ("no {seed}: {found}", "a {b}", ["no 42: a {b}"]),
+        ("no {seed}", ["a", "b"], ["no 42"]),
+        ("no {seed}", [""], ["no 42"]),
+        ("no {seed}", [], []),
+    ],
+)
+def test_a_rule_says_what_it_found(message, found, said):
+    assert Rule(message, lambda run: found).problems(RunFacts(Config())) == said
+
+
+def test_every_placeholder_of_a_rule_has_a_value():
+    """A misspelt one would show only when the rule is broken."""
+    run = RunFacts(Config(), "train_ppo", 2)
+    every = [*DEEPSPEED, *LAYOUT, *(rule for _, rules in RULES for rule in rules)]
+    names = {name for rule in every for _, name, *_ in Formatter().parse(rule.message) if name}
+    assert len(every) > 90 and len(names) > 20
+    assert all(run[name] is not Ellipsis for name in names - {"found"})
+
+
+def test_every_need_names_fields():
+    """A misspelt flag in what a field needs would be silence."""
+    texts = set()
+    for option in options().values():
+        needs = [option.needs] if isinstance(option.needs, str) else option.needs.values()
+        texts |= {*needs, option.unless} - {""}
+
+    assert len(texts) > 40 and COMPUTED.keys() <= texts
+    for text in texts - COMPUTED.keys():
+        assert re.fullmatch(r"--\w+( \w+)?((, | or )(--)?\w+( \w+)?)*", text)
+        assert set(re.findall(r"--(\w+)", text)) <= set(section_of_field())
 
 
 # -- flags without effect
@@ -1128,8 +1173,8 @@ def test_samplings_that_nobody_can_draw_from_are_named():
         *RUNNABLE, "--eval_data=x", "--top_p=0.5", "--first_token_temperature=3", command="evaluate"
     )
     assert [line.split()[0] for line in unused if "prompt_data" not in line] == [
-        "--first_token_temperature",
         "--top_p",
+        "--first_token_temperature",
     ]
 
 

@@ -12,11 +12,13 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 from lightrft.cli import doctor, export, plan
-from lightrft.config import COMMANDS, ConfigError, parse, renamed, resolve
-from lightrft.config.other_tools import DOTTED, IGNORED, TRL_FLAGS
-from lightrft.config.other_tools import RENAMED as other_tools
-from lightrft.config.sections import field_types, section_of_field
-from lightrft.config.validation import range_problems
+from lightrft.compat import openrlhf, renamed
+from lightrft.compat.command_line import parse
+from lightrft.compat.openrlhf import DOTTED, IGNORED
+from lightrft.compat.trl import TRL_FLAGS
+from lightrft.config import COMMANDS, ConfigError, resolve
+from lightrft.config.resolve import range_problems
+from lightrft.config.sections import aliases, field_types, section_of_field
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -296,12 +298,9 @@ def values_of(flag: str, values: list[str]) -> list[str]:
     """Return values for placeholders such as N or FOLDER, the first of `a|b`, or a value of our
     own.
     """
-    kind = field_types().get(current(flag), None)
+    kind = bool if current(flag) in renamed.SWITCHES else field_types().get(current(flag))
     if not values and kind is not bool:
         values = [] if kind is None else ["N"]
-    if current(flag) in renamed.RENAMED:
-        kind = renamed.RENAMED[current(flag)].kind
-        values = values or ["N"]
 
     example = "1" if "int" in str(kind) or "float" in str(kind) or kind is None else "name"
     if get_origin(kind) is Literal:
@@ -319,7 +318,8 @@ def current(flag: str) -> str:
     """Return the name of the field that a flag sets, also for a flag of another tool."""
     name = flag.removeprefix("--")
     name = DOTTED.get(name, name)
-    return other_tools.get(name, name)
+    name = openrlhf.RENAMED.get(name, name)
+    return renamed.RENAMED.get(name, aliases().get(name, name))
 
 
 def test_extras_are_those_of_this_folder():

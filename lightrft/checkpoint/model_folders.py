@@ -13,9 +13,9 @@ from loguru import logger
 
 from lightrft.checkpoint.atomic import CheckpointError
 from lightrft.config.errors import ConfigError
-from lightrft.config.references import GGUF, reward_model_terms
+from lightrft.config.references import GGUF, REWARD_MODELS, reward_model_terms
 from lightrft.config.resolve import convert_values
-from lightrft.config.sections import REWARD_MODELS, Config
+from lightrft.config.sections import Config
 from lightrft.versions import EXTRAS, requirements, version_problems
 
 FORMAT = 1

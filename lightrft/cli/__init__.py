@@ -18,7 +18,7 @@ from collections.abc import Sequence  # noqa: E402
 
 from loguru import logger  # noqa: E402
 
-from lightrft.config.command_line import parse  # noqa: E402
+from lightrft.compat.command_line import parse  # noqa: E402
 from lightrft.config.errors import ConfigError  # noqa: E402
 from lightrft.config.paths import check_paths  # noqa: E402
 from lightrft.config.sections import Config  # noqa: E402

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from lightrft.checkpoint.model_folders import name_folders
 from lightrft.cli import USER_ERROR
-from lightrft.config.command_line import parse
+from lightrft.compat.command_line import parse
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import resolve
 from lightrft.config.sections import Config

@@ -1,21 +1,23 @@
-"""The configuration: every field, the source of its value, and the checks of combinations."""
+"""The configuration of a run: fields with their sources, checks, and the command line."""
 
 from lightrft.config.command_line import field_docs, load, parse
-from lightrft.config.commands import COMMANDS, fields_read
 from lightrft.config.effects import flags_without_effect
 from lightrft.config.errors import ConfigError
 from lightrft.config.presets import PRESETS, recipe
-from lightrft.config.recipe import COMPARING
 from lightrft.config.references import RewardTerm, address_problem, reward_terms
 from lightrft.config.resolve import (
     BOTH_BOUNDS,
     Arguments,
     as_config,
     check_strategy,
+    deepspeed_problems,
     resolve,
     strategy_name,
+    validate,
 )
+from lightrft.config.rules import COMPARING
 from lightrft.config.sections import (
+    COMMANDS,
     SECTIONS,
     AlgorithmSection,
     Config,
@@ -30,13 +32,13 @@ from lightrft.config.sections import (
     ServerSection,
     StrategySection,
     TrainSection,
+    fields_read,
     needs_critic,
     needs_reference,
     section_of_field,
     sequence_layout,
 )
 from lightrft.config.summary import summary
-from lightrft.config.validation import deepspeed_problems, validate
 
 __all__ = [
     "AlgorithmSection",

@@ -6,64 +6,91 @@ The file gives defaults, flags override it. Nothing heavy is imported here, so t
 reported at once.
 """
 
-import argparse
 import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from lightrft.config.commands import COMMANDS, fields_read
 from lightrft.config.errors import ConfigError
-from lightrft.config.other_tools import TRL_FLAGS, translate_flags
 from lightrft.config.presets import DEFAULTS, PRESETS, recipe
-from lightrft.config.renamed import ALIASES, RENAMED
-from lightrft.config.sections import SECTIONS, Config, field_types, section_of_field
+from lightrft.config.sections import (
+    COMMANDS,
+    SECTIONS,
+    Config,
+    aliases,
+    field_types,
+    fields_read,
+    section_of_field,
+)
 from lightrft.config.values import CommaSeparated, Verbatim, nearest
 
-GROUPS = {
-    "model": "models, their trained parameters, adapters",
-    "data": "prompts, answers, templates",
-    "strategy": "distribution of models and batches over the ranks",
-    "engine": "generation engine and weight stream",
-    "rollout": "prompts and samples of a step, sampling parameters",
-    "environment": "environments and tools of responses with several turns",
-    "reward": "reward functions, reward models, reward shaping",
-    "algorithm": "advantages, losses, divergence from the reference",
-    "preference": "pairs of answers, reward model training, DPO, KTO, steps",
-    "server": "the address of serve and serve_reward",
-    "optim": "learning rates and the optimizer",
-    "train": "length of the run, batches, checkpoints",
-    "observe": "metrics and their destinations",
-}
-"""Section -> its description in --help."""
+Flags = dict[str, list[str]]
+"""Flag, without dashes -> the words after it."""
 HELP = ("-h", "--help")
 VERSION = "--version"
 
 
+def group_flags(tokens: Sequence[str]) -> Flags:
+    """Return the flags of a command line, the last one of each name.
+
+    `--eps-clip=1` and `--eps_clip 1` are the same. Raises ConfigError for a word before the first
+    flag.
+    """
+    flags: Flags = {}
+    words = None
+    for token in tokens:
+        if token.startswith("--"):
+            name, equals, value = token.removeprefix("--").partition("=")
+            name = name.replace("-", "_")
+            words = [value] if equals else []
+            flags.pop(name, None)  # what is written last wins, over --no_name too
+            flags[name] = words
+        elif words is not None:
+            words.append(token)
+        else:
+            raise _misplaced(token)
+
+    return flags
+
+
+def _as_they_are(tokens: list[str], config: Config) -> tuple[Flags, list[str]]:
+    return group_flags(tokens), []
+
+
 def parse(
-    argv: Sequence[str] | None = None, command: str = "train_ppo", description: str = ""
+    argv: Sequence[str] | None = None,
+    command: str = "train_ppo",
+    description: str = "",
+    *,
+    read_flags: Callable[[list[str], Config], tuple[Flags, list[str]]] = _as_they_are,
+    read_keys: Callable[[dict[Any, Any], Config, str], dict[Any, Any]] = lambda keys, *_: keys,
 ) -> Config:
     """Return the configuration of `--config file.yaml` and flags, not yet resolved; see resolve().
+
+    `read_flags` and `read_keys` translate names that are no fields, in the command line and in the
+    content of a file; lightrft.compat has both. `read_flags` also returns sentences about flags
+    without a translation. Both may add to the configuration's notices.
 
     Raises ConfigError for names that do not exist and values of the wrong type, all of one source
     in one message. `--help` and `--version` print and exit.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     _answer(argv, command, description)
-    files, flags = _split_config_flag(argv)
+    files, tokens = _split_config_flag(argv)
+
     config = Config()
     for file in files:
-        config.update(_values_of_file(file), source=f"--config {file}: ")
-    translation = translate_flags(flags)
-    values = _values_of_flags(translation.flags, translation.refused)
-    config.notices += translation.notices
+        source = f"--config {file}: "
+        config.update(_values_of_keys(read_keys(_content(file), config, source), source), source)
+
+    values = _values_of_flags(*read_flags(tokens, config))
     # two forms of one choice: a flag of either replaces the value in a file
     if values.keys() & {"strategy", "fsdp"}:
         config.strategy.forget("strategy", "fsdp")
@@ -77,61 +104,54 @@ def load(file: str | Path) -> Config:
     return parse(["--config", str(file)])
 
 
-def _values_of_flags(arguments: list[str], problems: list[str]) -> dict[str, Any]:
-    """Return field name -> value; raise ConfigError with the unknown flags, and with the `problems`
-    that were found before.
+def _values_of_flags(flags: Flags, problems: list[str]) -> dict[str, Any]:
+    """Return field name -> value. Raises ConfigError with the unknown flags, and with the
+    `problems` that were found before.
     """
-    sections = section_of_field()
-    names = [token.partition("=")[0] for token in arguments if token.startswith("--")]
-    switches = {f"--no_{name}" for name, kind in field_types().items() if kind is bool}
-    flags = {f"--{name}" for name in sections} | switches
-    before = {f"--{name}" for name in RENAMED} | {
-        f"--no_{name}" for name, old in RENAMED.items() if old.kind is bool
-    }
+    types = field_types() | {alias: field_types()[name] for alias, name in aliases().items()}
+    switches = {f"no_{name}": name for name, kind in types.items() if kind is bool}
     unknown = [
-        f"unknown flag {name}{_suggestion(name, flags - switches)}"
-        for name in names
-        if name not in flags | before
+        f"unknown flag --{name}{nearest(f'--{name}', (f'--{each}' for each in types)).rstrip('?')}"
+        for name in flags
+        if name not in types and name not in switches
     ]
 
     if found := [*unknown, *problems]:
-        listed = (
-            "; ".join(found)
-            if len(found) < 4
-            else "".join(f"\n  - {problem}" for problem in found) + "\n"
-        )
-        raise ConfigError(
-            f"{listed.rstrip()}. All flags: --help all; of other tools: docs/migrating.md"
-        )
+        short = len(found) < 4
+        listed = "; ".join(found) if short else "".join(f"\n  - {problem}" for problem in found)
+        raise ConfigError(f"{listed}. All flags: --help all; of other tools: docs/migrating.md")
 
-    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for name, kind in (field_types() | {name: old.kind for name, old in RENAMED.items()}).items():
-        if kind is bool:
-            parser.add_argument(f"--{name}", nargs="?", const=True)
-            parser.add_argument(f"--no_{name}", action="store_const", const=False, dest=name)
+    values: dict[str, Any] = {}
+    for name, words in flags.items():
+        if name in switches:
+            values[switches[name]] = False
+            if words:
+                raise _misplaced(*words)
         else:
-            several = {list: "*", CommaSeparated: "+"}
-            parser.add_argument(f"--{name}", nargs=several.get(get_origin(kind) or kind))
+            values[name] = _value(name, types[name], words)
 
-    values, stray = parser.parse_known_args(arguments)
-    if stray:
-        raise ConfigError(
-            f"unexpected {' '.join(stray)}: a value must follow its --flag. All flags: --help all"
-        )
-
-    return vars(values)
+    return values
 
 
-def _suggestion(name: str, flags: set[str]) -> str:
-    answer = TRL_FLAGS.get(name.removeprefix("--"), "")
-    if " " in answer:
-        return f"; {answer}"
-    return f"; the flag here is --{answer}" if answer else nearest(name, flags).rstrip("?")
+def _value(name: str, kind: Any, words: list[str]) -> Any:
+    """Return the words after a flag as one value; a switch may have none."""
+    if get_origin(kind) is list:
+        return words
+    if kind is bool and not words:
+        return True
+    if not words:
+        raise ConfigError(f"--{name} needs a value. All flags: --help all")
+    if kind is CommaSeparated:
+        return words
+    if words[1:]:
+        raise _misplaced(*words[1:])
+    return words[0]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message.rstrip('.')}. All flags: --help all")
+def _misplaced(*words: str) -> ConfigError:
+    return ConfigError(
+        f"unexpected {' '.join(words)}: a value must follow its --flag. All flags: --help all"
+    )
 
 
 # -- files
@@ -156,7 +176,7 @@ def _split_config_flag(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Loader that refuses duplicate keys of a mapping, of which YAML would keep the last."""
+    """Loader that refuses duplicate keys of a mapping. YAML would keep the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -168,11 +188,8 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _values_of_file(file: str) -> dict[str, Any]:
-    """Return field name -> value of a YAML file.
-
-    Keys may be under their sections, or without sections.
-    """
+def _content(file: str) -> dict[Any, Any]:
+    """Return the keys of a YAML file, under sections or alone."""
     try:
         content = yaml.load(Path(file).read_text(encoding="utf-8"), _UniqueKeys) or {}
     except OSError as error:
@@ -183,20 +200,22 @@ def _values_of_file(file: str) -> dict[str, Any]:
         raise ConfigError(
             f"--config {file}: not valid YAML: its brackets are nested too deep"
         ) from error
-    except (
-        yaml.YAMLError,
-        ValueError,
-    ) as error:  # ValueError: Python's limit for digits of a number
+    except (yaml.YAMLError, ValueError) as error:  # Python has a limit for the digits of a number
         raise ConfigError(f"--config {file}: not valid YAML: {error}") from error
 
     if not isinstance(content, dict):
         raise ConfigError(
             f"--config {file}: the file has no keys, such as `seed: 1`, alone or under `train:`"
         )
+    return content
 
+
+def _values_of_keys(content: dict[Any, Any], source: str) -> dict[str, Any]:
+    """Return field name -> value. Raises ConfigError for keys that do not exist, or twice."""
     values: dict[str, Any] = {}
     problems: list[str] = []
-    owners = section_of_field() | {name: old.section for name, old in RENAMED.items()}
+    owners = section_of_field()
+    owners = owners | {alias: owners[name] for alias, name in aliases().items()}
 
     def take(name: str, value: Any) -> None:
         if name in values:
@@ -205,7 +224,7 @@ def _values_of_file(file: str) -> dict[str, Any]:
             values[name] = value
 
     for section, keys in content.items():
-        # a key without its section
+        # a key without a section
         if section in owners and (section not in SECTIONS or not isinstance(keys, dict | None)):
             take(section, keys)
         elif section not in SECTIONS:
@@ -217,21 +236,15 @@ def _values_of_file(file: str) -> dict[str, Any]:
             for name, value in (keys or {}).items():
                 if owners.get(name) == section:
                     take(name, value)
-                else:
-                    moved = (
-                        f"; it belongs under `{owners[name]}:`"
-                        if name in owners
-                        else nearest(str(name), owners)
-                    )
-                    problems.append(f"unknown key {name!r} under `{section}:`{moved}")
+                    continue
+                hint = nearest(str(name), owners)
+                if name in owners:
+                    hint = f"; it belongs under `{owners[name]}:`"
+                problems.append(f"unknown key {name!r} under `{section}:`{hint}")
 
     if problems:
-        listed = (
-            problems[0]
-            if len(problems) == 1
-            else "".join(f"\n  - {problem}" for problem in problems)
-        )
-        raise ConfigError(f"--config {file}: {listed}")
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        raise ConfigError(source + (problems[0] if len(problems) == 1 else listed))
 
     return values
 
@@ -254,11 +267,11 @@ def _answer(argv: list[str], command: str, description: str) -> None:
 
 
 def help_text(command: str, topic: str = "", description: str = "") -> str:
-    """Return the help of a command: all of its groups by name, or one group, one flag, or `all`
-    with their descriptions.
+    """Return the help of a command: the names of all flags by group, or the descriptions of one
+    group, one flag, or `all`.
     """
     topic = topic.strip("-").replace("-", "_")
-    topic = ALIASES.get(topic, topic)
+    topic = aliases().get(topic, topic)
     read = fields_read(command)
     groups = {
         name: [each for each in _names(name) if each in read]
@@ -315,7 +328,7 @@ def _names(section: str) -> Iterator[str]:
 
 
 def _heading(group: str) -> str:
-    return f"{group}: {GROUPS[group]}\n"
+    return f"{group}: {SECTIONS[group].__doc__}\n"
 
 
 def _help_of_flags(command: str, names: Iterable[str]) -> str:

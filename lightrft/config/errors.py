@@ -1,4 +1,6 @@
-"""The error of a configuration or of data that the user can correct."""
+"""The errors of a configuration or of data that the user can correct."""
+
+from collections.abc import Collection
 
 
 class ConfigError(ValueError):
@@ -8,4 +10,11 @@ class ConfigError(ValueError):
 
 
 class DataError(ConfigError):
-    """Error for data that cannot be used; the message names the file and line."""
+    """Raised for data that cannot be used; the message names the file and line."""
+
+
+def refuse(problems: Collection[str]) -> None:
+    """Raise one ConfigError with all problems, if there are any."""
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        raise ConfigError(f"this configuration cannot run:{listed}")

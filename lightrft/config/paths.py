@@ -1,38 +1,34 @@
-"""Look for the files that flags name, before anything heavy is imported: a misspelt path is told at
-once.
+"""Look for the files that flags name before anything heavy is imported, so that a misspelt path is
+reported at once.
 """
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightrft.config.commands import fields_read
-from lightrft.config.errors import ConfigError
+from lightrft.config.errors import refuse
+from lightrft.config.facts import RunFacts
 from lightrft.config.references import data_sources, eval_sources, reward_terms
-from lightrft.config.sections import Config
-from lightrft.config.validation import model_problems
+from lightrft.config.rules import unusable_models
+from lightrft.config.sections import Config, fields_read
 from lightrft.samples import DATA_FILES
 
 
 def check_paths(config: Config, command: str) -> None:
     """Raise ConfigError with every model, data set and file of code that is not where a flag says.
 
-    What is no path, such as a name on the hub or of a module, and whatever cannot be read, is found
-    later.
+    Names on the hub or of modules, and files that cannot be read, are found later.
     """
     try:
         problems = [
-            *model_problems(config),
+            *unusable_models(RunFacts(config, command)),
             *_missing_data(config, command),
             *_missing_code(config, command),
         ]
     except ValueError:  # not a list of names: validate() says so, with all other problems
         return
 
-    if problems:
-        raise ConfigError(
-            "this configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems)
-        )
+    refuse(problems)
 
 
 def _missing_data(config: Config, command: str) -> Iterator[str]:

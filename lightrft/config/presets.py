@@ -22,12 +22,12 @@ def aggregate(mode: str) -> Recipe:
 
 
 PRESETS: dict[str, Recipe] = {
-    # arXiv 1707.06347 as for language models: InstructGPT, arXiv 2203.02155, and its predecessor,
-    # arXiv 2009.01325
+    # arXiv 1707.06347, as InstructGPT (arXiv 2203.02155) and before it arXiv 2009.01325 use it for
+    # language models
     "ppo": PPO | aggregate("token-mean") | kl(0.02, "k1", in_loss=False) | CRITIC,
     # DeepSeekMath, arXiv 2402.03300
     "grpo": PPO | aggregate("seq-mean-token-mean") | kl(0.04, "k3", in_loss=True),
-    # arXiv 2503.14476; its penalty begins a fifth before the longest response and is at most 1
+    # arXiv 2503.14476; the penalty begins a fifth before the longest response and is at most 1
     # where rewards are 1 and -1: with rewards of 1 and 0, --overlong_buffer_penalty_factor 0.5 has
     # the same weight
     "dapo": PPO
@@ -69,7 +69,7 @@ PRESETS: dict[str, Recipe] = {
     | NO_KL,
     # arXiv 2511.20347
     "sapo": SAPO | aggregate("seq-mean-token-mean") | NO_KL,
-    # arXiv 2505.12504; the clip of the drift is that of the authors' code
+    # arXiv 2505.12504; the clip of the drift is from the authors' code
     "cpgd": PPO
     | {"policy_loss": "cpgd", "policy_drift_coef": 0.01, "policy_drift_clip": 0.2}
     | aggregate("token-mean")
@@ -93,7 +93,7 @@ DEFAULTS: dict[str, Recipe] = {
     # the rate of TRL's example
     "train_kto": {"learning_rate": 5e-7, "train_batch_size": 32},
 }
-"""Command -> its own defaults, where they differ from train_ppo's in the sections."""
+"""Command -> defaults that differ from train_ppo's in the sections."""
 
 CORRECTIONS: dict[str, Recipe] = {
     "icepop": {

@@ -1,18 +1,18 @@
-"""References in flags to servers, functions, data and engines: addresses and their keys, and lists
-of weighted names.
+"""Parse what flags refer to: addresses of servers, and lists of weighted names of rewards, models
+and data sets.
 """
 
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from lightrft.config.sections import REWARD_MODELS, EngineSection, ModelSection
 from lightrft.config.values import nearest
 
+REWARD_MODELS = ("reward_pretrain", "process_reward_pretrain")
+"""Fields that name reward models."""
 GGUF = ".gguf"
 """End of the name of a model in one file."""
 REWARD_KEY = "REWARD_API_KEY"
@@ -22,7 +22,7 @@ MODEL_KEY = "MODEL_API_KEY"
 JUDGE = "judge"
 """Name of the reward that a language model at --judge_url gives."""
 ENGINE = "engine"
-"""Value of --judge_url: the model that is trained judges its own responses."""
+"""Value of --judge_url: the trained model judges its own responses."""
 JUDGE_KEY = "JUDGE_API_KEY"
 """Environment variable with the key of that server."""
 SERVER = ("http://", "https://")
@@ -39,7 +39,7 @@ class RewardTerm:
     """One of the rewards of --reward, in the form `LABEL=NAME:WEIGHT`."""
 
     label: str
-    """Name of its metric, and of the term in the column --reward_key."""
+    """Name of the metric, and of the term in the column --reward_key."""
     name: str
     """A registered name, module:function, file.py:function, or the address of a server."""
     weight: float = 1.0
@@ -49,11 +49,11 @@ class RewardTerm:
 
 
 def reward_terms(text: str) -> list[RewardTerm]:
-    """Return the terms of --reward, which are separated by commas:
+    """Return the terms of --reward, separated by commas:
     `math_verify:0.8,short=lengths.py:short:0.2`.
 
-    Without a label a term has the name of its function, without a weight the weight 1. The number
-    after the host of an address is its port. Raises ValueError for an empty term, or for two terms
+    Without a label a term has the name of the function, without a weight the weight 1. The number
+    after the host of an address is a port. Raises ValueError for an empty term, or for two terms
     with one label.
     """
     terms = [_reward_term(part.strip()) for part in text.split(",")]
@@ -66,11 +66,18 @@ def reward_terms(text: str) -> list[RewardTerm]:
     return terms
 
 
-def reward_model_terms(section: ModelSection) -> list[tuple[str, RewardTerm]]:
+class NamedRewardModels(Protocol):
+    """The fields of ModelSection that name reward models."""
+
+    reward_pretrain: list[str]
+    process_reward_pretrain: list[str]
+
+
+def reward_model_terms(section: NamedRewardModels) -> list[tuple[str, RewardTerm]]:
     """Return (flag, reward model) for the entries of both flags, each in the form PATH, PATH:WEIGHT
     or LABEL=PATH:WEIGHT.
 
-    Without a label a model has the name of its folder; a number tells those of one name apart.
+    Without a label a model has the name of the folder; a number tells equal names apart.
     Raises ValueError for an empty entry, or for two models with one label.
     """
     terms: list[tuple[str, RewardTerm]] = []
@@ -99,7 +106,7 @@ def reward_model_terms(section: ModelSection) -> list[tuple[str, RewardTerm]]:
 
 
 def chosen_labels(columns: Mapping[str, Any], key: str | None, everything: set[str]) -> set[str]:
-    """Return the labels of the rewards that score a row: those in its column `key`, or `everything`
+    """Return the labels of the rewards that score a row: the ones in column `key`, or `everything`
     if `key` is None.
     """
     if key is None:
@@ -141,7 +148,7 @@ class DataSource:
 
 
 def data_sources(text: str) -> list[DataSource]:
-    """Return the data sets of a flag, which are separated by commas: `math.jsonl:0.7,chat:0.3`.
+    """Return the data sets of a flag, separated by commas: `math.jsonl:0.7,chat:0.3`.
 
     The name of an existing file or folder may contain commas and colons.
     """
@@ -156,8 +163,8 @@ def _data_source(text: str) -> DataSource:
 
 
 def data_problems(flag: str, text: str, probabilities: list[float]) -> list[str]:
-    """Return the reasons why the data sets of a flag cannot be drawn from; `probabilities` are
-    those of --prompt_data_probs.
+    """Return why the data sets of a flag cannot be drawn from; `probabilities` come from
+    --prompt_data_probs.
     """
     sources = data_sources(text)
     weights = [source.weight for source in sources if source.weight is not None]
@@ -197,7 +204,7 @@ def data_problems(flag: str, text: str, probabilities: list[float]) -> list[str]
 
 
 TRACKERS = ("wandb", "mlflow", "swanlab", "trackio", "comet_ml")
-"""Trackers of --report_to, each the name of its package."""
+"""Trackers of --report_to; each name is also the package."""
 FILES = ("tensorboard", "jsonl", "none")
 """Destinations of --report_to that need no further package; none is jsonl alone."""
 
@@ -220,7 +227,7 @@ def report_names(text: str) -> list[str]:
 
 
 BENCHMARKS = ("gsm8k", "math500", "aime", "gpqa")
-"""Formats of --eval_data with columns, instruction and verifier of their own."""
+"""Formats of --eval_data that set the columns, the instruction and the verifier."""
 NAMED_SET = re.compile(r"(?P<name>[A-Za-z][\w.-]*)(?::(?P<benchmark>\w+))?=(?P<source>.+)")
 
 
@@ -229,7 +236,7 @@ class EvalSource:
     """One set of --eval_data, in the form `NAME:BENCHMARK=SOURCE`."""
 
     name: str
-    """Name of its metrics; empty for data without a name, of which there is one set."""
+    """Name of the metrics; empty for the only set if it has no name."""
     source: str
     benchmark: str = ""
     """One of BENCHMARKS; empty: the columns of --eval_input_key and --eval_label_key, scored by
@@ -322,13 +329,3 @@ def address_problem(flag: str, url: str, key: str) -> str:
         )
 
     return ""
-
-
-def engine_name(section: EngineSection) -> str:
-    """Return the engine that --engine_type selects on this machine, without importing it."""
-    name = section.engine_type
-    return (
-        next((engine for engine in ("vllm", "sglang") if find_spec(engine)), "hf")
-        if name == "auto"
-        else name
-    )

@@ -4,23 +4,27 @@ and for Python alike.
 
 import os
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
 
 from lightrft.config.effects import flags_without_effect
-from lightrft.config.errors import ConfigError
+from lightrft.config.errors import ConfigError, refuse
+from lightrft.config.facts import RunFacts
 from lightrft.config.presets import DEFAULTS, correction_bounds, recipe
-from lightrft.config.renamed import ALIASES
+from lightrft.config.rules import DEEPSPEED, LAYOUT, RULES, STRATEGY, problems_of
 from lightrft.config.sections import (
     SECTIONS,
     Config,
+    ModelSection,
     StrategySection,
+    aliases,
     field_types,
+    fields_read,
+    options,
     section_of_field,
 )
-from lightrft.config.validation import range_problems, strategy_problems, validate
 from lightrft.config.values import typed_value
 
 BOTH_BOUNDS = {"eps_clip": ("eps_clip_low", "eps_clip_high")}
@@ -42,9 +46,8 @@ def as_config(args: Arguments) -> Config:
         config = as_config({"bf16": True, "my_flag": 3})
         config.model.bf16, config.bf16, config.my_flag        # True, True, 3
 
-    A known name whose value is None keeps its default, as an omitted argparse flag does. Raises
-    ConfigError for a value of another type than its field's, and TypeError for arguments of another
-    kind.
+    A known name with the value None keeps the default, like an omitted argparse flag. Raises
+    ConfigError for a value of the wrong type, and TypeError for arguments of another kind.
     """
     if isinstance(args, Config):
         return args
@@ -57,7 +60,7 @@ def as_config(args: Arguments) -> Config:
     values = vars(args) if isinstance(args, Namespace) else dict(args or {})
     read_fields = {
         field.name for section in READ_BY_STRATEGIES for field in fields(SECTIONS[section])
-    } | ALIASES.keys()
+    } | aliases().keys()
     config = Config.of(
         **{
             name: value
@@ -84,6 +87,7 @@ def resolve(config: Config, command: str = "train_ppo", world_size: int | None =
 
     convert_values(config)
     config.expand(DEFAULTS.get(command, {}))
+
     algorithm = config.algorithm
     bounds = (
         {}
@@ -95,12 +99,14 @@ def resolve(config: Config, command: str = "train_ppo", world_size: int | None =
         | correction_bounds(algorithm.rollout_correction)
         | bounds
     )
+
     strategy = config.strategy
     strategy.put(
         "strategy",
         strategy_name(strategy.strategy, strategy.fsdp if "fsdp" in strategy.written else None),
     )
     strategy.put("fsdp", strategy.strategy == "fsdp")
+
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
     validate(config, command=command, world_size=world_size)
     config.command = command
@@ -113,9 +119,8 @@ def check_strategy(config: Config) -> None:
     not have seen.
     """
     convert_values(config)
-    if problems := range_problems(
-        config, [field.name for field in fields(StrategySection)]
-    ) + strategy_problems(config):
+    read = {field.name for cls in (ModelSection, StrategySection) for field in fields(cls)}
+    if problems := range_problems(config, read) + strategy_problems(config):
         raise ConfigError("; ".join(problems))
 
 
@@ -133,7 +138,7 @@ def strategy_name(name: str, fsdp: bool | None) -> str:
 
 
 def convert_values(config: Config) -> None:
-    """Convert each field to its declared type.
+    """Convert each field to the declared type.
 
     Raises ConfigError for invalid values, including NaN and infinity.
     """
@@ -145,7 +150,40 @@ def convert_values(config: Config) -> None:
         except ValueError as error:
             problems.append(f"--{name}: {error}")
 
-    if problems:
-        raise ConfigError(
-            "this configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems)
-        )
+    refuse(problems)
+
+
+def validate(config: Config, *, command: str, world_size: int) -> None:
+    """Raise one ConfigError with every problem of the configuration."""
+    run = RunFacts(config, command, world_size)
+    problems = range_problems(config, fields_read(command))
+    for commands, rules in RULES:
+        problems += problems_of(rules, run) if command in commands else []
+
+    if run.strategy == "deepspeed":
+        problems += problems_of(DEEPSPEED, run)
+    if run.has_positive_sizes:
+        problems += problems_of(LAYOUT, run)
+
+    refuse(problems)
+
+
+def range_problems(config: Config, read: Collection[str]) -> list[str]:
+    """Return the fields among `read` whose values are out of bounds."""
+    problems = []
+    for name, section in section_of_field().items():
+        bound = options()[name].bound
+        value = getattr(getattr(config, section), name)
+        if name in read and bound and value is not None and (problem := bound.problem(value)):
+            problems.append(f"--{name} {problem}")
+    return problems
+
+
+def strategy_problems(config: Config) -> list[str]:
+    """Return the settings that no strategy can use, on any number of ranks."""
+    return problems_of(STRATEGY, RunFacts(config))
+
+
+def deepspeed_problems(config: Config) -> list[str]:
+    """Return the settings that ZeRO does not support, each with the solution."""
+    return problems_of(DEEPSPEED, RunFacts(config))

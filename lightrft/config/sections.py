@@ -1,19 +1,20 @@
-"""Typed sections with all fields of the configuration; each field is one command-line flag and one
-key of a YAML file.
+"""Declare every field of the configuration: its flag, help, bounds, what it needs, and who reads
+it.
 
-The text under a field is its help.
+Each field is one command-line flag and one key of a YAML file. The docstring under a field is the
+--help text.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, get_args, get_type_hints
 
 import yaml
 
 from lightrft.config.errors import ConfigError
-from lightrft.config.renamed import ALIASES, current_names
 from lightrft.config.values import (
     ABOVE_1,
     COUNT,
@@ -27,79 +28,131 @@ from lightrft.config.values import (
     SHARE,
     Bound,
     CommaSeparated,
+    Option,
     Section,
     Verbatim,
     nearest,
+    option,
     typed_value,
 )
 
-REWARD_MODELS = ("reward_pretrain", "process_reward_pretrain")
-"""Fields that name reward models."""
+PPO = ("train_ppo",)
+SUPERVISED = ("train_sft", "train_rm", "train_dpo", "train_kto", "train_prm")
+TRAINING = (*PPO, *SUPERVISED)
+SAMPLING = (*PPO, "evaluate")
+GENERATING = (*SAMPLING, "serve")
+SERVERS = ("serve_reward", "serve")
+EVALUATED = (*TRAINING, "evaluate")
+ALL_BUT_SERVE_REWARD = (*TRAINING, "evaluate", "serve")
+POLICY_TRAINING = (*PPO, "train_sft", "train_dpo", "train_kto")
+LABELLED = (*SAMPLING, "train_sft", "train_kto", "train_prm")
+SCORING = (*SAMPLING, "serve_reward")
+EVERY = (*TRAINING, *SERVERS, "evaluate")
+"""Commands that read a section or a field."""
+
+CHECKPOINTS = "--save_steps or --load_checkpoint"
+CRITIC = "--advantage_estimator ppo or gae"
+EPISODES = "--environment, --agent or --tools"
+MEDIA = "--images_key, --videos_key or --audios_key"
+A_TRACKER = "--report_to comet_ml or mlflow or swanlab or trackio or wandb"
+A_JUDGE = "--reward judge"
+SEVERAL_SETS = "several --prompt_data, joined by commas"
+OWN_FORMATS = "--eval_data in other formats than those of benchmarks"
+REWARDED = {"evaluate": OWN_FORMATS}
+UNLESS_GREEDY = {"evaluate": "--eval_n_samples"}
+EARLY_OUTPUTS = "--init_kl_coef, --max_epochs 2, a critic, or a reward model"
+"""What several fields need."""
+
+CLIP = POSITIVE.hint("; omit it to disable clipping")
+BELOW_1 = Bound("must be at least 0 and below 1", lambda value: 0 <= value < 1)
+RANGE = Bound(
+    "takes two numbers: the minimum and the maximum",
+    lambda pair: len(pair) == 2 and pair[0] <= pair[1],
+    whole=True,
+)
+OPTIONAL_RANGE = replace(RANGE, holds=lambda pair: not pair or RANGE.holds(pair))
+BETAS = Bound(
+    "takes two numbers, at least 0 and below 1",
+    lambda pair: len(pair) == 2 and all(map(BELOW_1.holds, pair)),
+    whole=True,
+)
+SCORES = Bound(
+    "takes two numbers, the lowest and the highest score",
+    lambda pair: len(pair) == 2 and pair[0] < pair[1],
+    whole=True,
+)
+DISTINCT = Bound("contains a name twice", lambda names: len(set(names)) == len(names), whole=True)
 
 
 @dataclass
-class ModelSection(Section):
-    pretrain: str = ""
+class ModelSection(Section, commands=TRAINING):
+    """Models, trained parameters, adapters."""
+
+    pretrain: str = option("", commands=ALL_BUT_SERVE_REWARD)
     """Model to start from: a Hugging Face folder, a GGUF file or a hub name, as for all models
     here."""
-    critic_pretrain: str = ""
-    """Model that initialises the critic, with its value head if it has one (a reward model): a
-    folder or hub name; empty: --pretrain."""
-    reward_pretrain: list[str] = field(default_factory=list)
-    """Reward models: frozen models with one score as their head and the tokenizer of --pretrain,
-    given as folders or hub names, each in the form PATH, PATH:WEIGHT or LABEL=PATH:WEIGHT. Their
-    scores are added to the result of --reward; with --reward none they are the only reward."""
-    process_reward_pretrain: list[str] = field(default_factory=list)
-    """Process reward models, in the same form: their score at the end of each step of a response is
+    critic_pretrain: str = option("", needs=CRITIC, commands=PPO)
+    """Model that initialises the critic: a folder or hub name. A reward model also initialises the
+    value head. Empty: --pretrain."""
+    reward_pretrain: list[str] = option([], needs=REWARDED, commands=SCORING)
+    """Reward models: frozen models with a head of one score and the tokenizer of --pretrain. Each
+    is a folder or hub name in the form PATH, PATH:WEIGHT or LABEL=PATH:WEIGHT. The scores are added
+    to the result of --reward; with --reward none they are the only reward."""
+    process_reward_pretrain: list[str] = option([], needs=REWARDED, commands=SCORING)
+    """Process reward models, in the same form: the score at the end of each step of a response is
     the logit of the probability that the step is correct. --step_separator ends a step, and
     --step_rewards converts the probabilities to rewards."""
-    teacher_pretrain: str = ""
+    teacher_pretrain: str = option("", needs="--distill_coef", commands=PPO)
     """Teacher model for --distill_coef, frozen, with the tokenizer of --pretrain: a folder or hub
     name."""
-    teacher_url: str = ""
+    teacher_url: str = option("", needs="--distill_coef", commands=PPO)
     """Teacher model for --distill_coef on an OpenAI-compatible server that returns the log-probs of
-    the prompt (echo), such as http://host:8000/v1. The environment variable TEACHER_API_KEY
-    contains its key, if it needs one."""
-    bf16: bool = False
+    the prompt (echo), such as http://host:8000/v1. If the server needs a key, set the environment
+    variable TEACHER_API_KEY."""
+    bf16: bool = option(False, commands=EVERY)
     """Compute in bfloat16 with float32 master weights; otherwise everything is float32."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = option(False, commands=EVALUATED)
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    gradient_checkpointing_policy: Literal["full", "selective"] = "full"
-    """Activations to keep of each block: full keeps only its input; selective also keeps the
+    gradient_checkpointing_policy: Literal["full", "selective"] = option(
+        "full", needs="--gradient_checkpointing", commands=EVALUATED
+    )
+    """Activations to keep of each block: full keeps only the input; selective also keeps the
     results of attention and matrix products."""
-    fused_kernels: Literal["none", "liger"] = "none"
+    fused_kernels: Literal["none", "liger"] = option("none", commands=EVALUATED)
     """liger: compute norms, rotary embeddings and feed-forward layers of llama, qwen2 and qwen3
     models with fused kernels, on an accelerator; requires the package liger-kernel. In float32,
     log-probs and gradients change by at most 1e-5."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = option(False, commands=EVERY)
     """Run Python code that comes with the model. Use it only for sources that you trust."""
-    lora_rank: int = 0
+    lora_rank: int = option(0, NOT_NEGATIVE.hint("; 0 trains the model itself"))
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model
     itself."""
-    lora_alpha: float = 16.0
-    """Scale of the adapters: their output is multiplied by lora_alpha / lora_rank."""
-    lora_dropout: float = 0.0
+    lora_alpha: float = option(16.0, POSITIVE, needs="--lora_rank")
+    """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    lora_dropout: float = option(0.0, BELOW_1, needs="--lora_rank")
     """Dropout probability on the input of an adapter in training."""
-    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    target_modules: list[str] = option(["all-linear"], needs="--lora_rank")
     """Names, or ends of names, of the linear layers that get adapters; all-linear: all except the
     output layer."""
-    freeze_prefix: list[str] = field(default_factory=list)
+    freeze_prefix: list[str] = option([])
     """Prefixes of the names of parameters that are not trained; with lora_rank, these get no
     adapters."""
     freeze_vision_tower: bool = True
-    """With a key of media: do not train the parameters that only images, videos or sound use, which
-    are the towers and their projections into the language model."""
+    """With a key of media: do not train the parameters that only images, videos or sound use. These
+    are the towers and the projections into the language model."""
 
 
 @dataclass
-class DataSection(Section):
+class DataSection(Section, commands=EVALUATED):
+    """Prompts, answers, templates."""
+
     prompt_data: CommaSeparated = CommaSeparated("")
     """Training data: a JSONL, JSON or parquet file, a folder of them or of Dataset.save_to_disk, a
     hub name, tasks, reasoning_gym:NAME or verifiers:NAME, or rows of Python, module:object or
     file.py:object. Several are separated by commas, or a list in YAML; each row is then drawn once
-    in an epoch. In the form NAME:PROBABILITY, each row of a batch is drawn from a data set with its
-    probability."""
-    prompt_data_probs: list[float] = field(default_factory=list)
+    in an epoch. In the form NAME:PROBABILITY, each row of a batch is drawn from a data set with
+    this probability."""
+    prompt_data_probs: list[float] = option([], needs=SEVERAL_SETS)
     """Probability of each data set of --prompt_data, another form of NAME:PROBABILITY."""
     prompt_split: str = "train"
     """Split of the training data."""
@@ -108,11 +161,11 @@ class DataSection(Section):
     evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a
     list in YAML. Sets called gsm8k, math500, aime or gpqa, or NAME:BENCHMARK=SOURCE, have the
     benchmark's columns, instruction and verifier (docs/evaluation.md)."""
-    eval_split: str = "test"
+    eval_split: str = option("test", needs="--eval_data")
     """Split of the held-out data."""
-    pretrain_data: CommaSeparated = CommaSeparated("")
+    pretrain_data: CommaSeparated = option(CommaSeparated(""), commands=PPO)
     """Prompts with answers for the supervised loss of --ptx_coef, in the same form; empty: none."""
-    pretrain_split: str = "train"
+    pretrain_split: str = option("train", needs="--pretrain_data", commands=PPO)
     """Split of --pretrain_data."""
     input_key: str = "input"
     """Column of the prompt: a string, or chat messages as a list or JSON text, also with ShareGPT's
@@ -122,452 +175,531 @@ class DataSection(Section):
     or images of the datasets package; a row without images is a text prompt. In a chat, an image
     takes the place of <image> in the text, or precedes the text. The model must accept images."""
     videos_key: str | None = None
-    """Column of a prompt's videos: a file (.gif, .webp, and those that FFmpeg reads), a list of
-    images that are its frames, or a list of several. Unset: no videos."""
+    """Column of a prompt's videos: a file (.gif, .webp, or another one that FFmpeg reads), a list
+    of images as frames, or a list of several. Unset: no videos."""
     audios_key: str | None = None
     """Column of a prompt's clips of sound: a .wav file or another one that FFmpeg reads, one of the
     datasets package, or a list of several. Unset: no sound."""
-    video_fps: Annotated[float, POSITIVE] = 2.0
+    video_fps: float = option(2.0, POSITIVE, needs="--videos_key")
     """Frames per second sampled from a video."""
-    video_max_frames: Annotated[int, COUNT] = 64
+    video_max_frames: int = option(64, COUNT, needs="--videos_key")
     """Maximum number of frames sampled from a video, evenly spaced."""
-    audio_sampling_rate: Annotated[int, NOT_NEGATIVE] = 0
-    """Sampling rate in Hz to which audio clips are resampled with the package av: that of the
-    model, for example 16000. 0: clips are not resampled, and one with another rate is a bad row."""
-    check_media: Literal["all", "first", "none"] = "first"
+    audio_sampling_rate: int = option(0, NOT_NEGATIVE, needs="--audios_key")
+    """Sampling rate in Hz of the model, for example 16000: audio clips are resampled to it with the
+    package av. 0: clips are not resampled, and one with another rate is a bad row."""
+    check_media: Literal["all", "first", "none"] = option("first", needs=MEDIA)
     """Images, videos and clips that are read completely when the data are loaded, in parallel
-    processes: all of them, or those of the first rows. One that cannot be read makes its row a bad
-    row (--bad_rows). The start of each file is read in any case."""
-    media_max_mb: Annotated[float, POSITIVE] = 1024.0
-    """Maximum size in MB of an image, video or audio file; a larger file makes its row a bad row.
+    processes: all of them, or only the ones in the first rows. A row with one that cannot be read
+    is a bad row (--bad_rows). The start of each file is read in any case."""
+    media_max_mb: float = option(1024.0, POSITIVE, needs=MEDIA)
+    """Maximum size in MB of an image, video or audio file; a row with a larger file is a bad row.
     """
-    media_urls: bool = False
-    """Allow HTTP(S) URLs in the columns of media: each is fetched once on each host, into its
+    media_urls: bool = option(False, needs=MEDIA)
+    """Allow HTTP(S) URLs in the columns of media: each is fetched once on each host, into the
     temporary folder."""
-    media_root: str = ""
-    """Folder that the paths of images are relative to, and outside of which no file is read; empty:
-    paths are relative to the folder of the data, and any path is allowed."""
-    label_key: str = "label"
+    media_root: str = option("", needs=MEDIA)
+    """Folder that the paths of images are relative to; no file outside of it is read. Empty: paths
+    are relative to the folder of the data, and any path is allowed."""
+    label_key: str = option("label", commands=LABELLED)
     """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it.
     For SFT, a row that ends in an answer needs none. For KTO it is true for a good answer, and for
     train_prm it is a list with a value for each step."""
-    eval_input_key: str | None = None
+    eval_input_key: str | None = option(None, needs=OWN_FORMATS)
     """Column of the prompt in --eval_data; unset: --input_key."""
-    eval_label_key: str | None = None
+    eval_label_key: str | None = option(
+        None,
+        needs=OWN_FORMATS,
+        commands=LABELLED,
+    )
     """Column of the correct answer in --eval_data; unset: --label_key."""
-    reference_key: str | None = None
+    reference_key: str | None = option(None, commands=(*SAMPLING, "train_sft"))
     """Column of a reference answer: reward functions receive it as `reference`."""
     input_template: str | None = None
     """Template with one {} of prompts that are text: `Question: {}\\nAnswer: `. Chat messages are
     not changed."""
     apply_chat_template: bool = False
     """Render prompts with the tokenizer's chat template. A response then also stops at the token
-    that ends its turns."""
-    system_prompt: str | None = None
-    """System message for the chat template. The system message of a row takes its place."""
-    chat_template_kwargs: str | None = None
+    that ends a turn of the template."""
+    system_prompt: str | None = option(None, needs="--apply_chat_template")
+    """System message for the chat template. A row with a system message of its own uses that one.
+    """
+    chat_template_kwargs: str | None = option(
+        None, needs="--apply_chat_template", commands=ALL_BUT_SERVE_REWARD
+    )
     """Additional variables for the chat template as a JSON object: '{"enable_thinking": false}'.
-    Those in the column `chat_template_kwargs` of a row replace them."""
-    chat_template_date: str = ""
+    The column `chat_template_kwargs` of a row replaces them."""
+    chat_template_date: str = option(
+        "", needs="--apply_chat_template", commands=ALL_BUT_SERVE_REWARD
+    )
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also
     after it is resumed."""
-    prompt_max_len: Annotated[int, COUNT] = 1024
+    prompt_max_len: int = option(1024, COUNT, commands=ALL_BUT_SERVE_REWARD)
     """Maximum length of a prompt in tokens; a row with a longer prompt is a bad row."""
-    max_samples: Annotated[int | None, COUNT] = None
+    max_samples: int | None = option(None, COUNT)
     """Use only this number of rows from the beginning of each training data set."""
-    max_eval_samples: Annotated[int | None, COUNT] = None
+    max_eval_samples: int | None = option(None, COUNT, needs="--eval_data")
     """Use only this number of rows from the beginning of the held-out data."""
     data_cache: str = ""
     """Folder for tokenized data in Arrow files that are mapped into memory and used again, for data
     larger than memory; empty: every process tokenizes the data and holds them in memory."""
-    deduplicate: Literal["none", "exact", "whitespace"] = "none"
+    deduplicate: Literal["none", "exact", "whitespace"] = option("none", commands=TRAINING)
     """Omit training rows whose prompt (in SFT: prompt and answer) repeats an earlier row, and
     report their number: exact compares texts as they are, whitespace ignores differences in the
     white space between words."""
-    step_separator: str = "\n\n"
+    step_separator: str = option(
+        "\n\n", needs="--process_reward_pretrain", commands=(*SAMPLING, "train_prm", "serve_reward")
+    )
     """For process reward models: text that ends each step of an answer except the last. It is part
-    of the step, which is scored at its last token."""
-    learned_turns: Literal["all", "last"] = "all"
-    """Turns of the assistant in a conversation on which SFT and --pretrain_data train: all, or the
+    of the step, and the score of the step is at its last token."""
+    learned_turns: Literal["all", "last"] = option(
+        "all",
+        needs="--pretrain_data",
+        commands=POLICY_TRAINING,
+    )
+    """Turns of the assistant that SFT and --pretrain_data train on in a conversation: all, or the
     last one. A turn with `weight`, `train` or `loss` 0 is not learned."""
     bad_rows: Literal["stop", "skip"] = "stop"
-    """Handling of a malformed or too long row: stop ends the run with its file and line before a
-    model is loaded, skip omits it and reports how many there are, and the first ones. With skip,
+    """Handling of a malformed or too long row: stop ends the run before a model is loaded and names
+    the file and line, skip omits it and reports how many there are, and the first ones. With skip,
     train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
 
 
 @dataclass
-class StrategySection(Section):
+class StrategySection(Section, commands=EVERY):
+    """Distribution of models and batches over the ranks."""
+
     strategy: str = "auto"
     """Distributed backend: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or
     file.py:Class. auto: fsdp with --fsdp; otherwise deepspeed if it is installed, else fsdp."""
     fsdp: bool = False
     """Shard with FSDP2: short for --strategy fsdp; --fsdp false is short for --strategy deepspeed.
     """
-    fsdp_cpu_offload: bool = False
+    fsdp_cpu_offload: bool = option(False, unless="--strategy deepspeed")
     """Keep parameters and optimizer states in host memory, and copy shards to the device when they
     are used."""
-    reduce_gradients_once: bool = False
+    reduce_gradients_once: bool = option(False, unless="--strategy deepspeed")
     """FSDP2: reduce gradients over the ranks only after the last micro-batch of an optimizer step.
     This communicates less, but until then every rank keeps the gradient of the whole model, four
     bytes per parameter. By default gradients are sharded after every micro-batch."""
-    zero_stage: Literal[0, 1, 2, 3] = 2
+    zero_stage: Literal[0, 1, 2, 3] = option(2, unless="--strategy fsdp")
     """Stage of ZeRO: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
-    zpg: Annotated[int, COUNT] = 1
-    """ZeRO-3: size of the groups of consecutive ranks, usually those of a node, that keep a
-    secondary copy of the parameters and gather them within the group."""
-    adam_offload: bool = False
+    zpg: int = option(1, COUNT, unless="--strategy fsdp")
+    """ZeRO-3: number of consecutive ranks, usually one node, that keep a secondary copy of the
+    parameters and gather them within the group."""
+    adam_offload: bool = option(False, unless="--strategy fsdp")
     """ZeRO: keep optimizer states in host memory and update the parameters there."""
-    param_offload: bool = False
+    param_offload: bool = option(False, unless="--strategy fsdp")
     """ZeRO-3: keep parameters in host memory and copy them to the device layer by layer."""
-    overlap_comm: bool = False
+    overlap_comm: bool = option(False, unless="--strategy fsdp")
     """ZeRO: reduce gradients during the backward pass; uses more memory."""
-    grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
-    """ZeRO with --bf16: dtype in which gradients are accumulated over micro-batches and reduced
-    over ranks."""
+    grad_accum_dtype: Literal["fp32", "bf16"] = option(
+        "fp32", needs="--bf16", unless="--strategy fsdp"
+    )
+    """ZeRO with --bf16: dtype of the gradients while they are accumulated over micro-batches and
+    reduced over ranks."""
     offload_idle: bool = False
     """Keep only the models and optimizers of the current phase in device memory; all others wait in
     host memory."""
-    dp_replicate: Annotated[int, COUNT] = 1
-    """Hybrid sharding: number of replicas of the model, each of which is sharded over the other
-    data ranks."""
-    tp_size: Annotated[int, COUNT] = 1
+    dp_replicate: int = option(1, COUNT)
+    """Hybrid sharding: number of replicas of the model; each one is sharded over a part of the data
+    ranks."""
+    tp_size: int = option(1, COUNT)
     """Tensor parallelism: number of consecutive ranks that split each layer of the trained models;
     they process the same data."""
-    tp_sequence_parallel: bool = False
+    tp_sequence_parallel: bool = option(False, needs="--tp_size")
     """Split the tokens between attention and feed-forward layers over the --tp_size ranks: less
     memory, same traffic."""
-    sp_size: Annotated[int, COUNT] = 1
+    sp_size: int = option(1, COUNT)
     """Sequence parallelism: number of ranks that split the tokens of each micro-batch of the
     trained models."""
-    sp_impl: Literal["auto", "ulysses", "zigzag"] = "auto"
+    sp_impl: Literal["auto", "ulysses", "zigzag"] = option("auto", needs="--sp_size or --cp_size")
     """Implementation of attention with --sp_size: ulysses exchanges tokens for heads (all-to-all),
     zigzag gathers keys and values. auto: ulysses."""
-    cp_size: Annotated[int, COUNT] = 1
+    cp_size: int = option(1, COUNT)
     """Context parallelism: short for --sp_size N --sp_impl zigzag."""
     sample_store: Literal["memory", "transfer_queue"] = "memory"
     """Transport of samples between ranks within a step: memory sends each value directly to the
     rank that computes with it; transfer_queue writes all of them to a TransferQueue on a Ray
-    cluster, which other programs can read (RAY_ADDRESS)."""
+    cluster (RAY_ADDRESS), where other programs can read them."""
     deterministic: bool = False
-    """On an accelerator, train only with kernels that give bitwise equal results in every run, as
-    those of a CPU always do: attention's backward pass is slower and uses more memory. Torch raises
-    an error for an operation without such a kernel. The engine's samples are not covered."""
-    timeout_minutes: Annotated[float, MINUTES] = 60.0
+    """On an accelerator, train only with kernels that give bitwise equal results in every run, as a
+    CPU always does: attention's backward pass is slower and uses more memory. Torch raises an error
+    for an operation without such a kernel. The engine's samples are not covered."""
+    timeout_minutes: float = option(60.0, MINUTES)
     """End the run when a collective waits longer than this; every rank then logs which ranks are
     late and the position of each rank."""
-    arrival_minutes: Annotated[float, MINUTES] = 10.0
+    arrival_minutes: float = option(10.0, MINUTES)
     """End the run when a rank waits longer than this for the others at the start; the message names
     the missing ranks."""
-    phase_minutes: Annotated[float, MINUTES] = 600.0
+    phase_minutes: float = option(600.0, MINUTES)
     """End the run when a phase, such as generate or train, takes longer than this on all ranks;
     every rank then logs the position of each rank."""
 
 
 @dataclass
-class EngineSection(Section):
+class EngineSection(Section, commands=GENERATING):
+    """Generation engine and weight stream."""
+
     engine_type: Literal["auto", "vllm", "sglang", "hf"] = "auto"
     """Generation engine; auto: the first of vllm and sglang that is installed, else hf
     (transformers)."""
-    engine_tp_size: Annotated[int, COUNT] = 1
+    engine_tp_size: int = option(1, COUNT)
     """Tensor parallelism of the engine: number of consecutive ranks that share the weights of one
     engine."""
-    engine_mem_util: Annotated[float, SHARE] = 0.6
+    engine_mem_util: float = option(0.6, SHARE, needs="--engine_type vllm or sglang")
     """Fraction of an accelerator's memory for the engine while it is awake: vLLM counts everything
     it uses, SGLang weights and cache."""
-    engine_kv_cache_gb: Annotated[float, POSITIVE] = 1.0
+    engine_kv_cache_gb: float = option(1.0, POSITIVE, needs="--engine_type vllm or sglang")
     """Size of the key-value cache of vLLM or SGLang on a CPU, in GB."""
-    enable_engine_sleep: bool = True
+    enable_engine_sleep: bool = option(True, commands=SAMPLING)
     """Put the engine to sleep during training, so that both fit on one device."""
-    engine_sleep_level: Literal[1, 2] = 2
+    engine_sleep_level: Literal[1, 2] = option(2, needs="--enable_engine_sleep", commands=SAMPLING)
     """Level 1 keeps the weights of the sleeping engine in host memory; level 2 discards them,
     because they are streamed in again in any case."""
-    engine_enforce_eager: bool = False
+    engine_enforce_eager: bool = option(False, needs="--engine_type vllm or sglang")
     """Run vLLM or SGLang without CUDA graphs, as is always the case on a CPU."""
-    limit_mm_image_per_prompt: Annotated[int, COUNT] = 4
+    limit_mm_image_per_prompt: int = option(4, COUNT, needs="--images_key", commands=SAMPLING)
     """Maximum number of images in one prompt; the engine reserves memory for them."""
-    limit_mm_video_per_prompt: Annotated[int, NOT_NEGATIVE] = 0
+    limit_mm_video_per_prompt: int = option(
+        0, NOT_NEGATIVE, needs="--videos_key", commands=SAMPLING
+    )
     """Maximum number of videos in one prompt. The default is 0, because vLLM reserves memory for
     the longest video that would fit."""
-    limit_mm_audio_per_prompt: Annotated[int, NOT_NEGATIVE] = 1
+    limit_mm_audio_per_prompt: int = option(
+        1, NOT_NEGATIVE, needs="--audios_key", commands=SAMPLING
+    )
     """Maximum number of audio clips in one prompt."""
-    micro_rollout_batch_size: Annotated[int, COUNT] = 64
+    micro_rollout_batch_size: int = option(64, COUNT, needs="--engine_type hf")
     """Number of prompts that the hf engine generates at once."""
     speculative: Literal["none", "ngram", "group", "draft", "eagle3", "mtp"] = "none"
-    """Source of draft tokens for speculative decoding in vLLM, which does not change the sampled
-    distribution: ngram, the prompt and the response itself; group, all responses to the same
+    """Source of draft tokens for speculative decoding in vLLM. It does not change the sampled
+    distribution. ngram, the prompt and the response itself; group, all responses to the same
     prompt; draft, a small model; eagle3, an EAGLE-3 head; mtp, the layers of the model that predict
     several tokens. No drafts are verified at batch sizes where measurements show no gain."""
-    num_draft_tokens: Annotated[int, COUNT] = 5
+    num_draft_tokens: int = option(5, COUNT, needs="--speculative")
     """With speculative: maximum number of tokens in one draft."""
     draft_pretrain: str = ""
     """Model of --speculative draft, with the vocabulary of --pretrain, or head of --speculative
     eagle3: a folder or hub name."""
-    weight_sync_bucket_mb: Annotated[int, NOT_NEGATIVE] = 512
+    weight_sync_bucket_mb: int = option(512, NOT_NEGATIVE, commands=SAMPLING)
     """Size of one bucket of the weight stream in MB; the peak of additional memory is about two
     buckets. 0: an eighth of the free device memory at the beginning of the stream, on the rank that
     has the least; 512 on a CPU."""
-    verify_weight_sync: bool = True
+    verify_weight_sync: bool = option(True, commands=SAMPLING)
     """Compare fingerprints of the weights that were sent with those in the engine after every
     stream, and stop the run if they differ. The first time all weights are compared, then a part of
     each, so that 128 streams verify every element again."""
 
 
 @dataclass
-class RolloutSection(Section):
-    rollout_batch_size: Annotated[int, COUNT] = 128
+class RolloutSection(Section, commands=PPO):
+    """Prompts and samples of a step, sampling parameters."""
+
+    rollout_batch_size: int = option(128, COUNT, commands=SAMPLING)
     """Number of prompts in one step, over all ranks."""
-    n_samples_per_prompt: Annotated[int, COUNT] = 8
-    """Number of responses sampled for each prompt, which form a group."""
-    generate_max_len: Annotated[int, COUNT] = 1024
+    n_samples_per_prompt: int = option(8, COUNT, commands=SAMPLING)
+    """Number of responses sampled for each prompt; they form a group."""
+    generate_max_len: int = option(1024, COUNT, commands=GENERATING)
     """Maximum length of a response in tokens."""
-    temperature: float = 1.0
+    temperature: float = option(
+        1.0,
+        POSITIVE.hint("; evaluation is always greedy"),
+        needs=UNLESS_GREEDY,
+        commands=GENERATING,
+    )
     """Sampling temperature; all log-probs are computed at this temperature."""
-    top_p: float = 1.0
+    top_p: float = option(
+        1.0,
+        Bound(
+            "must be above 0 and at most 1; 1 samples from all tokens", lambda share: 0 < share <= 1
+        ),
+        needs=UNLESS_GREEDY,
+        commands=GENERATING,
+    )
     """Sample only from the most likely tokens whose probabilities add up to this; all log-probs are
     computed over these tokens."""
-    top_k: int = 0
+    top_k: int = option(
+        0,
+        NOT_NEGATIVE.hint("; 0 samples from all tokens"),
+        needs=UNLESS_GREEDY,
+        commands=GENERATING,
+    )
     """Sample only from the k most likely tokens; all log-probs are computed over these tokens. 0:
     all tokens."""
-    stop: list[Verbatim] = field(default_factory=list)
+    stop: list[Verbatim] = option(
+        [], Bound("must not contain an empty text", bool), commands=GENERATING
+    )
     """Texts that end a response, including special tokens; the token that completes one is the last
     of the response. As texts may contain commas, several are separated by spaces, or are a list in
     YAML."""
-    stop_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: list[int] = option(
+        [], Bound("must not contain a negative number", NOT_NEGATIVE.holds), commands=GENERATING
+    )
     """Tokens that end a response, in addition to the model's end tokens."""
-    min_tokens: Annotated[int, NOT_NEGATIVE] = 0
+    min_tokens: int = option(0, NOT_NEGATIVE, commands=GENERATING)
     """Minimum length of a response in tokens: before it, no token is sampled that would end the
     response; all log-probs are computed accordingly."""
-    first_token_temperature: float | None = None
+    first_token_temperature: float | None = option(
+        None,
+        POSITIVE.hint("; omit it to use --temperature"),
+        needs=UNLESS_GREEDY,
+        commands=SAMPLING,
+    )
     """Sample the first token of a response at this temperature, for diversity (FIRE; 30 in the
     paper). This token is not trained on."""
-    eval_temperature: float | None = None
+    eval_temperature: float | None = option(
+        None,
+        POSITIVE.hint("; evaluation always includes a greedy response"),
+        needs="--eval_n_samples",
+        commands=SAMPLING,
+    )
     """Temperature of the samples of --eval_n_samples; unset: --temperature."""
-    eval_n_samples: Annotated[int, NOT_NEGATIVE] = 0
+    eval_n_samples: int = option(0, NOT_NEGATIVE, needs="--eval_data", commands=SAMPLING)
     """Number of responses that evaluation also samples for each prompt, to report how often any of
     k is correct (pass@k)."""
     dynamic_sampling: bool = False
     """Replace prompts whose responses all got the same reward by other prompts, until a step is
     full (DAPO)."""
-    dynamic_sampling_rounds: Annotated[int, COUNT] = 10
+    dynamic_sampling_rounds: int = option(10, COUNT, needs="--dynamic_sampling")
     """Maximum number of rounds of dynamic_sampling; groups that are masked in the loss then fill
     the step."""
-    over_sampling: float = 1.0
-    """Factor by which a step starts more prompts than it needs; it stops as soon as enough of their
-    groups are complete."""
-    early_stop_every: Annotated[int, COUNT] = 32
-    """With over_sampling, longest_first or overlap: number of steps of the engine, in which each
-    response grows by a token, after which the ranks exchange which groups are complete. Generation
-    continues during the exchange, and the decision follows as many steps later."""
+    over_sampling: float = option(
+        1.0, COUNT.hint(": it multiplies the number of prompts in a step")
+    )
+    """Factor by which a step starts more prompts than it needs; it stops as soon as enough groups
+    are complete."""
+    early_stop_every: int = option(
+        32, COUNT, needs="--over_sampling, --rollout_schedule longest_first or --overlap"
+    )
+    """With over_sampling, longest_first or overlap: number of engine steps (one token of each
+    response) between two exchanges between the ranks about complete groups. Generation continues
+    during the exchange, and the decision follows as many steps later."""
     rollout_schedule: Literal["fifo", "longest_first", "tail_rounds"] = "fifo"
-    """Order of the prompts of a step. fifo: all begin at once, each on its rank. longest_first:
-    ranks share the responses to each prompt, which begin as soon as a rank has room; the responses
-    that are expected to be longest begin first, judged by the lengths of other responses to the
-    prompt, now or in its last pass. The trained samples are the same. tail_rounds: with
+    """Order of the prompts of a step. fifo: all begin at once, each on one rank. longest_first:
+    ranks share the responses to each prompt, and a response begins as soon as a rank has room. The
+    ones that are expected to be longest begin first, judged by other responses to the prompt, in
+    this pass over the data or the last one. The trained samples are the same. tail_rounds: with
     over_sampling, prompts that are not complete when enough others are complete start again from
     the beginning, together, in later steps, so that all responses come from one version of the
     weights."""
-    partial_rollout: bool = False
+    partial_rollout: bool = option(False, needs="--over_sampling or --dynamic_sampling")
     """With over_sampling: responses that were stopped are continued in the next step instead of
     discarded. With dynamic_sampling: surplus groups are also used in the next step."""
-    overlap: bool = False
+    overlap: bool = option(False, needs=EARLY_OUTPUTS)
     """Compute log-probs, values and the scores of reward models of complete groups in a separate
     thread while the engine decodes others. The models stay in device memory beside the engine."""
     dump_rollouts: str = ""
-    """Folder for the samples of each step with their log-probs and rewards, from which
-    --replay_rollouts learns."""
+    """Folder for the samples of each step with log-probs and rewards, for --replay_rollouts."""
     replay_rollouts: str = ""
     """Folder with the samples of a run that had --dump_rollouts: the steps learn from them, without
     an engine and rewards, and with the same numbers if models, data and flags are the same."""
-    curriculum: list[float] = field(default_factory=list)
-    """Two shares: a prompt is skipped for curriculum_rest passes when the share of its correct
-    responses is below the first or above the second."""
-    curriculum_rest: Annotated[int, COUNT] = 3
-    """Number of passes over the data for which curriculum skips a prompt."""
-    rollout_ranks: Annotated[int, NOT_NEGATIVE] = 0
+    curriculum: list[float] = option([], OPTIONAL_RANGE)
+    """Two shares: a prompt is skipped for curriculum_rest passes when the share of correct
+    responses to it is below the first or above the second."""
+    curriculum_rest: int = option(3, COUNT, needs="--curriculum")
+    """Number of passes over the data that curriculum skips a prompt."""
+    rollout_ranks: int = option(0, NOT_NEGATIVE)
     """Number of ranks, the last ones, that only generate. The others train and have no engine:
     prompts and weights are sent to these ranks. 0: every rank does both in turn."""
-    max_staleness: Annotated[int, NOT_NEGATIVE] = 0
-    """With rollout_ranks: maximum number of steps by which the weights that sampled a token may lag
-    behind the policy that is trained on it. Up to this many later steps are generated while a step
-    is trained on; 0: engines wait during training."""
-    weight_update: Literal["wait", "in_flight"] = "wait"
+    max_staleness: int = option(0, NOT_NEGATIVE)
+    """With rollout_ranks: maximum number of steps between the weights that sample a token and the
+    policy that is trained on it. Up to this many later steps are generated while a step is trained
+    on; 0: engines wait during training."""
+    weight_update: Literal["wait", "in_flight"] = option("wait", needs="--max_staleness")
     """With max_staleness: effect of new weights on responses that are being generated. wait: the
     update waits until these responses have ended. in_flight: responses are interrupted between two
-    tokens and continue with the new weights, which recompute their cache."""
+    tokens, the cache is recomputed, and they continue with the new weights."""
 
 
 @dataclass
-class EnvironmentSection(Section):
+class EnvironmentSection(Section, commands=SAMPLING):
+    """Environments and tools of responses with several turns."""
+
     environment: str = ""
     """Class or async function that makes a response an episode of several turns: file.py:Class,
     file.py:function or module:object; verifiers:NAME is an environment of verifiers, and
-    openenv:URL an OpenEnv server. Its rewards are those of --reward environment. Empty: a response
+    openenv:URL an OpenEnv server. --reward environment takes the rewards from it. Empty: a response
     is one turn."""
     agent: str = ""
-    """Async function (client, row) that makes a response an episode, and returns its reward:
+    """Async function (client, row) that makes a response an episode, and returns the reward:
     file.py:function or module:function. The client is openai.AsyncOpenAI, connected to a server in
-    the same process whose answers are turns of the trained model."""
-    tools: list[str] = field(default_factory=list)
-    """Functions that the model may call in its turns: file.py, file.py:function, module:function,
-    calculator or python. The chat template describes them, from their types and docstrings."""
-    tool_parser: str = "hermes"
-    """Format of tool calls. hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, also
-    that of Qwen models. Others are the parsers of the engine by their names, such as vLLM's
+    the same process that answers with turns of the trained model."""
+    tools: list[str] = option([])
+    """Functions that the model may call: file.py, file.py:function, module:function, calculator or
+    python. The chat template describes them from types and docstrings."""
+    tool_parser: str = option("hermes", needs=EPISODES, commands=GENERATING)
+    """Format of tool calls. hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as
+    Qwen models write them too. Others are parsers of the engine by name, such as vLLM's
     llama3_json, pythonic or deepseek_v3 and SGLang's llama3."""
-    max_turns: Annotated[int, COUNT] = 16
-    """Maximum number of turns of an episode. All tokens of its turns and observations count for
+    max_turns: int = option(16, COUNT, needs=EPISODES)
+    """Maximum number of turns of an episode. All tokens of turns and observations count for
     generate_max_len."""
-    turn_max_len: Annotated[int | None, COUNT] = None
+    turn_max_len: int | None = option(None, COUNT, needs=EPISODES, commands=GENERATING)
     """Maximum length of a turn in tokens; unset: all tokens that are left in the episode."""
-    episode_minutes: Annotated[float | None, MINUTES] = None
-    """Time limit in minutes for an episode: the turn in which it is reached is the last one. Unset:
-    no limit."""
-    tool_seconds: Annotated[float, SECONDS] = 60.0
+    episode_minutes: float | None = option(None, MINUTES, needs=EPISODES)
+    """Time limit in minutes for an episode: the turn that reaches it is the last one. Unset: no
+    limit."""
+    tool_seconds: float = option(60.0, SECONDS, needs=EPISODES)
     """Time limit in seconds for a call of a tool. If a call takes longer, the model reads an error
-    instead of its result."""
-    environment_minutes: Annotated[float, MINUTES] = 10.0
-    """Time limit in minutes for an environment to ask for its next turn. If an environment takes
-    longer, its process is killed, and nothing is learned from its episode."""
-    environment_workers: Annotated[int, COUNT] = 64
+    instead of the result."""
+    environment_minutes: float = option(10.0, MINUTES, needs=EPISODES, commands=GENERATING)
+    """Time limit in minutes for an environment to ask for the next turn. If an environment takes
+    longer, the process is killed, and nothing is learned from the episode."""
+    environment_workers: int = option(64, COUNT, needs=EPISODES)
     """Largest number of episodes that run on a rank at the same time, each in a process of its own.
     """
-    environment_memory_gb: Annotated[float, NOT_NEGATIVE] = 4.0
+    environment_memory_gb: float = option(4.0, NOT_NEGATIVE, needs=EPISODES)
     """Memory in GB that the process of an episode may allocate; 0: no limit."""
 
 
 @dataclass
-class RewardSection(Section):
-    reward: CommaSeparated = CommaSeparated("exact_match")
+class RewardSection(Section, commands=SAMPLING):
+    """Reward functions, reward models, reward shaping."""
+
+    reward: CommaSeparated = option(CommaSeparated("exact_match"), needs=REWARDED)
     """Reward function: a name, module:function, file.py:function, or the http(s) address of a
     server. Several are separated by commas, or a list in YAML, each in the form NAME, NAME:WEIGHT
-    or LABEL=NAME:WEIGHT; the reward is their weighted sum, and the label names the metric of each.
+    or LABEL=NAME:WEIGHT; the reward is the weighted sum, and the label names the metric of each.
     Built in are exact_match, number (also called gsm8k), math, choice, f1, format, length,
     json_schema, code, reasoning_gym, judge and none."""
-    reward_key: str | None = None
-    """Column that names the rewards and reward models for its row: a label, or a list of labels.
+    reward_key: str | None = option(None, needs=REWARDED)
+    """Column that names the rewards and reward models for the row: a label, or a list of labels.
     Unset: all of them score every row."""
-    reward_workers: Annotated[int | None, NOT_NEGATIVE] = None
+    reward_workers: int | None = option(None, NOT_NEGATIVE)
     """Number of worker processes of each rank that call the reward function while other responses
     are generated. 0: call it in the rank's own process, when all responses are complete. Unset: 2,
     but 0 if none of the functions is slow: exact_match, number, choice, f1, format, length and none
     take microseconds."""
-    reward_memory_gb: Annotated[float, NOT_NEGATIVE] = 4.0
+    reward_memory_gb: float = option(4.0, NOT_NEGATIVE)
     """Memory in GB that a worker process may allocate for calls; 0: no limit."""
-    reward_minutes: Annotated[float, MINUTES] = 30.0
-    """Time limit in minutes for a call of the reward function, which is for one prompt. A call that
-    takes longer fails, and its worker process is killed."""
+    reward_minutes: float = option(30.0, MINUTES)
+    """Time limit in minutes for a call of the reward function for one prompt. A call that takes
+    longer fails, and the worker process is killed."""
     reward_failure: Literal["stop", "zero", "drop"] = "stop"
     """Action if a reward call raises, crashes, takes too long, or does not return a finite number
     for each response. The call is repeated for each response alone, to name one that fails. stop:
     end the run. zero: give 0 to the responses that fail. drop: do not train on any response to the
     prompt."""
-    judge_url: str = ""
+    judge_url: str = option("", needs=A_JUDGE)
     """Address of the language model of --reward judge: an OpenAI-compatible server, such as
-    http://host:8000/v1. The environment variable JUDGE_API_KEY contains its key, if it needs one.
-    engine: the model that is trained judges its own responses."""
-    judge_model: str = ""
-    """Name of the judge's model on its server."""
-    judge_template: str = ""
+    http://host:8000/v1. If the server needs a key, set the environment variable JUDGE_API_KEY.
+    engine: the trained model judges its own responses."""
+    judge_model: str = option("", needs=A_JUDGE)
+    """Name of the judge's model on the server."""
+    judge_template: str = option("", needs=A_JUDGE)
     """File with the text that the judge gets, with {prompt}, {response} and any column of the data,
     such as {label}. Empty: a request to rate the response."""
-    judge_pattern: str = r"(?i)score\W{0,9}?(-?\d+(?:\.\d+)?)"
+    judge_pattern: str = option(r"(?i)score\W{0,9}?(-?\d+(?:\.\d+)?)", needs=A_JUDGE)
     """Regular expression with one group, the score; the last match in the judge's reply counts."""
-    judge_range: list[float] = field(default_factory=lambda: [0.0, 10.0])
+    judge_range: list[float] = option([0.0, 10.0], SCORES, needs=A_JUDGE)
     """Lowest and highest score of the judge; the reward is 0 at the lowest and 1 at the highest
     one."""
-    judge_max_tokens: Annotated[int, COUNT] = 1024
+    judge_max_tokens: int = option(1024, COUNT, needs=A_JUDGE)
     """Maximum length of the judge's reply in tokens."""
-    server_minutes: Annotated[float, MINUTES] = 5.0
-    """Time in minutes for which requests to a server of --reward, --judge_url or --teacher_url are
-    repeated while it is unreachable or busy."""
-    reward_model_coef: float = 1.0
+    server_minutes: float = option(5.0, MINUTES)
+    """Requests to a server of --reward, --judge_url or --teacher_url are repeated for this time in
+    minutes while it is unreachable or busy."""
+    reward_model_coef: float = option(1.0, needs="--reward_pretrain or --process_reward_pretrain")
     """Coefficient of the scores of --reward_pretrain and of the rewards of
     --process_reward_pretrain."""
-    step_rewards: Literal["sum", "mean", "difference", "min"] = "mean"
+    step_rewards: Literal["sum", "mean", "difference", "min"] = option(
+        "mean", needs="--process_reward_pretrain", commands=SCORING
+    )
     """Rewards of the K steps of a response, computed from the probabilities p that they are
-    correct. sum: p, which rewards long responses; mean: p / K; difference: the increase of p over
-    the step before, so that their sum is the last p; min: only the least p, at its step."""
-    overlong_buffer: bool = False
+    correct. sum: p, so that long responses get more; mean: p / K; difference: the increase of p
+    over the step before, so that the sum is the last p; min: only the least p, at that step."""
+    overlong_buffer: bool = option(False, commands=PPO)
     """Lower the reward of a response whose length is close to generate_max_len."""
-    overlong_buffer_len: int | None = None
-    """Number of tokens before generate_max_len at which the penalty begins; it grows linearly.
-    Unset: a fifth of generate_max_len, as in DAPO."""
-    overlong_buffer_penalty_factor: Annotated[float, NOT_NEGATIVE] = 1.0
+    overlong_buffer_len: int | None = option(None, needs="--overlong_buffer", commands=PPO)
+    """The penalty begins this number of tokens before generate_max_len, and grows linearly. Unset:
+    a fifth of generate_max_len, as in DAPO."""
+    overlong_buffer_penalty_factor: float = option(
+        1.0, NOT_NEGATIVE, needs="--overlong_buffer", commands=PPO
+    )
     """Penalty at generate_max_len."""
-    reward_running_norm: bool = False
+    reward_running_norm: bool = option(False, commands=PPO)
     """Divide rewards by the standard deviation of all rewards of the run so far."""
-    reward_running_norm_minus_mean: bool = False
+    reward_running_norm_minus_mean: bool = option(
+        False, needs="--reward_running_norm", commands=PPO
+    )
     """Subtract the mean of all rewards of the run before the division of reward_running_norm."""
-    reward_clip: float | None = None
+    reward_clip: float | None = option(None, CLIP, commands=PPO)
     """Clip rewards to [-reward_clip, reward_clip], after the penalty and the running normalisation.
     """
-    reward_group_norm: bool = False
+    reward_group_norm: bool = option(False, commands=PPO)
     """Standardise rewards within each group, before the estimator uses them."""
 
 
 @dataclass
-class AlgorithmSection(Section):
+class AlgorithmSection(Section, commands=PPO):
+    """Advantages, losses, divergence from the reference."""
+
     advantage_estimator: str = "grpo"
-    """Estimator of advantages with its recipe (--help NAME shows it): a name, module:function or
+    """Estimator of advantages, with a recipe (--help NAME shows it): a name, module:function or
     file.py:function."""
     policy_loss: str = "ppo"
     """Loss of one token: a name, module:function or file.py:function."""
-    eps_clip_low: Annotated[float, NOT_NEGATIVE] = 0.2
+    eps_clip_low: float = option(0.2, NOT_NEGATIVE)
     """Lower clip range: the ratio is clipped below at 1 - eps_clip_low."""
-    eps_clip_high: Annotated[float, NOT_NEGATIVE] = 0.2
+    eps_clip_high: float = option(0.2, NOT_NEGATIVE)
     """Upper clip range: the ratio is clipped above at 1 + eps_clip_high."""
-    eps_clip: Annotated[float | None, NOT_NEGATIVE] = None
+    eps_clip: float | None = option(None, NOT_NEGATIVE)
     """Sets eps_clip_low and eps_clip_high to the same value."""
-    dual_clip: Annotated[float | None, ABOVE_1] = None
+    dual_clip: float | None = option(None, ABOVE_1)
     """For negative advantages, limit the loss to -dual_clip times the advantage (3 in the paper).
     """
-    sapo_tau_positive: Annotated[float, POSITIVE] = 1.0
+    sapo_tau_positive: float = option(1.0, POSITIVE)
     """Temperature of sapo's gate for positive advantages; the larger it is, the faster the gradient
     decays."""
-    sapo_tau_negative: Annotated[float, POSITIVE] = 1.05
+    sapo_tau_negative: float = option(1.05, POSITIVE)
     """Temperature of sapo's gate for negative advantages; the larger it is, the faster the gradient
     decays."""
-    policy_drift_coef: Annotated[float, NOT_NEGATIVE] = 0.01
+    policy_drift_coef: float = option(0.01, NOT_NEGATIVE)
     """Coefficient of cpgd's divergence from the policy before the step."""
-    policy_drift_clip: Annotated[float | None, POSITIVE] = None
+    policy_drift_clip: float | None = option(None, POSITIVE)
     """Upper limit of a token's divergence in cpgd, before the coefficient; above it the gradient is
     zero."""
-    cov_ratio: float = 2e-4
+    cov_ratio: float = option(2e-4, SHARE.hint(", because it is a share"))
     """Share of the tokens of an optimizer step that kl_cov and clip_cov select by high covariance
     of log-prob and advantage."""
-    kl_cov_coef: Annotated[float, NOT_NEGATIVE] = 1.0
-    """Coefficient of |log ratio|, which kl_cov adds to the loss of the selected tokens."""
-    clip_cov_range: list[float] = field(default_factory=lambda: [1.0, 5.0])
-    """Range of the covariance from which clip_cov draws the tokens that it masks: two numbers."""
-    high_entropy_token_ratio: float = 0.0
-    """Train only on this share of the tokens of an optimizer step, those with the highest entropy
-    (0.2 in the paper); 0: all tokens."""
+    kl_cov_coef: float = option(1.0, NOT_NEGATIVE)
+    """Coefficient of the |log ratio| that kl_cov adds to the loss of the selected tokens."""
+    clip_cov_range: list[float] = option([1.0, 5.0], RANGE)
+    """clip_cov draws the tokens that it masks from this range of the covariance: two numbers."""
+    high_entropy_token_ratio: float = option(0.0, SHARE.hint(", because it is a share"))
+    """Train only on the tokens with the highest entropy: this share of the tokens of an optimizer
+    step (0.2 in the paper); 0: all tokens."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     rollout_correction: str | None = None
     """Weight of a token from the ratio p_trainer / p_engine: tis, mis, icepop, module:function or
     file.py:function."""
-    rollout_correction_level: Literal["token", "sequence"] = "token"
-    """Ratio to use: that of each token, or the product over its sequence."""
-    rollout_correction_low: Annotated[float, NOT_NEGATIVE] = 0.5
+    rollout_correction_level: Literal["token", "sequence"] = option(
+        "token", needs="--rollout_correction"
+    )
+    """Ratio to use: of each token, or the product over the sequence."""
+    rollout_correction_low: float = option(0.5, NOT_NEGATIVE, needs="--rollout_correction")
     """Lower limit of the ratio: tokens with a smaller ratio are masked."""
-    rollout_correction_high: Annotated[float, POSITIVE] = 2.0
-    """Upper limit of the ratio: larger ratios are truncated (tis), or their tokens are masked."""
+    rollout_correction_high: float = option(2.0, POSITIVE, needs="--rollout_correction")
+    """Upper limit of the ratio: larger ratios are truncated (tis), or the tokens are masked."""
     rollout_mask: Literal["none", "sequence", "geometric"] = "none"
     """Mask sequences by the product (sequence) or the geometric mean (geometric) of the ratios
     p_trainer / p_engine, in addition to any weights of tokens."""
-    rollout_mask_low: Annotated[float | None, NOT_NEGATIVE] = None
+    rollout_mask_low: float | None = option(None, NOT_NEGATIVE, needs="--rollout_mask")
     """Lower limit for rollout_mask; unset: 0.5 for the product, 0.999 for the geometric mean."""
-    rollout_mask_high: Annotated[float | None, NOT_NEGATIVE] = None
+    rollout_mask_high: float | None = option(None, NOT_NEGATIVE, needs="--rollout_mask")
     """Upper limit for rollout_mask; unset: 2 for the product, 1.002 for the geometric mean."""
     use_engine_logprobs: bool = False
     """Use the engine's log-probs as the old log-probs of the ratio: this saves one forward pass,
     and the clip is relative to the engine's policy."""
-    aux_loss_coef: float = 0.0
-    """Coefficient of the load-balancing loss for the experts of a mixture-of-experts model, which
-    takes one more forward pass; 0: none."""
-    ptx_coef: float = 0.05
+    aux_loss_coef: float = option(0.0, NOT_NEGATIVE)
+    """Coefficient of the load-balancing loss for the experts of a mixture-of-experts model; it
+    takes one more forward pass. 0: none."""
+    ptx_coef: float = option(
+        0.05,
+        POSITIVE.hint("; omit --pretrain_data to train without the supervised loss"),
+        needs="--pretrain_data",
+    )
     """Coefficient of the supervised loss on --pretrain_data, added in each optimizer step of the
     actor."""
     loss_agg_mode: Literal[
@@ -575,141 +707,148 @@ class AlgorithmSection(Section):
     ] = "token-mean"
     """Aggregation of token losses into one number, always over all ranks and micro-batches of an
     optimizer step."""
-    gamma: Annotated[float, SHARE] = 1.0
+    gamma: float = option(1.0, SHARE)
     """Discount of rewards per token."""
-    lambd: Annotated[float, SHARE] = 1.0
+    lambd: float = option(1.0, SHARE, needs=CRITIC)
     """GAE: trade-off between the observed rewards (1) and the critic's value of the next token (0).
     """
-    value_clip: float = 0.2
+    value_clip: float = option(0.2, NOT_NEGATIVE.hint("; 0 disables clipping"), needs=CRITIC)
     """Clip range of the critic's loss: a new value is clipped to the old value plus and minus this;
     0: no clipping."""
     pass_k: int = 4
     """Number of draws k of the estimator pass_at_k."""
-    distill_coef: float = 0.0
-    """Coefficient of log p_teacher - log p_actor, which is added to the advantage of each token
-    (on-policy distillation); 0: no teacher."""
+    distill_coef: float = option(0.0, NOT_NEGATIVE)
+    """On-policy distillation: coefficient of the log p_teacher - log p_actor that is added to the
+    advantage of each token; 0: no teacher."""
     advantages_norm: bool = False
     """Normalise advantages to mean 0 and standard deviation 1 over all trained tokens of the step.
     """
-    advantage_clip: float | None = None
+    advantage_clip: float | None = option(None, CLIP)
     """Clip advantages to [-advantage_clip, advantage_clip], after the normalisation."""
     mask_truncated: bool = False
-    """Do not train on responses that were truncated at generate_max_len; their rewards still count
-    for their group."""
-    length_filter: list[int] = field(default_factory=list)
+    """Do not train on responses that were truncated at generate_max_len; the rewards still count
+    for the group."""
+    length_filter: list[int] = option([], OPTIONAL_RANGE)
     """Train only on responses whose length is in this range of tokens: two numbers, both included.
     """
-    difficulty_filter: list[float] = field(default_factory=list)
+    difficulty_filter: list[float] = option([], OPTIONAL_RANGE)
     """Train only on groups whose share of correct responses (a reward above 0.5) is in this range:
     two numbers, both included."""
-    difficulty_weights: list[float] = field(default_factory=list)
+    difficulty_weights: list[float] = option([], OPTIONAL_RANGE)
     """Range of the weights of advantages: two numbers. The weight is near the second number for a
     correct sample of a group whose samples are rarely correct, and for a wrong sample of a group
     whose samples are mostly correct."""
-    entropy_filter: list[float] = field(default_factory=list)
+    entropy_filter: list[float] = option([], OPTIONAL_RANGE)
     """Train only on responses whose mean entropy per token, in nats, is in this range: two numbers.
     """
-    use_kl_loss: bool = False
+    use_kl_loss: bool = option(False, needs="--init_kl_coef")
     """Add the divergence from the reference model to the loss; otherwise it is subtracted from the
     reward of each token."""
-    init_kl_coef: float = 0.0
+    init_kl_coef: float = option(0.0, NOT_NEGATIVE)
     """Coefficient of the divergence from the reference model; 0: no reference model."""
     measure_kl: bool = False
     """Keep a reference model and report the divergence from it, even with --init_kl_coef 0."""
-    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = option(
+        "k3", needs="--init_kl_coef or --measure_kl"
+    )
     """Estimator of the divergence: k1 is unbiased, k2 has the right gradient, k3 is unbiased and
     positive, k3+ is k3 with the gradient of k2."""
-    kl_after_baseline: bool = False
+    kl_after_baseline: bool = option(False, needs="--advantage_estimator rloo")
     """With rloo and the divergence in the reward: subtract it from each token after the baseline,
     instead of from the rewards before it."""
-    kl_target: float | None = None
+    kl_target: float | None = option(None, POSITIVE, needs="--init_kl_coef")
     """Adapt the coefficient so that the divergence per token approaches this value."""
-    kl_horizon: int = 10000
-    """Number of samples in which the adapted coefficient changes by at most a fifth."""
+    kl_horizon: int = option(10000, POSITIVE, needs="--kl_target")
+    """The adapted coefficient changes by at most a fifth within this number of samples."""
 
 
 @dataclass
-class PreferenceSection(Section):
-    chosen_key: str = "chosen"
+class PreferenceSection(Section, commands=("train_rm",)):
+    """Pairs of answers, reward model training, DPO, KTO, steps."""
+
+    chosen_key: str = option("chosen", commands=("train_rm", "train_dpo"))
     """Column of the preferred answer: a text, a list of chat messages, or a whole conversation that
     begins like the other one."""
-    rejected_key: str = "rejected"
+    rejected_key: str = option("rejected", commands=("train_rm", "train_dpo"))
     """Column of the other answer, in the same form."""
     margin_key: str | None = None
-    """Column of a number by which the score of the chosen answer should exceed the other one."""
+    """Column of a margin: the score of the chosen answer should exceed the other one by this
+    number."""
     tie_key: str | None = None
     """Column that is true for rows whose answers are equally good, for --rm_loss ties."""
     head_key: str | None = None
     """Column with the name of the head that learns from the row, one of --reward_heads."""
-    completion_key: str | None = None
-    """Column of a single answer that is judged by its --label_key: a text, a list of chat messages,
-    or a whole conversation; for train_prm a list of texts, the steps, and the label is a list, too.
+    completion_key: str | None = option(None, commands=("train_kto", "train_prm"))
+    """Column of a single answer that --label_key judges: a text, a list of chat messages, or a
+    whole conversation; for train_prm a list of texts, the steps, and the label is a list, too.
     Unset: completion, or completions for train_prm."""
     rm_loss: Literal["sigmoid", "logexp", "ties"] = "sigmoid"
     """Loss of a reward model: sigmoid is Bradley-Terry, with the margin of --margin_key; logexp is
-    log(1 + exp(rejected - chosen)), without margins; ties is Rao-Kupper, which also learns from
-    rows of --tie_key."""
-    tie_threshold: Annotated[float, ABOVE_1] = 2.0
+    log(1 + exp(rejected - chosen)), without margins; ties is Rao-Kupper, and also learns from rows
+    of --tie_key."""
+    tie_threshold: float = option(2.0, ABOVE_1, needs="--rm_loss ties")
     """Threshold theta of Rao-Kupper: at equal scores a tie has the probability (theta - 1) / (theta
     + 1)."""
-    reward_heads: list[str] = field(default_factory=list)
-    """Names of the heads of a reward model, each with a score of its own; unset: those of
+    reward_heads: list[str] = option([], DISTINCT)
+    """Names of the heads of a reward model, each with a score of its own; unset: the heads of
     --pretrain, or one."""
     learn_scale: bool = False
     """Multiply each head's score by a positive factor that is learned with the model, and is not
     part of the exported model."""
-    dpo_loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    dpo_loss: Literal["sigmoid", "ipo", "hinge"] = option("sigmoid", commands=("train_dpo",))
     """Loss of DPO as a function of the difference of the pair's implicit rewards."""
-    beta: Annotated[float, POSITIVE] = 0.1
-    """DPO and KTO: factor of the log-ratio of policy and reference, which is the implicit reward; a
-    larger value keeps the policy closer to the reference."""
-    label_smoothing: Annotated[float, NOT_NEGATIVE] = 0.0
-    """DPO with the loss sigmoid: assumed share of rows in which the preference is reversed (cDPO),
-    below 0.5."""
-    length_normalized: bool = False
-    """DPO: use the mean log-prob of an answer's tokens instead of their sum."""
-    sft_coef: Annotated[float, NOT_NEGATIVE] = 0.0
-    """DPO: coefficient of the negative log-likelihood of the chosen answers, mean over their
-    tokens."""
-    precompute_reference: bool = False
+    beta: float = option(0.1, POSITIVE, commands=("train_dpo", "train_kto"))
+    """DPO and KTO: factor of the log-ratio of policy and reference in the implicit reward; a larger
+    value keeps the policy closer to the reference."""
+    label_smoothing: float = option(0.0, NOT_NEGATIVE, commands=("train_dpo",))
+    """DPO with the loss sigmoid: assumed share of rows with a reversed preference (cDPO), below
+    0.5."""
+    length_normalized: bool = option(False, commands=("train_dpo",))
+    """DPO: use the mean log-prob of an answer's tokens instead of the sum."""
+    sft_coef: float = option(0.0, NOT_NEGATIVE, commands=("train_dpo",))
+    """DPO: coefficient of the mean negative log-likelihood per token of the chosen answers."""
+    precompute_reference: bool = option(False, commands=("train_dpo",))
     """DPO: compute the log-probs of the reference once before training, with the model that
     training starts from, so that no second model is kept."""
-    desirable_weight: Annotated[float, NOT_NEGATIVE] = 1.0
+    desirable_weight: float = option(1.0, NOT_NEGATIVE, commands=("train_kto",))
     """KTO: weight of the rows with a good answer."""
-    undesirable_weight: Annotated[float, NOT_NEGATIVE] = 1.0
+    undesirable_weight: float = option(1.0, NOT_NEGATIVE, commands=("train_kto",))
     """KTO: weight of the rows with a bad answer."""
 
 
 @dataclass
-class ServerSection(Section):
+class ServerSection(Section, commands=SERVERS):
+    """The address of serve and serve_reward."""
+
     host: str = "127.0.0.1"
-    """Address at which a server listens; 0.0.0.0: at every address of the machine."""
-    port: Annotated[int, PORT] = 8000
-    """Port at which it listens; 0: any free port, which is logged."""
+    """Address that a server listens at; 0.0.0.0: at every address of the machine."""
+    port: int = option(8000, PORT)
+    """Port that it listens at; 0: any free port, logged at the start."""
 
 
 @dataclass
-class OptimSection(Section):
-    learning_rate: Annotated[float, NOT_NEGATIVE] = 1e-6
+class OptimSection(Section, commands=TRAINING):
+    """Learning rates and the optimizer."""
+
+    learning_rate: float = option(1e-6, NOT_NEGATIVE, alias="actor_learning_rate")
     """Peak learning rate; --actor_learning_rate is another name of it. Unset: 1e-6 in train_ppo,
     1e-5 in train_sft (LIMA, arXiv 2305.11206), 5e-7 in train_dpo (Zephyr, arXiv 2310.16944) and
     train_kto (as in TRL's example), 9e-6 in train_rm (InstructGPT, arXiv 2203.02155), 1e-5 in
     train_prm (as in TRL)."""
-    critic_learning_rate: Annotated[float, NOT_NEGATIVE] = 9e-6
+    critic_learning_rate: float = option(9e-6, NOT_NEGATIVE, needs=CRITIC, commands=PPO)
     """Peak learning rate of the critic, if there is one."""
-    draft_learning_rate: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Peak learning rate of the model of --speculative draft, which learns from the responses of
-    each step so that more of its drafts are accepted; 0: its weights stay those of
-    --draft_pretrain."""
+    draft_learning_rate: float = option(0.0, NOT_NEGATIVE, commands=PPO)
+    """Peak learning rate of the model of --speculative draft. It learns from the responses of each
+    step, so that more drafts are accepted. 0: --draft_pretrain is not trained."""
     lr_scheduler: Literal["cosine", "constant"] = "cosine"
     """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
-    lr_warmup_ratio: Annotated[float, SHARE] = 0.03
+    lr_warmup_ratio: float = option(0.03, SHARE)
     """Share of all optimizer steps used for the warm-up."""
-    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    adam_betas: list[float] = option([0.9, 0.95], BETAS)
     """Two decay rates of AdamW."""
-    l2: Annotated[float, NOT_NEGATIVE] = 0.0
+    l2: float = option(0.0, NOT_NEGATIVE)
     """Weight decay, applied to matrices only (not to norms and biases)."""
-    max_norm: Annotated[float, NOT_NEGATIVE] = 1.0
+    max_norm: float = option(1.0, NOT_NEGATIVE)
     """Clip the global gradient norm to this value; 0: no clipping."""
 
     @property
@@ -722,29 +861,30 @@ class OptimSection(Section):
 
 
 @dataclass
-class TrainSection(Section):
-    seed: Annotated[int, SEED] = 42
+class TrainSection(Section, commands=TRAINING):
+    """Length of the run, batches, checkpoints."""
+
+    seed: int = option(42, SEED, commands=ALL_BUT_SERVE_REWARD)
     """Seed of all random numbers."""
-    num_episodes: Annotated[int, COUNT] = 1
+    num_episodes: int = option(1, COUNT)
     """Number of passes over the prompt data."""
-    max_steps: Annotated[int | None, COUNT] = None
+    max_steps: int | None = option(None, COUNT)
     """Stop after this number of steps, regardless of num_episodes."""
-    max_epochs: Annotated[int, COUNT] = 1
+    max_epochs: int = option(1, COUNT, commands=PPO)
     """Number of passes over the samples of each step."""
-    freezing_actor_steps: int = 0
-    """Number of steps at the beginning in which only the critic is trained; the actor's schedule
-    begins after them."""
-    train_batch_size: Annotated[int, COUNT] = 1024
+    freezing_actor_steps: int = option(0, NOT_NEGATIVE, commands=PPO)
+    """Number of first steps that train only the critic; the actor's schedule begins after them."""
+    train_batch_size: int = option(1024, COUNT)
     """Number of samples in one optimizer step, over all ranks. Unset: 1024 in train_ppo, 64 in
     train_sft, train_rm and train_prm, 32 in train_dpo and train_kto, from the sources of
     --learning_rate."""
-    micro_train_batch_size: Annotated[int | None, COUNT] = None
+    micro_train_batch_size: int | None = option(None, COUNT)
     """Maximum number of sequences in one forward and backward pass on one rank; unset:
     max_tokens_per_microbatch is the only limit."""
-    max_tokens_per_microbatch: Annotated[int, COUNT] = 16384
+    max_tokens_per_microbatch: int = option(16384, COUNT, commands=(*TRAINING, "serve_reward"))
     """Maximum number of tokens in one forward and backward pass on one rank; with --sp_size, the
     ranks of a group split this number."""
-    max_tokens_per_logprob_microbatch: Annotated[int | None, COUNT] = None
+    max_tokens_per_logprob_microbatch: int | None = option(None, COUNT)
     """Maximum number of tokens in one forward pass without gradients on one rank: log-probs of
     actor and reference, values, scores of reward models. Unset: max_tokens_per_microbatch, and the
     same micro-batches as in training."""
@@ -754,30 +894,30 @@ class TrainSection(Section):
     enable_ema: bool = False
     """Keep an exponential moving average of the actor's parameters, update it after each step, and
     save it too: model_ema."""
-    ema_beta: Annotated[float, SHARE] = 0.992
+    ema_beta: float = option(0.992, SHARE, needs="--enable_ema")
     """Decay of the moving average per step."""
-    save_path: str = "runs/run"
+    save_path: str = option("runs/run", commands=EVALUATED)
     """Folder of the run: final model, metrics, report, resolved configuration."""
-    ckpt_path: str | None = None
+    ckpt_path: str | None = option(None, needs=CHECKPOINTS)
     """Folder of the checkpoints; unset: save_path/checkpoints."""
     save_steps: int = -1
     """Number of steps between checkpoints; -1: no checkpoints."""
-    max_ckpt_num: Annotated[int, COUNT] = 3
+    max_ckpt_num: int = option(3, COUNT, needs=CHECKPOINTS)
     """Maximum number of checkpoints to keep."""
-    max_ckpt_mem: Annotated[float, NOT_NEGATIVE] = 1000.0
+    max_ckpt_mem: float = option(1000.0, NOT_NEGATIVE, needs=CHECKPOINTS)
     """Maximum total size of the checkpoints to keep, in GB; the newest is always kept."""
-    save_hf_ckpt: bool = False
-    """Also write the model of each checkpoint, to its folder `hf`, in the format that
+    save_hf_ckpt: bool = option(False, needs=CHECKPOINTS)
+    """Also write the model of each checkpoint into the folder `hf` beside it, in the format that
     from_pretrained and engines load."""
-    async_save: bool = True
+    async_save: bool = option(True, needs=CHECKPOINTS)
     """Write checkpoints in the background from a copy in host memory, while training continues; if
     the free memory of a host is less than twice the copy, training waits."""
-    save_adapter_only: bool = False
+    save_adapter_only: bool = option(False, needs="--lora_rank", commands=POLICY_TRAINING)
     """With lora_rank: the final model is only the adapter in peft's format, not the model with the
     adapter merged into it."""
     push_to_hub: str = ""
-    """Repository on the Hugging Face hub, owner/name, to which the final model is uploaded with its
-    card. It is made, private, if it does not exist. Empty: no upload."""
+    """Upload the final model with a card to this repository on the Hugging Face hub, owner/name. It
+    is created as a private one if it does not exist. Empty: no upload."""
     load_checkpoint: bool = False
     """Resume from the newest complete checkpoint; start from the beginning if there is none. A run
     that torchrun restarts after the failure of a rank or the loss of a node resumes without this
@@ -788,40 +928,41 @@ class TrainSection(Section):
     overwrite: bool = False
     """Start from the beginning in a folder that has the results of an earlier run; they are moved
     to FOLDER.previous."""
-    mismatch_limit: Annotated[float | None, POSITIVE] = None
+    mismatch_limit: float | None = option(None, POSITIVE, commands=PPO)
     """End the run when the mean difference between the log-probs of engine and trainer in a step is
-    larger than this; unset: only warn of a difference far above that of the previous steps."""
-    stop_loss: float | None = None
+    larger than this; unset: only warn of a difference far above the previous steps."""
+    stop_loss: float | None = option(None, commands=SUPERVISED)
     """In supervised training: end the run when the loss of a step is below this value."""
-    eval_steps: int = -1
+    eval_steps: int = option(-1, needs="--eval_data")
     """Number of steps between evaluations on --eval_data, with one more at the end; -1: only at the
     end."""
 
 
 @dataclass
-class ObserveSection(Section):
-    logging_steps: Annotated[int, COUNT] = 1
+class ObserveSection(Section, commands=TRAINING):
+    """Metrics and where they go."""
+
+    logging_steps: int = option(1, COUNT)
     """Number of steps between reports of metrics."""
     report_to: CommaSeparated = CommaSeparated("tensorboard")
     """Destinations of metrics and samples, separated by commas, or a list in YAML: tensorboard
     (files in save_path/tensorboard), wandb, mlflow, swanlab, trackio, comet_ml, and jsonl for the
-    files metrics.jsonl and samples.jsonl, which are always written."""
-    tracker_project: str = "lightrft"
+    files metrics.jsonl and samples.jsonl, always written."""
+    tracker_project: str = option("lightrft", needs=A_TRACKER)
     """Project of the run in the trackers of --report_to; in MLflow the experiment."""
-    tracker_run_name: str | None = None
+    tracker_run_name: str | None = option(None, needs=A_TRACKER)
     """Name of the run in the trackers of --report_to; unset: each tracker chooses a name."""
-    tracker_org: str | None = None
-    """Team or user to which the project belongs, in Weights & Biases, SwanLab and Comet; unset:
-    your own."""
-    tracker_group: str | None = None
+    tracker_org: str | None = option(None, needs="--report_to comet_ml or swanlab or wandb")
+    """Team or user that owns the project, in Weights & Biases, SwanLab and Comet; unset: your own.
+    """
+    tracker_group: str | None = option(None, needs="--report_to swanlab or trackio or wandb")
     """Group of runs in Weights & Biases, SwanLab and Trackio."""
-    trace_steps: Annotated[int, NOT_NEGATIVE] = 10
-    """Number of steps whose timeline is written to save_path/trace.json: the activity of each rank
-    over time, for https://ui.perfetto.dev. They are the first steps after every start or resume; 0:
+    trace_steps: int = option(10, NOT_NEGATIVE)
+    """Number of steps in the timeline save_path/trace.json, the first ones after every start or
+    resume: the activity of each rank over time, for https://ui.perfetto.dev. 0: none."""
+    num_trajectories_to_save: int = option(8, NOT_NEGATIVE, commands=PPO)
+    """Number of samples of each step in save_path/samples.jsonl, in the order of the prompts; 0:
     none."""
-    num_trajectories_to_save: Annotated[int, NOT_NEGATIVE] = 8
-    """Number of samples of each step that are written to save_path/samples.jsonl, all samples of
-    one prompt before those of the next; 0: none."""
 
 
 @dataclass
@@ -844,20 +985,20 @@ class Config:
 
     def __post_init__(self) -> None:
         self.command = ""
-        """Command for which resolve() prepared this configuration; empty before."""
+        """Command that resolve() prepared this configuration for; empty before."""
         self.notices: list[str] = []
         """Sentences about flags that were translated or ignored."""
         self.extra_args: dict[str, Any] = {}
         """Values of a user's own arguments, by names that are not fields."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return a field of any section, or an extra argument, by its flat name: `config.bf16` is
+        """Return a field of any section, or an extra argument, by a flat name: `config.bf16` is
         `config.model.bf16`.
         """
         if not name.startswith("_"):  # private and special names would recurse while a copy is made
             if name in self.__dict__.get("extra_args", {}):
                 return self.extra_args[name]
-            name = ALIASES.get(name, name)
+            name = aliases().get(name, name)
             if name in (owners := section_of_field()):
                 return getattr(getattr(self, owners[name]), name)
         raise AttributeError(
@@ -877,27 +1018,30 @@ class Config:
         return config
 
     def update(self, values: Mapping[str, Any], source: str = "") -> None:
-        """Set fields by their flat names; `source` begins the message of a ConfigError, such as the
-        name of a file.
+        """Set fields by flat names; `source` begins the message of a ConfigError, such as the name
+        of a file.
         """
         owners = section_of_field()
-        types = field_types()
+        known = {}
         problems = []
 
-        try:
-            values, notices = current_names(values, typed_value, self)
-        except ValueError as error:
-            raise ConfigError(f"{source}{error}") from error
-
-        self.notices += notices
-        for name, value in values.items():
+        for given, value in values.items():
+            name = aliases().get(given, given)
             if name not in owners:
                 problems.append(f"unknown name {name!r}{nearest(name, owners)}")
                 continue
+
             try:
-                setattr(getattr(self, owners[name]), name, typed_value(types[name], value))
+                value = typed_value(field_types()[name], value)
             except ValueError as error:
-                problems.append(f"{name}: {error}")
+                problems.append(f"{given}: {error}")
+                continue
+
+            setattr(getattr(self, owners[name]), name, value)
+            if known.setdefault(name, value) != value:
+                problems.append(
+                    f"{name}: {known[name]} and {value} are two values of one field: set only one"
+                )
 
         if problems:
             raise ConfigError("; ".join(source + problem for problem in problems))
@@ -920,9 +1064,12 @@ class Config:
         path.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
 
 
-SECTIONS: dict[str, type] = {section.name: section.default_factory for section in fields(Config)}
+SECTIONS: dict[str, type[Section]] = {
+    section.name: section.default_factory for section in fields(Config)
+}
 
 
+@cache
 def section_of_field() -> dict[str, str]:
     """Return field name -> section name.
 
@@ -943,22 +1090,38 @@ def field_types() -> dict[str, Any]:
 
 
 @cache
-def field_bounds() -> dict[str, Bound]:
-    """Return field name -> range of its values, for each field of a number or of numbers."""
-    hints = {
-        name: kind
-        for cls in SECTIONS.values()
-        for name, kind in get_type_hints(cls, include_extras=True).items()
-    }
-    own = {
-        name: kind.__metadata__[0] for name, kind in hints.items() if get_origin(kind) is Annotated
-    }
-    return {name: NUMBER for name, kind in field_types().items() if _is_number(kind)} | own
+def options() -> dict[str, Option]:
+    """Return field name -> what the field allows and needs, with all defaults filled in."""
+    found = {}
+    for cls in SECTIONS.values():
+        for each in fields(cls):
+            own = each.metadata.get("option", Option())
+            bound = own.bound or (NUMBER if _is_number(field_types()[each.name]) else None)
+            found[each.name] = replace(own, bound=bound, commands=own.commands or cls.commands)
+    return found
+
+
+@cache
+def aliases() -> dict[str, str]:
+    """Return the other name of a field -> the field."""
+    return {each.alias: name for name, each in options().items() if each.alias}
+
+
+@cache
+def fields_read(command: str) -> frozenset[str]:
+    """Return the names of the fields that `command` reads in some configuration."""
+    return frozenset(name for name, each in options().items() if command in each.commands)
 
 
 def _is_number(kind: Any) -> bool:
     """Return True for int, float, and lists of them, also if None is possible."""
     return kind in (int, float) or any(map(_is_number, get_args(kind)))
+
+
+COMMANDS: dict[str, set[str]] = {
+    command: {section_of_field()[name] for name in fields_read(command)} for command in EVERY
+}
+"""Command that reads a configuration -> the sections that it reads."""
 
 
 def media_columns(section: DataSection) -> dict[str, str]:
@@ -979,12 +1142,13 @@ def has_episodes(section: EnvironmentSection) -> bool:
 
 
 JUDGE_PROMPT_TOKENS = 2048
-"""Number of tokens for what a judge in the engine reads beside prompt and response: the template,
-and columns of the data."""
+"""Number of tokens that a judge in the engine reads beside prompt and response: the template, and
+columns of the data.
+"""
 
 
 def longest_sequence(config: Config) -> int:
-    """Return the largest number of tokens of a prompt with its response in the engine."""
+    """Return the largest number of tokens of a prompt with a response in the engine."""
     length = config.data.prompt_max_len + config.rollout.generate_max_len
     judges = config.reward.judge_url == "engine"
     return length + judges * (JUDGE_PROMPT_TOKENS + config.reward.judge_max_tokens)
@@ -1012,3 +1176,10 @@ def needs_reference(algorithm: AlgorithmSection) -> bool:
     to be measured.
     """
     return algorithm.init_kl_coef > 0 or algorithm.measure_kl
+
+
+def engine_name(section: EngineSection) -> str:
+    """Return the engine that --engine_type selects on this machine, without importing it."""
+    if section.engine_type != "auto":
+        return section.engine_type
+    return next((engine for engine in ("vllm", "sglang") if find_spec(engine)), "hf")

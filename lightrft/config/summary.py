@@ -1,17 +1,13 @@
-"""Summarise a run in a few lines: its algorithm, its layout, and the number of samples in a
-step.
-"""
+"""Summarise a run in a few lines: algorithm, layout, and samples of a step."""
 
-from lightrft.config.commands import COMMANDS
-from lightrft.config.references import engine_name
-from lightrft.config.sections import Config, needs_reference
+from lightrft.config.sections import COMMANDS, Config, engine_name, needs_reference
 
 
 def summary(
     config: Config, command: str, world_size: int, ranks_per_node: int | None = None
 ) -> list[str]:
     """Return the lines that a run logs first: algorithm, divergence, layout, engine and the
-    arithmetic of its batches.
+    arithmetic of the batches.
 
     With `ranks_per_node` the layout comes with --dp_replicate for models that fit on one node.
     """
@@ -73,8 +69,8 @@ def _layout(config: Config, world_size: int) -> str:
 
 
 def nodes_to_replicate(config: Config, world_size: int, ranks_per_node: int) -> int:
-    """Return the number of nodes over which FSDP2 shards one copy of the model although each could
-    have its own, else 0.
+    """Return how many nodes FSDP2 shards one copy of the model over, if each could have a copy;
+    else 0.
     """
     strategy = config.strategy
     ranks = world_size - config.rollout.rollout_ranks
@@ -101,9 +97,7 @@ def _engine(config: Config, world_size: int) -> str:
 
 
 def _checkpoints(config: Config) -> list[str]:
-    """Return a line about a run that writes none: the default costs no disk, and a crash costs all
-    steps.
-    """
+    """Return a line for a run that writes no checkpoints, because a crash then costs all steps."""
     if config.train.save_steps > 0 or config.train.load_checkpoint:
         return []
     return [

@@ -1,19 +1,19 @@
-"""Values of configuration fields: their types, and a record of those that the user wrote."""
+"""Values of configuration fields: types, bounds, and a record of what the user wrote."""
 
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from types import UnionType
-from typing import Any, Literal, NewType, Self, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, NewType, Self, Union, get_args, get_origin
 
 TRUE = ("true", "yes", "on", "1")
 FALSE = ("false", "no", "off", "0")
 SHORTEST_PART = 5
-"""Letters of a part by which a name is found."""
+"""Number of letters of a part that is enough to find a name."""
 LARGEST = 2**63 - 1
 """Largest whole number: larger ones fit into no tensor and no file format."""
 COLDEST = 1e-6
@@ -24,45 +24,73 @@ HOTTEST = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Range of a field's values, declared as `Annotated[int, COUNT]`.
+    """A condition on the value of a field. None always satisfies it."""
 
-    A value of None is always within it.
-    """
-
-    description: str
-    holds: Callable[[float], bool]
+    message: str
+    """What the value must be, as the words after the flag: `must be above 0`."""
+    holds: Callable[[Any], bool]
+    """Judges a number, or each item of a list."""
     most: float = 2**31 - 1
-    """Largest size of a value, positive or negative: no meaning needs a larger one, and sums and
-    products of them still fit."""
+    """Largest size of a number, positive or negative: no meaning needs a larger one, and sums and
+    products of such numbers still fit."""
+    whole: bool = False
+    """Judge a list as one value."""
 
     def problem(self, value: Any) -> str:
-        """Return how a number, or each number of a list, should be; empty if it is."""
-        numbers = value if isinstance(value, list) else [value]
-        if not all(map(self.holds, numbers)):
-            return f"must be {self.description}"
-        return (
-            ""
-            if all(abs(number) <= self.most for number in numbers)
-            else f"must be at most {self.most:,}"
-        )
+        """Return what the value must be; empty if it is."""
+        items = value if isinstance(value, list) else [value]
+        if not (self.holds(value) if self.whole else all(map(self.holds, items))):
+            return self.message
+
+        numbers = [item for item in items if isinstance(item, int | float)]
+        fit = all(abs(number) <= self.most for number in numbers)
+        return "" if fit else f"must be at most {self.most:,}"
+
+    def hint(self, text: str) -> "Bound":
+        """Return the same bound with a message that goes on with `text`."""
+        return replace(self, message=self.message + text)
 
 
-NUMBER = Bound("a number", lambda value: value == value)
-"""Bound of a field without one of its own."""
-MINUTES = Bound("above 0", lambda value: value > 0, most=525_600)
+NUMBER = Bound("must be a number", lambda value: value == value)
+"""Bound of a number that declares none."""
+MINUTES = Bound("must be above 0", lambda value: value > 0, most=525_600)
 """At most a year."""
-SECONDS = Bound("above 0", lambda value: value > 0, most=31_536_000)
-PORT = Bound("at least 0", lambda value: value >= 0, most=65_535)
-SEED = Bound("a whole number", lambda value: True, most=LARGEST)
-COUNT = Bound("at least 1", lambda value: value >= 1)
-ABOVE_1 = Bound("above 1", lambda value: value > 1)
-POSITIVE = Bound("above 0", lambda value: value > 0)
-NOT_NEGATIVE = Bound("at least 0", lambda value: value >= 0)
-SHARE = Bound("between 0 and 1", lambda value: 0 <= value <= 1)
+SECONDS = Bound("must be above 0", lambda value: value > 0, most=31_536_000)
+PORT = Bound("must not be negative", lambda value: value >= 0, most=65_535)
+SEED = Bound("must be a whole number", lambda value: True, most=LARGEST)
+COUNT = Bound("must be at least 1", lambda value: value >= 1)
+ABOVE_1 = Bound("must be above 1", lambda value: value > 1)
+POSITIVE = Bound("must be above 0", lambda value: value > 0)
+NOT_NEGATIVE = Bound("must not be negative", lambda value: value >= 0)
+SHARE = Bound("must be between 0 and 1", lambda value: 0 <= value <= 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a field of the configuration allows and needs."""
+
+    bound: Bound | None = None
+    needs: str | Mapping[str, str] = ""
+    """Flags without which the field has no effect, as the user reads them: `--lora_rank`, or
+    `--rm_loss ties`. A dict has a text for each command that needs something."""
+    unless: str = ""
+    """Flag that leaves the field without effect."""
+    commands: Collection[str] = ()
+    """Commands that read the field; empty: all that read the section."""
+    alias: str = ""
+    """Another name of the field."""
+
+
+def option(default: Any, bound: Bound | None = None, **details: Any) -> Any:
+    """Declare a field of a section: the default, the bound and other parts of an Option."""
+    metadata = {"option": Option(bound, **details)}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 CommaSeparated = NewType("CommaSeparated", str)
-"""Text with parts separated by commas, which may also be given as a list."""
+"""Text with parts separated by commas; a list is accepted, too."""
 Verbatim = NewType("Verbatim", str)
 """Text that may itself contain commas: as an item of a list, it is not split at them."""
 
@@ -75,7 +103,12 @@ class Section:
         # {"advantage_estimator", "eps_clip_low"}
     """
 
+    commands: ClassVar[Collection[str]] = ()
+    """Commands that read the section."""
     written: set[str]
+
+    def __init_subclass__(cls, commands: Collection[str] = ()) -> None:
+        cls.commands = commands or cls.commands
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         section = super().__new__(cls)
@@ -90,7 +123,7 @@ class Section:
         super().__setattr__(name, value)
 
     def forget(self, *names: str) -> None:
-        """Reset fields to their defaults, as if they had not been written."""
+        """Reset fields to the defaults, as if they had not been written."""
         default = type(self)()
         for name in names:
             self.put(name, getattr(default, name))
@@ -131,10 +164,7 @@ def _list(kind: Any, value: Any) -> list[Any]:
 
 
 def _parts(item: Any) -> list[Any]:
-    """Split a text at its commas.
-
-    Every list may be written so, on the command line and in files.
-    """
+    """Split a text at commas: every list may be written so, on the command line and in files."""
     if not isinstance(item, str):
         return [item]
     return [part for part in map(str.strip, item.split(",")) if part]
@@ -196,8 +226,8 @@ def _str(value: Any) -> str:
 
 
 def import_path(function: Callable[..., Any]) -> str:
-    """Return `module:name`, under which the registries find a function again; empty if it has no
-    such name.
+    """Return the `module:name` that registries find a function by; empty if it has no such
+    name.
     """
     module = getattr(function, "__module__", "")
     name = getattr(function, "__qualname__", "")

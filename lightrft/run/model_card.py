@@ -11,10 +11,9 @@ from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from loguru import logger
 
-from lightrft.config.commands import fields_read
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import data_sources
-from lightrft.config.sections import Config, section_of_field
+from lightrft.config.sections import Config, fields_read, section_of_field
 from lightrft.observe.text import short
 
 METHODS = {

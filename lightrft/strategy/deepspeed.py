@@ -36,7 +36,7 @@ from lightrft.backends.zero_state import (
 from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.checkpoint.model_state import ModelState
 from lightrft.config.errors import ConfigError
-from lightrft.config.validation import deepspeed_problems
+from lightrft.config.resolve import deepspeed_problems
 from lightrft.models.empty import empty_parameters, is_empty
 from lightrft.parallel.device import current_device, local_rank
 from lightrft.strategy.strategy_base import StrategyBase
@@ -74,7 +74,7 @@ class DeepSpeedStrategy(StrategyBase):
     def setup_distributed(
         self, timeout: timedelta | None = None, num_gpu_per_node: int | None = None
     ) -> None:
-        if problems := deepspeed_problems(self.config.strategy, bf16=self.config.model.bf16):
+        if problems := deepspeed_problems(self.config):
             raise ConfigError("; ".join(problems))
         super().setup_distributed(timeout, num_gpu_per_node)
         os.environ.setdefault("LOCAL_RANK", str(local_rank()))

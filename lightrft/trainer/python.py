@@ -13,10 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lightrft.config.command_line import load
-from lightrft.config.commands import fields_read
+from lightrft.compat.command_line import load, update
 from lightrft.config.errors import ConfigError
-from lightrft.config.sections import Config, section_of_field
+from lightrft.config.sections import Config, fields_read, section_of_field
 from lightrft.observe.sinks import read_rows
 from lightrft.run.logs import log_unless_set_up
 from lightrft.trainer.objects import model_folder, with_names
@@ -170,5 +169,5 @@ def _configuration(config: ConfigOrFile, values: dict[str, Any]) -> Config:
             " as model=... or **values"
         )
     config = config if isinstance(config, Config) else Config() if config is None else load(config)
-    config.update(with_names(values))
+    update(config, with_names(values))
     return config

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from lightrft.cli import train_ppo
-from lightrft.config import Config, ConfigError, parse, resolve, section_of_field
-from lightrft.config.other_tools import DEFAULTS, TRL_FLAGS, VERL_KEYS
+from lightrft.compat.command_line import parse
+from lightrft.compat.openrlhf import DEFAULTS
+from lightrft.compat.trl import TRL_FLAGS
+from lightrft.compat.verl import VERL_KEYS
+from lightrft.config import Config, ConfigError, resolve, section_of_field
 from runs import prepare, rows_of
 from teacher_server import teacher_server
 
@@ -209,8 +212,7 @@ def test_all_refusals_come_in_one_message():
 
 
 def test_every_translation_leads_to_a_flag_that_exists():
-    from lightrft.config import section_of_field
-    from lightrft.config.other_tools import openrlhf as other_tools
+    from lightrft.compat import openrlhf as other_tools
 
     known = set(section_of_field())
     words = {

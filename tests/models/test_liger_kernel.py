@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from flat_models import make_model
 from lightrft.attention.flat import ATTENTION
-from lightrft.config import ModelSection
-from lightrft.config.validation import fused_problems
+from lightrft.config import Config
+from lightrft.config.resolve import strategy_problems
 from lightrft.models.liger_kernel import fuse
 
 TESTS = Path(__file__).parent.parent
@@ -71,15 +71,10 @@ def test_models_that_it_cannot_compute_are_named():
 
 def test_incompatible_settings_are_named():
     selective = {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}
-    assert fused_problems(ModelSection(**selective), tp_size=2) == []
-    assert (
-        fused_problems(
-            ModelSection(fused_kernels="liger", gradient_checkpointing_policy="selective"),
-            tp_size=1,
-        )
-        == []
-    )
-    problems = fused_problems(ModelSection(fused_kernels="liger", **selective), tp_size=2)
+    assert strategy_problems(Config.of(**selective, tp_size=2)) == []
+    alone = Config.of(fused_kernels="liger", gradient_checkpointing_policy="selective")
+    assert strategy_problems(alone) == []
+    problems = strategy_problems(Config.of(fused_kernels="liger", **selective, tp_size=2))
     assert [
         "--tp_size 1" in problems[0],
         "--gradient_checkpointing_policy full" in problems[1],

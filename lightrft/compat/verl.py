@@ -1,5 +1,4 @@
-"""Keys of verl's configuration, which its users write as `data.train_batch_size=1024` -> what to
-write instead.
+"""Keys of verl's configuration, such as `data.train_batch_size=1024` -> what to write instead.
 
 An answer is the name of a flag, or a sentence if more than the name differs.
 """
@@ -157,8 +156,8 @@ VERL_KEYS = {
 }
 
 KEY = re.compile(
-    r"\+{0,2}~?((?:data|actor_rollout_ref|critic|reward_model|reward|algorithm|trainer|custom_reward_function|"
-    r"global_profiler|ray_kwargs)\.[\w.]+)=(.*)",
+    r"\+{0,2}~?((?:data|actor_rollout_ref|critic|reward_model|reward|algorithm|trainer"
+    r"|custom_reward_function|global_profiler|ray_kwargs)\.[\w.]+)=(.*)",
     re.DOTALL,
 )
 
@@ -171,7 +170,7 @@ def is_verl_key(token: str) -> bool:
 def verl_problems(tokens: list[str]) -> list[str]:
     """Return what to write instead of each key of verl."""
     answers = []
-    for key, value in (KEY.fullmatch(token).groups() for token in tokens):  # type: ignore[union-attr]
+    for key, value in (match.groups() for match in map(KEY.fullmatch, tokens) if match):
         answer = VERL_KEYS.get(key, "no flag has this meaning")
         answers.append(f"{key}: {answer}" if " " in answer else f"{key}: write --{answer} {value}")
     return answers

@@ -1,8 +1,6 @@
-"""Translate flags of the launch scripts of opendilab/LightRFT and OpenRLHF to the flags with the
-same meaning here.
+"""Translate the launch scripts of opendilab/LightRFT and OpenRLHF to the flags of this program.
 
-docs/migrating.md has the tables for readers. Keys of verl among them are refused with the flag to
-write instead.
+docs/migrating.md has the tables for readers.
 """
 
 import json
@@ -11,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lightrft.config.command_line import Flags, group_flags
 from lightrft.config.errors import ConfigError
-from lightrft.config.other_tools.verl import is_verl_key, verl_problems
 
 DOTTED = {
     "actor.model_name_or_path": "pretrain",
@@ -134,7 +132,7 @@ DOTTED |= {
     for name, flag in DOTTED.items()
     if name.startswith("ds.")
 }
-"""OpenRLHF's flags of 2026 -> its earlier names, or those of this program."""
+"""OpenRLHF's flags of 2026 -> earlier names there, or flags of this program."""
 
 RENAMED = {
     "max_new_tokens": "generate_max_len",
@@ -150,7 +148,7 @@ RENAMED = {
     "eval_dataset": "eval_data",
     "eval_n_samples_per_prompt": "eval_n_samples",
 }
-"""Flags of other tools with the same values -> those of this program."""
+"""Flags of other tools -> flags of this program with the same values."""
 
 SWITCHES: dict[str, list[str]] = {
     "disable_engine_sleep": ["--no_enable_engine_sleep"],
@@ -312,122 +310,93 @@ OPENRLHF = ("vllm_", "colocate_", "actor_num_", "ref_num_", "critic_num_", "rewa
 
 @dataclass
 class Translation:
-    """Translation of a command line to the flags of this program."""
+    """A command line in the flags of this program."""
 
-    flags: list[str] = field(default_factory=list)
+    flags: Flags = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
+    """Sentences about flags that were translated or ignored."""
     refused: list[str] = field(default_factory=list)
+    """Sentences about flags without an equivalent."""
 
 
-def translate_flags(tokens: list[str]) -> Translation:
-    """Translate flags of other tools' scripts; all other tokens stay as they are.
+def translate(written: Flags) -> Translation:
+    """Translate flags of other tools' scripts; all others stay as they are.
 
-    The translations of switches come first, so that a flag of this program takes precedence over
-    them.
+    A flag of this program takes precedence over the translation of a switch.
     """
+    from_openrlhf = any(name in DOTTED or name.startswith(OPENRLHF) for name in written)
+    written = {DOTTED.get(name, name): words for name, words in written.items()}
     result = Translation()
-    first = []
-    result.refused += verl_problems([token for token in tokens if is_verl_key(token)])
-    tokens = [token for token in tokens if not is_verl_key(token)]
-    groups = _groups(tokens)
-    values_of = {name: values for name, values in groups}
-    for name, values in groups:
-        _translate(name, values, values_of, result, first)
-    result.flags = first + result.flags
-    unused = [name for name in values_of if name in IGNORED]
-    reasons = {
-        reason: [f"--{name}" for name in unused if IGNORED[name] == reason]
-        for reason in IGNORED.values()
-    }
-    left_out = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items() if names]
+    switched: Flags = {}
+    understood: list[str] = []
 
-    result.notices = (
-        [f"translated flags of other tools: {'; '.join(result.notices)}"] if result.notices else []
-    )
-    result.notices += [f"ignored flags: {'; '.join(left_out)}"] if left_out else []
-    result.notices += _other_defaults(
-        tokens, {flag.partition("=")[0].removeprefix("--") for flag in result.flags}
-    )
+    for name, words in written.items():
+        if name in REFUSED:
+            result.refused.append(f"--{name}: {REFUSED[name]}")
+        elif name in IGNORED or _means_nothing(name, words):
+            continue
+        elif name in RENAMED:
+            result.flags[RENAMED[name]] = words
+            understood.append(f"--{name} is --{RENAMED[name]}")
+        elif name in SWITCHES or name in SPECIAL:
+            try:
+                tokens = _tokens(name, words, written)
+            except ConfigError as error:
+                result.refused.append(f"--{name}{error}")
+                continue
+            switched |= group_flags(tokens)
+            if tokens and name not in (tokens[0][2:], "remote_rm_url"):
+                understood.append(f"--{name} is {' '.join(tokens)}")
+        else:
+            result.flags[name] = [VALUES.get(name, {}).get(word, word) for word in words]
+
+    result.flags = switched | result.flags
+    if understood:
+        result.notices.append(f"translated flags of other tools: {'; '.join(understood)}")
+    result.notices += _ignored(written)
+    if from_openrlhf:
+        result.notices += _other_defaults(result.flags)
 
     return result
 
 
-def _other_defaults(tokens: list[str], written: set[str]) -> list[str]:
-    """Return a sentence about the flags that an OpenRLHF script leaves out and that have another
-    default there.
+def _tokens(name: str, words: list[str], written: Flags) -> list[str]:
+    """Return the translation of a flag. Raises ConfigError with the rest of a sentence that begins
+    with the flag.
     """
-    names = {
-        token.removeprefix("--").partition("=")[0] for token in tokens if token.startswith("--")
-    }
-    if not any(name in DOTTED or name.startswith(OPENRLHF) for name in names):
-        return []
-
-    left_out = [f"--{name} ({value})" for name, value in DEFAULTS.items() if name not in written]
-    return (
-        [
-            "flags that are not set and have another default in OpenRLHF (theirs):"
-            f" {', '.join(left_out)}"
-        ]
-        if left_out
-        else []
-    )
-
-
-def _translate(
-    name: str, values: list[str], flags: dict[str, list[str]], result: Translation, first: list[str]
-) -> None:
-    if name in REFUSED:
-        result.refused.append(f"--{name}: {REFUSED[name]}")
-    elif name in IGNORED:
-        return
-    elif name in OFF and tuple(values) in {(value,) for value in OFF[name]} | (
-        {()} if not OFF[name] else set()
-    ):
-        return
-    elif name in SWITCHES:
-        if values and values[0].lower() not in ("true", "false"):
-            result.refused.append(
-                f"--{name} {values[0]}: the flag takes no value, or true or false"
-            )
-        elif values[:1] != ["false"]:
-            first += SWITCHES[name]
-            result.notices.append(f"--{name} is {' '.join(SWITCHES[name])}")
-    elif name in SPECIAL:
+    if name in SPECIAL:
         try:
-            translated = SPECIAL[name](values, flags)
+            return SPECIAL[name](words, written)
         except ConfigError as error:
-            result.refused.append(f"--{name}: {error}")
-            return
-        first += translated
-        if translated and name not in (translated[0][2:], "remote_rm_url"):
-            result.notices.append(f"--{name} is {' '.join(translated)}")
-    elif name in RENAMED:
-        result.flags += [f"--{RENAMED[name]}", *values]
-        result.notices.append(f"--{name} is --{RENAMED[name]}")
-    else:
-        values = [VALUES.get(name, {}).get(value, value) for value in values]
-        result.flags += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
+            raise ConfigError(f": {error}") from error
+    if words and words[0].lower() not in ("true", "false"):
+        raise ConfigError(f" {words[0]}: the flag takes no value, or true or false")
+    return [] if words[:1] == ["false"] else SWITCHES[name]
 
 
-def _groups(tokens: list[str]) -> list[tuple[str, list[str]]]:
-    """Return (name, values) of each flag. Raises ConfigError for a value before the first flag."""
-    groups: list[tuple[str, list[str]]] = []
-    for token in tokens:
-        if token.startswith("--"):
-            name, equals, value = token.removeprefix("--").partition("=")
-            name = name.replace("-", "_")
-            groups.append((DOTTED.get(name, name), [value] if equals else []))
-        elif groups:
-            groups[-1][1].append(token)
-        else:
-            raise ConfigError(
-                f"unexpected {token}: a value must follow its --flag. All flags: --help all"
-            )
-
-    return groups
+def _means_nothing(name: str, words: list[str]) -> bool:
+    """Return whether leaving the flag out means the same."""
+    if name not in OFF:
+        return False
+    return not words if not OFF[name] else len(words) == 1 and words[0] in OFF[name]
 
 
-Flags = dict[str, list[str]]
+def _ignored(written: Flags) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for name in written:
+        if name in IGNORED:
+            reasons.setdefault(IGNORED[name], []).append(f"--{name}")
+    left_out = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
+    return [f"ignored flags: {'; '.join(left_out)}"] if left_out else []
+
+
+def _other_defaults(written: Flags) -> list[str]:
+    """Return a sentence about the flags that a script leaves out and that have another default in
+    OpenRLHF.
+    """
+    left_out = [f"--{name} ({value})" for name, value in DEFAULTS.items() if name not in written]
+    start = "flags that are not set and have another default in OpenRLHF (theirs): "
+    return [start + ", ".join(left_out)] if left_out else []
 
 
 def _use_wandb(values: list[str], flags: Flags) -> list[str]:
@@ -504,8 +473,8 @@ def _param_dtype(values: list[str], flags: Flags) -> list[str]:
 
 
 def _advantage_estimator(values: list[str], flags: Flags) -> list[str]:
-    """Translate on-policy distillation, whose teacher is an SGLang server at --remote_rm_url in
-    those scripts.
+    """Translate on-policy distillation. The teacher in such a script is an SGLang server at
+    --remote_rm_url.
     """
     if values != ["on_policy_distillation"]:
         return ["--advantage_estimator", *values]

@@ -1,0 +1,175 @@
+"""What the rules of the configuration judge: the fields of a run, and what follows from them."""
+
+import json
+import os
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lightrft.config.references import EvalSource, eval_sources, reward_terms
+from lightrft.config.sections import (
+    Config,
+    engine_name,
+    media_columns,
+    needs_critic,
+    needs_reference,
+    section_of_field,
+)
+
+MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Keys of a model's configuration with the number of layers that predict several tokens."""
+UNSCALED = ("rope_type", "rope_theta")
+"""Rope parameters of a model that does not scale positions."""
+
+
+class RunFacts:
+    """A configuration, the command that it is for, and the number of processes.
+
+        run = RunFacts(config, "train_ppo", 8)
+        run.tp_size, run.world_size, run.num_samples
+
+    Every field of the configuration is an attribute. Text that cannot be read counts as empty here,
+    because another rule reports it.
+    """
+
+    def __init__(self, config: Config, command: str = "", world_size: int = 1):
+        self.config = config
+        self.command = command
+        self.world_size = world_size
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in section_of_field():
+            raise AttributeError(name)
+        return getattr(getattr(self.config, section_of_field()[name]), name)
+
+    def __getitem__(self, name: str) -> Any:
+        """Return an attribute for a placeholder in a message."""
+        return getattr(self, name)
+
+    @property
+    def engine_type(self) -> str:
+        """Return the engine of this machine, if the field is auto."""
+        return engine_name(self.config.engine)
+
+    @property
+    def has_critic(self) -> bool:
+        return needs_critic(self.config.algorithm)
+
+    @property
+    def has_reference(self) -> bool:
+        return needs_reference(self.config.algorithm)
+
+    @property
+    def reward_models(self) -> list[str]:
+        return self.reward_pretrain + self.process_reward_pretrain
+
+    @property
+    def rewards(self) -> list[str]:
+        """Return the names in --reward."""
+        return (
+            []
+            if unreadable(reward_terms, self.reward)
+            else [term.name for term in reward_terms(self.reward)]
+        )
+
+    @property
+    def eval_sets(self) -> list[EvalSource]:
+        return [] if unreadable(eval_sources, self.eval_data) else eval_sources(self.eval_data)
+
+    @property
+    def media_flags(self) -> str:
+        return " ".join(f"--{medium}_key" for medium in media_columns(self.config.data))
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples in one step, over all ranks."""
+        return self.rollout_batch_size * self.n_samples_per_prompt
+
+    @property
+    def num_training_ranks(self) -> int:
+        return max(self.world_size - self.rollout_ranks, 0)
+
+    @property
+    def num_generating_ranks(self) -> int:
+        return self.rollout_ranks or self.world_size
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Return the number of ranks that split a sequence."""
+        return max(self.sp_size, self.cp_size)
+
+    @property
+    def has_positive_sizes(self) -> bool:
+        """Return whether the ranks can be divided by all sizes."""
+        sizes = (self.engine_tp_size, self.dp_replicate, self.tp_size, self.sp_size, self.cp_size)
+        return min(*sizes, self.zpg) > 0 and self.rollout_ranks >= 0
+
+    @cached_property
+    def model_config(self) -> dict[str, Any]:
+        return text_config(self.pretrain)
+
+    @cached_property
+    def heads(self) -> dict[str, int]:
+        """Return the counts that --tp_size and Ulysses must divide.
+
+        A model on the hub has none yet; they are checked when it is loaded.
+        """
+        heads = self.model_config.get("num_attention_heads")
+        counts = {
+            "attention heads": heads,
+            "key-value heads": self.model_config.get("num_key_value_heads", heads),
+        }
+        return {name: count for name, count in counts.items() if isinstance(count, int)}
+
+    @property
+    def window(self) -> int | None:
+        """Return the number of positions of the model.
+
+        It is None for a model on the hub, and for one with scaled positions: the engine knows it.
+        """
+        rope = self.model_config.get("rope_parameters") or {}
+        scaled = self.model_config.get("rope_scaling") or len(rope) > len(UNSCALED)
+        positions = self.model_config.get("max_position_embeddings")
+        return positions if isinstance(positions, int) and not scaled else None
+
+    @property
+    def num_mtp_layers(self) -> int | None:
+        """Return the number of layers that predict several tokens.
+
+        It is None for a model on the hub: vLLM checks it while loading.
+        """
+        if (content := _model_file(self.pretrain)) is None:
+            return None
+        parts = (content, content.get("text_config", {}))
+        return max(part.get(name) or 0 for part in parts for name in MTP_LAYERS)
+
+
+def unreadable(parse: Callable[[str], Any], text: str) -> str:
+    """Return why `parse` cannot read a text; empty if it can."""
+    try:
+        parse(text)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def text_config(name: str) -> dict[str, Any]:
+    """Return the configuration of the text part of a model in a local folder, else nothing."""
+    content = _model_file(name) or {}
+    return content.get("text_config", content)
+
+
+def _model_file(name: str) -> dict[str, Any] | None:
+    """Return the content of config.json, or None where there is no such file.
+
+    A damaged file counts as empty: loading the model reports it.
+    """
+    file = Path(name).expanduser() / "config.json"
+    if not name or not os.path.isfile(file):
+        return None
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

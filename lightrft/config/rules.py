@@ -1,0 +1,763 @@
+"""Rules that a configuration must satisfy, beside the bounds of single fields in sections.py."""
+
+import os
+from collections import ChainMap
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import date
+from importlib.util import find_spec
+from typing import Any
+
+from lightrft.config.facts import RunFacts, text_config, unreadable
+from lightrft.config.references import (
+    ENGINE,
+    GGUF,
+    JUDGE,
+    JUDGE_KEY,
+    REWARD_KEY,
+    SERVER,
+    TRACKERS,
+    address_problem,
+    data_problems,
+    eval_sources,
+    report_names,
+    reward_model_terms,
+    reward_terms,
+)
+from lightrft.config.sections import (
+    ALL_BUT_SERVE_REWARD,
+    EVALUATED,
+    EVERY,
+    GENERATING,
+    PPO,
+    SAMPLING,
+    SUPERVISED,
+    TRAINING,
+    fields_read,
+    has_episodes,
+    longest_sequence,
+    media_columns,
+)
+from lightrft.config.values import COLDEST
+
+COMPARING = (
+    *("grpo", "group_norm", "dapo", "gspo", "gmpo", "cispo", "sapo", "cpgd"),
+    *("dr_grpo", "reinforce++_baseline", "reinforce_baseline", "rloo", "opo", "pass_at_k"),
+)
+"""Estimators whose advantage is 0 for the only sample of a group."""
+LONGEST_NAME = 1000
+"""Number of letters of the path or name of a model."""
+UNSHAPED = ("overlong_buffer", "reward_running_norm", "reward_group_norm", "reward_clip")
+"""Fields that change the reward that remax compares with."""
+SGLANG_MEDIA = {
+    "videos": "requests with videos never ended in SGLang on a CPU",
+    "audios": "sound was not tested in SGLang",
+}
+"""Media that SGLang is not given -> the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A configuration that cannot run.
+
+        Rule("--pass_k {pass_k} must be at least 1", lambda run: run.pass_k < 1, PPO)
+
+    The message says what to do instead. Placeholders are attributes of RunFacts, and {found} is
+    the result of `when`; with {found}, each item of a list gives a message.
+    """
+
+    message: str
+    when: Callable[[RunFacts], Any]
+    commands: Collection[str] = EVERY
+
+    def problems(self, run: RunFacts) -> list[str]:
+        found = self.when(run)
+        several = isinstance(found, list) and "{found}" in self.message
+        items = found if several else [found]
+        return [self.message.format_map(ChainMap({"found": item}, run)) for item in items if item]
+
+
+def problems_of(rules: Collection[Rule], run: RunFacts) -> list[str]:
+    """Return a sentence for each rule that `run` breaks, with the solution."""
+    return [
+        problem
+        for rule in rules
+        if not run.command or run.command in rule.commands
+        for problem in rule.problems(run)
+    ]
+
+
+# -- models, data and servers
+
+
+def unusable_models(run: RunFacts) -> list[str]:
+    """Return the models that are not where the flags say, or named wrongly."""
+    problems = []
+    names = ("pretrain", "critic_pretrain", "teacher_pretrain", "draft_pretrain")
+    models = [(name, run[name]) for name in names]
+    try:
+        models += [(flag, term.name) for flag, term in reward_model_terms(run.config.model)]
+    except ValueError as error:
+        problems.append(str(error))
+
+    for name, path in models:
+        here = os.path.expanduser(path)
+        if len(path) > LONGEST_NAME:
+            problems.append(
+                f"--{name} {path[:50]}... has {len(path)} letters: no folder and no model of a hub"
+                " has such a name"
+            )
+        elif path.startswith((".", "/", "~")) and not (
+            os.path.isdir(here) or (path.endswith(GGUF) and os.path.isfile(here))
+        ):
+            problems.append(f"--{name} {path}: no such folder")
+
+    return problems
+
+
+def _is_no_date(text: str) -> bool:
+    return bool(unreadable(date.fromisoformat, text or "2000-01-01"))
+
+
+def _unusable_data(run: RunFacts) -> list[str]:
+    sets = [("prompt_data", run.prompt_data), ("pretrain_data", run.pretrain_data)]
+    sets += [("eval_data", each.source) for each in run.eval_sets]
+    return [
+        problem
+        for flag, text in sets
+        if text and flag in fields_read(run.command)
+        for problem in data_problems(flag, text, run.prompt_data_probs)
+    ]
+
+
+def _unusable_addresses(run: RunFacts) -> list[str]:
+    addresses = [("--reward", name, REWARD_KEY) for name in run.rewards if name.startswith(SERVER)]
+    if JUDGE in run.rewards and run.judge_url not in ("", ENGINE):
+        addresses.append(("--judge_url", run.judge_url, JUDGE_KEY))
+    return [address_problem(*address) for address in addresses]
+
+
+def _missing_judge(run: RunFacts) -> list[str]:
+    needed = ("judge_url",) if run.judge_url == ENGINE else ("judge_url", "judge_model")
+    return [name for name in needed if JUDGE in run.rewards and not run[name]]
+
+
+def _missing_trackers(run: RunFacts) -> list[str]:
+    if unreadable(report_names, run.report_to):
+        return []
+    return [
+        name for name in report_names(run.report_to) if name in TRACKERS and find_spec(name) is None
+    ]
+
+
+INPUTS = (
+    Rule(
+        "--reward_pretrain is empty: name the reward model to serve",
+        lambda run: not run.reward_models,
+        ("serve_reward",),
+    ),
+    Rule(
+        "--pretrain is empty: set it to a Hugging Face folder, a GGUF file or a hub name",
+        lambda run: not run.pretrain,
+        ALL_BUT_SERVE_REWARD,
+    ),
+    Rule("{found}", unusable_models),
+    Rule(
+        "{found}",
+        lambda run: (
+            run.teacher_url and address_problem("--teacher_url", run.teacher_url, "TEACHER_API_KEY")
+        ),
+        PPO,
+    ),
+    Rule("{found}", lambda run: unreadable(reward_terms, run.reward), SAMPLING),
+    Rule("{found}", _unusable_addresses, SAMPLING),
+    Rule("--reward judge needs --{found}", _missing_judge, SAMPLING),
+    Rule(
+        "--chat_template_date {chat_template_date} is not a date such as 2026-01-31",
+        lambda run: _is_no_date(run.chat_template_date),
+        ALL_BUT_SERVE_REWARD,
+    ),
+    Rule("{found}", lambda run: unreadable(eval_sources, run.eval_data), EVALUATED),
+    Rule(
+        "--eval_data NAME=SOURCE: {command} computes the loss of one set; give files without names",
+        lambda run: any(each.name for each in run.eval_sets),
+        SUPERVISED,
+    ),
+    Rule(
+        "--prompt_data is empty: set it to a JSONL or parquet file, a folder of them, or a hub"
+        " name",
+        lambda run: not run.prompt_data,
+        TRAINING,
+    ),
+    Rule(
+        "--eval_data is empty: set it to a JSONL or parquet file, a folder of them, or a hub name",
+        lambda run: not run.eval_data,
+        ("evaluate",),
+    ),
+    Rule("{found}", _unusable_data, EVALUATED),
+    Rule("{found}", lambda run: unreadable(report_names, run.report_to), TRAINING),
+    Rule(
+        "--report_to {found} needs the package {found}: pip install {found}",
+        _missing_trackers,
+        TRAINING,
+    ),
+    Rule(
+        "--overwrite starts from the beginning and --load_checkpoint resumes: set only one",
+        lambda run: run.overwrite and run.load_checkpoint,
+        TRAINING,
+    ),
+)
+
+
+# -- generation
+
+
+def _sglang_media(run: RunFacts) -> list[str]:
+    media = media_columns(run.config.data) if run.engine_type == "sglang" else {}
+    return [
+        f"--{medium}_key needs --engine_type vllm or hf: {SGLANG_MEDIA[medium]}"
+        for medium in media
+        if medium in SGLANG_MEDIA
+    ]
+
+
+def _other_vocabulary(run: RunFacts) -> str:
+    draft = text_config(run.draft_pretrain).get("vocab_size")
+    own = run.model_config.get("vocab_size")
+    if run.speculative != "draft" or not own or not draft or own == draft:
+        return ""
+    return f"{draft} tokens, and --pretrain {run.pretrain} of {own}"
+
+
+def _too_long(run: RunFacts) -> int:
+    """Return the length of the longest sequence if the model has no positions for it, else 0."""
+    longest = longest_sequence(run.config)
+    fits = run.engine_type == "hf" or run.window is None or longest <= run.window
+    return 0 if fits else longest
+
+
+GENERATION = (
+    Rule(
+        f"--temperature, --eval_temperature and --first_token_temperature must be at least"
+        f" {COLDEST:g}",
+        lambda run: any(
+            value is not None and 0 < value < COLDEST
+            for value in (run.temperature, run.eval_temperature, run.first_token_temperature)
+        ),
+    ),
+    Rule(
+        "--min_tokens {min_tokens} exceeds --generate_max_len {generate_max_len}",
+        lambda run: run.min_tokens > run.generate_max_len,
+    ),
+    Rule(
+        "--min_tokens excludes tokens that end a response, and not texts: use --stop_token_ids"
+        " instead of --stop",
+        lambda run: run.min_tokens > 0 and run.stop,
+    ),
+    Rule(
+        "--speculative {speculative} needs --engine_type vllm; {engine_type} generates without"
+        " drafts",
+        lambda run: run.speculative != "none" and run.engine_type != "vllm",
+    ),
+    Rule(
+        "--speculative draft needs --draft_pretrain, a small model with the vocabulary of"
+        " --pretrain; --speculative group needs no other model",
+        lambda run: run.speculative == "draft" and not run.draft_pretrain,
+    ),
+    Rule(
+        "--speculative eagle3 needs --draft_pretrain, an EAGLE-3 head for --pretrain;"
+        " --speculative group needs no other model",
+        lambda run: run.speculative == "eagle3" and not run.draft_pretrain,
+    ),
+    Rule(
+        "--draft_pretrain {draft_pretrain} is used by --speculative draft or eagle3, not by"
+        " --speculative {speculative}",
+        lambda run: run.draft_pretrain and run.speculative not in ("draft", "eagle3"),
+    ),
+    Rule(
+        "--draft_learning_rate trains the model of --speculative draft, and --speculative is"
+        " {speculative}",
+        lambda run: run.draft_learning_rate > 0 and run.speculative != "draft",
+    ),
+    Rule(
+        "{media_flags}: --draft_learning_rate trains a model of text, which reads no media; omit"
+        " one of them",
+        lambda run: run.draft_learning_rate > 0 and run.media_flags,
+    ),
+    Rule(
+        "--speculative mtp: {pretrain} has no layers for it; --speculative group needs none",
+        lambda run: run.speculative == "mtp" and run.num_mtp_layers == 0,
+    ),
+    Rule(
+        "--draft_pretrain {draft_pretrain} has a vocabulary of {found}: both need the same"
+        " vocabulary",
+        _other_vocabulary,
+    ),
+    Rule("{found}", _sglang_media),
+    Rule(
+        "--reward environment is the reward of an environment or an agent: set --environment or"
+        " --agent",
+        lambda run: "environment" in run.rewards and not (run.environment or run.agent),
+    ),
+    Rule(
+        "--agent has its own tools and its own environment: omit --environment and --tools",
+        lambda run: run.agent and (run.environment or run.tools),
+    ),
+    Rule(
+        "{media_flags}: --environment, --agent and --tools need prompts of text, since the tokens"
+        " of their turns and observations are not expanded for media",
+        lambda run: has_episodes(run.config.environment) and run.media_flags,
+    ),
+    Rule(
+        "--tools are described to the model by its chat template: set --apply_chat_template",
+        lambda run: run.tools and not run.apply_chat_template,
+    ),
+    Rule(
+        "--prompt_max_len {prompt_max_len} + --generate_max_len {generate_max_len} make sequences"
+        " of up to {found} tokens, and --pretrain {pretrain} has {window} positions",
+        _too_long,
+    ),
+)
+
+
+# -- PPO and similar algorithms
+
+
+def _pass_k(run: RunFacts) -> bool:
+    outside = not 1 <= run.pass_k <= run.n_samples_per_prompt
+    return run.advantage_estimator == "pass_at_k" and outside
+
+
+def _shaping(run: RunFacts) -> str:
+    shaping = " ".join(f"--{name}" for name in UNSHAPED if run[name])
+    return shaping if run.advantage_estimator == "remax" else ""
+
+
+ALGORITHM = (
+    Rule(
+        "--advantage_estimator distill learns only from the teacher: --distill_coef must be above"
+        " 0",
+        lambda run: run.advantage_estimator == "distill" and run.distill_coef <= 0,
+    ),
+    Rule(
+        "--distill_coef needs a teacher: set --teacher_pretrain or --teacher_url",
+        lambda run: run.distill_coef > 0 and not (run.teacher_pretrain or run.teacher_url),
+    ),
+    Rule(
+        "--teacher_pretrain and --teacher_url both name a teacher: set only one",
+        lambda run: run.teacher_pretrain and run.teacher_url,
+    ),
+    Rule(
+        "a server at --teacher_url computes log-probs at temperature 1: set --temperature 1, or use"
+        " --teacher_pretrain",
+        lambda run: run.distill_coef > 0 and run.teacher_url and run.temperature != 1,
+    ),
+    Rule(
+        "--rollout_correction_low is above --rollout_correction_high: every token would be masked",
+        lambda run: (
+            run.rollout_correction in ("mis", "icepop")
+            and run.rollout_correction_low > run.rollout_correction_high
+        ),
+    ),
+    Rule(
+        "--rollout_mask_low is above --rollout_mask_high: every sequence would be masked",
+        lambda run: (
+            None not in (run.rollout_mask_low, run.rollout_mask_high)
+            and run.rollout_mask_low > run.rollout_mask_high
+        ),
+    ),
+    Rule(
+        "--overlong_buffer_len {overlong_buffer_len} must be between 1 and --generate_max_len"
+        " {generate_max_len}",
+        lambda run: (
+            run.overlong_buffer
+            and run.overlong_buffer_len is not None
+            and not 1 <= run.overlong_buffer_len <= run.generate_max_len
+        ),
+    ),
+    Rule(
+        "--policy_loss cpgd computes the logarithm of 1 - eps_clip_low: --eps_clip_low must be"
+        " below 1",
+        lambda run: run.policy_loss == "cpgd" and run.eps_clip_low >= 1,
+    ),
+    Rule(
+        "--rollout_mask masks nothing with --use_engine_logprobs, which makes every ratio 1: set"
+        " only one",
+        lambda run: run.rollout_mask != "none" and run.use_engine_logprobs,
+    ),
+    Rule(
+        "--rollout_correction corrects nothing with --use_engine_logprobs, which makes every ratio"
+        " 1: set only one",
+        lambda run: run.rollout_correction is not None and run.use_engine_logprobs,
+    ),
+    Rule(
+        "--kl_estimator k1 is for rewards: as a loss its gradient is zero on average; use k2, k3 or"
+        " k3+",
+        lambda run: run.use_kl_loss and run.kl_estimator == "k1",
+    ),
+    Rule(
+        "--freezing_actor_steps needs a critic, which nothing else would train: use"
+        " --advantage_estimator ppo or gae",
+        lambda run: run.freezing_actor_steps > 0 and not run.has_critic,
+    ),
+    Rule(
+        "--advantage_estimator {advantage_estimator} compares the samples of a prompt: set"
+        " --n_samples_per_prompt 2 or more",
+        lambda run: run.advantage_estimator in COMPARING and run.n_samples_per_prompt == 1,
+    ),
+    Rule(
+        "--pass_k {pass_k} must be between 1 and {n_samples_per_prompt}, because it draws from"
+        " --n_samples_per_prompt {n_samples_per_prompt}",
+        _pass_k,
+    ),
+    Rule(
+        "--advantage_estimator remax compares with the unshaped reward of the greedy response:"
+        " remove {found}",
+        _shaping,
+    ),
+)
+
+
+# -- the prompts and samples of a step
+
+
+def _corrects(run: RunFacts) -> bool:
+    return run.rollout_correction is not None or run.use_engine_logprobs
+
+
+def _shared_samples(run: RunFacts) -> bool:
+    """Return whether several ranks share samples, or an engine."""
+    shares_engine = run.engine_tp_size > 1 and not run.rollout_ranks
+    return max(run.tp_size, run.sequence_ranks) > 1 or shares_engine
+
+
+def _against_tail_rounds(run: RunFacts) -> str:
+    names = ("partial_rollout", "dynamic_sampling", "curriculum")
+    others = " ".join(f"--{name}" for name in names if run[name])
+    return others if run.rollout_schedule == "tail_rounds" else ""
+
+
+def _against_replay(run: RunFacts) -> list[str]:
+    others = ("eval_data", "rollout_ranks", "overlap")
+    return [name for name in others if run.replay_rollouts and run[name]]
+
+
+def _too_small(run: RunFacts) -> list[str]:
+    longest = run.prompt_max_len + run.generate_max_len
+    limits = ("max_tokens_per_microbatch", "max_tokens_per_logprob_microbatch")
+    return [
+        f"{longest} tokens do not fit into {name} {run[name]}"
+        for name in limits
+        if run[name] is not None and 0 < run[name] < longest
+    ]
+
+
+ROLLOUT = (
+    Rule(
+        "--max_staleness generates later steps while others learn: set --rollout_ranks",
+        lambda run: run.max_staleness > 0 and not run.rollout_ranks,
+    ),
+    Rule(
+        "--max_staleness learns from samples of older weights: set --rollout_correction tis, or"
+        " --use_engine_logprobs",
+        lambda run: run.max_staleness > 0 and not _corrects(run),
+    ),
+    Rule(
+        "--max_staleness begins whole groups of later steps: omit --partial_rollout, or set"
+        " --max_staleness 0",
+        lambda run: run.max_staleness > 0 and run.partial_rollout,
+    ),
+    Rule(
+        "--overlap needs the models in device memory while the engine generates: omit"
+        " --offload_idle",
+        lambda run: run.overlap and run.offload_idle,
+    ),
+    Rule(
+        "--overlap computes log-probs while the engine samples, which needs nondeterministic"
+        " algorithms: omit --deterministic",
+        lambda run: run.overlap and run.deterministic,
+    ),
+    Rule(
+        "--overlap needs whole samples on each rank, and an engine on each: omit --tp_size,"
+        " --sp_size, --cp_size and --engine_tp_size",
+        lambda run: run.overlap and _shared_samples(run),
+    ),
+    Rule(
+        "--max_staleness begins later steps while others learn, and an episode needs its rank"
+        " between two turns: omit it",
+        lambda run: run.max_staleness > 0 and has_episodes(run.config.environment),
+    ),
+    Rule(
+        "--partial_rollout continues responses in later steps, but the process of an environment"
+        " ends with its step: omit it",
+        lambda run: run.partial_rollout and has_episodes(run.config.environment),
+    ),
+    Rule(
+        "--partial_rollout with --over_sampling continues responses, which can split a text of"
+        " --stop: set only one",
+        lambda run: run.partial_rollout and run.over_sampling > 1 and run.stop,
+    ),
+    Rule(
+        "--rollout_schedule tail_rounds starts more prompts than a step needs: set --over_sampling"
+        " above 1, such as 1.25",
+        lambda run: run.rollout_schedule == "tail_rounds" and run.over_sampling == 1,
+    ),
+    Rule(
+        "--rollout_schedule tail_rounds begins unfinished prompts anew and learns from each once in"
+        " a pass over the data: remove {found}",
+        _against_tail_rounds,
+    ),
+    Rule(
+        "--dynamic_sampling compares the responses to a prompt: set --n_samples_per_prompt 2 or"
+        " more",
+        lambda run: run.dynamic_sampling and run.n_samples_per_prompt == 1,
+    ),
+    Rule(
+        "--dynamic_sampling needs rewards while the engine is awake, and reward models compute"
+        " theirs while it sleeps: set only one, or serve the reward model and give the address of"
+        " the server as --reward",
+        lambda run: run.dynamic_sampling and bool(run.reward_models),
+    ),
+    Rule(
+        "rollout_batch_size {rollout_batch_size} x n_samples_per_prompt {n_samples_per_prompt} ="
+        " {num_samples} samples are not a multiple of train_batch_size {train_batch_size}",
+        lambda run: (
+            min(run.num_samples, run.train_batch_size) > 0
+            and run.num_samples % run.train_batch_size
+        ),
+    ),
+    Rule("--replay_rollouts has no engine: omit --{found}", _against_replay),
+    Rule(
+        "--dump_rollouts and --replay_rollouts: samples that are read need not be written; omit one"
+        " of them",
+        lambda run: run.dump_rollouts and run.replay_rollouts,
+    ),
+    Rule(
+        "prompt_max_len {prompt_max_len} + generate_max_len {generate_max_len} = {found}",
+        _too_small,
+    ),
+)
+
+
+# -- judged answers, media
+
+
+PREFERENCE = (
+    Rule(
+        "--save_adapter_only would omit the trained head of the reward model; omit the flag, and"
+        " the saved model has both",
+        lambda run: run.save_adapter_only and run.lora_rank > 0,
+        ("train_rm", "train_prm"),
+    ),
+    Rule(
+        "--margin_key needs --rm_loss sigmoid or ties: logexp has no margin",
+        lambda run: run.rm_loss == "logexp" and run.margin_key is not None,
+        ("train_rm",),
+    ),
+    Rule(
+        "--tie_key needs --rm_loss ties: the other losses cannot learn from ties",
+        lambda run: run.rm_loss != "ties" and run.tie_key is not None,
+        ("train_rm",),
+    ),
+    Rule(
+        "--head_key needs the names of the heads: set --reward_heads",
+        lambda run: run.head_key is not None and not run.reward_heads,
+        ("train_rm",),
+    ),
+    Rule(
+        "--reward_heads with several names needs --head_key, the column that names the head of a"
+        " row",
+        lambda run: len(run.reward_heads) > 1 and run.head_key is None,
+        ("train_rm",),
+    ),
+    Rule(
+        "--train_batch_size must be at least 2: KTO compares each prompt with the answer to another"
+        " one",
+        lambda run: run.train_batch_size < 2,
+        ("train_kto",),
+    ),
+    Rule(
+        "--label_smoothing must be below 0.5: above it the rejected answers would be preferred",
+        lambda run: run.label_smoothing >= 0.5,
+        ("train_dpo",),
+    ),
+    Rule(
+        "--label_smoothing needs --dpo_loss sigmoid: {dpo_loss} has no probability to smooth",
+        lambda run: run.label_smoothing > 0 and run.dpo_loss != "sigmoid",
+        ("train_dpo",),
+    ),
+)
+
+MEDIA = (
+    Rule(
+        "--no_freeze_vision_tower needs --images_key, --videos_key or --audios_key: only media"
+        " train a tower",
+        lambda run: not run.freeze_vision_tower and not run.media_flags,
+    ),
+    Rule(
+        "{media_flags}: the teacher at --teacher_url reads only text; use --teacher_pretrain",
+        lambda run: run.media_flags and run.teacher_url,
+    ),
+    Rule(
+        "{media_flags} does not support --aux_loss_coef: its loss counts only text tokens",
+        lambda run: run.media_flags and run.aux_loss_coef > 0,
+    ),
+    Rule(
+        "--videos_key: set --limit_mm_video_per_prompt, for which the engine reserves memory; its"
+        " default is 0",
+        lambda run: run.videos_key and run.limit_mm_video_per_prompt == 0,
+        PPO,
+    ),
+)
+
+
+# -- the layout over the ranks
+
+
+def _undivided(run: RunFacts) -> str:
+    """Return the sizes whose product does not divide the number of training ranks."""
+    sizes = {
+        "dp_replicate": run.dp_replicate,
+        "cp_size" if run.cp_size > 1 else "sp_size": run.sequence_ranks,
+        "tp_size": run.tp_size,
+    }
+    divides = run.num_training_ranks % (run.dp_replicate * run.sequence_ranks * run.tp_size) == 0
+    written = " x ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)
+    return "" if divides else written
+
+
+def _heads_of_tp(run: RunFacts) -> list[str]:
+    return [f"{count} {name}" for name, count in run.heads.items() if count % run.tp_size]
+
+
+def _heads_of_ulysses(run: RunFacts) -> str:
+    heads = run.heads.get("attention heads", 0)
+    ulysses = run.cp_size == 1 and run.sp_impl != "zigzag"
+    if not ulysses or heads % run.tp_size or heads // run.tp_size % run.sequence_ranks == 0:
+        return ""
+    if run.tp_size == 1:
+        return f"{heads} attention heads"
+    return f"{heads // run.tp_size} attention heads on each rank of --tp_size {run.tp_size}"
+
+
+def _against_cp_size(run: RunFacts) -> str:
+    agreeing = {"sp_size": (1, run.cp_size), "sp_impl": ("auto", "zigzag")}
+    wrong = [
+        f"--{name} {run[name]}" for name, values in agreeing.items() if run[name] not in values
+    ]
+    return " ".join(wrong) if run.cp_size > 1 else ""
+
+
+def _overwritten(run: RunFacts) -> bool:
+    """Return whether the rotary kernel would overwrite results of products that selective
+    recomputation uses once more.
+    """
+    selective = run.gradient_checkpointing_policy == "selective"
+    return run.fused_kernels != "none" and run.gradient_checkpointing and selective
+
+
+STRATEGY = (
+    Rule(
+        "--cp_size {cp_size} is short for --sp_size {cp_size} --sp_impl zigzag and contradicts"
+        " {found}: set only one",
+        _against_cp_size,
+    ),
+    Rule(
+        "--target_modules is empty: name linear layers, or use all-linear",
+        lambda run: not run.target_modules,
+    ),
+    Rule(
+        "--target_modules takes either all-linear or names",
+        lambda run: len(run.target_modules) > 1 and "all-linear" in run.target_modules,
+    ),
+    Rule(
+        "--lora_rank needs --tp_size 1: adapters are not split over ranks; --fsdp shards the model"
+        " without it",
+        lambda run: run.lora_rank > 0 and run.tp_size > 1,
+    ),
+    Rule(
+        "--fused_kernels {fused_kernels} needs --tp_size 1: its kernels do not support parameters"
+        " split over ranks",
+        lambda run: run.fused_kernels != "none" and run.tp_size > 1,
+    ),
+    Rule(
+        "--fused_kernels {fused_kernels} needs --gradient_checkpointing_policy full: it writes into"
+        " results that selective would keep",
+        _overwritten,
+    ),
+    Rule(
+        "--offload_idle has nothing to move with --fsdp_cpu_offload: set only one of them",
+        lambda run: run.offload_idle and run.fsdp_cpu_offload,
+    ),
+)
+"""What no strategy can do, on any number of ranks."""
+
+DEEPSPEED = (
+    Rule(
+        "--tp_size needs --fsdp: tensor parallelism is not available with DeepSpeed",
+        lambda run: run.tp_size > 1,
+    ),
+    Rule(
+        "--dp_replicate needs --fsdp; with DeepSpeed, --zpg is similar",
+        lambda run: run.dp_replicate > 1,
+    ),
+    Rule(
+        "--fsdp_cpu_offload needs --fsdp; with ZeRO, use --adam_offload and --param_offload",
+        lambda run: run.fsdp_cpu_offload,
+    ),
+    Rule(
+        "--zero_stage 0 does not support --bf16, because it has no float32 master weights: use 1, 2"
+        " or 3",
+        lambda run: run.bf16 and run.zero_stage == 0,
+    ),
+    Rule(
+        "--adam_offload needs --zero_stage 1, 2 or 3",
+        lambda run: run.adam_offload and run.zero_stage == 0,
+    ),
+    Rule(
+        "--param_offload needs --zero_stage 3", lambda run: run.param_offload and run.zero_stage < 3
+    ),
+    Rule("--zpg needs --zero_stage 3", lambda run: run.zpg > 1 and run.zero_stage < 3),
+)
+"""What ZeRO cannot do."""
+
+LAYOUT = (
+    Rule(
+        "--rollout_ranks {rollout_ranks} leaves none of the {world_size} processes for training",
+        lambda run: run.rollout_ranks >= run.world_size,
+    ),
+    Rule(
+        "--engine_tp_size {engine_tp_size} does not divide the {num_generating_ranks} processes"
+        " that generate",
+        lambda run: run.num_generating_ranks % run.engine_tp_size,
+    ),
+    Rule("{found} does not divide the {num_training_ranks} processes", _undivided),
+    Rule(
+        "--zpg {zpg} does not divide the {num_training_ranks} processes",
+        lambda run: run.strategy == "deepspeed" and run.num_training_ranks % run.zpg,
+    ),
+    Rule("--tp_size {tp_size} does not divide the model's {found}", _heads_of_tp),
+    Rule(
+        "--sp_size {sequence_ranks} does not divide the model's {found}; --sp_impl zigzag has no"
+        " such condition",
+        _heads_of_ulysses,
+    ),
+    Rule(
+        "serve has one engine on all of its processes: set --engine_tp_size {world_size}, or start"
+        " {engine_tp_size} processes",
+        lambda run: run.world_size != run.engine_tp_size,
+        ("serve",),
+    ),
+)
+"""What the ranks of this run cannot share."""
+
+RULES = (
+    (EVERY, INPUTS),
+    (GENERATING, GENERATION),
+    (PPO, ALGORITHM),
+    (PPO, ROLLOUT),
+    (SUPERVISED, PREFERENCE),
+    (TRAINING, MEDIA),
+    (EVERY, STRATEGY),
+)
+"""Commands, and the rules for them. DEEPSPEED and LAYOUT depend on the strategy and the sizes."""
