@@ -1,4 +1,4 @@
-"""Who generates which responses: the queue of all ranks, predictions, and the end of an assignment."""
+"""Who generates which responses: the shared queue, predictions, and an assignment's end."""
 
 from lightrft.schedulers.assignment import Assignment, chunks_of
 
