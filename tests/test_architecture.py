@@ -235,7 +235,7 @@ def uses_of_torch_cuda(source: str, path: str) -> list[str]:
 
 
 def public_classes(source: str) -> list[str]:
-    """Return the names of the classes at the top level of a file, without those that begin with an
+    """Return the names of a file's classes at the top level, without those that begin with an
     underscore.
     """
     return [

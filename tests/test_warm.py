@@ -29,7 +29,7 @@ os.write(1, f"{int(ranks)} {os.getppid()}\\n".encode())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_ends_as_that_of_an_interpreter(tmp_path, program):
+def test_a_program_ends_as_under_an_interpreter(tmp_path, program):
     def ended(python: str) -> tuple[int, str, str]:
         command = [python, "-c", f"import os, sys, tempfile; {program}", "a", "b c"]
         ran = subprocess.run(

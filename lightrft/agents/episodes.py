@@ -51,7 +51,7 @@ CHECK_SECONDS = 0.1
 class Episodes:
     """Runs the programs of episodes.
 
-    A program that fails, dies or takes too long costs its own sample: nothing is learned from it.
+    A program that fails, dies or takes too long loses only one sample: nothing is learned from it.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Episodes:
     ):
         """Set up the episodes of a rank.
 
-        `longest` is the number of tokens of a response, with its observations . `other_rewards`
-        names the rewards of the run if none of them is the environment's.
+        `longest` is the largest number of tokens of a response, observations included.
+        `other_rewards` names the rewards of the run if none of them is the environment's.
         """
         self.other_rewards = other_rewards
         self.section = section
@@ -356,7 +356,7 @@ class Episodes:
             logger.warning(message)
 
     def _leave(self, state: EpisodeState, *, reuse: bool) -> str:
-        """Take an episode out; return a text on how its process ended.
+        """Take an episode out; return a text on how the process ended.
 
         The process is killed unless it can run another episode.
         """

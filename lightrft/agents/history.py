@@ -11,8 +11,7 @@ from lightrft.agents.messages import BEGINNING, Message, ToolCall, Turn
 from lightrft.data.rendering import messages as rendering
 
 Key = tuple[str, str, str]
-"""Identity of a message: role, text, and tool calls. Messages are the same if their keys are equal.
-"""
+"""Role, text and tool calls of a message. Messages with equal keys are the same."""
 
 
 class TurnHistory:
@@ -47,8 +46,8 @@ class TurnHistory:
         """Return the number of the turn that the messages continue, and the messages after it.
 
         The number is BEGINNING if they continue none. Among several turns it is the one with the
-        most messages, and the latest of these. A turn counts as sent back if its text differs in
-        outer white space only, and its calls in ids and the form of their JSON only.
+        most messages, and the latest of these. A turn still counts as sent back if the text differs
+        only in outer white space, and the calls only in ids and the form of the JSON.
         """
         keys = [*map(key, messages)]
         tools_json = _json(tools)

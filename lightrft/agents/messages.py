@@ -66,7 +66,7 @@ class TurnRequest:
     after: int | None = None
     """Number of the turn that it follows, from 0.
 
-    BEGINNING starts a conversation of its own, with the observation as the whole prompt. None: the
+    BEGINNING starts a separate conversation, with the observation as the whole prompt. None: the
     latest turn, or at first the prompt of the row.
     """
     plain: bool = False

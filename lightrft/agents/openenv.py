@@ -1,6 +1,6 @@
 """Environments of OpenEnv as programs of episodes: `--environment openenv:http://host:8000`.
 
-Each connection to the server's WebSocket has an environment of its own. `{"type": "reset", "data":
+Each connection to the server's WebSocket has a separate environment. `{"type": "reset", "data":
 row}` and `{"type": "step", "data": action}` are answered with an observation, a reward and
 whether it is the last one, or with an error.
 """

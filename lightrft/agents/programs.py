@@ -218,7 +218,7 @@ def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:
 def _work(connection: Connection, program: Program) -> None:
     """Run an episode for each row of the data that comes over the socket, until the rank closes it.
 
-    Each has an event loop of its own; it ends with whatever a program has left in it.
+    Each has a separate event loop that ends with whatever a program has left in it.
     """
     while True:
         try:

@@ -55,7 +55,7 @@ class Session:
 
         `tools` has the schemas of tools that it may call; `max_tokens` is an option. Messages that
         were sent and turns that were returned before are recognised and not tokenized again; see
-        history.py. If the messages continue none of them, they begin a conversation of their own,
+        history.py. If the messages continue none of them, they begin a separate conversation,
         which is learned like the first one.
 
         The turn has no tokens if a limit of the episode leaves no room for it. Raises ValueError

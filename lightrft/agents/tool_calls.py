@@ -8,7 +8,7 @@ from lightrft.agents.messages import ToolCall
 from lightrft.data.rendering.messages import THINKING
 
 Parse = Callable[[str], tuple[str, list[ToolCall]]]
-"""Function from the text of a turn to its text without calls, and the calls."""
+"""Function from the text of a turn to the text without calls, and the calls."""
 HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 

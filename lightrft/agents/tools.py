@@ -63,7 +63,7 @@ def schemas(tools: Tools) -> list[dict[str, Any]]:
 async def call_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function, sync or async.
 
-    A sync one runs in a thread of its own, so no later call has to wait for it.
+    A sync one runs in a separate thread, so no later call has to wait for it.
     """
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
@@ -103,7 +103,7 @@ async def answers(
 ) -> list[Message]:
     """Call tools at the same time, each for at most `seconds`; return a message for each call.
 
-    Errors become their content.
+    The content of the message of a failed call is the error.
     """
     return list(await asyncio.gather(*(_answer(tools, call, session, seconds) for call in calls)))
 

@@ -1,6 +1,6 @@
 """The tokens between two turns of the model.
 
-They end its turn, hold what it reads, and begin its next turn. Turns of the model are never
+They end one turn, hold what the model reads, and begin the next turn. Turns of the model are never
 rendered or tokenized again, since that can give other tokens than were sampled. The text between
 two turns is what the chat template writes between a short stand-in for the turn and the next one.
 """
@@ -55,7 +55,7 @@ class TurnFormat:
         """Return the prompt of a conversation.
 
         It is the row's prompt with the first observation, at the end of the last message if that is
-        a text. A request that begins a conversation of its own has the observation alone. Raises
+        a text. A request that begins a separate conversation has the observation alone. Raises
         ValueError if it becomes longer than --prompt_max_len.
         """
         observation = request.observation

@@ -1,7 +1,7 @@
 """Environments of the package verifiers as programs of episodes.
 
 `--environment verifiers:NAME --prompt_data verifiers:NAME`: an environment runs in the worker of
-its episode, and its agents send chats to the episode's own server, as in an evaluation with the
+the episode. The agents send chats to the episode's own server, as in an evaluation with the
 package. The package's training client would tokenize chats itself. If that gave other tokens than
 were sampled, the turn would begin a branch. The server has the sampled tokens, the run's chat
 template, and the parser of tool calls.

@@ -103,7 +103,7 @@ def pair_maker(preference: PreferenceSection, heads: Sequence[str] = ()) -> Make
         ]
         judgement = {
             MARGIN: _margin(preference, row),
-            TIE: _tie(preference, row),
+            TIE: preference.tie_key is not None and _bool(row, preference.tie_key, "tie_key"),
             HEAD: _head(preference, row, heads),
         }
 
@@ -396,12 +396,6 @@ def _margin(preference: PreferenceSection, row: dict[str, Any]) -> float:
         )
 
     return float(margin)
-
-
-def _tie(preference: PreferenceSection, row: dict[str, Any]) -> bool:
-    if preference.tie_key is None:
-        return False
-    return _bool(row, preference.tie_key, "tie_key")
 
 
 def _bool(row: dict[str, Any], name: str, flag: str) -> bool:

@@ -441,10 +441,8 @@ class Role(ABC):
         """
         flattened = flatten(batch, self.strategy.mesh.data)
         values = self._answer_flat(flattened.batch, flattened.owners, module, forward, mbs)
-        return padded(values, flattened.batch.lengths, self._rounded_up(flattened.width))
-
-    def _rounded_up(self, width: int) -> int:
-        return -(-width // self.width_multiple) * self.width_multiple
+        width = -(-flattened.width // self.width_multiple) * self.width_multiple  # rounded up
+        return padded(values, flattened.batch.lengths, width)
 
     def _answer_flat(
         self,

@@ -49,7 +49,7 @@ class Health:
         self._mismatches: deque[float] = deque(maxlen=HISTORY)
 
     def check_step(self, number: int, row: dict[str, float]) -> bool:
-        """Warn of a step without signal, and of a mismatch far above its history.
+        """Warn of a step without signal, and of a mismatch far above the earlier ones.
 
         Returns True after such a mismatch: then all weights should be verified. Raises RuntimeError
         for a mismatch above --mismatch_limit.

@@ -50,7 +50,7 @@ FILES_OF_A_SESSION = 3
 
 
 class ServedSession(Session):
-    """Session that tokenizes prompts in a thread of its own.
+    """Session that tokenizes prompts in a separate thread.
 
     The loop that all requests share never does that.
     """
@@ -77,7 +77,7 @@ class ServedSession(Session):
 class ClientSessions:
     """Sessions of clients by `x-session-id`.
 
-    A request without one has a session of its own that ends with it.
+    A request without one has a separate session that ends with it.
     """
 
     def __init__(self, format: TurnFormat) -> None:

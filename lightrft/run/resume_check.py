@@ -171,7 +171,7 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """Compare the keys that both have: versions of a package differ in their keys."""
+    """Compare the keys that both have, because versions of a package differ in keys."""
     return {
         name: f"was {before[name]!r}, is {now[name]!r}"
         for name in now

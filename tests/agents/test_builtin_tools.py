@@ -44,7 +44,7 @@ def test_everything_else_is_an_error(expression):
         calculator(expression)
 
 
-def test_a_program_has_its_output_and_its_errors():
+def test_a_program_returns_output_and_errors():
     assert python("print(6 * 7)") == "42\n"
     assert "ZeroDivisionError" in python("print(1)\n1 / 0") and python(
         "print(1)\n1 / 0"

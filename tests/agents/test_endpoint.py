@@ -281,7 +281,7 @@ def test_a_program_has_the_same_histories_without_a_server(file):
     assert environment([sample]) == [2.0]
 
 
-def test_calls_of_tools_and_streams(play):
+def test_tool_calls_and_streams(play):
     call = f"so<tool_call>{json.dumps({'name': 'add', 'arguments': {'a': 1}})}</tool_call>$"
     sample = play("tools", [call, "abcde", call], longest=400)
     assert sample.episode.problem == "" and sample.prompt.token_ids == ids("add;u:p$\na:")
@@ -299,7 +299,7 @@ def test_completions_and_token_ids(file):
     assert sample.episode.sampled == [True] * 2 + [False] + [True] * 2 + [False] + [True] * 2
 
 
-def test_what_would_not_be_sampled_as_the_run_samples_is_refused(play):
+def test_sampling_settings_unlike_those_of_the_run_are_refused(play):
     sample = play("refused", ["a$"])
     assert sample.episode.problem == "" and sample.token_ids == ids("a$")
 
@@ -322,7 +322,7 @@ def test_requests_at_the_same_time_are_branches(play):
     assert sorted(bytes(row.token_ids[:1]) for row in sample.rows) == [b"1", b"2", b"3"]
 
 
-def test_a_request_without_meaning_is_refused(play):
+def test_a_meaningless_request_is_refused(play):
     sample = play("malformed", ["a$"])
     assert sample.episode.problem == "" and sample.token_ids == ids("a$")
 
@@ -370,7 +370,7 @@ def test_the_error_of_an_agent_is_located_in_its_file(play, file):
     assert sample.episode.problem.endswith(f"agents.py:{line} (in_a_library)")
 
 
-def test_an_agent_that_raises_costs_its_sample(play):
+def test_an_agent_that_raises_loses_only_its_sample(play):
     sample = play("breaks", ["a$"])
     assert (
         sample.masked

@@ -297,7 +297,7 @@ def test_an_agent_is_an_async_function(player):
     assert environment([sample]) == [1.25]
 
 
-def test_a_program_that_dies_or_hangs_costs_its_own_sample(player):
+def test_a_program_that_dies_or_hangs_loses_only_its_sample(player):
     play = player("Echo", environment_minutes=0.05, environment_workers=3)
     turns = [["die"], ["kill"], ["sleep"], ["raise"], ["end"], ["end"]]
     samples = play.play(turns)
@@ -316,7 +316,7 @@ def test_a_program_that_dies_or_hangs_costs_its_own_sample(player):
     )
 
 
-def test_garbage_on_its_socket_costs_an_episode_its_own_sample(player, file):
+def test_garbage_on_the_socket_loses_only_one_sample(player, file):
     play = player("Garbage", environment_minutes=0.1, environment_workers=4)
     garbage = [*(name for name in runpy.run_path(str(file))["GARBAGE"]), "none"]
     samples = play.play([[name] for name in garbage])
@@ -330,7 +330,7 @@ def test_garbage_on_its_socket_costs_an_episode_its_own_sample(player, file):
     assert player("Echo").play([["end"]])[0].episode.problem == ""
 
 
-def test_a_request_without_meaning_is_refused(player):
+def test_a_meaningless_request_is_refused(player):
     (sample,) = player("meaningless").play([["a"]])
     assert sample.episode.problem == "" and sample.token_ids == ids("a")
 
@@ -400,7 +400,7 @@ def test_an_aborted_episode_leaves_no_process(player):
         ("os", "neither a class nor an async function"),
     ],
 )
-def test_what_is_no_environment(file, name, message):
+def test_invalid_environments_are_refused(file, name, message):
     with pytest.raises(ValueError, match=message):
         ProgramSetup(f"{file}:{name}").program()
 
@@ -418,7 +418,7 @@ def test_tools_are_described_by_their_types_and_docstrings(file, tmp_path):
         schemas(ProgramSetup("", (str(tmp_path / "bare.py"),)).program().all_tools)
 
 
-def test_rewards_that_no_reward_of_the_run_reads(player):
+def test_rewards_of_an_environment_that_the_run_ignores(player):
     with pytest.raises(
         ConfigError, match="--reward exact_match ignores: add environment to --reward"
     ):

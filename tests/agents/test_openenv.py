@@ -99,7 +99,7 @@ def test_a_game_that_a_server_plays(player, connections):
     assert len(connections) == 3
 
 
-def test_what_fails(player, connections):
+def test_failures_of_an_action_and_of_a_server(player, connections):
     """An action that does not fit the schema is answered with the errors; other errors end the
     episode.
     """

@@ -108,7 +108,7 @@ def test_clients_at_the_same_time_get_what_each_gets_alone(server):
     assert alone[3].prompt_token_ids == list(b"u:3\na:")
 
 
-def test_a_session_keeps_its_tokens_and_ends_with_its_time(server):
+def test_a_session_keeps_its_tokens_until_it_expires(server):
     """The header names the session.
 
     What comes back as text is not tokenized again, unless the session has ended.
@@ -164,7 +164,7 @@ def test_bad_requests_are_answered_and_the_server_goes_on(server):
         )
 
 
-def test_a_request_without_meaning_is_answered_and_costs_nothing_else(started):
+def test_a_meaningless_request_is_answered_and_harms_no_other(started):
     wrong = []
     with httpx.Client(
         base_url=started.address.removesuffix("/v1"), headers={"Authorization": "Bearer secret"}

@@ -108,7 +108,7 @@ def test_tasks_are_rows(rows):
             list(read_rows(f"verifiers:{name}", "train", BadRows(False, "--prompt_data")))
 
 
-def test_an_environment_scores_what_its_own_limit_ends(rows):
+def test_an_environment_scores_episodes_that_its_limit_ends(rows):
     player = Player("verifiers:guess-game?player.max_turns=2", chat=True, max_turns=4)
     (sample,) = player.play([["7$", "0$"]], rows=rows[:1], seconds=120)
     player.episodes.close()

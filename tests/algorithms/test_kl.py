@@ -78,7 +78,7 @@ def test_k1_and_k3_average_to_the_divergence():
 
 
 @pytest.mark.parametrize("name", ["k2", "k3+"])
-def test_expected_gradient_is_that_of_the_divergence(name):
+def test_the_expected_gradient_equals_the_gradient_of_the_divergence(name):
     """The sum over tokens of p * grad k2, with p held fixed, is the gradient of the exact KL in the
     logits.
     """

@@ -120,7 +120,7 @@ def test_mismatch_is_reported_between_engine_and_old_logprobs_and_has_no_gradien
     ].requires_grad
 
 
-def test_mismatch_is_the_trainers_own_where_the_engines_log_probs_stand_for_the_old_ones():
+def test_mismatch_uses_the_trainers_log_probs_if_the_engines_serve_as_old_ones():
     engine = [0.0, -1.5, -2.0, 0.0, -0.5 + LOG2]
     batch = experience(engine_logprobs=engine, old_logprobs=engine)
     report = evaluate(AlgorithmSection(use_engine_logprobs=True), batch)[2]
@@ -349,11 +349,11 @@ def depends_on_others(name: str) -> bool:
     return not torch.equal(first[::2], second[::2])
 
 
-def test_which_losses_are_of_tokens_alone():
+def test_losses_that_are_computed_token_by_token():
     assert {name for name in policy_losses.names() if not depends_on_others(name)} == PER_TOKEN
 
 
-def test_which_objectives_are_known_token_by_token():
+def test_objectives_that_are_known_token_by_token():
     batch = random_experience(MASKS, 3)
     denominator = DENOMINATOR
 

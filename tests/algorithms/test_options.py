@@ -33,7 +33,7 @@ def test_a_function_gets_what_it_names():
     assert keywords(one) == {"dual_clip": True, "batch": True, "scale": False}
 
 
-def test_what_nobody_has_is_named():
+def test_unknown_arguments_are_named():
     with pytest.raises(ValueError, match="--loss one needs batch, which this run does not compute"):
         resolve(losses, "one")
     assert resolve(losses, "one", extra=("batch",)) is one and resolve(losses, "other") is other

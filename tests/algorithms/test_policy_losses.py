@@ -143,7 +143,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
     ]
 
 
-def test_sapo_closes_softly():
+def test_sapo_gates_softly():
     # r 1: 4/tau * 1/2 A; slope A. r 2, tau 1: 4 * sigmoid(1) = 2.924234, slope 4 * 0.731059 *
     # 0.268941 * 2 = 1.572895 r 0.5, A < 0, tau 1.05: 4/1.05 * sigmoid(-0.525) = 1.415938, slope 4 *
     # 0.371684 * 0.628316 * 0.5 = 0.467070
@@ -154,7 +154,7 @@ def test_sapo_closes_softly():
     check(run("sapo", [2, 2], [1, -1], **both), [-1.761594, 1.761594], [-0.839949, 0.839949])
 
 
-def test_cpgd_clips_the_logarithm_and_holds_by_a_drift():
+def test_cpgd_clips_the_logarithm_and_adds_a_drift_term():
     # log 2 = 0.693147, log 1.2 = 0.182322, log 0.8 = -0.223144, log 1.1 = 0.095310; drift r - 1 -
     # log r, slope r - 1, times 0.1 r 2, A 1: -0.182322 + 0.030685. r 1.1, A 2: -0.190620 +
     # 0.000469. r 0.5, A -1: -0.223144 + 0.019315; A 1: 0.693147 + ...
@@ -171,7 +171,7 @@ def test_reinforce_is_the_log_prob():
     check(run("reinforce", [4, 1], [3, -2], logprobs=[-1.0, -2.0]), [3.0, -4.0], [-3.0, 2.0])
 
 
-def test_kl_cov_holds_what_is_marked():
+def test_kl_cov_penalises_marked_tokens():
     # r 2: -2 + 0.5 log 2, slope -2 + 0.5; r 0.5: -0.5 + 0.5 log 2, slope -0.5 - 0.5; unmarked: -0.5
     result = run("kl_cov", [2, 0.5, 0.5], [1, 1, 1], marked=[True, True, False], kl_cov_coef=0.5)
     check(result, [-1.653426, -0.153426, -0.5], [-1.5, -1.0, -0.5])
@@ -186,13 +186,13 @@ def test_the_drift_of_cpgd_is_clipped():
     check(result, [0.02, 0.0193147, 0.0], [0.0, -0.05, 0.0])
 
 
-def test_clip_cov_does_not_leave_out_what_is_clipped():
+def test_clip_cov_keeps_clipped_tokens():
     result = run("clip_cov", [2, 1.1], [1, 1], marked=[True, True])
     check(result, [-1.2, 0.0], [0.0, 0.0])
     assert result[2]["train/cov_marked"] == [0.0, 1.0]
 
 
-def test_clip_cov_leaves_out_what_is_marked():
+def test_clip_cov_drops_marked_tokens():
     check(
         run("clip_cov", [1.1, 1.1, 2], [1, 1, 1], marked=[True, False, False]),
         [0.0, -1.1, -1.2],
@@ -234,7 +234,7 @@ def test_no_advantage_no_loss(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=st.integers(0, 10**6))
-def test_what_is_not_learned_counts_for_nothing(name, seed):
+def test_masked_tokens_do_not_count(name, seed):
     """Whatever stands there, the loss and the reports are the same, and there is no gradient."""
     batch = random_experience([".xx.x", "...", "x.x"], seed)
     logprobs = actor_logprobs(batch, seed + 1)
@@ -307,7 +307,7 @@ def test_a_loss_that_asks_for_too_much_is_named():
         PolicyObjective(section(f"{__file__}:own_loss"))
 
 
-def test_every_field_of_a_loss_is_one_of_the_configuration():
+def test_every_field_of_a_loss_is_in_the_configuration():
     fields = {field for name in NAMES for field in keywords(policy_losses[name])} - {
         "batch",
         "marked",

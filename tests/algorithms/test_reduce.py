@@ -55,7 +55,7 @@ def test_modes_by_hand(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("unlearned", [float("nan"), float("inf")])
-def test_what_is_not_learned_counts_for_nothing_whatever_it_holds(mode, unlearned):
+def test_masked_tokens_do_not_count_whatever_they_hold(mode, unlearned):
     batch = make_batch(MASKS)
     values = torch.where(batch.loss_mask, torch.tensor(VALUES), unlearned).requires_grad_()
     loss = share_of_mean(values, batch, mode, DENOMINATOR)

@@ -27,7 +27,7 @@ def test_what_comes_later_is_discounted_within_a_sequence():
     assert result.tolist() == [0.0, 3.0, 4.0, 4.0, 0.0, 8.0]
 
 
-def test_what_a_tool_wrote_takes_no_time():
+def test_tokens_of_tools_take_no_time():
     # x x . . x: 4 is one step after the second token, not three
     rewards = torch.tensor([0.0, 1.0, 2.0, 7.0, 7.0, 4.0])
     result = reward_to_go(rewards, make_batch([".xx..x"]), gamma=0.5)
@@ -50,7 +50,7 @@ def test_without_a_future_only_the_present_counts():
     ]
 
 
-def test_nothing_at_all():
+def test_no_tokens_and_no_learned_tokens():
     assert reward_to_go(torch.zeros(0), make_batch([]), gamma=0.9).tolist() == []
     assert reward_to_go(torch.tensor([3.0]), make_batch(["."]), gamma=0.9).tolist() == [0.0]
 
@@ -91,7 +91,7 @@ def test_gae_by_hand():
     assert returns.tolist() == pytest.approx([0.0, 3.735, 6.3, 10.0])
 
 
-def test_gae_skips_what_a_tool_wrote_and_stops_at_the_sequence():
+def test_gae_skips_tokens_of_tools_and_stops_at_the_sequence():
     gaps = [".x.xx", ".x"]
     values = torch.tensor([99.0, 1.0, 50.0, 2.0, 4.0, 99.0, 7.0])
     rewards = torch.tensor([0.0, 0.0, 30.0, 0.0, 10.0, 0.0, 8.0])

@@ -35,7 +35,7 @@ TOKENS = st.lists(
 
 
 @given(TOKENS, st.integers(0, 12))
-def test_largest_is_what_sorting_says(sequences, count):
+def test_largest_agrees_with_sorting(sequences, count):
     batch = make_batch(
         ["".join("x" if learned else "." for _, learned in sequence) for sequence in sequences]
     )
@@ -59,7 +59,7 @@ def test_keys_are_ordered_as_values(pair):
     assert 0 <= first < 2**32
 
 
-def test_more_than_there_are_is_all_there_is():
+def test_asking_for_more_than_there_are_gives_all():
     assert kth_largest(torch.tensor([5, 900, 70]), 9, 16, alone)[0] <= 5
     batch = make_batch(["x.x", "x"])
     assert largest(torch.zeros(4), batch.loss_mask, 9, batch, alone).tolist() == [
@@ -155,7 +155,7 @@ def choose_on_ranks(shares: list[list[int]]) -> dict[str, dict[int, list[bool]]]
 @pytest.mark.parametrize(
     "shares", [[[0, 1, 2], [3, 4, 5]], [[5, 3, 1], [4, 2, 0]], [[2], [5, 0, 4], [], [3, 1]]]
 )
-def test_ranks_choose_together_what_one_would(shares):
+def test_ranks_choose_what_one_rank_would(shares):
     whole = experience()
     alone_ = choose(whole, alone)
     for name, chosen in alone_.items():

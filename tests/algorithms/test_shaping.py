@@ -26,7 +26,7 @@ def shaped(
     ).tolist()
 
 
-def test_nothing_is_done_unasked():
+def test_nothing_is_shaped_unless_asked():
     assert shaped([1.0, -3.0, 0.1]) == torch.tensor([1.0, -3.0, 0.1]).tolist()
 
 

@@ -269,7 +269,7 @@ def test_layout_by_hand():
     assert blocks.places.tolist() == [1, 2, 3, 0, 5, 6, 7, 8]
 
 
-def test_long_sequences_stand_with_those_of_their_length_without_padding():
+def test_long_sequences_are_grouped_by_length_without_padding():
     blocks = Layout(torch.tensor([ALONE + 3, 2, ALONE + 1, ALONE + 3]), CPU).blocks
     assert blocks.shapes == [(1, 2), (2, ALONE + 3), (1, ALONE + 1)]
     assert len(blocks.source) == len(blocks.places) == 3 * ALONE + 9
@@ -355,7 +355,7 @@ def test_calls_that_make_sequences_see_each_other_elsewhere_do_not_here(call):
     )
 
 
-def test_attention_that_blocks_cannot_hold_is_refused_by_name():
+def test_attention_that_blocks_cannot_express_is_refused_by_name():
     config = AutoConfig.for_model("gemma2", **SIZES, head_dim=8, attn_logit_softcapping=50.0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
     with pytest.raises(ValueError, match="Gemma2Attention uses soft-capped or sink attention"):

@@ -146,7 +146,7 @@ def test_rows_of_a_prompt_meet(ranks, groups, samples, many, monkeypatch):
     assert time(together, lengths, prompts) - least < 0.1 * (nothing_shared - least)
 
 
-def test_prompts_that_are_hardly_there_change_nothing():
+def test_very_short_prompts_change_nothing():
     lengths = [random.Random(row).randint(100, 1000) for row in range(40)]
     limits = {"num_ranks": 2, "minibatch_size": 20, "max_tokens": 2048}
     assert plan(lengths, **limits, prompts=[(0, 3, 0)] * 40) == plan(lengths, **limits)

@@ -18,7 +18,7 @@ ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1,
 
 
 @given(ROWS)
-def test_a_token_stands_for_exactly_those_with_the_same_past(rows):
+def test_a_token_represents_all_tokens_with_the_same_past(rows):
     pasts = [tuple(row[: place + 1]) for row in rows for place in range(len(row))]
     shared = find_shared_prefixes(
         torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows])

@@ -67,7 +67,7 @@ def test_results_go_under_the_ids_of_their_rows_whatever_the_order_of_the_plan()
         ({"sequences": {"x": torch.zeros(2)}}, "'x' has 2 values for 3 samples"),
     ],
 )
-def test_values_that_are_not_those_of_the_rows_are_refused(columns, says):
+def test_values_that_do_not_match_the_rows_are_refused(columns, says):
     with pytest.raises(ValueError, match=says):
         store().put(IDS, LENGTHS, **columns)
 

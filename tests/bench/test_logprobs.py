@@ -29,7 +29,7 @@ def test_every_variant_runs_and_agrees(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_truncation_is_that_of_sorting(capsys, monkeypatch):
+def test_a_truncation_agrees_with_sorting(capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ".")
     monkeypatch.setattr(sys, "executable", warm_python())
     logprobs.main(

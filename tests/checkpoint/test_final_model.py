@@ -62,7 +62,7 @@ def exit_code(*arguments: str) -> int:
     [["--fsdp"], ["--fsdp=false", "--zero_stage=3", "--advantage_estimator=ppo"]],
     ids=["fsdp", "zero3"],
 )
-def test_what_is_exported_is_what_the_run_writes(inputs, tmp_path, flags):
+def test_an_export_equals_what_the_run_writes(inputs, tmp_path, flags):
     """From two ranks, also with bfloat16, where the checkpoint has the float32 masters.
 
     The critic and the average are exported too.

@@ -96,7 +96,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.parametrize("kind", [F32, Q8_0], ids=["F32", "Q8_0"])
 @pytest.mark.parametrize("name", MODELS)
-def test_numbers_settings_and_tokenizer_are_those_of_the_model(tmp_path, name, kind):
+def test_numbers_settings_and_tokenizer_match_the_model(tmp_path, name, kind):
     model, held = written(tmp_path / "m.gguf", name, kind)
     folder = convert(tmp_path / "m.gguf", tmp_path / "folder")
 
@@ -161,7 +161,7 @@ def test_tokens_of_sentencepiece(tmp_path):
         convert(tmp_path / "n.gguf", tmp_path / "other")
 
 
-def test_the_folder_is_that_of_an_ordinary_model(tmp_path):
+def test_the_folder_looks_like_an_ordinary_model(tmp_path):
     written(tmp_path / "m.gguf", kind=Q8_0)
     folder = convert(tmp_path / "m.gguf", tmp_path / "folder")
     config = json.loads((folder / "config.json").read_text())
@@ -178,7 +178,7 @@ def test_the_folder_is_that_of_an_ordinary_model(tmp_path):
     )
 
 
-def test_files_beside_it_have_no_influence(tmp_path):
+def test_neighbouring_files_have_no_influence(tmp_path):
     written(tmp_path / "m.gguf")
     for name in (
         "tokenizer.json",

@@ -1,4 +1,4 @@
-"""The scoreboard of a short run, printed by its command."""
+"""The command prints the scoreboard of a short run."""
 
 import json
 import subprocess

@@ -122,7 +122,7 @@ def test_forms_of_a_single_answer(tmp_path):
         )
 
 
-def test_mismatched_answers_are_those_of_the_next_prompt_and_are_cut(tmp_path):
+def test_mismatched_answers_come_from_the_next_prompt_and_are_cut(tmp_path):
     """A prompt has 19 tokens and an answer 4, so 22 tokens leave out the end token."""
     loaded = answers(
         tmp_path,

@@ -129,7 +129,7 @@ def test_escaped_characters_are_text(tmp_path):
         load(tmp_path / "deep.json")
 
 
-def test_empty_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
+def test_empty_lines_and_a_byte_order_mark_are_not_rows(tmp_path):
     (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"input": "a"}\n\n   \n{"input": "b"}')
     assert [p.text for p in load(tmp_path / "data.jsonl")] == ["a", "b"]
 
@@ -223,19 +223,19 @@ def test_limits(tmp_path):
         ('{"input": "a"}\n{"input": "b"}', "belongs in a .jsonl file"),
     ],
 )
-def test_a_json_file_that_is_no_list(tmp_path, content, message):
+def test_a_json_file_that_is_not_a_list(tmp_path, content, message):
     (tmp_path / "data.json").write_text(content)
     with pytest.raises(DataError, match=f"--prompt_data .*data.json: .*{message}"):
         load(tmp_path / "data.json")
 
 
-def test_an_entry_of_a_json_list_that_is_no_object(tmp_path):
+def test_an_entry_of_a_json_list_that_is_not_an_object(tmp_path):
     (tmp_path / "data.json").write_text('[{"input": "a"}, 7]')
     with pytest.raises(DataError, match="data.json row 2: not a JSON object but int"):
         load(tmp_path / "data.json")
 
 
-def test_a_parquet_file_that_is_none(tmp_path):
+def test_a_file_that_is_not_parquet(tmp_path):
     (tmp_path / "data.parquet").write_bytes(b"PAR1 and then nothing of the kind")
     with pytest.raises(DataError, match="--prompt_data .*data.parquet: not a valid parquet file"):
         load(tmp_path / "data.parquet")
@@ -310,7 +310,7 @@ def test_rows_of_the_hub(monkeypatch, source, name, subset):
     assert prompts[1].location == f"{name}{f':{subset}' if subset else ''}[train] row 2"
 
 
-def test_an_object_of_a_file_in_a_folder_is_no_name_of_the_hub(tmp_path, monkeypatch):
+def test_an_object_of_a_file_in_a_folder_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "rows.py").write_text(f"ROWS = {ROWS}")
@@ -465,7 +465,7 @@ def test_an_input_template_is_not_for_messages(tmp_path, warnings):
     assert "--input_template is for text: 1 rows of chat messages are as they were" in warnings[0]
 
 
-def test_messages_that_end_in_an_answer_are_no_prompt(tmp_path, warnings):
+def test_messages_that_end_in_an_answer_are_not_a_prompt(tmp_path, warnings):
     asked = [{"role": "user", "content": "1+1="}]
     file = write_lines(
         tmp_path / "data.jsonl",
@@ -633,7 +633,7 @@ def test_probabilities_of_several_data_sets(tmp_path):
     ],
     ids=str,
 )
-def test_probabilities_that_cannot_be(tmp_path, end, options, message):
+def test_impossible_probabilities(tmp_path, end, options, message):
     with pytest.raises(DataError, match=message):
         load(several(tmp_path, 3, 2) + end, **options)
 

@@ -177,7 +177,7 @@ def test_answers_that_break_a_scorer_are_wrong_and_rows_that_do_are_reported(cap
 
 
 @pytest.mark.slow
-def test_what_no_task_is_says_the_way_out(capfd):
+def test_an_unknown_task_says_the_way_out(capfd):
     def problem(name: str, **options: Any) -> str:
         return generated(capfd, name, **options)[0]["problem"]
 

@@ -177,7 +177,7 @@ def test_bad_rows_leave_no_file(tmp_path):
         load(rows, tmp_path / "file", bad_rows="skip")
 
 
-def test_columns_that_are_no_json(tmp_path):
+def test_columns_that_are_not_json(tmp_path):
     (tmp_path / "rows.py").write_text("ROWS = [{'input': 'a', 'scan': b'1'}]")
     with pytest.raises(
         DataError,

@@ -133,7 +133,7 @@ def outcome(case: Case, bench: Bench) -> str:
 
 
 def unknown_ids(model: PreTrainedModel) -> list[int]:
-    """Ids of a model that its tokenizer does not have; none without a tokenizer."""
+    """Ids of a model that the tokenizer does not have; none without a tokenizer."""
     return _unknown_ids(model.name_or_path, model.config.get_text_config().vocab_size)
 
 
@@ -278,8 +278,9 @@ def no_prefix_of_the_old_weights_survives(bench: Bench) -> None:
 
 
 def _broken_stream_is_refused(bench: Bench, stream: list, message: str) -> None:
-    """The error names the parameter, nothing is generated with half a model, a complete stream
-    repairs.
+    """The error names the parameter, and nothing is generated with half a model.
+
+    A complete stream repairs the engine.
     """
     with pytest.raises(ValueError, match=message):
         bench.engine.load_weights(stream, 9)
@@ -334,8 +335,9 @@ def a_stream_that_raises_is_repaired(bench: Bench) -> None:
 
 @contextmanager
 def _tampered(engine: Engine, tamper: Callable[[dict[str, torch.Tensor]], None]) -> Iterator[None]:
-    """Inside, the engine takes over something else than what came, whose fingerprints are known by
-    then.
+    """Inside, the engine takes over something else than what came.
+
+    The fingerprints of what came are known by then.
     """
     load = engine._load_weights
 
@@ -357,8 +359,9 @@ def _is_noticed(
     name: str,
     round: int | None = None,
 ) -> None:
-    """The error names the weight, nothing is generated with it, and the next stream is verified as
-    a whole.
+    """The error names the weight, and nothing is generated with it.
+
+    The next stream is verified as a whole.
     """
     bench.engine.verify_round = round
     with (
@@ -378,8 +381,9 @@ def _is_repaired(bench: Bench) -> None:
 
 
 def flipped_elements_are_named(bench: Bench, names: Iterable[str]) -> None:
-    """One element of each weight with the other sign; in bfloat16 the largest, as products of a
-    packed one are rounded there.
+    """One element of each weight gets the other sign.
+
+    In bfloat16 it is the largest one, because products with a packed weight are rounded there.
     """
 
     def flip(name: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -445,8 +449,10 @@ def swapped_weights_are_named(bench: Bench) -> None:
 
 
 def later_syncs_verify_parts(bench: Bench) -> None:
-    """One wrong element is named in its round; so is a weight that stays the old one, or, where it
-    lies as it came, in any.
+    """One wrong element is named in the round that covers it.
+
+    A weight that stays the old one is named in that round too, or in any round if it lies as it
+    came.
     """
     name = "model.layers.1.mlp.up_proj.weight"
     old = perturbed(bench.model, 43)
@@ -583,7 +589,7 @@ def stop_ids_end_a_response(bench: Bench) -> None:
 
 
 def the_end_token_ends_a_response(bench: Bench) -> None:
-    """Under weights that make the end token likely; the token itself is kept, with its log-prob."""
+    """The weights make the end token likely; the response keeps the token and the log-prob."""
     eager = copy.deepcopy(bench.model)
     end = eager.config.eos_token_id
     with torch.no_grad():
@@ -643,10 +649,10 @@ def impossible_requests_are_refused(bench: Bench) -> None:
 
 
 def a_prompt_is_computed_once_for_all_its_samples(bench: Bench) -> None:
-    """Also a short one, as in most tasks: vLLM shares whole blocks, which have 128 tokens by its
-    default for CPUs.
+    """A short prompt is computed once too, as most tasks have short ones.
 
-    On CPUs, samples share the last block too, and each computes only the last token of the prompt.
+    vLLM shares whole blocks, and on CPUs a block has 128 tokens by default. There the samples share
+    the last block as well, and each computes only the last token of the prompt.
     """
     shares_all = type(bench.engine).__name__ == "VLLMEngine" and current_device().type == "cpu"
     for length in (60, 64, 65, 200):
@@ -737,15 +743,17 @@ def requests_are_admitted_while_others_decode(bench: Bench) -> None:
 
 
 def _interrupted(bench: Bench, tokens: int, by_itself: int) -> int:
-    """Return the length of responses beside which other things happen after some steps: SGLang
-    decodes by itself meanwhile.
+    """Return the length of responses that something interrupts after some steps.
+
+    SGLang decodes by itself meanwhile, so the responses have to be longer.
     """
     return by_itself if type(bench.engine).__name__ == "SGLangEngine" else tokens
 
 
 def responses_go_on_with_new_weights(bench: Bench) -> None:
-    """Each token has the log-prob of the weights that sampled it, and their version; requests that
-    wait have only the new one.
+    """Each token has the log-prob and the version of the weights that sampled it.
+
+    Requests that wait have only the new version.
     """
     longest = _interrupted(bench, 40, by_itself=100)
     sampling = Sampling(temperature=1.0, max_tokens=longest, n=2, seed=7)
@@ -797,8 +805,9 @@ def responses_go_on_with_new_weights(bench: Bench) -> None:
 
 
 def an_abort_keeps_what_was_sampled(bench: Bench) -> None:
-    """The prompt with those tokens is then continued with the tokens and log-probs of an
-    uninterrupted request.
+    """The prompt is then continued with the tokens that were sampled.
+
+    Tokens and log-probs are those of an uninterrupted request.
     """
     whole = Sampling(temperature=0, max_tokens=_interrupted(bench, 48, by_itself=120))
     # four, and the hf engine has batches of three
@@ -867,8 +876,9 @@ def an_abort_keeps_what_was_sampled(bench: Bench) -> None:
 
 
 def continuing_costs_a_hit_in_the_cache(bench: Bench) -> None:
-    """All keys and values of an aborted request are used again, but for the last block: of 32
-    tokens in vLLM on a CPU.
+    """All keys and values of an aborted request are used again, except for the last block.
+
+    The last block has 32 tokens in vLLM on a CPU.
     """
     prompt = [(13 * position) % 250 for position in range(300)]
     ends = tuple(bench.engine.vocabulary.end_token_ids)
@@ -910,8 +920,9 @@ def a_part_of_the_vocabulary_is_sampled_and_normalised(bench: Bench) -> None:
 
 
 def stop_strings_end_a_response(bench: Bench) -> None:
-    """The token that completes the text is the last one, wherever the text begins within its
-    tokens.
+    """The token that completes the text is the last one.
+
+    The text may begin anywhere within a token.
     """
     tokenizer = bench.engine.vocabulary.tokenizer
     prompts = [[40 + first, second] for first in range(4) for second in (50, 90)]
@@ -954,8 +965,9 @@ def banned_tokens_never_come(bench: Bench) -> None:
 
 
 def ids_without_a_token_never_come(bench: Bench) -> None:
-    """Nearly uniform samples have all others; the cases of log-probs hold that both sides normalise
-    without them.
+    """Nearly uniform samples have all other ids.
+
+    The cases of log-probs show that both sides normalise without the unknown ones.
     """
     unknown = set(unknown_ids(bench.model))
     hot = Sampling(n=8, max_tokens=60, seed=8, temperature=50.0)
@@ -970,8 +982,9 @@ def ids_without_a_token_never_come(bench: Bench) -> None:
 
 
 def the_first_token_has_a_temperature_of_its_own(bench: Bench) -> None:
-    """With its own log-prob; what follows is at the temperature of the call, also beside requests
-    without a first one.
+    """The log-prob is taken at that temperature; what follows is at the temperature of the call.
+
+    So it is beside requests without a temperature for the first token.
     """
     prompt = PROMPTS[0]
     fire = Sampling(n=24, max_tokens=6, temperature=0.7, seed=5, first_token_temperature=30.0)
@@ -1019,8 +1032,9 @@ def the_first_token_has_a_temperature_of_its_own(bench: Bench) -> None:
 
 
 def a_response_has_its_smallest_length(bench: Bench) -> None:
-    """Nothing that ends it is sampled before, and log-probs are those of what is left; afterwards
-    it may end at once.
+    """Nothing that ends a response is sampled before, and log-probs are normalised over the rest.
+
+    Afterwards the response may end at once.
     """
     ends = tuple(range(0, 384, 2))  # half of all tokens
     sampling = Sampling(
@@ -1085,8 +1099,9 @@ def the_seed_decides(bench: Bench) -> None:
 
 
 def the_seed_of_a_sample_decides(bench: Bench) -> None:
-    """Whatever is beside it, in whatever order, and whatever else draws random numbers, be it on
-    one rank of an engine alone.
+    """Other requests, and their order, do not matter.
+
+    Neither do other draws of random numbers, even on one rank of an engine alone.
     """
 
     def sample(rows: list[int], seed: int) -> dict[int, list[list[int]]]:

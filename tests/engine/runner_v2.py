@@ -1,10 +1,11 @@
-"""Contract cases on vLLM's Model Runner V2, which accelerators have, on a CPU: Triton's kernels run
-in its interpreter.
+"""Contract cases on vLLM's Model Runner V2 on a CPU.
+
+Accelerators have this runner; Triton's kernels run in the interpreter here.
 
     python tests/engine/runner_v2.py FOLDER CASE [CASE ...]
 
-Prints a JSON object: which runner it was, case -> traceback, empty where it passed, and how many of
-the model's tensors exist when vLLM has been shut down.
+Prints a JSON object: the runner that was used, case -> traceback (empty if it passed), and how many
+of the model's tensors exist when vLLM has been shut down.
 """
 
 import json

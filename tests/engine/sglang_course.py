@@ -1,5 +1,6 @@
-"""What is SGLang's own, beyond the contract: one course on a tensor-parallel engine, which ends
-with its death.
+"""What is SGLang's own, beyond the contract.
+
+One course on a tensor-parallel engine ends with the death of the engine.
 """
 
 import math
@@ -59,8 +60,9 @@ def course(folder: str) -> dict[str, str]:
 
 
 def weights_before_a_stream() -> dict[str, float]:
-    """Of a model with a persistent buffer, loaded by SGLang without its folder in one of its
-    processes; all of it was 1.
+    """Return the weights of a model that SGLang loads without a folder.
+
+    A process of SGLang's loads it. It has a persistent buffer, and every number in it was 1.
     """
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
@@ -88,8 +90,9 @@ def weights_before_a_stream() -> dict[str, float]:
 
 
 def shares_of_free_memory(utilizations: list[float]) -> list[float | str]:
-    """The share that SGLang is started with, or the refusal, on an accelerator of 80 GB; the other
-    rank has 60 GB free.
+    """Return the share of memory that SGLang is started with, or the refusal.
+
+    The accelerator has 80 GB, and the other rank has 60 GB free.
     """
     from lightrft.engine.sglang import arguments
 
@@ -133,7 +136,7 @@ def answer_to_an_image(folder: str) -> str:
 
 
 def _settings() -> dict:
-    """What SGLang's start changes in a process, but for variables of its own."""
+    """What SGLang's start might change in a process, except for SGLang's own variables."""
     handlers = {str(number): signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("SGLANG")
@@ -172,8 +175,9 @@ def a_stream_comes_in_buckets(bench: Bench) -> None:
 
 
 def a_forgotten_stream_is_seen(bench: Bench) -> None:
-    """Also by one who forgets to ask: a sleep of level 2 destroys the weights, though SGLang keeps
-    them on a CPU.
+    """A sleep of level 2 destroys the weights, though SGLang keeps them on a CPU.
+
+    So a caller who forgets to ask whether they are valid sees it too.
     """
     bench.engine.sleep(2)
     bench.engine.wake("weights")
@@ -207,8 +211,9 @@ def a_long_wait_for_stop_strings_is_cut(bench: Bench) -> None:
 
 
 def a_death_is_told(bench: Bench) -> None:
-    """A killed process of SGLang's, in the middle of a call: all ranks that share the engine say
-    so, soon.
+    """A process of SGLang's is killed in the middle of a call.
+
+    All ranks that share the engine say so soon.
     """
     if bench.axis.rank == 0:
         scheduler = psutil.Process(bench.engine._shim.engine.get_all_child_pids()[0])

@@ -1,5 +1,6 @@
-"""Families of models in SGLang: folders, streams with their verification, answers, parts; all
-against plain transformers.
+"""Families of models in SGLang, compared with plain transformers.
+
+Each has a folder, streams with verification, answers and parts.
 """
 
 from pathlib import Path
@@ -65,8 +66,9 @@ DOWN = "model.layers.0.mlp.experts.down_proj"
 
 
 def course(folder: str) -> dict[str, list[str]]:
-    """On each of two ranks every other family in an engine of its own, then one in an engine of
-    both.
+    """Each of two ranks runs every other family in a separate engine.
+
+    Then both run one family in an engine of both.
     """
     mesh = Mesh("cpu")
     mine = list(FAMILIES)[mesh.world.rank :: 2]
@@ -94,7 +96,7 @@ def problems(family: str, folder: str, axis: Axis) -> list[str]:
 
 
 def write(folder: Path) -> None:
-    """Each family in a folder of its name."""
+    """Write each family to a folder of that name."""
     for family, own in FAMILIES.items():
         config = AutoConfig.for_model(family, **SMALL | own, dtype=torch.float32)
         with torch.random.fork_rng(devices=[]):

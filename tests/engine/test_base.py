@@ -128,8 +128,9 @@ class Keeps(Idle):
 
 
 def test_the_first_verification_is_whole_and_later_ones_are_rounds_of_parts() -> None:
-    """An element that is wrong from the second sync on is named in its round, and then by the next
-    one, which is whole.
+    """An element that is wrong from the second sync on is named in the round that covers it.
+
+    The next verification is whole, and names it again.
     """
     engine = Keeps()
     stream = [("a", torch.arange(256.0).view(128, 2))]

@@ -59,7 +59,7 @@ DOWN = "model.layers.0.mlp.experts.down_proj"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    """48 columns of an expert are 24 on each of two ranks, which vLLM fills up to 32."""
+    """48 columns of an expert are 24 on each of two ranks; vLLM fills them up to 32."""
     config = MixtralConfig(
         hidden_size=64,
         num_hidden_layers=2,
@@ -87,10 +87,10 @@ def folder(tmp_path: Path) -> str:
 def course(
     folder: str, target: str
 ) -> tuple[dict[str, torch.Tensor], list, tuple[torch.Tensor, ...], list]:
-    """On both ranks: the trained parameters, and what one engine on two ranks and, from the folder,
-    one on each rank answer.
+    """Return the trained parameters, and what engines answer, on both ranks.
 
-    The answers of the first are also scored by the trainer.
+    One engine spans two ranks; the others, loaded from the folder, have one rank each. The trainer
+    scores the answers of the first too.
     """
     made = FSDPStrategy(
         args={
@@ -198,11 +198,10 @@ def test_experts_from_a_released_folder_and_back(folder: str, tmp_path: Path) ->
 
 
 def direct_course(folder: str) -> tuple[list[str], list[str], list[bool]]:
-    """On both ranks of one engine that keeps matrices as they came, as on accelerators, but for
-    packed experts.
+    """An engine on both ranks keeps matrices as they came, as on accelerators.
 
-    The weights that are copied to where they lie, those that are not, and whether the engine
-    answers as it should.
+    Packed experts are the exception. Return the weights that are copied to where they lie, the
+    other weights, and whether the engine answers as it should.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -263,8 +262,9 @@ def direct_course(folder: str) -> tuple[list[str], list[str], list[bool]]:
 
 
 def test_weights_that_lie_as_they_came_are_copied_there(tmp_path: Path) -> None:
-    """Slices of fused layers, of repeated heads, of both halves of experts; norms, which may be
-    constant, go through vLLM.
+    """Slices of fused layers, of repeated heads and of both halves of experts are copied.
+
+    Norms may be constant, so they go through vLLM.
     """
     config = Qwen3MoeConfig(
         hidden_size=64,

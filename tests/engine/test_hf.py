@@ -47,7 +47,7 @@ def test_samples_do_not_depend_on_how_prompts_are_batched(
     assert outputs[1:] == outputs[:1] * 3
 
 
-def test_a_request_samples_the_same_whoever_is_beside_it(engine: HFEngine) -> None:
+def test_a_request_samples_the_same_whatever_else_runs(engine: HFEngine) -> None:
     sampling = Sampling(n=2, max_tokens=10, seed=3)
     alone = engine.generate(REQUESTS[:2], sampling)
     beside = engine.generate(REQUESTS, sampling)
@@ -56,8 +56,9 @@ def test_a_request_samples_the_same_whoever_is_beside_it(engine: HFEngine) -> No
 
 
 def test_sampling_follows_the_distribution() -> None:
-    """Every token at its probability, within four standard deviations; one of probability zero
-    never.
+    """Every token comes as often as its probability says, within four standard deviations.
+
+    One of probability zero never comes.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 40, generator=generator).mul(1.5)

@@ -105,9 +105,9 @@ Prompt = tuple[str, list | dict[str, list]]
 
 
 class Reference:
-    """Plain transformers: text and media to the processor, and what it gives to the model.
+    """Plain transformers: the processor reads text and media, and the model gets the result.
 
-    `name`: the media of its prompts.
+    `name` is the kind of media in the prompts.
     """
 
     def __init__(self, folder: str, name: str):
@@ -166,8 +166,9 @@ class Reference:
     def check(
         self, prompt: Prompt, samples: list[Completion], temperature: float = 1.0, skip: int = 0
     ) -> None:
-        """Log-probs of all but the first `skip` tokens of each sample, by one forward pass over
-        it.
+        """Check the log-probs of all but the first `skip` tokens of each sample.
+
+        One forward pass over the sample gives the expected ones.
         """
         for sample in samples:
             inputs = self.inputs(*prompt)
@@ -191,7 +192,7 @@ class Scene:
 
     @property
     def name(self) -> str:
-        """What its model reads beside text."""
+        """What the model reads beside text."""
         return self.reference.name
 
     @property
@@ -235,8 +236,9 @@ def an_image_and_a_video_in_one_prompt(scene: Scene) -> None:
 
 
 def media_may_be_read_before(scene: Scene) -> None:
-    """By another thread, while the engine does nothing; what cannot be read is reported when the
-    request begins.
+    """Another thread reads media while the engine does nothing.
+
+    Media that cannot be read are reported when the request begins.
     """
     engine = scene.strategy.engine
     requests = [scene.reference.request(*prompt) for prompt in scene.seen]
@@ -277,7 +279,7 @@ def what_follows_a_first_token_sees_the_images(scene: Scene) -> None:
 
 
 def a_response_goes_on(scene: Scene) -> None:
-    """As partial rollouts do: the prompt with its images, and a part of a response behind it."""
+    """As in partial rollouts, a request has a prompt with images and a part of the response."""
     whole = scene.reference.greedy(scene.seen[2])
     grown = scene.reference.request(*scene.seen[2]).followed_by(whole[:4])
     ((sample,),) = scene.strategy.engine.generate([grown], Sampling(temperature=0, max_tokens=6))
@@ -302,7 +304,7 @@ have none."""
 
 
 def weights_behind_images_are_proven(scene: Scene) -> None:
-    """Not in hf, which keeps all weights as they came."""
+    """The engine verifies every weight behind the images; hf keeps all as they came."""
     engine = scene.strategy.engine
     if scene.strategy.engine_name == "hf":
         return
@@ -646,8 +648,9 @@ def test_media(
     sp_size: int,
     seconds: int,
 ) -> None:
-    """By a model that sees and, where it may hear some `seconds`, one that hears; else one whose
-    images see all of themselves.
+    """Run the cases on a model that sees, and on one that hears if `seconds` are allowed for it.
+
+    Without them the second is a model whose images attend to all of themselves.
     """
     if engine_type == "vllm":
         pytest.importorskip("vllm", reason="vllm is not installed")
@@ -669,7 +672,7 @@ def test_media(
 def outcomes_of_qwen(
     engine_type: str, sizes: list[int], folder: Path, *families: str
 ) -> list[dict[str, str]]:
-    """For the environment that has torchvision, which their processors need."""
+    """Run in the environment that has torchvision: the processors need it."""
     folders = [
         omni(folder / family, 1) if family == "omni" else seeing_qwen(folder / family, family)
         for family in families
@@ -720,8 +723,9 @@ def outcomes_of_families(folder: Path) -> list[dict[str, str]]:
 
 
 def gemma_reads_text_only(folder: str, thinker: str) -> None:
-    """vLLM on a CPU lets the tokens of an image attend to earlier ones only, which transformers
-    does not. And it refuses a thinker without the rest of its folder.
+    """vLLM on a CPU lets the tokens of an image attend only to earlier ones, unlike transformers.
+
+    It also refuses a thinker without the rest of the folder.
     """
     with pytest.raises(
         ValueError,
@@ -802,12 +806,12 @@ def test_placeholders_without_media_are_left_out_with_their_frame():
     ],
     ids=str,
 )
-def test_inputs_that_are_none(given):
+def test_inputs_without_a_prompt_are_refused(given):
     with pytest.raises(ValueError, match="a multi-modal input has prompt or prompt_token_ids"):
         PromptReader(Vocabulary(9, frozenset(), (), ""), special_tokens=False).local(given)
 
 
-def test_requests_with_other_pixels_are_others():
+def test_requests_with_other_pixels_differ():
     def of(*images: Image.Image) -> str:
         return digest(Request([1], {"images": list(images)}))
 
@@ -895,7 +899,7 @@ def test_a_model_of_text_reads_no_images(tmp_path):
 
 
 def test_the_form_of_a_model_that_engines_load():
-    """With its towers, unless it is trained as a model of text."""
+    """The model keeps the towers unless it is trained as a model of text."""
     for config, media in (
         (Qwen3Config(), {}),
         (Idefics3Config(), {"images": 4}),

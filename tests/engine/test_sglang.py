@@ -1,5 +1,6 @@
-"""What is SGLang's own, beyond the contract: a course with the real engine, whole runs, and what
-its versions have.
+"""What is SGLang's own, beyond the contract.
+
+There are a course with the real engine, whole runs, and what the versions of SGLang have.
 """
 
 import json
@@ -54,7 +55,7 @@ def test_buffers_stay_as_the_model_makes_them() -> None:
 
 
 @pytest.mark.slow
-def test_images_that_it_reads_wrong_are_refused(tmp_path: Path) -> None:
+def test_images_that_sglang_misreads_are_refused(tmp_path: Path) -> None:
     said = in_sglang_environment(answer_to_an_image, str(tmp_path))
     assert (
         "request 0 carries images: this engine supports only text; --engine_type hf also supports"
@@ -121,8 +122,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[s
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_every_strategy_feeds_it(run: Callable[[str], list[dict[str, float]]], name: str) -> None:
-    """Of every step: SGLang samples from what the trainer computes with, and the layout changes no
-    number.
+    """At every step SGLang samples from the weights that the trainer computes with.
+
+    The layout changes no number.
     """
     rows = run(name)
     assert (

@@ -1,5 +1,6 @@
-"""--speculative on real vLLM engines: drafts change neither samples nor log-probs, and their
-weights survive a sleep.
+"""--speculative on real vLLM engines.
+
+Drafts change neither samples nor log-probs, and the weights of the draft survive a sleep.
 """
 
 import json
@@ -51,8 +52,9 @@ def _loaded() -> None:
 def speculating(
     folder: str, speculative: str, draft: str = "", tp: int = 1, **options
 ) -> Iterator[tuple[Engine, Bench]]:
-    """An engine that verifies every draft, whatever its measured cost, which is measured once, at
-    small batch sizes only.
+    """Start an engine that verifies every draft, whatever cost was measured.
+
+    The cost is measured once, at small batch sizes only.
     """
     from lightrft.engine.vllm import speculation
     from lightrft.engine.vllm.text_drafter import Costs
@@ -154,8 +156,9 @@ def eagle3_head(folder: Path) -> str:
 
 
 def model_with_mtp(folder: Path) -> str:
-    """Write a GLM-4 mixture of experts with a layer that predicts one token more, whose decoder is
-    a copy of the last one's.
+    """Write a GLM-4 mixture of experts with a layer that predicts one token more.
+
+    The decoder of that layer is a copy of the last one.
     """
     config = Glm4MoeConfig(
         hidden_size=64,
@@ -321,8 +324,10 @@ Account = tuple[list[Drafts], list[bool], list[list[int]]]
 
 
 def _account(engine: Engine) -> Account:
-    """Drafts of three generations, each with new weights, and whether the model was off after it;
-    and the samples.
+    """Return the drafts of three generations, whether the model was off after each, and the
+    samples.
+
+    Each generation has new weights.
     """
     from lightrft.engine.vllm.text_drafter import Costs
 
@@ -343,10 +348,10 @@ def _account(engine: Engine) -> Account:
 
 
 def _drafts_of_models(folder: str, other: str) -> tuple[list[Drafts], Account, Account]:
-    """Drafts of a model that drafts for itself: at the start, with other weights, with its own
-    again, and after a sleep.
+    """Return the drafts of a model that drafts for itself, and the accounts of two drafts.
 
-    And what both models save in its account.
+    The model drafts at the start, with other weights, with the first ones again, and after a sleep.
+    The second account belongs to another draft.
     """
     found = []
 
@@ -382,8 +387,9 @@ def drafts_of_models(
 def test_a_draft_model_is_accepted_as_far_as_it_resembles_the_actor(
     drafts_of_models: tuple,
 ) -> None:
-    """It has its weights from its folder, also where the actor's come by stream and a sleep drops
-    both.
+    """The draft takes the weights of its folder.
+
+    So it does if the actor's weights come by stream and a sleep drops both.
     """
     own, other, again, after_sleep = (
         drafts.num_accepted / drafts.num_tokens for drafts in drafts_of_models[0]
@@ -392,8 +398,9 @@ def test_a_draft_model_is_accepted_as_far_as_it_resembles_the_actor(
 
 
 def test_a_model_whose_drafts_do_not_pay_is_switched_off(drafts_of_models: tuple) -> None:
-    """After as many steps as its credit allows, until it has earned new credit; one that pays stays
-    on. Samples are the same.
+    """It is switched off after as many steps as it has credit for, until it has earned more.
+
+    A draft that pays stays on. The samples are the same.
     """
     _, (own, on, others), (strange, off, tokens) = drafts_of_models
     assert off == [True] * 3 and on == [False] * 3
@@ -403,8 +410,10 @@ def test_a_model_whose_drafts_do_not_pay_is_switched_off(drafts_of_models: tuple
 
 
 def _acceptance_of_a_streamed_draft(folder: str, draft: str) -> tuple[list[Drafts], str]:
-    """Drafts of a model whose weights come by stream, with its folder's and the actor's; and a
-    stream without them.
+    """Return the drafts of a model whose weights come by stream, and the error of a stream without
+    them.
+
+    The stream carries the weights of the draft's folder, and then the actor's.
     """
     found = []
     with speculating(folder, "draft", draft, tp=2, from_stream=True, streams_draft=True) as (
@@ -461,8 +470,9 @@ def _draws(folder: str) -> tuple[torch.Tensor, Drafts]:
 def _joint(
     model: PreTrainedModel, prompt: list[int], temperature: float, length: int
 ) -> torch.Tensor:
-    """Exact probabilities [TOKENS] * length of the first `length` tokens, computed from all
-    prefixes.
+    """Return the exact probabilities [TOKENS] * length of the first `length` tokens.
+
+    They are computed from all prefixes.
     """
     prefixes = torch.tensor([prompt])
     joint = torch.ones(1)
@@ -475,8 +485,9 @@ def _joint(
 
 
 def test_the_sampled_distribution_is_the_models(tmp_path: Path) -> None:
-    """The first three tokens by Pearson's test, and all of them, of which many were drafted, by
-    their mean log-prob.
+    """The first three tokens pass Pearson's test, and all tokens are tested by the mean log-prob.
+
+    Many of the tokens were drafted.
     """
     config = Qwen3Config(
         hidden_size=64,
@@ -513,8 +524,9 @@ def test_the_sampled_distribution_is_the_models(tmp_path: Path) -> None:
 def _log_probs(
     model: PreTrainedModel, tokens: torch.Tensor, temperature: float
 ) -> dict[str, float]:
-    """Mean difference between the log-prob of each sampled token and minus the entropy of its
-    distribution, which is 0.
+    """Return the mean of log-prob plus entropy over the sampled tokens, and the standard error.
+
+    The expected mean is 0: the mean log-prob of a distribution is minus the entropy.
     """
     rows = torch.cat([torch.tensor([[1, 2, 3]]).expand(len(tokens), 3), tokens], 1)
     log_probs = (model(rows).logits[:, 2:-1] / temperature).log_softmax(-1)
@@ -526,7 +538,9 @@ def _log_probs(
 
 
 def test_a_text_drafter_continues_as_its_group_last_did() -> None:
-    """Compared with a search of the text; nothing of a group is left after its last request."""
+    """The drafts agree with a search of the text, and nothing of a group is left after the last
+    request.
+    """
     from types import SimpleNamespace
 
     from lightrft.engine.vllm.text_drafter import CONTEXT, Costs, TextDrafter
@@ -570,8 +584,9 @@ def test_a_text_drafter_continues_as_its_group_last_did() -> None:
 
 
 def test_text_is_drafted_only_where_it_pays_and_read_completely() -> None:
-    """Against the rule by hand: with two tokens foreseen wrongly at first, and a number of right
-    ones, among others.
+    """The drafts agree with the rule worked out by hand.
+
+    Among the cases are two tokens that are foreseen wrongly at first, and a number of right ones.
     """
     from types import SimpleNamespace
 

@@ -48,10 +48,8 @@ def _loaded() -> None:
 def _two_engines_on_one_machine(folder: str) -> tuple[list[list[int]], list[str], bool]:
     """Ranks 0 and 1 share one engine, 2 and 3 another.
 
-    Returns the tokens, and the shared memory as this process maps it.
-
-    The last says whether vLLM exchanges through shared memory here, which its kernels do with
-    AVX-512 only.
+    Return the tokens, the shared memory as this process maps it, and whether vLLM exchanges through
+    shared memory here. vLLM's kernels do so only with AVX-512.
     """
     mesh = Mesh("cpu")
     engine = start("vllm", folder, mesh.engine(2))
@@ -67,8 +65,10 @@ def _two_engines_on_one_machine(folder: str) -> tuple[list[list[int]], list[str]
     return tokens, mapped, hasattr(torch.ops._C, "init_shm_manager")
 
 
-def test_two_tensor_parallel_engines_beside_each_other(tmp_path: Path) -> None:
-    """Each with memory of its own, whose name is gone: what is killed now leaves nothing behind."""
+def test_two_tensor_parallel_engines_on_one_machine(tmp_path: Path) -> None:
+    """Each engine has separate shared memory without a name, so a killed process leaves nothing
+    behind.
+    """
     folder = tiny_model(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder)
     results = run_ranks(4, _two_engines_on_one_machine, folder, timeout=300)
@@ -88,8 +88,9 @@ def test_two_tensor_parallel_engines_beside_each_other(tmp_path: Path) -> None:
 
 
 def _norms_are_of_one_kernel(dtype: torch.dtype) -> None:
-    """Also of heads that are cut out of a wider tensor; where it rounds otherwise, or its vectors
-    do not fit, torch computes.
+    """One kernel computes norms, also of heads that are cut out of a wider tensor.
+
+    Torch computes them where the kernel rounds otherwise, or where the vectors do not fit.
     """
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.layernorm import RMSNorm
@@ -130,7 +131,7 @@ def _norms_are_of_one_kernel(dtype: torch.dtype) -> None:
 
 
 def _latent_attention_turns_in_torch() -> None:
-    """Without its own kernel for it, and no other model does."""
+    """Torch rotates in latent attention instead of vLLM's own kernel; no other model does so."""
     from lightrft.engine.vllm.arguments import arguments
 
     setup = EngineSetup(
@@ -162,8 +163,9 @@ def _buffers_are_no_weights() -> None:
 
 
 def _verification_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list[str], str]:
-    """Names that no verification covers, and what is said of a tied head that still multiplies with
-    the old weights.
+    """Return the names that no verification covers, and the error for a stale tied head.
+
+    That head still multiplies with the old weights.
     """
     mesh = Mesh("cpu")
     engine = start("vllm", folder, mesh.world, dtype=dtype)
@@ -212,9 +214,7 @@ NOT_INTERPRETED = "'int' object has no attribute 'to'"
 
 
 def test_model_runner_v2_keeps_the_contract(tmp_path: Path) -> None:
-    """The runner of accelerators, interpreted: slow, so these are the cases that depend on the
-    runner.
-    """
+    """The runner of accelerators is interpreted and slow, so only cases that depend on it run."""
     last = "a_part_of_the_vocabulary_is_sampled_and_normalised"
     model = tiny_model(tmp_path, seed=1)
     byte_tokenizer(300).save_pretrained(model)
@@ -234,8 +234,9 @@ def test_model_runner_v2_keeps_the_contract(tmp_path: Path) -> None:
 
 
 def test_attention_of_float32_models_is_not_rounded(tmp_path: Path) -> None:
-    """On an H200 log-probs were up to 4e-3 from transformers', and 4e-2 at temperature 0.05, with
-    Triton's own default.
+    """With Triton's own default, log-probs on an H200 were up to 4e-3 from transformers'.
+
+    At temperature 0.05 the difference was 4e-2.
     """
     from lightrft.engine.vllm import ENVIRONMENT
 
@@ -261,7 +262,7 @@ def _warns(folder: str) -> None:
     engine.close()
 
 
-def test_warnings_are_shown_but_for_those_of_choices_made_here(
+def test_warnings_are_shown_except_about_choices_made_here(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_ranks(1, _warns, tiny_model(tmp_path, tie=True))
@@ -270,8 +271,9 @@ def test_warnings_are_shown_but_for_those_of_choices_made_here(
 
 
 def test_both_runners_draw_from_the_seeds_of_requests() -> None:
-    """V2 takes a seed that is missing from numpy's generator: replicas would repeat each other, and
-    ranks of one engine part.
+    """V2 takes a seed that is missing from numpy's generator.
+
+    So replicas would repeat each other, and the ranks of one engine would part.
     """
     import vllm.v1.worker.cpu.shm  # noqa: F401  buffers without pinned memory
     from vllm.sampling_params import SamplingType
@@ -314,8 +316,9 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="vLLM for CPUs")
 @pytest.mark.parametrize("num_tokens", [50, 256, 1000, 32000])
 def test_tokens_are_drawn_by_their_probabilities(num_tokens: int) -> None:
-    """By Pearson's test, with tokens that are impossible; and it does not matter whether a row is
-    alone or among others.
+    """The draws pass Pearson's test, with some tokens impossible.
+
+    It does not matter whether a row is alone or among others.
     """
     from lightrft.engine.vllm.cpu_sampler import SEEDS, draw
 
@@ -340,8 +343,9 @@ def test_tokens_are_drawn_by_their_probabilities(num_tokens: int) -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="vLLM for CPUs")
 def test_similar_distributions_mostly_draw_the_same_token() -> None:
-    """Nearly as often as with noise for each token of the vocabulary, whose probability is known
-    exactly.
+    """They do so nearly as often as with noise for each token of the vocabulary.
+
+    The probability of that is known exactly.
     """
     from lightrft.engine.vllm.cpu_sampler import SEEDS, draw
 
@@ -358,7 +362,7 @@ def test_similar_distributions_mostly_draw_the_same_token() -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="vLLM for CPUs")
 def test_fast_sampling_on_a_cpu_takes_the_seeds_of_a_generator_in_turn() -> None:
-    """Also those of a copy.
+    """A copy of a generator continues in the same way.
 
     Rows are greedy or have a generator, and the log-probs are vLLM's, with and without truncation.
     """

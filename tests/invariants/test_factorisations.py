@@ -133,8 +133,9 @@ def one_more_each(folder: str, root: Path, layouts: list[Layout], begin: int) ->
 
 @pytest.mark.slow
 def test_a_run_that_changes_its_layout_after_each_step(tmp_path):
-    """Parameters and optimizer move through checkpoints: both kinds of sequence parallelism,
-    tensor, data, and back.
+    """Parameters and optimizer move through checkpoints between layouts.
+
+    The layouts are both kinds of sequence parallelism, tensor, data, and back.
     """
     folder = family_model(tmp_path / "model", "qwen3", tie=True, kv_heads=4)
     root = tmp_path / "checkpoints"

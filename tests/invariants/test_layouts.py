@@ -303,8 +303,9 @@ def test_every_layout_is_plain_torch(folder, mode):
 
 @pytest.mark.slow
 def test_truncated_sampling_is_plain_torch_in_every_layout(folder):
-    """The vocabulary whole and in parts, sequences divided both ways, both strategies, several
-    sizes of chunks.
+    """The vocabulary is whole or in parts, and sequences are divided in both ways.
+
+    Both strategies run, with several sizes of chunks.
     """
     layouts = [
         *(

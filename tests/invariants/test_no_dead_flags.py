@@ -123,7 +123,7 @@ def share_of_letters(samples, label, **columns):
 """
 
 
-def test_every_field_is_turned():
+def test_every_field_is_covered():
     names = {
         field.name for section in (AlgorithmSection, RewardSection) for field in fields(section)
     }

@@ -42,7 +42,7 @@ ONLY_WHERE_AND_WHEN = {"precompute_reference"}
 """Fields that give the same numbers with one model less; see tests/trainer/test_dpo.py."""
 
 
-def test_every_field_is_turned():
+def test_every_field_is_covered():
     of_data = {"step_separator"}
     assert (
         set(TURNED) - of_data

@@ -87,8 +87,8 @@ def test_every_rank_says_who_is_late_and_where_all_are(tmp_path):
         assert "ranks 0, 2: in phase train, at lightrft/parallel/collectives.py:" in said
 
 
-def test_a_subgroup_is_noticed_too(tmp_path):
-    """Rank 2 waits in its tensor-parallel group, ranks 0 and 1 in that of all."""
+def test_a_stall_in_a_subgroup_is_noticed_too(tmp_path):
+    """Rank 2 waits in a tensor-parallel group, ranks 0 and 1 in the group of all."""
     for said in ended(tmp_path, 4, late, {"tp_size": 2}, 3):
         assert "Late: ranks 2-3." in said and "in mesh_tp #" in said and "in phase reward" in said
 
@@ -141,7 +141,7 @@ def test_the_others_notice_that_rank_0_stands_still(tmp_path):
 
 
 def together(folder, phase):
-    """No rank waits for another: each is in a thread's work, which does not end."""
+    """No rank waits for another: each waits for a thread's work that does not end."""
     made = start(folder, timedelta(minutes=1), phase_minutes=1 / 60)
     made.announce(phase)
     thread = threading.Thread(target=work, daemon=True)
@@ -230,7 +230,7 @@ def all_fail(folder):
     made.fail(ValueError("no such file"), code=2, brief=True)
 
 
-def test_what_all_ranks_meet_is_said_once(tmp_path):
+def test_an_error_of_all_ranks_is_said_once(tmp_path):
     assert sorted(ended(tmp_path, 3, all_fail)) == ["", "", "no such file\n"]
 
 
@@ -369,8 +369,9 @@ def test_libraries_of_an_environment_beneath_are_not_named():
 
 
 def test_where_rank_0_listens(monkeypatch):
-    """On the address that ranks use; on all where a name of this machine may mean something else to
-    others.
+    """Rank 0 listens on the address that ranks use.
+
+    It listens on all addresses if a name of this machine may mean something else to others.
     """
     found = {"fabric": "10.1.2.3", "debian": "127.0.1.1"}
     monkeypatch.setattr(

@@ -1,5 +1,6 @@
-"""Nodes, each a `bash scripts/launch.sh` with a torchrun of its own on this machine: how they meet,
-and go on without one.
+"""Nodes on this machine: how they meet, and go on without one.
+
+Each is a `bash scripts/launch.sh` with a torchrun of its own.
 
     # lose a node in each of these phases
     LOSE_IN=generate,reward,experience,train,checkpoint python -m pytest tests/launch/test_nodes.py
@@ -65,8 +66,9 @@ def start_nodes(
     nodes: dict[str, dict[str, str]],
     *flags: str,
 ) -> dict[str, subprocess.Popen]:
-    """Start launch.sh once for each node, with that node's variables only; its output goes to
-    `folder`/NODE.log.
+    """Start launch.sh once for each node, with that node's variables only.
+
+    The output goes to `folder`/NODE.log.
     """
     (folder / "bin").mkdir()
     (folder / "bin" / "torchrun").write_text(
@@ -102,8 +104,9 @@ def stop(nodes: dict[str, subprocess.Popen]) -> None:
 
 
 def default_interface() -> tuple[str, str]:
-    """(name, address) of the interface of the default route, from the kernel's table; the loopback
-    interface without one.
+    """(name, address) of the interface of the default route, from the kernel's table.
+
+    Without a default route it is the loopback interface.
     """
     routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
     name = next((route[0] for route in routes if route[1] == "00000000"), "")
@@ -116,7 +119,7 @@ def default_interface() -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_nodes_that_know_their_place_from_different_launchers_meet(tmp_path):
-    """For the first node, as on Debian, its own name is a loopback address."""
+    """On the first node the host name is a loopback address, as on Debian."""
     (tmp_path / "probe.py").write_text(PROBE)
     interface, address = default_interface()
     port = free_port()
@@ -216,8 +219,9 @@ LOST_IN = 4
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", os.environ.get("LOSE_IN", "checkpoint").split(","))
 def test_two_nodes_go_on_without_the_third(tmp_path, phase):
-    """The history is that of a run which two ranks resume by hand from the same checkpoint, to the
-    last digit.
+    """The history is what two ranks have that resume by hand from the same checkpoint.
+
+    It agrees to the last digit.
     """
     flags = [*prepare(tmp_path), *ELASTIC]
     run = tmp_path / "run"
@@ -282,8 +286,9 @@ sys.stdin.read()
 
 @pytest.mark.slow
 def test_the_first_node_may_be_lost_if_the_meeting_point_is_elsewhere(tmp_path):
-    """Rank 0 and its launcher are killed twice, in `generate` and in `train`; no sample is lost or
-    learned twice.
+    """Rank 0 and its launcher are killed twice, in `generate` and in `train`.
+
+    No sample is lost or learned twice.
     """
     flags = [*prepare(tmp_path), *ELASTIC]
     run = tmp_path / "run"
@@ -330,8 +335,9 @@ def test_the_first_node_may_be_lost_if_the_meeting_point_is_elsewhere(tmp_path):
 
 
 def learned_prompts(folder: Path) -> list[int]:
-    """Return the prompt of each sample of a step, from the files of the fewest ranks, which did it
-    last.
+    """Return the prompt of each sample of a step.
+
+    Read the files of the fewest ranks, because they did the step last.
     """
     files = sorted(folder.iterdir(), key=lambda file: int(file.stem.rpartition("_")[2]))
     size = files[0].stem.rpartition("_")[2]

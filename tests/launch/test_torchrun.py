@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def plug_in(folder: Path) -> str:
-    """Write what pip writes when it installs the package, and return the path that torchrun needs
-    to find it.
+    """Write what pip writes when it installs the package.
+
+    Return the path that torchrun needs to find it.
     """
     about = folder / "lightrft_plug_in-0.dist-info"
     about.mkdir()

@@ -46,7 +46,7 @@ def test_log_probs_and_gradients_are_those_of_transformers():
     assert all(0 < float(deviation) <= 1e-5 for _, deviation in rows), rows
 
 
-def test_what_it_cannot_compute_is_named():
+def test_models_that_it_cannot_compute_are_named():
     with pytest.raises(
         ValueError,
         match="'gemma3_text' is not one of llama, qwen2, qwen3; the kernels need an accelerator",
@@ -69,7 +69,7 @@ def test_what_it_cannot_compute_is_named():
         fuse(torch.nn.ModuleList([AutoModelForCausalLM.from_config(config)]), torch.device("cuda"))
 
 
-def test_what_cannot_be_beside_it_is_named():
+def test_incompatible_settings_are_named():
     selective = {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}
     assert strategy_problems(Config.of(**selective, tp_size=2)) == []
     alone = Config.of(fused_kernels="liger", gradient_checkpointing_policy="selective")

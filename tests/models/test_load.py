@@ -273,7 +273,7 @@ def test_weights_that_are_not_finite_are_an_error(tmp_path):
             load_model(section)
 
 
-def test_integers_that_are_no_weights(tmp_path):
+def test_integers_are_not_weights(tmp_path):
     """Some folders hold a mask or a table of positions; these are not quantized weights."""
     section = ModelSection(pretrain=tiny_model(tmp_path))
     tensors = load_file(tmp_path / "model.safetensors")

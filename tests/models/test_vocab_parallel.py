@@ -195,7 +195,7 @@ def test_bf16_and_several_targets(results, vocabulary):
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
 @pytest.mark.parametrize("tp", [2, 4])
-def test_a_truncation_is_that_of_the_whole_vocabulary(results, tp, truncation):
+def test_a_truncation_is_over_the_whole_vocabulary(results, tp, truncation):
     """Neither 23 rows nor 97 tokens divide by the number of ranks."""
     hidden, weight, targets = inputs(97, torch.float32, num_targets=2)
     expected = token_logprobs(hidden, weight, targets, temperature=0.7, truncation=truncation)

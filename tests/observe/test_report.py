@@ -160,8 +160,9 @@ def test_curves_samples_and_time_are_there(run):
 
 @pytest.fixture
 def groups(tmp_path):
-    """Two prompts with a large picture each, one answered eight times and one twice, as a trainer
-    writes them.
+    """Two prompts with a large picture each, as a trainer writes them.
+
+    One is answered eight times and one twice.
     """
     samples = []
     for group, (name, colour, count) in enumerate(
@@ -350,8 +351,9 @@ def test_a_run_on_judged_answers_shows_what_it_is_about(tmp_path, command):
 
 
 def test_results_come_before_sizes_and_the_setup_comes_last(run):
-    """Nothing is shown that says nothing: an empty device, ids of processes, a count that is
-    another one again.
+    """Nothing is shown that says nothing.
+
+    Examples are an empty device, ids of processes, and a count that repeats another.
     """
     (run / "run.json").write_text(
         json.dumps(
@@ -396,8 +398,9 @@ def test_shares_that_are_zero_have_an_axis_from_zero():
 
 
 def test_runs_are_compared(run, tmp_path, capsys):
-    """Their curves share charts; numbers and different settings are tables; hostile names do
-    nothing.
+    """The curves of runs share charts; numbers and different settings are tables.
+
+    Hostile names do nothing.
     """
     other = run.with_name("other")
     shutil.copytree(run, other)

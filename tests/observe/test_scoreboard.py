@@ -1,4 +1,4 @@
-"""Why: advice that follows from the wrong number sends its reader to the wrong flag."""
+"""Why: advice that follows from the wrong number sends readers to the wrong flag."""
 
 import pytest
 
@@ -19,9 +19,7 @@ def row(step: float, generate: float, train: float, **others: float) -> dict:
 
 
 def test_numbers_by_hand():
-    """The first step, which is slower, does not count; of two devices each has half of the
-    tokens.
-    """
+    """The first step is slower and does not count; each of two devices has half of the tokens."""
     flops = {"perf/train_flops": 7e15}
     rows = [
         row(90, 80, 1),
@@ -38,8 +36,9 @@ def test_numbers_by_hand():
 
 
 def test_rows_of_several_steps_have_the_same_numbers():
-    """With --logging_steps a row has sums of tokens and operations over its steps, but means of
-    their seconds.
+    """With --logging_steps a row covers several steps.
+
+    It has sums of their tokens and operations, but means of the seconds.
     """
     run = {"world_size": 2, "device": "NVIDIA H100 80GB HBM3"}
     names = ("rollout/tokens", "perf/train_flops")

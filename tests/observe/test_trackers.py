@@ -1,8 +1,8 @@
-"""Why: a tracker may fail, hang or be away, and the run must not; what it records must be complete
-and must contain no secret.
+"""Why: a tracker may fail, hang or be away, and the run must not.
 
-The real packages, offline; each in a process of its own, because they keep threads. Those that are
-not installed are left out.
+What a tracker records must be complete and must contain no secret. The tests use the real packages
+offline, each in a separate process, because they keep threads. Packages that are not installed are
+left out.
 """
 
 import json
@@ -66,7 +66,7 @@ def run_twice(name: str, folder: str) -> list[str]:
 
 
 def recorded(folder: Path) -> bytes:
-    """All bytes of all files, those of archives too."""
+    """All bytes of all files, also of files in archives."""
     content = b""
     for path in folder.rglob("*"):
         if path.suffix == ".zip":

@@ -113,7 +113,7 @@ def test_the_request_and_a_second_one_when_the_reply_has_no_score(server, tmp_pa
     assert Handler.requests == expected
 
 
-def test_beside_another_reward_and_from_worker_processes(server):
+def test_together_with_another_reward_and_from_worker_processes(server):
     found = judged(
         server,
         "Score: 5",
@@ -124,7 +124,7 @@ def test_beside_another_reward_and_from_worker_processes(server):
     assert found == [1.25, 0.25]
 
 
-def test_a_failed_judgement_costs_its_own_response_alone(server):
+def test_a_failed_judgement_loses_only_its_response(server):
     Handler.replies = ["none"]
     assert judged(server, "none", reward_failure="zero") == [0.0, 0.0]
 

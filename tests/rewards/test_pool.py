@@ -81,7 +81,7 @@ def forgiving() -> RewardRunner:
     return runner(reward_failure="zero")
 
 
-def test_calls_run_beside_each_other_in_other_processes(forgiving):
+def test_calls_run_at_the_same_time_in_other_processes(forgiving):
     assert (
         judged(forgiving, *(group("right", "wrong", row=row) for row in range(20)))
         == [1.0, 0.0] * 20
@@ -115,7 +115,7 @@ def test_calls_run_beside_each_other_in_other_processes(forgiving):
         ("nan", "nan is not a finite number"),
     ],
 )
-def test_a_call_that_fails_costs_no_other_one(forgiving, text, says):
+def test_a_call_that_fails_harms_no_other(forgiving, text, says):
     groups = [
         group("right", "wrong", row=1),
         group("right", text, "wrong", row=2),
@@ -135,7 +135,7 @@ def test_a_call_that_fails_costs_no_other_one(forgiving, text, says):
 
 
 @pytest.mark.slow
-def test_calls_that_hang_cost_no_other_one():
+def test_calls_that_hang_harm_no_other():
     said = logged(
         runner(reward_failure="zero", reward_minutes=SHORT),
         group("right", row=1),
@@ -159,7 +159,7 @@ def test_calls_that_hang_cost_no_other_one():
 @pytest.mark.parametrize(
     "written", ["00", "0000000568656c6c6f", "ffffffff", "7fffffff", "7ffffffe", "00" * 9]
 )
-def test_what_a_function_writes_to_its_socket_costs_its_own_call(written):
+def test_garbage_on_the_socket_loses_only_its_own_call(written):
     made = runner(reward_failure="zero", reward_minutes=SHORT)
     assert (
         judged(made, group(f"write {written}"), *(group("right", row=row) for row in range(1, 6)))
@@ -238,7 +238,7 @@ def test_a_call_that_fails_only_with_several_samples_is_reported_with_their_resp
         judged(runner("only_alone"), group("right", "wrong"))
 
 
-def test_a_worker_that_is_killed_for_no_fault_of_its_own_costs_nothing(tmp_path):
+def test_a_worker_that_is_killed_through_no_fault_of_its_own_loses_nothing(tmp_path):
     assert judged(
         runner(), group("right"), group(f"crash_once {tmp_path}/mark"), group("right")
     ) == [1, 0, 1]

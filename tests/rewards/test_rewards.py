@@ -142,7 +142,7 @@ def write(tmp_path, body: str) -> str:
     return f"{tmp_path}/reward.py:f"
 
 
-def test_numbers_of_any_kind(tmp_path):
+def test_numbers_of_any_type(tmp_path):
     assert judged(
         write(tmp_path, "return torch.tensor([1.5, -2.0])"), sample("a"), sample("b")
     ) == [1.5, -2.0]
@@ -210,7 +210,7 @@ def test_what_a_reward_may_not_return(tmp_path, case):
         judged(path, sample("first", label="x"), sample("second", label="y"))
 
 
-def test_names_that_are_none(tmp_path):
+def test_unknown_names_are_refused(tmp_path):
     path = write(tmp_path, "return []")
     for name, message in [
         ("gsm8", "--reward gsm8: no reward of this name; did you mean 'gsm8k'"),
@@ -236,7 +236,7 @@ def test_names_that_are_none(tmp_path):
         judged(path.replace(":f", ":NOT_CALLABLE"), sample("a"))
 
 
-def test_no_samples_ask_for_nothing(tmp_path):
+def test_without_samples_no_function_is_called(tmp_path):
     runner(write(tmp_path, "raise SystemExit"))([])
 
 
@@ -448,7 +448,7 @@ def test_a_reward_may_have_parts():
     judged("exact_match", *[replace(s, prompt=sample("", label="").prompt) for s in samples])
 
 
-def test_a_part_that_is_no_number():
+def test_a_part_that_is_not_a_number():
     def bad(samples, **columns):
         return [{"format": "well"}]
 

@@ -492,7 +492,7 @@ def test_json_schema_without_a_column_accepts_any_json():
         ({"$ref": "http://127.0.0.1:1/other"}, "Unresolvable"),
     ],
 )
-def test_a_schema_that_is_none_ends_the_call(schema, message):
+def test_an_invalid_schema_ends_the_call(schema, message):
     with pytest.raises(ConfigError, match=f"--reward json_schema: .*{message}"):
         judged("json_schema", sample("[1]", schema=schema))
 

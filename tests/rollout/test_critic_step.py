@@ -69,8 +69,9 @@ def samples() -> list[Sample]:
 
 
 def step(folders: tuple[str, str, str], held: list[int]) -> dict[str, Any]:
-    """Values, advantages and returns by row, [loss, norm] of every update, and what the parameters
-    became.
+    """Take a step; return values, advantages and returns by row, and [loss, norm] of every update.
+
+    Also return what the parameters became.
     """
     made = rows.strategy()
     policy = rows.policy(made, folders[0], folders[1], max_tokens=24)

@@ -121,7 +121,10 @@ def all_samples() -> list[Sample]:
 def make(
     folder: str, held: list[int], minibatch: int, epochs: int, reference: bool
 ) -> dict[str, Any]:
-    """The experience of this rank, which holds so many of the samples as `held` says for it."""
+    """Make the experience of this rank.
+
+    `held` says how many of the samples each rank holds.
+    """
     policy = make_policy(folder, minibatch, reference)
     train = TrainSection(
         train_batch_size=minibatch, max_epochs=epochs, max_tokens_per_microbatch=16
@@ -201,7 +204,7 @@ def reference_logprobs(folder: str, sample: Sample) -> torch.Tensor:
 
 
 def sequences(result: dict[str, Any]) -> dict[int, dict[str, torch.Tensor]]:
-    """Row -> its columns, in the rank's order."""
+    """Row -> columns of that row, in the rank's order."""
     columns, lengths = result["columns"], result["columns"]["lengths"].tolist()
     total = sum(lengths)
     per_token = {
@@ -270,8 +273,9 @@ def test_experience(folder, held, minibatch, epochs, reference):
 
 
 def assert_planned(results: list[dict[str, Any]], minibatch: int, lengths: list[int]) -> None:
-    """Every optimizer step takes its own rows, in as many micro-batches on every rank, none over 16
-    tokens.
+    """Assert that every optimizer step takes the rows that belong to it.
+
+    It takes them in as many micro-batches on every rank, none over 16 tokens.
     """
     for step in range(8 // minibatch):
         of_ranks = [result["minibatches"][step] for result in results]
@@ -291,8 +295,10 @@ def assert_planned(results: list[dict[str, Any]], minibatch: int, lengths: list[
 
 
 def stepwise() -> list[Sample]:
-    """Group 0: one response rewarded at its second and last token (1 and 3), the other at the end
-    (2); group 1 without tokens.
+    """Return two groups with rewards of steps.
+
+    In group 0 one response is rewarded at the second and the last token (1 and 3), the other at the
+    end (2). One response of group 1 has no tokens.
     """
     samples = [make_sample([60], [1, 2, 3], 0, 4.0), make_sample([60], [4, 5], 0, 2.0)]
     samples[0].token_rewards = [None, 1.0, 3.0]
@@ -407,7 +413,7 @@ def make_cases(folder: str, shares: dict[int, list[int]]) -> dict[str, dict[str,
     ids=str,
 )
 def made(request, folder) -> dict[str, dict[int, dict[str, torch.Tensor]]]:
-    """Case -> row -> its columns, however the samples lie on ranks."""
+    """Case -> row -> columns, for samples that lie on ranks in different ways."""
     results = run_ranks(len(request.param[8]), make_cases, folder, request.param)
     return {
         name: {row: c for result in results for row, c in sequences(result[name]).items()}
@@ -453,8 +459,9 @@ TURNS = [
 
 @pytest.mark.parametrize("first_token_apart", [True, False])
 def test_rewards_at_tokens_that_are_not_learned_stay_in_the_returns(first_token_apart):
-    """Only the first token of a conversation has its own temperature; a return is the sum of all
-    rewards from its token on.
+    """Only the first token of a conversation has a separate temperature and is not learned.
+
+    A return is the sum of all rewards from the token on.
     """
     samples = []
     values = []
@@ -528,9 +535,7 @@ def make_branched(folder: str, held: list[int]) -> dict[str, Any]:
 
 
 def test_branches_share_a_micro_batch_with_their_episode():
-    """To the planner they begin with the same prompt, so that what they have in common is computed
-    once.
-    """
+    """To the planner they begin with the same prompt, so the common part is computed once."""
     rows = with_branches(branched())
     tags = prompts(flatten(rows, first_row=0), torch.tensor([0, 0, 0, 1, 2, 3, 3]))
     assert tags[:, 1].tolist() == [1, 1, 1, 1, 2, 2, 2]
@@ -543,8 +548,9 @@ def test_branches_share_a_micro_batch_with_their_episode():
 
 @pytest.mark.parametrize("held", [[4], [1, 3], [0, 4]], ids=str)
 def test_branches_have_the_advantage_of_their_episode(folder, held):
-    """They count neither for the baseline nor for --train_batch_size, and are learned in the step
-    of their sample.
+    """Branches count neither for the baseline nor for --train_batch_size.
+
+    They are learned in the step of their sample.
     """
     results = run_ranks(len(held), make_branched, folder, held)
     found = {row: columns for result in results for row, columns in sequences(result).items()}
@@ -733,8 +739,9 @@ def by_row(results: list[dict[str, Any]]) -> dict[str, dict[int, dict[str, torch
 
 
 def test_rloo_compares_penalised_rewards(divergent, folder):
-    """R' = R - beta KL of the response, less the mean R' of the others of its group; those left out
-    have no divergence.
+    """R' = R - beta KL of the response, less the mean R' of the others of the group.
+
+    Responses that are left out have no divergence.
     """
     made = by_row(divergent)
     samples = all_samples()
@@ -774,8 +781,9 @@ def test_rloo_compares_penalised_rewards(divergent, folder):
 
 
 def test_divergence_in_the_reward_of_each_token(divergent, folder):
-    """k3 of every token, discounted with what comes after it; none of it where it is in the
-    loss.
+    """The reward has k3 of every token, discounted with what comes after it.
+
+    It has none if the divergence is in the loss.
     """
     results = divergent
     made = by_row(divergent)

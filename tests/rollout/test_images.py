@@ -107,8 +107,9 @@ def samples(processor) -> list[Sample]:
 def learned(
     folder: str, settings: dict, micro_batches: list[dict]
 ) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """For each split into micro-batches, log-probs by row before an update, and all parameters
-    after it.
+    """Return log-probs by row before an update, and all parameters after it.
+
+    There is one result for each split into micro-batches.
     """
     results = []
     for limits in micro_batches:
@@ -150,7 +151,7 @@ def learned(
 
 @cache
 def plain(folder: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """By transformers, its processor and its padding."""
+    """Compute the same with transformers, the model's processor and padding."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     processor = AutoProcessor.from_pretrained(folder)
     images = [
@@ -286,8 +287,9 @@ def results(folder_of) -> Callable[[int], dict[str, list]]:
     ("world_size", "case"), [(size, case) for size, cases in CASES.items() for case in cases]
 )
 def test_gradients_are_those_of_transformers(folder_of, results, world_size, case):
-    """Rank 1 of two holds one image; with a sequence in each micro-batch, half of them have no
-    image.
+    """Rank 1 of two holds one image.
+
+    With a sequence in each micro-batch, half of the micro-batches have no image.
     """
     settings = CASES[world_size][case][0]
     by_rank = results(world_size)[case]
@@ -358,15 +360,17 @@ def compare_in_rows_and_columns(folder: str) -> None:
 
 
 def test_gradients_with_positions_in_space(tmp_path):
-    """M-RoPE, InternVL and SmolVLM: their processors need torchvision, with which idefics3 also
-    makes images otherwise.
+    """M-RoPE, InternVL and SmolVLM have processors that need torchvision.
+
+    With torchvision idefics3 also makes images in another way.
     """
     in_sglang_environment(compare_in_rows_and_columns, str(tmp_path))
 
 
 def check_adapters(folder: str, by_rank: list[list[tuple[Tensor, dict[str, Tensor]]]]) -> None:
-    """With B = 0 the gradient of B is that of the whole matrix times A: an update by it, of every
-    linear layer but the head.
+    """Check an update of every linear layer except the head.
+
+    With B = 0 the gradient of B is the gradient of the whole matrix times A.
     """
     expected, after = plain(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -396,8 +400,9 @@ def squares(values: Tensor, batch: Batch, denominator: Denominator) -> tuple[Ten
 
 
 def valued(folder: str, saved: str, layout: dict) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Values by row of a critic that starts from `folder` and is saved, a micro-batch for each; its
-    parameters after a step.
+    """Return values by row, and the parameters after a step, of a critic that starts from `folder`.
+
+    The critic is saved. Each row is a micro-batch.
     """
     strategy = get_strategy({"fsdp": True, "max_norm": 0.0, **layout})
     strategy.setup_distributed()
@@ -428,8 +433,9 @@ def valued(folder: str, saved: str, layout: dict) -> tuple[list[Tensor], dict[st
 
 
 def test_a_critic_sees(folder, tmp_path):
-    """Its head is above the backbone of transformers, alike after it was saved and loaded, and both
-    learn.
+    """The head sits on the backbone of transformers, also after the critic was saved and loaded.
+
+    Both learn.
     """
     layouts = {"fsdp": {}, "ulysses": {"sp_size": 2}, "tp": {"tp_size": 2}}
     saved = {name: str(tmp_path / name) for name in layouts}
@@ -491,8 +497,9 @@ def rewarded(folder: str, saved: str) -> list[float]:
 
 
 def test_a_reward_model_sees(folder, tmp_path):
-    """The score at the last token of each sequence, by the backbone of transformers, times the
-    weight of the model.
+    """The reward is the score at the last token of each sequence, times the weight of the model.
+
+    The backbone of transformers computes the expected score.
     """
     torch.manual_seed(0)
     scored = load_scorer(ModelSection(pretrain=folder))
@@ -515,8 +522,9 @@ def test_a_reward_model_sees(folder, tmp_path):
 
 
 def splitting_model(folder: str, *, marked: bool = True) -> str:
-    """It cuts images into up to four by four parts, and has a token for each of these places;
-    unless `marked` several.
+    """Write a model that cuts images into up to four by four parts.
+
+    It has a token for each place of a part; unless `marked`, it has several.
     """
     processor = AutoProcessor.from_pretrained(seeing_model(folder))
     if marked:
@@ -529,8 +537,9 @@ def splitting_model(folder: str, *, marked: bool = True) -> str:
 
 
 def compare_counts(folder: str) -> None:
-    """Of 60 sizes, what the processor says and what it makes: numbers of tokens, or why there are
-    none.
+    """Compare what the processor says and what it makes for 60 sizes.
+
+    Both are numbers of tokens, or the reason why there are none.
     """
     expand = Expander(ModelSection(pretrain=folder))
     rng = random.Random(0)
@@ -548,9 +557,11 @@ def outcome(tokens: Callable[[tuple[int, int]], int], size: tuple[int, int]) -> 
 
 
 def test_tokens_are_counted_as_they_are_made(folder_of, tmp_path):
-    """A processor that miscounts is not believed: its tokenizer reads the places of the parts as
-    letters. That of Gemma 3 leaves out four tokens around an image, whose line breaks are joined
-    with those of the text.
+    """A processor that miscounts is not believed: the tokenizer reads the places of parts as
+    letters.
+
+    The processor of Gemma 3 leaves out four tokens around an image, because it joins the line
+    breaks there with the line breaks of the text.
     """
     compare_counts(splitting_model(str(tmp_path / "counts")))
     expand = Expander(
@@ -671,9 +682,7 @@ ONE_STEP = [
 
 
 def mixed(folder: Path) -> None:
-    """Pictures of one colour; and among those to learn from some rows with two of them, and with
-    none.
-    """
+    """Pictures of one colour; some rows to learn from have two of them, and some have none."""
     rng = random.Random(0)
     pictures(folder, "train", 112, rng)
     pictures(folder, "test", 32, rng)
@@ -693,9 +702,10 @@ def mixed(folder: Path) -> None:
 
 
 def test_a_run_learns_to_name_colours(tmp_path):
-    """From answers first, until a fifth of what it says is right; then by GRPO, by PPO with a
-    critic that sees, and one step by each of the other estimators. In its first step it is its own
-    reference.
+    """The model learns from answers first, until a fifth of what it says is right.
+
+    Then it learns by GRPO, by PPO with a critic that sees, and one step by each of the other
+    estimators. In its first step it is its own reference.
     """
     mixed(tmp_path)
     data = [*COMMON, f"--prompt_data={tmp_path / 'train.jsonl'}"]
@@ -738,8 +748,9 @@ def test_a_run_learns_to_name_colours(tmp_path):
 
 
 def test_a_run_goes_on_without_pictures_that_are_cut_off(tmp_path):
-    """They were not read before: two of ten, in a run of two steps with eight prompts each on two
-    ranks.
+    """Two of ten pictures are cut off, and were not read before.
+
+    The run has two steps with eight prompts each on two ranks.
     """
     pictures(tmp_path, "train", 10, random.Random(0))
     for file in sorted((tmp_path / "images").iterdir())[:2]:
@@ -757,8 +768,9 @@ def test_a_run_goes_on_without_pictures_that_are_cut_off(tmp_path):
 
 
 def test_runs_of_gemma_on_two_ranks(tmp_path):
-    """Answers, then GRPO, whose engine sees what the trainer sees: each token of an image all of
-    its image.
+    """The model learns from answers, and then by GRPO.
+
+    The engine sees what the trainer sees: each token of an image attends to the whole image.
     """
     mixed(tmp_path)
     folder = Path(seeing_gemma(tmp_path / "random"))

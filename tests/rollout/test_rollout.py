@@ -29,8 +29,9 @@ ALONE = Axis("data", 1, 0, None)
 
 
 def rows_reward(samples, mode, length, **columns):
-    """The first response to a prompt of the mode `some` is right; of `all` and `none` it is as they
-    say.
+    """The first response to a prompt of the mode `some` is right.
+
+    Prompts of the modes `all` and `none` have only right or only wrong ones.
     """
     assert len({sample.group for sample in samples}) == 1, (
         "a function is called for one prompt at a time"
@@ -40,8 +41,9 @@ def rows_reward(samples, mode, length, **columns):
 
 
 class Script:
-    """Stands for the engine: a response has as many tokens as its prompt's column says, each drawn
-    by the seed.
+    """Stands for the engine: the column of a prompt says how many tokens the response has.
+
+    The seed draws each token.
     """
 
     divides_groups = True
@@ -188,8 +190,9 @@ def test_samples_carry_rewards_and_groups():
 
 
 def test_dynamic_sampling_replaces_groups_without_signal():
-    """Half of the prompts teach something: a step holds only those, and another seed is drawn in
-    each round.
+    """Half of the prompts teach something, and a step holds only those.
+
+    Each round draws another seed.
     """
     rollout = new_rollout(prompts("sasn" * 10), dynamic_sampling=True)
     metrics = Metrics()
@@ -221,8 +224,9 @@ def test_data_without_signal_are_an_error():
 
 
 def test_over_sampling_stops_with_enough_complete_groups():
-    """Eight prompts for four, and half of them are long: these are given up one look after the
-    others were complete.
+    """Eight prompts are begun for four, and half of them are long.
+
+    The long ones are given up one look after the others were complete.
     """
     rollout = new_rollout(prompts("s" * 8, [10, 90] * 4), over_sampling=2.0, early_stop_every=5)
     groups, samples = step(rollout)
@@ -340,8 +344,9 @@ def ahead_course(rollout: Rollout, numbers: range, last: int) -> list:
 
 
 def test_groups_begun_ahead_begin_anew_in_a_resumed_run(tmp_path):
-    """The same prompts are learned in the same steps as without generation ahead; nothing is lost
-    when a step is taken back.
+    """The same prompts are learned in the same steps as without generation ahead.
+
+    Nothing is lost when a step is taken back.
     """
     expected = course(new_rollout(MIXED), range(1, 10))
     first = new_rollout(MIXED, max_staleness=2)
@@ -367,8 +372,9 @@ def test_groups_begun_ahead_begin_anew_in_a_resumed_run(tmp_path):
 
 @pytest.mark.parametrize("flags", [{}, FLAGS, {"rollout_schedule": "longest_first"}, TAIL])
 def test_a_step_that_was_prepared_is_the_same(flags):
-    """Nothing is drawn while it is prepared, so a checkpoint, or a step that is taken back, knows
-    nothing of it.
+    """Nothing is drawn while a step is prepared.
+
+    So a checkpoint, or a step that is taken back, knows nothing of it.
     """
     expected = course(new_rollout(MIXED, **flags), range(1, 10))
     rollout = new_rollout(MIXED, **flags)
@@ -388,8 +394,9 @@ def test_a_step_that_was_prepared_is_the_same(flags):
 
 
 def test_a_history_takes_back_the_rows_that_changed_since_the_step_began():
-    """Also a row that changed twice, and again after it was taken back; what earlier steps recorded
-    stays.
+    """It also takes back a row that changed twice, and again after it was taken back.
+
+    What earlier steps recorded stays.
     """
     history = History(4)
     values = lambda: [each.tolist() for each in (history.epochs, history.solved, history.lengths)]  # noqa: E731
@@ -407,8 +414,9 @@ def test_a_history_takes_back_the_rows_that_changed_since_the_step_began():
 
 
 def test_tail_rounds_ahead_lose_no_group_and_learn_from_none_twice():
-    """Rounds of the next pass may begin before the last groups of this one have been parked: 36
-    prompts, 9 steps.
+    """Rounds of the next pass may begin before the last groups of this one have been parked.
+
+    There are 36 prompts and 9 steps.
     """
     rollout = new_rollout(MIXED, **TAIL)
     first = ahead_course(rollout, range(1, 6), 9)
@@ -445,8 +453,9 @@ def test_a_resumed_run_with_shorter_responses_loses_those_that_are_too_long():
 
 
 def on_ranks(state: dict | None = None) -> tuple[list, dict, list[int], list]:
-    """Steps 1 to 8, or of a run that resumes 9 to 12; the state after them, what is carried here,
-    and what is learned later.
+    """Take steps 1 to 8, or steps 9 to 12 of a run that resumes.
+
+    Return the state after them, what is carried here, and what is learned later.
     """
     rollout = new_rollout(copy.deepcopy(MIXED), Mesh("cpu").data, **FLAGS)
     if state is not None:
@@ -486,8 +495,9 @@ def give_files(data: list[Prompt], folder: Path | str) -> None:
 
 
 def with_files(folder: str) -> tuple[list, list]:
-    """Rows of each step; a file was never an image, and after the third step another one is none
-    any more.
+    """Return the rows of each step; some files are no images.
+
+    One was never an image, and another stops being one after the third step.
     """
     data = prompts("s" * 12)
     give_files(data, folder)
@@ -516,7 +526,7 @@ def with_files(folder: str) -> tuple[list, list]:
 
 
 def test_prompts_whose_files_cannot_be_read_any_more_are_left_out_on_all_ranks(tmp_path):
-    """Others take their places, in the order of the data."""
+    """Other prompts take their places, in the order of the data."""
     found = {}
     for ranks in (1, 2):
         for index in range(12):
@@ -543,8 +553,9 @@ def test_prompts_whose_files_cannot_be_read_any_more_are_left_out_on_all_ranks(t
 
 
 def test_ranks_decide_alike_and_together_as_one():
-    """Which groups fill a step, what is carried and remembered: the same on every rank, and as on
-    one rank alone.
+    """The ranks agree on which groups fill a step, and on what is carried and remembered.
+
+    One rank alone decides the same.
     """
     (alone,), pair = from_the_beginning(1), from_the_beginning(2)
     assert joined_steps(pair, 0) == alone[0] and all(len(groups) == 4 for groups in alone[0])
@@ -558,8 +569,10 @@ def test_ranks_decide_alike_and_together_as_one():
 
 @pytest.mark.slow
 def test_carried_groups_are_on_one_rank_and_all_in_a_checkpoint():
-    """Each on the rank where it grew; a run goes on alike from a checkpoint, on as many ranks, on
-    others, and from an old one.
+    """Each group stays on the rank that began it.
+
+    A run goes on alike from a checkpoint, on as many ranks or on others, and from an old
+    checkpoint.
     """
     (alone,), pair = from_the_beginning(1), from_the_beginning(2)
     (_, state, first, _), (_, other, second, _) = pair
@@ -578,8 +591,9 @@ def test_carried_groups_are_on_one_rank_and_all_in_a_checkpoint():
 
 
 def long_and_short() -> int:
-    """Tokens of this rank in the second pass, when lengths are known: a few prompts are ten times
-    as long.
+    """Return the tokens of this rank in the second pass, when lengths are known.
+
+    A few prompts are ten times as long as the others.
     """
     rollout = new_rollout(
         prompts("s" * 16, [50, 50, 50, 50] + [5] * 12), Mesh("cpu").data, rollout_batch_size=16
@@ -591,8 +605,9 @@ def long_and_short() -> int:
 
 
 def tail_on_ranks(state: dict | None = None) -> tuple[list, dict]:
-    """Steps 1 to 5, or of a run that resumes 6 to 9, in which a step is taken back; the state after
-    them.
+    """Take steps 1 to 5, or steps 6 to 9 of a run that resumes and takes a step back.
+
+    Return the state after them.
     """
     rollout = new_rollout(copy.deepcopy(MIXED), Mesh("cpu").data, **TAIL)
     if state is not None:
@@ -625,8 +640,9 @@ def test_tail_rounds_are_alike_on_all_ranks_and_resume(tmp_path):
 
 
 def longest_first() -> tuple[list, int, list[int]]:
-    """What is learned in two steps, and the time and the order of the second, in which the lengths
-    are known.
+    """Return what is learned in two steps, and the time and the order of the second.
+
+    The lengths are known in the second step.
     """
     lengths = [10] * 11 + [60] + [10] * 4
     rollout = new_rollout(
@@ -649,8 +665,9 @@ def longest_first() -> tuple[list, int, list[int]]:
 
 
 def test_the_longest_prompts_begin_first_on_any_rank_with_room():
-    """Of 16 prompts one is as long as six others: one rank has that one, and the other nearly
-    everything else.
+    """Of 16 prompts one is as long as six others.
+
+    One rank has that one, and the other has nearly everything else.
     """
     ((alone, _, _),), pair = run_ranks(1, longest_first), run_ranks(2, longest_first)
     assert joined_steps([(found,) for found, *_ in pair], 0) == [sorted(groups) for groups in alone]
@@ -680,8 +697,9 @@ class Uneven(Script):
 
 
 def divided(flags: dict, schedule: str) -> tuple[list, list[int], list]:
-    """All samples of four steps on this rank, the groups whose chunks it generated, and the
-    responses that it carries.
+    """Return all samples of four steps on this rank.
+
+    Also return the groups whose chunks it generated, and the responses that it carries.
     """
     rollout = new_rollout(
         copy.deepcopy(UNEVEN),
@@ -720,8 +738,9 @@ def divided(flags: dict, schedule: str) -> tuple[list, list[int], list]:
 
 @pytest.mark.parametrize("case", DIVIDED)
 def test_divided_groups_are_complete_at_home(case):
-    """Ranks share the responses of a prompt, and each learns in the same order what `fifo` would
-    have given it.
+    """Ranks share the responses of a prompt.
+
+    Each learns in the same order what `fifo` would have given it.
     """
     flags = DIVIDED[case]
     pair = run_ranks(2, divided, flags, "longest_first")

@@ -1,6 +1,4 @@
-"""Who generates which responses: the queue that all ranks share, its predictions, and the end of a
-assignment.
-"""
+"""Who generates which responses: the shared queue, predictions, and an assignment's end."""
 
 from lightrft.schedulers.assignment import Assignment, chunks_of
 
@@ -42,8 +40,9 @@ def test_the_longest_begin_first_and_are_spread_over_ranks():
 
 
 def test_ended_responses_predict_the_others_of_their_prompt():
-    """One chunk of four at a time on one rank: after a long response to prompt 2, its other chunk
-    comes before those expected.
+    """One rank generates one chunk of four at a time.
+
+    After a long response to prompt 2, the other chunk of that prompt comes before those expected.
     """
     assignment = Assignment(
         [8, 6, 4], [None] * 3, 8, num_ranks=1, needed=3, at_once=1, divided=True
@@ -78,8 +77,9 @@ def test_first_chunks_come_before_others_that_are_expected_to_be_as_long():
 
 
 def test_a_chunk_begins_in_place_of_responses_that_have_ended():
-    """Of two chunks of four, five responses have ended: an engine that decodes eight has room for
-    one more, and not for two.
+    """Five responses of two chunks of four have ended.
+
+    So an engine that decodes eight has room for one more chunk, and not for two.
     """
     assignment = Assignment([9] * 4, [None] * 4, 4, num_ranks=1, needed=4, at_once=7, divided=True)
     assert len(assignment.started) == 2

@@ -1,5 +1,6 @@
-"""Tail rounds with a real engine: each prompt is learned from once a pass, and nothing is favoured
-by its length or reward.
+"""Tail rounds with a real engine learn from each prompt once a pass.
+
+They favour no length and no reward.
 """
 
 import math
@@ -44,8 +45,9 @@ def without_marks(samples, **columns):
 
 
 def markov_chain(folder: Path) -> str:
-    """Write a model whose next token depends on the last one only: layers add nothing, and
-    embeddings are unit vectors.
+    """Write a model whose next token depends only on the last one.
+
+    The layers add nothing, and the embeddings are unit vectors.
     """
     config = Qwen3Config(
         hidden_size=16,
@@ -88,8 +90,9 @@ def markov_chain(folder: Path) -> str:
 
 
 def cell_probabilities(end: float) -> dict[tuple[int, float], float]:
-    """Return the probability of each (length, reward): that of the end after the other tokens, or
-    of MOST tokens without it.
+    """Return the probability of each (length, reward).
+
+    It is the probability of the end after the other tokens, or of MOST tokens without an end.
     """
     right = (1 - end) * 4 / 5
     cells = {}
@@ -101,11 +104,10 @@ def cell_probabilities(end: float) -> dict[tuple[int, float], float]:
 
 
 def p_value(learned: list[tuple[int, int, float]]) -> float:
-    """Return the p-value of Pearson's chi-square test with the cells (kind, lengths between EDGES,
-    reward).
+    """Return the p-value of Pearson's chi-square test.
 
-    `learned`: (kind, length, reward) of every sample. Cells in which fewer than five are expected
-    become one for each kind.
+    The cells are (kind, lengths between EDGES, reward). `learned` has (kind, length, reward) of
+    every sample. Cells in which fewer than five are expected become one for each kind.
     """
     total = 0.0
     degrees = 0
@@ -130,8 +132,9 @@ def p_value(learned: list[tuple[int, int, float]]) -> float:
 
 
 def learned_on_ranks(folder: str, schedule: str, resumes: bool) -> tuple[list, int]:
-    """(step, row, [(kind, length, reward)]) of this rank's groups, and the number of groups parked
-    when it resumed.
+    """Return (step, row, [(kind, length, reward)]) of this rank's groups.
+
+    Also return the number of groups that were parked when it resumed.
     """
     flags = {
         "engine_type": "hf",
@@ -189,8 +192,9 @@ def learned_on_ranks(folder: str, schedule: str, resumes: bool) -> tuple[list, i
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Schedule -> (groups of all ranks in the order of the steps, number of groups parked where the
-    run was resumed).
+    """Schedule -> (groups of all ranks in the order of the steps, number of groups parked).
+
+    The groups were parked where the run was resumed.
     """
     folder = markov_chain(tmp_path_factory.mktemp("chain"))
     cases = {
@@ -215,10 +219,10 @@ def test_tail_rounds_learn_from_every_prompt_once_a_pass_also_when_resumed(runs)
 
 
 def test_tail_rounds_favour_no_length_and_no_reward(runs):
-    """What is learned has the distribution that the weights define, as groups begin anew with their
-    own seeds.
+    """What is learned has the distribution that the weights define.
 
-    Over-sampling alone loses what is long, and therefore wrong.
+    Groups begin anew with their own seeds. Over-sampling alone loses long responses, and those are
+    the wrong ones.
     """
     samples = {
         case: [sample for *_, group in learned for sample in group]

@@ -105,8 +105,9 @@ def test_intervals_by_hand():
 @pytest.mark.parametrize("beta", [(2.0, 2.0), (0.3, 0.3), (0.5, 6.0), (6.0, 0.5)], ids=str)
 @pytest.mark.parametrize("prompts", [30, 200])
 def test_intervals_contain_the_truth_in_95_of_100_evaluations(beta, prompts):
-    """Prompts of different difficulty, eight samples of each: greedy accuracy, avg@8 and pass@4;
-    600 evaluations.
+    """There are 600 evaluations of prompts of different difficulty, with eight samples of each.
+
+    They report greedy accuracy, avg@8 and pass@4.
     """
     random = np.random.default_rng(prompts)
     solved = random.beta(*beta, size=200_000)

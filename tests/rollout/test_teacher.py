@@ -71,8 +71,9 @@ def taught(
     ("held", "remote"), [([8], False), ([3, 5], True), ([8, 0], True)], ids=str
 )
 def test_what_a_teacher_adds(folders, held, remote):
-    """Reward-to-go of the task, and half the difference, clipped together; over HTTP at temperature
-    1.
+    """It adds half the difference to the reward-to-go of the task, and both are clipped together.
+
+    Over HTTP the temperature is 1.
     """
     temperature = 1.0 if remote else rows.TEMPERATURE
     if remote:

@@ -121,8 +121,9 @@ def shared_expander(folder: str, media: tuple[str, ...], frozen: bool) -> Expand
 def learned(
     folder: str, media: tuple[str, ...], model: dict, layout: dict, splits: list[dict]
 ) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """For each split into micro-batches, log-probs by row before an update, and all parameters
-    after it.
+    """Return log-probs by row before an update, and all parameters after it.
+
+    There is one result for each split into micro-batches.
     """
     results = []
     for limits in splits:
@@ -167,8 +168,9 @@ def learned(
 def plain(
     folder: str, media: tuple[str, ...]
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """By transformers, each sample alone: log-probs, and parameters after the update and before
-    it.
+    """Compute log-probs with transformers, each sample alone.
+
+    Also return the parameters after the update and before it.
     """
     model = transformers_model(folder)
     expand = shared_expander(folder, media, False)
@@ -253,8 +255,9 @@ split passes on alike, Omni the class of its thinker.
 
 @pytest.mark.parametrize("world_size", CASES)
 def test_gradients_of_sound_are_those_of_transformers(tmp_path, world_size):
-    """Of two ranks, one holds a sample without sound; with a sequence in each micro-batch, many
-    have none.
+    """One of two ranks holds a sample without sound.
+
+    With a sequence in each micro-batch, many micro-batches have none.
     """
     folder = hearing_model(tmp_path, 2)
     cases = CASES[world_size]
@@ -291,8 +294,10 @@ def test_gradients_of_families_that_need_torchvision_are_those_of_transformers(t
 
 
 def test_towers_are_weighed_as_they_compute(tmp_path):
-    """Matrix products of the tower for two clips, in those of the decoder for a token; attention's
-    are left out in both.
+    """The weight is the matrix products of the tower for two clips, in products of a decoder's
+    token.
+
+    The products of attention are left out in both.
     """
     expand = Expander(
         ModelSection(pretrain=hearing_model(tmp_path, 2), freeze_vision_tower=False), (AUDIOS,)
@@ -455,9 +460,9 @@ def two_steps_of_a_thinker(folder: Path) -> None:
 
 
 def test_a_thinker_is_exported_in_its_whole_folder(tmp_path):
-    """After two steps of PPO on two ranks, with adapters in its tower and its decoder.
+    """The export follows two steps of PPO on two ranks, with adapters in tower and decoder.
 
-    From a thinker alone, without a voice.
+    It starts from a thinker alone, without a voice.
     """
     in_sglang_environment(two_steps_of_a_thinker, tmp_path)
 
@@ -502,5 +507,5 @@ def learn_where_a_dot_moves(folder: Path) -> None:
 
 
 def test_a_run_learns_where_a_dot_moves(tmp_path):
-    """From answers first, with its tower; then by GRPO on two ranks."""
+    """It learns from answers first, with the tower, and then by GRPO on two ranks."""
     in_sglang_environment(learn_where_a_dot_moves, tmp_path)

@@ -102,8 +102,9 @@ def prepared(made: StrategyBase, folder: str, **options: Any) -> tuple[nn.Module
 
 
 def strategy_course(folder: str, args: dict[str, Any], out: Path) -> dict[str, Any]:
-    """On every rank: the steps, what the engine says, the folders, and how training goes on with
-    and without an interruption.
+    """Return the steps, what the engine says, and the folders, on every rank.
+
+    Also return how training goes on with and without an interruption.
     """
     made = strategy(
         pretrain=folder, engine_type="hf", prompt_max_len=8, generate_max_len=8, **LORA, **args

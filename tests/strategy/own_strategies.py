@@ -36,7 +36,7 @@ class DataParallelStrategy(StrategyBase):
 
 
 class Counting(FSDPStrategy):
-    """FSDP2 that keeps the norms of all its steps."""
+    """FSDP2 that keeps the norms of all steps."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

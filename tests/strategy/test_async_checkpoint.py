@@ -92,8 +92,9 @@ def test_a_save_is_finished_before_the_next_one_and_before_the_end(folder, root)
 
 
 def waits_for_room(folder: str, root: Path):
-    """Is a checkpoint there when save() returns, if the second rank sees a little more, or less,
-    than twice the copies?
+    """Return whether a checkpoint is there when save() returns.
+
+    The second rank sees a little more, or a little less, host memory than twice the copies.
     """
     run = Run(folder, root).steps(0, 1)
     gate = Gate()

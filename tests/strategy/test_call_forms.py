@@ -47,7 +47,10 @@ def test_parameters_that_no_engine_here_has_are_refused(parameters):
 
 
 def seed_calls(folder: str, out: str) -> dict:
-    """The sequence of a LightRFT trainer, in its forms; positional where its callers are."""
+    """Make the calls of a LightRFT trainer in the forms that it uses.
+
+    Arguments are positional where LightRFT's callers pass them so.
+    """
     made = strategy(pretrain=folder, engine_type="hf", prompt_max_len=16, generate_max_len=16)
     before = made.inference_engine, made.inference_engine_status
     with made.init_model_context(torch.device("cpu")):

@@ -492,8 +492,9 @@ def test_a_full_disk_leaves_the_checkpoint_before(folder, tmp_path):
 
 
 def repeated(folder, tied_folder, root):
-    """How many global plans this rank made for checkpoints of a model, of another one, and after
-    one that failed.
+    """Count the global plans that this rank made for checkpoints.
+
+    There are checkpoints of a model, of another model, and after one that failed.
     """
     made = 0
 
@@ -534,7 +535,7 @@ def repeated(folder, tied_folder, root):
 
 @pytest.mark.slow
 def test_a_plan_is_used_for_all_checkpoints_with_the_same_tensors(folder, tied_folder, root):
-    """That of one rank, which this process made and the ranks inherit, is no plan of theirs."""
+    """The ranks inherit a plan that this process made for one rank, and must not use it."""
     dcp.save(
         {"one": torch.ones(2)}, checkpoint_id=root / "alone", planner=SavePlanner(1), no_dist=True
     )

@@ -1,5 +1,6 @@
-"""Several models, parts with a state of their own, counters and the engine: what a checkpoint holds
-besides one model.
+"""What a checkpoint holds besides one model.
+
+That is several models, parts with a state of their own, counters and the engine.
 """
 
 from pathlib import Path
@@ -18,8 +19,9 @@ from strategy.training import snapshot, strategy
 
 
 class Moments:
-    """A part of somebody's own, as running moments of rewards would be: the same on all ranks after
-    every update.
+    """A user's own part of a checkpoint, as running moments of rewards would be.
+
+    It is the same on all ranks after every update.
     """
 
     def __init__(self, world: Any):
@@ -50,8 +52,9 @@ class Moments:
 
 
 class PPO:
-    """Actor, critic and a moving average, two of which learn, each by an optimizer and a schedule
-    of its own.
+    """Actor, critic and a moving average.
+
+    Actor and critic learn, each with a separate optimizer and schedule.
     """
 
     def __init__(self, folder: str, **args: Any):

@@ -1,5 +1,6 @@
-"""One training, handed on from ranks to ranks and from strategy to strategy: it is that of one
-process without a break.
+"""One training is handed on from ranks to ranks and from strategy to strategy.
+
+The result is that of one process without a break.
 """
 
 import pytest

@@ -141,7 +141,7 @@ def test_deepspeed_that_is_missing_is_named_with_the_way_out(monkeypatch):
     assert type(get_strategy({})) is FSDPStrategy, "what is installed is taken where nobody chose"
 
 
-def test_a_strategy_of_ones_own_is_named_as_rewards_are(tmp_path):
+def test_a_users_strategy_is_named_as_rewards_are(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from lightrft.strategy import FSDPStrategy\nclass Mine(FSDPStrategy):\n    pass\ndef"
         " no_class(): ...\n"

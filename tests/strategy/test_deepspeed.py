@@ -100,8 +100,9 @@ SLOW = [{"zero_stage": 1, "bf16": True}, {"zero_stage": 2}, {"zero_stage": 3}]
     "args", [*FAST, *[pytest.param(args, marks=pytest.mark.slow) for args in SLOW]], ids=str
 )
 def test_what_is_away_frees_its_bytes(folder, args):
-    """Masters, moments, parameters and the buffers of gradients, wherever ZeRO keeps them: less
-    than 3 % of the model stays.
+    """Masters, moments, parameters and buffers of gradients are freed, wherever ZeRO keeps them.
+
+    Less than 3 % of the model stays.
     """
     for measured, learns in run_ranks(2, released, folder, args):
         assert measured["here"] > 2 * measured["model"], measured
@@ -259,8 +260,9 @@ def test_an_optimizer_belongs_into_prepare(folder, stage):
 
 
 def parameters_left(folder: str):
-    """Elements of a ZeRO-3 model that a rank holds between uses, as a share of all: matrices are
-    cut, vectors stay whole.
+    """Return the share of a ZeRO-3 model's elements that a rank holds between uses.
+
+    Matrices are cut, and vectors stay whole.
     """
     made, model, *_ = prepared(folder, zero_stage=3)
     frozen = made.prepare(load(folder).requires_grad_(False))

@@ -1,5 +1,7 @@
-"""Why: equal dropout on all data ranks is noise that does not average out; unequal dropout inside a
-tensor or sequence group makes its ranks compute different models. Resumed runs must draw on, and
+"""Why: the ranks of a group must draw the right dropout.
+
+Equal dropout on all data ranks is noise that does not average out. Unequal dropout inside a tensor
+or sequence group makes the ranks compute different models. Resumed runs must draw on, and
 recomputed activations draw the same again.
 """
 
@@ -46,8 +48,9 @@ Passed = tuple[Tensor, dict[str, Tensor], Tensor, float]
 
 
 def passed(folder: str, args: dict, blocks_only: bool = False) -> Passed:
-    """The same batch on all ranks: log-probs in training, gradients, log-probs in evaluation, and
-    the next number drawn.
+    """Pass the same batch on all ranks.
+
+    Return log-probs in training, gradients, log-probs in evaluation, and the next number drawn.
     """
     made = strategy(**args)
     actor = Actor(load_model(ModelSection(pretrain=folder)))
@@ -117,10 +120,8 @@ def test_ranks_of_one_replica_draw_the_same(results, layout):
 
 
 @pytest.mark.slow
-def test_tensor_parallel_dropout_is_that_of_one_process(folder, results):
-    """Between blocks the stream is whole on each rank, so the numbers drawn are those of a single
-    process.
-    """
+def test_tensor_parallel_dropout_equals_that_of_one_process(folder, results):
+    """Between blocks each rank has the whole stream, so a single process draws the same numbers."""
     logprobs, gradients, *_ = run_ranks(1, passed, folder, {}, True)[0]
     for found, its_gradients, *_ in results["blocks only"]:
         torch.testing.assert_close(found, logprobs, rtol=0, atol=1e-5)

@@ -32,8 +32,9 @@ def logprobs_of(model, prompt, token_ids) -> list[float]:
 
 
 def mismatch(folder: str, counts: tuple[int, int], args: dict):
-    """Largest difference of log-probs before and after an optimizer step, and how far that step
-    went.
+    """Return the largest difference of log-probs before and after an optimizer step.
+
+    Also return how far that step went.
     """
     made, model, optimizer = actor_with_engine(folder, **args)
     prompts = PROMPTS[: counts[made.get_rank()]]
@@ -211,7 +212,7 @@ def test_waking_refills_dropped_weights_once(folder):
 
 
 def without_actor(folder: str):
-    """As evaluation does: the weights of --pretrain, which no sleep may lose."""
+    """Evaluate without an actor: the weights of --pretrain may be lost by no sleep."""
     made = strategy(pretrain=folder, engine_type="hf")
     status = made.engine_status
     made.setup_inference_engine()

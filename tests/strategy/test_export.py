@@ -155,7 +155,7 @@ def test_only_transformers_models_are_exported(tmp_path):
 
 
 class OneRanksTokenizer:
-    """Says on which ranks it was asked to write."""
+    """Records on which ranks it was asked to write."""
 
     def __init__(self) -> None:
         self.init_kwargs: dict[str, Any] = {}

@@ -105,8 +105,9 @@ def both_ways(folders: list[str], args: dict) -> list[str]:
     ("kind", "ranks"), [("fsdp", 1), ("fsdp", 2), ("fsdp", 4), ("zero3", 2), ("zero3", 4)]
 )
 def test_every_part_of_every_rank_is_equal(folder, tied_folder, experts_folder, kind, ranks):
-    """Experts, which transformers makes one tensor of, among them: five on two ranks and on
-    four.
+    """The parts are equal on two ranks and on four.
+
+    Transformers makes one tensor of the experts; there are five of them.
     """
     folders = [folder, sharded(folder), tied_folder]
     cases = {}
@@ -116,7 +117,7 @@ def test_every_part_of_every_rank_is_equal(folder, tied_folder, experts_folder, 
 
 
 def three_steps(folder: str, way: str):
-    """Ways in which a user may make a model."""
+    """Train a model for three steps that was made in one of the ways open to a user."""
     made = strategy()
     with nullcontext() if way == "whole" else made.init_model_context():
         if way == "from_config":
@@ -215,7 +216,7 @@ def test_pickled_weights_are_read_whole(folder, tmp_path):
 
 
 def test_names_that_transformers_changes_are_read_in_parts(folder, tmp_path):
-    """A folder saved from the backbone alone, with a head of its own beside it."""
+    """The folder was saved from the backbone alone, with a separate head beside it."""
 
     def without_prefix(tensors):
         for name in [name for name in tensors if name.startswith("model.")]:
@@ -279,7 +280,7 @@ def own_model(folder: str, config_of: str):
     made.prepare(model)
 
 
-def test_a_model_of_ones_own_that_does_not_fit_is_an_error(folder, tmp_path):
+def test_a_users_model_that_does_not_fit_is_an_error(folder, tmp_path):
     problems = {
         1: "11 tensors in it are not of the model, the first is model.layers.1.",
         3: "11 tensors of the model are not in it, the first is model.layers.2.",
@@ -349,7 +350,10 @@ def peak_of_loading(folder: str, args: dict, empty: bool) -> int:
 
 @pytest.fixture(scope="module")
 def larger(folder, tmp_path_factory) -> tuple[str, int]:
-    """(folder, bytes), written by a process of its own: freed memory would hide some of a peak."""
+    """(folder, bytes) of a model that another process writes.
+
+    Memory that this process had freed would hide some of a peak.
+    """
     target = tmp_path_factory.mktemp("larger") / "model"
     return str(target), run_ranks(1, larger_model, folder, target)[0]
 
@@ -370,7 +374,7 @@ def test_a_rank_never_holds_the_whole_model(larger, args):
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory) -> tuple[str, tuple[int, int]]:
-    """(folder, bytes and those of a layer)."""
+    """(folder, (bytes of the model, bytes of a layer))."""
     target = tmp_path_factory.mktemp("mixture") / "model"
     return str(target), run_ranks(1, larger_mixture, target)[0]
 
@@ -378,8 +382,9 @@ def mixture(tmp_path_factory) -> tuple[str, tuple[int, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("args", [{"fsdp": True}, {"zero_stage": 3}])
 def test_a_rank_holds_its_part_of_a_mixture_and_one_layer(mixture, args):
-    """Published with a tensor for each expert, of which transformers makes one for each layer; rank
-    0 reads all for ZeRO.
+    """The published folder has a tensor for each expert, and transformers makes one for each layer.
+
+    Rank 0 reads all of them for ZeRO.
     """
     model, (size, layer) = mixture
     found = run_ranks(4, peak_of_loading, model, args, True)

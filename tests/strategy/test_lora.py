@@ -155,7 +155,7 @@ def frozen_parts(folder: str, args: dict, out: Path) -> dict:
     ["fsdp-2", *(pytest.param(f"zero{stage}-2", marks=pytest.mark.slow) for stage in (1, 3))],
 )
 def test_a_frozen_prefix_is_neither_trained_nor_saved(tied_folder, layout, tmp_path):
-    """With tied embeddings, which have two names in a model and none in the checkpoint."""
+    """Tied embeddings have two names in the model and none in the checkpoint."""
     world_size, args = LAYOUTS[layout]
     base = load(tied_folder)
     for parameter in (p for name, p in base.named_parameters() if name.startswith(tuple(FROZEN))):
@@ -193,8 +193,9 @@ def adapted_actor(made, folder: str, *, empty: bool, **settings) -> Actor:
 
 
 def loaded_twice(folder: str, args: dict) -> dict:
-    """A model that was empty and one that was not; their parts on this rank, and what they compute
-    with dropout.
+    """Load into a model that was empty and into one that was not.
+
+    Return the parts on this rank, and what both compute with dropout.
     """
     made = strategy(**args)
     actors = [adapted_actor(made, folder, empty=empty, lora_dropout=0.5) for empty in (True, False)]
@@ -269,9 +270,7 @@ def test_adapters_are_float32_in_a_bfloat16_run(folder, expected, args, tmp_path
 
 
 def engine_differs(folder: str, args: dict) -> float:
-    """Return how far the actor is from a plain bfloat16 model with the weights that an engine
-    gets.
-    """
+    """Return how far the actor is from a plain bfloat16 model with the engine's weights."""
     made = strategy(bf16=True, **args)
     actor = adapted_actor(made, folder, empty=False)
     with torch.no_grad():

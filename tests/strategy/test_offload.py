@@ -96,8 +96,9 @@ def where_it_is(folder: str):
 
 
 def test_memory_is_released(folder):
-    """FSDP keeps the old shards alive, so the device alone would say nothing: their storage must be
-    empty too.
+    """The storage of the old shards must be empty.
+
+    FSDP keeps the shards alive, so the device alone would say nothing.
     """
     for (count, held), devices, left, after in run_ranks(2, where_it_is, folder):
         assert count > 20 and held > 10_000
@@ -187,10 +188,10 @@ def test_a_step_in_host_memory_has_the_ranks_share_of_the_cores(monkeypatch):
 
 
 def away_and_back(dtype_args: dict) -> tuple[float, list[str]]:
-    """(share of the memory that stays while model and optimizer are away, names of tensors that
-    came back with other bits).
+    """Return (share of the memory that stays, names of tensors that came back with other bits).
 
-    In this process; the memory that they had is overwritten meanwhile.
+    Model and optimizer are away, in this process, and the memory that they had is overwritten
+    meanwhile.
     """
     made = strategy(**dtype_args)
     # libraries of matrix products keep memory for themselves from the first on
@@ -242,8 +243,9 @@ def away_and_back(dtype_args: dict) -> tuple[float, list[str]]:
 
 
 def test_copies_in_host_memory_have_the_same_bits_and_no_more_bytes(monkeypatch):
-    """Of several types and strides, with tensors of no and of one element, and with buffers that
-    end within a tensor.
+    """There are tensors of several types and strides, with no element and with one.
+
+    There are also buffers that end within a tensor.
     """
     monkeypatch.setattr(offload, "BLOCK", 64)
     tensors = [

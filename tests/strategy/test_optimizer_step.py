@@ -56,8 +56,10 @@ def test_an_infinite_norm_skips_the_step_on_all_ranks(folder):
 
 
 def reductions(folder: str, flags: dict):
-    """For each of three micro-batches: reduce-scatters, all-reduces, elements of whole gradients
-    that are left. And the norm.
+    """Count reduce-scatters, all-reduces and elements of whole gradients left, for three
+    micro-batches.
+
+    Return the counts and the norm.
     """
     made = strategy(**flags)
     model = load(folder)
@@ -117,8 +119,9 @@ def test_replicas_communicate_after_the_last_micro_batch(folder):
 
 
 def frozen_and_forwarded(folder: str):
-    """A forward without gradients leaves only shards behind, so an optimizer made now trains the
-    right tensors.
+    """A forward pass without gradients leaves only shards behind.
+
+    So an optimizer that is made afterwards trains the right tensors.
     """
     made = strategy()
     model = made.prepare(load(folder))

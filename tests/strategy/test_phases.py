@@ -146,8 +146,9 @@ class Keeping(FSDPStrategy):
 
 
 def kept(folder: str) -> list[bool]:
-    """[actor before, while the engine is built, after], under a strategy that overrides the
-    verb.
+    """Return whether the actor is on the device before, while and after the engine is built.
+
+    The strategy overrides the verb.
     """
     made = Keeping(
         seed=1,
@@ -172,8 +173,9 @@ def test_the_engine_is_built_through_the_verbs_that_a_strategy_overrides(folder)
 
 
 def determinism(flags: dict) -> list[bool]:
-    """Whether torch is deterministic: in training, twice while the engine has the device, in
-    training again, and at the end.
+    """Return whether torch is deterministic in each phase.
+
+    The phases are training, twice while the engine has the device, training again, and the end.
     """
     torch.use_deterministic_algorithms(flags.pop("before", False))
     made = strategy(**flags)

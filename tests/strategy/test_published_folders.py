@@ -1,4 +1,4 @@
-"""Folders as they are published, with settings and code of their own: a run can write them back."""
+"""A run can write back published folders, with the settings and code that they bring."""
 
 import json
 import os
@@ -109,8 +109,9 @@ def write_twice(folder: Path, target: Path) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
-    """The folders as they were published, and as they were written, by the name of what is
-    special.
+    """Return the folders as they were published and as they were written.
+
+    The key is the name of what is special.
     """
     root = tmp_path_factory.mktemp("published")
     cases = {}

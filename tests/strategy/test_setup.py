@@ -51,10 +51,10 @@ def one_step(arrival: float) -> tuple[int, float]:
 
 
 def launch(arrival: float = 60, rounds: int = 1, **variables: str):
-    """A process with just these of a launcher's variables; returns a function that waits for its
-    (result, error).
+    """Start a process with just these of a launcher's variables.
 
-    `arrival` is in seconds; of several rounds the last result counts.
+    Return a function that waits for (result, error) of the process. `arrival` is in seconds; of
+    several rounds the last result counts.
     """
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
@@ -271,7 +271,7 @@ def test_part_of_an_environment_is_an_error(clean_environment, given):
     assert not dist.is_initialized()
 
 
-def test_a_rank_that_is_no_number_is_an_error(clean_environment):
+def test_a_rank_that_is_not_a_number_is_an_error(clean_environment):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         clean_environment.setenv(name, "one")
     with pytest.raises(ConfigError, match="RANK='one' is not a number"):
@@ -345,7 +345,7 @@ def sized(train, micro):
         ({"engine_type": "tgi"}, "engine_type: invalid choice 'tgi'"),
     ],
 )
-def test_layouts_that_cannot_be(args, says):
+def test_impossible_layouts_are_refused(args, says):
     with pytest.raises(RuntimeError, match=says):
         run_ranks(2, with_args, args)
 

@@ -1,5 +1,6 @@
-"""What a run leaves behind does not depend on its layout: checkpoints load into any other, the
-exported model is whole.
+"""What a run leaves behind does not depend on the layout.
+
+Checkpoints load into any other layout, and the exported model is whole.
 """
 
 import pytest
@@ -39,8 +40,9 @@ LAYOUTS = {
     [("fsdp", "tp", False), ("fsdp x tp", "one", False), ("tp", "one", True)],
 )
 def test_a_checkpoint_loads_into_another_layout(tmp_path, root, before, after, tie):
-    """The vocabulary of 261 divides by no layout. tests/invariants/test_factorisations.py loads
-    tied embeddings in parts.
+    """No layout divides the vocabulary of 261.
+
+    tests/invariants/test_factorisations.py loads tied embeddings in parts.
     """
     split_folder = family_model(tmp_path / "model", "qwen3", tie=tie)
     (world_size, args), (other_size, other_args) = LAYOUTS[before], LAYOUTS[after]

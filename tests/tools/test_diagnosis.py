@@ -123,7 +123,7 @@ def test_a_rounded_head_is_named(folder: Path) -> None:
     assert not found.healthy
 
 
-def test_what_is_not_a_number_differs() -> None:
+def test_nan_differs() -> None:
     good = {"norm": torch.ones(3, 2)}
     bad = {"norm": torch.full((3, 2), torch.nan)}
     assert (
@@ -135,7 +135,7 @@ def test_what_is_not_a_number_differs() -> None:
     )
 
 
-def test_what_lies_by_heads_is_seen_by_tokens() -> None:
+def test_outputs_by_head_are_compared_by_token() -> None:
     probe = Probe(3)
     value = torch.randn(1, 2, 3, 4)
     probe.add("q_norm", value)

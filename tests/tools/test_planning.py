@@ -109,7 +109,7 @@ def test_runs_with_media_are_refused_with_the_reason(capsys, config, flag):
     assert ended.value.code == 2 and flag in said and "cannot be planned" in said
 
 
-def test_tensor_parallel_parts_are_those_of_the_layers():
+def test_tensor_parallel_parts_match_the_layers():
     """For 7B: matrices are halved, norms are not, and biases of queries, keys and values are."""
     shape = known_config("Qwen/Qwen2.5-7B")
     matrices = (

@@ -92,7 +92,7 @@ def evaluated(flags: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_an_evaluation_of_its_own(inputs, two_ranks, tmp_path):
+def test_an_evaluation_without_training(inputs, two_ranks, tmp_path):
     """With the weights that training began from; two models of one name are told apart."""
     flags, scored = inputs
     options = [

@@ -121,7 +121,7 @@ def test_a_continued_run_keeps_its_identity_and_takes_no_other_s_checkpoints(tmp
     )
 
 
-def test_nothing_to_continue_moves_the_results_of_before(tmp_path):
+def test_nothing_to_continue_moves_the_earlier_results(tmp_path):
     """A job that is requeued before its first save begins afresh in its folder.
 
     It loses no row.

@@ -214,7 +214,7 @@ def test_plain_parameters_pass_without_a_copy() -> None:
         assert (tensor.data_ptr() == parameter.data_ptr()) == (parameter.dtype == torch.float32)
 
 
-def test_nothing_of_nothing() -> None:
+def test_an_empty_model_streams_nothing() -> None:
     assert list(stream(iter(()), torch.float32, 1)) == []
 
 

@@ -71,7 +71,7 @@ def test_pieces_add_up_to_copies_of_the_whole(dtype, chunk, monkeypatch) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_whatever_changes_a_weight_is_found(dtype) -> None:
+def test_every_change_of_a_weight_is_found(dtype) -> None:
     for name, tensor in tensors(dtype).items():
         expected = sent({name: tensor})
         integer = verify.INTEGERS[dtype.itemsize]

@@ -1,4 +1,4 @@
-"""The routes of the server, and the server of one episode on a loopback port of its process."""
+"""The routes of the server, and the server of one episode on a loopback port."""
 
 import asyncio
 import hmac
