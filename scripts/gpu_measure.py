@@ -303,10 +303,10 @@ def gradients_on_device(setting: Setting, shape: PretrainedConfig, once: bool) -
 
     from lightrft.parallel.device import memory_in_use, synchronize
     from lightrft.parallel.mesh import Mesh
-    from lightrft.strategy import FSDPStrategy
-    from lightrft.tools.step_memory import Learner
+    from lightrft.strategy.fsdp import FSDP2
+    from lightrft.tools.step_memory import LearningModel
 
-    class OneOfMany(FSDPStrategy):
+    class OneOfMany(FSDP2):
         def setup_distributed(self, *_: Any, **__: Any) -> None:
             self.device = setting.device
             self._mesh = Mesh(setting.device.type)
@@ -323,7 +323,7 @@ def gradients_on_device(setting: Setting, shape: PretrainedConfig, once: bool) -
     strategy.setup_distributed()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
-    learner = Learner(model.to_empty(device="cpu"))  # pages that nobody touched take no memory
+    learner = LearningModel(model.to_empty(device="cpu"))  # pages that nobody touched take no memory
     optimizer = strategy.create_optimizer(learner, lr=1e-6)
     strategy.make_ready(learner)
     strategy.distribute(learner, optimizer)

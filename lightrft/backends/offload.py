@@ -8,7 +8,7 @@ bit-identical.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,34 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightrft.config.sections import Config
 from lightrft.parallel.device import release_cached_memory, synchronize
 
 BLOCK = 2**28
 """Bytes of a buffer in host memory. torch rounds pinned memory up to a power of two, for each
 allocation."""
+
+
+class Offloaded(Protocol):
+    """A model or an optimizer in host memory, where using it raises an error."""
+
+    def reload(self, device: torch.device) -> None:
+        """Move it back to the device, bit-identical."""
+
+
+class OffloadHooks(Protocol):
+    """The hooks of a backend that move models and optimizers to host memory, see backends/base.py."""
+
+    config: Config
+    device: torch.device
+
+    def holds_gradients(self, model: nn.Module) -> bool: ...
+
+    def lives_on_host(self, item: nn.Module | Optimizer) -> bool: ...
+
+    def offload_model_state(self, model: nn.Module) -> Offloaded: ...
+
+    def offload_optimizer_state(self, optimizer: Optimizer) -> Offloaded: ...
 
 
 class HostCopies:

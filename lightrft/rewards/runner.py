@@ -99,7 +99,7 @@ class RewardRunner:
         all.
 
         `section` has the limits. `chat`: prompts are chats. `fail` ends all ranks
-        (StrategyBase.fail), for a call that hangs in this process. `models` are the labels of
+        (Strategy.fail), for a call that hangs in this process. `models` are the labels of
         reward models. Raises ValueError if there is no such function.
         """
         self.name = name

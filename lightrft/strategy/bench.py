@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.data.loader import share_of
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy import StrategyBase
 
 VOCABULARY = 96
 STEPS = 3

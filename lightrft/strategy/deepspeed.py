@@ -1,9 +1,9 @@
-"""DeepSpeed ZeRO: optimizer states (1), gradients (2) and parameters (3) partitioned over all
-ranks, or nothing (0).
+"""DeepSpeed's ZeRO: partition the training state over all ranks.
 
-DeepSpeed averages gradients over ranks; this is undone here, so that they are sums as in every
-strategy. Models are partitioned in prepare(): transformers' own DeepSpeed integration stays off,
-since it would partition every model loaded later.
+Stage 1 partitions optimizer states, 2 also gradients, 3 also parameters, and 0 nothing. DeepSpeed
+averages gradients over ranks; this is undone here, because every strategy sums them. Models are
+partitioned in prepare(). The DeepSpeed integration of transformers stays off, because it would
+partition every model that is loaded later.
 """
 
 import io
@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.backends.base import Offloaded
 from lightrft.backends.materialize import one_by_one
-from lightrft.backends.offload import OffloadedTensors, guard_model, guard_optimizer
+from lightrft.backends.offload import Offloaded, OffloadedTensors, guard_model, guard_optimizer
 from lightrft.backends.optim import follow, parameter_names
 from lightrft.backends.zero_state import (
     Partitions,
@@ -39,7 +38,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.validation import deepspeed_problems
 from lightrft.models.empty import empty_parameters, is_empty
 from lightrft.parallel.device import current_device, local_rank
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy import Strategy
 from lightrft.weight_sync.stream import stream
 
 os.environ.setdefault("DS_ACCELERATOR", current_device().type)
@@ -57,8 +56,8 @@ from deepspeed.utils import groups, safe_get_full_fp32_param  # noqa: E402
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 
-class DeepSpeedStrategy(StrategyBase):
-    """ZeRO over all ranks.
+class ZeRO(Strategy):
+    """ZeRO of DeepSpeed over all ranks.
 
     An optimizer must be passed to prepare() with its module, because ZeRO rebuilds both together.
     """
@@ -71,12 +70,10 @@ class DeepSpeedStrategy(StrategyBase):
         self._holding: set[nn.Module] = set()
         """Models that hold gradients, most of which ZeRO keeps outside the parameters' `grad`."""
 
-    def setup_distributed(
-        self, timeout: timedelta | None = None, num_gpu_per_node: int | None = None
-    ) -> None:
+    def setup_distributed(self, timeout: timedelta | None = None) -> None:
         if problems := deepspeed_problems(self.config.strategy, bf16=self.config.model.bf16):
             raise ConfigError("; ".join(problems))
-        super().setup_distributed(timeout, num_gpu_per_node)
+        super().setup_distributed(timeout)
         os.environ.setdefault("LOCAL_RANK", str(local_rank()))
         # otherwise every start compiles an op for a collective that is not used here
         deepspeed.ops.__compatible_ops__ = {}
@@ -339,7 +336,7 @@ class DeepSpeedStrategy(StrategyBase):
     ) -> Iterator[tuple[str, Tensor]]:
         for optimizer, trained in self._trained.items():
             if trained is model:
-                self.maybe_load_optimizer(optimizer)
+                self.memory.reload_optimizer(optimizer)
         has_master = {parameter for group, _ in self._partitions(model) for parameter in group}
         for name, parameter in named:
             if parameter in has_master:

@@ -1,9 +1,9 @@
-"""FSDP2: each block's parameters are sharded over the data ranks and gathered to compute it; with
---tp_size and --sp_size.
-"""
+"""FSDP2: shard each block's parameters over the data ranks, and gather them to compute it."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,13 @@ from lightrft.backends.offload import OffloadedModel
 from lightrft.backends.optim import follow, parameter_names
 from lightrft.models.empty import empty_parameters
 from lightrft.parallel.tensor_parallel import parallelize
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy import Strategy
 
 
-class FSDPStrategy(StrategyBase):
+class FSDP2(Strategy):
     """FSDP2 over all data ranks, or within each replica of --dp_replicate.
 
-    Gradients are summed over all ranks, not averaged.
+    Gradients are summed over all ranks, not averaged. --tp_size and --sp_size work with it.
     """
 
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
@@ -161,3 +161,10 @@ def roots(model: nn.Module) -> Iterator[FSDPModule]:
 def _shared(block: nn.Module, uses: dict[int, int]) -> bool:
     inside = [id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False)]
     return any(uses.get(key, 1) > inside.count(key) for key in set(inside))
+
+
+def __getattr__(name: str) -> Any:
+    """Export FSDPStrategy too, for --strategy lightrft.strategy.fsdp:FSDPStrategy."""
+    if name == "FSDPStrategy":
+        return getattr(import_module("lightrft.compat.strategy"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
