@@ -1,6 +1,6 @@
 """Strategies with the verbs and call forms of LightRFT, OpenRLHF, NeMo-RL and verl.
 
-The core calls `Strategy` and its parts only. Users call and override the verbs of `StrategyBase`;
+The core calls `Strategy` and the parts only. Users call and override the verbs of `StrategyBase`;
 a part calls an overridden verb too, so one override changes every run.
 """
 
@@ -48,7 +48,7 @@ _ACTORS: WeakSet[nn.Module] = WeakSet()
 
 
 def replaces(part: str, method: str) -> Callable[[Any], Any]:
-    """Mark a verb: where a subclass overrides it, the part calls the override as its `method`."""
+    """Mark a verb: where a subclass overrides it, the part calls the override as `method`."""
 
     def mark(verb: Any) -> Any:
         verb.replaces = part, method
@@ -58,7 +58,7 @@ def replaces(part: str, method: str) -> Callable[[Any], Any]:
 
 
 def verb(part: str, method: Callable) -> Callable:
-    """Return a method of a strategy that calls `method` of one of its parts."""
+    """Return a method of a strategy that calls `method` of a part."""
 
     @wraps(method)
     def call(self: Strategy, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,7 @@ def verb(part: str, method: Callable) -> Callable:
 class StrategyBase(Strategy):
     """A strategy with every verb that users and other tools call. Users subclass it.
 
-    Where one tool's verb differs from the core only in the name, its docstring is the core's.
+    A verb that differs from the core only in the name has the core's docstring.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -285,11 +285,12 @@ class StrategyBase(Strategy):
         *,
         draft: nn.Module | None = None,
     ) -> Engine:
-        """Build the engine; with an actor it receives the weights and sleeps, if it may.
+        """Build the engine of `args`, or of the strategy's configuration.
 
-        The actor is remembered, because an engine that dropped its weights in its sleep needs them
-        again. Without an actor the engine has the weights of --pretrain and stays awake. `draft`
-        is the trained model of --speculative draft; its weights follow the actor's in each stream.
+        With an actor it receives the actor's weights and sleeps, if it may. The actor is
+        remembered, because an engine may drop the weights while it sleeps. Without an actor the
+        engine has the weights of --pretrain and stays awake. `draft` is the trained model of
+        --speculative draft; each stream contains it too.
         """
         config = self.config if args is None else as_config(args)
         check_strategy(config)

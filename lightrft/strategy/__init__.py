@@ -19,8 +19,7 @@ _HOMES = {
     "DeepSpeedStrategy": "lightrft.compat.strategy",
     "is_actor": "lightrft.compat.strategy",
 }
-"""Public name -> its module. The module is imported when the name is used, because it imports this
-package."""
+"""Public name -> module. The modules import this package, so they are imported only for a name."""
 __all__ = [*_HOMES, "EngineStatus", "Strategy", "StrategyConfig", "get_strategy"]
 
 _strategies = Registry("strategy", flag="--strategy")
@@ -39,7 +38,7 @@ class StrategyConfig:
 def get_strategy(args: Arguments = None) -> Strategy:
     """Return the strategy that --strategy or --fsdp in `args` names, with every verb.
 
-    Call its setup_distributed() next. The default is DeepSpeed if it is installed, else FSDP2.
+    Call setup_distributed() next. The default is DeepSpeed if it is installed, else FSDP2.
     Raises ConfigError for a class that cannot be found.
     """
     config = as_config(args)

@@ -89,7 +89,7 @@ class Checkpoints:
         memory, if that has twice the room; finish() raises the error if writing fails.
 
         At most `max_num` checkpoints and `max_mem` GB of them are kept. A checkpoint without
-        `save_latest` is loaded only by its tag. Raises CheckpointError on all ranks if one rank
+        `save_latest` is loaded only by a tag. Raises CheckpointError on all ranks if one rank
         cannot write (disk full); existing checkpoints are then untouched.
         """
         self.finish()
@@ -134,9 +134,9 @@ class Checkpoints:
 
         Returns the path and the client_state, or (None, {}). The number of ranks may have changed.
         `check` receives path and client_state before anything is loaded, and may raise. Models and
-        parts must be the same as in the checkpoint. With load_module_only some of its models are
+        parts must be the same as in the checkpoint. With load_module_only fewer models are
         enough, and only parameters are changed. Without load_module_strict, parameters that the
-        checkpoint does not have keep their values.
+        checkpoint does not have stay as they are.
         """
         self.finish()
         models = self._by_name(model, optimizer, scheduler)
@@ -282,7 +282,7 @@ class Checkpoints:
         return copy, snapshots[0]
 
     def _has_room(self, num_bytes: int) -> bool:
-        """Return True if every host has MEMORY_FACTOR times the room that its ranks' copies take.
+        """Return True if every host has MEMORY_FACTOR times the room that copies take there.
 
         The copy of this rank takes `num_bytes`.
         """

@@ -68,7 +68,7 @@ class ZeRO(Strategy):
         self._trained: dict[Optimizer, nn.Module] = {}
         self._group_names: dict[nn.Module, list[list[str]]] = {}
         self._holding: set[nn.Module] = set()
-        """Models that hold gradients, most of which ZeRO keeps outside the parameters' `grad`."""
+        """Models that hold gradients; ZeRO keeps most of them outside the parameters' `grad`."""
 
     def setup_distributed(self, timeout: timedelta | None = None) -> None:
         if problems := deepspeed_problems(self.config.strategy, bf16=self.config.model.bf16):
@@ -121,9 +121,7 @@ class ZeRO(Strategy):
     def init_model_context(
         self, device: torch.device | str | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context in which models made under ZeRO-3 are empty until prepare() reads and
-        partitions each parameter.
-        """
+        """Return a context for empty models under ZeRO-3; prepare() reads and partitions them."""
         empty = self.config.strategy.zero_stage == 3 and str(device or "meta") == "meta"
         return empty_parameters() if empty else nullcontext()
 
@@ -134,8 +132,9 @@ class ZeRO(Strategy):
         engine.backward(loss * self.mesh.world.size)
 
     def take_step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
-        """Let DeepSpeed clip by the same norm and step; it skips the step itself if the norm is not
-        finite.
+        """Let DeepSpeed clip by the same norm and step.
+
+        It skips the step by itself if the norm is not finite.
         """
         engine = self._trained_engine(model)
         if self.config.strategy.zero_stage == 0:
@@ -165,8 +164,9 @@ class ZeRO(Strategy):
     # -- parameters and memory
 
     def stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield full parameters, gathered from all ranks' partitions; in a bfloat16 run, float32
-        from the master weights.
+        """Yield full parameters, gathered from the partitions of all ranks.
+
+        In a bfloat16 run, float32 parameters come from the master weights.
         """
         named = list(hf_parameters(model))
         masters = dtype == torch.float32 and self.config.model.bf16 and model in self._group_names
@@ -346,9 +346,7 @@ class ZeRO(Strategy):
                 yield name, full.view(whole_shape(parameter))
 
     def _as_shard(self, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's partition as a shard of the flattened parameter; padding on the last
-        ranks is cut off.
-        """
+        """Return this rank's partition as a shard of the flattened parameter, without padding."""
         part = local_shard(parameter)
         if part is parameter:
             return parameter
@@ -400,7 +398,7 @@ def _cast(parameters: Iterator[nn.Parameter], dtype: torch.dtype) -> Iterator[nn
 
 
 def _enter_through(module: nn.Module, engine: deepspeed.DeepSpeedEngine) -> None:
-    """Route calls of the module through its engine, which then calls the module.
+    """Route calls of the module through the engine, and let the engine call the module.
 
     The module stays the same object.
     """

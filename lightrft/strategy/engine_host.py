@@ -48,10 +48,10 @@ class EngineHost:
         self.memory = memory
         self.full_params = full_params
         self.actor: nn.Module | None = None
-        """Model that the engine's weights came from last. With None the engine keeps the weights
-        of its folder, also while it sleeps."""
+        """Model that the engine's weights came from last. With None they came from a folder, and the
+        engine keeps them while it sleeps."""
         self.draft: nn.Module | None = None
-        """Trained model that drafts for the engine; its weights follow the actor's."""
+        """Trained model that drafts for the engine; each stream contains it too."""
         self.kept_awake = 0
         """Number of awake() contexts that are open."""
         self.sleep_memory: dict[str, float] = {}
@@ -87,7 +87,7 @@ class EngineHost:
 
     @property
     def version(self) -> int:
-        """Return the version of the weights, which each stream raises by one; 0 without an engine.
+        """Return the version of the weights; 0 without an engine. Each stream raises it by one.
 
         invalidate_weights() may set it back.
         """
@@ -109,14 +109,16 @@ class EngineHost:
     ) -> Engine:
         """Build the engine of `config`, or of the strategy's configuration.
 
-        With an actor it receives the actor's weights and sleeps, if it may. The actor is remembered, because an engine that dropped its weights in its sleep needs them
-        again. Without an actor the engine has the weights of --pretrain and stays awake. `draft`
-        is the trained model of --speculative draft; its weights follow the actor's in each stream.
+        With an actor it receives the actor's weights and sleeps, if it may. The actor is
+        remembered, because an engine may drop the weights while it sleeps. Without an actor the
+        engine has the weights of --pretrain and stays awake. `draft` is the trained model of
+        --speculative draft; each stream contains it too.
         """
+        # only a run with an engine needs this
         from lightrft.engine.build import build_engine, connect_engine
 
         backend = self.backend
-        config = config or backend.config
+        config = backend.config if config is None else config
         section = config.engine
         if engine_type is not None:
             section = replace(section, engine_type=engine_type)
@@ -257,7 +259,7 @@ class EngineHost:
     def update_weights(self, actor: nn.Module) -> None:
         """Stream the actor's weights in under the next version, and drop what is cached.
 
-        The cache of the engine keeps its state, asleep or awake.
+        The cache stays asleep or awake.
         """
         self.actor = actor
         self.memory.enter(Phase.REFIT, actor)
@@ -273,7 +275,7 @@ class EngineHost:
     def invalidate_weights(self, version: int | None = None) -> None:
         """Mark the weights as outdated, so that the engine needs a new stream.
 
-        `version`, if given, becomes their version. Weights that came from a folder stay valid.
+        `version`, if given, is the new version. Weights that came from a folder stay valid.
         """
         if self._engine is None or self.actor is None:
             return

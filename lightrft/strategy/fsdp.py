@@ -32,9 +32,7 @@ class FSDP2(Strategy):
     """
 
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        """Split by tensor parallelism, shard, materialize, and point the optimizer to the new
-        parameters by name.
-        """
+        """Split by tensor parallelism, shard, materialize, and point the optimizer to the result."""
         names = parameter_names(module, optimizer)
         if self.mesh.tp.size > 1:
             parallelize(
@@ -54,9 +52,7 @@ class FSDP2(Strategy):
 
     @property
     def _shards(self) -> bool:
-        """Return True for several ranks, and for a single rank whose parameters must be cast or
-        fetched from the host.
-        """
+        """Return True for several ranks, or if parameters are cast or fetched from the host."""
         return (
             self.mesh.world.size > 1
             or self.config.model.bf16
@@ -85,14 +81,11 @@ class FSDP2(Strategy):
     def init_model_context(
         self, device: torch.device | str | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context in which models are empty until prepare(), where each rank reads its own
-        part from their folder.
-        """
+        """Return a context for empty models; prepare() reads this rank's part from the folder."""
         return empty_parameters() if str(device or "meta") == "meta" else nullcontext()
 
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
-        """Reduce each micro-batch's gradients to shards, and the shards over replicas after the
-        last micro-batch.
+        """Reduce gradients to shards, and after the last micro-batch the shards over replicas.
 
         With --reduce_gradients_once FSDP2 keeps full float32 gradients until the last one: four
         bytes per parameter on each rank.
@@ -123,11 +116,11 @@ class FSDP2(Strategy):
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the modules to shard as units, innermost first: the model's no-split modules, else
-    children of its module lists.
+    """Return the modules to shard as units, innermost first.
 
-    A block that shares a parameter with the rest of the model (tied embeddings) is left to the
-    root, which keeps it tied.
+    They are the model's no-split modules or, without any, the children of module lists. A block
+    that shares a parameter with the rest of the model (tied embeddings) is left to the root, where
+    it stays tied.
     """
     names = {
         name
