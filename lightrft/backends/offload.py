@@ -1,4 +1,4 @@
-"""Offloading of idle models and optimizers to host memory.
+"""Offload idle models and optimizers to host memory.
 
 Offloaded tensors are on the meta device or have an empty storage, on every kind of hardware, so
 tests on a CPU hold for accelerators too. Parameters stay the same objects, and reloaded values are
@@ -32,7 +32,7 @@ class Offloaded(Protocol):
 
 
 class OffloadHooks(Protocol):
-    """The hooks of a backend that move models and optimizers to host memory, see backends/base.py."""
+    """The hooks of a backend that move models and optimizers to host memory, see base.py."""
 
     config: Config
     device: torch.device
@@ -47,10 +47,10 @@ class OffloadHooks(Protocol):
 
 
 class HostCopies:
-    """Copies of tensors in host memory, one after the other in a few buffers, which are pinned for
-    tensors of an accelerator.
+    """Copies of tensors in host memory, one after the other in a few buffers.
 
-    A copy may continue in the next buffer. Copies are complete once the device is synchronised.
+    The buffers are pinned for tensors of an accelerator. A copy may continue in the next buffer.
+    Copies are complete once the device is synchronised.
     """
 
     def __init__(self, tensors: Iterable[Tensor]):
@@ -84,7 +84,7 @@ class HostCopies:
                 target.copy_(dense)
 
     def _places(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield each tensor with the parts of the buffers that have its bytes."""
+        """Yield each tensor with the parts of the buffers that hold it."""
         start = 0
         for tensor in tensors:
             end = start + tensor.nbytes
@@ -97,8 +97,9 @@ class HostCopies:
 
 
 class OffloadedTensors:
-    """Offloaded tensors with emptied storages: all views of a storage are restored with it, also
-    those that a library holds.
+    """Offloaded tensors with emptied storages.
+
+    All views of a storage come back with it, also views that a library holds.
     """
 
     def __init__(
@@ -211,8 +212,9 @@ class OffloadedOptimizer:
 
 @contextmanager
 def same_parameters() -> Iterator[None]:
-    """Keep parameters of a module that is moved inside the same objects, tied ones tied, as is
-    always so for DTensors.
+    """Keep the parameters of a module that is moved inside the same objects, and tied ones tied.
+
+    DTensors always behave like that.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)

@@ -31,7 +31,7 @@ prepare() takes it."""
 Trained = tuple[nn.Module | None, Optimizer | None, LRScheduler | None]
 """Model with the optimizer and schedule that train it; any of them may be None."""
 MEMORY_FACTOR = 2
-"""Free host memory that a checkpoint in the background needs, in sizes of the copy that it makes."""
+"""Free host memory that a checkpoint in the background needs, as a multiple of the copy."""
 
 
 class Checkpoints:

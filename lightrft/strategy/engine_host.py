@@ -48,7 +48,7 @@ class EngineHost:
         self.memory = memory
         self.full_params = full_params
         self.actor: nn.Module | None = None
-        """Model that the engine's weights came from last. With None they came from a folder, and the
+        """Model that the engine's weights came from last. None: they came from a folder, and the
         engine keeps them while it sleeps."""
         self.draft: nn.Module | None = None
         """Trained model that drafts for the engine; each stream contains it too."""

@@ -32,7 +32,7 @@ class FSDP2(Strategy):
     """
 
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        """Split by tensor parallelism, shard, materialize, and point the optimizer to the result."""
+        """Split by tensor parallelism, shard, materialize, and let the optimizer follow."""
         names = parameter_names(module, optimizer)
         if self.mesh.tp.size > 1:
             parallelize(

@@ -1,4 +1,4 @@
-"""Define who has the device: a model in training, a model that computes log-probs, or the engine."""
+"""Define who has the device: a model in training, one that computes log-probs, or the engine."""
 
 import os
 from enum import Enum

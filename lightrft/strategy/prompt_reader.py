@@ -27,7 +27,7 @@ class PromptReader:
         texts: list[str] | None,
         media: Mapping[str, MediaItems],
     ) -> list[Request]:
-        """Return one request for each prompt, from text if there are media or no ids, else from ids.
+        """Return a request for each prompt, from text if there are media or no ids, else from ids.
 
         Raises ValueError if there are no prompts, or if the media do not match the prompts.
         """
