@@ -308,10 +308,10 @@ def gradients_on_device(setting: Setting, shape: PretrainedConfig, once: bool) -
 
     from lightrft.parallel.device import memory_in_use, synchronize
     from lightrft.parallel.mesh import Mesh
-    from lightrft.strategy import FSDPStrategy
+    from lightrft.strategy.fsdp import FSDP2
     from lightrft.tools.step_memory import LearningModel
 
-    class OneOfMany(FSDPStrategy):
+    class OneOfMany(FSDP2):
         def setup_distributed(self, *_: Any, **__: Any) -> None:
             self.device = setting.device
             self._mesh = Mesh(setting.device.type)

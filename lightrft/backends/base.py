@@ -1,23 +1,25 @@
-"""Hooks that a strategy implements or overrides to define how it distributes models."""
+"""Define the hooks that say how a strategy distributes models."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.backends.offload import OffloadedOptimizer, OffloadedTensors, guard_model
+from lightrft.backends.offload import Offloaded, OffloadedOptimizer, OffloadedTensors, guard_model
 from lightrft.backends.optim import step
 from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.checkpoint.model_state import ModelState
 from lightrft.config.sections import Config, sequence_layout
 from lightrft.models.lora import own_layers
 from lightrft.models.recompute import recompute
+from lightrft.observe.trace import Untraced
+from lightrft.parallel.collectives import Axis
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
 from lightrft.parallel.mesh import Mesh
+from lightrft.parallel.processes import RunProcesses
 from lightrft.parallel.sequence_parallel import (
     NoSequenceParallel,
     SequenceParallel,
@@ -31,37 +33,35 @@ SEQUENCES: dict[str, type[SequenceParallel]] = {"ulysses": Ulysses, "zigzag": Zi
 """Value of --sp_impl -> class that divides the tokens of a batch among ranks."""
 
 
-class Offloaded(Protocol):
-    """Model or optimizer that is in host memory; using it raises an error."""
-
-    def reload(self, device: torch.device) -> None:
-        """Move it back to the device, bit-identical."""
-
-
 RENAMED_HOOKS = {
     "send_model_away": "offload_model_state",
     "send_optimizer_away": "offload_optimizer_state",
 }
+"""Former name of a hook -> the name that is called now."""
 
 
 class Backend(ABC):
-    """Hooks that StrategyBase calls, never users. All ranks call every hook together.
+    """Hooks that a strategy and its parts call; users never call them.
 
-    A backend must implement distribute() and accumulate(); the other hooks fit parameters that are
-    plain tensors or DTensors.
+    All ranks call every hook together. A backend must implement distribute() and accumulate(). The
+    other hooks fit parameters that are plain tensors or DTensors.
     """
 
     config: Config
-    device: torch.device
+    seed: int
     max_norm: float
+    device: torch.device
+    processes: RunProcesses | None
+    """All processes of the run; None before setup_distributed()."""
+    trace: Untraced
+    """Trace that times the engine's phases."""
+    skipped_steps: int
+    """Number of optimizer steps that were skipped because the gradient norm was not finite."""
     undivided: set[nn.Module]
-    """Custom models without support for sequence parallelism: every rank of a divided sequence
-    computes the whole sequence."""
+    """Models without support for sequence parallelism; each rank computes their whole sequences."""
 
     def __init_subclass__(cls, **options: object) -> None:
-        """Raise TypeError for a subclass that overrides a hook under its former name, since it
-        would never be called.
-        """
+        """Raise TypeError if a subclass overrides a hook by a former name that nobody calls."""
         super().__init_subclass__(**options)
         for former in RENAMED_HOOKS.keys() & vars(cls).keys():
             raise TypeError(
@@ -71,7 +71,24 @@ class Backend(ABC):
     @property
     @abstractmethod
     def mesh(self) -> Mesh:
-        """Return the mesh of ranks and groups; RuntimeError before setup_distributed()."""
+        """Return the mesh of ranks and groups; raise RuntimeError before setup_distributed()."""
+
+    @property
+    @abstractmethod
+    def world(self) -> Axis:
+        """Return the axis of all ranks, also before setup_distributed()."""
+
+    @abstractmethod
+    def announce(self, phase: str) -> None:
+        """Set what this rank is doing, for the report if a rank fails, dies or is late."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, int]:
+        """Return the counters that every checkpoint of the run contains."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from the counters of a checkpoint; empty if only parameters were loaded."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,34 +97,35 @@ class Backend(ABC):
 
     @abstractmethod
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        """Distribute one module in place and point its optimizer, which has not stepped, at the new
-        parameters.
+        """Distribute one module in place, and point its optimizer at the new parameters.
 
-        Both have been checked, and make_ready() has been called for the module.
+        Both have been checked, the optimizer has not stepped yet, and make_ready() has been called.
         """
 
     def make_ready(self, module: nn.Module) -> None:
-        """Apply what every strategy has in common: kernels, activation recomputation, sequence
-        parallelism, parameter dtypes.
+        """Set up kernels, activation recomputation, sequence parallelism and parameter dtypes.
 
         Trained parameters become float32, frozen ones get the dtype of computation. Buffers keep
-        their precision.
+        the precision that they have.
         """
         if self.config.model.fused_kernels == "liger":
             from lightrft.models.liger_kernel import fuse
 
             fuse(module, self.device)
+
         own_layers(module)
         trained = any(parameter.requires_grad for parameter in module.parameters())
         if trained and self.config.model.gradient_checkpointing:
             recompute(
                 module, selective=self.config.model.gradient_checkpointing_policy == "selective"
             )
+
         sequence = self.sequence
         if sequence.multiple > 1 and not set_sequence_parallel(
             module, sequence, tp=self.mesh.tp.size
         ):
             self.undivided.add(module)
+
         for parameter in module.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(
@@ -116,24 +134,27 @@ class Backend(ABC):
 
     @abstractmethod
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
-        """Add the gradients of one micro-batch; after the `last` one they are summed over all
-        ranks, never averaged.
+        """Add the gradients of one micro-batch; after the `last` one, sum them over all ranks.
+
+        They are never averaged.
         """
 
     def take_step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
-        """Clip all gradients by one norm to `max_norm` (0: no clipping) and step, unless that norm
-        is not finite.
+        """Clip all gradients by one norm and step, unless the norm is not finite.
 
-        Returns the norm before clipping: [] float32, equal on all ranks.
+        A `max_norm` of 0 does not clip. Returns the norm before clipping: [] float32, equal on all
+        ranks.
         """
         parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"]
         ]
         norm = global_grad_norm(parameters, self.device)
+
         if torch.isfinite(norm):
             if self.max_norm > 0:
                 clip_gradients(parameters, norm, self.max_norm)
             step(optimizer)
+
         return norm
 
     def clear_gradients(self, model: nn.Module) -> None:
@@ -141,8 +162,9 @@ class Backend(ABC):
         model.zero_grad(set_to_none=True)
 
     def stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full tensor) of every parameter, bucket by bucket; see
-        StrategyBase.full_params().
+        """Yield (Hugging Face name, full tensor) of every parameter, bucket by bucket.
+
+        Adapters and buffers are not merged or added here; see Strategy.full_params().
         """
         return stream(hf_parameters(model), dtype, self.bucket_limit(), self.device)
 
@@ -155,34 +177,32 @@ class Backend(ABC):
         return parameter.shape
 
     def lerp(self, model: nn.Module, target: nn.Module, weight: float) -> None:
-        """Move the parameters of `target` towards those of `model`, distributed in the same way, by
-        the factor `weight`.
+        """Move the parameters of `target` towards the parameters of `model` by a factor `weight`.
+
+        Both models are distributed in the same way.
         """
         for parameter, goal in zip(model.parameters(), target.parameters(), strict=True):
             goal.detach().lerp_(parameter.detach().to(goal.dtype), weight)
 
     def holds_gradients(self, model: nn.Module) -> bool:
-        """Return True if the model has gradients, in its parameters or wherever the backend keeps
-        them.
-        """
+        """Return True if the model has gradients, wherever the backend keeps them."""
         return any(parameter.grad is not None for parameter in model.parameters())
 
     def lives_on_host(self, item: nn.Module | Optimizer) -> bool:
-        """Return True if the item is permanently in host memory, so that there is nothing to
-        offload.
-        """
+        """Return True if the item is always in host memory, so there is nothing to offload."""
         return False
 
     def offload_model_state(self, model: nn.Module) -> Offloaded:
-        """Move parameters and buffers to host memory and free their device memory; parameters stay
-        the same objects.
+        """Move parameters and buffers to host memory, and free the device memory.
+
+        Parameters stay the same objects.
         """
         return OffloadedTensors(
             [*model.parameters(), *model.buffers()], self.device, guard_model(model)
         )
 
     def offload_optimizer_state(self, optimizer: Optimizer) -> Offloaded:
-        """Move the optimizer's state to host memory and free its device memory."""
+        """Move the optimizer's state to host memory, and free the device memory."""
         return OffloadedOptimizer(optimizer, self.device)
 
     def training(

@@ -1,4 +1,4 @@
-"""Random numbers of a forward pass in training, which dropout draws."""
+"""Seed the random numbers that dropout draws in a forward pass."""
 
 from typing import Any
 
@@ -10,12 +10,11 @@ from lightrft.parallel.device import seed_generators
 
 
 def draw_by_data_rank(module: nn.Module, data: Axis, device: torch.device) -> None:
-    """Make `module` draw different random numbers on each data rank in training, and equal ones on
-    the ranks of a data replica.
+    """Make `module` draw different random numbers on each data rank in training.
 
-    The seed of a forward pass is drawn from torch's own generator. That generator advances equally
-    on all ranks, so that modules made later are initialised equally; checkpoints contain it, so
-    that a resumed run draws the same numbers.
+    The ranks of a data replica draw equal ones. The seed of a forward pass comes from torch's own
+    generator. It advances equally on all ranks, so modules made later are initialised equally, and
+    checkpoints contain it, so a resumed run draws the same numbers.
     """
     rng_states: list[tuple[Any, Any]] = []
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)

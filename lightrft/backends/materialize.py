@@ -1,6 +1,4 @@
-"""Materialization of empty models: allocate memory and load weights from their Hugging Face folder
-with minimal peak memory.
-"""
+"""Fill empty models with weights from a Hugging Face folder, with minimal peak memory."""
 
 import copy
 from collections import defaultdict
@@ -32,11 +30,10 @@ from lightrft.weight_sync.names import transformers_class
 
 
 def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
-    """Load this rank's part of each empty tensor of a sharded module; tensors with memory keep
-    their values.
+    """Load this rank's part of each empty tensor of a sharded module.
 
-    Raises CheckpointError on all ranks if a tensor is missing in the folder, has a different shape,
-    is not in the model, or is not finite.
+    Tensors that have memory are left alone. Raises CheckpointError on all ranks if a tensor is
+    missing in the folder, has a different shape, is not in the model, or is not finite.
     """
     if not is_empty(module):
         return
@@ -56,12 +53,12 @@ def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
 
 
 def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[nn.Parameter]:
-    """Yield every parameter of an unsharded module, whole and in `dtype`; empty ones are loaded
-    only when they are yielded.
+    """Yield every parameter of an unsharded module, whole and in `dtype`.
 
-    Rank 0 has their values, the other ranks only the memory. All empty parameters share one buffer,
-    so each must be partitioned before the next is requested. A new parameter replaces each empty
-    one; call follow() for the optimizer of `module` afterwards. Raises the errors of materialize().
+    An empty parameter is loaded only when it is yielded: rank 0 has the values, the other ranks
+    only the memory. All empty parameters share one buffer, so each must be partitioned before the
+    next is requested. A new parameter replaces each empty one; call follow() for the optimizer of
+    `module` afterwards. Raises the errors of materialize().
     """
     source = Source.of(module, world)
     run_on_all_ranks(world, source.failure, source.fill_buffers)
@@ -94,17 +91,17 @@ def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[n
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Weight files of a model, with the names of its parameters and persistent buffers in them."""
+    """Weight files of a model, and the names under which they have its tensors."""
 
     model: PreTrainedModel
     files: ConvertedFiles
     stored_names: dict[str, str]
-    """Name in the model -> name in the files, for each tensor to read; the files may use another
-    name of a tied tensor."""
+    """Name in the model -> name in the files, for each tensor to read. The files may have a tied
+    tensor under another name."""
 
     @classmethod
     def of(cls, module: nn.Module, world: Axis) -> Self:
-        """Locate the files of a module; ValueError if no folder can provide all of its weights."""
+        """Locate the files of a module; ValueError if no folder has all the weights."""
         model = _model_inside(module)
         located = []
         run_on_all_ranks(
@@ -127,7 +124,7 @@ class Source:
         self._fill([name for name in self.stored_names if name in buffers])
 
     def read(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Load the whole value of an empty parameter into `values`, in their dtype."""
+        """Load the whole value of an empty parameter into `values`, in that dtype."""
         name = next(
             name for name, other in stored_tensors(self.model).items() if other is parameter
         )
@@ -152,10 +149,10 @@ class Source:
 
 
 def _locate(model: PreTrainedModel) -> tuple[ConvertedFiles, dict[str, str]]:
-    """Return the files and their names for the tensors to read; ValueError if they do not match the
-    model.
+    """Return the files of a model, and the name in them of each tensor to read.
 
-    The first of several tied names represents all of them.
+    The first of several tied names represents all of them. Raises ValueError if the files do not
+    match the model.
     """
     files = WeightFiles.of(model.name_or_path)
     if files is None:
@@ -196,8 +193,9 @@ def _locate(model: PreTrainedModel) -> tuple[ConvertedFiles, dict[str, str]]:
 
 
 def _model_inside(module: nn.Module) -> PreTrainedModel:
-    """Return the transformers model, which names its folder; ValueError if it names none or lacks
-    some empty parameter.
+    """Return the transformers model, whose `name_or_path` is the folder to read.
+
+    Raises ValueError without a folder, or if an empty parameter is outside of that model.
     """
     model = unwrap(module)
     outside = "make it outside of init_model_context()"

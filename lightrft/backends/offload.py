@@ -1,4 +1,4 @@
-"""Offloading of idle models and optimizers to host memory.
+"""Offload idle models and optimizers to host memory.
 
 Offloaded tensors are on the meta device or have an empty storage, on every kind of hardware, so
 tests on a CPU hold for accelerators too. Parameters stay the same objects, and reloaded values are
@@ -8,7 +8,7 @@ bit-identical.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightrft.config.sections import Config
 from lightrft.parallel.device import release_cached_memory, synchronize
 
 BLOCK = 2**28
@@ -23,11 +24,33 @@ BLOCK = 2**28
 allocation."""
 
 
-class HostCopies:
-    """Copies of tensors in host memory, one after the other in a few buffers, which are pinned for
-    tensors of an accelerator.
+class Offloaded(Protocol):
+    """A model or an optimizer in host memory, where using it raises an error."""
 
-    A copy may continue in the next buffer. Copies are complete once the device is synchronised.
+    def reload(self, device: torch.device) -> None:
+        """Move it back to the device, bit-identical."""
+
+
+class OffloadHooks(Protocol):
+    """The hooks of a backend that move models and optimizers to host memory, see base.py."""
+
+    config: Config
+    device: torch.device
+
+    def holds_gradients(self, model: nn.Module) -> bool: ...
+
+    def lives_on_host(self, item: nn.Module | Optimizer) -> bool: ...
+
+    def offload_model_state(self, model: nn.Module) -> Offloaded: ...
+
+    def offload_optimizer_state(self, optimizer: Optimizer) -> Offloaded: ...
+
+
+class HostCopies:
+    """Copies of tensors in host memory, one after the other in a few buffers.
+
+    The buffers are pinned for tensors of an accelerator. A copy may continue in the next buffer.
+    Copies are complete once the device is synchronised.
     """
 
     def __init__(self, tensors: Iterable[Tensor]):
@@ -61,7 +84,7 @@ class HostCopies:
                 target.copy_(dense)
 
     def _places(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield each tensor with the parts of the buffers that have its bytes."""
+        """Yield each tensor with the parts of the buffers that hold it."""
         start = 0
         for tensor in tensors:
             end = start + tensor.nbytes
@@ -74,8 +97,9 @@ class HostCopies:
 
 
 class OffloadedTensors:
-    """Offloaded tensors with emptied storages: all views of a storage are restored with it, also
-    those that a library holds.
+    """Offloaded tensors with emptied storages.
+
+    All views of a storage come back with it, also views that a library holds.
     """
 
     def __init__(
@@ -188,8 +212,9 @@ class OffloadedOptimizer:
 
 @contextmanager
 def same_parameters() -> Iterator[None]:
-    """Keep parameters of a module that is moved inside the same objects, tied ones tied, as is
-    always so for DTensors.
+    """Keep the parameters of a module that is moved inside the same objects, and tied ones tied.
+
+    DTensors always behave like that.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)

@@ -1,4 +1,4 @@
-"""Optimizer and learning-rate schedule."""
+"""Build optimizers and learning-rate schedules, and take steps."""
 
 import math
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def create_adamw(
 
 
 def parameter_names(module: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
-    """Return for each parameter group the names of its parameters in `module`.
+    """Return the names in `module` of each parameter group's parameters.
 
     Raises ValueError for an optimizer that has stepped or that trains parameters outside of
     `module`.

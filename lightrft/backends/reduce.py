@@ -1,4 +1,4 @@
-"""Reduction and gathering of numbers, tensors and dicts of them over ranks.
+"""Reduce and gather numbers, tensors, and dicts of them over ranks.
 
 The caller's objects are never changed.
 """
@@ -14,7 +14,11 @@ Op = Literal["mean", "sum", "max", "min"]
 
 
 def all_reduce(data: Any, op: Op, axis: Axis) -> Any:
-    """See StrategyBase.all_reduce."""
+    """Reduce a number, a tensor, or a flat dict of both over the ranks of `axis`.
+
+    Returns a new object of equal type and device. The dtype is kept too, but the mean of integers
+    is a float. A dict is reduced in one collective; all ranks must give the same keys and shapes.
+    """
     if op not in ("mean", "sum", "max", "min"):
         raise ValueError(f"all_reduce: unknown op {op!r}; known: mean, sum, max, min")
     if isinstance(data, dict):
@@ -26,7 +30,11 @@ def all_reduce(data: Any, op: Op, axis: Axis) -> Any:
 
 
 def all_gather(data: Any, axis: Axis) -> Any:
-    """See StrategyBase.all_gather."""
+    """Gather from the ranks of `axis`, in order; everything is sent through the host.
+
+    Tensors are concatenated along the first dim (0-dim ones too), numbers are listed, dicts are
+    gathered by key. First dims may differ between ranks.
+    """
     parts = axis.gather(_on_host(data))
     if isinstance(data, dict):
         return {
@@ -72,9 +80,7 @@ def _accumulator(dtype: torch.dtype, op: Op) -> torch.dtype:
 
 
 def _result_dtype(dtype: torch.dtype, op: Op) -> torch.dtype:
-    """Return `dtype`, except that a mean of integers is float32 and a sum of booleans is an int64
-    count.
-    """
+    """Return float32 for a mean of integers, int64 for a sum of booleans, else `dtype`."""
     if op == "mean" and not dtype.is_floating_point:
         return torch.float32
     return torch.int64 if op == "sum" and dtype == torch.bool else dtype

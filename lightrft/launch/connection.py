@@ -1,4 +1,4 @@
-"""TCP connection for JSON objects, one per line, which detects the loss of the other end."""
+"""Send JSON objects over TCP, one per line, and notice when the other end is lost."""
 
 import json
 import os
@@ -12,12 +12,11 @@ from typing import Any
 Message = dict[str, Any]
 
 LOST_AFTER = 45
-"""Seconds without a reply from the other machine's kernel after which a connection counts as lost.
-A process that dies closes its connections at once, whatever kills it; this limit is for failures of
+"""Seconds without a reply from the other machine's kernel until a connection counts as lost. A
+process that dies closes all connections at once, whatever kills it; this limit is for failures of
 machines and networks."""
 PENDING = 65536
-"""Maximum number of bytes buffered for a receiver that does not read, beyond which messages are
-dropped; and of a line."""
+"""Maximum bytes of a line, and of messages to a receiver that does not read; more are dropped."""
 FIRST = 1024
 """Maximum number of bytes of a line from a peer that has not been authenticated yet."""
 
@@ -51,8 +50,9 @@ class Connection:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
 
     def receive(self) -> Iterator[Message]:
-        """Yield the messages that have arrived since the last call; ConnectionLost if no more can
-        arrive.
+        """Yield the messages that have arrived since the last call.
+
+        Raises ConnectionLost if no more can arrive.
         """
         try:
             data = self.socket.recv(PENDING)
@@ -81,7 +81,7 @@ class Connection:
             raise ConnectionLost("a line of brackets") from error
 
     def shut(self) -> None:
-        """Shut the connection down, which wakes both ends and any thread waiting on it."""
+        """Shut the connection down; this wakes both ends and any thread that waits on it."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -90,9 +90,7 @@ class Connection:
 
 
 def keep_from_children(opened: socket.socket) -> None:
-    """Close the socket in forked children, which would otherwise keep the connection open when this
-    process dies.
-    """
+    """Close the socket in forked children, so that it ends with this process."""
     _open.add(opened)
 
 

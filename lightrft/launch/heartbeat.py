@@ -1,6 +1,4 @@
-"""Heartbeats of all ranks to rank 0, which ends all ranks with one cause when a rank fails, dies or
-stalls.
-"""
+"""Send heartbeats to rank 0, and end all ranks with one cause if a rank fails, dies or stalls."""
 
 import atexit
 import ipaddress
@@ -31,34 +29,34 @@ from lightrft.parallel.processes import RunProcesses
 BEAT = 5.0
 """Seconds between two heartbeats of a rank; less if the time limit is short."""
 GRACE = 3.0
-"""Seconds by which ranks outlive the failed rank of their node, so that their launcher sees that
-one end first. Ranks of other nodes do not wait: a launcher fails without a report on its ranks if
-the launcher of another node ends before them."""
+"""Seconds by which ranks outlive the failed rank of the node, so that the launcher sees the failed
+one end first. Ranks of other nodes do not wait: a launcher reports nothing about its ranks if the
+launcher of another node ends before them."""
 LOOPBACK = "127.0.0.1"
 MARGIN = timedelta(seconds=60)
-"""Time that collectives have beyond the limit, because their own timeouts report less."""
+"""Time that collectives have beyond the limit, because the timeout of a collective says less."""
 PACKAGE = str(Path(__file__).parents[1])
 STANDARD_LIBRARY = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 LIBRARIES = {"site-packages", "dist-packages"}
-"""Names of folders with installed packages, which may also belong to another environment."""
+"""Names of folders with installed packages, of this environment or another."""
 END = os._exit
-"""Kept here, because code of the user that calls it by its name must not end a run (registry.py).
-"""
+"""Kept here, because code of the user that calls os._exit must not end a run (registry.py)."""
 _count = 0
 
 
 class Watchdog:
     """Thread on every rank with a connection to the monitor on rank 0.
 
-    It reports the rank's phase, its current line, and the number of collectives that it has begun
-    in each of its groups. It ends this process when the monitor announces a failure: a rank failed
-    or died, or a collective waited longer than `limit` seconds.
+    It reports the rank's phase, the current line, and the number of collectives that were begun in
+    each group. It ends this process when the monitor announces a failure: a rank failed or died, or
+    a collective waited longer than `limit` seconds.
     """
 
     def __init__(self, processes: RunProcesses, *, limit: float, phase_limit: float):
         """Connect to rank 0; all ranks call it together.
 
-        Their store is used only to exchange rank 0's address.
+        The store only says where rank 0 listens. It does not replace the connection: a store says
+        nothing when a process dies, and a call blocks while the process that serves it is stopped.
         """
         global _count
         _count += 1
@@ -111,9 +109,7 @@ class Watchdog:
         self._connection.send({"phase": phase})
 
     def fail(self, error: BaseException, *, code: int = 1, brief: bool = False) -> NoReturn:
-        """End all ranks; the rank that failed first logs its error, `brief`ly or with the
-        traceback.
-        """
+        """End all ranks; the rank that failed first logs the error, `brief` or with traceback."""
         message = str(error) if brief else "".join(traceback.format_exception(error)).rstrip()
         echo = is_secondary(error)
         self._failed = True
@@ -177,9 +173,7 @@ class Watchdog:
         self._connection.close()
 
     def _collectives_begun(self) -> dict[str, int]:
-        """Return the number of collectives in each group; groups of the two sides have equal
-        names.
-        """
+        """Return the number of collectives in each group; the side makes names unique."""
         return {
             f"{self.side} {name}".lstrip(): count for name, count in collectives_begun().items()
         }
@@ -214,15 +208,13 @@ class Watchdog:
         exit_process(failure["cause"], failure["code"])
 
     def _death_of_rank_0(self, reason: ConnectionLost) -> dict[str, Any]:
-        """Return the failure for the death of rank 0, which its monitor can no longer announce."""
+        """Return the failure for the death of rank 0: no monitor can announce it any more."""
         return self._failure_of_rank_0(
             death(self._name_of_rank_0, self._rank_0["host"], self._phase_of_rank_0, reason)
         )
 
     def _silence_of_rank_0(self) -> dict[str, Any]:
-        """Return the failure for `limit` seconds without a message from the monitor and without a
-        new collective of this rank.
-        """
+        """Return the failure for `limit` seconds without a message or a new collective."""
         return self._failure_of_rank_0(
             f"{self._name_of_rank_0} has sent no heartbeat for more than {self.limit:.0f} s"
             f" (--timeout_minutes), the last one {when(self._phase_of_rank_0)}: its process is"
@@ -243,9 +235,7 @@ class Watchdog:
 
 
 class SingleRankWatchdog:
-    """Watchdog of a run with one rank: a thread that ends the process when a phase has taken too
-    long.
-    """
+    """Watchdog of a run with one rank: a thread ends the process if a phase takes too long."""
 
     def __init__(self, phase_limit: float):
         self._limit = phase_limit
@@ -286,9 +276,7 @@ class SingleRankWatchdog:
 
 
 def is_secondary(error: BaseException | None) -> bool:
-    """Return True for an error that another rank has caused: a collective or the store failed or
-    timed out.
-    """
+    """Return True for an error that another rank caused: a collective or the store failed."""
     while error is not None:
         if isinstance(error, dist.DistError) or "/gloo/transport/" in str(error):
             return True
@@ -297,9 +285,7 @@ def is_secondary(error: BaseException | None) -> bool:
 
 
 def exit_process(cause: str, code: int) -> NoReturn:
-    """End this process immediately, since the main thread may be in a collective that cannot be
-    interrupted.
-    """
+    """End this process immediately: nothing interrupts a main thread that is in a collective."""
     tell_launcher(cause)
     if sys.__stderr__ is not None and sys.__stderr__.isatty():
         sys.__stderr__.write("\x1b[?25h")  # show the cursor, which a live display hides
@@ -314,9 +300,7 @@ def place() -> str:
 
 
 def code_position(thread: int) -> str:
-    """Return the position of a thread in our code or the user's: the innermost line and up to two
-    of its callers.
-    """
+    """Return where a thread is in our code or the user's: the innermost line and two callers."""
     lines: list[str] = []
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None and len(lines) < 3:
@@ -341,8 +325,9 @@ def _one_node(world_size: int) -> bool:
 
 
 def _listening_address(world_size: int) -> str | None:
-    """Return the address at which ranks reach rank 0; None (all addresses) if its name resolves to
-    loopback or not at all.
+    """Return the address where rank 0 listens for other ranks.
+
+    None means all addresses: the name of this host resolves to loopback or not at all.
     """
     if _one_node(world_size):
         return LOOPBACK

@@ -1,6 +1,4 @@
-"""Monitor on rank 0: collects the state of all ranks, detects dead and late ones, and announces the
-failure that ends the run.
-"""
+"""Watch all ranks from rank 0: find dead and late ones, and announce what ends the run."""
 
 import secrets
 import selectors
@@ -20,8 +18,7 @@ from lightrft.launch.connection import (
 )
 
 PATIENCE = 5.0
-"""Seconds that the report of a failed collective waits for its cause, a rank that failed by itself
-or died."""
+"""Seconds that the report of a failed collective waits for a rank that failed by itself or died."""
 BACKLOG = 128
 """Fewest connections that may wait to be accepted, so that a few strangers keep no rank out."""
 RETRY = 0.1
@@ -34,7 +31,7 @@ OUTSIDE = ("", "start-up")
 
 @dataclass
 class RankStatus:
-    """Status of one rank. Times are from this process's monotonic clock."""
+    """What the monitor knows of a rank. Times are from this process's monotonic clock."""
 
     rank: int
     host: str
@@ -46,10 +43,9 @@ class RankStatus:
     """Empty between phases."""
     phase_began: float = field(default_factory=time.monotonic)
     place: str = ""
-    """Position of its main thread in our code or the user's at its last heartbeat."""
+    """Position of the main thread in our code or the user's at the last heartbeat."""
     issued: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Group -> number of collectives that this rank has begun in it, and time when that number was
-    first observed."""
+    """Group -> number of collectives that this rank has begun, and when that was first seen."""
     heard: float = field(default_factory=time.monotonic)
     left: bool = False
     """True if the rank has ended regularly."""
@@ -70,7 +66,7 @@ class RankStatus:
 
 
 class Monitor:
-    """Monitor thread of rank 0, which is idle except for one line from each rank per heartbeat."""
+    """Thread of rank 0 that hears one line from each rank per heartbeat, and is idle otherwise."""
 
     def __init__(
         self,
@@ -252,9 +248,7 @@ class Monitor:
             self._end(f"{absent} ended, or hung, before it could send its position", root=0)
 
     def _endless(self, now: float) -> list[str]:
-        """Return the phases of all ranks if all of them have been in theirs for too long, else
-        none.
-        """
+        """Return the phases of all ranks if each has taken too long, else none."""
         present = [status for status in self.statuses.values() if not status.left]
         late = [
             status
@@ -272,9 +266,7 @@ class Monitor:
         return groups
 
     def _longest_wait(self, now: float) -> float:
-        """Return the seconds that the longest-waiting collective has waited for ranks that have not
-        begun it; 0 without one.
-        """
+        """Return the longest wait in seconds of a collective for ranks that have not begun it."""
         waits = [0.0]
         for members in self._counts().values():
             fewest = min(count for count, _ in members.values())
@@ -282,9 +274,7 @@ class Monitor:
         return max(waits)
 
     def _late_in_collectives(self) -> dict[int, str]:
-        """Return rank -> description of the collectives that it has not begun although others of
-        its group have.
-        """
+        """Return rank -> which collectives others of a group have begun and it has not."""
         late = {}
         for group, members in self._counts().items():
             most = max(count for count, _ in members.values())
@@ -299,9 +289,7 @@ class Monitor:
         return late
 
     def _report(self, late: dict[int, str], now: float) -> str:
-        """Return a report of late ranks and the positions of all ranks; ranks at the same position
-        share a line.
-        """
+        """Return a report of late ranks, and where all ranks are; equal positions share a line."""
         groups: dict[str, list[RankStatus]] = {}
         for status in self.statuses.values():
             lateness = f"late: {late[status.rank]}; " if status.rank in late else ""
@@ -326,9 +314,9 @@ class Monitor:
         return "\n".join([headline, *lines])
 
     def _end(self, cause: str, *, root: int, code: int = 1, brief: bool = False) -> None:
-        """Announce a failure; only the first one counts.
+        """Announce a failure to all ranks, rank 0 last, because this process ends then.
 
-        Rank 0 gets it last, so that all have it when this process ends.
+        Only the first failure counts.
         """
         if self._failure is None:
             node = self.statuses[root].node if root in self.statuses else ""
@@ -347,10 +335,10 @@ class Monitor:
 
 
 def listening_socket(address: str | None, backlog: int) -> socket.socket:
-    """Open a socket on a port chosen by the system.
+    """Open a socket on a port that the system chooses.
 
-    It listens on all addresses if `address` is not local but is routed here, such as that of a
-    cluster service.
+    It listens on all addresses if `address` is not local but is routed here, as for a cluster
+    service.
     """
     if address is not None:
         for family, _, _, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):

@@ -257,6 +257,11 @@ def mesh_problems(world_size: int, *, dp_replicate: int, sp: int, tp: int) -> li
     return problems
 
 
+def process_rank() -> int:
+    """Return this process's rank; before there is a process group, the launcher's RANK or 0."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
 def world_axis() -> Axis:
     """Return an axis of all processes; without a process group, an axis of this process alone."""
     return _axis("world", dist.group.WORLD) if dist.is_initialized() else Axis("world", 1, 0, None)

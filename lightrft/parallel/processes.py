@@ -10,8 +10,8 @@ import torch.distributed as dist
 class RunProcesses:
     """All processes of a run, and which of them this one is.
 
-    With `rollout_ranks` the last ranks only generate. They have a default process group of their
-    own, and so do the others, so that each side is the whole world to the code that runs there.
+    With `rollout_ranks` the last ranks only generate. Each side has a default process group of its
+    own, so it is the whole world to the code that runs there.
     """
 
     store: dist.Store
@@ -35,6 +35,11 @@ class RunProcesses:
         return self.rank >= self.size - self.rollout_ranks
 
     @property
+    def generates_elsewhere(self) -> bool:
+        """Return True if this rank trains, and other ranks generate for it."""
+        return self.rollout_ranks > 0 and not self.generates
+
+    @property
     def side(self) -> str:
-        """Return the name of this rank's world, for the names of groups; empty if there is one."""
+        """Return the name of this rank's world; empty if there is only one."""
         return "" if not self.rollout_ranks else "rollout" if self.generates else "training"

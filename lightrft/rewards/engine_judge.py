@@ -17,7 +17,7 @@ from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.rewards.judge_settings import ATTEMPTS, JudgeSettings
 from lightrft.rewards.models import add_score
 from lightrft.samples import Sample
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy import Strategy
 
 
 class EngineJudge:
@@ -27,7 +27,7 @@ class EngineJudge:
         self,
         term: RewardTerm,
         config: Config,
-        strategy: StrategyBase,
+        strategy: Strategy,
         tokenizer: PreTrainedTokenizerBase,
     ):
         """Set up the judge. Raises ValueError for settings that cannot be used."""
@@ -108,9 +108,8 @@ class EngineJudge:
         ]
 
         replies = [""] * len(samples)
-        for place, (completion,) in zip(
-            fitting, self.strategy.gather_and_generate(sampling, requests=requests), strict=True
-        ):
+        completions = self.strategy.host.generate(sampling, requests, sleep_after=True)
+        for place, (completion,) in zip(fitting, completions, strict=True):
             replies[place] = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
 
         return replies

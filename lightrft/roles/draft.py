@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightrft.algorithms.reduce import Report, TokenGradients
 from lightrft.algorithms.truncation import Truncation
 from lightrft.roles.role import Role
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy import Strategy
 from lightrft.types import Batch
 
 
@@ -23,7 +23,7 @@ class Draft(Role):
 
     def __init__(
         self,
-        strategy: StrategyBase,
+        strategy: Strategy,
         module: nn.Module,
         optimizer: Optimizer,
         scheduler: LRScheduler,

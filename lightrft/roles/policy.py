@@ -28,7 +28,8 @@ from lightrft.roles.microbatch import MicroBatchIndices, micro_batches
 from lightrft.roles.padded import flatten
 from lightrft.roles.role import Objective, Role
 from lightrft.strategy.phases import Phase
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.prompt_reader import PromptReader
+from lightrft.strategy.strategy import Strategy
 from lightrft.types import Batch, Completion, Routing, padded
 
 EVERYTHING = 2**62
@@ -46,7 +47,7 @@ class Policy(Role, PolicyNames):
 
     def __init__(
         self,
-        strategy: StrategyBase,
+        strategy: Strategy,
         actor: Actor,
         optimizer: Optimizer | None = None,
         scheduler: LRScheduler | None = None,
@@ -198,10 +199,10 @@ class Policy(Role, PolicyNames):
         sampled, 0 elsewhere. Greedy log-probs are at temperature 1. Requires
         prepare_for_generation() first.
         """
-        if self.strategy.phase is not Phase.GENERATE:
+        phase = self.strategy.memory.phase
+        if phase is not Phase.GENERATE:
             raise RuntimeError(
-                f"generate() in phase {self.strategy.phase.value}: call prepare_for_generation()"
-                " first"
+                f"generate() in phase {phase.value}: call prepare_for_generation() first"
             )
 
         flat = flatten(batch, self.strategy.mesh.data).batch
@@ -219,7 +220,9 @@ class Policy(Role, PolicyNames):
             banned_token_ids=self.truncation.banned,
             seed=self.strategy.seed * 1_000_003 + self._generations,
         )
-        completions = self.strategy.gather_and_generate(sampling, prompts, sleep_engine=False)
+        reader = PromptReader(self.strategy.host.engine.vocabulary, special_tokens=False)
+        requests = [reader.request(prompt, {}) for prompt in prompts]
+        completions = self.strategy.host.generate(sampling, requests)
 
         return self._generated(prompts, [samples[0] for samples in completions])
 
@@ -263,30 +266,29 @@ class Policy(Role, PolicyNames):
         """
         refitted = (
             self._version_before_refit is not None
-            and self.strategy.engine.version > self._version_before_refit
+            and self.strategy.host.version > self._version_before_refit
         )
-        stale = self.strategy.phase in (Phase.TRAIN, Phase.LOGPROB) or (
-            self.strategy.phase is Phase.REFIT and not refitted
-        )
-        self.strategy.wakeup_inference_engine(self.actor if stale else None)
+        phase = self.strategy.memory.phase
+        stale = phase in (Phase.TRAIN, Phase.LOGPROB) or (phase is Phase.REFIT and not refitted)
+        self.strategy.host.wake(self.actor if stale else None)
 
     def prepare_for_training(self) -> None:
         """Bring the actor and its optimizer to the device.
 
         Raises PhaseError during generation: finish_generation() first.
         """
-        self.strategy.enter(Phase.TRAIN, self.actor, self.optimizer)
+        self.strategy.memory.enter(Phase.TRAIN, self.actor, self.optimizer)
 
     def prepare_for_logprobs(self) -> None:
         """Bring the actor to the device.
 
         Raises PhaseError during generation: finish_generation() first.
         """
-        self.strategy.enter(Phase.LOGPROB, self.actor)
+        self.strategy.memory.enter(Phase.LOGPROB, self.actor)
 
     def finish_generation(self) -> None:
         """Put the engine to sleep, if it is allowed to, so that models can return to the device."""
-        self.strategy.maybe_sleep_inference_engine()
+        self.strategy.host.sleep()
 
     def finish_training(self) -> None:
         """Move actor and optimizer off the device with --offload_idle."""
@@ -294,23 +296,23 @@ class Policy(Role, PolicyNames):
             raise RuntimeError(
                 "a train step is open: call finish_train_step() or abort_train_step() first"
             )
-        self.strategy.enter(Phase.LOGPROB)
+        self.strategy.memory.enter(Phase.LOGPROB)
 
     def finish_inference(self) -> None:
         """Move the model that was used off the device with --offload_idle."""
-        self.strategy.enter(Phase.LOGPROB)
+        self.strategy.memory.enter(Phase.LOGPROB)
 
     def offload_before_refit(self) -> None:
         """Move the optimizer off the device, and bring the actor there for the weight stream."""
-        self._version_before_refit = self.strategy.engine.version
-        self.strategy.enter(Phase.REFIT, self.actor)
+        self._version_before_refit = self.strategy.host.version
+        self.strategy.memory.enter(Phase.REFIT, self.actor)
         if self.optimizer is not None:
-            self.strategy.maybe_offload_optimizer(self.optimizer)
+            self.strategy.memory.offload_optimizer(self.optimizer)
 
     def offload_after_refit(self) -> None:
         """Move the actor off the device too, which frees memory for the engine's cache."""
-        self.strategy.enter(Phase.REFIT)
-        self.strategy.offload_model(self.actor)
+        self.strategy.memory.enter(Phase.REFIT)
+        self.strategy.memory.offload_model(self.actor)
 
     def refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Return Hugging Face name -> full shape and dtype of the tensors of stream_weights().
@@ -349,14 +351,14 @@ class Policy(Role, PolicyNames):
         """Save the actor as a Hugging Face folder, and optionally two more folders.
 
         `optimizer_path` gets all that a run needs to continue (weights, optimizer, schedule, random
-        states), for strategy.load_ckpt(actor, its parent, its name, parts={"policy": policy}).
+        states), for strategy.checkpoints.load(actor, parent, name, parts={"policy": policy}).
         `tokenizer_path` gets the tokenizer.
         """
-        self.strategy.save_model(self.actor, None, weights_path)
+        self.strategy.checkpoints.save_model(self.actor, None, weights_path)
         if optimizer_path is not None:
             # Folders beside it belong to the caller, so the limits let none be removed.
             path = Path(optimizer_path)
-            self.strategy.save_ckpt(
+            self.strategy.checkpoints.save(
                 self.actor,
                 path.parent,
                 path.name,
@@ -407,7 +409,7 @@ class Policy(Role, PolicyNames):
 
     def _balance(self, batch: Batch, rows: MicroBatchIndices) -> Balance:
         """Compute the load of the experts over the tokens of all ranks, without dropout."""
-        self.strategy.enter(Phase.LOGPROB, self.actor)
+        self.strategy.memory.enter(Phase.LOGPROB, self.actor)
         self.actor.eval()
 
         sums = []

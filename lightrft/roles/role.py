@@ -26,7 +26,7 @@ from lightrft.roles.operations import TrainingOperations
 from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten
 from lightrft.roles.reports import MicroBatchReports
 from lightrft.strategy.phases import Phase
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy import Strategy
 from lightrft.types import Batch, padded
 
 Objective = Callable[[Tensor, Any, Denominator], tuple[Tensor, Report]]
@@ -85,7 +85,7 @@ class Role(ABC):
 
     def __init__(
         self,
-        strategy: StrategyBase,
+        strategy: Strategy,
         module: nn.Module,
         optimizer: Optimizer | None = None,
         scheduler: LRScheduler | None = None,
@@ -304,7 +304,7 @@ class Role(ABC):
                 " eval_mode=True"
             )
 
-        self.strategy.enter(
+        self.strategy.memory.enter(
             Phase.LOGPROB if eval_mode else Phase.TRAIN,
             self.module,
             None if eval_mode else self.optimizer,
@@ -424,7 +424,7 @@ class Role(ABC):
         batch: Batch,
         rows: MicroBatchIndices,
     ) -> Tensor:
-        self.strategy.enter(Phase.LOGPROB, module)
+        self.strategy.memory.enter(Phase.LOGPROB, module)
         module.eval()
         return infer(forward, batch, rows, self.strategy.device)
 

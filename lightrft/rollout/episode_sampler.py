@@ -15,7 +15,7 @@ from lightrft.engine.requests import Request, derived_seed
 from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
 from lightrft.rollout.groups import Group
 from lightrft.rollout.sampler import Finished, Part, Requests, RolloutLoop, Sampler
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy import Strategy
 from lightrft.types import Completion, Sample
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class EpisodeLoop(RolloutLoop):
         turns = []
         for play in self._ready():
             request = self.sampler.next_turn(play, self._groups[play.sample.group], self.seed)
-            problem = self.sampler.strategy.engine.problem(request)
+            problem = self.sampler.strategy.host.engine.problem(request)
             if problem:
                 self.episodes.refuse(play, problem)
             else:
@@ -153,7 +153,7 @@ class EpisodeSampler(Sampler):
 
     def __init__(
         self,
-        strategy: StrategyBase,
+        strategy: Strategy,
         tokenizer: PreTrainedTokenizerBase,
         section: RolloutSection,
         episodes: Episodes,
@@ -162,7 +162,7 @@ class EpisodeSampler(Sampler):
         self.episodes = episodes
 
     def open(self, seed: int) -> EpisodeLoop:
-        session = self.strategy.open_generation(sampling_of(self.section), shared=True)
+        session = self.strategy.host.open(sampling_of(self.section), shared=True)
         return EpisodeLoop(self, session, seed)
 
     def prepare(self, parts: list[Part], seed: int) -> Requests:

@@ -15,7 +15,7 @@ from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import Group
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy import Strategy
 from lightrft.types import Completion, Prompt, Sample
 
 Part = tuple[Group, Sequence[int]]
@@ -130,7 +130,7 @@ class Sampler:
     """Several ranks can generate the responses of one group."""
 
     def __init__(
-        self, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, section: RolloutSection
+        self, strategy: Strategy, tokenizer: PreTrainedTokenizerBase, section: RolloutSection
     ):
         self.strategy = strategy
         self.tokenizer = tokenizer
@@ -143,7 +143,7 @@ class Sampler:
 
     def open(self, seed: int) -> RolloutLoop:
         """Return a loop for groups, which all ranks open together."""
-        return RolloutLoop(self, self.strategy.open_generation(sampling_of(self.section)), seed)
+        return RolloutLoop(self, self.strategy.host.open(sampling_of(self.section)), seed)
 
     def prepare(self, parts: list[Part], seed: int) -> Requests:
         """Build the requests for responses that will be added, with media as the engine reads them.
@@ -151,7 +151,7 @@ class Sampler:
         Another thread may call it while the engine does nothing else. Data that cannot be read
         raise DataError.
         """
-        prepare = self.strategy.engine.prepare
+        prepare = self.strategy.host.engine.prepare
         return {
             (group.number, places): [
                 (prepare(request), *rest) for request, *rest in self.pending(group, places, seed)

@@ -33,7 +33,7 @@ from lightrft.config.sections import ServerSection
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.rollout.groups import Group
 from lightrft.run.interruption import SERVER_STOPS, Interruption
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy import Strategy
 from lightrft.types import Prompt
 
 STEPS = 4
@@ -157,7 +157,7 @@ class ModelServer:
 
     def __init__(
         self,
-        strategy: StrategyBase,
+        strategy: Strategy,
         sampler: EpisodeSampler,
         served: EndpointModel,
         section: ServerSection,
@@ -188,7 +188,7 @@ class ModelServer:
         self.strategy.announce("")
         with (
             Interruption(self.strategy.mesh.world, SERVER_STOPS) as interruption,
-            self.strategy.engine_awake(),
+            self.strategy.host.awake(),
         ):
             if self.strategy.is_rank_0():
                 threading.Thread(

@@ -1,7 +1,9 @@
-"""Strategies, which distribute a run: models, optimizers, checkpoints, and the engine that they
-host.
+"""Strategies distribute a run: models, optimizers, checkpoints, and the engine that they host.
+
+The public classes have the verbs of other tools too, so they come from `lightrft.compat`.
 """
 
+from importlib import import_module
 from typing import Any
 
 from lightrft.config.errors import ConfigError
@@ -9,28 +11,23 @@ from lightrft.config.resolve import Arguments, as_config, strategy_name
 from lightrft.config.sections import Config
 from lightrft.registry import Registry
 from lightrft.strategy.engine_host import EngineStatus
-from lightrft.strategy.fsdp import FSDPStrategy
-from lightrft.strategy.strategy_base import StrategyBase, is_actor
+from lightrft.strategy.strategy import Strategy
 
-__all__ = [
-    "DeepSpeedStrategy",
-    "EngineStatus",
-    "FSDPStrategy",
-    "StrategyBase",
-    "StrategyConfig",
-    "get_strategy",
-    "is_actor",
-]
-
+_HOMES = {
+    "StrategyBase": "lightrft.compat.strategy",
+    "FSDPStrategy": "lightrft.compat.strategy",
+    "DeepSpeedStrategy": "lightrft.compat.strategy",
+    "is_actor": "lightrft.compat.strategy",
+}
+"""Public name -> module. The modules import this package, so they are imported only for a name."""
+__all__ = [*_HOMES, "EngineStatus", "Strategy", "StrategyConfig", "get_strategy"]
 
 _strategies = Registry("strategy", flag="--strategy")
-_strategies.register("fsdp")(FSDPStrategy)
+_strategies.register_deferred("fsdp", "lightrft.compat.strategy:FSDPStrategy")
 
 
 class StrategyConfig:
-    """LightRFT's name for a strategy's configuration: it makes a Config, with `extra_args` for
-    other names.
-    """
+    """Make a Config under LightRFT's name for it, with `extra_args` for other names."""
 
     from_args = staticmethod(as_config)
 
@@ -38,50 +35,35 @@ class StrategyConfig:
         return as_config(values)
 
 
-def get_strategy(args: Arguments = None) -> StrategyBase:
-    """Return the strategy that --strategy or --fsdp in `args` names; the caller still has to call
-    its setup_distributed().
+def get_strategy(args: Arguments = None) -> Strategy:
+    """Return the strategy that --strategy or --fsdp in `args` names, with every verb.
 
-    The default is DeepSpeed if it is installed, else FSDP2. Raises ConfigError for a class that
-    cannot be found.
+    Call setup_distributed() next. The default is DeepSpeed if it is installed, else FSDP2.
+    Raises ConfigError for a class that cannot be found.
     """
     config = as_config(args)
     section = config.strategy
     strategy = _class(
         strategy_name(section.strategy, section.fsdp if "fsdp" in section.written else None)
     )
-    own = (
-        vars(config.train) | vars(config.optim)
-        if isinstance(args, Config)
-        else config.extra_args | vars(config.optim)
-    )
+
+    if isinstance(args, Config):
+        own = vars(config.train) | vars(config.optim)
+    else:
+        own = config.extra_args | vars(config.optim)
     named = ("seed", "max_norm", "micro_train_batch_size", "train_batch_size")
 
     return strategy(args=config, **{name: own[name] for name in named if own.get(name) is not None})
 
 
 def __getattr__(name: str) -> Any:
-    """Import DeepSpeed only when DeepSpeedStrategy is accessed."""
-    if name == "DeepSpeedStrategy":
-        return _deepspeed_strategy()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
 
 
-def _class(name: str) -> type[StrategyBase]:
-    chosen = _deepspeed_strategy() if name == "deepspeed" else _strategies[name]
-    if not (isinstance(chosen, type) and issubclass(chosen, StrategyBase)):
+def _class(name: str) -> type[Strategy]:
+    chosen = __getattr__("DeepSpeedStrategy") if name == "deepspeed" else _strategies[name]
+    if not (isinstance(chosen, type) and issubclass(chosen, Strategy)):
         raise ConfigError(f"--strategy {name}: {chosen!r} is not a subclass of StrategyBase")
     return chosen
-
-
-def _deepspeed_strategy() -> type[StrategyBase]:
-    try:
-        from lightrft.strategy.deepspeed import DeepSpeedStrategy
-    except ModuleNotFoundError as error:
-        if error.name != "deepspeed":
-            raise
-        raise ConfigError(
-            "--strategy deepspeed: DeepSpeed is not installed: `pip install deepspeed`, or shard"
-            " with FSDP2: --fsdp"
-        ) from None
-    return DeepSpeedStrategy

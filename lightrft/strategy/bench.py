@@ -1,6 +1,4 @@
-"""Tools for the cases of testing.py: run the same steps of a tiny model on fixed batches under a
-strategy and in plain torch.
-"""
+"""Train a tiny model on fixed batches, under a strategy and in plain torch, for testing.py."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,20 +14,21 @@ from torch.optim import SGD, Optimizer
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.data.loader import share_of
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy import StrategyBase
 
 VOCABULARY = 96
 STEPS = 3
 LENGTHS = [3, 9, 4, 12, 2, 6, 7, 5, 11, 3, 8, 4]
-"""Vocabulary size, number of optimizer steps, and lengths of one step's sequences, which give ranks
-different token counts."""
+"""Vocabulary size, number of optimizer steps, and the lengths of a step's sequences. The lengths
+give ranks different token counts."""
 OptimizerOf = Callable[[nn.Module], Optimizer]
 
 
 @dataclass
 class TrainingRun:
-    """Losses and gradient norms of some optimizer steps, and the parameters after them by their
-    Hugging Face names.
+    """Losses and gradient norms of some optimizer steps, and the parameters after them.
+
+    The parameters have Hugging Face names.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -58,8 +57,9 @@ class Bench:
         micro_batches: int = 1,
         change: Callable[[Tensor], Tensor] | None = None,
     ) -> float:
-        """Run backward on this rank's part of an optimizer step, its loss changed by `change`;
-        return its part of the loss.
+        """Run backward on this rank's part of an optimizer step; return that part of the loss.
+
+        `change` is applied to the loss first.
         """
         data = self.strategy.mesh.data
         total = 0.0
@@ -157,7 +157,7 @@ def loss_of(model: nn.Module, rows: list[Tensor], denominator: int) -> Tensor:
 
 
 def sgd(model: nn.Module) -> Optimizer:
-    """Build SGD, which, unlike Adam, reveals a constant factor on the gradients."""
+    """Build SGD: unlike Adam it reveals a constant factor on the gradients."""
     return SGD(model.parameters(), lr=0.3)
 
 
@@ -202,9 +202,7 @@ def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def refused(action: Callable[[], Any], kind: type[Exception]) -> str:
-    """Return the message of the error that `action` must raise; AssertionError if it raises
-    none.
-    """
+    """Return the message of the error that `action` must raise; AssertionError without one."""
     try:
         action()
     except kind as error:

@@ -1,37 +1,47 @@
-"""Checkpoints of a strategy: its models, their optimizers and schedules, and any other part of a
-run that has a state.
-"""
+"""Write and read checkpoints: models, optimizers, schedules, and whatever else has a state."""
 
 import socket
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from loguru import logger
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase
 
 from lightrft.backends.base import Backend
 from lightrft.checkpoint import manager
 from lightrft.checkpoint.atomic import PART, run_on_all_ranks
 from lightrft.checkpoint.background import Background
+from lightrft.checkpoint.hf_export import export, export_adapter, rehearse
+from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.parallel.device import GB, free_host_memory
+from lightrft.strategy.device_memory import DeviceMemory
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+Models = nn.Module | Mapping[str, Any]
+"""One model, or several by name: {"actor": (actor, optimizer, scheduler), "ema": ema}, each as
+prepare() takes it."""
 Trained = tuple[nn.Module | None, Optimizer | None, LRScheduler | None]
-"""Model with the optimizer and schedule that train it, which may be None."""
+"""Model with the optimizer and schedule that train it; any of them may be None."""
 MEMORY_FACTOR = 2
-"""Free host memory with which a checkpoint is written in the background, relative to what its copy
-takes."""
+"""Free host memory that a checkpoint in the background needs, as a multiple of the copy."""
 
 
 class Checkpoints:
-    """Write and read checkpoints; one at a time may be written in the background.
+    """Checkpoints and Hugging Face folders of the models of a run.
+
+    strategy.checkpoints.save(models, "runs/mine/checkpoints", tag="step2")
+    path, client_state = strategy.checkpoints.load(models, "runs/mine/checkpoints")
+    strategy.checkpoints.save_model(actor, tokenizer, "runs/mine/model")
+
+    One checkpoint at a time may be written in the background.
 
     All ranks call every method together.
     """
@@ -39,34 +49,212 @@ class Checkpoints:
     def __init__(
         self,
         backend: Backend,
-        reload: Callable[[nn.Module | Optimizer | None], None],
-        loaded: Callable[..., AbstractContextManager[bool]],
+        memory: DeviceMemory,
+        full_params: Callable[..., Iterator[tuple[str, Tensor]]],
     ):
-        """Set up checkpoints. `reload` moves an offloaded item back to the device.
-
-        `loaded` is a context with the given items on the device; it returns True if any was
-        offloaded.
-        """
+        """Set up checkpoints; `full_params` streams a model, see Strategy.full_params()."""
         self.backend = backend
-        self.reload = reload
-        self.loaded = loaded
+        self.memory = memory
+        self.full_params = full_params
+        self.prepared: dict[nn.Module, Trained] = {}
+        """Model -> (model, optimizer, scheduler), as prepare() received them."""
         self._background: Background | None = None
 
     def save(
         self,
+        model: Models,
+        save_dir: str | Path,
+        tag: str | None = None,
+        max_num: int = 3,
+        max_mem: float = 1000,
+        client_state: Mapping[str, Any] = NOTHING,
+        save_latest: bool = True,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+        *,
+        parts: Mapping[str, Stateful] = NOTHING,
+        hf_model: nn.Module | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        async_save: bool = False,
+    ) -> Path:
+        """Write all that a run needs to continue to `save_dir/tag`, and return that path.
+
+        Without a tag it is the next free `save_dir/saveN`. `client_state` belongs to the caller
+        and has JSON types only. A model is saved with the optimizer and the schedule that prepare()
+        received with it, unless others are passed.
+
+        `parts` are objects with state_dict() and load_state_dict(); all ranks call both, rank 0's
+        state is written, and all ranks load it. `hf_model` is also written as a Hugging Face
+        folder, `save_dir/tag/hf`. With `async_save` this returns when everything is copied to host
+        memory, if that has twice the room; finish() raises the error if writing fails.
+
+        At most `max_num` checkpoints and `max_mem` GB of them are kept. A checkpoint without
+        `save_latest` is loaded only by a tag. Raises CheckpointError on all ranks if one rank
+        cannot write (disk full); existing checkpoints are then untouched.
+        """
+        self.finish()
+        models = self._by_name(model, optimizer, scheduler)
+        world = self.backend.mesh.world
+        folder = Path(save_dir) / (tag or world.broadcast(next_tag(Path(save_dir))))
+
+        hf = None
+        if hf_model is not None:
+            hf = self.save_model(hf_model, tokenizer, hf_folder(folder))
+
+        state = {"client": dict(client_state), **self.backend.state_dict()}
+        copied, snapshot = self._snapshot(models, parts, state, folder, copy=async_save)
+        retention = manager.RetentionPolicy(max_num, max_mem, save_latest)
+        job = partial(manager.write, snapshot, folder, retention=retention, hf=hf)
+
+        if copied:
+            if self._background is None:
+                self._background = Background(world, self.backend.mesh.background_axis())
+            self._background.start(job)
+        else:
+            job(world)
+
+        return folder
+
+    def load(
+        self,
+        model: Models,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+        parts: Mapping[str, Stateful] = NOTHING,
+        check: Callable[[Path, dict[str, Any]], None] | None = None,
+    ) -> tuple[Path | None, dict[str, Any]]:
+        """Restore `load_dir/tag`, or the newest undamaged checkpoint.
+
+        Returns the path and the client_state, or (None, {}). The number of ranks may have changed.
+        `check` receives path and client_state before anything is loaded, and may raise. Models and
+        parts must be the same as in the checkpoint. With load_module_only fewer models are
+        enough, and only parameters are changed. Without load_module_strict, parameters that the
+        checkpoint does not have stay as they are.
+        """
+        self.finish()
+        models = self._by_name(model, optimizer, scheduler)
+        checkpoint = manager.find(Path(load_dir), tag, self.backend.mesh.world)
+        if checkpoint is None:
+            return None, {}
+
+        manifest, path, state = checkpoint
+        if check is not None:
+            check(path, state["client"])
+
+        requested = {}
+        for name, (module, its_optimizer, its_scheduler) in models.items():
+            self.memory.reload(module)
+            self.memory.reload(its_optimizer)
+            requested[name] = (
+                module,
+                its_optimizer if load_optimizer_states else None,
+                its_scheduler if load_lr_scheduler_states else None,
+            )
+
+        manager.load(
+            self._contents(requested, parts),
+            path,
+            manifest.world_size,
+            strict=load_module_strict,
+            module_only=load_module_only,
+        )
+        client_state = state.pop("client")
+        self.backend.load_state_dict({} if load_module_only else state)
+
+        return path, client_state
+
+    def finish(self, *, wait: bool = True) -> bool:
+        """Return True if no checkpoint is being written; with `wait`, wait for that.
+
+        A failed write raises here, on all ranks.
+        """
+        return self._background is None or self._background.finish(wait=wait)
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is complete or has failed, and end the writer."""
+        background = self._background
+        self._background = None
+        if background is not None:
+            background.close()
+
+    # -- Hugging Face folders
+
+    def rehearse_save(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Write a model's folder without the weights into a temporary folder, and read it back.
+
+        Raises ConfigError on all ranks if save_model() could not write it.
+        """
+        rehearse(
+            unwrap(model),
+            tokenizer,
+            self.backend.dtype,
+            self.backend.world,
+            trust_remote_code=self.backend.config.model.trust_remote_code,
+        )
+
+    def save_model(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase | None,
+        folder: str | Path,
+        dtype: torch.dtype | None = None,
+    ) -> Path:
+        """Write a folder that from_pretrained() can load, in files of at most 5 GB.
+
+        Ranks take turns in writing the files. dtype None: bfloat16 with --bf16, else float32. A
+        model that `folder` already has is replaced.
+        """
+        stream = self.full_params(model, dtype)
+        dtype = dtype or self.backend.dtype
+        return export(unwrap(model), stream, tokenizer, Path(folder), dtype, self.backend.world)
+
+    def save_adapter(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path
+    ) -> Path:
+        """Write only the adapters, in float32, for peft's PeftModel.from_pretrained().
+
+        Raises ValueError if other parameters of the model are trained too. An adapter that `folder`
+        already has is replaced.
+        """
+        self.memory.reload_model(model)
+        stream = self.backend.stream(model, torch.float32)
+        return export_adapter(unwrap(model), stream, tokenizer, Path(folder), self.backend.world)
+
+    # -- internals
+
+    def _by_name(
+        self, model: Models, optimizer: Optimizer | None, scheduler: LRScheduler | None
+    ) -> dict[str, Trained]:
+        if isinstance(model, nn.Module):
+            _, its_optimizer, its_scheduler = self._trained(model)
+            return {"model": (model, optimizer or its_optimizer, scheduler or its_scheduler)}
+        return {name: self._trained(item) for name, item in model.items()}
+
+    def _trained(self, item: Any) -> Trained:
+        if isinstance(item, nn.Module):
+            return self.prepared.get(item, (item, None, None))
+        module, optimizer, scheduler = (*item, None, None)[:3]
+        return module, optimizer, scheduler
+
+    def _snapshot(
+        self,
         models: Mapping[str, Trained],
+        parts: Mapping[str, Stateful],
+        state: dict[str, Any],
         folder: Path,
         *,
-        state: dict[str, Any],
-        parts: Mapping[str, Stateful],
-        retention: manager.RetentionPolicy,
-        hf: Path | None,
-        in_background: bool,
-    ) -> None:
-        """Write `folder`, `in_background` if host memory has room for a copy.
+        copy: bool,
+    ) -> tuple[bool, manager.Snapshot]:
+        """Return what to write, and True if all of it is copied to host memory.
 
-        `hf` is a complete Hugging Face folder that becomes part of it; `state` contains JSON types
-        only.
+        It is copied if `copy` is set and the hosts have room.
         """
         world = self.backend.mesh.world
         problem = f"{folder} could not be written"
@@ -78,7 +266,7 @@ class Checkpoints:
 
         def take() -> None:
             tensors = {
-                name: manager.to_host(each) if in_background and not own else each
+                name: manager.to_host(each) if copy and not own else each
                 for name, (each, own) in states.items()
             }
             snapshots.append(
@@ -86,23 +274,17 @@ class Checkpoints:
             )
 
         run_on_all_ranks(world, problem, find)
-        in_background = in_background and self._has_room(
+        copy = copy and self._has_room(
             sum(manager.num_bytes(each) for each, own in states.values() if not own)
         )
         run_on_all_ranks(world, problem, take)
 
-        job = partial(manager.write, snapshots[0], folder, retention=retention, hf=hf)
-        if in_background:
-            self._background = self._background or Background(
-                world, self.backend.mesh.background_axis()
-            )
-            self._background.start(job)
-        else:
-            job(world)
+        return copy, snapshots[0]
 
     def _has_room(self, num_bytes: int) -> bool:
-        """Return True if every host has MEMORY_FACTOR times the memory that copies take on its
-        ranks: `num_bytes` on this one.
+        """Return True if every host has MEMORY_FACTOR times the room that copies take there.
+
+        The copy of this rank takes `num_bytes`.
         """
         hosts: dict[str, tuple[int, int]] = {}
         for host, needed, free in self.backend.mesh.world.gather(
@@ -123,67 +305,6 @@ class Checkpoints:
 
         return not full
 
-    def finish(self, *, wait: bool = True) -> bool:
-        """Return True if no checkpoint is being written; with `wait`, wait for that.
-
-        A failed write raises here, on all ranks.
-        """
-        return self._background is None or self._background.finish(wait=wait)
-
-    def load(
-        self,
-        models: Mapping[str, Trained],
-        folder: Path,
-        tag: str | None,
-        *,
-        parts: Mapping[str, Stateful],
-        check: Callable[[Path, dict[str, Any]], None] | None,
-        strict: bool,
-        module_only: bool,
-        optimizers: bool,
-        schedulers: bool,
-    ) -> tuple[Path, dict[str, Any]] | None:
-        """Restore `folder/tag`, or the newest undamaged checkpoint in `folder`; return its path and
-        state, or None.
-
-        Without `optimizers` or `schedulers` those that belong to the models keep their state.
-        """
-        checkpoint = manager.find(folder, tag, self.backend.mesh.world)
-        if checkpoint is None:
-            return None
-
-        manifest, path, state = checkpoint
-        if check is not None:
-            check(path, state["client"])
-
-        requested = {}
-        for name, (module, optimizer, scheduler) in models.items():
-            self.reload(module)
-            self.reload(optimizer)
-            requested[name] = (
-                module,
-                optimizer if optimizers else None,
-                scheduler if schedulers else None,
-            )
-
-        manager.load(
-            self._contents(requested, parts),
-            path,
-            manifest.world_size,
-            strict=strict,
-            module_only=module_only,
-        )
-        return path, state
-
-    def close(self) -> None:
-        """Wait until the checkpoint being written is complete or has failed, then end the
-        background writer.
-        """
-        background = self._background
-        self._background = None
-        if background is not None:
-            background.close()
-
     def _contents(
         self, models: Mapping[str, Trained], parts: Mapping[str, Stateful]
     ) -> manager.CheckpointState:
@@ -193,18 +314,17 @@ class Checkpoints:
     def _tensors(
         self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None
     ) -> tuple[dict[str, Any], bool]:
-        """Return the tensors to save, and True if they are copies: those of a model or optimizer
-        that is offloaded again.
+        """Return the tensors to save, and True if they are copies.
+
+        They are copied if the model or the optimizer was offloaded and goes back to the host.
         """
-        with self.loaded(model, optimizer) as reloaded:
+        with self.memory.loaded(model, optimizer) as reloaded:
             tensors = self.backend.training(model, optimizer, scheduler).tensors()
             return (manager.to_host(tensors) if reloaded else tensors), reloaded
 
 
 def hf_folder(folder: Path) -> Path:
-    """Return the folder into which the Hugging Face folder of a checkpoint is written before the
-    checkpoint.
-    """
+    """Return where the Hugging Face folder of a checkpoint waits until the checkpoint is there."""
     return folder.with_name(f"{folder.name}.{manager.HF}{PART}")
 
 

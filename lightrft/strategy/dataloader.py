@@ -1,4 +1,4 @@
-"""Resumable assignment of data rows to data ranks."""
+"""Assign rows of data to data ranks, in an order that a resumed run continues."""
 
 from collections.abc import Collection, Iterator, Sized
 
@@ -10,15 +10,15 @@ from lightrft.parallel.collectives import Axis
 
 
 class ResumableBatchSampler(Sampler[list[int]]):
-    """Sampler of batches of row indices for one data rank.
+    """Sample batches of row indices for one data rank.
 
     The order of an epoch depends on seed and epoch only. A global batch is the next `batch_size x
-    data ranks` rows of it, and each rank takes its contiguous part, so a resumed run reads the rest
-    of the epoch even on another number of ranks. Every iteration is the next epoch, reshuffled;
-    calling set_epoch is not necessary.
+    data ranks` rows, and each rank takes a contiguous part, so a resumed run reads the rest of the
+    epoch even on another number of ranks. Every iteration is the next epoch, reshuffled; calling
+    set_epoch is not necessary.
 
-    `rows`, if given, determines the order: it is iterated once for each epoch, including those a
-    resumed run has already done.
+    `rows`, if given, determines the order: it is iterated once for each epoch, also for epochs that
+    a resumed run has already done.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ResumableBatchSampler(Sampler[list[int]]):
             list(rows)
 
     def __len__(self) -> int:
-        """Return the number of batches in a whole epoch, which is equal on all ranks."""
+        """Return the number of batches in a whole epoch; it is equal on all ranks."""
         return (
             self.rows // self.global_batch if self.drop_last else -(-self.rows // self.global_batch)
         )
@@ -76,7 +76,7 @@ class ResumableBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one.
 
-        A partly read epoch of a resumed run keeps its position; `rows` keep their own order.
+        The epoch in which a run resumes is not started again; `rows` keep the order that they have.
         """
         if epoch != self.epoch:
             self.epoch = epoch

@@ -1,9 +1,9 @@
-"""DeepSpeed ZeRO: optimizer states (1), gradients (2) and parameters (3) partitioned over all
-ranks, or nothing (0).
+"""DeepSpeed's ZeRO: partition the training state over all ranks.
 
-DeepSpeed averages gradients over ranks; this is undone here, so that they are sums as in every
-strategy. Models are partitioned in prepare(): transformers' own DeepSpeed integration stays off,
-since it would partition every model loaded later.
+Stage 1 partitions optimizer states, 2 also gradients, 3 also parameters, and 0 nothing. DeepSpeed
+averages gradients over ranks; this is undone here, because every strategy sums them. Models are
+partitioned in prepare(). The DeepSpeed integration of transformers stays off, because it would
+partition every model that is loaded later.
 """
 
 import io
@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.backends.base import Offloaded
 from lightrft.backends.materialize import one_by_one
-from lightrft.backends.offload import OffloadedTensors, guard_model, guard_optimizer
+from lightrft.backends.offload import Offloaded, OffloadedTensors, guard_model, guard_optimizer
 from lightrft.backends.optim import follow, parameter_names
 from lightrft.backends.zero_state import (
     Partitions,
@@ -39,7 +38,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import deepspeed_problems
 from lightrft.models.empty import empty_parameters, is_empty
 from lightrft.parallel.device import current_device, local_rank
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy import Strategy
 from lightrft.weight_sync.stream import stream
 
 os.environ.setdefault("DS_ACCELERATOR", current_device().type)
@@ -57,8 +56,8 @@ from deepspeed.utils import groups, safe_get_full_fp32_param  # noqa: E402
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 
-class DeepSpeedStrategy(StrategyBase):
-    """ZeRO over all ranks.
+class ZeRO(Strategy):
+    """ZeRO of DeepSpeed over all ranks.
 
     An optimizer must be passed to prepare() with its module, because ZeRO rebuilds both together.
     """
@@ -69,14 +68,12 @@ class DeepSpeedStrategy(StrategyBase):
         self._trained: dict[Optimizer, nn.Module] = {}
         self._group_names: dict[nn.Module, list[list[str]]] = {}
         self._holding: set[nn.Module] = set()
-        """Models that hold gradients, most of which ZeRO keeps outside the parameters' `grad`."""
+        """Models that hold gradients; ZeRO keeps most of them outside the parameters' `grad`."""
 
-    def setup_distributed(
-        self, timeout: timedelta | None = None, num_gpu_per_node: int | None = None
-    ) -> None:
+    def setup_distributed(self, timeout: timedelta | None = None) -> None:
         if problems := deepspeed_problems(self.config):
             raise ConfigError("; ".join(problems))
-        super().setup_distributed(timeout, num_gpu_per_node)
+        super().setup_distributed(timeout)
         os.environ.setdefault("LOCAL_RANK", str(local_rank()))
         # otherwise every start compiles an op for a collective that is not used here
         deepspeed.ops.__compatible_ops__ = {}
@@ -124,9 +121,7 @@ class DeepSpeedStrategy(StrategyBase):
     def init_model_context(
         self, device: torch.device | str | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context in which models made under ZeRO-3 are empty until prepare() reads and
-        partitions each parameter.
-        """
+        """Return a context for empty models under ZeRO-3; prepare() reads and partitions them."""
         empty = self.config.strategy.zero_stage == 3 and str(device or "meta") == "meta"
         return empty_parameters() if empty else nullcontext()
 
@@ -137,8 +132,9 @@ class DeepSpeedStrategy(StrategyBase):
         engine.backward(loss * self.mesh.world.size)
 
     def take_step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
-        """Let DeepSpeed clip by the same norm and step; it skips the step itself if the norm is not
-        finite.
+        """Let DeepSpeed clip by the same norm and step.
+
+        It skips the step by itself if the norm is not finite.
         """
         engine = self._trained_engine(model)
         if self.config.strategy.zero_stage == 0:
@@ -168,8 +164,9 @@ class DeepSpeedStrategy(StrategyBase):
     # -- parameters and memory
 
     def stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield full parameters, gathered from all ranks' partitions; in a bfloat16 run, float32
-        from the master weights.
+        """Yield full parameters, gathered from the partitions of all ranks.
+
+        In a bfloat16 run, float32 parameters come from the master weights.
         """
         named = list(hf_parameters(model))
         masters = dtype == torch.float32 and self.config.model.bf16 and model in self._group_names
@@ -339,7 +336,7 @@ class DeepSpeedStrategy(StrategyBase):
     ) -> Iterator[tuple[str, Tensor]]:
         for optimizer, trained in self._trained.items():
             if trained is model:
-                self.maybe_load_optimizer(optimizer)
+                self.memory.reload_optimizer(optimizer)
         has_master = {parameter for group, _ in self._partitions(model) for parameter in group}
         for name, parameter in named:
             if parameter in has_master:
@@ -349,9 +346,7 @@ class DeepSpeedStrategy(StrategyBase):
                 yield name, full.view(whole_shape(parameter))
 
     def _as_shard(self, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's partition as a shard of the flattened parameter; padding on the last
-        ranks is cut off.
-        """
+        """Return this rank's partition as a shard of the flattened parameter, without padding."""
         part = local_shard(parameter)
         if part is parameter:
             return parameter
@@ -403,7 +398,7 @@ def _cast(parameters: Iterator[nn.Parameter], dtype: torch.dtype) -> Iterator[nn
 
 
 def _enter_through(module: nn.Module, engine: deepspeed.DeepSpeedEngine) -> None:
-    """Route calls of the module through its engine, which then calls the module.
+    """Route calls of the module through the engine, and let the engine call the module.
 
     The module stays the same object.
     """

@@ -1,25 +1,40 @@
-"""Models and optimizers of a run, each of them on the device or in host memory."""
+"""Decide what is in device memory: models and optimizers move between the device and the host."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from loguru import logger
 from torch import nn
 from torch.optim import Optimizer
 
-from lightrft.backends.base import Backend, Offloaded
-from lightrft.backends.offload import has_gradients, is_offloaded
-from lightrft.parallel.device import current_device, release_cached_memory, synchronize
-from lightrft.parallel.mesh import world_axis
+from lightrft.backends.offload import Offloaded, OffloadHooks, has_gradients, is_offloaded
+from lightrft.parallel.device import (
+    GB,
+    current_device,
+    memory_in_use,
+    peak_memory,
+    release_cached_memory,
+    synchronize,
+)
+from lightrft.parallel.mesh import process_rank, world_axis
+from lightrft.strategy.phases import Phase, Phases
 
 
 class DeviceMemory:
-    """Record of the models and optimizers of a run, which moves them between device and host memory
-    by the backend's hooks.
+    """The models and optimizers of a run, and the phase that says which of them need the device.
+
+    strategy.memory.enter(Phase.TRAIN, model, optimizer)
+    strategy.memory.offload_model(reference)
+    strategy.memory.report("models are ready;")
     """
 
-    def __init__(self, backend: Backend):
+    def __init__(self, backend: OffloadHooks):
         self.backend = backend
+        self.phases = Phases()
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.unsummed: set[nn.Module] = set()
-        """Models with gradients that have not been summed over the ranks."""
+        """Models with gradients that were not summed over the ranks yet."""
         self.offloaded: dict[nn.Module | Optimizer, Offloaded] = {}
 
     def register(self, model: nn.Module | None, optimizer: Optimizer | None) -> None:
@@ -33,13 +48,53 @@ class DeviceMemory:
         self.models = []
         self.optimizers = []
 
+    # -- phases
+
+    @property
+    def phase(self) -> Phase:
+        return self.phases.current
+
+    def enter(
+        self, phase: Phase, model: nn.Module | None = None, optimizer: Optimizer | None = None
+    ) -> None:
+        """Enter `phase`, and load the model and the optimizer that it needs to the device.
+
+        TRAIN needs the model in training and its optimizer, LOGPROB the model that computes
+        log-probs, REFIT the actor, and GENERATE nothing. With --offload_idle, everything else is
+        offloaded first. The engine is not moved here; it wakes and sleeps by itself. Raises
+        PhaseError for an illegal transition. With --overlap, models compute log-probs while the
+        engine generates, and the phase stays GENERATE.
+        """
+        overlapping = (self.phase, phase) == (Phase.GENERATE, Phase.LOGPROB)
+        if overlapping and self.backend.config.rollout.overlap:
+            return
+
+        self.phases.enter(phase)
+        self.register(model, optimizer)
+
+        if self.backend.config.strategy.offload_idle:
+            for other in self.models:
+                if other is not model:
+                    self.offload_model(other)
+            for other in self.optimizers:
+                if other is not optimizer:
+                    self.offload_optimizer(other)
+
+        if model is not None:
+            self.reload_model(model)
+        if optimizer is not None:
+            self.reload_optimizer(optimizer)
+
+    # -- moves
+
     def holds_gradients(self, model: nn.Module) -> bool:
         return model in self.unsummed or self.backend.holds_gradients(model)
 
     def offload_model(self, model: nn.Module) -> None:
-        """Move a model to host memory, unless it is there.
+        """Move a prepared model to host memory, unless it is there already.
 
-        Raises RuntimeError if it holds gradients, which would be lost.
+        Parameters stay the same objects; using them before reload_model() raises RuntimeError.
+        Raises RuntimeError too if the model holds gradients, because they would be lost.
         """
         if self.holds_gradients(model):
             raise RuntimeError(has_gradients(model))
@@ -47,14 +102,19 @@ class DeviceMemory:
             self.offloaded[model] = self.backend.offload_model_state(model)
 
     def offload_optimizer(self, optimizer: Optimizer) -> None:
-        """Move an optimizer's state to host memory, unless it is there."""
+        """Move the optimizer's state to host memory, unless it is there already."""
         if optimizer not in self.offloaded and not self.backend.lives_on_host(optimizer):
             self.offloaded[optimizer] = self.backend.offload_optimizer_state(optimizer)
 
+    def reload_model(self, model: nn.Module) -> None:
+        """Move a model back to the device, bit-identical, if it is offloaded."""
+        self.reload(model)
+
+    def reload_optimizer(self, optimizer: Optimizer) -> None:
+        """Move an optimizer back to the device, bit-identical, if it is offloaded."""
+        self.reload(optimizer)
+
     def reload(self, item: nn.Module | Optimizer | None) -> None:
-        """Move an offloaded item back to the device, bit-identical; do nothing for one that is
-        there.
-        """
         if item in self.offloaded:
             self.offloaded.pop(item).reload(self.backend.device)
 
@@ -64,12 +124,71 @@ class DeviceMemory:
             if item in self.offloaded:
                 raise RuntimeError(is_offloaded(item))
 
+    @contextmanager
+    def loaded(self, *items: nn.Module | Optimizer | None) -> Iterator[bool]:
+        """Keep items on the device inside the context; offload them again afterwards.
 
-def sync_and_clear_cache() -> None:
-    """Wait until this device has finished and all ranks have called this, then release cached
-    memory.
-    """
-    device = current_device()
-    synchronize(device)
-    world_axis().barrier()
-    release_cached_memory(device)
+        Yields True if any of them was offloaded.
+        """
+        offloaded = [item for item in items if item in self.offloaded]
+        for item in offloaded:
+            self.reload(item)
+
+        yield bool(offloaded)
+
+        for item in offloaded:
+            if isinstance(item, nn.Module):
+                self.offload_model(item)
+            elif item is not None:
+                self.offload_optimizer(item)
+
+    @contextmanager
+    def emptied(self) -> Iterator[None]:
+        """Enter REFIT with an empty device, with or without --offload_idle.
+
+        Only models with gradients stay. Everything comes back afterwards, except with
+        --offload_idle.
+        """
+        resident = [item for item in (*self.models, *self.optimizers) if item not in self.offloaded]
+        self.phases.enter(Phase.REFIT)
+
+        for model in self.models:
+            if not self.holds_gradients(model):
+                self.offload_model(model)
+        for optimizer in self.optimizers:
+            self.offload_optimizer(optimizer)
+        self.clear_cache()
+
+        try:
+            yield
+        finally:
+            if not self.backend.config.strategy.offload_idle:
+                for item in resident:
+                    self.reload(item)
+
+    # -- the device itself
+
+    @staticmethod
+    def clear_cache() -> None:
+        """Wait until the device is done and all ranks are here, then release cached memory."""
+        device = current_device()
+        synchronize(device)
+        world_axis().barrier()
+        release_cached_memory(device)
+
+    @staticmethod
+    def report(prefix: str = "") -> dict[str, float]:
+        """Return the memory in use and the peak in GB, of the accelerator or of this process.
+
+        Rank 0 also logs its own. Other ranks need not call this.
+        """
+        device = current_device()
+        memory = {
+            "memory/in_use_gb": memory_in_use(device) / GB,
+            "memory/peak_gb": peak_memory(device) / GB,
+        }
+        if process_rank() == 0:
+            values = (f"{name.split('/')[1]} {value:.2f}" for name, value in memory.items())
+            logger.info("{}", " ".join([f"{prefix} memory:".lstrip(), *values]))
+
+        return memory

@@ -1,26 +1,30 @@
-"""Host of the engine that shares its devices with the trainer: sleep and wake, weight updates,
-routing of requests.
-"""
+"""Host the engine that shares the devices with the trainer: start it, refill it, let it sleep."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 
-import torch
-from easydict import EasyDict
 from loguru import logger
 from torch import Tensor, nn
 
-from lightrft.engine.base import Engine, RequestLoop
+from lightrft.backends.base import Backend
+from lightrft.config.sections import Config, EngineSection, longest_sequence
+from lightrft.engine.base import Engine, EngineError
+from lightrft.engine.loop import RequestLoop
+from lightrft.engine.remote.wire import PRETRAIN
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import GB, occupied_memory, release_cached_memory
-from lightrft.parallel.mesh import Mesh
+from lightrft.strategy.device_memory import DeviceMemory
+from lightrft.strategy.phases import Phase
 from lightrft.strategy.shared_session import SharedSession
 from lightrft.types import Completion
+from lightrft.weight_sync.names import DRAFT
 
-Weights = Callable[[], Iterator[tuple[str, Tensor]]]
-"""Function that starts one weight stream of (name, full tensor)."""
+WeightsOf = Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
+"""Function that starts one stream of (name, full tensor) of a model."""
 
 
 class EngineStatus(Enum):
@@ -29,108 +33,305 @@ class EngineStatus(Enum):
 
 
 class EngineHost:
-    """One engine, or this rank's part of one, with its index among the replicas."""
+    """The engine of this rank, or this rank's part of one.
 
-    def __init__(
-        self, engine: Engine, *, axis: Axis, mesh: Mesh, device: torch.device, sleeps: bool
-    ):
-        self.engine = engine
-        self.axis = axis
-        self.device = device
-        self.sleeps = sleeps
-        self.model_parallel = mesh.model_parallel
-        self.replica = mesh.world.rank // axis.size
+    strategy.host.start(actor=actor)
+    with strategy.host.awake(actor):          # streams the newest weights in
+        strategy.host.generate(sampling, requests)
+
+    All ranks call every method together.
+    """
+
+    def __init__(self, backend: Backend, memory: DeviceMemory, full_params: WeightsOf):
+        """Set up a host without an engine; `full_params` starts the weight stream of a model."""
+        self.backend = backend
+        self.memory = memory
+        self.full_params = full_params
         self.actor: nn.Module | None = None
-        """Model whose weights the engine received last; None: the engine keeps those of its folder,
-        also while it sleeps."""
+        """Model that the engine's weights came from last. None: they came from a folder, and the
+        engine keeps them while it sleeps."""
         self.draft: nn.Module | None = None
-        """Model that drafts for the engine and is trained; None: its weights are not streamed."""
-        self.memory: dict[str, float] = {}
-        """Memory occupied before and after the last sleep: `memory/engine_awake_gb` and
-        `memory/engine_asleep_gb`."""
+        """Trained model that drafts for the engine; each stream contains it too."""
+        self.kept_awake = 0
+        """Number of awake() contexts that are open."""
+        self.sleep_memory: dict[str, float] = {}
+        """Metrics of the memory occupied before and after the last sleep, in 1e9 bytes."""
+        self._engine: Engine | None = None
+        self._axis: Axis | None = None
+        self._may_sleep = True
+
+    # -- the engine
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("there is no engine: call setup_inference_engine() first")
+        return self._engine
+
+    @property
+    def is_started(self) -> bool:
+        return self._engine is not None
 
     @property
     def name(self) -> str:
-        """Return hf, vllm, ...: the name of the module or package of its adapter."""
-        return type(self.engine).__module__.removeprefix("lightrft.engine.").partition(".")[0]
+        """Return hf, vllm, ...: the package of the adapter; "none" without an engine."""
+        if self._engine is None:
+            return "none"
+        return type(self._engine).__module__.removeprefix("lightrft.engine.").partition(".")[0]
 
     @property
     def status(self) -> EngineStatus:
-        """Return WAKEUP if the engine can generate, else SLEEPED."""
-        return (
-            EngineStatus.WAKEUP
-            if self.engine.awake == {"weights", "kv_cache"}
-            else EngineStatus.SLEEPED
-        )
+        """Return WAKEUP if the engine can generate; SLEEPED if not, or without an engine."""
+        able = self._engine is not None and self._engine.awake == {"weights", "kv_cache"}
+        return EngineStatus.WAKEUP if able else EngineStatus.SLEEPED
 
-    def update_weights(self, weights: Weights) -> None:
-        """Stream the newest weights in, under the next version.
+    @property
+    def version(self) -> int:
+        """Return the version of the weights; 0 without an engine. Each stream raises it by one.
 
-        Its weights must be awake; the cache keeps its state.
+        invalidate_weights() may set it back.
         """
-        self.engine.load_weights(weights(), self.engine.version + 1)
+        return 0 if self._engine is None else self._engine.version
 
-    def wake_weights(self) -> None:
-        """Wake the weights only.
+    def axis_of(self, section: EngineSection) -> Axis:
+        """Return the ranks of this world that share an engine."""
+        processes = self.backend.processes
+        elsewhere = processes is not None and processes.generates_elsewhere
+        return self.backend.mesh.engine(1 if elsewhere else section.engine_tp_size)
 
-        The cache is woken later, so that the two never compete for memory.
+    def start(
+        self,
+        config: Config | None = None,
+        engine_type: str | None = None,
+        actor: nn.Module | None = None,
+        *,
+        draft: nn.Module | None = None,
+    ) -> Engine:
+        """Build the engine of `config`, or of the strategy's configuration.
+
+        With an actor it receives the actor's weights and sleeps, if it may. The actor is
+        remembered, because an engine may drop the weights while it sleeps. Without an actor the
+        engine has the weights of --pretrain and stays awake. `draft` is the trained model of
+        --speculative draft; each stream contains it too.
         """
-        release_cached_memory(self.device)
-        self.engine.wake("weights")
+        # only a run with an engine needs this
+        from lightrft.engine.build import build_engine, connect_engine
 
-    def invalidate_weights(self, version: int | None) -> None:
-        """Mark the weights as outdated, under `version` if it is not None.
+        backend = self.backend
+        config = backend.config if config is None else config
+        section = config.engine
+        if engine_type is not None:
+            section = replace(section, engine_type=engine_type)
 
-        Weights that came from a folder stay valid.
+        processes = backend.processes
+        build = build_engine
+        trains_draft = draft is not None
+        if processes is not None and processes.generates_elsewhere:
+            build = partial(connect_engine, processes)
+        if processes is not None and processes.generates:
+            trains_draft = trains_draft or config.optim.draft_learning_rate > 0
+
+        # vLLM and SGLang reserve a share of the free memory when they start
+        with self.memory.emptied():
+            axis = self.axis_of(section)
+            replica = backend.mesh.world.rank // axis.size
+            engine = build(
+                section,
+                model_path=config.model.pretrain,
+                dtype=backend.dtype,
+                device=backend.device,
+                axis=axis,
+                max_model_len=longest_sequence(config),
+                # vLLM accepts 32 bits only
+                seed=derived_seed(backend.seed, replica) % 2**31,
+                trust_remote_code=config.model.trust_remote_code,
+                from_stream=actor is not None,
+                streams_draft=trains_draft,
+            )
+
+        self.adopt(engine, axis, may_sleep=section.enable_engine_sleep)
+        self.draft = draft
+
+        if actor is None:
+            self.wake()
+        else:
+            self.update_weights(actor)
+            self.sleep()
+
+        return engine
+
+    def adopt(self, engine: Engine, axis: Axis, *, may_sleep: bool) -> None:
+        """Host an engine that was built elsewhere and is shared by the ranks of `axis`."""
+        self._engine = engine
+        self._axis = axis
+        self._may_sleep = may_sleep
+        self.actor = None
+        self.draft = None
+        self.sleep_memory = {}
+
+    def serve(self) -> None:
+        """Build the engine of a rank that only generates, and serve it until training ends."""
+        from lightrft.engine.remote.server import EngineServer
+
+        processes = self.backend.processes
+        assert processes is not None
+        announce = self.backend.announce
+
+        announce("")  # the ranks that train load their models first
+        pretrain = processes.store.get(PRETRAIN).decode()
+        announce("start_engine")
+        config = self.backend.config
+        self.start(replace(config, model=replace(config.model, pretrain=pretrain)))
+
+        in_flight = config.rollout.weight_update == "in_flight"
+        EngineServer(
+            self.engine, processes, self.backend.device, announce, in_flight=in_flight
+        ).serve()
+
+    def close(self) -> None:
+        """Close the engine, if there is one."""
+        engine = self._engine
+        self._engine = None
+        self.sleep_memory = {}
+        if engine is not None:
+            engine.close()
+
+    # -- sleep and weights
+
+    @contextmanager
+    def awake(self, actor: nn.Module | None = None) -> Iterator[Engine]:
+        """Wake the engine with the newest weights of `actor`; it sleeps afterwards, if it may."""
+        self.wake(actor)
+        self.kept_awake += 1
+        try:
+            yield self.engine
+        except BaseException:
+            self.kept_awake -= 1
+            # an engine that was left in the middle cannot sleep; the first error is the cause
+            with suppress(EngineError):
+                self.sleep()
+            raise
+
+        self.kept_awake -= 1
+        self.sleep()
+
+    def wake(self, actor: nn.Module | None = None) -> None:
+        """Wake the weights, stream the newest ones of `actor` in, then wake the cache.
+
+        Without an actor the engine keeps its weights. If they are not valid, the last actor's are
+        streamed again. Cached memory is freed first. An engine that is awake stays awake.
         """
-        if self.actor is not None:
-            self.engine.weights_valid = False
-            self.engine.version = self.engine.version if version is None else version
+        engine = self.engine
+        self.actor = actor if actor is not None else self.actor
+
+        source = actor if engine.weights_valid else self.actor
+        if source is None:
+            self.memory.enter(Phase.REFIT)
+            self._wake_weights()
+        else:
+            self.update_weights(source)
+
+        # with --offload_idle this frees the actor's memory for the cache
+        self.memory.enter(Phase.GENERATE)
+        with self.backend.trace.phase("wake"):
+            engine.wake("kv_cache")
 
     def sleep(self) -> None:
-        """Put the engine to sleep if it is allowed to.
+        """End the engine's phases, and let it sleep with --enable_engine_sleep.
 
         Weights that no actor can bring again are kept in host memory.
         """
-        if self.sleeps and self.engine.awake:
-            awake = occupied_memory(self.device) / GB
-            self.engine.sleep(level=1 if self.actor is None else None)
-            asleep = occupied_memory(self.device) / GB
-            self.memory = {"memory/engine_awake_gb": awake, "memory/engine_asleep_gb": asleep}
-            logger.debug("the engine sleeps: {:.2f} GB were occupied, {:.2f} are", awake, asleep)
+        with self.backend.trace.phase("sleep"):
+            engine = self.engine
+            if self._may_sleep and engine.awake:
+                awake = occupied_memory(self.backend.device) / GB
+                engine.sleep(level=1 if self.actor is None else None)
+                asleep = occupied_memory(self.backend.device) / GB
 
-    def generate(self, sampling: Sampling, requests: list[Request]) -> list[list[Completion]]:
-        """Generate without waking the engine; ranks that share an engine pass the same requests."""
-        return self.engine.generate(requests, self._with_replica_seed(sampling))
+                logger.debug("the engine sleeps: {:.2f} GB occupied, now {:.2f}", awake, asleep)
+                self.sleep_memory = {
+                    "memory/engine_awake_gb": awake,
+                    "memory/engine_asleep_gb": asleep,
+                }
+
+        self.memory.phases.leave_engine()
+
+    def update_weights(self, actor: nn.Module) -> None:
+        """Stream the actor's weights in under the next version, and drop what is cached.
+
+        The cache stays asleep or awake.
+        """
+        self.actor = actor
+        self.memory.enter(Phase.REFIT, actor)
+        self._wake_weights()
+
+        with self.backend.trace.phase("weight_sync"):
+            self.engine.load_weights(self._weights(actor), self.version + 1)
+            self.memory.clear_cache()
+
+        if self.status is EngineStatus.WAKEUP:
+            self.memory.enter(Phase.GENERATE)
+
+    def invalidate_weights(self, version: int | None = None) -> None:
+        """Mark the weights as outdated, so that the engine needs a new stream.
+
+        `version`, if given, is the new version. Weights that came from a folder stay valid.
+        """
+        if self._engine is None or self.actor is None:
+            return
+
+        self._engine.weights_valid = False
+        if version is not None:
+            self._engine.version = version
+
+    def _wake_weights(self) -> None:
+        """Wake the weights alone, so that they and the cache never compete for memory."""
+        with self.backend.trace.phase("wake"):
+            release_cached_memory(self.backend.device)
+            self.engine.wake("weights")
+
+    def _weights(self, actor: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        yield from self.full_params(actor)
+        if self.draft is not None:
+            yield from ((DRAFT + name, tensor) for name, tensor in self.full_params(self.draft))
+
+    # -- generation
 
     def open(self, sampling: Sampling, *, shared: bool = False) -> RequestLoop | SharedSession:
-        """Return a loop for requests of this rank.
+        """Return a loop for requests of this rank; a sleeping engine is woken, and stays awake.
 
-        All ranks that share the engine, or a data replica, call it together. With `shared` each
-        rank can also add requests of its own.
+        With `shared` a rank can add requests at a time at which others add none.
         """
-        loop = self.engine.open(self._with_replica_seed(sampling))
-        if shared or self.axis.size > 1 or self.model_parallel.size > 1:
-            return SharedSession(loop, self.axis, self.model_parallel)
+        if self.status is EngineStatus.SLEEPED:
+            self.wake()
+
+        assert self._axis is not None
+        loop = self.engine.open(self.replica_sampling(sampling))
+        ranks = self.backend.mesh.model_parallel
+        if shared or self._axis.size > 1 or ranks.size > 1:
+            return SharedSession(loop, self._axis, ranks)
         return loop
 
-    def _with_replica_seed(self, sampling: Sampling) -> Sampling:
-        """Return `sampling` with a seed that is equal on the ranks of one engine and different on
-        every replica.
+    def generate(
+        self, sampling: Sampling, requests: list[Request], *, sleep_after: bool = False
+    ) -> list[list[Completion]]:
+        """Return the completions of this rank's requests, in order.
+
+        The number of requests may differ by rank and may be 0. The seed must be equal on all ranks;
+        replicas derive different ones from it. A sleeping engine is woken. With `sleep_after` it
+        sleeps afterwards, if it may, but not inside awake().
         """
-        return replace(sampling, seed=derived_seed(sampling.seed, self.replica))
+        session = self.open(sampling)
+        session.add(requests)
+        by_index = dict(session.to_the_end())
 
+        if sleep_after and not self.kept_awake:
+            self.sleep()
 
-def as_dicts(requests: list[Request], completions: list[list[Completion]]) -> list[EasyDict]:
-    """Return one dictionary for each sample; the samples of a prompt are adjacent."""
-    return [
-        EasyDict(
-            prompt_token_ids=list(request.token_ids),
-            output_token_ids=sample.token_ids,
-            output_logprobs=sample.logprobs,
-            finish_reason=sample.finish_reason,
-            weight_version=sample.weight_version,
-        )
-        for request, samples in zip(requests, completions, strict=True)
-        for sample in samples
-    ]
+        return [by_index[index] for index in range(len(requests))]
+
+    def replica_sampling(self, sampling: Sampling) -> Sampling:
+        """Return `sampling` with a seed that the ranks of one engine share, and no other."""
+        assert self._axis is not None
+        replica = self.backend.mesh.world.rank // self._axis.size
+        return replace(sampling, seed=derived_seed(sampling.seed, replica))

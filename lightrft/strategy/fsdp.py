@@ -1,9 +1,9 @@
-"""FSDP2: each block's parameters are sharded over the data ranks and gathered to compute it; with
---tp_size and --sp_size.
-"""
+"""FSDP2: shard each block's parameters over the data ranks, and gather them to compute it."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +22,17 @@ from lightrft.backends.offload import OffloadedModel
 from lightrft.backends.optim import follow, parameter_names
 from lightrft.models.empty import empty_parameters
 from lightrft.parallel.tensor_parallel import parallelize
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy import Strategy
 
 
-class FSDPStrategy(StrategyBase):
+class FSDP2(Strategy):
     """FSDP2 over all data ranks, or within each replica of --dp_replicate.
 
-    Gradients are summed over all ranks, not averaged.
+    Gradients are summed over all ranks, not averaged. --tp_size and --sp_size work with it.
     """
 
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        """Split by tensor parallelism, shard, materialize, and point the optimizer to the new
-        parameters by name.
-        """
+        """Split by tensor parallelism, shard, materialize, and let the optimizer follow."""
         names = parameter_names(module, optimizer)
         if self.mesh.tp.size > 1:
             parallelize(
@@ -54,9 +52,7 @@ class FSDPStrategy(StrategyBase):
 
     @property
     def _shards(self) -> bool:
-        """Return True for several ranks, and for a single rank whose parameters must be cast or
-        fetched from the host.
-        """
+        """Return True for several ranks, or if parameters are cast or fetched from the host."""
         return (
             self.mesh.world.size > 1
             or self.config.model.bf16
@@ -85,14 +81,11 @@ class FSDPStrategy(StrategyBase):
     def init_model_context(
         self, device: torch.device | str | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context in which models are empty until prepare(), where each rank reads its own
-        part from their folder.
-        """
+        """Return a context for empty models; prepare() reads this rank's part from the folder."""
         return empty_parameters() if str(device or "meta") == "meta" else nullcontext()
 
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
-        """Reduce each micro-batch's gradients to shards, and the shards over replicas after the
-        last micro-batch.
+        """Reduce gradients to shards, and after the last micro-batch the shards over replicas.
 
         With --reduce_gradients_once FSDP2 keeps full float32 gradients until the last one: four
         bytes per parameter on each rank.
@@ -123,11 +116,11 @@ class FSDPStrategy(StrategyBase):
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the modules to shard as units, innermost first: the model's no-split modules, else
-    children of its module lists.
+    """Return the modules to shard as units, innermost first.
 
-    A block that shares a parameter with the rest of the model (tied embeddings) is left to the
-    root, which keeps it tied.
+    They are the model's no-split modules or, without any, the children of module lists. A block
+    that shares a parameter with the rest of the model (tied embeddings) is left to the root, where
+    it stays tied.
     """
     names = {
         name
@@ -161,3 +154,10 @@ def roots(model: nn.Module) -> Iterator[FSDPModule]:
 def _shared(block: nn.Module, uses: dict[int, int]) -> bool:
     inside = [id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False)]
     return any(uses.get(key, 1) > inside.count(key) for key in set(inside))
+
+
+def __getattr__(name: str) -> Any:
+    """Export FSDPStrategy too, for --strategy lightrft.strategy.fsdp:FSDPStrategy."""
+    if name == "FSDPStrategy":
+        return getattr(import_module("lightrft.compat.strategy"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

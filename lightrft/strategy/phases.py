@@ -1,6 +1,4 @@
-"""Phases of device use: a model in training, a model that computes log-probs, or the engine; and
-their legal transitions.
-"""
+"""Define who has the device: a model in training, one that computes log-probs, or the engine."""
 
 import os
 from enum import Enum
@@ -9,17 +7,17 @@ import torch
 
 
 class Phase(Enum):
-    """Phase of a run, which determines what must be in device memory; with --offload_idle nothing
-    else is.
+    """What a run is doing, and so what must be in device memory.
+
+    With --offload_idle nothing else is there.
     """
 
     TRAIN = "TRAIN"
-    """One model in training with its optimizer; the engine sleeps."""
+    """One model in training with an optimizer; the engine sleeps."""
     LOGPROB = "LOGPROB"
     """One model at a time, without an optimizer; the engine sleeps."""
     REFIT = "REFIT"
-    """Actor and the engine's weights, which are updated from the actor; the engine's cache sleeps.
-    """
+    """The actor, and the engine's weights that come from it; the engine's cache sleeps."""
     GENERATE = "GENERATE"
     """Engine with weights and cache."""
 
@@ -43,7 +41,7 @@ WAYS: dict[Phase, dict[Phase, str]] = {
     },
 }
 """Legal transitions, [from][to]: the verbs that make them. The engine never shares the device with
-an optimizer, nor its cache with a model."""
+an optimizer, and the engine's cache never with a model."""
 
 
 class PhaseError(RuntimeError):
@@ -65,11 +63,9 @@ class Phases:
         self.deterministic = False
 
     def begin_deterministic(self) -> None:
-        """Use torch's deterministic algorithms only, with an error for others, in the phases of the
-        models.
+        """Allow only deterministic algorithms of torch while models have the device.
 
-        They are not enforced in the engine's phases, since its sampling needs nondeterministic
-        kernels.
+        The engine's phases allow all, because sampling needs nondeterministic kernels.
         """
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.utils.deterministic.fill_uninitialized_memory = False

@@ -1,4 +1,4 @@
-"""Conversion of prompts and media in users' formats to engine requests."""
+"""Read prompts and media in users' formats as requests of an engine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from lightrft.engine.model_info import Vocabulary
 from lightrft.engine.requests import MEDIA, Request
 
 MediaItems = tuple[list | None, list[int] | None]
-"""Items of one medium, and the number that belongs to each prompt if the list of items is flat."""
+"""Items of one medium, and how many belong to each prompt if the list is flat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,7 @@ class PromptReader:
         texts: list[str] | None,
         media: Mapping[str, MediaItems],
     ) -> list[Request]:
-        """Return one request for each prompt, from its text if there are media or no ids, otherwise
-        from its ids.
+        """Return a request for each prompt, from text if there are media or no ids, else from ids.
 
         Raises ValueError if there are no prompts, or if the media do not match the prompts.
         """
@@ -54,7 +53,7 @@ class PromptReader:
     def local_requests(
         self, token_ids: list[list[int]] | None, inputs: list[dict[str, Any]] | None
     ) -> list[Request]:
-        """Return one request for each prompt, where `inputs` contain their own media."""
+        """Return one request for each prompt; each of `inputs` contains the media of a prompt."""
         if (token_ids is None) == (inputs is None):
             raise ValueError("give prompt_token_ids or multi_modal_inputs, and only one of them")
         return (
@@ -97,8 +96,9 @@ class PromptReader:
 def per_prompt(
     items: list | None, counts: list[int] | None, num_prompts: int, name: str
 ) -> list[list]:
-    """Return a list of items for each prompt, from one entry per prompt (a list, one item or None)
-    or a flat list with counts.
+    """Return a list of items for each prompt.
+
+    `items` has one entry for each prompt (a list, one item or None), or is flat and has `counts`.
     """
     if items is None:
         return [[] for _ in range(num_prompts)]

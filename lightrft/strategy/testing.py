@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 from lightrft.data.loader import share_of
 from lightrft.engine.base import Sampling
 from lightrft.registry import Registry
+from lightrft.strategy import StrategyBase, is_actor
 from lightrft.strategy.bench import (
     LENGTHS,
     STEPS,
@@ -40,7 +41,6 @@ from lightrft.strategy.bench import (
     tiny_model,
     tokens,
 )
-from lightrft.strategy.strategy_base import StrategyBase, is_actor
 
 
 def run_contract(

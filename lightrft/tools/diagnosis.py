@@ -22,7 +22,7 @@ from lightrft.models.heads import Actor, logit_scale
 from lightrft.models.load import load_model
 from lightrft.models.weight_files import NOT_THE_MODEL
 from lightrft.roles.policy import Policy
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy import Strategy
 from lightrft.thinker import load_config
 from lightrft.types import Completion
 
@@ -151,7 +151,7 @@ class Diagnosis:
 
 def diagnose(
     config: Config,
-    strategy: StrategyBase,
+    strategy: Strategy,
     tokenizer: PreTrainedTokenizerBase,
     engine_model: str = "",
 ) -> Diagnosis:
@@ -167,17 +167,17 @@ def diagnose(
     part = Sampling().resolved(banned).truncation
     policy = Policy(strategy, strategy.prepare(actor), truncation=part)
     engine_config = replace(config, model=replace(config.model, pretrain=engine_model or pretrain))
-    strategy.setup_inference_engine(engine_config, config.engine.engine_type, actor=policy.actor)
+    strategy.host.start(engine_config, config.engine.engine_type, actor=policy.actor)
 
     prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
-    with strategy.engine_awake(policy.actor):
+    with strategy.host.awake(policy.actor):
         requests = [Request(prompt) for prompt in prompts]
         responses = {
-            name: strategy.engine.generate(requests, sampling)
+            name: strategy.host.engine.generate(requests, sampling)
             for name, sampling in SAMPLING.items()
         }
         sequence = prompts[2] + responses["sampled"][2][0].token_ids
-        engine_values = strategy.engine.parts(sequence)
+        engine_values = strategy.host.engine.parts(sequence)
 
     gaps = {
         name: _gap(policy, prompts, completions, tokenizer.decode)
@@ -192,7 +192,7 @@ def diagnose(
     parts = (_without(banned, values) for values in (trainer_values, engine_values))
 
     return Diagnosis(
-        strategy.engine_name, strategy.dtype, gaps, compare(*parts, strategy.dtype), settings
+        strategy.host.name, strategy.dtype, gaps, compare(*parts, strategy.dtype), settings
     )
 
 

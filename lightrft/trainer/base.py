@@ -43,7 +43,7 @@ from lightrft.run.resume_check import changed_settings, identity
 from lightrft.run.run_folder import RunFolder
 from lightrft.run.sample_rows import sample_rows
 from lightrft.strategy.checkpoints import NOTHING
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy import Strategy
 from lightrft.types import Expand, Sample
 from lightrft.versions import installed_versions
 
@@ -76,7 +76,7 @@ class Trainer(ABC):
     def __init__(
         self,
         config: Config,
-        strategy: StrategyBase,
+        strategy: Strategy,
         role: Role,
         training_data: TrainingData,
         *,
@@ -87,7 +87,7 @@ class Trainer(ABC):
     ):
         """Set up the trainer of `role`, which learns.
 
-        `parts` are further objects with a state for checkpoints; see StrategyBase.save_ckpt().
+        `parts` are further objects with a state for checkpoints; see Checkpoints.save().
         """
         self.config = config
         self.strategy = strategy
@@ -176,7 +176,7 @@ class Trainer(ABC):
 
             self.strategy.announce("checkpoint")
             self.observer.writer.flush()
-            self.strategy.finish_ckpt()
+            self.strategy.checkpoints.finish()
 
             if not self.nothing_left:
                 self.strategy.announce("save_model")
@@ -205,7 +205,8 @@ class Trainer(ABC):
         adapter_only = self.config.train.save_adapter_only and self.config.model.lora_rank
         for name, model in self.models_to_save().items():
             alone = adapter_only and name in ("model", "model_ema")
-            save = self.strategy.save_adapter if alone else self.strategy.save_model
+            files = self.strategy.checkpoints
+            save = files.save_adapter if alone else files.save_model
             save(model, self.tokenizer, self.folder / name)
 
     def _publish(self) -> None:
@@ -240,7 +241,7 @@ class Trainer(ABC):
         for model in self.models_to_save().values():
             end_generation_at(self.strategy.unwrap_model(model), ends)
             if model is not self.role.average:  # of the same class as the model itself
-                self.strategy.rehearse_save(model, self.tokenizer)
+                self.strategy.checkpoints.rehearse_save(model, self.tokenizer)
 
         resumed = None
         if self.config.train.load_checkpoint:
@@ -290,7 +291,7 @@ class Trainer(ABC):
                 with self.trace.phase("checkpoint", idle=True):
                     self.save()
 
-            self.strategy.finish_ckpt(wait=False)
+            self.strategy.checkpoints.finish(wait=False)
             self.interruption.safe_point()
             if last:
                 break
@@ -299,7 +300,7 @@ class Trainer(ABC):
         """Reduce the metrics once over all ranks and send them to the sinks."""
         self._write_timeline(number)
         data = self.strategy.mesh.data
-        for name, value in (self.trace.step() | self.strategy.engine_memory).items():
+        for name, value in (self.trace.step() | self.strategy.host.sleep_memory).items():
             add = self.metrics.max if name.startswith("memory/") else self.metrics.mean
             add(name, value)
             self._measured[name] += 1
@@ -329,7 +330,7 @@ class Trainer(ABC):
 
         self.observer.log(number, row)
         if self.health.check_step(number, row):
-            self.strategy.engine.verify_round = None
+            self.strategy.host.engine.verify_round = None
 
     def _write_timeline(self, number: int) -> None:
         """Add the spans of all ranks to the timeline, in the first steps of this process."""
@@ -386,7 +387,7 @@ class Trainer(ABC):
         self.saved = self.done
         self.observer.writer.flush()
         train = self.config.train
-        self.strategy.save_ckpt(
+        self.strategy.checkpoints.save(
             self.models,
             self.checkpoints,
             tag=f"step{self.done}",
@@ -405,7 +406,7 @@ class Trainer(ABC):
             for _, optimizer, scheduler in self.models.values():
                 if optimizer is not None:
                     settings.enter_context(own_settings(optimizer, scheduler))
-            path, state = self.strategy.load_ckpt(
+            path, state = self.strategy.checkpoints.load(
                 self.models, self.checkpoints, parts=self.parts, check=self._check
             )
 
@@ -441,7 +442,7 @@ class Trainer(ABC):
             return
         if self.saved != self.done:
             self.save()
-        self.strategy.finish_ckpt()
+        self.strategy.checkpoints.finish()
         self.strategy.print(
             f"saved step {self.done} in {self.checkpoints}; resume with the same command and"
             " --load_checkpoint"
@@ -464,7 +465,7 @@ class Trainer(ABC):
                 "command": self.config.command,
                 "status": status,
                 "steps": self.done,
-                "engine": self.strategy.engine_name,
+                "engine": self.strategy.host.name,
                 "engine_tp_size": self.config.engine.engine_tp_size,
                 "strategy": type(self.strategy).__name__,
                 "world_size": self.strategy.mesh.world.size,

@@ -52,7 +52,7 @@ from lightrft.samples import REASONING_GYM
 from lightrft.schedulers.overlap import Overlap
 from lightrft.schedulers.rounds import Rounds, needs_rounds
 from lightrft.stages.build import experience_maker
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy import Strategy
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_data import (
     load_expander,
@@ -75,7 +75,7 @@ from lightrft.trainer.ppo import Learner, PPOTrainer, ReplayTrainer
 from lightrft.trainer.tasks.sft import PtxLoss
 
 
-def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
+def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
     prepare_config("train_ppo", config)
     run_folder = RunFolder.claim(config, strategy.mesh.world)
     check_logins(config, strategy)
@@ -140,7 +140,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     )
     rollout = Rollout(scheduler, rewards)
     parts = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
-    strategy.report_memory("models and engine are ready;")
+    strategy.memory.report("models and engine are ready;")
 
     learners = build_learners(config, policy, critic, draft, ptx_loss, kl_coefficient)
     options = {
@@ -196,7 +196,7 @@ def build_learners(
 
 
 def build_ppo_roles(
-    config: Config, strategy: StrategyBase, training_data: TrainingData, *, updates: int
+    config: Config, strategy: Strategy, training_data: TrainingData, *, updates: int
 ) -> tuple[Policy, Critic | None, Teacher | None]:
     """Build the policy, and the critic and the teacher if the run needs them; a step has `updates`
     optimizer steps.
@@ -241,7 +241,7 @@ def build_ppo_roles(
 
 
 def build_sampler(
-    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase
+    config: Config, strategy: Strategy, tokenizer: PreTrainedTokenizerBase
 ) -> Sampler:
     """Build what samples responses, or episodes if the run has environments or tools."""
     episodes = build_episodes(config, tokenizer)
@@ -252,7 +252,7 @@ def build_sampler(
 
 def build_scheduler(
     config: Config,
-    strategy: StrategyBase,
+    strategy: Strategy,
     training_data: TrainingData,
     sampler: Sampler,
     rewards: RewardRunner,
@@ -278,7 +278,7 @@ def build_scheduler(
 
 
 def build_overlap(
-    strategy: StrategyBase,
+    strategy: Strategy,
     make_experience: ExperienceMaker,
     rewards: RewardRunner,
     trace: Untraced,
@@ -320,7 +320,7 @@ def build_ptx_loss(config: Config, policy: Policy, training_data: TrainingData) 
     )
 
 
-def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
+def build_rewards(config: Config, strategy: Strategy) -> RewardRunner:
     """Build what calls the rewards of --reward; a judge in the engine is not called with the
     functions.
     """
@@ -348,7 +348,7 @@ def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
 
 def build_eval_sets(
     config: Config,
-    strategy: StrategyBase,
+    strategy: Strategy,
     tokenizer: PreTrainedTokenizerBase,
     expand: Expander | None,
     rewards: RewardRunner,
@@ -398,7 +398,7 @@ def build_eval_sets(
 
 def start_engine(
     config: Config,
-    strategy: StrategyBase,
+    strategy: Strategy,
     name: str,
     *,
     actor: nn.Module | None = None,
@@ -411,11 +411,11 @@ def start_engine(
     """
     strategy.announce("start_engine")
     with log_duration(strategy, f"starting the engine {name}"):
-        strategy.setup_inference_engine(config, config.engine.engine_type, actor=actor, draft=draft)
-    strategy.engine.check_media(media_columns(config.data))
+        strategy.host.start(config, config.engine.engine_type, actor=actor, draft=draft)
+    strategy.host.engine.check_media(media_columns(config.data))
 
 
-def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
+def evaluation(config: Config, strategy: Strategy) -> Evaluation:
     """Load the held-out prompts, start an engine with the weights of `pretrain`, and load the
     models of the rewards.
 

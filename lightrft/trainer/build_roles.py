@@ -32,7 +32,7 @@ from lightrft.roles.reward_model import RewardModel
 from lightrft.roles.teacher import Teacher
 from lightrft.rollout.media import Expander
 from lightrft.run.reward_server import ServedModel
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy import Strategy
 
 ANY_TOKEN = Sampling()
 """Sampling that gives every token its own probability, for learning from given responses."""
@@ -40,7 +40,7 @@ ANY_TOKEN = Sampling()
 
 def build_policy(
     config: Config,
-    strategy: StrategyBase,
+    strategy: Strategy,
     *,
     updates: int,
     reference: bool,
@@ -119,7 +119,7 @@ def set_blank_media(expand: Expander | None, *models: Actor | Scorer | None) -> 
 
 
 def build_critic(
-    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int
+    config: Config, strategy: Strategy, tokenizer: PreTrainedTokenizerBase, *, updates: int
 ) -> Critic:
     """Build the sharded critic with its optimizer and schedule; it gets adapters as the actor
     does.
@@ -145,7 +145,7 @@ def build_critic(
 
 
 def build_draft(
-    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int
+    config: Config, strategy: Strategy, tokenizer: PreTrainedTokenizerBase, *, updates: int
 ) -> Draft:
     """Build the sharded model of --speculative draft with its optimizer and schedule; all of it is
     trained.
@@ -175,7 +175,7 @@ def build_draft(
 
 def build_teacher(
     config: Config,
-    strategy: StrategyBase,
+    strategy: Strategy,
     tokenizer: PreTrainedTokenizerBase,
     expand: Expander | None,
 ) -> Teacher:
@@ -217,7 +217,7 @@ def build_teacher(
 
 def build_model_rewards(
     config: Config,
-    strategy: StrategyBase,
+    strategy: Strategy,
     tokenizer: PreTrainedTokenizerBase,
     expand: Expander | None,
 ) -> ModelRewards | None:
@@ -238,7 +238,7 @@ def build_model_rewards(
     return ModelRewards(models, key=config.reward.reward_key, expand=expand) if models else None
 
 
-def build_served_models(config: Config, strategy: StrategyBase) -> list[ServedModel]:
+def build_served_models(config: Config, strategy: Strategy) -> list[ServedModel]:
     """Build the frozen reward models with their own tokenizers, for texts."""
     models = []
     for flag, term in reward_model_terms(config.model):
@@ -251,9 +251,7 @@ def build_served_models(config: Config, strategy: StrategyBase) -> list[ServedMo
     return models
 
 
-def _frozen_reward_model(
-    config: Config, strategy: StrategyBase, flag: str, name: str
-) -> RewardModel:
+def _frozen_reward_model(config: Config, strategy: Strategy, flag: str, name: str) -> RewardModel:
     strategy.announce("load_reward_models")
     with strategy.init_model_context():
         num_heads = len(stored_heads(config.model, flag, name=name)) or 1
@@ -264,7 +262,7 @@ def _frozen_reward_model(
 
 def build_reward_model(
     config: Config,
-    strategy: StrategyBase,
+    strategy: Strategy,
     tokenizer: PreTrainedTokenizerBase,
     *,
     updates: int,
@@ -291,7 +289,7 @@ def build_reward_model(
 
 
 def _empty_reward_model(
-    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, heads: list[str]
+    config: Config, strategy: Strategy, tokenizer: PreTrainedTokenizerBase, heads: list[str]
 ) -> Scorer:
     with strategy.init_model_context():
         model = load_reward_model(config.model, heads, tokenizer)

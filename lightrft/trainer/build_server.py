@@ -10,14 +10,14 @@ from lightrft.config.sections import Config
 from lightrft.models.load import load_tokenizer
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.run.observation import log_duration
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy import Strategy
 from lightrft.trainer.build_episodes import new_episodes, served_model, with_turn_ends
 
 if TYPE_CHECKING:
     from lightrft.run.model_server import ModelServer
 
 
-def model_server(config: Config, strategy: StrategyBase) -> "ModelServer":
+def model_server(config: Config, strategy: Strategy) -> "ModelServer":
     """Start an engine with the weights of `pretrain`, which may be a run's folder or a checkpoint,
     and listen for requests.
     """
@@ -40,7 +40,7 @@ def model_server(config: Config, strategy: StrategyBase) -> "ModelServer":
         f"starting the engine (--engine_type {config.engine.engine_type}) with"
         f" {config.model.pretrain}",
     ):
-        strategy.setup_inference_engine(
+        strategy.host.start(
             replace(config, engine=replace(config.engine, enable_engine_sleep=False))
         )
 

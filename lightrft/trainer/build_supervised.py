@@ -16,7 +16,7 @@ from lightrft.roles.role import Role
 from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config
 from lightrft.run.run_folder import RunFolder
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy import Strategy
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_data import (
     limits_of_media,
@@ -36,7 +36,7 @@ Learning = tuple[Role, Task, TrainingData]
 """The role that learns, what it learns, and from which data."""
 
 
-def sft_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
+def sft_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         training_data = load_training_data(config, config.train.train_batch_size)
         with log_duration(strategy, f"loading {config.model.pretrain}"):
@@ -54,7 +54,7 @@ def sft_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     return _trainer("train_sft", config, strategy, build)
 
 
-def rm_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
+def rm_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         heads = head_names(config.model, config.preference.reward_heads)
         if len(heads) > 1 and config.preference.head_key is None:
@@ -86,7 +86,7 @@ def rm_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     return _trainer("train_rm", config, strategy, build, role_name="reward_model")
 
 
-def prm_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
+def prm_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         heads = head_names(config.model, [])
         if len(heads) > 1:
@@ -111,7 +111,7 @@ def prm_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     return _trainer("train_prm", config, strategy, build, role_name="reward_model")
 
 
-def dpo_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
+def dpo_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         training_data = _load_judged(config, partial(load_pairs, config.data, config.preference))
         live = not config.preference.precompute_reference
@@ -133,7 +133,7 @@ def dpo_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     return _trainer("train_dpo", config, strategy, build)
 
 
-def kto_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
+def kto_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         training_data = _load_judged(config, partial(load_answers, config.data, config.preference))
         with log_duration(strategy, f"loading {config.model.pretrain}"):
@@ -154,7 +154,7 @@ def kto_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
 def _trainer(
     command: str,
     config: Config,
-    strategy: StrategyBase,
+    strategy: Strategy,
     build: Callable[[Config], Learning],
     *,
     role_name: str = "actor",

@@ -25,7 +25,7 @@ from lightrft.rollout.groups import Group
 from lightrft.rollout.sampler import Sampler
 from lightrft.rollout.scores import Estimate
 from lightrft.run.sample_rows import sample_rows
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy import Strategy
 from lightrft.trainer.evaluate import HeldOut, ask_judges, evaluate
 
 AT_ONCE = 64
@@ -38,9 +38,7 @@ class Evaluation:
     sampled ones.
     """
 
-    def __init__(
-        self, config: Config, strategy: StrategyBase, sets: list[HeldOut], sampler: Sampler
-    ):
+    def __init__(self, config: Config, strategy: Strategy, sets: list[HeldOut], sampler: Sampler):
         self.config = config
         self.strategy = strategy
         self.sets = sets
@@ -56,7 +54,7 @@ class Evaluation:
         seed = self.config.train.seed
         strategy.announce("evaluate")
 
-        with strategy.engine_awake():
+        with strategy.host.awake():
             answered = [
                 self.sampler.answer(
                     each.prompts, seed=derived_seed(seed, "evaluation", *each.seed_parts)

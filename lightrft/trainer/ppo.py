@@ -19,7 +19,7 @@ from lightrft.rollout.plan import TrainingPlan
 from lightrft.rollout.rollout import Rollout
 from lightrft.rollout.sampler import Sampler
 from lightrft.run.interruption import Interrupted
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy import Strategy
 from lightrft.trainer.base import Trainer, TrainingData
 from lightrft.trainer.evaluate import HeldOut, ask_judges, evaluate
 from lightrft.trainer.tasks.sft import PtxLoss
@@ -71,7 +71,7 @@ class PPOTrainer(Trainer):
     def __init__(
         self,
         config: Config,
-        strategy: StrategyBase,
+        strategy: Strategy,
         policy: Policy,
         training_data: TrainingData,
         *,
@@ -125,9 +125,9 @@ class PPOTrainer(Trainer):
         """
         rollback = self.rollout.scheduler.snapshot()
         metrics = self.metrics.state_dict()
-        weight_version = self.strategy.weight_version
+        weight_version = self.strategy.host.version
 
-        with self.trace.phase("generate"), self.strategy.engine_awake(self.policy.actor):
+        with self.trace.phase("generate"), self.strategy.host.awake(self.policy.actor):
             ahead = min(self.config.rollout.max_staleness, self.total_steps - number)
             groups = self.rollout.collect(number, self.metrics, ahead=ahead)
             # A judge in the engine answers while the engine is awake.
@@ -138,7 +138,7 @@ class PPOTrainer(Trainer):
         with self.trace.phase("reward"):
             samples = self.rollout.score(groups, self.metrics)
         self._safe_point(rollback, metrics, weight_version)
-        return samples, self.strategy.weight_version
+        return samples, self.strategy.host.version
 
     def _preparing(self, number: int) -> AbstractContextManager[None]:
         """Return a context in which another thread prepares a step, if there is one."""
@@ -158,7 +158,7 @@ class PPOTrainer(Trainer):
             rollback()
             self.metrics.clear()
             self.metrics.load_state_dict(metrics)
-            self.strategy.engine_lags(weight_version)
+            self.strategy.host.invalidate_weights(weight_version)
             raise
 
     def _show(self, number: int, samples: list[Sample], version: int) -> None:
@@ -170,8 +170,8 @@ class PPOTrainer(Trainer):
         The engine keeps its weight version: versions count steps, and the next step streams these
         same weights under it.
         """
-        version = self.strategy.weight_version
-        with self.strategy.engine_awake(self.policy.actor):
+        version = self.strategy.host.version
+        with self.strategy.host.awake(self.policy.actor):
             seed = self.config.train.seed
             answered = [
                 self.sampler.answer(
@@ -182,7 +182,7 @@ class PPOTrainer(Trainer):
             ]
             ask_judges(self.eval_sets, answered)
 
-        self.strategy.engine_lags(version)
+        self.strategy.host.invalidate_weights(version)
         for each, groups in zip(self.eval_sets, answered, strict=True):
             evaluate(each, groups, self.metrics, self.strategy.mesh.data)
 

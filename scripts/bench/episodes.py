@@ -29,11 +29,12 @@ from lightrft.agents.turn_format import TurnFormat
 from lightrft.config import EngineSection, RolloutSection
 from lightrft.config.sections import DataSection, EnvironmentSection
 from lightrft.engine.build import build_engine
+from lightrft.engine.requests import Sampling
 from lightrft.observe.trace import Trace
 from lightrft.parallel.mesh import Mesh
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.rollout.groups import Group
-from lightrft.strategy.engine_host import EngineHost
+from lightrft.strategy.shared_session import SharedSession
 from lightrft.types import Prompt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -131,16 +132,19 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
     mesh = Mesh("cpu")
     longest = args.turns * (args.tokens + 8)
     axis = mesh.engine(1)
-    device = torch.device("cpu")
     engine = build_engine(
         EngineSection(engine_type="vllm", engine_kv_cache_gb=0.5),
         model_path=str(folder),
         axis=axis,
         dtype=torch.float32,
-        device=device,
+        device=torch.device("cpu"),
         max_model_len=longest + 16,
     )
-    host = EngineHost(engine, axis=axis, mesh=mesh, device=device, sleeps=False)
+
+    def session(sampling: Sampling, *, shared: bool) -> SharedSession:
+        return SharedSession(engine.open(sampling), axis, mesh.model_parallel)
+
+    host = SimpleNamespace(engine=engine, open=session)
 
     section = EnvironmentSection(
         environment=f"{folder}/sleeps.py:Sleeps",
@@ -159,7 +163,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
     for repetition in range(args.repeat + 1):
         for name, episodes in ways.items():
             trace = Trace(peak_memory=int, memory_in_use=int)
-            strategy = SimpleNamespace(trace=trace, engine=engine, open_generation=host.open)
+            strategy = SimpleNamespace(trace=trace, host=host)
             loop = EpisodeSampler(strategy, tokenizer, rollout, episodes).open(repetition)
             groups = [
                 Group.begin(

@@ -25,7 +25,6 @@ from lightrft.rollout.groups import Group
 from lightrft.rollout.rollout import Rollout
 from lightrft.rollout.sampler import Finished, Pending, Sampler
 from lightrft.schedulers.rounds import Rounds, needs_rounds
-from lightrft.strategy.engine_host import EngineHost
 from lightrft.strategy.shared_session import SharedSession
 from lightrft.types import Prompt
 
@@ -56,25 +55,22 @@ class Ranks:
             dist.init_process_group("gloo")
             self.mesh = Mesh("cpu")
             section = EngineSection(engine_type="vllm", engine_kv_cache_gb=0.5)
-            axis = self.mesh.engine(1)
-            engine = build_engine(
+            self.axis = self.mesh.engine(1)
+            self.engine = build_engine(
                 section,
                 model_path=folder,
-                axis=axis,
+                axis=self.axis,
                 dtype=torch.float32,
                 device=torch.device("cpu"),
                 max_model_len=most + 16,
             )
 
+        self.host = self
+        """The host of the engine is this object too."""
         self.stamps: list[float] = []
-        self.host = EngineHost(
-            engine, axis=axis, mesh=self.mesh, device=torch.device("cpu"), sleeps=False
-        )
 
-    def open_generation(self, sampling: Sampling) -> SharedSession:
-        return TimedSession(
-            self, self.host.engine.open(sampling), self.host.axis, self.mesh.model_parallel
-        )
+    def open(self, sampling: Sampling) -> SharedSession:
+        return TimedSession(self, self.engine.open(sampling), self.axis, self.mesh.model_parallel)
 
     def timed(self, work: Callable[[], Any]) -> np.ndarray:
         """Begin work on all ranks; return the CPU milliseconds until it is done.
@@ -106,7 +102,7 @@ class Ranks:
 
     def _decode(self, size: int, tokens: int) -> None:
         """Generate responses of one length that begin and end together."""
-        generation = self.open_generation(Sampling())
+        generation = self.open(Sampling())
         sampling = Sampling(max_tokens=tokens, banned_token_ids=(END,))
         generation.add([Request([2, index, 7, 8], sampling=sampling) for index in range(size)])
         for _ in generation.to_the_end():

@@ -14,7 +14,6 @@ from lightrft.models.load import load_model
 from lightrft.rewards.functions import rewards
 from lightrft.rewards.runner import RewardRunner
 from lightrft.strategy import FSDPStrategy
-from lightrft.strategy.engine_host import EngineHost
 from lightrft.types import Prompt, Sample
 from parallel.families import family_model
 from ranks import run_ranks
@@ -73,7 +72,7 @@ def generated(folder: str, engine_tp_size: int, layout: dict) -> tuple:
     model = made.prepare(Actor(load_model(made.config)))
     engine = made.setup_inference_engine(actor=model)
     axis = made.mesh.engine(engine_tp_size)  # its ranks compute the same, as those of one engine do
-    made._host = EngineHost(engine, axis=axis, mesh=made.mesh, device=made.device, sleeps=False)
+    made.host.adopt(engine, axis, may_sleep=False)
     mine = PROMPTS[:2] if made.mesh.data.rank == 0 else PROMPTS[2:]
     counts = []
     begin = made.engine.begin_requests

@@ -56,7 +56,7 @@ def steps(made, model, optimizer, scheduler, numbers: range) -> list[tuple[float
 def live_bytes(made: DeepSpeedStrategy | None = None) -> int:
     """Of all tensors of this process, whoever holds them, without what waits in host memory."""
     gc.collect()
-    offloaded = made._memory.offloaded.values() if made else ()
+    offloaded = made.memory.offloaded.values() if made else ()
     waiting = {
         copy.untyped_storage().data_ptr() for item in offloaded for copy in item.copies.blocks
     }

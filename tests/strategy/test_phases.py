@@ -99,7 +99,7 @@ def who_is_here(folder: str, flag: bool):
         return build_engine(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightrft.strategy.strategy_base.build_engine", build)
+        patch.setattr("lightrft.engine.build.build_engine", build)
         made.setup_inference_engine(actor=actor)
 
     look()
@@ -163,7 +163,7 @@ def kept(folder: str) -> list[bool]:
         return build_engine(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightrft.strategy.strategy_base.build_engine", build)
+        patch.setattr("lightrft.engine.build.build_engine", build)
         made.setup_inference_engine(actor=actor)
     return seen + here(actor)
 
@@ -183,7 +183,7 @@ def determinism(flags: dict) -> list[bool]:
     for phase in (TRAIN, REFIT, GENERATE):
         made.enter(phase)
         found.append(torch.are_deterministic_algorithms_enabled())
-    made._phases.leave_engine()
+    made.memory.phases.leave_engine()
     found.append(torch.are_deterministic_algorithms_enabled())
     made.close()
     return [*found, torch.are_deterministic_algorithms_enabled()]

@@ -1,0 +1,393 @@
+"""Distribute a run: train models on all ranks, with parts for memory, files and the engine."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from itertools import chain
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightrft.backends import reduce
+from lightrft.backends.base import Backend
+from lightrft.backends.dropout import draw_by_data_rank
+from lightrft.backends.optim import create_adamw, create_lr_scheduler, parameter_names
+from lightrft.batching.sample_store import MemoryStore, SampleStore
+from lightrft.checkpoint.hf_parameters import persistent_buffers, unwrap
+from lightrft.config.resolve import Arguments, as_config, check_strategy
+from lightrft.config.sections import sequence_layout
+from lightrft.data.loader import Order
+from lightrft.launch.heartbeat import MARGIN, SingleRankWatchdog, Watchdog
+from lightrft.launch.rendezvous import join_process_group
+from lightrft.models.lora import merge_adapters
+from lightrft.observe.trace import Untraced
+from lightrft.parallel.collectives import Axis
+from lightrft.parallel.device import current_device, host_cores, select_device
+from lightrft.parallel.mesh import Mesh, process_rank, world_axis
+from lightrft.parallel.processes import RunProcesses
+from lightrft.strategy.checkpoints import Checkpoints
+from lightrft.strategy.device_memory import DeviceMemory
+from lightrft.strategy.engine_host import EngineHost
+from lightrft.versions import TENSOR_PARALLEL, untested_versions
+
+
+class Strategy(Backend):
+    """Training steps on all ranks. A backend's hooks say how a model is distributed.
+
+        strategy = get_strategy(args)
+        strategy.setup_distributed()
+        model, optimizer, scheduler = strategy.prepare((model, optimizer, scheduler))
+        strategy.backward(loss, model, optimizer)
+        norm = strategy.optimizer_step(optimizer, model, scheduler)
+
+    The rest is done by three parts: `memory`, `host` (of the engine) and `checkpoints`. All ranks
+    call every method together, in the same order, unless its
+    docstring says otherwise.
+    """
+
+    def __init__(
+        self,
+        seed: int = 42,
+        max_norm: float = 1.0,
+        micro_train_batch_size: int | None = None,
+        train_batch_size: int = 1024,
+        args: Arguments = None,
+    ):
+        self.seed = seed
+        self.max_norm = max_norm
+        self.micro_train_batch_size = micro_train_batch_size
+        self.train_batch_size = train_batch_size
+        self.config = as_config(args)
+        self.device = current_device()
+        self.processes: RunProcesses | None = None
+        self.trace = Untraced()
+        self.skipped_steps = 0
+        self.undivided: set[nn.Module] = set()
+        self._mesh: Mesh | None = None
+        self._watchdog: Watchdog | SingleRankWatchdog | None = None
+
+        self.memory = DeviceMemory(self)
+        self.host = EngineHost(self, self.memory, self.full_params)
+        self.checkpoints = Checkpoints(self, self.memory, self.full_params)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"skipped_steps": self.skipped_steps, "weight_version": self.host.version}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skipped_steps = state.get("skipped_steps", self.skipped_steps)
+        self.host.invalidate_weights(state.get("weight_version"))
+
+    # -- processes
+
+    def set_seed(self, seed: int) -> None:
+        """Seed Python, numpy and torch equally on all ranks, so that parameters start equal.
+
+        Prepared models still draw different dropout masks on each data rank.
+        """
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    def setup_distributed(self, timeout: timedelta | None = None) -> None:
+        """Bind the device, join or create the process group, build the mesh, and seed.
+
+        `timeout` limits a collective; None takes --timeout_minutes. Raises ValueError for settings
+        that cannot run, and RuntimeError for an environment that no launcher has set up.
+        """
+        check_strategy(self.config)
+        section = self.config.strategy
+        if section.deterministic:
+            self.memory.phases.begin_deterministic()
+
+        timeout = timeout or timedelta(minutes=section.timeout_minutes)
+        arrival = timedelta(minutes=section.arrival_minutes)
+        self.processes = join_process_group(
+            select_device(), timeout, arrival, self.config.rollout.rollout_ranks
+        )
+        self.device = current_device()
+        phase_limit = timedelta(minutes=section.phase_minutes)
+        self._watchdog = Watchdog.start(self.processes, timeout, phase_limit)
+
+        self._mesh = Mesh.shared(
+            self.device.type,
+            dp_replicate=section.dp_replicate,
+            sp=sequence_layout(section)[0],
+            tp=section.tp_size,
+            timeout=timeout + MARGIN,
+        )
+        # here, because all ranks have to create the engine's group together
+        self.host.axis_of(self.config.engine)
+        self._check_batch_sizes()
+        self._warn_of_versions()
+        self.set_seed(self.seed)
+
+    def close(self) -> None:
+        """Close the engine, and the process group if setup_distributed() created it.
+
+        May be called at any time. A checkpoint that is being written is finished first; if that
+        fails, the error is logged.
+        """
+        self.checkpoints.close()
+        self.memory.phases.end_deterministic()
+        self._mesh = None
+        self.memory.forget()
+        self.host.close()
+
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
+
+        if self.processes is not None and self.processes.created:
+            dist.destroy_process_group()
+        self.processes = None
+
+    def announce(self, phase: str) -> None:
+        """Set what this rank is doing, for the report if a rank fails, dies or is late.
+
+        An empty phase stands for nothing in particular. Ranks need not call this together.
+        """
+        if self._watchdog is not None:
+            self._watchdog.enter(phase)
+
+    def fail(self, error: BaseException, *, code: int = 1, brief: bool = False) -> None:
+        """End the processes of all ranks with this cause, `brief` or with the traceback.
+
+        Returns if there is one rank. One rank may call it alone. An uncaught exception does the
+        same automatically.
+        """
+        if self._watchdog is not None:
+            self._watchdog.fail(error, code=code, brief=brief)
+
+    @property
+    def generates_only(self) -> bool:
+        """Return True on a rank of --rollout_ranks: it has an engine and trains no model."""
+        return self.processes is not None and self.processes.generates
+
+    @property
+    def mesh(self) -> Mesh:
+        if self._mesh is None:
+            raise RuntimeError("this needs the mesh: call setup_distributed() first")
+        return self._mesh
+
+    @property
+    def world(self) -> Axis:
+        return self._mesh.world if self._mesh else world_axis()
+
+    @classmethod
+    def get_rank(cls) -> int:
+        """Return this process's rank; before there is a process group, the launcher's RANK or 0."""
+        return process_rank()
+
+    @classmethod
+    def is_rank_0(cls) -> bool:
+        return cls.get_rank() == 0
+
+    @classmethod
+    def print(cls, *message: object) -> None:
+        """Log on rank 0 only."""
+        if cls.is_rank_0():
+            logger.opt(depth=1).info("{}", " ".join(str(part) for part in message))
+
+    def all_reduce(self, data: Any, op: reduce.Op = "mean") -> Any:
+        """Reduce a number, a tensor, or a flat dict of both over all data ranks.
+
+        Returns a new object of equal type and device. The dtype is kept too, but the mean of
+        integers is a float. Ranks of one data replica hold the same values and count once. A dict
+        is reduced in one collective; all ranks must give the same keys and shapes.
+        """
+        return reduce.all_reduce(data, op, self._data())
+
+    # -- data
+
+    def data_order(self, num_rows: int) -> Order:
+        """Return the order of a run's rows: epoch after epoch, each reshuffled by the seed."""
+        return Order(num_rows, self.seed)
+
+    def sample_store(self) -> SampleStore:
+        """Return an empty store for the samples of a step."""
+        axes = self.mesh.data, self.mesh.model_parallel
+        if self.config.strategy.sample_store == "memory":
+            return MemoryStore(*axes)
+        from lightrft.batching.transfer_queue import TransferQueueStore
+
+        return TransferQueueStore(*axes, self.mesh.world)
+
+    # -- models and optimizers
+
+    def init_model_context(
+        self, device: torch.device | str | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context for making a model that no rank's host memory ever holds whole.
+
+            with strategy.init_model_context():
+                actor = Actor(load_model(config.model))
+            actor = strategy.prepare(actor)
+
+        Use it for models whose weights come from a Hugging Face folder. It has no effect with a
+        `device` other than meta, or if the backend does not support it.
+        """
+        return nullcontext()
+
+    def create_optimizer(
+        self,
+        model: nn.Module,
+        lr: float,
+        betas: Sequence[float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        eps: float = 1e-8,
+    ) -> Optimizer:
+        """Build AdamW over the parameters that require a gradient, before or after prepare()."""
+        return create_adamw(model, lr, tuple(betas), weight_decay, eps)
+
+    def create_scheduler(
+        self,
+        optimizer: Optimizer,
+        kind: Literal["cosine", "constant"],
+        warmup_steps: int,
+        total_steps: int,
+    ) -> LRScheduler:
+        """Build a schedule: linear warm-up, then a cosine to 10 % of the peak, or constant."""
+        return create_lr_scheduler(optimizer, kind, warmup_steps, total_steps)
+
+    def prepare(self, *models_or_pairs: Any) -> Any:
+        """Distribute modules in place.
+
+        Each argument is a module, (module, optimizer), (module, optimizer, scheduler) or None.
+        Returns its arguments: a single one as itself, several as a tuple. An optimizer stays the
+        same object, and trains the distributed parameters.
+        """
+        for item in models_or_pairs:
+            several = isinstance(item, tuple | list)
+            module, optimizer, scheduler = (*item, None)[:3] if several else (item, None, None)
+            if module is None:
+                continue
+
+            trained = any(parameter.requires_grad for parameter in module.parameters())
+            parameter_names(module, optimizer)  # raises for parameters of another model
+            self.make_ready(module)
+            self.distribute(module, optimizer)
+
+            self.memory.register(module, optimizer)
+            self.checkpoints.prepared[module] = (module, optimizer, scheduler)
+            if trained:
+                draw_by_data_rank(module, self.mesh.data, self.device)
+
+        return models_or_pairs[0] if len(models_or_pairs) == 1 else models_or_pairs
+
+    def backward(
+        self,
+        loss: Tensor,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        last: bool = True,
+    ) -> None:
+        """Add the gradients of one micro-batch.
+
+        `loss` is this rank's share of the global mean: gradients are summed over ranks and
+        micro-batches and never divided. The sum over ranks comes with the `last` micro-batch of an
+        optimizer step. All ranks have the same number of micro-batches. A loss that is not finite
+        makes the norm on all ranks not finite, see optimizer_step().
+        """
+        self.memory.check_loaded(model)
+        (self.memory.unsummed.discard if last else self.memory.unsummed.add)(model)
+
+        # ranks that share an undivided sequence each compute its whole loss
+        share = 1 / self.mesh.sp.size if model in self.undivided else 1
+        self.accumulate(loss * torch.where(loss.detach().isfinite(), share, torch.nan), model, last)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        scheduler: LRScheduler | None = None,
+        name: str = "model",
+    ) -> Tensor:
+        """Clip by one global norm, step, advance the schedule, and clear the gradients.
+
+        Returns the norm before clipping: []. If the norm or a loss is not finite, all ranks skip
+        the step and the schedule, and `skipped_steps` grows.
+        """
+        if model in self.memory.unsummed:
+            raise RuntimeError(
+                f"optimizer_step({name}) after backward(last=False): gradients were not summed over"
+                " the ranks yet"
+            )
+
+        self.memory.check_loaded(optimizer, model)
+        steps_on_host = self.device.type != "cpu" and self.lives_on_host(optimizer)
+        with host_cores() if steps_on_host else nullcontext():
+            norm = self.take_step(model, optimizer)
+
+        if torch.isfinite(norm):
+            if scheduler is not None:
+                scheduler.step()
+        else:
+            self.skipped_steps += 1
+            if self.is_rank_0():
+                logger.warning(
+                    "{}: gradient norm is {}, step skipped ({} so far)",
+                    name,
+                    norm.item(),
+                    self.skipped_steps,
+                )
+
+        self.clear_gradients(model)
+        return norm
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """Return the Hugging Face model inside a role's wrapper, or the module itself."""
+        return unwrap(model)
+
+    def full_params(
+        self, model: nn.Module, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name in the transformers model, full tensor in `dtype`) of every parameter.
+
+        Tied parameters come once, adapters are merged into their layers, and persistent buffers
+        follow unchanged. A tensor is valid until the next one is requested. dtype None: bfloat16
+        with --bf16, else float32. An offloaded model is loaded back first.
+        """
+        self.memory.reload_model(model)
+        unwrapped = unwrap(model)
+        stream = self.stream(model, dtype or self.dtype)
+        return merge_adapters(unwrapped, chain(stream, persistent_buffers(unwrapped)))
+
+    @torch.no_grad()
+    def moving_average(self, model: nn.Module, model_ema: nn.Module, beta: float = 0.992) -> None:
+        """Update model_ema <- beta * model_ema + (1 - beta) * model, on each rank for its part.
+
+        Both must have been prepared. Do not freeze `model_ema` before prepare(): it then keeps
+        float32, and small updates are not lost.
+        """
+        with self.memory.loaded(model, model_ema):
+            self.lerp(model, model_ema, 1 - beta)
+
+    # -- internals
+
+    def _data(self) -> Axis:
+        return self._mesh.data if self._mesh else Axis("data", 1, 0, None)
+
+    def _check_batch_sizes(self) -> None:
+        micro = self.micro_train_batch_size
+        data = self.mesh.data.size
+        if micro is not None and self.train_batch_size % (micro * data):
+            raise ValueError(
+                f"train_batch_size {self.train_batch_size} is not a multiple of "
+                f"micro_train_batch_size {micro} x data-parallel size {data} = {micro * data}"
+            )
+
+    def _warn_of_versions(self) -> None:
+        untested = untested_versions(TENSOR_PARALLEL) if self.mesh.tp.size > 1 else []
+        if untested and self.is_rank_0():
+            logger.warning(
+                "--tp_size is not tested with {}: compare first steps with --tp_size 1",
+                ", ".join(untested),
+            )
