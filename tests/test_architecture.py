@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parent.parent / "lightrft"
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = {
-    "compat": 13,
     "cli": 12,
     "trainer": 11,
     "run": 10,
