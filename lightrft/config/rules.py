@@ -115,10 +115,6 @@ def unusable_models(run: RunFacts) -> list[str]:
     return problems
 
 
-def _is_no_date(text: str) -> bool:
-    return bool(unreadable(date.fromisoformat, text or "2000-01-01"))
-
-
 def _unusable_data(run: RunFacts) -> list[str]:
     sets = [("prompt_data", run.prompt_data), ("pretrain_data", run.pretrain_data)]
     sets += [("eval_data", each.source) for each in run.eval_sets]
@@ -174,7 +170,7 @@ INPUTS = (
     Rule("--reward judge needs --{found}", _missing_judge, SAMPLING),
     Rule(
         "--chat_template_date {chat_template_date} is not a date such as 2026-01-31",
-        lambda run: _is_no_date(run.chat_template_date),
+        lambda run: unreadable(date.fromisoformat, run.chat_template_date or "2000-01-01"),
         ALL_BUT_SERVE_REWARD,
     ),
     Rule("{found}", lambda run: unreadable(eval_sources, run.eval_data), EVALUATED),
@@ -323,11 +319,6 @@ GENERATION = (
 # -- PPO and similar algorithms
 
 
-def _pass_k(run: RunFacts) -> bool:
-    outside = not 1 <= run.pass_k <= run.n_samples_per_prompt
-    return run.advantage_estimator == "pass_at_k" and outside
-
-
 def _shaping(run: RunFacts) -> str:
     shaping = " ".join(f"--{name}" for name in UNSHAPED if run[name])
     return shaping if run.advantage_estimator == "remax" else ""
@@ -408,7 +399,10 @@ ALGORITHM = (
     Rule(
         "--pass_k {pass_k} must be between 1 and {n_samples_per_prompt}, because it draws from"
         " --n_samples_per_prompt {n_samples_per_prompt}",
-        _pass_k,
+        lambda run: (
+            run.advantage_estimator == "pass_at_k"
+            and not 1 <= run.pass_k <= run.n_samples_per_prompt
+        ),
     ),
     Rule(
         "--advantage_estimator remax compares with the unshaped reward of the greedy response:"
@@ -419,10 +413,6 @@ ALGORITHM = (
 
 
 # -- the prompts and samples of a step
-
-
-def _corrects(run: RunFacts) -> bool:
-    return run.rollout_correction is not None or run.use_engine_logprobs
 
 
 def _shared_samples(run: RunFacts) -> bool:
@@ -460,7 +450,9 @@ ROLLOUT = (
     Rule(
         "--max_staleness learns from samples of older weights: set --rollout_correction tis, or"
         " --use_engine_logprobs",
-        lambda run: run.max_staleness > 0 and not _corrects(run),
+        lambda run: (
+            run.max_staleness > 0 and run.rollout_correction is None and not run.use_engine_logprobs
+        ),
     ),
     Rule(
         "--max_staleness begins whole groups of later steps: omit --partial_rollout, or set"
@@ -626,10 +618,6 @@ def _undivided(run: RunFacts) -> str:
     return "" if divides else written
 
 
-def _heads_of_tp(run: RunFacts) -> list[str]:
-    return [f"{count} {name}" for name, count in run.heads.items() if count % run.tp_size]
-
-
 def _heads_of_ulysses(run: RunFacts) -> str:
     heads = run.heads.get("attention heads", 0)
     ulysses = run.cp_size == 1 and run.sp_impl != "zigzag"
@@ -736,7 +724,10 @@ LAYOUT = (
         "--zpg {zpg} does not divide the {num_training_ranks} processes",
         lambda run: run.strategy == "deepspeed" and run.num_training_ranks % run.zpg,
     ),
-    Rule("--tp_size {tp_size} does not divide the model's {found}", _heads_of_tp),
+    Rule(
+        "--tp_size {tp_size} does not divide the model's {found}",
+        lambda run: [f"{count} {name}" for name, count in run.heads.items() if count % run.tp_size],
+    ),
     Rule(
         "--sp_size {sequence_ranks} does not divide the model's {found}; --sp_impl zigzag has no"
         " such condition",
