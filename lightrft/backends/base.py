@@ -41,7 +41,7 @@ RENAMED_HOOKS = {
 
 
 class Backend(ABC):
-    """Hooks that a strategy and its parts call; users never call them.
+    """Hooks that a strategy and the parts of it call; users never call them.
 
     All ranks call every hook together. A backend must implement distribute() and accumulate(). The
     other hooks fit parameters that are plain tensors or DTensors.
@@ -58,7 +58,7 @@ class Backend(ABC):
     skipped_steps: int
     """Number of optimizer steps that were skipped because the gradient norm was not finite."""
     undivided: set[nn.Module]
-    """Models without support for sequence parallelism; each rank computes their whole sequences."""
+    """Models without support for sequence parallelism; each rank computes whole sequences."""
 
     def __init_subclass__(cls, **options: object) -> None:
         """Raise TypeError if a subclass overrides a hook by a former name that nobody calls."""
@@ -97,7 +97,7 @@ class Backend(ABC):
 
     @abstractmethod
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        """Distribute one module in place, and point its optimizer at the new parameters.
+        """Distribute one module in place, and point the optimizer at the new parameters.
 
         Both have been checked, the optimizer has not stepped yet, and make_ready() has been called.
         """

@@ -91,7 +91,7 @@ def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[n
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Weight files of a model, and the names under which they have its tensors."""
+    """Weight files of a model, and the names of the tensors in them."""
 
     model: PreTrainedModel
     files: ConvertedFiles

@@ -44,7 +44,7 @@ def all_gather(data: Any, axis: Axis) -> Any:
 
 
 def _reduce_dict(data: dict[str, Any], op: Op, axis: Axis) -> dict[str, Any]:
-    """Reduce all values as one float64 vector, which is exact for integers below 2^53."""
+    """Reduce all values as one float64 vector: it is exact for integers below 2^53."""
     if not data:
         return {}
 

@@ -1,6 +1,4 @@
-"""Configuration of DeepSpeed, and access to ZeRO's partitions: master weights and moments of the
-elements that a rank updates.
-"""
+"""Configure DeepSpeed, and read ZeRO's partitions: the masters and moments that a rank updates."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -62,9 +60,7 @@ def engine_config(
 
 @dataclass(frozen=True, slots=True)
 class FlatSlice:
-    """Contiguous elements of a flattened parameter, with the position of their master in one of the
-    rank's flat partitions.
-    """
+    """Contiguous elements of a flattened parameter, and where a flat partition has the masters."""
 
     parameter: nn.Parameter
     start: int
@@ -79,16 +75,14 @@ class FlatSlice:
 
 @dataclass
 class Partitions:
-    """Partition of a model's training state on one rank: a flat float32 master for each group of
-    parameters.
-    """
+    """This rank's part of a model's training state: a flat float32 master for each group."""
 
     groups: Sequence[Sequence[nn.Parameter]]
     flats: Sequence[Tensor]
     rank: int
     by_parameter: bool
-    """True for ZeRO-3, which partitions each parameter; lower stages partition a group as if its
-    parameters were one tensor."""
+    """True if each parameter is partitioned (ZeRO-3); lower stages partition a group as if it were
+    one tensor."""
 
     def __iter__(self) -> Iterator[tuple[Sequence[nn.Parameter], Tensor]]:
         return zip(self.groups, self.flats, strict=True)
@@ -127,21 +121,20 @@ def whole_shape(parameter: Tensor) -> torch.Size:
 
 
 def local_shard(parameter: Tensor) -> Tensor:
-    """Return what a rank stores of a parameter between its uses: its padded partition under ZeRO-3,
-    else all of it.
-    """
+    """Return what a rank stores of a parameter: a padded partition under ZeRO-3, else all."""
     return getattr(parameter, "ds_tensor", parameter)
 
 
 @dataclass
 class ZeroModelState(ModelState):
-    """Model state with masters in place of their parameters, so that checkpoints are the same for
-    all ZeRO stages and FSDP2.
+    """Model state with masters in place of parameters.
+
+    So checkpoints are the same for all ZeRO stages and FSDP2.
     """
 
     partitions: Partitions = field(kw_only=True)
     group_names: list[list[str]] = field(kw_only=True)
-    """Names of the parameters in each of the optimizer's groups, which now hold flat partitions."""
+    """Names of the parameters in each of the optimizer's groups; these now have flat partitions."""
     follow: Callable[[], None] = field(kw_only=True)
     """Function that copies the masters into the model's parameters."""
 
@@ -220,9 +213,7 @@ class ZeroModelState(ModelState):
 
 
 def begin(optimizer: Optimizer, flat: Tensor) -> None:
-    """Initialise the optimizer state of a flat partition to that before the first step, unless it
-    has a state.
-    """
+    """Give a flat partition the optimizer state of before the first step, unless it has one."""
     if optimizer.state.get(flat):
         return
 

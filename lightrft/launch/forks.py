@@ -32,8 +32,7 @@ HEAD = struct.Struct("!i")
 """Length of a message, as a multiprocessing.Connection writes it."""
 LARGEST_MESSAGE = (1 << 31) - 1
 STACK_SIGNAL = signal.SIGUSR1
-"""Signal at which a worker writes its stack to its socket; the socket is of no further use after
-that."""
+"""Signal that makes a worker write a stack trace to the socket, which is useless afterwards."""
 
 
 class WorkerSetup(Protocol):
@@ -44,7 +43,7 @@ class WorkerSetup(Protocol):
         """Return the number of bytes that a worker may allocate; 0 for no limit."""
 
     def prepare(self) -> Callable[[Connection], None]:
-        """Import the user's code; return the function that a worker runs, with its socket."""
+        """Import the user's code; return the function that a worker runs with a socket."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,15 +55,14 @@ class Worker:
     socket: Connection
 
     def kill(self) -> None:
-        """Kill it and the processes that it started; its parent still gets its exit status."""
+        """Kill it and the processes that it started; the parent still gets the exit status."""
         self.socket.close()
         with suppress(ProcessLookupError):
             os.killpg(self.process, signal.SIGKILL)
 
 
 class Mailbox:
-    """The rank's end of a worker's socket, for which the rank never waits, whatever the worker
-    writes to it."""
+    """The rank's end of a worker's socket. The rank never waits for it, whatever arrives."""
 
     def __init__(self, connection: Connection, *, longest: int = LARGEST_MESSAGE):
         """Take over the connection. A message of more than `longest` bytes is an error."""
@@ -155,7 +153,7 @@ class Forks:
         return f"has ended with exit code {os.waitstatus_to_exitcode(status)}"
 
     def close(self) -> None:
-        """End the process that forks, and its workers with it."""
+        """End the process that forks, and all workers with it."""
         if self._parent is not None:
             self._control.close()
             self._parent.kill()
@@ -209,7 +207,7 @@ def main(fd: int) -> None:
 
 
 def _fork(control: Connection, work: Callable[[Connection], None], memory: int) -> None:
-    """Start a worker, and send its process id and its socket to the rank."""
+    """Start a worker, and send the process id and the socket to the rank."""
     parent_end, child_end = Pipe()
     parent = os.getpid()
     process = os.fork()
@@ -230,11 +228,9 @@ def _fork(control: Connection, work: Callable[[Connection], None], memory: int) 
 
 
 def end_with(parent: int) -> None:
-    """End this process when its parent ends; at once if that has already ended, as the kernel then
-    sends no signal.
-    """
+    """End this process when the parent ends, or at once if the parent has ended already."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # the kernel sends no signal for what happened before
         os._exit(1)
 
 

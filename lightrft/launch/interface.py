@@ -1,6 +1,4 @@
-"""Choice of the network interface on which gloo listens: the one between this node and the
-first.
-"""
+"""Choose the network interface for gloo: the one between this node and the first."""
 
 import ipaddress
 import os
@@ -50,8 +48,9 @@ def choose_interface(arrivals: dist.Store, world_size: int) -> None:
 
 
 def interface_problem() -> str:
-    """Return why other nodes cannot connect to gloo on this one, if its name has no address but a
-    loopback one; else empty.
+    """Return why other nodes cannot connect to gloo on this one; empty if they can.
+
+    They cannot if the host's name resolves to a loopback address, or to none.
     """
     name = socket.gethostname()
     try:
@@ -75,8 +74,9 @@ def _is_reachable(address: str) -> bool:
 
 
 def _interface_towards(address: str) -> str:
-    """Return the name of the interface from which packets to `address` are sent; empty without a
-    route or for loopback.
+    """Return the name of the interface that sends packets to `address`.
+
+    It is empty without a route or for loopback.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting it sends nothing

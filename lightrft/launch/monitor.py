@@ -24,7 +24,7 @@ BACKLOG = 128
 RETRY = 0.1
 """Seconds between two attempts to accept a connection, if that fails."""
 ARRIVAL = 60.0
-"""Seconds in which every rank must connect, after all have joined the process group."""
+"""Seconds that ranks have to connect, after all have joined the process group."""
 OUTSIDE = ("", "start-up")
 """Phases without a time limit; a program that never announces a phase is always in one of them."""
 

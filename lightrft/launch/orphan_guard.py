@@ -1,5 +1,4 @@
-"""Guard process for each rank of torchrun, which ends all processes of the rank when torchrun or
-the rank ends.
+"""Guard a rank of torchrun: end all processes of the rank when torchrun or the rank ends.
 
 torchrun makes each rank the leader of a process group and ends the group by signals. It cannot do
 so if it is killed itself, and it does not end the processes that a killed rank has started. The
@@ -17,14 +16,11 @@ from pathlib import Path
 BEAT = 0.5
 """Seconds between two checks."""
 CLEANUP = 2.0
-"""Seconds in which the processes that a rank has started may end by themselves, and free shared
-resources."""
+"""Seconds that the processes of a rank have to end by themselves and free shared resources."""
 
 
 def main(rank: int, launcher: int) -> None:
-    """Watch the processes with these ids, of which `rank` is the parent of this one, and clean up
-    when one of them ends.
-    """
+    """Watch two processes by id, `rank` being the parent of this one; clean up if one ends."""
     while os.getppid() == rank and _parent(rank) == launcher:
         time.sleep(BEAT)
     if os.getppid() == rank:

@@ -1,6 +1,4 @@
-"""Creation of the process group from the launcher's environment: torchrun, Slurm, or one process
-without a launcher.
-"""
+"""Create the process group that a launcher describes: torchrun, Slurm, or one process alone."""
 
 import json
 import os
@@ -46,19 +44,19 @@ NUMBERS_OF_PROCESSES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE
 NOTICE = timedelta(seconds=30)
 """Interval between warnings about ranks that have not arrived."""
 FEW_RANKS = 8
-"""Up to so many ranks share one gloo device among their groups; more publish one address each
-instead, see parallel/gloo.py."""
+"""Up to so many ranks share one gloo device in all groups; more publish one address each instead,
+see parallel/gloo.py."""
 ADVICE = (
     "start the run with `torchrun --standalone --nproc-per-node=N ...`, or unset all of these"
     " variables to run one process"
 )
 _guard: subprocess.Popen | None = None
 _num_groups = 0
-"""Number of default process groups that this process has joined, which is equal on all ranks."""
+"""Number of default process groups that this process has joined; equal on all ranks."""
 
 
 def adopt_slurm(environment: MutableMapping[str, str]) -> None:
-    """Set torchrun's variables from those of `srun`.
+    """Set torchrun's variables from the variables of `srun`.
 
     Nothing is changed under torchrun, for one task, or without srun.
     """
@@ -118,9 +116,7 @@ def check_launched(environment: Mapping[str, str]) -> None:
 
 
 def ranks_per_node(environment: Mapping[str, str]) -> int | None:
-    """Return the number of ranks of each node as torchrun or srun say it; None if they do not, or
-    if nodes differ.
-    """
+    """Return the number of ranks of each node; None if nodes differ or no launcher says it."""
     if "LOCAL_WORLD_SIZE" in environment:
         return int(environment["LOCAL_WORLD_SIZE"])
     per_node = re.fullmatch(r"(\d+)(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
@@ -128,17 +124,13 @@ def ranks_per_node(environment: Mapping[str, str]) -> int | None:
 
 
 def adopt_node_size(environment: MutableMapping[str, str], num_gpu_per_node: int) -> None:
-    """Set LOCAL_RANK, which determines a rank's device, for launchers that set only RANK; an
-    existing LOCAL_RANK is kept.
-    """
+    """Set LOCAL_RANK for launchers that set only RANK, because it determines a rank's device."""
     if "RANK" in environment:
         environment.setdefault("LOCAL_RANK", str(int(environment["RANK"]) % num_gpu_per_node))
 
 
 def end_with_launcher(launcher: int) -> None:
-    """Start a guard so that a rank of torchrun, with process id `launcher`, and the rank's children
-    do not outlive it.
-    """
+    """Start a guard that ends this rank and its children when `launcher`, a torchrun, ends."""
     global _guard
     if (
         _guard is None
@@ -157,11 +149,9 @@ def join_process_group(
 ) -> RunProcesses:
     """Create the default process group, unless it exists already.
 
-    `timeout` is that of its store from then on.
-
-    `arrival` is the longest wait until all processes have started, imported their packages and
-    connected. Raises ConfigError for an environment that no launcher has set up, and RuntimeError
-    for `rollout_ranks` in a group that exists.
+    `arrival` is the longest wait until all processes have started, imported packages and connected;
+    from then on `timeout` limits calls of the store. Raises ConfigError for an environment that no
+    launcher has set up, and RuntimeError for `rollout_ranks` in a group that exists.
     """
     if dist.is_initialized():
         if rollout_ranks:
@@ -231,7 +221,7 @@ def _address() -> str:
 
 
 def _meeting_point(rank: int, arrival: timedelta) -> dist.Store:
-    """Return the store, which torchrun serves on the first node, else rank 0.
+    """Return the store; torchrun serves it on the first node, without torchrun rank 0 does.
 
     Torch's own rendezvous is not used, because it waits for all ranks without reporting which are
     missing.
@@ -319,8 +309,9 @@ def _minutes(arrival: timedelta) -> str:
 
 
 def launcher() -> str:
-    """Return a name for the torchrun that started this process, which is the same for all its
-    restarts; empty without one.
+    """Return a name for the torchrun that started this process; empty without one.
+
+    Processes that it restarts get the same name.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""

@@ -1,5 +1,4 @@
-"""Plug-in of torchrun: a run that a signal stops has time for its checkpoint, and ends with one
-line instead of a traceback.
+"""Plug-in of torchrun: a run that a signal stops has time for a checkpoint, and no traceback.
 
 torchrun passes Ctrl-C and SIGTERM on to the ranks, kills them after 30 seconds, and then raises. A
 step may take longer, and nothing that a rank does can change that. So torchrun loads this module,
