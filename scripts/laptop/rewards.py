@@ -1,6 +1,5 @@
-"""Rewards of the recipes for a laptop.
-
-They are plain functions of the samples of a prompt and of the columns of its row.
+"""Rewards of the recipes for a laptop: plain functions of the samples of a prompt and of the
+columns of its row.
 
 --reward scripts/laptop/rewards.py:follows
 """
@@ -10,22 +9,17 @@ import re
 from typing import Any
 
 
-def follows(samples: list[Any], checks: list[list[str]], **columns: Any) -> list[float]:
+def follows_all(samples: list[Any], checks: list[list[str]], **columns: Any) -> list[float]:
     """Return 1 if a response passes all checks of its row, else 0."""
-    return [float(share == 1.0) for share in share_passed(samples, checks)]
+    return [float(share == 1) for share in _shares_passed(samples, checks)]
 
 
-def share_passed(samples: list[Any], checks: list[list[str]], **columns: Any) -> list[float]:
-    """Return the share of the row's checks that a response passes.
+def follows(samples: list[Any], checks: list[list[str]], **columns: Any) -> list[float]:
+    """Return 1 if a response passes all checks of its row, else half of the share that it passes.
 
-    It is 0 if the response did not end by itself.
+    With follows_all() hardly any group of responses would have a signal at first.
     """
-    return [
-        0.0
-        if sample.truncated
-        else sum(passes(check, sample.text.strip()) for check in of_row) / len(of_row)
-        for sample, of_row in zip(samples, checks, strict=True)
-    ]
+    return [1.0 if share == 1 else share / 2 for share in _shares_passed(samples, checks)]
 
 
 def brief(samples: list[Any], **columns: Any) -> list[float]:
@@ -34,9 +28,8 @@ def brief(samples: list[Any], **columns: Any) -> list[float]:
 
 
 def brevity(text: str, truncated: bool) -> float:
-    """Return 10 / (10 + words) for a response of whole sentences, else 0.
-
-    It must have at least five words and have ended by itself.
+    """Return 10 / (10 + words) for whole sentences of at least five words that ended by themselves,
+    else 0.
     """
     num_words = len(text.split())
     is_whole = not truncated and num_words >= 5 and text.rstrip().endswith((".", "!", "?"))
@@ -58,16 +51,21 @@ def passes(check: str, text: str) -> bool:
             return value not in words
         case "end":
             return text.endswith(value)
-        case "lowercase":
-            return text == text.lower()
-        case "capitals":
-            return text == text.upper()
         case "items":
             return _is_list(text, int(value))
         case "keys":
             return _has_keys(text, value.split())
-
     raise ValueError(f"unknown check {check!r}")
+
+
+def _shares_passed(samples: list[Any], checks: list[list[str]]) -> list[float]:
+    """Return the share of its checks that each response passes; 0 if it did not end by itself."""
+    return [
+        0.0
+        if sample.truncated
+        else sum(passes(check, sample.text.strip()) for check in of_row) / len(of_row)
+        for sample, of_row in zip(samples, checks, strict=True)
+    ]
 
 
 def _is_list(text: str, number: int) -> bool:
@@ -79,7 +77,7 @@ def _is_list(text: str, number: int) -> bool:
 
 
 def _has_keys(text: str, keys: list[str]) -> bool:
-    """Return True for a JSON object with exactly these keys, and texts or numbers as values."""
+    """Return True for a JSON object with exactly these keys, whose values are texts or numbers."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -68,7 +68,7 @@ case $recipe in
         ;;
     instructions)
         task=instructions form=""
-        flags=(--eval_data "$held_out" --reward scripts/laptop/rewards.py:follows --generate_max_len 40)
+        flags=(--eval_data "$held_out" --reward scripts/laptop/rewards.py:follows_all --generate_max_len 40)
         ;;
     brevity)
         task=questions form=brief.jsonl

@@ -198,12 +198,6 @@ def instruction(rng: random.Random, subjects: Sequence[str], words: Sequence[str
             (f'Use the word "{word}".', f"use:{word}"),
             (f'Do not use the word "{avoided}".', f"avoid:{avoided}"),
             ("End with an exclamation mark.", "end:!"),
-            rng.choice(
-                [
-                    ("Use only lowercase letters.", "lowercase"),
-                    ("Use only capital letters.", "capitals"),
-                ]
-            ),
         ],
         rng.choice((0, 1, 1, 2)),
     )

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts.laptop.rewards import brevity, follows, passes, share_passed
+from scripts.laptop.rewards import brevity, follows, follows_all, passes
 from scripts.laptop.tasks import NEW_SUBJECTS, data, pairs
 
 TASKS = str(Path(__file__).resolve().parents[2] / "scripts/laptop/tasks.py")
@@ -72,8 +72,6 @@ def test_a_seed_makes_the_same_files(tmp_path):
         ("use:light", "The light is on.", "The lights are on."),
         ("avoid:the", "Breathe in and out.", "The sea is wide."),
         ("end:!", "The sea is wide!", "The sea is wide."),
-        ("lowercase", "the sea is wide.", "The sea is wide."),
-        ("capitals", "THE SEA IS WIDE.", "THE SEA IS wide."),
         ("items:3", "blue, deep, wide", "blue, deep, blue"),
         ("items:3", "blue, deep sea, wide.", "blue, a deep sea, wide"),
         ("keys:name age", '{"age": 3, "name": "Tom"}', '{"name": "Tom"}'),
@@ -101,15 +99,14 @@ def test_the_reward_is_for_all_checks_and_for_an_end():
         sample("the sea is wide!", truncated=True),
     ]
     checks = [["sentence", "end:!"]] * 3
-    assert follows(samples, checks=checks) == [1.0, 0.0, 0.0]
-    assert share_passed(samples, checks=checks) == [1.0, 0.5, 0.0]
+    assert follows(samples, checks=checks) == [1.0, 0.25, 0.0]
+    assert follows_all(samples, checks=checks) == [1.0, 0.0, 0.0]
 
 
 def test_every_instruction_can_be_followed():
     for row in data("instructions", seed=0)["train"][:500]:
         for check in row["checks"]:
             passes(check, "The sea is wide.")  # raises for an unknown one
-        assert {"lowercase", "capitals"} - set(row["checks"])
 
 
 def test_pairs_are_the_briefest_and_the_longest_whole_answers():
