@@ -483,7 +483,7 @@ class Engine(ABC):
         )
 
     def problem(self, request: Request) -> str | None:
-        """Return why add() would refuse a request, without looking at the media; None: it would not."""
+        """Return why add() would refuse a request, or None; media are not looked at."""
         return self._problem_of(
             request if request.seeds else replace(request, seeds=(0,) * request.sampling.n)
         )

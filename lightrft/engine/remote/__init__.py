@@ -1,3 +1,3 @@
-"""Generation on other ranks (--rollout_ranks): the engine that ranks which train see, and the loop
-of those that generate.
+"""Generation on other ranks (--rollout_ranks): the engine that training ranks see, and the loop of
+the ranks that generate.
 """
