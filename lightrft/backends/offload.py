@@ -20,8 +20,8 @@ from lightrft.config.sections import Config
 from lightrft.parallel.device import release_cached_memory, synchronize
 
 BLOCK = 2**28
-"""Bytes of a buffer in host memory. torch rounds pinned memory up to a power of two, for each
-allocation."""
+"""Bytes of a buffer in host memory. torch rounds each pinned allocation up to a power of two, so a
+few equal buffers waste less than one large one."""
 
 
 class Offloaded(Protocol):
@@ -113,6 +113,7 @@ class OffloadedTensors:
         self.guards = guards
         copied = _with_storage(tensors)
         dropped = _with_storage(scratch)
+        # Views share storages, and a storage must be copied and emptied only once.
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
             for tensor in (*copied, *dropped)
@@ -140,6 +141,7 @@ class OffloadedTensors:
     def reload(self, device: torch.device) -> None:
         for guard in self.guards:
             guard.remove()
+        # A storage that could not be emptied is gone, and gets a new one.
         storages = {
             key: self.emptied.get(key, torch.UntypedStorage(0, device=device)) for key in self.sizes
         }
@@ -276,8 +278,9 @@ def _geometry(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Yield this rank's part of parameters and all buffers, including non-persistent ones; shared
-    ones once.
+    """Yield this rank's part of all parameters and buffers; shared ones come once.
+
+    Non-persistent buffers are included.
     """
     return map(_local, (*model.parameters(), *model.buffers()))
 

@@ -182,8 +182,9 @@ class Forks:
 
 
 def main(fd: int) -> None:
-    """Import the code of the setup that comes over the socket `fd`, then fork workers until the
-    rank closes the socket.
+    """Import the code of the setup that the rank sends over `fd`, then fork workers.
+
+    It ends when the rank closes the socket.
     """
     end_with(os.getppid())
     control = Connection(fd)
