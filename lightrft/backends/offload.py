@@ -195,7 +195,7 @@ class OffloadedOptimizer:
             (state, name)
             for state in optimizer.state.values()
             for name, value in state.items()
-            if _is_large(value)
+            if isinstance(value, Tensor) and value.ndim > 0
         ]
         self.copies = HostCopies(_local(state[name]) for state, name in self.states)
         synchronize(device)
@@ -252,9 +252,7 @@ def is_offloaded(item: nn.Module | Optimizer) -> str:
 
 def has_gradients(model: nn.Module) -> str:
     """Return the error message for offloading a model that has gradients."""
-    return (
-        f"{_name(model)} has gradients, which would be lost: finish or abort its train step first"
-    )
+    return f"{_name(model)} has gradients that would be lost: finish or abort the train step first"
 
 
 def _refuse(why: str, *_: Any) -> NoReturn:
@@ -291,7 +289,3 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _is_large(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0

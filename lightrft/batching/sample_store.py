@@ -50,8 +50,7 @@ class SampleRows:
         """Return these rows and then the others. Raises ValueError if the tags differ."""
         if self.tags.keys() != other.tags.keys():
             raise ValueError(
-                f"the tags of these rows are {sorted(self.tags)}, those of the others"
-                f" {sorted(other.tags)}"
+                f"these rows have the tags {sorted(self.tags)}, and the others {sorted(other.tags)}"
             )
 
         tags = {name: torch.cat([values, other.tags[name]]) for name, values in self.tags.items()}

@@ -180,7 +180,10 @@ class HFEngine(Engine):
         media = concatenated_features(
             [request.expanded.features for request in requests if request.expanded]
         )
-        media = {name: self._input(tensor) for name, tensor in media.items()}
+        media = {
+            name: tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+            for name, tensor in media.items()
+        }
         positions = self._positions(ids, mask, media)
         if media and self.bidirectional is not None:
             media["token_type_ids"] = (ids == self.bidirectional).long()
@@ -234,9 +237,6 @@ class HFEngine(Engine):
             **media,
         )
         return output.logits[:, -1]
-
-    def _input(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
 
     @torch.no_grad()
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:

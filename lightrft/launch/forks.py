@@ -107,7 +107,7 @@ class Mailbox:
             (size,) = HEAD.unpack_from(self._unread)
             if not 0 <= size <= self.longest:
                 raise ValueError(
-                    f"it says that it has {size} bytes, and {self.longest} are possible"
+                    f"it claims to have {size} bytes, but at most {self.longest} are possible"
                 )
             if len(self._unread) < HEAD.size + size:
                 break

@@ -228,7 +228,6 @@ def _setup(history: History, config: dict[str, Any], summary: dict[str, Any]) ->
 
 
 def _facts(config: dict[str, Any], *, rollout: bool) -> dict[str, str]:
-    """Return the key facts of the resolved configuration."""
     model = str(config.get("model", {}).get("pretrain", ""))
     facts = {"model": Path(model).name if model.startswith((".", "/", "~")) else model}
     if "strategy" in config:

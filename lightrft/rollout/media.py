@@ -79,9 +79,7 @@ class Expander:
             if medium not in learned:
                 kind = self.config.model_type
                 others = ", ".join(name for name, media in FAMILIES.items() if medium in media)
-                reason = UNTRAINED.get(
-                    kind, "its gradients were not compared with those of transformers"
-                )
+                reason = UNTRAINED.get(kind, "its gradients were not compared with transformers'")
                 raise ConfigError(
                     f"--{medium}_key: models of type {kind} cannot be trained on {medium}:"
                     f" {reason}. Use a model of type {others}, or omit the flag to train on text"

@@ -168,7 +168,8 @@ class Sampler:
 
         # Everything below reads self.section, and evaluation differs only in the temperature.
         training = self.section
-        self.section = self._evaluating()
+        if training.eval_temperature is not None:
+            self.section = replace(training, temperature=training.eval_temperature)
         try:
             loop = self.open(seed)
             loop.add([(group, group.places) for group in groups])
@@ -178,10 +179,6 @@ class Sampler:
             self.section = training
 
         return groups
-
-    def _evaluating(self) -> RolloutSection:
-        warm = self.section.eval_temperature
-        return self.section if warm is None else replace(self.section, temperature=warm)
 
     def pending(self, group: Group, places: Sequence[int], seed: int) -> Iterator[Pending]:
         """Yield the requests for these responses of a group.

@@ -150,7 +150,6 @@ def _train(command: str, config: ConfigOrFile, values: dict[str, Any]) -> Traine
 
 
 def _run(command: str, config: Config) -> Any:
-    """Do the work of a command."""
     # What runs need is imported only now, so that a mistake in the values is reported at once.
     from lightrft.trainer.run import run
 

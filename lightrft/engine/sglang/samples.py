@@ -76,8 +76,11 @@ class Samples:
         """
         shared = [running for running in batch if running.request.sampling.num_draws > 1]
         if shared:
+            # This only computes the prompt. It is not greedy, because beside greedy requests SGLang
+            # sorts the tokens before it draws one.
+            prefill = {"max_new_tokens": 0, "sampling_seed": 0}
             async for place, answer in self._answers(
-                [(running, _prefill_only(), None) for running in shared]
+                [(running, prefill.copy(), None) for running in shared]
             ):
                 shared[place].num_cached = answer["meta_info"]["cached_tokens"]
 
@@ -164,14 +167,6 @@ class Samples:
                 "temperature": sampling.temperature,
             },
         }
-
-
-def _prefill_only() -> dict[str, Any]:
-    """Return the parameters of a request that only computes the prompt.
-
-    It is not greedy: beside greedy requests SGLang sorts the tokens before it draws one.
-    """
-    return {"max_new_tokens": 0, "sampling_seed": 0}
 
 
 def _processor(request: Request) -> str | None:

@@ -58,7 +58,7 @@ class VLLMEngine(LibraryEngine):
         if isinstance(config, OmniThinkerConfig) and whole_config(setup.model_path) is None:
             raise ValueError(
                 "the folder has the thinker of a Qwen2.5-Omni alone, and vLLM reads whole folders"
-                " only: use the whole folder, of which the thinker alone is loaded, or"
+                " only: use the whole folder (only the thinker of it is loaded), or"
                 " --engine_type hf"
             )
 
