@@ -1,3 +1,1 @@
-"""Building blocks of strategies: shard models and optimizers, move them to host memory, and take
-optimizer steps.
-"""
+"""Building blocks of strategies: shard, move to host memory, and take optimizer steps."""

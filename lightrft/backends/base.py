@@ -127,6 +127,7 @@ class Backend(ABC):
             self.undivided.add(module)
 
         for parameter in module.parameters():
+            # The optimizer updates float32 values, even if computation is in bfloat16.
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(
                     torch.float32 if parameter.requires_grad else self.dtype
@@ -151,6 +152,7 @@ class Backend(ABC):
         norm = global_grad_norm(parameters, self.device)
 
         if torch.isfinite(norm):
+            # The norm covers all ranks, so either all of them step or none does.
             if self.max_norm > 0:
                 clip_gradients(parameters, norm, self.max_norm)
             step(optimizer)

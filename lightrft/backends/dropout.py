@@ -20,6 +20,7 @@ def draw_by_data_rank(module: nn.Module, data: Axis, device: torch.device) -> No
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
 
     def begin(*_: Any) -> None:
+        # Evaluation draws nothing, and must not advance the generator either.
         if module.training:
             seed = int(torch.randint(2**62, ())) + data.rank
             rng_states.append(

@@ -39,6 +39,7 @@ def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
         return
 
     source = Source.of(module, world)
+    # to_empty() would overwrite tensors that have memory already, so their values are kept aside.
     materialized = {
         name: tensor.clone() for name, tensor in _local_tensors(module) if not tensor.is_meta
     }
@@ -64,6 +65,7 @@ def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[n
     run_on_all_ranks(world, source.failure, source.fill_buffers)
 
     places = defaultdict(list)
+    # Tied parameters are at several places, and all of these get the new object.
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             places[parameter].append((part, name))
@@ -167,6 +169,7 @@ def _locate(model: PreTrainedModel) -> tuple[ConvertedFiles, dict[str, str]]:
         if tensors[names[0]].is_meta or not _is_parameter(tensors[names[0]])
     ]
     missing, unexpected = missing_and_unexpected(model, converted.shapes)
+    # Tensors that are not read may be missing, and heads of other models may be there.
 
     missing &= {name for names in groups for name in names}
     unexpected = {name for name in unexpected if is_backbone(model, name)}

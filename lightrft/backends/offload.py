@@ -20,8 +20,8 @@ from lightrft.config.sections import Config
 from lightrft.parallel.device import release_cached_memory, synchronize
 
 BLOCK = 2**28
-"""Bytes of a buffer in host memory. torch rounds pinned memory up to a power of two, for each
-allocation."""
+"""Bytes of a buffer in host memory. torch rounds each pinned allocation up to a power of two, so a
+few equal buffers waste less than one large one."""
 
 
 class Offloaded(Protocol):
@@ -113,6 +113,7 @@ class OffloadedTensors:
         self.guards = guards
         copied = _with_storage(tensors)
         dropped = _with_storage(scratch)
+        # Views share storages, and a storage must be copied and emptied only once.
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
             for tensor in (*copied, *dropped)
@@ -140,6 +141,7 @@ class OffloadedTensors:
     def reload(self, device: torch.device) -> None:
         for guard in self.guards:
             guard.remove()
+        # A storage that could not be emptied is gone, and gets a new one.
         storages = {
             key: self.emptied.get(key, torch.UntypedStorage(0, device=device)) for key in self.sizes
         }
@@ -193,7 +195,7 @@ class OffloadedOptimizer:
             (state, name)
             for state in optimizer.state.values()
             for name, value in state.items()
-            if _is_large(value)
+            if isinstance(value, Tensor) and value.ndim > 0
         ]
         self.copies = HostCopies(_local(state[name]) for state, name in self.states)
         synchronize(device)
@@ -250,9 +252,7 @@ def is_offloaded(item: nn.Module | Optimizer) -> str:
 
 def has_gradients(model: nn.Module) -> str:
     """Return the error message for offloading a model that has gradients."""
-    return (
-        f"{_name(model)} has gradients, which would be lost: finish or abort its train step first"
-    )
+    return f"{_name(model)} has gradients that would be lost: finish or abort the train step first"
 
 
 def _refuse(why: str, *_: Any) -> NoReturn:
@@ -276,8 +276,9 @@ def _geometry(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Yield this rank's part of parameters and all buffers, including non-persistent ones; shared
-    ones once.
+    """Yield this rank's part of all parameters and buffers; shared ones come once.
+
+    Non-persistent buffers are included.
     """
     return map(_local, (*model.parameters(), *model.buffers()))
 
@@ -288,7 +289,3 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _is_large(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0

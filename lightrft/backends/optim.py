@@ -36,7 +36,7 @@ def create_adamw(
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    # where empty ones will be materialized
+    # Empty parameters will be materialized on the current device.
     devices = {current_device() if p.is_meta else p.device for p in trainable}
     fused = all(device.type in FUSED_ON for device in devices)
 
@@ -61,6 +61,7 @@ def parameter_names(module: nn.Module, optimizer: Optimizer | None) -> list[list
         raise ValueError("prepare() takes an optimizer that has not stepped yet")
 
     names = {parameter: name for name, parameter in module.named_parameters()}
+    # Distributing a module replaces parameters, so the optimizer finds them again by name.
     try:
         return [
             [names[parameter] for parameter in group["params"]] for group in optimizer.param_groups
@@ -72,8 +73,9 @@ def parameter_names(module: nn.Module, optimizer: Optimizer | None) -> list[list
 
 
 def follow(module: nn.Module, optimizer: Optimizer | None, names: list[list[str]]) -> None:
-    """Point the optimizer at replaced parameters by name; it, and schedulers that hold it, stay the
-    same objects.
+    """Point the optimizer at replaced parameters by name.
+
+    The optimizer, and schedulers that hold it, stay the same objects.
     """
     parameters = dict(module.named_parameters())
     for group, group_names in zip(optimizer.param_groups if optimizer else (), names, strict=True):
@@ -81,9 +83,7 @@ def follow(module: nn.Module, optimizer: Optimizer | None, names: list[list[str]
 
 
 def step(optimizer: Optimizer) -> None:
-    """Take one step, for the parameters of one mesh at a time, since multi-tensor kernels cannot
-    mix meshes.
-    """
+    """Take one step, one mesh at a time, because multi-tensor kernels cannot mix meshes."""
     groups = optimizer.param_groups
     meshes = dict.fromkeys(_mesh(parameter) for group in groups for parameter in group["params"])
     if len(meshes) == 1:
@@ -112,11 +112,10 @@ def _mesh(parameter: nn.Parameter) -> DeviceMesh | None:
 
 @contextmanager
 def own_settings(optimizer: Optimizer, scheduler: LRScheduler | None) -> Iterator[None]:
-    """Keep learning rate, betas and weight decay while a state is loaded inside; moments and
-    progress are loaded.
+    """Keep learning rate, betas and weight decay while a state is loaded inside.
 
-    A schedule other than LambdaLR, which create_lr_scheduler() builds, keeps the learning rate that
-    it loads.
+    Moments and progress are loaded. A schedule that is not a LambdaLR, as create_lr_scheduler()
+    builds it, keeps the learning rate that it loads.
     """
     renewed = isinstance(scheduler, LambdaLR)
     loaded = {"params"} if renewed or scheduler is None else {"params", "lr", "initial_lr"}
@@ -130,6 +129,7 @@ def own_settings(optimizer: Optimizer, scheduler: LRScheduler | None) -> Iterato
         group.update(own)
 
     if renewed:
+        # The loaded progress counts, with this run's peak: rates are computed anew from both.
         scheduler.base_lrs = peaks
         rates = [
             peak * factor(scheduler.last_epoch)
@@ -143,10 +143,10 @@ def own_settings(optimizer: Optimizer, scheduler: LRScheduler | None) -> Iterato
 def create_lr_scheduler(
     optimizer: Optimizer, kind: Literal["cosine", "constant"], warmup_steps: int, total_steps: int
 ) -> LambdaLR:
-    """Build a schedule: linear warm-up to the optimizer's rate, then a cosine to 10 % of it at
-    `total_steps`, or constant.
+    """Build a schedule: linear warm-up to the optimizer's rate, then constant or a cosine.
 
-    The rate of the first step is 1 / warmup_steps of the peak, not 0.
+    The cosine ends at 10 % of that rate at `total_steps`. The first step's rate is 1 / warmup_steps
+    of the peak, not 0.
     """
     if kind not in ("cosine", "constant"):
         raise ValueError(f"unknown lr_scheduler {kind!r}; known: cosine, constant")

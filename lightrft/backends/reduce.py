@@ -24,6 +24,7 @@ def all_reduce(data: Any, op: Op, axis: Axis) -> Any:
     if isinstance(data, dict):
         return _reduce_dict(data, op, axis)
     if isinstance(data, Tensor):
+        # bfloat16 would lose the sum over many ranks, so it is reduced in float32.
         wide = data.detach().to(_accumulator(data.dtype, op))
         return _reduce(wide, op, axis).to(_result_dtype(data.dtype, op))
     return _reduce_dict({"": _check(data)}, op, axis)[""]
@@ -55,6 +56,7 @@ def _reduce_dict(data: dict[str, Any], op: Op, axis: Axis) -> dict[str, Any]:
     flat = torch.cat([tensor.to("cpu", torch.float64).reshape(-1) for tensor in tensors.values()])
 
     flat = _reduce(flat, op, axis)
+    # Values go back to the devices and dtypes that they came from.
     reduced = {}
     for (key, value), part in zip(
         data.items(), flat.split([tensor.numel() for tensor in tensors.values()]), strict=True

@@ -14,7 +14,7 @@ from lightrft.checkpoint.zero_fragment import Fragment
 from lightrft.config.sections import StrategySection
 
 BUCKET = 50_000_000
-"""Number of gradient elements per reduction, and of parameter elements per prefetch."""
+"""Gradient elements per reduction, and parameter elements per prefetch."""
 
 
 def engine_config(
@@ -81,8 +81,8 @@ class Partitions:
     flats: Sequence[Tensor]
     rank: int
     by_parameter: bool
-    """True if each parameter is partitioned (ZeRO-3); lower stages partition a group as if it were
-    one tensor."""
+    """True if each parameter is partitioned (ZeRO-3). Lower stages partition a group like one
+    tensor."""
 
     def __iter__(self) -> Iterator[tuple[Sequence[nn.Parameter], Tensor]]:
         return zip(self.groups, self.flats, strict=True)
@@ -140,6 +140,7 @@ class ZeroModelState(ModelState):
 
     def tensors(self, *, module_only: bool = False) -> dict[str, Any]:
         pieces = {piece.parameter: piece for piece in self.partitions.pieces()}
+        # Frozen parameters come from --pretrain again, so checkpoints leave them out.
         frozen = frozen_names(self.model)
         values = self.model.state_dict(keep_vars=True)
         state = {
@@ -168,6 +169,7 @@ class ZeroModelState(ModelState):
         if "optimizer" not in state:
             return
         loaded = state["optimizer"]
+        # A group without a saved state is as before the first step; old moments would be wrong.
         names = self._names()
         for group, flat in self.partitions:
             if not any(names[parameter] in loaded["state"] for parameter in group):
@@ -215,6 +217,7 @@ class ZeroModelState(ModelState):
 def begin(optimizer: Optimizer, flat: Tensor) -> None:
     """Give a flat partition the optimizer state of before the first step, unless it has one."""
     if optimizer.state.get(flat):
+        # A step at rate 0 makes the optimizer create the state; then the values are set to 0.
         return
 
     groups = optimizer.param_groups

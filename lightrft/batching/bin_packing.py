@@ -1,8 +1,7 @@
-"""Packing of sequences into bins of equal cost, for one optimizer step of the packed plan.
+"""Pack sequences into bins of equal cost, for one optimizer step of the packed plan.
 
-Several heuristics are tried and the cheapest result is kept. The ranks wait for each other at every
-micro-batch, so the time of a plan is the sum, over micro-batches, of the most expensive bin among
-the ranks.
+Several heuristics are tried, and the cheapest result is kept. Ranks wait for each other at every
+micro-batch, so a plan takes the sum over micro-batches of the most expensive bin among the ranks.
 """
 
 import heapq
@@ -13,39 +12,39 @@ import numpy as np
 from lightrft.batching.local_search import LocalSearch
 
 ATTENTION_SCALE = 6 * 4096
-"""Length in tokens at which a sequence's attention costs as much as its matrix products: six times
-the hidden size."""
+"""A sequence of so many tokens, six times the hidden size, spends as much on attention as on matrix
+products."""
 
 GOOD_ENOUGH = 1.002
-"""Ratio to perfect balance below which a plan is accepted without trying further heuristics."""
+"""Ratio to perfect balance that is good enough to try no further heuristics."""
 
 MAX_LOCAL_SEARCH = 1024
-"""Maximum number of sequences for a local search afterwards: balance is difficult only for few
-sequences."""
+"""Most sequences for a local search afterwards. Only a few sequences are difficult to balance."""
 
 Bin = list[int]
 
 
 def work(length: int, media: int = 0) -> int:
-    """Return the cost of one sequence as an integer: matrix products grow linearly with its length,
-    attention quadratically.
+    """Return the cost of one sequence as an integer.
 
-    `media` is the cost of its media in tokens.
+    Matrix products grow linearly with the length, and attention grows quadratically. `media` is the
+    cost of the sequence's media in tokens.
     """
     return (length + media) * ATTENTION_SCALE + length * length
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Maximum numbers of tokens and sequences of one micro-batch."""
+    """Maximum numbers of tokens and sequences in one micro-batch."""
 
     tokens: int
     sequences: int
 
 
 def pack(sizes: list[int], works: list[int], num_ranks: int, limits: Limits) -> list[Bin]:
-    """Pack items of given sizes (tokens) and costs into bins, most expensive first, their number a
-    multiple of the ranks.
+    """Pack items into bins, most expensive first; the number of bins is a multiple of the ranks.
+
+    `sizes` are tokens, and `works` are costs.
     """
     order = np.argsort(-np.array(sizes), kind="stable").tolist()
     packer = Packer([sizes[row] for row in order], [works[row] for row in order], num_ranks, limits)
@@ -55,7 +54,7 @@ def pack(sizes: list[int], works: list[int], num_ranks: int, limits: Limits) -> 
 class Packer:
     """Heuristics for filling bins.
 
-    Sequences are indices of `sizes`, which are their lengths, longest first.
+    Sequences are indices of `sizes`: the lengths, longest first.
     """
 
     def __init__(self, sizes: list[int], works: list[int], num_ranks: int, limits: Limits):
@@ -65,9 +64,8 @@ class Packer:
         self.limits = limits
 
     def best(self) -> list[Bin]:
-        """Return the cheapest result of three heuristics, improved by a local search for few
-        sequences.
-        """
+        """Return the cheapest result of three heuristics; a local search improves small ones."""
+        # Many sequences balance almost perfectly, so a search of theirs would gain nothing.
         few = len(self.sizes) <= MAX_LOCAL_SEARCH
         enough = sum(self.works) / self.num_ranks * (1 if few else GOOD_ENOUGH)
         best: list[Bin] = []
@@ -80,20 +78,20 @@ class Packer:
         return self._improve(best) if few else best
 
     def even(self, rows: Bin) -> list[Bin]:
-        """Fill all bins to nearly equal cost: best if no sequence is more expensive than an average
-        bin.
+        """Fill all bins to nearly equal cost.
+
+        This is best if no sequence is more expensive than an average bin.
         """
         return self._fill(rows, self.num_ranks * self._fewest(rows), grow=True)[0]
 
     def roomy(self, rows: Bin) -> list[Bin]:
-        """Fill one bin more per rank than even(): if sequences hardly fit, long ones then need not
-        share a bin.
-        """
+        """Fill one bin more per rank than even(), so that long sequences need not share a bin."""
         return self._fill(rows, self.num_ranks * (self._fewest(rows) + 1), grow=True)[0]
 
     def staggered(self, rows: Bin) -> list[Bin]:
-        """Fill one bin per rank up to the cost of the longest sequence while that exceeds an
-        average bin; then use even().
+        """Fill one bin per rank up to the cost of the longest sequence, as long as that is needed.
+
+        Once the longest sequence fits an average bin, even() does the rest.
         """
         bins = []
         left = sum(self.works)
@@ -104,9 +102,7 @@ class Packer:
         return bins + self.even(rows)
 
     def _improve(self, bins: list[Bin]) -> list[Bin]:
-        """Return the bins after moving and swapping sequences out of the bins that the other ranks
-        wait for.
-        """
+        """Move and swap sequences out of the bins that other ranks wait for."""
         tokens = self.limits.tokens
         sequences = self.limits.sequences
         search = LocalSearch(
@@ -126,35 +122,33 @@ class Packer:
         return sorted(bins, key=lambda bin_: (-self._work(bin_), bin_))
 
     def _time(self, bins: list[Bin]) -> int:
-        """Return the time of bins sorted by cost: the ranks wait for the most expensive bin at
-        every micro-batch.
-        """
+        """Return the time of bins sorted by cost: ranks wait for the dearest in a micro-batch."""
         return sum(self._work(bin_) for bin_ in bins[:: self.num_ranks])
 
     def _work(self, bin_: Bin) -> int:
         return sum([self.works[row] for row in bin_])
 
     def _fewest(self, rows: Bin) -> int:
-        """Return a lower bound on the number of bins per rank that the rows need."""
+        """Return a lower bound on the bins per rank that the rows need."""
         by_tokens = -(-sum([self.sizes[row] for row in rows]) // self.limits.tokens)
         by_sequences = -(-len(rows) // self.limits.sequences)
-        # no two of them share a bin
+        # No two of these sequences fit into one bin.
         alone = sum([2 * self.sizes[row] > self.limits.tokens for row in rows])
         return -(-max(by_tokens, by_sequences, alone) // self.num_ranks)
 
     def _fill(
         self, rows: Bin, count: int, *, grow: bool = False, max_work: int | None = None
     ) -> tuple[list[Bin], Bin]:
-        """Put each row, longest first, into the cheapest of `count` bins with enough space; return
-        bins and remaining rows.
+        """Put each row, longest first, into the cheapest of `count` bins that has room.
 
-        With `grow`, one more bin per rank is opened when no bin has enough space.
+        With `grow`, one more bin per rank is opened when no bin has room. Return the bins and the
+        rows that are left.
         """
         bins: list[Bin] = [[] for _ in range(count)]
         free = [self.limits.tokens] * count
         open_ = [(0, index) for index in range(count)]  # heap: cheapest first
 
-        # heap of bins too full for the rows so far: emptiest first
+        # Heap of bins that were too full for some row, emptiest first: shorter rows may fit.
         parked: list[tuple[int, int, int]] = []
         rest: Bin = []
         for row in rows:

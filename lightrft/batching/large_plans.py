@@ -1,8 +1,8 @@
-"""Packed plan of one optimizer step with many sequences, computed with vectorized numpy operations.
+"""Plan one optimizer step with many sequences, using vectorized numpy operations.
 
-Ranks wait for the most expensive of the micro-batches that run at the same time. When thousands are
-sorted by cost, neighbours cost nearly the same: the total waiting time is at most the cost of the
-most expensive micro-batch. So it remains to minimize the number of micro-batches.
+Ranks wait for the most expensive of the micro-batches that run at the same time. When thousands of
+micro-batches are sorted by cost, neighbours cost nearly the same, so the total waiting time is at
+most the cost of the most expensive one. What remains is to need few micro-batches.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,20 +14,18 @@ from lightrft.batching.prefix_sharing import MIN_SAVING
 
 Column = np.ndarray
 MAX_UNIT = 256
-"""Maximum number of rows of a prompt that are kept together."""
+"""Most rows of a prompt that are kept together."""
 FEW_PLACED = 1 / 8
-"""Fraction of the remaining sequences that a pass must place; otherwise new micro-batches are
-opened."""
+"""A pass must place this fraction of the remaining sequences, or new micro-batches are opened."""
 
 
 def pack_large_step(
     lengths: Column, prompts: Column, num_ranks: int, limits: Limits
 ) -> list[list[list[int]]]:
-    """Return [rank][m]: indices in `lengths` [N] of the sequences of micro-batch m, most expensive
-    first.
+    """Return the micro-batches of each rank: [rank][m] are indices in `lengths` [N].
 
-    Sequences of a prompt share a micro-batch if that makes the plan shorter. `prompts` [N, 3]: see
-    planner.Prompts.
+    The most expensive micro-batches come first. Sequences of a prompt share a micro-batch if that
+    makes the plan shorter. `prompts` [N, 3]: see planner.Prompts.
     """
     cost_of = _cost(lengths, prompts)
     plans = [
@@ -38,15 +36,14 @@ def pack_large_step(
 
 
 def _groupings(lengths: Column, prompts: Column, limits: Limits) -> Iterator[Column]:
-    """Yield the unit of each sequence, [N] each: first the sequence alone, then those of its prompt
-    if that saves enough.
-    """
+    """Yield the unit of each sequence, [N] each: alone, and by prompt if that saves enough."""
     yield np.arange(len(lengths))
     order = np.lexsort((prompts[:, 1], prompts[:, 0]))
     new = np.append(True, (np.diff(prompts[order], axis=0) != 0).any(1))
     if prompts[:, 1:].sum() - prompts[order[new], 1:].sum() <= MIN_SAVING * lengths.sum():
         return
 
+    # Rows of a prompt join one unit until a micro-batch is full; the next row begins another.
     starts = new.nonzero()[0][new.cumsum() - 1]
     place = (np.arange(len(order)) - starts) % min(MAX_UNIT, limits.sequences)
     unit = np.empty_like(order)
@@ -68,13 +65,13 @@ def _groupings(lengths: Column, prompts: Column, limits: Limits) -> Iterator[Col
 
 
 def _fill(unit: Column, lengths: Column, num_ranks: int, limits: Limits) -> Column:
-    """Return the micro-batch of each sequence: [N].
+    """Assign a micro-batch to each sequence: [N].
 
-    Each pass puts the longest remaining units into the emptiest ones.
+    Each pass puts the longest remaining units into the emptiest micro-batches.
     """
     sizes = np.bincount(unit, lengths).astype(np.int64)
     counts = np.bincount(unit)
-    alone = (2 * sizes > limits.tokens).sum()  # no two of them share a micro-batch
+    alone = (2 * sizes > limits.tokens).sum()  # no two of these share a micro-batch
     needed = max(-(-sizes.sum() // limits.tokens), -(-counts.sum() // limits.sequences), alone)
     free = np.empty(0, np.int64)
     places = np.empty(0, np.int64)
@@ -110,8 +107,9 @@ def _fill(unit: Column, lengths: Column, num_ranks: int, limits: Limits) -> Colu
 
 
 def _cost(lengths: Column, prompts: Column) -> Callable[[Column], Column]:
-    """Return a function from the micro-batch of each sequence [N] to the cost of each: a prompt is
-    computed once in each.
+    """Return a function that turns assignments [N] into the cost of each micro-batch.
+
+    A micro-batch computes each prompt once.
     """
     key = (
         np.unique(prompts[:, 0], return_inverse=True)[1] * (prompts[:, 1].max() + 1) + prompts[:, 1]

@@ -1,16 +1,16 @@
-"""Local search that moves and swaps single sequences between bins until no bin that ranks wait for
-can be made cheaper.
+"""Move and swap single sequences between bins until the ranks wait no less.
+
+Only bins that other ranks wait for need to become cheaper.
 """
 
 import numpy as np
 
 WORTHWHILE = 0.0001
-"""Minimum gain of a round over all micro-batches, as a fraction of the time; the search ends below
-it."""
+"""Smallest gain of a round, as a fraction of the time, that makes another round worthwhile."""
 
 
 class LocalSearch:
-    """Bins whose sequences are moved and swapped one by one.
+    """Improves a division into bins by moving and swapping sequences one by one.
 
     Bins b, b + 1, ..., b + ranks - 1 run at the same time.
     """
@@ -30,7 +30,7 @@ class LocalSearch:
         self.max_tokens = max_tokens
         self.max_sequences = max_sequences
         self.count = len(bins)
-        # One empty sequence per bin is appended: a swap with it is a move.
+        # Each bin gets one empty sequence at the end: a swap with it is a move.
         self.works, self.sizes = (np.array(column + [0] * len(bins)) for column in (works, sizes))
         self.bin_of = np.empty(len(self.works), dtype=np.int64)
         for index, bin_ in enumerate(bins):
@@ -68,8 +68,9 @@ class LocalSearch:
         self.bin_of = place[self.bin_of]
 
     def _relieve(self, first: int) -> None:
-        """Move or swap one sequence out of bin `first`, the most expensive of its micro-batch, to a
-        bin that can absorb it.
+        """Move or swap one sequence out of bin `first`, the dearest of a micro-batch.
+
+        It goes to a bin that can absorb it.
         """
         bin_of = self.bin_of
         works = self.works
@@ -77,6 +78,7 @@ class LocalSearch:
         used = np.bincount(bin_of, weights=self.sizes, minlength=self.count)
         num_sequences = np.bincount(bin_of[: self.real], minlength=self.count)
         same_micro_batch = (bin_of >= first) & (bin_of < first + self.num_ranks)
+        # Nobody may become dearer than the bin that the others already wait for.
         ceiling = np.where(
             same_micro_batch, costs[first] - 1, costs[bin_of - bin_of % self.num_ranks]
         )

@@ -1,8 +1,8 @@
-"""Planner that assigns sequences to ranks and micro-batches.
+"""Assign sequences to ranks and micro-batches.
 
 A plan is a pure function of the lengths and prompts of all sequences, so every rank computes the
-same plan without communication. Batches are always flat, without padding: the three batching modes
-decide only which sequences share a micro-batch.
+same plan without communication. Batches are always flat, without padding. The three batching modes
+only decide which sequences share a micro-batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,36 +19,36 @@ from lightrft.batching.prefix_sharing import MIN_SAVING
 
 Batching = Literal["packed", "dynamic", "plain"]
 Prompts = Sequence[tuple[int, int, int]] | np.ndarray
-"""Prompt of each row as (identifier, number of tokens, cost of its media in tokens): rows with
-equal entries begin with the same tokens and media."""
+"""Prompt of each row: (identifier, number of tokens, cost of the media in tokens).
+
+Rows with equal entries begin with the same tokens and media."""
 
 LARGE_STEP = 16384
-"""Number of rows above which an optimizer step is planned with vectorized operations."""
+"""Optimizer steps with more rows than this are planned with vectorized operations."""
 
 PARTS = (1, 2, 4)
-"""Numbers of parts into which the rows of a prompt are split: fewer share more, more can be
-balanced better."""
+"""How many parts the rows of a prompt are split into. Few parts share more work, and many parts are
+easier to balance."""
 MANY_PROMPTS = 512
-"""Number of prompts above which balance is good enough without splitting the rows of a prompt."""
+"""With more prompts than this, balance is good enough without splitting a prompt's rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan in which minibatches[k][rank][m] are the rows of micro-batch m that `rank` computes for
-    optimizer step k.
+    """Rows of all micro-batches: minibatches[k][rank][m] is micro-batch m of optimizer step k.
 
-    Every rank has the same number of micro-batches in an optimizer step. A micro-batch can be empty
-    if there are fewer rows than ranks; it then takes part in the collectives with weight zero.
+    Every rank has the same number of micro-batches in an optimizer step. Some are empty if there
+    are fewer rows than ranks; they take part in the collectives with weight zero.
     """
 
     minibatches: list[list[list[list[int]]]]
 
     def rows(self, rank: int) -> list[int]:
-        """Return all rows of a rank, in the order in which it computes them."""
+        """Return all rows of a rank, in the order of computation."""
         return [row for minibatch in self.minibatches for rows in minibatch[rank] for row in rows]
 
     def local(self, rank: int) -> list[list[list[int]]]:
-        """Return [k][m]: the rows of the rank's micro-batches as positions in `rows(rank)`."""
+        """Return [k][m]: the rows of the rank's micro-batches, as positions in `rows(rank)`."""
         position = {row: place for place, row in enumerate(self.rows(rank))}
         return [
             [[position[row] for row in rows] for rows in minibatch[rank]]
@@ -67,21 +67,21 @@ def plan(
     prompts: Prompts | None = None,
     units: Sequence[int] | np.ndarray | None = None,
 ) -> Plan:
-    """Split rows 0..N-1 into consecutive optimizer steps of `minibatch_size`, each divided over
-    ranks and micro-batches.
+    """Divide rows 0..N-1 into optimizer steps, and each step into ranks and micro-batches.
 
-    `units` are numbers that ascend from 0, one for each row; those of a unit are counted once, and
-    learned in one step.
+    An optimizer step has `minibatch_size` consecutive rows. With `units`, ascending numbers from 0
+    for each row, a step has `minibatch_size` units, and the rows of a unit stay together.
 
-    packed: any sequences up to max_tokens, so that all ranks finish together; rows with equal
-    `prompts` share a micro-batch, which computes their prompt once, if that makes the plan shorter.
-    dynamic: sequences of similar length, whose number times the longest length stays within
-    max_tokens. plain: max_sequences rows in their given order, fewer if they exceed max_tokens.
-    Raise ValueError for a sequence that is empty or longer than max_tokens.
+    packed: any sequences up to max_tokens, so that all ranks finish together. Rows with equal
+    `prompts` share a micro-batch if that makes the plan shorter; it computes the prompt once.
+    dynamic: sequences of similar length; their number times the longest length is at most
+    max_tokens. plain: max_sequences rows in the given order, or fewer if they exceed max_tokens.
+    Raises ValueError for a sequence that is empty or longer than max_tokens.
     """
     _check(lengths, max_tokens)
     limits = Limits(max_tokens, max_sequences or max(len(lengths), 1))
     if prompts is None:
+        # Without prompts every row is a prompt of its own, of no tokens.
         prompts = np.column_stack([np.arange(len(lengths)), *[np.zeros_like(lengths)] * 2])
     prompts = np.asarray(prompts)
     split = {
@@ -125,9 +125,8 @@ def _check(lengths: list[int], max_tokens: int) -> None:
 def _shortest(
     prefixes: np.ndarray, lengths: list[int], rows: range, num_ranks: int, limits: Limits
 ) -> list[list[list[int]]]:
-    """Return [rank][m], the shortest of several plans: bins of similar cost run at the same time,
-    most expensive first.
-    """
+    """Return [rank][m], the shortest of several plans, most expensive micro-batches first."""
+    # The rows of a step are planned from 0, and the numbers of earlier rows are added afterwards.
     if len(rows) > LARGE_STEP:
         part = slice(rows.start, rows.stop)
         micro_batches = pack_large_step(np.array(lengths[part]), prefixes[part], num_ranks, limits)
@@ -167,9 +166,7 @@ def _shortest(
 def _by_prompt(
     prompts: list[tuple[int, int, int]], lengths: list[int], rows: range, limits: Limits
 ) -> Iterator[list[list[int]]]:
-    """Yield groupings of rows that keep the rows of a prompt together; none if that saves
-    little.
-    """
+    """Yield groupings that keep the rows of a prompt together, unless that saves little."""
     of_prompt: dict[tuple[int, int, int], list[int]] = {}
     for row in rows:
         of_prompt.setdefault(prompts[row], []).append(row)
@@ -189,9 +186,7 @@ def _by_prompt(
 def _units(
     lengths: list[int], members: list[int], parts: int, limits: Limits
 ) -> Iterator[list[int]]:
-    """Yield the rows in `parts` parts of similar size, or in more, so that each fits into a
-    micro-batch.
-    """
+    """Split a prompt's rows into `parts` parts, or more, so that each fits a micro-batch."""
     at_most = min(-(-len(members) // parts), limits.sequences)
     for start in range(0, len(members), at_most):
         yield from _in_order(lengths, members[start : start + at_most], limits)
@@ -200,12 +195,14 @@ def _units(
 def _dynamic(
     lengths: list[int], rows: range, num_ranks: int, limits: Limits
 ) -> list[list[list[int]]]:
-    """Return [rank][m]: rows sorted by length, longest first, dealt to the ranks in turn; all ranks
-    split at the same indices.
+    """Return [rank][m]: rows sorted by length, longest first, dealt to the ranks in turn.
+
+    All ranks split at the same indices.
     """
     ordered = sorted(rows, key=lambda row: (-lengths[row], row))
     shares = [ordered[rank::num_ranks] for rank in range(num_ranks)]
     cuts = [0]
+    # Rank 0 has the longest row of every turn, so what fits there fits everywhere.
     while cuts[-1] < len(shares[0]):
         fitting = limits.tokens // lengths[shares[0][cuts[-1]]]
         cuts.append(cuts[-1] + min(fitting, limits.sequences))
@@ -224,6 +221,7 @@ def _consecutive_rows(
         for start, end in zip([0, *ends], ends, strict=False)
     ]
     count = max(map(len, by_rank))
+    # Ranks take part in every collective, so short ones get empty micro-batches.
     return [
         [*micro_batches, *([] for _ in range(count - len(micro_batches)))]
         for micro_batches in by_rank

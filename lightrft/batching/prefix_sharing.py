@@ -1,7 +1,7 @@
-"""Compute each prompt prefix once per micro-batch and share its keys and values between samples.
+"""Compute each prompt prefix once per micro-batch, and share the keys and values.
 
-The output of a causal model at a token depends only on the tokens up to it. So it is computed once
-for all sequences with the same prefix, and their gradients add up there: work and memory shrink by
+What a causal model computes at a token depends only on the tokens up to it. Sequences with a common
+prefix therefore need it only once, and the gradients add up there. Work and memory shrink by
 nearly the prompts' share of the tokens.
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from lightrft.types import Batch, Features, SharedPrefix
 
 MIN_SAVING = 1 / 32
-"""Minimum saving of a prefix, as a fraction of the tokens after it, that justifies a separate call
-of attention."""
+"""Smallest saving that justifies a separate call of attention, as a fraction of the tokens after
+the prefix."""
 
 
 def find_shared_prefixes(
@@ -25,21 +25,20 @@ def find_shared_prefixes(
     *,
     min_saving: float = 0.0,
 ) -> SharedPrefix | None:
-    """Find the common prefixes of the sequences in input_ids [T], concatenated on the host; return
-    None if nothing is shared.
+    """Find the common prefixes of the sequences in input_ids [T], on the host; None without any.
 
-    Each prefix is computed in the first sequence that has it. A prefix that saves no more than the
-    fraction `min_saving` of the tokens after it is computed in all of them.
+    Each prefix is computed in the first sequence that has it. If it saves no more than the fraction
+    `min_saving` of the tokens after it, all sequences compute it.
 
     Sequences with images share prefixes if they have the same prompt, and thus the same object in
-    `media`. Sequences are sorted lexicographically (by any order of single tokens), so that each
-    shares most with the one before it.
+    `media`.
     """
     tokens = input_ids.numpy()
     stops = lengths.cumsum(0).tolist()
     starts = [0, *stops[:-1]]
     rows = [tokens[start:stop] for start, stop in zip(starts, stops, strict=True)]
     images = [id(each) if each else 0 for each in media] if media else [0] * len(rows)
+    # In lexicographic order, by any order of single tokens, neighbours share the most.
     order = sorted(range(len(rows)), key=lambda row: (images[row], rows[row].tobytes()))
     pairs = list(zip(order, order[1:], strict=False))
     counts = np.array(
@@ -64,12 +63,11 @@ def find_shared_prefixes(
 
 
 def _drop(counts: np.ndarray, lengths: np.ndarray, min_saving: float) -> None:
-    """Reduce `counts`, the numbers of tokens that each sequence shares with the next, for prefixes
-    that save too little.
+    """Lower `counts`, the tokens that each sequence shares with the next, where that saves little.
 
-    Sequences between which at least d tokens are shared all begin with the same d tokens.
+    If neighbours share at least d tokens throughout a range, all of them begin with the same d.
     """
-    # (first, stop) of counts, and the length that more sequences share
+    # Entries: first and stop in counts, and the length that more sequences share.
     groups = [(0, len(counts), 0)] if len(counts) else []
     while groups:
         first, stop, shared_by_more = groups.pop()
@@ -92,11 +90,10 @@ def _drop(counts: np.ndarray, lengths: np.ndarray, min_saving: float) -> None:
 
 
 def prompts(batch: Batch, units: Tensor | None = None) -> Tensor:
-    """Return for each sequence a checksum of the tokens before its first loss token, their number,
-    and the cost of their media in text tokens: [N, 3] int64.
+    """Return checksum, tokens, and cost of media in text tokens of each prompt: [N, 3] int64.
 
-    Sequences with the same number in `units`, ascending, are branches of the first of them: they
-    count as many tokens as it does, at most.
+    The prompt ends before the first loss token. Sequences with the same number in `units`,
+    ascending, are branches of the first one, and count no more prompt tokens than it does.
     """
     lengths = batch.lengths.scatter_reduce(
         0, batch.sequence_ids[batch.loss_mask], batch.position_ids[batch.loss_mask], "amin"
@@ -108,6 +105,7 @@ def prompts(batch: Batch, units: Tensor | None = None) -> Tensor:
     starts = batch.offsets.tolist()
     tokens = batch.input_ids.numpy()
     checksums = {id(each): _checksum(each) for each in batch.media or ()}
+    # Checksums are per object, because the sequences of a prompt share one object.
     before = [checksums[id(each)] for each in batch.media] if batch.media else [0] * len(batch)
     ends = zip(starts, lengths.tolist(), before, strict=False)
     sums = [crc32(tokens[start : start + count].tobytes(), images) for start, count, images in ends]
@@ -124,7 +122,7 @@ def _checksum(features: Features) -> int:
 
 
 def common(one: np.ndarray, other: np.ndarray) -> int:
-    """Return the length of the common prefix of both."""
+    """Return how many elements both have in common at the start."""
     size = min(len(one), len(other))
     differences = (one[:size] != other[:size]).nonzero()[0]
     return int(differences[0]) if len(differences) else size

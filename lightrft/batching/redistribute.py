@@ -1,5 +1,6 @@
-"""Redistribution of samples over ranks: all ranks know the lengths, and each value is sent to its
-new owner once.
+"""Redistribute samples over the ranks, once all of them know the lengths.
+
+Each value is sent to a new owner only once.
 """
 
 from typing import TypeVar
@@ -17,12 +18,12 @@ B = TypeVar("B", bound=Batch)
 
 
 def share(axis: Axis, values: Tensor) -> Tensor:
-    """Return the values [n] of every rank, concatenated in rank order: [N]."""
+    """Concatenate the values [n] of every rank in rank order: [N]."""
     return torch.cat(axis.gather(values))
 
 
 def put_batch(store: SampleStore, batch: Batch) -> None:
-    """Write all columns of a batch under its rows."""
+    """Write all columns of a batch under the batch's rows."""
     sequences = {
         name: value
         for name, value in batch.columns("sequence").items()
@@ -39,7 +40,7 @@ def put_batch(store: SampleStore, batch: Batch) -> None:
 
 
 def get_batch(store: SampleStore, ids: list[int], like: B) -> B:
-    """Return rows with the columns of the batch `like`."""
+    """Read rows with the columns of the batch `like`."""
     names = [
         *like.columns("token"),
         *like.columns("sequence"),
@@ -59,13 +60,14 @@ def redistribute(
     batching: Batching = "packed",
     units: Tensor | None = None,
 ) -> tuple[B, list[list[list[int]]]]:
-    """Plan the sequences of all ranks and send each to the rank that computes it.
+    """Plan the sequences of all ranks, and send each to the rank that computes it.
 
-    `batch.rows` are different on all data ranks. Return this rank's new part, and [k][m]: its rows
-    in micro-batch m of optimizer step k. A `minibatch_size` of None means one step for all rows.
-    All ranks have equal numbers of steps and micro-batches. See planner.plan for the limits, and
-    for `units`, [N] int64 of this rank's rows.
+    `batch.rows` are different on all data ranks. A `minibatch_size` of None means one step for all
+    rows. See planner.plan for the limits, and for `units`, [N] int64 of this rank's rows. Return
+    this rank's new part, and [k][m]: the rows of micro-batch m of optimizer step k. All ranks have
+    equal numbers of steps and micro-batches.
     """
+    # Only metadata is gathered for the plan; the values move once, afterwards.
     put_batch(store, batch)
     rows = store.rows(
         {"prompts": prompts(batch, units)} | ({} if units is None else {"units": units})
@@ -87,8 +89,7 @@ def redistribute(
 
 
 def regroup(axis: Axis, batch: Batch, *, max_tokens: int, batching: Batching) -> list[list[int]]:
-    """Plan micro-batches of this rank's sequences, equally many on every rank, without moving any
-    sequence.
+    """Plan micro-batches of this rank's sequences without moving any; every rank gets equally many.
 
     Return [m]: the rows of micro-batch m, as positions in the batch.
     """
@@ -101,4 +102,5 @@ def regroup(axis: Axis, batch: Batch, *, max_tokens: int, batching: Batching) ->
         prompts=prompts(batch).numpy(),
     )
     rows = [members for minibatch in schedule.minibatches for members in minibatch[0]]
+    # Empty micro-batches keep the ranks together in collectives.
     return rows + [[] for _ in range(max(axis.gather(len(rows))) - len(rows))]

@@ -1,9 +1,8 @@
-"""Samples of a step as columns under their ids, and their way between the ranks that sample,
-compute and learn them.
+"""Keep the samples of a step as columns under ids, and move them between ranks.
 
 Rows have different lengths, and nothing is padded: a column has one value for each token or one for
 each sample, end to end. The ranks of one data replica compute the same samples. Only the first of
-them, the leader, writes and moves, and it sends what it has received to the others in one buffer.
+them, the leader, writes and moves; it sends what it has received to the others in one buffer.
 """
 
 import hashlib
@@ -22,14 +21,12 @@ from lightrft.parallel.collectives import Axis
 from lightrft.types import token_index
 
 ALIGNMENT = 8
-"""Multiple of bytes at which each part of a buffer begins."""
+"""Each part of a buffer begins at a multiple of so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """Metadata of all ranks' rows, which every rank has: enough to plan and to select without their
-    values.
-    """
+    """What every rank knows about all ranks' rows: enough to plan and select without the values."""
 
     ids: Tensor  # [N] int64
     lengths: Tensor  # [N] int64, tokens
@@ -40,21 +37,20 @@ class SampleRows:
         return len(self.ids)
 
     def select(self, places: Tensor | Sequence[int] | slice) -> Self:
-        """Return the rows at these places, in this order; a mask [N] bool selects too."""
+        """Return the rows at these places, in this order. A mask [N] bool selects too."""
         places = torch.tensor(places, dtype=torch.int64) if isinstance(places, Sequence) else places
         tags = {name: values[places] for name, values in self.tags.items()}
         return type(self)(self.ids[places], self.lengths[places], self.ranks[places], tags)
 
     def drop(self, ids: Collection[int]) -> Self:
-        """Return the rows without those of these ids."""
+        """Return the rows except those with these ids."""
         return self.select(~torch.isin(self.ids, torch.tensor(list(ids), dtype=torch.int64)))
 
     def concatenate(self, other: Self) -> Self:
-        """Return these rows and then the others. Raises ValueError if their tags differ."""
+        """Return these rows and then the others. Raises ValueError if the tags differ."""
         if self.tags.keys() != other.tags.keys():
             raise ValueError(
-                f"the tags of these rows are {sorted(self.tags)}, those of the others"
-                f" {sorted(other.tags)}"
+                f"these rows have the tags {sorted(self.tags)}, and the others {sorted(other.tags)}"
             )
 
         tags = {name: torch.cat([values, other.tags[name]]) for name, values in self.tags.items()}
@@ -80,7 +76,7 @@ class SampleRows:
 
 @dataclass(slots=True)
 class Column:
-    """Values of some rows, end to end: one of each token or of each row."""
+    """Values of some rows, end to end: one for each token, or one for each row."""
 
     per_token: bool
     ids: Tensor  # [n] int64
@@ -88,13 +84,11 @@ class Column:
     values: Tensor  # [sum of lengths, ...]
 
     def select(self, ids: Tensor) -> "Column":
-        """Return the rows of these ids, in this order.
-
-        Raises KeyError with the first id that is absent.
-        """
+        """Return the rows with these ids, in this order; raises KeyError with an absent id."""
         if torch.equal(ids, self.ids):
             return self
 
+        # Sorting once finds all places without a Python loop over the rows.
         order = self.ids.argsort()
         place = torch.searchsorted(self.ids[order], ids).clamp(max=max(len(order) - 1, 0))
         rows = order[place] if len(order) else place
@@ -109,7 +103,7 @@ class Column:
         )
 
     def without(self, ids: Tensor) -> "Column":
-        """Return the rows of other ids."""
+        """Return the rows with other ids."""
         remaining = self.ids[~torch.isin(self.ids, ids)]
         return (
             self.select(remaining)
@@ -118,7 +112,7 @@ class Column:
         )
 
     def merge(self, other: "Column") -> "Column":
-        """Return the rows of both; those of `other` replace earlier ones of the same id."""
+        """Return the rows of both; where ids agree, `other` wins."""
         before = self.without(other.ids) if len(self.ids) else self
         if not len(before.ids):
             return other
@@ -131,18 +125,18 @@ class Column:
 
 
 class SampleStore(ABC):
-    """Columns of samples under their ids.
+    """Columns of samples under ids.
 
-    All ranks call every verb, those of a replica with the same arguments.
+    All ranks call every method, and the ranks of a replica pass the same arguments.
 
-    A value is produced when it has been put, and each task can claim a sample once, when the fields
-    that it needs are produced.
+    A value counts as produced once it has been put. Each task can claim a sample once, when all
+    fields that the task needs are produced.
     """
 
     def __init__(self, data: Axis, replica: Axis):
         """Build an empty store.
 
-        `replica` are the ranks that compute the same samples; only its rank 0 writes.
+        `replica` are the ranks that compute the same samples; only rank 0 among them writes.
         """
         self.data = data
         self.replica = replica
@@ -150,7 +144,7 @@ class SampleStore(ABC):
 
     @property
     def leads(self) -> bool:
-        """Return True on the rank that reads and writes for its replica."""
+        """Return True on the rank that reads and writes for the whole replica."""
         return self.replica.rank == 0
 
     @abstractmethod
@@ -163,43 +157,41 @@ class SampleStore(ABC):
         sequences: Mapping[str, Tensor] | None = None,
         objects: Mapping[str, list[Any]] | None = None,
     ) -> None:
-        """Write columns of rows `ids` [n] with `lengths` [n], summing up to T: `tokens` [T, ...]
-        and `sequences` [n, ...].
+        """Write columns of rows `ids` [n] with `lengths` [n] that sum up to T.
 
-        `objects` are picklable, one for each row. Only the leader's values are written. Raises
-        ValueError for columns of another size. After rows(), results are written back to rows that
-        this rank holds: raises LookupError for the id of another row, and ValueError for another
-        length.
+        `tokens` are [T, ...] and `sequences` [n, ...]. `objects` are picklable, one for each row.
+        Only the leader's values are written. Raises ValueError for columns of another size. After
+        rows(), results can only be written back to rows that this rank holds. Raises LookupError
+        for the id of another row then, and ValueError for another length.
         """
 
     @abstractmethod
     def rows(self, tags: Mapping[str, Tensor] | None = None) -> SampleRows:
-        """Return the metadata of all ranks' rows, with `tags` [n, ...] int64 of this rank's: one
-        collective over the data ranks, and one broadcast in a replica. Raises ValueError on all
-        ranks if their columns differ.
+        """Return the metadata of all ranks' rows, with `tags` [n, ...] int64 of this rank's rows.
+
+        It takes one collective over the data ranks and one broadcast in a replica. Raises
+        ValueError on all ranks if the columns differ between them.
         """
 
     @abstractmethod
     def move(
         self, owners: Sequence[Sequence[int]], fields: Sequence[str] | None = None
     ) -> SampleRows:
-        """Give every row of rows(), or these fields of it, to the data rank whose list has its id;
-        return the new metadata.
+        """Give each row to the data rank whose list has the id; return the new metadata.
 
-        One collective over the data ranks for any number of fields, and one broadcast in a replica;
-        objects take further ones. Raises ValueError on all ranks unless the lists contain every row
-        exactly once.
+        With `fields`, only these move. It takes one collective over the data ranks, for any number
+        of fields, and one broadcast in a replica; objects take more. Raises ValueError on all ranks
+        unless the lists contain every row exactly once.
         """
 
     @abstractmethod
     def get(
         self, ids: Sequence[int] | Tensor, fields: Sequence[str] | None = None
     ) -> dict[str, Any]:
-        """Return columns of rows that this rank has, in the order of `ids`; `lengths` is one of
-        them.
+        """Return columns of this rank's rows, in the order of `ids`, and the column `lengths`.
 
-        Raises LookupError, with the name of the field and the id, for a value that has not been
-        produced or was cleared.
+        Raises LookupError, with the field's name and the id, for a value that has not been produced
+        or was cleared.
         """
 
     @abstractmethod
@@ -208,13 +200,15 @@ class SampleStore(ABC):
 
     @abstractmethod
     def clear(self, ids: Collection[int]) -> None:
-        """Forget rows and their claims; others may be written then, and rows() comes before the
-        next move.
+        """Forget rows and claims on them.
+
+        Other rows may be written then, and rows() must come before the next move.
         """
 
     def claim(self, task: str, fields: Sequence[str], count: int | None = None) -> list[int]:
-        """Return the ids, ascending, of at most `count` rows with all these fields that `task` has
-        not claimed before.
+        """Claim at most `count` rows that have all these fields, for a task; return ids, ascending.
+
+        A task gets each row only once.
         """
         claimed = self._claimed.setdefault(task, set())
         ready = sorted(set.intersection(*(self.produced_ids(name) for name in fields)) - claimed)[
@@ -225,9 +219,7 @@ class SampleStore(ABC):
 
 
 class MemoryStore(SampleStore):
-    """Store in the memory of the ranks: each has the rows that it put, and after a move those that
-    it was given.
-    """
+    """Keeps rows in the memory of the ranks: where they were put, or where a move has sent them."""
 
     def __init__(self, data: Axis, replica: Axis):
         super().__init__(data, replica)
@@ -248,7 +240,7 @@ class MemoryStore(SampleStore):
     ) -> None:
         columns = checked_columns(ids, lengths, tokens=tokens or {}, sequences=sequences or {})
         self._check_held(ids, lengths)
-        if not self.leads:  # it keeps the types of the columns, which it receives
+        if not self.leads:  # it will receive the values, and only keeps the types of the columns
             columns = {name: column.select(ids[:0]) for name, column in columns.items()}
             ids = ids[:0]
             lengths = lengths[:0]
@@ -264,9 +256,7 @@ class MemoryStore(SampleStore):
             )
 
     def _check_held(self, ids: Tensor, lengths: Tensor) -> None:
-        """Raise an error for values that are written back to rows that this rank does not hold, or
-        of another length.
-        """
+        """Raise an error for values of rows that this rank does not hold, or of another length."""
         if self._known is None:
             return
 
@@ -300,6 +290,7 @@ class MemoryStore(SampleStore):
             parts = [
                 torch.cat([self._lengths.ids[:, None], self._lengths.values[:, None], *parts], 1)
             ]
+            # The digest travels with the rows, so that disagreement costs no extra collective.
             gathered, notes = self.data.gather_rows(parts[0], note=_digest(self._types()))
             counts = torch.tensor([len(part) for part in gathered])
             table = torch.cat(gathered)
@@ -326,9 +317,7 @@ class MemoryStore(SampleStore):
         return self._known
 
     def _types(self) -> dict[str, str]:
-        """Return column -> what its values must have in common on all ranks to travel between
-        them.
-        """
+        """Return, for each column, what must be the same on all ranks so that values can travel."""
         columns = {
             name: (
                 f"{'token' if column.per_token else 'sample'}"
@@ -340,7 +329,7 @@ class MemoryStore(SampleStore):
         return columns | dict.fromkeys(sorted(self._objects), "object")
 
     def _disagreement(self) -> str:
-        """Describe the first column that differs between ranks, alike on all of them."""
+        """Describe the first column that differs between ranks; all ranks describe the same."""
         types_of_ranks = self.data.gather(self._types())
         for name in sorted(set().union(*types_of_ranks)):
             kinds = [types.get(name, "absent") for types in types_of_ranks]
@@ -359,6 +348,7 @@ class MemoryStore(SampleStore):
         check_owners(rows.ids, owners)
         after = self._known = rows.held_by(owners)
         names = [name for name in self._columns if fields is None or name in fields]
+        # Wide elements come first, so that each column in the buffer is aligned.
         names.sort(key=lambda name: -self._columns[name].values.itemsize)
         local_rows = after.select(after.ranks == self.data.rank)
         types = {name: self._columns[name] for name in names}
@@ -378,9 +368,10 @@ class MemoryStore(SampleStore):
         return after
 
     def _exchange(self, rows: SampleRows, after: SampleRows, names: list[str]) -> dict[str, Column]:
-        """Send each row to its new rank; return the columns of the rows that arrive."""
+        """Send each row to the new rank; return the columns of the rows that arrive."""
         rank = self.data.rank
         size = self.data.size
+        # All ranks know all rows, so they know the size of every part without asking.
         place = {row: at for at, row in enumerate(rows.ids.tolist())}
         source = rows.ranks[[place[row] for row in after.ids.tolist()]]
         sent = _split_by_rank(after.select(source == rank), after.ranks[source == rank], size)
@@ -408,9 +399,7 @@ class MemoryStore(SampleStore):
     def _share(
         self, rows: SampleRows, types: dict[str, Column], columns: dict[str, Column]
     ) -> dict[str, Column]:
-        """Send the leader's rows to the other ranks of the replica, in one buffer whose size all of
-        them know.
-        """
+        """Send the leader's rows to the rest of the replica, in one buffer of known size."""
         if self.leads:
             flat = pack_columns([column.select(rows.ids) for column in columns.values()])
         else:
@@ -473,9 +462,7 @@ class MemoryStore(SampleStore):
 def checked_columns(
     ids: Tensor, lengths: Tensor, *, tokens: Mapping[str, Tensor], sequences: Mapping[str, Tensor]
 ) -> dict[str, Column]:
-    """Return columns of these rows; ValueError for repeated ids, and for values that are not
-    theirs.
-    """
+    """Return columns of these rows; raises ValueError for repeated ids and for wrong sizes."""
     if len(lengths) != len(ids) or len(set(ids.tolist())) != len(ids):
         raise ValueError(
             f"{len(ids)} ids, {len(set(ids.tolist()))} of them different, come with {len(lengths)}"
@@ -485,6 +472,7 @@ def checked_columns(
     total = int(lengths.sum())
     ones = torch.ones_like(ids)
 
+    # The store lives on the host, where moves and packing do not compete for device memory.
     columns = {}
     for name, values in tokens.items():
         if len(values) != total:
@@ -502,7 +490,7 @@ def checked_columns(
 
 
 def _digest(types: Mapping[str, str]) -> int:
-    """Return a number of 63 bits that depends on the columns and their types."""
+    """Hash the columns and the types of each to 63 bits, because an int64 travels."""
     return (
         int.from_bytes(
             hashlib.blake2b(repr(sorted(types.items())).encode(), digest_size=8).digest()
@@ -512,7 +500,7 @@ def _digest(types: Mapping[str, str]) -> int:
 
 
 def check_owners(ids: Tensor, owners: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError, the same on all ranks, unless the lists contain every id exactly once."""
+    """Raise ValueError, alike on all ranks, unless the lists contain every id exactly once."""
     named = [row for rows in owners for row in rows]
     if sorted(named) == sorted(ids.tolist()) and len(set(named)) == len(named):
         return
@@ -524,14 +512,14 @@ def check_owners(ids: Tensor, owners: Sequence[Sequence[int]]) -> None:
 
 
 def pack_columns(columns: list[Column]) -> Tensor:
-    """Pack columns, wide elements first, into [bytes] uint8, a multiple of ALIGNMENT."""
+    """Pack columns, widest elements first, into [bytes] uint8, a multiple of ALIGNMENT."""
     parts = [column.values.contiguous().flatten().view(torch.uint8) for column in columns]
     flat = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
     return F.pad(flat, (0, -len(flat) % ALIGNMENT))
 
 
 def packed_size(columns: list[Column], rows: SampleRows) -> int:
-    """Return the bytes that these rows take in such columns."""
+    """Return how many bytes these rows take in such columns."""
     num = {True: int(rows.lengths.sum()), False: len(rows)}
     size = sum(
         num[column.per_token] * math.prod(column.values.shape[1:]) * column.values.itemsize
@@ -557,7 +545,7 @@ def unpack_columns(
 
 
 def _split_by_rank(rows: SampleRows, ranks: Tensor, size: int) -> list[SampleRows]:
-    """Return the rows of each of `size` ranks, in their order; `ranks` [n] is that of each row."""
+    """Split rows by rank, keeping the order; `ranks` [n] has the rank of each row."""
     order = ranks.argsort(stable=True)
     counts = ranks.bincount(minlength=size)
     return [rows.select(places) for places in order.split(counts.tolist())]

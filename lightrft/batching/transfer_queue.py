@@ -1,8 +1,7 @@
-"""Store of samples in a TransferQueue, an external table of samples and fields on a Ray cluster
-(arXiv 2507.01663).
+"""Keep samples in a TransferQueue, an external table on a Ray cluster (arXiv 2507.01663).
 
-It is for pipelines in which other programs read or write the samples of a step too. Ranks that move
-samples among themselves need no such service: MemoryStore sends each value once.
+It is for pipelines where other programs read or write a step's samples too. Ranks that move samples
+only among themselves need no such service: MemoryStore sends each value once.
 """
 
 import os
@@ -27,21 +26,18 @@ from lightrft.batching.sample_store import (
 from lightrft.parallel.collectives import Axis
 
 _numbers = count()
-"""Numbers of the stores, which all ranks build together."""
+"""Numbers of the stores. All ranks build them together, so they count alike."""
 
 
 class TransferQueueStore(MemoryStore):
-    """Store whose values are in the queue.
+    """Store that keeps the values in the queue.
 
-    A move only changes who reads them, and only leaders read and write.
-
-    Each store is a partition of the queue, whose keys are the ids.
+    A move only changes who reads the values, and only leaders read and write. Each store is a
+    partition of the queue, with the ids as keys.
     """
 
     def __init__(self, data: Axis, replica: Axis, world: Axis):
-        """Connect to the queue, which `world`'s rank 0 starts at the first call if there is
-        none.
-        """
+        """Connect to the queue; if there is none, `world`'s rank 0 starts one at the first call."""
         super().__init__(data, replica)
         self._queue, run = _start(world)
         self._partition = f"lightrft/{run}/{next(_numbers)}"
@@ -64,7 +60,8 @@ class TransferQueueStore(MemoryStore):
             fields = {name: _field(column.select(ids)) for name, column in written.items()}
             keys = [str(row) for row in ids.tolist()]
             self._queue.kv_batch_put(keys, self._partition, TensorDict(fields, batch_size=len(ids)))
-        for name, column in written.items():  # their types stay here
+        # The values are in the queue now; only the types stay here.
+        for name, column in written.items():
             self._columns[name] = column.select(ids[:0])
             self._own_ids.setdefault(name, set()).update(ids.tolist() if self.leads else ())
 
@@ -76,7 +73,7 @@ class TransferQueueStore(MemoryStore):
 
         check_owners(self._known.ids, owners)
         after = self._known = self._known.held_by(owners)
-        self.data.barrier()  # what others have put must be there
+        self.data.barrier()  # nobody may read before everybody has put
         for name in [name for name in self._objects if fields is None or name in fields]:
             self._objects[name] = self._exchanged_objects(self._objects[name], after)
         local = after.select(after.ranks == self.data.rank)
@@ -100,9 +97,7 @@ class TransferQueueStore(MemoryStore):
         return objects | self._read(types, rows) | {"lengths": rows.lengths}
 
     def _read(self, types: dict[str, Column], rows: SampleRows) -> dict[str, Tensor]:
-        """Read fields on the leader, and send them to the other ranks of the replica in one
-        buffer.
-        """
+        """Read fields on the leader, and send them to the rest of the replica in one buffer."""
         order = dict(sorted(types.items(), key=lambda item: -item[1].values.itemsize))
         if not len(rows) or not order:
             return {name: column.values[:0] for name, column in types.items()}
@@ -141,7 +136,7 @@ class TransferQueueStore(MemoryStore):
 
 
 def _field(column: Column) -> Tensor:
-    """Return a jagged tensor, or one with a value for each row."""
+    """Return a jagged tensor, or a plain one with a value for each row."""
     if not column.per_token:
         return column.values
     return torch.nested.as_nested_tensor(
@@ -151,14 +146,14 @@ def _field(column: Column) -> Tensor:
 
 @cache
 def _start(world: Axis) -> tuple[ModuleType, str]:
-    """Connect this process to Ray and the queue; return the module of the queue, and a name of this
-    run.
+    """Connect this process to Ray and the queue; return the queue's module and a name of this run.
 
-    RAY_ADDRESS names a cluster; without it rank 0 starts one on its node, which all ranks must
-    reach.
+    RAY_ADDRESS names a cluster. Without it rank 0 starts one on its node, and all ranks must be
+    able to reach that node.
     """
     address = os.environ.get("RAY_ADDRESS")
     run, token = world.broadcast(
+        # All ranks need the same token, or the cluster refuses them.
         (os.urandom(8).hex(), os.environ.get("RAY_AUTH_TOKEN") or os.urandom(32).hex())
     )
     if not address:  # Ray reads these at its import

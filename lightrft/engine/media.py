@@ -1,6 +1,4 @@
-"""Images, videos and audio of a prompt: their common form for all engines, and their expansion to
-transformers' model inputs.
-"""
+"""Images, videos and audio in prompts: one form for all engines, and the expansion for models."""
 
 import hashlib
 import wave
@@ -23,15 +21,15 @@ from lightrft.engine.requests import MEDIA, Request
 from lightrft.types import Expanded
 
 FRAMES_ALONE = ("Qwen2_5OmniProcessor",)
-"""Processors of models that compute the frames of each clip only: clips are padded to the longest
-of them, not to the 300 s that such a model accepts, which would take a hundred times as long.
+"""Processors of models that compute only the frames that a clip has. Clips are padded to the
+longest of them. Padding to the 300 s that such a model accepts would take a hundred times as long.
 """
 SAMPLE_BYTES = {1: np.uint8, 2: np.int16, 4: np.int32}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Video:
-    """Video whose frames are all passed to the model, without sampling."""
+    """A video; the model gets all frames, without sampling."""
 
     frames: np.ndarray
     """[T, H, W, 3] uint8, RGB."""
@@ -40,8 +38,9 @@ class Video:
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Build a video from a Video, {"frames", "fps"}, an array of frames, or a list of PIL
-        images of equal size.
+        """Build a video from a Video, {"frames", "fps"}, or frames.
+
+        Frames are an array, or a list of PIL images of equal size.
         """
         if isinstance(value, cls):
             return value
@@ -71,7 +70,7 @@ class Video:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clip:
-    """Single-channel audio clip."""
+    """An audio clip with a single channel."""
 
     waveform: np.ndarray
     """[N] float32, -1 to 1."""
@@ -80,8 +79,9 @@ class Clip:
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Build a clip from a Clip, a .wav file's path, (waveform, sampling rate), or `datasets`'
-        {"array", "sampling_rate"}.
+        """Build a clip from a Clip, a .wav file's path, (waveform, sampling rate), or a mapping.
+
+        The mapping is `datasets`' {"array", "sampling_rate"}.
         """
         if isinstance(value, cls):
             return value
@@ -107,7 +107,7 @@ class Clip:
 
     @classmethod
     def _from_file(cls, path: str | Path) -> Self:
-        """Read a .wav file as the mean of its channels."""
+        """Read a .wav file as the mean of the channels."""
         try:
             with wave.open(str(path)) as file:
                 kind = SAMPLE_BYTES.get(file.getsampwidth())
@@ -122,6 +122,7 @@ class Clip:
         except (wave.Error, EOFError) as error:
             raise ValueError(f"{path} is not a .wav file of integers: {error}") from error
 
+        # Samples of one byte are unsigned in .wav files, and all others are signed.
         half = 2.0 ** (8 * np.dtype(kind).itemsize - 1)
         return cls.of(
             (((samples - half * (kind is np.uint8)) / half).reshape(-1, channels).mean(1), rate)
@@ -134,8 +135,9 @@ def is_clip(value: Any) -> bool:
 
 
 def _image(value: Any) -> Image.Image:
-    """Convert to RGB and drop transparency, as transformers does; vLLM would render transparent
-    pixels on white.
+    """Convert to RGB and drop transparency, as transformers does.
+
+    vLLM would render transparent pixels on white.
     """
     if not isinstance(value, Image.Image):
         raise ValueError(f"a {type(value).__name__} is not an image: pass PIL images")
@@ -143,13 +145,11 @@ def _image(value: Any) -> Image.Image:
 
 
 FORMS: dict[str, Callable[[Any], Any]] = {"images": _image, "videos": Video.of, "audios": Clip.of}
-"""Functions that convert the forms in which users pass each medium to the common form."""
+"""Functions that turn what users pass into the common form, by medium."""
 
 
 def read(multi_modal: Mapping[str, Iterable[Any]]) -> dict[str, list]:
-    """Convert media to the common form; ValueError for items of another kind, or that cannot be
-    read.
-    """
+    """Convert media to the common form; raises ValueError for items that cannot be read."""
     media: dict[str, list] = {}
     for name, items in multi_modal.items():
         try:
@@ -179,8 +179,7 @@ def _array(item: Image.Image | Video | Clip) -> tuple[np.ndarray, *tuple[float, 
 
 
 class MediaReader:
-    """Reader of media with the processor of a model's folder, which processes media only and leaves
-    the prompt's tokens as is.
+    """Reads media with the processor of a model's folder, and leaves the prompt's tokens alone.
 
     The text is not tokenized again, because a second tokenization can give different tokens.
     """
@@ -198,14 +197,13 @@ class MediaReader:
         self.placeholders = placeholders
         self.trust_remote_code = trust_remote_code
         self.media_alone = media_alone
-        """True for an engine that computes token_type_ids itself, so that those of the processor
-        are dropped."""
+        """True for an engine that computes token_type_ids itself and drops the processor's."""
         self._lock = Lock()
-        """Lock of the processor, whose tokenizer fails when two threads call it."""
+        """Held while the processor runs: the tokenizer in it fails when two threads call it."""
 
     @cached_property
     def processor(self) -> ProcessorMixin:
-        """Load the processor at its first use; ValueError if the folder has none."""
+        """Load the processor at first use; raises ValueError if the folder has none."""
         try:
             processor = AutoProcessor.from_pretrained(
                 self.model_path, trust_remote_code=self.trust_remote_code
@@ -220,9 +218,7 @@ class MediaReader:
         return processor
 
     def expand(self, request: Request) -> Expanded:
-        """Return the prompt with each placeholder replaced by the tokens of its item, and the
-        tensors of all items.
-        """
+        """Replace each placeholder by the tokens of an item; return prompt and all tensors."""
         texts: dict[int, Iterator[list[int]]] = {}
         features: dict[str, Tensor] = {}
         for name, items in read(request.multi_modal).items():
@@ -234,12 +230,11 @@ class MediaReader:
         return Expanded(self.splice(request.token_ids, texts), features)
 
     def splice(self, token_ids: list[int], texts: Mapping[int, Iterator[list[int]]]) -> list[int]:
-        """Return the prompt with each placeholder replaced by the next of its texts, which are
-        tokens.
+        """Replace each placeholder by the next of the medium's texts, given as tokens.
 
-        The text of an image of Gemma 3 has two line breaks at each end. With those of the prompt
-        beside them, they become the tokenizer's tokens of three and four, in the order in which
-        vLLM joins them.
+        The text of a Gemma 3 image has two line breaks at each end. Line breaks of the prompt may
+        stand beside them. The tokenizer has tokens for three and four line breaks, and they are
+        joined to these in the same order as in vLLM.
         """
         segments: list[list[int]] = [[]]
         for token in token_ids:
@@ -260,9 +255,7 @@ class MediaReader:
 
     @cached_property
     def _line_breaks(self) -> dict[int, int]:
-        """Return the tokens of one to four line breaks by their number; empty if the tokenizer does
-        not have all of them.
-        """
+        """Return the tokens of one to four line breaks by number; empty without all of them."""
         vocabulary = self.processor.tokenizer.get_vocab()
         texts = {count: "\n" * count for count in range(1, 5)}
         return (
@@ -272,10 +265,9 @@ class MediaReader:
         )
 
     def heard(self, clips: list[Clip]) -> list[Clip]:
-        """Return the clips; ValueError for a sampling rate other than the model's, or a clip that
-        the model would truncate.
-        """
+        """Return the clips; raises ValueError for one that the model would misread or truncate."""
         for clip in clips:
+            # Models read a fixed rate, and silently cut what is longer than they accept.
             audio = self.processor.feature_extractor
             longest = getattr(audio, "n_samples", None)
             seconds = len(clip.waveform) / clip.sampling_rate
@@ -303,6 +295,7 @@ class MediaReader:
             return_tensors="pt",
             **self._arguments(name, items),
         )
+        # Each item is processed with only a placeholder as text, so its tokens stand alone.
         ids = output.pop("input_ids")
         real = output.pop("attention_mask").bool()
 

@@ -1,4 +1,4 @@
-"""Information that an engine needs from a model's folder before it has weights."""
+"""What an engine needs to know from a model's folder before it has weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,26 +24,25 @@ from lightrft.weight_sync.names import DRAFT, PublishedNames
 PLACEHOLDERS = {
     medium: (f"{medium}_token_id", f"{medium}_token_index") for medium in MEDIA.values()
 }
-"""Medium -> fields of a model configuration that may contain its placeholder token."""
+"""Medium -> fields of a model configuration that may contain the medium's placeholder token."""
 HEARS_ONLY = ("qwen2_5_omni_thinker",)
-"""Families of which only sound was compared with transformers, although they also read images and
-videos."""
+"""Families that read images and videos too, but only sound was compared with transformers."""
 IN_PROMPTS: Mapping[str, Mapping[str, str]] = {"gemma3": {"image": "boi_token_id"}}
-"""Model type -> medium -> field with the token that represents it in prompts, if that is another
-one than in the expansion."""
+"""Model type -> medium -> field with the token that stands for it in prompts, where the expansion
+uses another one."""
 FRAME = ("vision_start_token_id", "vision_end_token_id")
 """Fields with the tokens that some models need before and after a placeholder."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Vocabulary of a model with its special tokens."""
+    """A model's vocabulary and special tokens."""
 
     size: int
-    """Number of rows of the output embedding."""
+    """Rows of the output embedding."""
     end_token_ids: frozenset[int]
     placeholder_token_ids: tuple[int, ...]
-    """Tokens that represent media in prompts; a response that contains one cannot be processed as
+    """Tokens that stand for media in prompts. A response that contains one cannot be processed as
     input."""
     model_path: str
     trust_remote_code: bool = False
@@ -52,7 +51,7 @@ class Vocabulary:
     frame: tuple[int, int] | None = None
     """Tokens before and after a placeholder, if the model has them."""
     unknown_token_ids: tuple[int, ...] = ()
-    """Rows of the output embedding without a token of the tokenizer, mostly its padding: no text
+    """Rows of the output embedding that the tokenizer has no token for, mostly padding. No text
     would contain them."""
 
     @classmethod
@@ -81,18 +80,14 @@ class Vocabulary:
 
     @cached_property
     def never_sampled(self) -> tuple[int, ...]:
-        """Return the tokens that no response contains: placeholders of media, and ids that the
-        tokenizer does not have.
-        """
+        """Return the tokens that no response contains: placeholders, and ids without a token."""
         return tuple(sorted({*self.placeholder_token_ids, *self.unknown_token_ids}))
 
     def num_placeholders(self, token_ids: list[int], medium: str) -> int:
         return sum(token in self.placeholders.get(medium, ()) for token in token_ids)
 
     def without_placeholders(self, token_ids: list[int], medium: str) -> list[int]:
-        """Return the prompt without the placeholders of this medium and the tokens that frame
-        them.
-        """
+        """Remove the placeholders of this medium from a prompt, and the tokens that frame them."""
         gone = self.placeholders.get(medium, frozenset())
         before, after = self.frame or (None, None)
         around = zip([None, *token_ids], token_ids, [*token_ids[1:], None], strict=False)
@@ -109,9 +104,9 @@ class Vocabulary:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer at its first use; only stop strings and text prompts need it.
+        """Load the tokenizer at first use, because only stop strings and text prompts need it.
 
-        ValueError if there is none.
+        Raises ValueError if there is none.
         """
         try:
             return AutoTokenizer.from_pretrained(
@@ -126,10 +121,9 @@ class Vocabulary:
 def model_class(
     config: PretrainedConfig,
 ) -> type[AutoModelForCausalLM] | type[AutoModelForMultimodalLM]:
-    """Return the auto class: multimodal if that is the only form of the model that generates text,
-    else the text-only causal LM.
+    """Return the auto class that generates text: the text-only causal LM, if the model has one.
 
-    The text-only form is the one that is trained.
+    Other models get the multimodal class. The text-only form is the one that is trained.
     """
     seeing = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     reading = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -141,7 +135,7 @@ def model_class(
 
 
 def most_of_each(section: EngineSection, config: PretrainedConfig) -> dict[str, int]:
-    """Return the media that the model reads, with the maximum number of each in a prompt."""
+    """Return the media that the model reads, and how many of each a prompt may have."""
     if model_class(config) is AutoModelForCausalLM:
         return {}
 
@@ -161,9 +155,7 @@ def most_of_each(section: EngineSection, config: PretrainedConfig) -> dict[str, 
 
 
 def published_names(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PublishedNames:
-    """Return the names and shapes of the weights that one stream must bring, and their published
-    names.
-    """
+    """Return the names and shapes of the weights that a stream must bring, and published names."""
     with torch.device("meta"):
         return PublishedNames(
             model_class(config).from_config(config, trust_remote_code=trust_remote_code)
@@ -171,21 +163,20 @@ def published_names(config: PretrainedConfig, *, trust_remote_code: bool = False
 
 
 def draft_names(section: EngineSection, *, trust_remote_code: bool = False) -> PublishedNames:
-    """Return the names and shapes of the weights of --draft_pretrain, without the prefix that they
-    have in a stream.
-    """
+    """Return the names and shapes of --draft_pretrain's weights, without the stream's prefix."""
     config = load_config(section.draft_pretrain, trust_remote_code=trust_remote_code)
     return published_names(config, trust_remote_code=trust_remote_code)
 
 
 def with_prefix(names: PublishedNames) -> dict[str, torch.Size]:
-    """Return the names of a draft model's weights in a stream, with their shapes."""
+    """Return the names of a draft model's weights in a stream, with the shapes."""
     return {DRAFT + name: shape for name, shape in names.shapes.items()}
 
 
 def end_token_ids(model_path: str, config: PretrainedConfig) -> frozenset[int]:
-    """Return the tokens that end a response, from generation_config.json if it has any, else from
-    the model's configuration.
+    """Return the tokens that end a response.
+
+    They come from generation_config.json, or from the model's configuration if it has none.
     """
     generation = load_generation_config(model_path)
     ids = generation.eos_token_id if generation else None
@@ -206,12 +197,13 @@ def end_token_ids(model_path: str, config: PretrainedConfig) -> frozenset[int]:
 
 
 def unknown_token_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[int, ...]:
-    """Return the ids below `size` that the tokenizer does not have, in order; none if it has no
-    vocabulary at all.
+    """Return the ids below `size` that the tokenizer lacks, in order.
+
+    There are none if the tokenizer has no vocabulary at all.
     """
     vocabulary = tokenizer.get_vocab()
     if set(vocabulary) <= set(tokenizer.all_special_tokens):
-        return ()  # of a folder without the files of a tokenizer
+        return ()  # the folder has no tokenizer files
     known = set(vocabulary.values())
     return tuple(token for token in range(size) if token not in known)
 
@@ -219,7 +211,7 @@ def unknown_token_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[in
 def never_sampled(
     model_path: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> tuple[int, ...]:
-    """Return the tokens that no engine samples, as Vocabulary.never_sampled does.
+    """Return the tokens that no engine samples, like Vocabulary.never_sampled.
 
     Without a tokenizer, the one of the folder counts.
     """
@@ -230,9 +222,7 @@ def never_sampled(
 
 
 def placeholder_token_ids(config: PretrainedConfig) -> tuple[int, ...]:
-    """Return the tokens that represent media in prompts, expanded or not; none for a text-only
-    model.
-    """
+    """Return the tokens that stand for media, expanded or not; none for a text-only model."""
     return tuple(
         sorted(
             frozenset().union(*placeholders(config).values(), *_expanded_tokens(config).values())
@@ -249,7 +239,7 @@ def placeholders(config: PretrainedConfig) -> dict[str, frozenset[int]]:
 
 
 def _expanded_tokens(config: PretrainedConfig) -> dict[str, frozenset[int]]:
-    """Return the tokens whose embeddings media replace, by medium."""
+    """Return, by medium, the tokens whose embeddings are replaced."""
     parts = config, config.get_text_config()
     values = {
         medium: [getattr(part, name, None) for part in parts for name in names]

@@ -1,10 +1,9 @@
-"""Outputs of a decoder's parts for one sequence, by name, to find where two implementations of a
-model diverge.
+"""Record the outputs of a decoder's parts, to find where two implementations of a model diverge.
 
-Names are those of the text-only Hugging Face model, with two additions: `self_attn.qkv_proj`, the
-concatenated outputs of q_proj, k_proj and v_proj, as engines fuse them, and `self_attn.heads`, the
-input of o_proj. `embed_tokens` is the input of the first layer, because some models scale the
-embeddings inside of that module and others after it.
+Names are as in the text-only Hugging Face model, with two additions: `self_attn.qkv_proj` is the
+concatenation of q_proj, k_proj and v_proj, as engines fuse them, and `self_attn.heads` is the input
+of o_proj. `embed_tokens` is the input of the first layer, because some models scale the embeddings
+inside that module and others after it.
 """
 
 from collections.abc import Iterator
@@ -35,20 +34,21 @@ PARTS = (
         "norm",
     ),
 )
-"""Last name components of the modules that are observed."""
+"""Last components of the names of observed modules."""
 LOGITS = "lm_head"
 BESIDE_TOWERS = {"language_model", "text_model"}
-"""Names of the language part in multimodal models; its position in the path differs between
-implementations."""
+"""Names of the language part in multimodal models. Implementations put it at different places in
+the path."""
 MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.05}
-"""Mean difference between an engine's log-probs and a trainer's that rounding explains."""
+"""Mean difference between an engine's and a trainer's log-probs that rounding explains."""
 ELSEWHERE = {"block_sparse_moe": "mlp"}
 """Engines' name of a part of the model -> transformers' name."""
 
 
 def logits_processor(model: nn.Module) -> nn.Module:
-    """Return the module of an engine's model that computes logits from hidden states; multimodal
-    models have it in their language part.
+    """Return the module of an engine's model that turns hidden states into logits.
+
+    Multimodal models have it in the language part.
     """
     return next(
         part
@@ -58,8 +58,9 @@ def logits_processor(model: nn.Module) -> nn.Module:
 
 
 class Probe:
-    """Recorder of the outputs of a model's parts while attached: [T, ...], float32 in host memory,
-    in order of computation.
+    """Records the outputs of a model's parts while it is attached.
+
+    They are [T, ...], float32 in host memory, in the order of computation.
     """
 
     def __init__(self, num_tokens: int):
@@ -76,13 +77,13 @@ class Probe:
                 handle.remove()
 
     def attach(self, model: nn.Module) -> list[Any]:
-        """Attach to a model; return handles, each with remove()."""
+        """Attach to a model; return handles that have remove()."""
         handles = []
         for path, module in model.named_modules():
             parts = [
                 ELSEWHERE.get(part, part) for part in path.split(".") if part not in BESIDE_TOWERS
             ]
-            # a thinker's decoder is model.model
+            # A thinker's decoder is called model.model.
             name = ".".join(part for part, _ in groupby(parts))
             if name.rpartition(".")[2] in PARTS:
                 handles.append(module.register_forward_hook(self._hook(name)))
@@ -104,9 +105,7 @@ class Probe:
         return handles
 
     def add(self, name: str, value: Tensor) -> None:
-        """Record `value` [..., T, ...], or [1, H, T, D] by heads, as in some models before a
-        norm.
-        """
+        """Record `value` [..., T, ...], or [1, H, T, D] as some models have it before a norm."""
         if value.dim() == 4 and self.num_tokens == value.shape[2] != value.shape[1]:
             value = value.transpose(1, 2)
         if value.numel() % self.num_tokens == 0:

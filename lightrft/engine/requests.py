@@ -1,4 +1,4 @@
-"""Requests to an engine: prompts, and sampling parameters for their completions."""
+"""Requests to an engine: prompts, and how to sample completions."""
 
 import hashlib
 from collections.abc import Iterable
@@ -10,48 +10,48 @@ from lightrft.config.values import COLDEST, HOTTEST
 from lightrft.samples import Expanded
 
 MEDIA = {"images": "image", "videos": "video", "audios": "audio"}
-"""Key of a medium in a request -> its name in placeholders, flags, and prompts for one engine."""
+"""Key of a medium in a request -> name in placeholders, flags, and prompts for one engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters of all requests of a call, or of one request.
+    """Sampling parameters of a call, or of one request.
 
-    Banned tokens are removed first, then logits are divided by the temperature, then the top k
-    tokens are kept, then the top p of those; the remaining probabilities are normalised to 1.
+    First, banned tokens are removed. Then logits are divided by the temperature, and only the top k
+    tokens are kept, and of these the top p. The remaining probabilities are normalised to 1.
     """
 
     n: int = 1
-    """Number of samples of each prompt; they share its prefill."""
+    """Samples of each prompt; they share the prefill."""
     max_tokens: int = 1024
     temperature: float = 1.0
     """Temperature of the samples; 0 is greedy and ignores top_p and top_k."""
     seed: int = 0
-    """Seed of a call, for requests without seeds of their own. It is equal within an engine's
-    tensor-parallel group, and different between replicas and steps."""
+    """Seed of a call, for requests without seeds. It is equal within an engine's tensor-parallel
+    group, and different between replicas and steps."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, as the tokenizer's end token does; the token itself is kept."""
     top_p: float = 1.0
     """Cumulative probability of the most likely tokens that are kept."""
     top_k: int = 0
-    """Number of most likely tokens that are kept; 0: all."""
+    """How many of the most likely tokens are kept; 0: all."""
     stop: tuple[str, ...] = ()
-    """Strings, which may include special tokens, that end a response. Its last token is the one
-    that completes a string."""
+    """Strings that end a response; they may include special tokens. The response's last token is
+    the one that completes a string."""
     first_token_temperature: float | None = None
     """Temperature of the first token only, for diversity: FIRE (Chen et al., arXiv 2410.21236).
     None: `temperature`."""
     min_tokens: int = 0
-    """Smallest number of tokens of a response: before it, tokens that would end it are banned."""
+    """Fewest tokens of a response. Until then, tokens that would end it are banned."""
     end_token_ids: tuple[int, ...] = ()
     """All tokens that end a response. resolved() sets them if there is a smallest length."""
     banned_token_ids: tuple[int, ...] = ()
-    """Tokens that are never sampled. Always banned in addition are placeholders of images, videos
-    and audio, and ids that the tokenizer does not have."""
+    """Tokens that are never sampled. Placeholders of media, and ids that the tokenizer does not
+    have, are always banned in addition."""
 
     @property
     def num_draws(self) -> int:
-        """Return the number of samples to compute: a greedy response is the same every time."""
+        """Return how many samples to compute: greedy ones are all the same."""
         return self.n if self.temperature else 1
 
     @property
@@ -65,10 +65,9 @@ class Sampling:
         )
 
     def resolved(self, never_sampled: tuple[int, ...], ends: Iterable[int] = ()) -> Self:
-        """Return the parameters for adapters: all banned tokens listed, and defaults for those that
-        greedy sampling ignores.
+        """Return the parameters for adapters, with all banned tokens listed.
 
-        `ends` are the model's own tokens for the end of a response.
+        What greedy sampling ignores gets default values. `ends` are the model's own end tokens.
         """
         early = sorted({*ends, *self.stop_token_ids}) if self.min_tokens else ()
         banned = tuple(sorted({*self.banned_token_ids, *never_sampled}))
@@ -113,19 +112,19 @@ class Request:
     """Tokens of the prompt, with one placeholder for each image, video or clip, as a chat template
     writes it."""
     multi_modal: dict[str, Any] = field(default_factory=dict)
-    """Lists under `images`, `videos` and `audios`, in the order of their placeholders and in any
-    form that media.py accepts."""
+    """Lists under `images`, `videos` and `audios`, in the order of the placeholders and in any form
+    that media.py accepts."""
     sampling: Sampling | None = None
-    """Sampling parameters that replace those of the call, except for the seed."""
+    """Sampling parameters that replace the call's, except for the seed."""
     seeds: tuple[int, ...] = ()
-    """One seed for each sample, from derived_seed(): it alone determines the sample's noise,
-    independent of batch and engine. If empty, seeds are derived from the call's seed and the index
-    of the request in the call."""
+    """One seed for each sample, from derived_seed(). It alone determines the sample's noise,
+    whatever the batch and the engine. If empty, seeds are derived from the call's seed and the
+    index of the request in the call."""
     group: int | None = None
-    """Number that requests of one group have in common, which --speculative group drafts from;
-    None: its samples are a group."""
+    """Number that the requests of a group have in common; --speculative group drafts from them.
+    None: the samples of the request are a group."""
     expanded: Expanded | None = None
-    """Prompt with expanded media, which the engine sets."""
+    """Prompt with expanded media, set by the engine."""
 
     @property
     def prompt(self) -> list[int]:
@@ -133,7 +132,7 @@ class Request:
         return self.expanded.token_ids if self.expanded else self.token_ids
 
     def followed_by(self, token_ids: list[int]) -> Self:
-        """Return the request with tokens appended to its prompt."""
+        """Return the request with tokens appended to the prompt."""
         expanded = self.expanded and replace(
             self.expanded, token_ids=self.expanded.token_ids + token_ids
         )
@@ -145,16 +144,12 @@ def _is_temperature(value: float) -> bool:
 
 
 def derived_seed(*parts: int | str) -> int:
-    """Return a seed of 63 bits that depends on all parts and their order, and is the same in every
-    process.
-    """
+    """Return a seed of 63 bits from all parts in order, the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 def out_of_vocabulary(token_ids: Iterable[int], vocabulary_size: int | None) -> int | None:
-    """Return the first token outside of the vocabulary; None if there is none or the size is
-    unknown.
-    """
+    """Return the first token outside of the vocabulary, or None; an unknown size allows all."""
     if vocabulary_size is None:
         return None
     return next((token for token in token_ids if not 0 <= token < vocabulary_size), None)

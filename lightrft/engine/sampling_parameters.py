@@ -1,4 +1,4 @@
-"""Sampling parameters from the flags, and from dictionaries as vLLM and SGLang name them."""
+"""Build sampling parameters from flags, and from dictionaries as vLLM and SGLang name them."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -15,8 +15,8 @@ IGNORED = (
     "logprobs",
     "spaces_between_special_tokens",
 )
-"""Parameters about the presentation of a response, which are ignored: responses here are token ids
-with their log-probs."""
+"""Parameters about the presentation of a response. They are ignored, because responses here are
+token ids with log-probs."""
 NEUTRAL = {
     "min_p": (0, None),
     "repetition_penalty": (1, None),
@@ -25,12 +25,12 @@ NEUTRAL = {
     "ignore_eos": (False, None),
     "best_of": (1, None),
 }
-"""Parameters that no engine here supports, with the values that have no effect and are therefore
-accepted."""
+"""Parameters that no engine here supports, with the values that have no effect. These are accepted.
+"""
 
 
 def sampling_of(section: RolloutSection, **own: Any) -> Sampling:
-    """Build the sampling parameters from the flags, with `own` values overriding them."""
+    """Build the sampling parameters from the flags; `own` values override them."""
     from_flags = {
         "n": section.n_samples_per_prompt,
         "max_tokens": section.generate_max_len,
@@ -53,8 +53,7 @@ def greedy_sampling(section: RolloutSection, **own: Any) -> Sampling:
 
 
 def sampling_from_dict(parameters: Mapping[str, Any], seed: int) -> Sampling:
-    """Convert a dictionary of vLLM or SGLang sampling parameters to Sampling; `seed` is used if the
-    dictionary has none.
+    """Convert vLLM or SGLang sampling parameters to Sampling; `seed` is for those without one.
 
     Raises ValueError for parameters that are unknown, or that would change sampling in a way that
     engines here do not support.

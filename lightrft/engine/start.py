@@ -1,4 +1,4 @@
-"""Start of a library's engine: check of its version, and errors that name the flags involved."""
+"""Start a library's engine: check the version, and name the flags behind errors."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -28,13 +28,12 @@ MEMORY = (
 
 
 class LibraryEngine(Engine):
-    """Engine of another library, which reads the model's folder itself and loads weights under
-    published names.
-    """
+    """Engine of a library that reads the model's folder and loads weights by published names."""
 
     def __init__(self, library: str, version: str, setup: EngineSetup):
-        """Start the engine; `version` is reported by the library. All ranks construct and close
-        their engines together.
+        """Start the engine; `version` is reported by the library.
+
+        All ranks construct and close engines together.
         """
         warn_if_untested(library, version)
         config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
@@ -66,15 +65,14 @@ class LibraryEngine(Engine):
 
     @abstractmethod
     def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
-        """Start the library's engine; return the names of expected weights that were not located in
-        it.
-        """
+        """Start the library's engine; return the expected weights that were not found in it."""
 
 
 @contextmanager
 def starting(name: str, setup: EngineSetup) -> Iterator[None]:
-    """Convert errors of the library's start: ValueError if it rejects its arguments, EngineError
-    for other failures.
+    """Convert errors of the library's start.
+
+    It becomes ValueError if the library rejects the arguments, and EngineError for other failures.
     """
     try:
         yield

@@ -8,14 +8,11 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.types import Completion
 
 BYTES_OF_A_CHARACTER = 4
-"""Maximum number of bytes of a character, and therefore of tokens per character, since a token has
-at least one byte."""
+"""Most bytes of a character, and so the most tokens: a token has at least one byte."""
 
 
 class StopStrings:
-    """Search for any of several strings in decoded tokens; special tokens are decoded to text
-    too.
-    """
+    """Searches for any of several strings in decoded tokens, including special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]):
         self.tokenizer = tokenizer
@@ -23,19 +20,19 @@ class StopStrings:
         self.window = BYTES_OF_A_CHARACTER * (max(map(len, stop)) + 1)
 
     def match(self, token_ids: list[int], every: int = 1) -> bool:
-        """Return True if the last tokens contain a stop string; to be called after every token, or
-        after each `every` tokens.
+        """Return True if the last tokens contain a stop string.
+
+        Call it after every token, or after each `every` tokens.
         """
         return self._inside(token_ids[-self.window - every + 1 :])
 
     def cut(self, completion: Completion) -> Completion:
-        """Return the completion without the tokens after the one that completes the first stop
-        string.
-        """
+        """Cut off the tokens after the one that completes the first stop string."""
         tokens = completion.token_ids
         if not self._inside(tokens):
             return completion
 
+        # Longer beginnings contain whatever shorter ones do, so bisection finds the first.
         length = bisect_left(
             range(len(tokens)), True, key=lambda count: self._inside(tokens[:count])
         )

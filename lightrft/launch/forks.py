@@ -107,7 +107,7 @@ class Mailbox:
             (size,) = HEAD.unpack_from(self._unread)
             if not 0 <= size <= self.longest:
                 raise ValueError(
-                    f"it says that it has {size} bytes, and {self.longest} are possible"
+                    f"it claims to have {size} bytes, but at most {self.longest} are possible"
                 )
             if len(self._unread) < HEAD.size + size:
                 break
@@ -182,8 +182,9 @@ class Forks:
 
 
 def main(fd: int) -> None:
-    """Import the code of the setup that comes over the socket `fd`, then fork workers until the
-    rank closes the socket.
+    """Import the code of the setup that the rank sends over `fd`, then fork workers.
+
+    It ends when the rank closes the socket.
     """
     end_with(os.getppid())
     control = Connection(fd)

@@ -146,7 +146,7 @@ class Watchdog:
         issued = self._collectives_begun()
         while True:
             now = time.monotonic()
-            # more: the process was stopped
+            # A longer time means that the process was stopped, which says nothing about rank 0.
             self._stalled = self._stalled + min(now - before, 2 * self.beat)
             before = now
 
@@ -198,7 +198,7 @@ class Watchdog:
             time.sleep(GRACE + PATIENCE)  # the failing thread ends this process meanwhile
 
         if failure["brief"]:
-            # most user errors occur on all ranks: this one may be about to report the same
+            # Most user errors occur on all ranks, so this one may be about to report the same.
             time.sleep(0.5)
 
         if not (failure["brief"] and self._failed):

@@ -20,12 +20,12 @@ def master_address() -> str:
 
 
 def choose_interface(arrivals: dist.Store, world_size: int) -> None:
-    """Set GLOO_SOCKET_IFNAME to the interface that reaches MASTER_ADDR, if ranks are on several
-    nodes and it is not set.
+    """Set GLOO_SOCKET_IFNAME to the interface that reaches MASTER_ADDR.
 
-    `arrivals` has, under the number of each rank, the address of MASTER_ADDR as that rank's node
-    resolves it. On the first node this is often a loopback address, and then the address that other
-    nodes use is taken. Without one, all ranks are on one machine, and nothing is set.
+    Nothing is set if the user has set it, or if all ranks are on one node. `arrivals` has, under
+    the number of each rank, the address of MASTER_ADDR as that rank's node resolves it. On the
+    first node this is often a loopback address, and then the address that other nodes use is taken.
+    Without one, all ranks are on one machine, and nothing is set.
     """
     if INTERFACE in os.environ or os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         return

@@ -140,8 +140,7 @@ class Monitor:
             connection.close()
 
     def _accept(self) -> None:
-        """Accept a connection. If this process can open no more files, it tries again after a
-        moment."""
+        """Accept a connection, or try again in a moment if no more files can be opened."""
         try:
             connection = Connection(self._listening.accept()[0], longest=FIRST)
         except OSError:
@@ -173,7 +172,7 @@ class Monitor:
                 else:
                     self._note(status, message)
         except (ConnectionLost, ValueError, KeyError, TypeError) as reason:
-            # invalid messages come from strangers
+            # Invalid messages come from strangers.
             self._close(connection)
             if status is not None and not status.left:
                 self._end(death(status.name, status.host, status.phase, reason), root=status.rank)
@@ -205,6 +204,7 @@ class Monitor:
     # -- failure detection
 
     def _failed(self, status: RankStatus, report: dict[str, Any]) -> None:
+        # An echo is an error that another rank caused, so the monitor waits for that rank first.
         failure = {
             "root": status.rank,
             "code": report["code"],

@@ -31,6 +31,7 @@ def main(rank: int, launcher: int) -> None:
         )
         os.kill(rank, signal.SIGKILL)
 
+    # Whatever the rank has started is still in its process group, and gets a moment to clean up.
     deadline = time.monotonic() + CLEANUP
     with suppress(ProcessLookupError):
         while time.monotonic() < deadline:

@@ -84,10 +84,10 @@ def check_environment(environment: Mapping[str, str]) -> None:
 
 
 def check_launched(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError for a process without RANK whose other variables say that it is one of
-    several: it would run alone.
+    """Raise ConfigError for a process without RANK that must be one of several.
 
-    The same for variables of a launcher that must be numbers, and are not.
+    Its other variables say so, and it would run alone. Variables of a launcher that must be numbers
+    are checked too.
     """
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         if name in environment and not environment[name].isdecimal():
@@ -250,11 +250,10 @@ def _meeting_point(rank: int, arrival: timedelta) -> dist.Store:
 
 
 def _prefixed_store(store: dist.Store) -> dist.Store:
-    """Return the store with a key prefix for this process group, since torchrun's store outlives
-    groups and restarts.
+    """Return the store with a prefix for this process group.
 
-    A store of rank 0 is new in each restart; the restarts that torchruns count differ when a node
-    is lost or added.
+    Torchrun's store outlives groups and restarts. A store of rank 0 is new in each restart, and
+    different torchruns count restarts differently when a node is lost or added.
     """
     global _num_groups
     _num_groups += 1
@@ -273,7 +272,7 @@ def _meet(store: dist.Store, rank: int, world_size: int, arrival: timedelta) -> 
     """
     arrivals = dist.PrefixStore("arrivals", store)
     arrivals.set(str(rank), master_address())
-    # the store answers one key of each rank, not all keys of each
+    # The store answers one key of each rank, not all keys of each.
     if arrivals.add("number", 1) == world_size:
         arrivals.set("complete", "")
 
@@ -323,8 +322,9 @@ def launcher() -> str:
 
 
 def tell_launcher(cause: str) -> None:
-    """Write why this process ends to torchrun's error file; torchrun reports the earliest error of
-    all ranks.
+    """Write why this process ends to torchrun's error file.
+
+    Torchrun reports the earliest error of all ranks.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:

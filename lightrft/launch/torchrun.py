@@ -22,8 +22,9 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def install() -> Callable[[Any], NoReturn]:
-    """Prepare a torchrun that starts a module of lightrft; return what torchrun registers as a
-    rendezvous backend.
+    """Prepare a torchrun that starts a module of lightrft.
+
+    Torchrun registers what this returns as a rendezvous backend.
     """
     if any(argument.startswith("lightrft.") for argument in sys.argv[1:]):
         os.environ.setdefault(SHUTDOWN_SECONDS, LONG_ENOUGH)

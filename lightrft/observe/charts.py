@@ -1,9 +1,8 @@
-"""Curves as inline SVG: axes with round ticks, faint raw lines under smoothed ones, values on
-hover.
+"""Draw curves as inline SVG: round ticks, faint raw lines under smoothed ones, values on hover.
 
-A chart is drawn in a box of WIDTH x HEIGHT units and scales with its card. Colours are classes of
-the page's style sheet: c0..c7 stroke, f0..f7 fill. The hover texts are in `data-hover` as [[x, [y
-of each dot], [line, ...]], ...]; a script shows them.
+A chart is drawn in a box of WIDTH x HEIGHT units and scales with the card around it. Colours are
+classes of the page's style sheet: c0..c7 stroke, f0..f7 fill. The hover texts are in `data-hover`
+as [[x, [y of each dot], [line, ...]], ...]; a script shows them.
 """
 
 import json
@@ -29,8 +28,8 @@ Points = list[tuple[int, float | None]]
 """Values of a metric over the run: step and value, None if it was not finite."""
 
 Look = Literal["noisy", "exact", "marked"]
-"""Style of a line. noisy: average over a faint line; exact: line alone; marked: few values, such as
-evaluations, with marks."""
+"""Style of a line. noisy: average over a faint line. exact: the line alone. marked: few values with
+marks, such as evaluations."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Scale:
-    """Map from values to positions; `log` for values over many orders of magnitude."""
+    """Maps values to positions; `log` for values over many orders of magnitude."""
 
     low: float
     high: float
@@ -61,7 +60,7 @@ class Scale:
 
 
 Form = Callable[..., str]
-"""Format of a value, on the axis and on hover: form(value) or form(value, digits), as `short`."""
+"""Formats a value, on the axis and on hover: form(value) or form(value, digits), like `short`."""
 
 
 def line_chart(lines: Sequence[Line], *, log: bool = False, form: Form = short) -> str:
@@ -81,9 +80,8 @@ def line_chart(lines: Sequence[Line], *, log: bool = False, form: Form = short) 
 
 
 def stacked_chart(parts: dict[str, list[float]], steps: Sequence[int], form: Form) -> str:
-    """Draw an SVG of stacked bars, one per step or per few steps: the parts of each step, at most
-    8.
-    """
+    """Draw an SVG of stacked bars: the parts of each step, or of a few steps; at most 8 parts."""
+    # A bar for every step of a long run would be thinner than a pixel.
     size = -(-len(steps) // MOST_BARS)
     bins = [slice(start, start + size) for start in range(0, len(steps), size)]
     means = {
@@ -125,12 +123,14 @@ def stacked_chart(parts: dict[str, list[float]], steps: Sequence[int], form: For
 
 
 def smooth(values: Sequence[float | None], *, log: bool = False) -> list[float | None]:
-    """Return the centred moving average over a fifteenth of the run, one-sided at the ends;
-    geometric with `log`.
+    """Average over a fifteenth of the run around each value, one-sided at the ends.
+
+    The mean is geometric with `log`.
     """
     reach = max(1, len(values) // 30)
     usable = [None if v is None or (log and v <= 0) else _log10(v) if log else v for v in values]
 
+    # With running sums, each window costs the same however wide it is.
     sums = [0.0]
     counts = [0]
     for value in usable:
@@ -148,7 +148,7 @@ def smooth(values: Sequence[float | None], *, log: bool = False) -> list[float |
 
 
 def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return at most `most` round numbers from at or below `low` to at or above `high`.
+    """Return at most `most` round numbers that enclose the range from `low` to `high`.
 
     They are 1, 2, 2.5 or 5 times a power of ten apart.
     """
@@ -177,8 +177,9 @@ def _value_axis(values: Sequence[float], log: bool) -> tuple[Scale, list[float]]
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
-    """Return a range that is never empty; a metric that is constant up to rounding is drawn in the
-    middle.
+    """Return a range that is never empty, with a constant metric in the middle.
+
+    A metric counts as constant if only rounding changes it.
     """
     if high - low > 1e-9 * max(abs(low), abs(high)):
         return low, high
@@ -187,13 +188,15 @@ def _padded(low: float, high: float) -> tuple[float, float]:
 
 
 def _draw(line: Line, color: int, x: Scale, y: Scale) -> str:
-    """Draw the faint raw line under the smoothed one; or the raw line alone, with marks for the
-    look `marked`.
+    """Draw the faint raw line under the smoothed one, or the raw line alone.
+
+    The look `marked` adds marks.
     """
     values = [value for _, value in line.points]
     indices = _representatives(values)
 
     raw = _path([(line.points[i][0], values[i]) for i in indices], x, y)
+    # The average of a few values would only hide them.
     if line.look != "noisy" or len(values) < 8:
         marked = line.points if line.look == "marked" and len(values) <= MOST_MARKS else []
         marks = "".join(
@@ -209,8 +212,9 @@ def _draw(line: Line, color: int, x: Scale, y: Scale) -> str:
 
 
 def _representatives(values: Sequence[float | None]) -> list[int]:
-    """Return the indices to draw: all of a short run, else the lowest and highest of every stretch,
-    so that no spike is lost.
+    """Return the indices to draw: all of a short run, else the extremes of every stretch.
+
+    No spike is lost that way.
     """
     if len(values) <= MOST_POINTS:
         return list(range(len(values)))
@@ -225,6 +229,7 @@ def _representatives(values: Sequence[float | None]) -> list[int]:
             max(present, key=lambda i: values[i] or 0.0),
         }
         indices.update(i for i in stretch if values[i] is None)
+        # Gaps must stay visible too.
 
     return sorted(indices)
 
@@ -240,16 +245,17 @@ def _path(points: Points, x: Scale, y: Scale) -> str:
         commands.append(f"{pen}{x(step)} {y(value)}")
         pen = "L"
 
-    if len(commands) == 1:  # a round cap makes a line without length visible as a point
+    if len(commands) == 1:  # a round cap makes a line of no length visible as a point
         commands.append("h0")
     return "".join(commands)
 
 
 def _line_hover(lines: Sequence[Line], x: Scale, y: Scale, form: Form) -> list:
-    """Return for every drawn step the x position, the dots and the text."""
+    """Return the x position, the dots and the text of every drawn step."""
     values_of_lines = [dict(line.points) for line in lines]
     longest = max(lines, key=lambda line: len(line.points)).points
 
+    # Only drawn steps are hovered, so the page stays small for long runs.
     chosen = [longest[index][0] for index in _representatives([value for _, value in longest])]
     hover = []
     for step in chosen:
@@ -274,7 +280,7 @@ def _summary(line: Line, form: Form) -> str:
 
 
 def _y_ticks(y: Scale, ticks: Sequence[float], form: Form) -> str:
-    # enough digits to distinguish adjacent ticks: 1.025, 1.05, 1.075
+    # There must be enough digits to tell adjacent ticks apart: 1.025, 1.05, 1.075.
     distinct = (
         math.floor(_log10(max(abs(tick) for tick in ticks)))
         - math.floor(_log10(ticks[1] - ticks[0]))

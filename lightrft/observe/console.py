@@ -52,8 +52,7 @@ HELD_OUT = {
     "eval/loss": "loss",
     "eval/margin": "margin",
 }
-"""Metrics of an evaluation that the terminal shows; those of the sets of --eval_data follow by
-name."""
+"""Metrics of an evaluation that the terminal shows. The same metrics of named sets follow."""
 
 NARROWEST = 6
 LINES_PER_HEADER = 20
@@ -61,10 +60,9 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def headlines(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of the metrics of a step that the terminal shows, each with its label.
+    """Return name -> label of the metrics that the terminal shows of a step.
 
-    The loss of a policy gradient is left out: it says nothing about progress, and its lines are
-    long.
+    The loss of a policy gradient is left out, because it says nothing about progress.
     """
     hidden = {"train/loss"} if "rollout/reward" in metrics else set()
     return {
@@ -73,10 +71,9 @@ def headlines(metrics: Mapping[str, Any]) -> dict[str, str]:
 
 
 def held_out(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of the metrics of an evaluation that the terminal shows, each with its
-    label.
+    """Return name -> label of the metrics that the terminal shows of an evaluation.
 
-    A reward that is the accuracy is left out.
+    A reward that equals the accuracy is left out.
     """
     shown = {}
     for name in metrics:
@@ -91,12 +88,11 @@ def held_out(metrics: Mapping[str, Any]) -> dict[str, str]:
 
 
 class Console(Sink):
-    """Terminal sink: phase, progress, time left, every headline metric with its course, and the
-    latest sample.
+    """Shows phase, progress, time left, the course of headline metrics, and the latest sample.
 
     Without a terminal (a file, a job's log) it prints a table: one line per call of `log`, and one
-    for each evaluation. Log messages written to `sys.stderr`, looked up at the time of writing,
-    appear above the live view.
+    for each evaluation. Log messages appear above the live view if they are written to
+    `sys.stderr`, looked up at the time of writing.
     """
 
     def __init__(self, console: RichConsole | None = None):
@@ -149,9 +145,8 @@ class Console(Sink):
             )
 
     def _lines(self, step: int, metrics: dict[str, float]) -> Iterator[str]:
-        """Yield the header where it is due, the metrics of the step in columns, and an evaluation's
-        metrics.
-        """
+        """Yield the header where it is due, then the step's metrics, then an evaluation's."""
+        # Columns stay in a fixed order, so a new one needs another header.
         if (
             headlines(metrics).keys() - self._columns.keys()
             or self._since_header % LINES_PER_HEADER == 0
@@ -185,9 +180,7 @@ class Console(Sink):
         return "  ".join([f"{step:>{self._width}}", *aligned, left]).rstrip()
 
     def _view(self) -> RenderableType:
-        """Build the content of the terminal; it is complete before it is handed over, because
-        another thread draws it.
-        """
+        """Build the whole content of the terminal, because another thread draws it afterwards."""
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         table.add_column(justify="right", style="bold")
@@ -220,7 +213,7 @@ class Console(Sink):
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """Return the course of a metric in `width` characters; non-finite values are gaps."""
+    """Draw the course of a metric in `width` characters; non-finite values are gaps."""
     chunk = max(1, -(-len(values) // width))
     means = [
         sum(values[i : i + chunk]) / len(values[i : i + chunk])
@@ -243,9 +236,7 @@ def _one_line(text: str, length: int = 60) -> str:
 
 
 def _progress(console: RichConsole) -> Progress:
-    """Build the progress display, drawn as part of the live view only; elsewhere it measures the
-    time.
-    """
+    """Build the progress display. Only the live view draws it; elsewhere it measures the time."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.fields[phase]:<12}", markup=False),
@@ -255,6 +246,6 @@ def _progress(console: RichConsole) -> Progress:
         TextColumn("left", style="dim"),
         TimeRemainingColumn(),
         console=console,
-        # a step takes minutes; the default of 30 seconds would never cover two of them
+        # A step takes minutes, so the default of 30 seconds would never cover two of them.
         speed_estimate_period=3600,
     )

@@ -1,4 +1,4 @@
-"""Metrics of one step: accumulated on the device, reduced once over all ranks.
+"""Collect the metrics of a step on the device, and reduce them once over all ranks.
 
 metrics.mean("train/kl", kl, weight=batch.loss_mask)     # per micro-batch, no host sync
 metrics.max("engine/logprob_mismatch_max", gap, mask=batch.loss_mask)
@@ -14,8 +14,7 @@ from torch import Tensor
 
 Number = float | int
 Row = tuple[float, float, float]
-"""Values of one metric on one rank: weight, value, spread. See `_fold` for their meaning per kind.
-"""
+"""Values of one metric on one rank: weight, value, spread. See `_fold` for what they mean."""
 
 
 class Gathers(Protocol):
@@ -25,12 +24,11 @@ class Gathers(Protocol):
 
 
 class Metrics:
-    """Global metrics: the result is the same for any distribution of the values over ranks and
-    micro-batches.
+    """Collects metrics that are the same for any division into ranks and micro-batches.
 
-    Elements of weight 0 contribute nothing, whatever their value; a metric of zero total weight is
-    left out of the result. Each call keeps three numbers, on the values' device: summed in their
-    precision (float32 at least) within a call, and in float64 over calls and ranks.
+    Elements of weight 0 contribute nothing, whatever their value. A metric of total weight 0 is
+    left out of the result. Each call keeps three numbers on the values' device. They are summed in
+    the values' precision (at least float32) within a call, and in float64 over calls and ranks.
     """
 
     def __init__(self) -> None:
@@ -49,9 +47,7 @@ class Metrics:
     def std(
         self, name: str, values: Tensor | Number, weight: Tensor | Number | None = None
     ) -> None:
-        """Add to the standard deviation of all elements as a population (divided by the weight, not
-        by one less).
-        """
+        """Add to the standard deviation of a population: divided by the weight, not by one less."""
         values, weight = _weigh(name, values, weight)
         center = (values * weight).sum() / weight.sum().clamp_min(torch.finfo(weight.dtype).tiny)
         self._add("std", name, values, weight, spread=((values - center).square() * weight).sum())
@@ -72,16 +68,15 @@ class Metrics:
     def reduce(self, axis: Gathers) -> dict[str, float]:
         """Return the metrics over all ranks of the axis, and clear them for the next step.
 
-        Every rank of the axis must call it.
-
-        Ranks may have different metrics. One transfer from the device and one gather, whatever the
-        number of metrics.
+        Every rank of the axis must call it; ranks may have different metrics. It takes one transfer
+        from the device and one gather, whatever the number of metrics.
         """
         gathered = axis.gather(self._local())
         self.clear()
 
         kinds: dict[str, str] = {}
         rows: dict[str, list[Row]] = {}
+        # A name with two kinds would give a number that means nothing.
         for rank, local in enumerate(gathered):
             for name, (kind, row) in local.items():
                 if kinds.setdefault(name, kind) != kind:
@@ -99,8 +94,9 @@ class Metrics:
         self._rows = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's numbers, on the host, each as it was added: sums are the same to the
-        last bit.
+        """Return this rank's numbers on the host, each as it was added.
+
+        Sums are thereby the same to the last bit after a resumption.
         """
         rows = {name: [row.to("cpu") for row in values] for name, values in self._rows.items()}
         return {"kinds": dict(self._kinds), "rows": rows}
@@ -118,7 +114,7 @@ class Metrics:
 
         devices = {row.device for rows in self._rows.values() for row in rows}
         host = {}
-        for device in devices:  # one transfer each, for numbers of the accelerator and of the host
+        for device in devices:  # one transfer each: numbers can be on the accelerator or the host
             rows = [row for values in self._rows.values() for row in values if row.device == device]
             host[device] = iter(torch.stack(rows).to("cpu", torch.float64).tolist())
 
@@ -156,9 +152,7 @@ class Metrics:
 
 
 def _tensor(values: Tensor | Number) -> Tensor:
-    """Convert to a tensor: numbers keep their precision on the host; types below float32 on a
-    device become float32.
-    """
+    """Convert to a tensor: numbers are float64 on the host, and tensors at least float32."""
     if isinstance(values, Tensor):
         return values.detach().to(torch.promote_types(values.dtype, torch.float32))
     return torch.tensor(float(values), dtype=torch.float64)
@@ -167,10 +161,11 @@ def _tensor(values: Tensor | Number) -> Tensor:
 def _weigh(
     name: str, values: Tensor | Number, weight: Tensor | Number | None
 ) -> tuple[Tensor, Tensor]:
-    """Return values and weights of one shape; elements without weight are 0, so that a masked
-    infinity cannot become NaN.
+    """Return values and weights of one shape.
+
+    Elements without weight become 0, so that a masked infinity cannot turn into NaN.
     """
-    # a number whose weight, such as a count, is on the device
+    # This is for a number whose weight, such as a count, is on the device.
     if isinstance(weight, Tensor) and not isinstance(values, Tensor):
         values = torch.full((), values, dtype=torch.float32, device=weight.device)
     values = _tensor(values)
@@ -201,7 +196,7 @@ def _fold(kind: str, rows: Iterable[Sequence[float]]) -> Row:
     weight = sum(weights)
     value = sum(values)
     spread = sum(spreads)
-    # Chan's formula: exact, where E[x^2] - E[x]^2 loses all digits of a small spread
+    # Chan's formula is exact, where E[x^2] - E[x]^2 loses all digits of a small spread.
     if kind == "std":
         spread += sum(each * (own / each - value / weight) ** 2 for each, own, _ in rows)
 

@@ -1,6 +1,4 @@
-"""Frame of the HTML report: one self-contained file, in light and dark, for wide and narrow
-screens.
-"""
+"""The frame of the HTML report: one self-contained file, light or dark, for any screen."""
 
 import base64
 import hashlib
@@ -15,7 +13,7 @@ LONGEST_PICTURE = 60_000
 PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]+=*")
 SOUND = re.compile(r"data:audio/wav;base64,[A-Za-z0-9+/]+=*")
 LONGEST_SOUND = 100_000
-"""Number of characters of a sound that is played."""
+"""Characters of the longest sound that is played."""
 
 STYLE = """
 :root { color-scheme: light dark; --mono: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
@@ -128,9 +126,9 @@ for (const plot of document.querySelectorAll('.plot')) {
 def page(title: str, body: str) -> str:
     """Return the whole document. `body` is markup whose texts are already escaped.
 
-    The content security policy in the head lets the browser run this one script, identified by its
-    hash, and load nothing, as images are inside the page: a text that was not escaped by mistake
-    could still not run.
+    The content security policy in the head allows this one script, identified by a hash, and loads
+    nothing, because images are inside the page. A text that somebody forgot to escape could
+    therefore still not run.
     """
     colors = (
         f".c{i} {{ stroke: var(--s{i}); }} .f{i} {{ fill: var(--s{i}); color: var(--s{i}); }}\n"
@@ -153,23 +151,21 @@ def page(title: str, body: str) -> str:
 
 
 def picture(uri: Any, name: str) -> str:
-    """Return an image as markup; nothing unless it is a JPEG inside a data URI, and small."""
+    """Return an image as markup; nothing unless it is a small JPEG inside a data URI."""
     if not isinstance(uri, str) or len(uri) > LONGEST_PICTURE or not PICTURE.fullmatch(uri):
         return ""
     return f'<img src="{uri}" alt="{safe(name)}" title="{safe(name)}">'
 
 
 def player(uri: Any) -> str:
-    """Return a sound as markup; nothing unless it is a .wav file inside a data URI, and small."""
+    """Return a sound as markup; nothing unless it is a small .wav file inside a data URI."""
     if not isinstance(uri, str) or len(uri) > LONGEST_SOUND or not SOUND.fullmatch(uri):
         return ""
     return f'<audio controls src="{uri}"></audio>'
 
 
 def safe(value: Any, longest: int | None = LONGEST_TEXT) -> str:
-    """Return any text as markup: escaped, with visible control characters, and cut if it is very
-    long.
-    """
+    """Return any text as markup: escaped, with visible control characters, and not too long."""
     text = visible(str(value))
     hidden = len(text) - (longest or len(text))
     excerpt = f"{text[:longest]} … ({hidden:,} more characters)" if hidden > 0 else text

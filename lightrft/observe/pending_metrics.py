@@ -1,6 +1,4 @@
-"""Metrics of steps for which no row has been written yet (--logging_steps), as a part of a
-checkpoint.
-"""
+"""Save metrics of steps that have no row yet (--logging_steps) as a part of a checkpoint."""
 
 from typing import Any
 
@@ -9,7 +7,7 @@ from lightrft.parallel.collectives import Axis
 
 
 class PendingMetrics:
-    """Metrics of all ranks as a state; with another number of ranks they are redistributed."""
+    """The metrics of all ranks as a state; another number of ranks divides them anew."""
 
     def __init__(self, metrics: Metrics, world: Axis):
         self.metrics = metrics

@@ -1,4 +1,4 @@
-"""Profile of a process, operator by operator, as a Chrome trace."""
+"""Profile a process, operator by operator, as a Chrome trace."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from torch.profiler import profile, supported_activities
 
 
 class Profiler:
-    """Profiler that records from its construction until stop(); one file per rank."""
+    """Records from construction until stop(), into one file per rank."""
 
     def __init__(self, folder: Path, rank: int):
         self.path = folder / f"trace_rank{rank}.json"

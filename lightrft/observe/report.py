@@ -1,4 +1,4 @@
-"""Report of a run's folder as one HTML page: its results, its course, and samples of the model.
+"""Write the report of a run's folder as one HTML page: results, curves, and samples of the model.
 
 It reads metrics.jsonl, samples.jsonl, config.yaml, run.json and summary.json, if they exist.
 run.json describes the run: `status`, `engine`, `strategy`, `world_size`, `seconds`, `versions`.
@@ -26,11 +26,10 @@ from lightrft.observe.text import duration, is_number, percent, short
 FILES = ("metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "summary.json")
 
 FACTS = {"world_size": "processes", "engine_tp_size": "processes of an engine", "seed": "seed"}
-"""Names of those numbers of the summary that describe the setup of the run instead of its results.
-"""
+"""Numbers of the summary that describe the setup of the run instead of the results."""
 
 RESULTS = ("eval", "reward", "accuracy")
-"""Beginnings of the names of numbers that say how good the model is: they come first."""
+"""What the names of numbers begin with that say how good the model is. They come first."""
 
 KINDS = {
     "train_ppo": "Reinforcement fine-tuning",
@@ -40,14 +39,14 @@ KINDS = {
     "train_rm": "Reward model",
     "train_prm": "Process reward model",
 }
-"""Command -> what its run is called."""
+"""Command -> what such a run is called."""
 
 History = dict[str, Points]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A curve of the report: title, unit and its metrics, each with its name in the legend."""
+    """A curve of the report: title, unit, and metrics with names for the legend."""
 
     title: str
     unit: str
@@ -121,7 +120,7 @@ CHARTS = (
 
 
 def write_report(folder: Path) -> Path:
-    """Write `report.html` into the run's folder; return its path."""
+    """Write `report.html` into the run's folder; return the path."""
     folder = Path(folder)
     if not any((folder / name).exists() for name in FILES):
         raise FileNotFoundError(
@@ -163,7 +162,7 @@ def _summary(folder: Path) -> dict[str, Any]:
     """Return the content of run.json and summary.json; the latter takes precedence."""
     paths = (folder / "run.json", folder / "summary.json")
     run, summary = map(_content, paths)
-    for name in ("run", "process", "launchers"):  # by which the program knows the run again
+    for name in ("run", "process", "launchers"):  # with these the program recognises the run
         run.pop(name, None)
     if run.get("active_parameters") == run.get("parameters"):
         run.pop("active_parameters", None)
@@ -173,7 +172,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; an empty one if it is missing or broken."""
+    """Return the content of a JSON file, or an empty one if it is missing or broken."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
@@ -182,7 +181,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def read_history(path: Path) -> History:
-    """Return metric -> its values by step. Rows of one step may hold different metrics."""
+    """Return metric -> values by step. Rows of one step may hold different metrics."""
     history: dict[str, dict[int, float | None]] = {}
     for row in read_rows(path):
         for name, value in row.items():
@@ -229,7 +228,6 @@ def _setup(history: History, config: dict[str, Any], summary: dict[str, Any]) ->
 
 
 def _facts(config: dict[str, Any], *, rollout: bool) -> dict[str, str]:
-    """Return the key facts of the resolved configuration."""
     model = str(config.get("model", {}).get("pretrain", ""))
     facts = {"model": Path(model).name if model.startswith((".", "/", "~")) else model}
     if "strategy" in config:
@@ -241,9 +239,7 @@ def _facts(config: dict[str, Any], *, rollout: bool) -> dict[str, str]:
 
 
 def _tiles(history: History, summary: dict[str, Any]) -> str:
-    """Return the headline numbers: those of the run's summary, and others from the metrics that the
-    summary does not have.
-    """
+    """Return the headline numbers of the summary, and of the metrics that the summary lacks."""
     numbers = {
         key: value
         for key, value in summary.items()
@@ -253,6 +249,7 @@ def _tiles(history: History, summary: dict[str, Any]) -> str:
         key: (_label(key), _summary_value(key, value), "") for key, value in numbers.items()
     }
     text = " ".join(summary)
+    # A topic that any name of the summary mentions is not computed again from the metrics.
     tiles = [tile for key, tile in of_summary.items() if key.startswith(RESULTS)]
     tiles += [tile[1:] for tile in _headline_numbers(history) if tile[0] not in text]
     tiles += [tile for key, tile in of_summary.items() if not key.startswith(RESULTS)]
@@ -266,9 +263,7 @@ def _tiles(history: History, summary: dict[str, Any]) -> str:
 
 
 def _headline_numbers(history: History) -> list[tuple[str, str, str, str]]:
-    """Return topic, label, value and note of each headline number that can be computed from the
-    metrics.
-    """
+    """Return topic, label, value and note of each headline number found in the metrics."""
     finite = {
         name: values
         for name, points in history.items()
@@ -287,8 +282,8 @@ def _headline_numbers(history: History) -> list[tuple[str, str, str, str]]:
         ("loss", "train/loss", "Loss", short),
     ):
         if values := finite.get(name):
-            # an evaluation counts by itself; noisy per-step numbers are averaged over a tenth of
-            # the run, at most ten steps
+            # An evaluation counts by itself. Noisy numbers of steps are averaged over a tenth of
+            # the run, at most ten steps.
             part = 1 if topic == "eval" else min(10, max(1, len(values) // 10))
             tiles.append(
                 (
@@ -316,7 +311,7 @@ def _headline_numbers(history: History) -> list[tuple[str, str, str, str]]:
 def _curves(history: History) -> str:
     sets = {name: name.split("/")[1] for name in history if re.fullmatch("eval/[^/]+/reward", name)}
     held_out = Chart("Held-out sets", "mean reward of greedy responses", sets, look="marked")
-    judged = "train/accuracy" in history  # then the chart of the accuracy has the held-out one, too
+    judged = "train/accuracy" in history  # then the chart of the accuracy has the held-out one too
     shown = [
         chart
         for chart in (*CHARTS, held_out)
@@ -330,7 +325,7 @@ def _curves(history: History) -> str:
 
 
 def _card(chart: Chart, history: History) -> str:
-    """Return a chart of those of its metrics that the run has; nothing if it has none."""
+    """Return a chart of the metrics that the run has; nothing if it has none of them."""
     lines = [
         Line(label, history[name], chart.look)
         for name, label in chart.metrics.items()
@@ -340,6 +335,7 @@ def _card(chart: Chart, history: History) -> str:
         return ""
 
     values = [value for _, value in lines[0].points if value is not None]
+    # A value that is not finite leaves a gap in the curve, so the text names the step.
     broken = sorted({step for line in lines for step, value in line.points if value is None})
     steps = ", ".join(str(step) for step in broken[:5]) + (
         f" and {len(broken) - 5} more" if len(broken) > 5 else ""
@@ -362,7 +358,7 @@ def _card(chart: Chart, history: History) -> str:
 def _time(history: History) -> str:
     """Chart the seconds of each step by phase.
 
-    Nested phases (`time/generate/weights`) are part of their outer one.
+    Nested phases (`time/generate/weights`) are part of the outer one.
     """
     totals = {step: value for step, value in history.get("time/step", []) if value is not None}
     if not totals:
@@ -376,7 +372,7 @@ def _time(history: History) -> str:
         and name.count("/") == 1
         and name not in ("time/step", "time/idle_share")
     }
-    parts = _largest(parts, 7)  # together with the rest, as many as there are colours
+    parts = _largest(parts, 7)  # with the rest, these are as many as there are colours
     parts["other"] = [
         max(0.0, totals[step] - sum(values[i] for values in parts.values()))
         for i, step in enumerate(steps)
@@ -404,7 +400,7 @@ def _speed(folder: Path) -> str:
 
 
 def _phases(parts: dict[str, list[float]]) -> str:
-    """Return the legend next to the chart: every phase's mean seconds and share of the step."""
+    """Return the legend beside the chart: mean seconds of each phase, and share of the step."""
     total = sum(sum(values) for values in parts.values()) or 1.0
     rows = []
     for index, (name, values) in enumerate(parts.items()):
@@ -420,7 +416,7 @@ def _phases(parts: dict[str, list[float]]) -> str:
 
 
 def _largest(parts: dict[str, list[float]], most: int) -> dict[str, list[float]]:
-    """Return the phases that take the most time, in their own order."""
+    """Return the phases that take the most time, in the given order."""
     names = sorted(parts, key=lambda name: -sum(parts[name]))[:most]
     return {name: values for name, values in parts.items() if name in names}
 

@@ -1,6 +1,4 @@
-"""Samples of a run as an HTML table: its first prompts and its last, each with several of its
-responses.
-"""
+"""Show samples of a run as an HTML table: the first prompts and the last, with some responses."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ from lightrft.observe.text import is_number, short
 PROMPTS_PER_END = 6
 RESPONSES_PER_PROMPT = 4
 ENDS = 256
-"""Number of rows at the beginning, and at the end, from which the samples are chosen."""
+"""Rows at the beginning, and at the end, that samples are chosen from."""
 BRANCH = '<div class="small">another conversation of the episode:</div>'
 
 Group = list[dict[str, Any]]
@@ -22,8 +20,7 @@ Group = list[dict[str, Any]]
 
 
 def sample_table(rows: Sequence[dict[str, Any]], group_size: int = 0) -> str:
-    """Show the first and the last responses of the model, and how its responses to one prompt
-    differ.
+    """Show the model's first and last responses, and how responses to one prompt differ.
 
     `group_size` is the number of responses to a prompt; the file may have fewer.
     """
@@ -35,6 +32,7 @@ def sample_table(rows: Sequence[dict[str, Any]], group_size: int = 0) -> str:
     high = max(rewards, default=1.0)
     groups = _groups(rows)
     first = _choose(groups)
+    # In a short run both ends are the same rows, and they should appear once.
     last = [group for group in _choose(groups[::-1]) if group[0]["step"] > first[-1][0]["step"]]
     ends = [("At the beginning", first), ("At the end", last)]
     body = "".join(_end(title, chosen, low, high) for title, chosen in ends if chosen)
@@ -61,9 +59,7 @@ def _groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
 
 
 def _choose(groups: Sequence[Group]) -> list[Group]:
-    """Choose from the first groups, different prompts before further groups of the same one; in the
-    order of their steps.
-    """
+    """Choose from the first groups, with as many different prompts as possible, in step order."""
     counts: Counter[str] = Counter()
     ranked = []
     for group in groups[: 4 * PROMPTS_PER_END]:
@@ -91,9 +87,7 @@ def _group(group: Group, low: float, high: float) -> str:
 
 
 def _spread(group: Group) -> Group:
-    """Choose responses evenly from the highest reward to the lowest if a group has more than are
-    shown.
-    """
+    """Choose responses evenly from the highest reward to the lowest, if there are too many."""
     ordered = sorted(group, key=lambda row: -row["reward"] if is_number(row.get("reward")) else 0.0)
     if len(ordered) <= RESPONSES_PER_PROMPT:
         return ordered
@@ -122,7 +116,7 @@ def _prompt(group: Group, num_shown: int) -> str:
 
 
 def _turn(message: dict[str, Any]) -> str:
-    """Show a message of an episode; those that the model did not write are named by their role."""
+    """Show a message of an episode, with the role of the author unless the model wrote it."""
     role = message.get("role", "assistant")
     name = " ".join((role, message.get("name") or "")).strip()
     heading = "" if role == "assistant" else f'<div class="small">{safe(name)}</div>'
@@ -132,6 +126,7 @@ def _turn(message: dict[str, Any]) -> str:
 def _sample(row: dict[str, Any], low: float, high: float, prompt: str | None) -> str:
     """Show a response; without a `prompt` it belongs to the one above."""
     reward = row.get("reward")
+    # The colour tells where the reward lies between the lowest and the highest of the table.
     share = (reward - low) / (high - low) if is_number(reward) and high > low else 0.5
     length = f"{row['length']} tokens" if "length" in row else ""
     note = f"{length}, truncated" if row.get("finish_reason") == "length" else length

@@ -1,4 +1,4 @@
-"""Speed of a run in a few numbers, what limits it, and the flag to try next."""
+"""The speed of a run in a few numbers, what limits it, and the flag to try next."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ NESTED = {
     "time/generate/weight_sync": "generate, weight sync",
     "time/generate/wait": "generate, waiting for other ranks",
 }
-"""Parts of phases that have advice of their own, if they take more than half of their phase."""
+"""Parts of phases with separate advice, for when they take more than half of the phase."""
 
 
 @dataclass(slots=True)
@@ -52,14 +52,14 @@ class Scoreboard:
     """Phase -> share of the step."""
     sync_seconds: float
     sync_bytes: float
-    """Bytes of the weights that an engine receives in a step; 0 if they are not known."""
+    """Bytes of weights that an engine receives in a step; 0 if unknown."""
     peak_gb: float
     mismatch: float
     """Mean difference of log-probs between engine and trainer."""
     idle_share: float
     mfu: float | None
-    """Share of the peak of the devices that train which their products of tokens and matrices reach
-    while they train (roles/operations.py); None for an unknown device."""
+    """How much of the training devices' peak the products of tokens and matrices reach while they
+    train (roles/operations.py); None for an unknown device."""
     bottleneck: str
     advice: str
     lines: list[str] = field(default_factory=list)
@@ -67,9 +67,11 @@ class Scoreboard:
 
 
 def scoreboard(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> Scoreboard | None:
-    """Return the scoreboard of the rows of metrics.jsonl and the description of run.json; None
-    without a complete step.
+    """Compute the scoreboard from the rows of metrics.jsonl and the description in run.json.
+
+    It is None without a complete step.
     """
+    # The first step compiles and warms up, so it counts only if there is no other.
     steps = [row for row in rows if "time/step" in row]
     steps = steps[1:] or steps
     if not steps:

@@ -1,6 +1,6 @@
-"""Sinks for metrics and samples: the interface and the files.
+"""Sinks for metrics and samples: the interface, and the ones that write files.
 
-The terminal is in console.py, trackers are in trackers.py.
+The terminal is in console.py, and trackers are in trackers.py.
 """
 
 import json
@@ -23,21 +23,20 @@ PROMPT_IDS = "prompt_token_ids"
 RESPONSE_IDS = "response_token_ids"
 THUMBNAILS = "thumbnails"
 SOUNDS = "sounds"
-"""Columns of samples that are not text for people: token ids, and images and sound as data URIs."""
+"""Columns of samples for programs, not people: token ids, and images and sound as data URIs."""
 BRANCHES = "branches"
-"""Column of the other conversations of an episode, each a list of messages."""
+"""Column with the other conversations of an episode, each a list of messages."""
 TAIL_BYTES = 2**24
-"""Number of bytes at the end of a long file that are read to find its last rows."""
+"""Bytes at the end of a long file that are read to find the last rows."""
 BACKLOG = 16
-"""Largest number of calls that wait for a writer, so that a slow disk does not fill the memory."""
+"""Most calls that wait for a writer, so that a slow disk does not fill the memory."""
 
 
 class Writer:
-    """A thread that makes calls one after another, such as those that write files, while the caller
-    goes on.
+    """A thread that makes calls one after another, such as writing files, while the caller goes on.
 
-    After a call that fails it makes no others: its error is raised by every later submit() and
-    flush().
+    It makes no more calls after one that fails. Every later submit() and flush() raises the error
+    of that one.
     """
 
     def __init__(self) -> None:
@@ -47,7 +46,7 @@ class Writer:
         """Error of the call that failed."""
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Make a call after those before it; wait while BACKLOG calls have not been made."""
+        """Make a call after all earlier ones; wait while BACKLOG calls have not been made."""
         while len(self._pending) >= BACKLOG or self._pending and self._pending[0].done():
             self._pending.popleft().result()
         self._check()
@@ -59,7 +58,7 @@ class Writer:
             self._pending.popleft().result()
 
     def flush(self) -> None:
-        """Wait until all calls are made. Raises the error of one that has failed."""
+        """Wait until all calls are made; raise the error if one has failed."""
         self.wait()
         self._check()
 
@@ -76,13 +75,13 @@ class Writer:
 
 
 class Sink:
-    """Base of all sinks, whose methods do nothing.
+    """Base of all sinks; the methods do nothing.
 
     Steps count from 1; step 0 is before the first update.
     """
 
     in_background = False
-    """True if an observer calls log() and samples() in the thread of its writer."""
+    """True if an observer calls log() and samples() in the writer's thread."""
 
     def start(
         self, config: dict[str, Any], total_steps: int, resume_step: int | None = None
@@ -96,13 +95,13 @@ class Sink:
         """Report that the run enters this phase."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Take the global metrics of a finished step; may be called more than once per step, with
-        other metrics.
-        """
+        """Take the global metrics of a finished step; a step may come again with other metrics."""
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Take samples, group by group: prompt, response, label, reward, finish_reason, length
-        (response tokens), group; and columns for programs (see readable()).
+        """Take samples, group by group.
+
+        The columns are prompt, response, label, reward, finish_reason, length (response tokens),
+        group, and some for programs (see readable()).
         """
 
     def close(self, status: str) -> None:
@@ -112,14 +111,14 @@ class Sink:
 class Observer(Sink):
     """Forwards every call to all sinks.
 
-    Rank 0 has some, all other ranks have none, so the training loop is the same on all.
+    Rank 0 has some and all other ranks have none, so the training loop is the same on all.
     """
 
     def __init__(self, sinks: Iterable[Sink] = ()):
         self._sinks = list(sinks)
         self._started: list[Sink] = []
         self.writer = Writer()
-        """Writer of the files of this rank."""
+        """Writes the files of this rank."""
 
     def start(
         self, config: dict[str, Any], total_steps: int, resume_step: int | None = None
@@ -141,11 +140,11 @@ class Observer(Sink):
             self._call(sink, partial(sink.samples, step, rows))
 
     def close(self, status: str) -> None:
-        # every sink that was started is closed, even when another one fails to close
+        # Every sink that was started is closed, even when another one fails to close.
         with ExitStack() as stack:
             for sink in self._started:
                 stack.callback(sink.close, status)
-            if status == "failed":  # with an error of its own
+            if status == "failed":  # the run has an error already
                 self.writer.wait()
             else:
                 self.writer.flush()
@@ -158,10 +157,9 @@ class Observer(Sink):
 
 
 class JsonLines(Sink):
-    """`metrics.jsonl` and `samples.jsonl` in the run's folder, one JSON object per line; NaN and
-    infinity are null.
+    """Writes `metrics.jsonl` and `samples.jsonl`: one JSON object per line, NaN and infinity null.
 
-    A resumed run first drops the rows after its checkpoint, so no step is there twice. A fresh run
+    A resumed run first drops the rows after the checkpoint, so no step is there twice. A fresh run
     in a used folder moves the earlier files to `*.previous.jsonl`.
     """
 
@@ -196,14 +194,12 @@ class JsonLines(Sink):
         try:
             self._files[index].write(b"".join(encode_row(row) for row in rows))
             self._files[index].flush()
-        except OSError as error:  # a failed write, unlike a failed open, does not name its file
+        except OSError as error:  # unlike a failed open, a failed write does not name the file
             raise OSError(error.errno, error.strerror, str(self._paths[index])) from error
 
 
 class TensorBoard(Sink):
-    """Event files in `tensorboard/` of the run's folder; a resumed run hides the steps that it
-    repeats.
-    """
+    """Writes event files to `tensorboard/`; a resumed run hides the steps that it repeats."""
 
     in_background = True
 
@@ -213,7 +209,7 @@ class TensorBoard(Sink):
     def start(
         self, config: dict[str, Any], total_steps: int, resume_step: int | None = None
     ) -> None:
-        # a second of imports that only this sink needs
+        # This import takes a second, and only this sink needs it.
         from torch.utils.tensorboard import SummaryWriter
 
         first_step = 0 if resume_step is None else resume_step + 1
@@ -249,16 +245,15 @@ def encode_row(row: dict[str, Any]) -> bytes:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in row.items()
     }
-    # a lone surrogate, which UTF-8 cannot encode, becomes its escape, which JSON can
+    # UTF-8 cannot encode a lone surrogate, but JSON can encode the escape that it becomes.
     return json.dumps(finite, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a JSON Lines file; none if it does not exist.
 
-    Each row is an object with a number `step`.
-
-    A kill or a power failure can leave a broken line anywhere: it is dropped with a warning.
+    Each row is an object with a number `step`. A kill or a power failure can leave a broken line
+    anywhere; it is dropped with a warning.
     """
     if not path.exists():
         return []
@@ -281,9 +276,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_ends(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the first and the last `count` rows of a JSON Lines file of any size; all rows of a
-    short one.
-    """
+    """Return the first and the last `count` rows of a JSON Lines file of any size."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -291,6 +284,7 @@ def read_ends(path: Path, count: int) -> list[dict[str, Any]]:
         begin = file.tell()
         start = max(begin, path.stat().st_size - TAIL_BYTES)
         file.seek(start)
+        # The read may begin inside a line, so the first piece is dropped.
         last = file.readlines()[1 if start > begin else 0 :][-count:]
     return [row for line in first + last if (row := _row_of(line)) is not None]
 

@@ -41,10 +41,10 @@ def duration(seconds: float, digits: int = 3) -> str:
 
 
 def visible(text: str) -> str:
-    """Return the text with invisible characters as escapes: control characters, direction marks,
-    lone surrogates.
+    """Return the text with invisible characters as escapes.
 
-    Line breaks and tabs stay. The result can mislead neither a terminal nor a reader.
+    They are control characters, direction marks and lone surrogates; line breaks and tabs stay. The
+    result can mislead neither a terminal nor a reader.
     """
     return "".join(character if character in "\n\t" else _visible(character) for character in text)
 

@@ -1,4 +1,4 @@
-"""Timeline of all ranks, for https://ui.perfetto.dev or chrome://tracing."""
+"""Write a timeline of all ranks, for https://ui.perfetto.dev or chrome://tracing."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,11 @@ END = "\n]\n"
 
 
 def extend_timeline(path: Path, step: int, spans_of_ranks: Sequence[Sequence[Span]]) -> None:
-    """Add what each rank did in a step to a file of trace events, which is complete after every
-    step.
+    """Add what each rank did in a step to a file of trace events; it is complete after every step.
 
-    The format is Google's Trace Event Format, a JSON array. A rank is a process: its phases are
-    complete events (X), which are nested, and calls of other tracks are asynchronous events (b, e),
-    which may overlap. An idle phase has the category `idle`.
+    The format is Google's Trace Event Format, a JSON array. A rank is a process. Phases are nested,
+    as complete events (X). Calls of other tracks may overlap, as asynchronous events (b, e). An
+    idle phase has the category `idle`.
     """
     numbers = count()
     events = [
@@ -31,6 +30,7 @@ def extend_timeline(path: Path, step: int, spans_of_ranks: Sequence[Sequence[Spa
         path.write_text(BEGINNING + text)
         return
 
+    # Only the end of the array is overwritten, so the cost does not grow with the file.
     with path.open("r+") as file:
         file.seek(path.stat().st_size - len(END))
         file.write(",\n" + text)

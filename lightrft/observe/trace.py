@@ -9,7 +9,7 @@ from lightrft.parallel.device import GB
 
 
 class Span(NamedTuple):
-    """Activity of a rank from one time to another, both in seconds since the epoch."""
+    """What a rank did from one time to another, both in seconds since the epoch."""
 
     name: str
     began: float
@@ -17,8 +17,8 @@ class Span(NamedTuple):
     idle: bool = False
     """True if the device had nothing to do."""
     track: str = ""
-    """Track of the timeline on which the span is drawn, in addition to the phases of the rank; its
-    spans may overlap."""
+    """Track of the timeline for the span, beside the phases of the rank. Spans of a track may
+    overlap."""
 
 
 def _nothing() -> None:
@@ -26,7 +26,7 @@ def _nothing() -> None:
 
 
 class Untraced:
-    """A trace that measures nothing, for objects that belong to no trainer."""
+    """A trace that measures nothing, for objects without a trainer."""
 
     def phase(self, name: str, *, idle: bool = False) -> AbstractContextManager[None]:
         """Return a context for the enclosed code."""
@@ -37,7 +37,7 @@ class Untraced:
 
 
 class Trace(Untraced):
-    """Wall-clock seconds per phase of a step, and the memory.
+    """Measures the wall-clock seconds of each phase of a step, and the memory.
 
         trace = Trace(peak_memory=..., memory_in_use=..., synchronize=...)
         with trace.phase("generate"):
@@ -45,7 +45,7 @@ class Trace(Untraced):
         for name, value in trace.step().items():
             metrics.max(name, value)                    # a step waits for the slowest rank
 
-    A nested phase is named by its path, and the time of the outer phase contains it: the phases
+    A nested phase is named by the path to it, and the outer phase contains the time. The phases
     without a further slash add up to at most `time/step`. `time/idle_share` is the share of the
     step in phases that leave the device idle.
     """
@@ -61,7 +61,7 @@ class Trace(Untraced):
         """Start the clock.
 
         Memory is in bytes. `synchronize` waits for the device, so that a phase includes the kernels
-        it launched; `on_phase` is called with the path of the phase that begins, or an empty string
+        that it launched. `on_phase` gets the path of each phase that begins, or an empty string
         between phases.
         """
         self.failed = ""
@@ -79,15 +79,12 @@ class Trace(Untraced):
 
     @property
     def current(self) -> str:
-        """Return the path of the current phase, such as `generate/weight_sync`; empty between
-        phases.
-        """
+        """Return the path of the current phase, such as `generate/weight_sync`, or ""."""
         return "/".join(self._path)
 
     @contextmanager
     def phase(self, name: str, *, idle: bool = False) -> Iterator[None]:
-        """Measure the enclosed code as this phase; the seconds of the same phase within a step add
-        up.
+        """Measure the enclosed code as this phase; repeated phases of a step add up.
 
         `idle`: the device has nothing to do meanwhile. An idle phase contains no other one.
         """
@@ -101,6 +98,7 @@ class Trace(Untraced):
             self._synchronize()
         except BaseException:
             self.failed = self.failed or path
+            # The innermost phase gets here first, and that is the one to report.
             raise
         finally:
             ended = time.perf_counter()
@@ -112,8 +110,9 @@ class Trace(Untraced):
         self._announce()
 
     def record(self, track: str, name: str, began: float) -> None:
-        """Add what ends now on a track of its own; `began` is in seconds of time.perf_counter().
-        Any thread may call it.
+        """Add what ends now to another track; any thread may call it.
+
+        `began` is in seconds of time.perf_counter().
         """
         self._spans.append(
             Span(name, self._epoch + began, self._epoch + time.perf_counter(), track=track)
@@ -126,10 +125,10 @@ class Trace(Untraced):
         return spans
 
     def step(self) -> dict[str, float]:
-        """Return `time/<phase>` and `time/step` in seconds, and `time/idle_share`, since the last
-        call.
+        """Return times and memory since the last call.
 
-        The row also has `memory/peak_gb` and `memory/now_gb` in 1e9 bytes.
+        The row has `time/<phase>` and `time/step` in seconds, `time/idle_share`, and
+        `memory/peak_gb` and `memory/now_gb` in 1e9 bytes.
         """
         assert not self._path, f"a step ended within the phase {self.current!r}"
         now = time.perf_counter()

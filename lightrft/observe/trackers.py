@@ -1,5 +1,4 @@
-"""Trackers of experiments, Weights & Biases, MLflow, SwanLab, Trackio and Comet, through the
-interface of accelerate.
+"""Send metrics to Weights & Biases, MLflow, SwanLab, Trackio and Comet, through accelerate.
 
 The package of a tracker is imported when a run chooses it with --report_to.
 """
@@ -27,50 +26,52 @@ from lightrft.observe.sinks import Sink, readable
 
 START_SECONDS = 300.0
 CLOSE_SECONDS = 120.0
-"""Time limits for the start of a tracker, and at the end of a run for what it has not sent yet."""
+"""Time limits: for starting a tracker, and at the end for sending what it has not sent yet."""
 SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
-"""Pattern of the environment variables whose values no tracker receives."""
+"""Environment variables with such names are secrets, and no tracker receives the values."""
 SHORTEST_SECRET = 6
 QUERY = re.compile(r"(https?://[^\s,?]+\?)[^\s,]+")
-"""Pattern of an address with a query, which may contain a key."""
+"""Pattern of an address with a query, because the query may contain a key."""
 EXIT_STATES = {
     "finished": ("FINISHED", "success"),
     "interrupted": ("KILLED", "aborted"),
     "failed": ("FAILED", "crashed"),
 }
-"""Status of a run -> its names in MLflow and in SwanLab."""
+"""Status of a run -> what MLflow and SwanLab call it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """Differences between the packages; `tracker` is a tracker of accelerate, and `tracker.tracker`
-    the package's own run.
+    """What differs between the packages.
+
+    `tracker` is a tracker of accelerate, and `tracker.tracker` is the package's own run.
     """
 
     options: Callable[[ObserveSection, Path, str | None], dict[str, Any]]
-    """Function of the section, the run's folder and the id of the run to continue; returns the
-    options of the start."""
+    """Takes the section, the run's folder and the id of the run to continue; returns the options of
+    the start."""
     run_id: Callable[[Any], str]
     samples: Callable[[Any, list[dict[str, str]], int], None]
     finish: Callable[[Any, str], None]
     login_problem: Callable[[], str] = lambda: ""
-    """Function that returns what is missing for a login; empty if there is one."""
+    """Returns what is missing for a login; empty if there is one."""
     takes_changes: bool = True
     """False if the configuration of a run cannot be changed when it is resumed."""
 
 
 class Tracker(Sink):
-    """Sends metrics, samples and the configuration to one tracker, in a thread of its own.
+    """Sends metrics, samples and the configuration to one tracker, in a separate thread.
 
-    Training never waits for the tracker between its start and the end of the run. A resumed run
+    Between the start and the end of the run, training never waits for the tracker. A resumed run
     continues the run whose id is in the folder. The first call that fails is reported; later ones
     are still attempted, and the run goes on. Secrets of the environment, and queries of addresses,
-    are replaced by *** in everything that is sent at the start.
+    become *** in everything that is sent at the start.
     """
 
     def __init__(self, name: str, folder: Path | str, section: ObserveSection):
-        """Set up the tracker `name` of PACKAGES; it must be built after the process group, which
-        accelerate would create.
+        """Set up the tracker `name` of PACKAGES.
+
+        The process group must exist, because accelerate would create one.
         """
         self._name = name
         self._folder = Path(folder)
@@ -91,6 +92,7 @@ class Tracker(Sink):
         run_id = id_file.read_text() if resume_step is not None and id_file.exists() else None
         threading.Thread(target=self._work, name=f"tracker {self._name}", daemon=True).start()
 
+        # Only the start is awaited: a tracker that cannot start should end the run at once.
         try:
             id_file.write_text(
                 self._submit(partial(self._open, flat(config), run_id)).result(START_SECONDS)
@@ -114,9 +116,7 @@ class Tracker(Sink):
             self._attempt(lambda: self._package.samples(self._tracker, rows, step))
 
     def close(self, status: str) -> None:
-        """Wait for what was not sent yet, at most CLOSE_SECONDS, and end the tracker's run with the
-        status of this run.
-        """
+        """End the tracker's run with this run's status, and wait at most CLOSE_SECONDS."""
         done = self._attempt(lambda: self._package.finish(self._tracker, status))
         self._calls.put(None)
         try:
@@ -125,7 +125,7 @@ class Tracker(Sink):
             self._report(TimeoutError(f"not everything was sent within {CLOSE_SECONDS:g} seconds"))
 
     def _open(self, config: dict[str, Any], run_id: str | None) -> str:
-        """Open the tracker's run and return its id."""
+        """Open the tracker's run and return the id."""
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         share_process_group()
@@ -152,16 +152,14 @@ class Tracker(Sink):
         return future
 
     def _work(self) -> None:
-        """Make the calls one after another: some packages keep their run in variables of the
-        thread.
-        """
+        """Make the calls one after another in one thread: some packages keep state there."""
         while (item := self._calls.get()) is not None:
             future, call = item
             try:
                 future.set_result(call())
             except Exception as error:
                 future.set_exception(error)
-            except BaseException as error:  # a package that ends the process for want of a login
+            except BaseException as error:  # a package without a login may end the process
                 future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def _report(self, problem: BaseException) -> None:
@@ -182,9 +180,7 @@ def check_login(names: Sequence[str]) -> None:
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested sections as one level, `{"train": {"seed": 1}}` as `{"train.seed": 1}`, with
-    hidden secrets.
-    """
+    """Flatten sections, `{"train": {"seed": 1}}` to `{"train.seed": 1}`, and hide secrets."""
     flattened: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict):
@@ -202,9 +198,7 @@ def describe(problem: BaseException) -> str:
 
 
 def hide_secrets(text: str) -> str:
-    """Replace the values of keys, tokens and passwords of the environment, and the queries of
-    addresses, by ***.
-    """
+    """Replace secrets of the environment, and the queries of addresses, by ***."""
     secrets = {
         value
         for name, value in os.environ.items()
@@ -217,7 +211,7 @@ def hide_secrets(text: str) -> str:
 
 @contextmanager
 def secrets_hidden_in_argv() -> Iterator[None]:
-    """Hide secrets in the arguments of the process, which trackers record."""
+    """Hide secrets in the arguments of the process, because trackers record them."""
     arguments = sys.argv
     sys.argv = [hide_secrets(argument) for argument in arguments]
     try:
@@ -227,8 +221,9 @@ def secrets_hidden_in_argv() -> Iterator[None]:
 
 
 def share_process_group() -> None:
-    """Create the state that the logger of accelerate requires, from the present process group; it
-    may set torch's threads.
+    """Make accelerate's logger use the present process group.
+
+    Accelerate may set torch's number of threads, so it is restored.
     """
     from accelerate import PartialState
 
@@ -315,7 +310,7 @@ def _json_lines(rows: list[dict[str, str]]) -> list[str]:
 
 def _wandb_login() -> str:
     """Look where the package looks for a key, without the network."""
-    from requests.utils import get_netrc_auth  # which comes with wandb
+    from requests.utils import get_netrc_auth  # it comes with wandb
 
     settings = [
         Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser() / "settings",
@@ -364,4 +359,4 @@ PACKAGES = {
         _comet, lambda run: run.get_key(), _comet_samples, lambda tracker, status: tracker.finish()
     ),
 }
-"""Name of a tracker in --report_to, which is that of its package -> how it is used."""
+"""Tracker's name in --report_to, the same as the package's -> how to use it."""

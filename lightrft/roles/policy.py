@@ -239,7 +239,7 @@ class Policy(Role, PolicyNames):
                 torch.tensor(max(lengths.tolist(), default=0), device=self.strategy.device)
             )
         )
-        width = self._rounded_up(longest)
+        width = -(-longest // self.width_multiple) * self.width_multiple
         pad = self.tokenizer.pad_token_id if self.tokenizer is not None else None
         rows = list(zip(prompts, completions, strict=True))
         ids = torch.tensor(

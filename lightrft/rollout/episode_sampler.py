@@ -1,4 +1,4 @@
-"""Generate episodes: responses of several turns, whose programs run in worker processes."""
+"""Generate episodes: responses of several turns that a program in a worker process asks for."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from lightrft.strategy.shared_session import SharedSession
 
 TOOLS = 0.02
-"""Seconds for which an engine without requests waits for the programs of episodes, before the ranks
-exchange their counts."""
+"""Seconds that an engine without requests waits for the programs of episodes before the ranks
+exchange counts again."""
 
 
 class EpisodeLoop(RolloutLoop):
-    """Groups of episodes. A turn is a request, and its program asks for the next one.
+    """Generates groups of episodes: a turn is one request, sent when a program asks for it.
 
-    Each rank runs its share of the episodes of a data replica, so it adds requests when other
-    ranks add none.
+    Each rank runs a share of the data replica's episodes. A rank therefore adds requests at moments
+    when the others add none.
     """
 
     sampler: "EpisodeSampler"
@@ -40,24 +40,25 @@ class EpisodeLoop(RolloutLoop):
         super().__init__(sampler, session, seed)
         self.episodes = sampler.episodes
         self._plays: dict[int, EpisodeState] = {}
-        """Index of a request -> its episode."""
+        """Index of a request -> episode."""
         self._groups: dict[int, Group] = {}
-        """Number of a group -> the group."""
+        """Group number -> group."""
 
     def add(self, parts: list[Part], prepared: Requests | None = None) -> None:
-        """Begin the episodes of groups."""
+        """Begin this rank's share of the episodes of some groups."""
         self._groups |= {group.number: group for group, _ in parts}
         samples = [
             (group.responses[place], group.number, place)
             for group, places in parts
             for place in places
         ]
+        # Ranks that share a replica get the same parts, so they deal the episodes round robin.
         ranks = self.session.model_parallel
         for sample, *seed_parts in samples[ranks.rank :: ranks.size]:
             self.episodes.begin(sample, *seed_parts)
 
     def attach(self, group: Group, socket: Connection) -> None:
-        """Begin a group of one episode whose program sends its requests over a socket."""
+        """Begin a group of one episode with a program that sends requests over a socket."""
         self._groups[group.number] = group
         self.episodes.attach(group.samples[0], socket, group.number, 0)
 
@@ -74,15 +75,14 @@ class EpisodeLoop(RolloutLoop):
                 return
 
     def _play(self) -> Iterator[Group]:
-        """Begin the turns for which programs wait, and yield the groups whose last episode has
-        ended.
-        """
+        """Start the turns that programs wait for; yield the groups whose last episode has ended."""
         turns = []
         for play in self._ready():
             request = self.sampler.next_turn(play, self._groups[play.sample.group], self.seed)
             problem = self.sampler.strategy.host.engine.problem(request)
             if problem:
                 self.episodes.refuse(play, problem)
+                # The program gets the problem as an answer, so one long turn does not end the run.
             else:
                 turns.append((play, request))
 
@@ -103,9 +103,7 @@ class EpisodeLoop(RolloutLoop):
             return self.episodes.poll(TOOLS)
 
     def finish(self) -> Iterator[Group]:
-        """Take the samples of the other ranks of the data replica; yield the groups that are
-        complete with them.
-        """
+        """Take over the samples of the other ranks; yield the groups that they complete."""
         if self.session.model_parallel.size == 1:
             return
 
@@ -117,6 +115,7 @@ class EpisodeLoop(RolloutLoop):
             if sample.finish_reason is not None
         }
         for others in self.session.model_parallel.gather(own):
+            # Groups hold on to their samples, so the fields are copied into the existing objects.
             for (number, place), sample in others.items():
                 sample_of_rank = self._groups[number].responses[place]
                 for each in fields(Sample):
@@ -132,7 +131,7 @@ class EpisodeLoop(RolloutLoop):
         return {play.seed_parts for play in self.episodes.running}
 
     def _extend(self, finished: Finished) -> Iterator[Group]:
-        """Give turns that the engine has sampled to their episodes, which end elsewhere."""
+        """Hand sampled turns to the episodes. It yields nothing: programs decide when to end."""
         for index, completions in finished:
             del self._pending[index]
             self._take_turn(self._plays.pop(index), completions[0])
@@ -141,6 +140,7 @@ class EpisodeLoop(RolloutLoop):
     def _take_turn(self, play: EpisodeState, completion: Completion) -> None:
         sample = play.conversation
         self.sampler.extend(sample, completion)
+        # extend() has ended the response, but the program may still ask for another turn.
         sample.finish_reason = None
         if completion.finish_reason != ABORTED:
             self.episodes.generated(play, completion, sample.text)
@@ -166,7 +166,7 @@ class EpisodeSampler(Sampler):
         return EpisodeLoop(self, session, seed)
 
     def prepare(self, parts: list[Part], seed: int) -> Requests:
-        """Return nothing: a turn is known only when its program asks for it."""
+        """Return nothing: a turn is unknown until a program asks for it."""
         return {}
 
     def next_turn(self, play: EpisodeState, group: Group, seed: int) -> Request:
@@ -178,7 +178,7 @@ class EpisodeSampler(Sampler):
         if play.sample is group.greedy:
             return self.request(sample, greedy_sampling(self.section), (), longest=longest)
 
-        # The first turn draws with the seed of a response without turns.
+        # An episode of one turn draws exactly what a plain response would draw.
         turn = [len(play.turns)] if play.turns else []
         seeds = (derived_seed(seed, *play.seed_parts, *turn),)
         sampling = replace(sampling_of(self.section, n=1), **play.sampling)

@@ -1,5 +1,7 @@
-"""Turn scored samples into the experience that each rank trains on: flat columns, balanced over the
-ranks, with the outputs of the stages that the run needs.
+"""Turn scored samples into the experience that each rank trains on.
+
+The result is flat columns, balanced over the ranks, with the outputs of the stages that the run
+needs.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,18 +21,19 @@ from lightrft.rollout.plan import Stage, TrainingPlan
 from lightrft.types import Expand, Expanded, Experience, Sample
 
 Compare = Callable[[GatheredRewards], Tensor]
-"""Returns the advantage [M] of each reward of all ranks."""
+"""Function that returns the advantage [M] of each reward of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrecomputedOutputs:
-    """Models' outputs for samples of a step that were complete before others."""
+    """Model outputs for the samples of a step that were complete before the others."""
 
     names: tuple[str, ...]
     """Columns of Experience, the same on all ranks."""
     parts: dict[int, tuple[Sample, list[Tensor]]]
-    """id() of a sample -> the sample, so that its id stays its own, and its values in these
-    columns, one for each token."""
+    """id() of a sample -> the sample and the values of these columns, one for each token.
+
+    The sample is kept alive, so no other object can get the same id."""
 
     def set_columns(self, experience: Experience, samples: list[Sample]) -> None:
         for place, name in enumerate(self.names):
@@ -40,7 +43,7 @@ class PrecomputedOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Flatten:
-    """Concatenates samples; see flatten()."""
+    """Concatenates samples with the options of a run; see flatten()."""
 
     expand: Expand | None = None
     first_token_apart: bool = False
@@ -74,10 +77,10 @@ class ExperienceMaker:
     ):
         """Set up the experience maker; stages.build.experience_maker() chooses the parts of a run.
 
-        `stages` run in their order on the balanced experience. `by_length` and `by_difficulty` mask
-        samples before. `num_updates`: number of optimizer steps on the samples of a step, for
-        compute_early(). `branches`: samples may have branches, which are learned in the same
-        optimizer step.
+        `stages` run in order on the balanced experience; before that, `by_length` and
+        `by_difficulty` mask samples. `num_updates`: how many optimizer steps use the samples of a
+        step; compute_early() needs it. `branches`: samples may have branches, and a sample's
+        branches are learned in the same optimizer step as the sample.
         """
         self.policy = policy
         self.train = train
@@ -90,7 +93,7 @@ class ExperienceMaker:
         self.branches = branches
         self.data = policy.strategy.mesh.data
         self._precomputed: PrecomputedOutputs | None = None
-        """Outputs of samples of the current step, if compute_early() was called."""
+        """Outputs of samples of the current step, once compute_early() was called."""
 
     def __call__(self, samples: list[Sample], metrics: Metrics) -> TrainingPlan:
         """Return this rank's part of the experience of all ranks' samples."""
@@ -118,6 +121,7 @@ class ExperienceMaker:
         for stage in self.stages:
             stage(plan, metrics)
 
+        # Nothing reads these columns after the stages, so they need not be stored or moved.
         experience = plan.experience
         experience.advantages = experience.advantages.float()
         experience.step_rewards = None
@@ -127,8 +131,9 @@ class ExperienceMaker:
         return plan
 
     def _balanced(self, experience: Experience, units: Tensor | None) -> TrainingPlan:
-        """Move sequences between ranks so that all have equal work; those of a unit stay in one
-        optimizer step.
+        """Move sequences between ranks so that all have equal work.
+
+        Sequences with the same unit stay in one optimizer step.
         """
         store = self.policy.strategy.sample_store()
         experience, minibatches = self.policy.redistribute_flat(
@@ -144,10 +149,10 @@ class ExperienceMaker:
     # -- before the step (--overlap)
 
     def compute_early(self, samples: list[Sample]) -> None:
-        """Run the stages that depend on samples alone for some samples, which are complete.
+        """Run the stages that need no other samples, for some samples that are complete.
 
-        All ranks call it together, each with samples of its own, or none; until the end of the step
-        in the same thread or one after another.
+        All ranks call it together, each with samples of its own or none. Until the step ends, the
+        calls must come from one thread or one after another.
         """
         rows = with_branches(samples)
         counts = self.data.gather(len(rows))
@@ -179,9 +184,12 @@ class ExperienceMaker:
         )
 
     def _set_precomputed(
-        self, experience: Experience, samples: list[Sample], rows: list[Sample]
+        self,
+        experience: Experience,
+        samples: list[Sample],
+        rows: list[Sample],
+        # Samples that were complete too late for the overlap are computed now, by all ranks.
     ) -> None:
-        """Set the columns that have been computed early, for all samples."""
         known = self._precomputed.parts
         self.compute_early([sample for sample in samples if id(sample) not in known])
         self._precomputed.set_columns(experience, rows)
@@ -189,7 +197,7 @@ class ExperienceMaker:
 
 
 def with_branches(samples: list[Sample]) -> list[Sample]:
-    """Return the samples, each followed by the branches of its episode, which get its reward."""
+    """List each sample followed by the branches of the episode; they get the sample's reward."""
     for sample in samples:
         for branch in sample.rows[1:]:
             branch.reward = sample.reward
@@ -206,14 +214,12 @@ def flatten(
     first_token_apart: bool = False,
     min_tokens: int = 0,
 ) -> Experience:
-    """Concatenate samples, prompt and response each; what the model sampled is learned.
+    """Concatenate prompts and responses into one experience; tokens that were sampled are learned.
 
-    Rows count on from `first_row`.
-
-    `expand` is for prompts with images; without it all are text. With `first_token_apart` the first
-    token after a prompt is not learned, because it was sampled from another distribution. Those of
-    later turns are learned. The first `min_tokens` of a response were sampled without tokens that
-    would end it.
+    Rows count on from `first_row`. `expand` expands prompts with media; without it all prompts are
+    text. With `first_token_apart` the first token after a prompt is not learned, because it was
+    sampled from another distribution; first tokens of later turns are learned. The first
+    `min_tokens` of a response were sampled without the tokens that would end it.
     """
     expanded = _expand_prompts(samples, expand) if expand else None
     prompt_ids = [each.token_ids for each in expanded or (sample.prompt for sample in samples)]
@@ -254,17 +260,16 @@ def flatten(
 
 
 def _learned_mask(sample: Sample, first_token_apart: bool) -> list[bool]:
-    """Return for each token of the response whether it is learned: the model sampled it, as the
-    policy would.
-    """
+    """Return, for each token of the response, whether it is learned."""
     if sample.masked:
         return [False] * len(sample.token_ids)
+    # Only sampled tokens have a probability under the policy; observations of episodes have none.
     sampled = sample.episode.sampled if sample.episode else [True] * len(sample.token_ids)
     return [not first_token_apart, *sampled[1:]] if sampled and sampled[0] else sampled
 
 
 def _early_tokens(prompts: list[int], samples: list[Sample], min_tokens: int) -> Tensor:
-    """Return the first tokens of each response, after a prompt of so many tokens: [T] bool."""
+    """Mark the first `min_tokens` of each response, [T] bool; `prompts` are prompt lengths."""
     early = [
         token < min_tokens
         for length, sample in zip(prompts, samples, strict=True)
@@ -274,7 +279,7 @@ def _early_tokens(prompts: list[int], samples: list[Sample], min_tokens: int) ->
 
 
 def _expand_prompts(samples: list[Sample], expand: Expand) -> list[Expanded]:
-    """Return the expanded prompt of each sample; the samples of a group share it."""
+    """Expand each sample's prompt once for the whole group."""
     prompts = {sample.group: sample.prompt for sample in samples}
     read = {group: expand(prompt) for group, prompt in prompts.items()}
     return [read[sample.group] for sample in samples]

@@ -1,6 +1,4 @@
-"""The default scheduler: every step takes the next prompts of the data, generates every response to
-its end, and learns from all of them.
-"""
+"""The default scheduler: each step takes the next prompts and learns from every response."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,20 +24,22 @@ from lightrft.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class RolloutPlan:
-    """The groups of a round, as all ranks have chosen them, and where the scheduler is once they
-    are drawn.
+    """The groups of a round, and where the scheduler stands once they are drawn.
+
+    All ranks make the same plan.
     """
 
     drawn: list[tuple[int, int]]
-    """(number of a group, row of its prompt), of all ranks."""
+    """(group number, row of the prompt) of all ranks."""
     ranks: list[int]
     """Rank of each group."""
     place: int
     number: int
 
     def parts_of(self, rank: int) -> Iterator[tuple[int, int, range | None]]:
-        """Yield (number of a group, row of its prompt, places of its responses) with which a rank
-        begins; None: all places.
+        """Yield (group number, row of the prompt, places of responses) that a rank begins with.
+
+        None stands for all places.
         """
         for (number, row), owner in zip(self.drawn, self.ranks, strict=True):
             if owner == rank:
@@ -48,18 +48,16 @@ class RolloutPlan:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """First round of a step that has not begun: this rank's groups with the requests for their
-    responses.
-    """
+    """The first round of a later step: this rank's groups and the requests for their responses."""
 
     plan: RolloutPlan
     groups: dict[int, Group]
-    """Number of a group -> the group."""
+    """Group number -> group."""
     requests: Requests
 
 
 class ClosedRound:
-    """A round in which each rank generates its own groups to their ends."""
+    """A round that ends when each rank has generated all responses of its own groups."""
 
     def __init__(self, loop: RolloutLoop, groups: list[Group], data: Axis, trace: Untraced):
         self.loop = loop
@@ -98,9 +96,9 @@ class FixedBatch:
     ):
         """Set up the scheduler.
 
-        With `greedy` each group also has the greedy response to its prompt. `order` is the order of
-        the prompts; the seed determines it when None. `expander` expands prompts with media for the
-        trained model; None for text. `trace` measures how long this rank waits for others.
+        With `greedy` each group also gets the greedy response to the prompt. `order` is the order
+        of the prompts; by default the seed shuffles them. `expander` expands prompts with media
+        for the trained model; None for text. `trace` measures how long this rank waits for others.
         """
         self.sampler = sampler
         self.rewards = rewards
@@ -114,11 +112,11 @@ class FixedBatch:
         self.trace = trace or Untraced()
         self.history = History(len(prompts))
         self.place = 0
-        """Number of prompts drawn or passed over, in the order of the data."""
+        """How many prompts have been drawn or passed over, in the order of the data."""
         self.number = 0
-        """Number of groups begun."""
+        """How many groups have begun."""
         self.deferred: list[tuple[int, int, int]] = []
-        """(times deferred, number, row) of groups that begin anew, the same on every rank."""
+        """(times deferred, group number, row) of groups that begin anew, alike on every rank."""
         self._prepared: Prepared | None = None
         self._step = 0
         self._finished: list[Group] | None = None
@@ -168,11 +166,11 @@ class FixedBatch:
 
     @property
     def epoch(self) -> int:
-        """Return the number of passes over the data that are complete."""
+        """Return how many passes over the data are complete."""
         return self.place // self.order.num_rows
 
     def _plan(self) -> RolloutPlan:
-        """Choose the groups of a round, and balance them over the ranks. Nothing is drawn yet."""
+        """Choose the groups of a round and balance them over the ranks; nothing is drawn yet."""
         size = self.section.rollout_batch_size
         again = [(number, row) for _, number, row in self.deferred[:size]]
         count = size - len(again)
@@ -191,7 +189,7 @@ class FixedBatch:
         self.deferred = self.deferred[len(plan.drawn) :]
 
     def _local_groups(self, plan: RolloutPlan) -> dict[int, Group]:
-        """Return number -> group for the groups of a plan that begin on this rank."""
+        """Return group number -> group for the groups of a plan that begin on this rank."""
         return {
             number: self._group(number, row) for number, row, _ in plan.parts_of(self.data.rank)
         }
@@ -207,11 +205,10 @@ class FixedBatch:
 
     @contextmanager
     def preparing(self, step: int) -> Iterator[None]:
-        """Prepare the first round of a step during the context, in a thread: its prompts, their
-        media, and the requests.
+        """Prepare the first round of a step in a thread: prompts, media, and requests.
 
-        The choice of prompts depends only on what is known when the step before has its rewards.
-        Meanwhile nothing is drawn, and the engine does nothing else.
+        Which prompts come next is known once the step before is scored. Nothing is drawn
+        meanwhile, and the engine must do nothing else.
         """
         with ThreadPoolExecutor(1, "prepare") as thread:
             future = thread.submit(self._prepare, step)
@@ -245,7 +242,7 @@ class FixedBatch:
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, the same on all ranks; other schedulers can go on from it."""
+        """Return the state, the same on all ranks. Every other scheduler can continue from it."""
         return {
             "place": self.place,
             "number": self.number,
@@ -257,7 +254,7 @@ class FixedBatch:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state. Groups that another scheduler had begun begin anew."""
+        """Restore the state. Groups that another scheduler had begun start again."""
         begun = [(0, group["number"], group["row"]) for group in state["carried"]]
         self._restore(state["place"], state["number"], [*begun, *state.get("parked", ())])
         self.history.load_state_dict(state["history"])

@@ -14,8 +14,9 @@ from lightrft.types import Experience, Sample
 
 @dataclass(frozen=True, slots=True)
 class GatheredRewards:
-    """Rewards in rank order: one for a response, or one for each of its rewarded steps. [M] float64
-    each.
+    """The rewards of all ranks in rank order, [M] float64 each.
+
+    A response has one reward, or several: one for each rewarded step.
     """
 
     rows: Tensor
@@ -25,10 +26,9 @@ class GatheredRewards:
     lengths: Tensor
     """Number of tokens that the reward is for."""
     finished: Tensor
-    """Number of tokens of the response that ends with this reward, 0 if more rewards follow."""
+    """Length of the response that ends with this reward, 0 if more rewards follow."""
     greedy: Tensor
-    """Reward of the whole greedy response to the same prompt, for the last reward of a response; 0
-    for the others."""
+    """Reward of the greedy response to the prompt, at a response's last reward; 0 elsewhere."""
     local: slice
     """Rewards of this rank."""
 
@@ -36,7 +36,7 @@ class GatheredRewards:
     def share(cls, axis: Axis, samples: list[Sample], *, first_row: int) -> Self:
         """Gather the rewards of all ranks; the first sample of this rank is row `first_row`.
 
-        It takes one collective, or two if a rank has more rewards than any had before.
+        It takes one collective, or two if a rank has more rewards than ever before.
         """
         lines = [
             line for row, sample in enumerate(samples, first_row) for line in _lines(row, sample)
@@ -49,19 +49,19 @@ class GatheredRewards:
         )
 
     def totals(self) -> tuple[Tensor, Tensor]:
-        """Return reward and group of each response of all ranks: [N], [N]."""
+        """Return the total reward and the group of each response of all ranks: [N], [N]."""
         row = self._row
         count = int(row.max()) + 1 if len(row) else 0
         rewards = self.rewards.new_zeros(count).index_add(0, row, self.rewards)
         return rewards, self.groups.new_zeros(count).index_copy(0, row, self.groups)
 
     def solved_shares(self) -> Tensor:
-        """Return for each reward the share of right responses in its group: [M]."""
+        """Return, for each reward, the share of right responses in the group: [M]."""
         return solved_share(*self.totals())[self._row]
 
     @property
     def _row(self) -> Tensor:
-        """Return the index of the response of each reward, [M] int64."""
+        """Return the index of the response that each reward belongs to, [M] int64."""
         return self.rows.unique(return_inverse=True)[1]
 
 
@@ -78,13 +78,13 @@ def _lines(row: int, sample: Sample) -> Iterator[tuple[float, ...]]:
 
 
 def place_at_tokens(values: Tensor, samples: list[Sample], experience: Experience) -> Tensor:
-    """Return the values of this rank's rewards at the tokens that earned them, 0 elsewhere: [M of
-    this rank] -> [T] float32.
+    """Put the values [M] of this rank's rewards at the tokens that earned them: [T] float32.
 
-    The rows of the experience are those of the samples and of their branches. Each branch has the
-    sum of its sample's values at its last token. The value of a token that is not learned, such as
-    one of an observation, is at the last learned token before it: returns are sums over learned
-    tokens, and those before have led to it. There is none if no token before it is learned.
+    The result is 0 elsewhere. The experience has a row for each sample and for each of
+    the sample's branches. A branch gets the sum of the sample's values at the branch's last token.
+    If a token is not learned, such as one of an observation, the value goes to the last learned
+    token before it: returns are sums over learned tokens, and the tokens before led to the reward.
+    The value is dropped if no token before it is learned.
     """
     result = torch.zeros(experience.num_tokens)
     ends = experience.offsets.tolist()
@@ -97,6 +97,7 @@ def place_at_tokens(values: Tensor, samples: list[Sample], experience: Experienc
         steps = sample.steps
         start = ends[row] + sample.prompt.num_tokens
         lines_of_sample = range(line, line + len(steps))
+        # A reward at -1 comes before anything was sampled, so it has no token to go to.
         places += [start + token if token >= 0 else -1 for token, _ in steps]
         lines += [[each] for each in lines_of_sample]
         row = row + len(sample.rows)
@@ -117,9 +118,7 @@ def place_at_tokens(values: Tensor, samples: list[Sample], experience: Experienc
 
 
 def _latest_learned(experience: Experience) -> Tensor:
-    """Return the latest learned token of the same sequence up to each token, -1 if there is none:
-    [T] int64.
-    """
+    """Return, for each token, the latest learned token so far in the sequence: [T] int64, or -1."""
     tokens = torch.arange(experience.num_tokens)
     if not len(tokens):
         return tokens

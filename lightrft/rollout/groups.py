@@ -1,6 +1,4 @@
-"""A prompt with its responses during generation, and the outcome that is kept until the prompt is
-drawn again.
-"""
+"""A prompt with its responses while they grow, and the outcome that is kept afterwards."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,18 +13,16 @@ from lightrft.types import Prompt, Sample
 
 @dataclass(slots=True)
 class Group:
-    """The responses to one prompt, from the first token to the last, over as many steps as they
-    take.
-    """
+    """The responses to one prompt, from first token to last, over as many steps as they take."""
 
     number: int
-    """Number among all groups of the run, in the order in which they were drawn."""
+    """Number of the group in the whole run, in the order of drawing."""
     row: int
     """Index of the prompt among all prompts."""
     samples: list[Sample]
     greedy: Sample | None = None
-    """Greedy response to the same prompt, for estimators that compare with it. It is not learned
-    from."""
+    """Greedy response to the same prompt, for estimators that compare with it. Nobody learns from
+    it."""
 
     @classmethod
     def begin(cls, number: int, row: int, prompt: Prompt, *, count: int, greedy: bool) -> Self:
@@ -52,9 +48,7 @@ class Group:
         return all(sample.finish_reason is not None for sample in self.responses)
 
     def fits(self, longest: int) -> bool:
-        """Return True if no response is longer than `longest` and the unfinished ones can still
-        grow.
-        """
+        """Return True if every response ends within `longest` tokens or still has room to grow."""
         return all(
             len(sample.token_ids) + (sample.finish_reason is None) <= longest
             for sample in self.responses
@@ -62,7 +56,7 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Return True if its rewards differ and not all of its samples are masked."""
+        """Return True if the rewards differ and not every sample is masked."""
         return len({sample.reward for sample in self.samples}) > 1 and not all(
             sample.masked for sample in self.samples
         )
@@ -81,7 +75,7 @@ class Group:
     def state_dict(self) -> dict[str, Any]:
         """Return the state in plain types, without the prompt.
 
-        Rewards are not part of it: only complete groups get them.
+        Rewards are not part of it, because only complete groups get them.
         """
         responses = [
             (s.token_ids, s.logprobs, s.text, s.finish_reason, s.weight_versions)
@@ -108,9 +102,9 @@ class Group:
         for sample, values in zip(group.responses, state["responses"], strict=True):
             token_ids, logprobs, sample.text, finish_reason, versions = values
             sample.finish_reason = finish_reason or None  # empty in states of older versions
-            if isinstance(versions, int):  # state of an older version: that of the first token
+            if isinstance(versions, int):  # older versions noted the version of the first token
                 versions = [versions] * len(token_ids)
-            # they grow, and the state stays as it is
+            # The lists grow in place, and the saved state must stay as it is.
             sample.token_ids = list(token_ids)
             sample.logprobs = list(logprobs)
             sample.weight_versions = list(versions)
@@ -120,7 +114,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class GroupOutcome:
-    """The outcome of a complete group with its rewards, which every rank has."""
+    """What every rank knows about a complete and scored group."""
 
     number: int
     row: int
@@ -144,18 +138,18 @@ class GroupOutcome:
 
 
 class History:
-    """The last outcome of each prompt; the same on all ranks."""
+    """The last outcome of each prompt, alike on all ranks."""
 
     def __init__(self, num_prompts: int):
         self.epochs = torch.full((num_prompts,), -1)
-        """Epoch in which each prompt was last drawn, [prompts] int64; -1 before the first."""
+        """Epoch when each prompt was last drawn, [prompts] int64; -1 if it never was."""
         self.solved = torch.zeros(num_prompts)
         self.lengths = torch.zeros(num_prompts)
         self._former: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        """Row that changed since snapshot() -> its values before."""
+        """Row that changed since snapshot() -> the values before the change."""
 
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that undoes what is recorded from now on until the next call.
+        """Return a function that undoes everything recorded between now and the next call.
 
         Only rows that change are copied.
         """
@@ -180,15 +174,16 @@ class History:
             self.lengths[row] = outcome.length
 
     def expected_lengths(self, rows: list[int]) -> list[float]:
-        """Return the expected tokens of a response to each prompt: the length of its last outcome.
+        """Return how many tokens to expect of a response to each prompt: as many as last time.
 
-        New prompts have the mean of the others, or 1.
+        New prompts get the mean of the others, or 1.
         """
         generated = self.epochs >= 0
         mean = float(self.lengths[generated].mean()) if generated.any() else 1.0
         return [max(float(self.lengths[row]) if generated[row] else mean, 1.0) for row in rows]
 
     def state_dict(self) -> dict[str, Any]:
+        # "turns" was the name of epochs when the format was made; old checkpoints still load.
         return {"turns": self.epochs, "solved": self.solved, "lengths": self.lengths}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Add metrics of samples, of their groups and of the experience computed from them."""
+"""Measure samples, groups, and the experience made of them."""
 
 from functools import reduce
 
@@ -12,12 +12,12 @@ from lightrft.observe.metrics import Metrics
 from lightrft.types import Drafts, Episode, Experience, Sample
 
 SOLVED = ("0", "to_25", "to_50", "to_75", "below_100", "100")
-"""Buckets of the percentage of right samples in a group: 0, up to 25, up to 50, up to 75, below
-100, and 100."""
+"""Names of the buckets of a group's share of right samples: 0, up to 25 %, up to 50 %, up to 75 %,
+below 100 %, and 100 %."""
 
 
 def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> None:
-    """Measure this rank's samples; `version` is that of the engine's newest weights."""
+    """Measure this rank's samples; `version` is the version of the engine's newest weights."""
     rewards = torch.tensor([sample.reward for sample in samples])
     lengths = torch.tensor([float(len(sample.token_ids)) for sample in samples])
     staleness = version - torch.tensor(
@@ -41,6 +41,7 @@ def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> No
     metrics.sum("rollout/tokens", sum(row.length for sample in samples for row in sample.rows))
     _measure_episodes([sample.episode for sample in samples if sample.episode is not None], metrics)
 
+    # The two ratios have different denominators: drafted tokens, and rounds of drafting.
     drafts = reduce(Drafts.plus, (sample.drafts for sample in samples), Drafts())
     if drafts.num_tokens:
         metrics.mean(
@@ -53,6 +54,7 @@ def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> No
 
 def _measure_episodes(episodes: list[Episode], metrics: Metrics) -> None:
     for episode in episodes:
+        # A branch is a conversation of its own, but its tokens were sampled for the same episode.
         conversations = [episode, *(branch.episode for branch in episode.branches)]
         turns = sum(each.num_turns for each in conversations)
         sampled = sum(sum(each.sampled) for each in conversations)
@@ -72,8 +74,9 @@ def _measure_episodes(episodes: list[Episode], metrics: Metrics) -> None:
 
 
 def measure_groups(rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:
-    """Measure the groups [N] of all ranks' rewards [N]: shares solved to each degree, and without
-    signal (rewards equal).
+    """Measure how many groups are solved to what degree, and how many have no signal.
+
+    `rewards` [N] and `groups` [N] cover the responses of all ranks.
     """
     names, member, sizes = groups.unique(return_inverse=True, return_counts=True)
     zeros = rewards.new_zeros(len(names))
@@ -87,7 +90,7 @@ def measure_groups(rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:
 
 
 def measure_experience(experience: Experience, metrics: Metrics) -> None:
-    """Measure this rank's part: advantages of learned tokens, and responses that are masked."""
+    """Measure this rank's experience: advantages of learned tokens, and masked responses."""
     advantages = experience.advantages
     learned = experience.loss_mask
     metrics.mean("rollout/advantage", advantages, learned)
@@ -99,9 +102,7 @@ def measure_experience(experience: Experience, metrics: Metrics) -> None:
 
 
 def measure_values(experience: Experience, total: Sum, metrics: Metrics) -> None:
-    """Measure the critic's values before the step, and how much of the variance of all ranks'
-    returns they explain.
-    """
+    """Measure the critic's values before the step, and how well they explain all ranks' returns."""
     learned = experience.loss_mask
     metrics.mean("critic/return", experience.returns, learned)
     explained = explained_variance(experience.values, experience.returns, learned, total)

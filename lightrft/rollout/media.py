@@ -26,29 +26,26 @@ FAMILIES: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), (IMAGES, VIDEOS)),
     **dict.fromkeys(("qwen2_audio", "qwen2_5_omni_thinker"), (AUDIOS,)),
 }
-"""Model type -> media whose gradients, and whose numbers of tokens, were compared with those of
-transformers."""
+"""Model type -> media whose gradients and token counts were compared with transformers."""
 UNTRAINED: Mapping[str, str] = {
     "qwen2_5_omni_thinker": (
         "positions of its images depend on the sound of a prompt, and were not compared with"
         " transformers'"
     ),
 }
-"""Model type -> reason why it does not learn from media."""
+"""Model type -> why it does not learn from some of its media."""
 UNCOUNTED = ("smolvlm",)
-"""Families whose processors cannot tell how many tokens an image of some size has; one of each size
-is processed."""
+"""Families whose processors cannot tell how many tokens an image has; one image of each size is
+processed to find out."""
 PROBES = ((28, 28), (1000, 300), (300, 1000))
-"""Sizes of the images that are processed to verify a processor's count of tokens."""
+"""Sizes of the images that test whether a processor counts tokens correctly."""
 BLANK = Image.new("RGB", (28, 28), "white")  # some models treat black as padding
 RATE = 16_000
-"""Samples per second of the clip for micro-batches without sound, a fifth of a second of noise."""
+"""Samples per second. Micro-batches without sound get a fifth of a second of noise."""
 
 
 class Expander:
-    """Replaces every placeholder by the tokens of its item, with the tensors that the model needs
-    for them.
-    """
+    """Replaces each placeholder with the tokens of an item, and adds the tensors for the model."""
 
     def __init__(
         self,
@@ -59,8 +56,8 @@ class Expander:
     ):
         """Load the processor.
 
-        `media` are those of the data; `most` has the largest number of each in a prompt for the
-        engine.
+        `media` are the media of the data. `most` is the largest number of each that the engine
+        takes in a prompt.
         """
         trust = {"trust_remote_code": section.trust_remote_code}
         self.media = tuple(media)
@@ -73,28 +70,25 @@ class Expander:
         self.places = {medium: self.reader.placeholders[KINDS[medium]] for medium in media}
         self._lengths: dict[tuple[str, tuple[int, ...]], int] = {}
         self._prepared: dict[int, tuple[Prompt, Expanded]] = {}
-        """id() of a prompt -> the prompt, so that its id stays its own, and its expansion."""
+        """id() of a prompt -> the prompt, kept alive so that the id stays unique, and expansion."""
 
     def check_family(self) -> None:
-        """Raise ConfigError for media from which a model of this type was not verified to learn as
-        in transformers.
-        """
+        """Raise ConfigError if this type of model was not verified to learn from the media."""
         learned = FAMILIES.get(self.config.model_type, ())
         for medium in self.media:
             if medium not in learned:
                 kind = self.config.model_type
                 others = ", ".join(name for name, media in FAMILIES.items() if medium in media)
-                reason = UNTRAINED.get(
-                    kind, "its gradients were not compared with those of transformers"
-                )
+                reason = UNTRAINED.get(kind, "its gradients were not compared with transformers'")
                 raise ConfigError(
                     f"--{medium}_key: models of type {kind} cannot be trained on {medium}:"
                     f" {reason}. Use a model of type {others}, or omit the flag to train on text"
                 )
 
     def check_same(self, section: ModelSection, flag: str, name: str) -> None:
-        """Raise ConfigError if the processor of another model, given by `flag`, reads media
-        otherwise than this one.
+        """Raise ConfigError if the processor of the model given by `flag` reads media otherwise.
+
+        All models see the same flat rows, so tokens and features must agree.
         """
         other = Expander(replace(section, pretrain=name), self.media)
         try:
@@ -122,7 +116,7 @@ class Expander:
 
     @property
     def _probe(self) -> Expanded:
-        """Return the expansion of an item that is larger than a blank one."""
+        """Expand an item that is larger than a blank one."""
         medium = self.media[0]
         item = {
             IMAGES: BLANK.resize(PROBES[1]),
@@ -140,7 +134,7 @@ class Expander:
         return replace(expanded, tower_tokens=self._tower_work(expanded.features))
 
     def prepare(self, prompts: Iterable[Prompt]) -> None:
-        """Expand prompts that will be called for, and forget those of the last call.
+        """Expand prompts before they are asked for, and forget those of the last call.
 
         Another thread may call it.
         """
@@ -157,7 +151,7 @@ class Expander:
 
     @cached_property
     def blank(self) -> tuple[Expanded, ...]:
-        """Return the expansion of a small item of each medium."""
+        """Expand a small item of each medium."""
         items = {
             IMAGES: BLANK,
             VIDEOS: Video(np.full((2, 28, 28, 3), 255, dtype=np.uint8)),
@@ -171,8 +165,8 @@ class Expander:
     def measure(self, prompt: Prompt) -> int:
         """Return how many tokens the expansion adds to the prompt.
 
-        Raises ValueError if the number of items is not that of the placeholders, or exceeds the
-        limit.
+        Raises ValueError if items and placeholders differ in number, or if there are more items
+        than the limit.
         """
         added = 0
         for medium in self.media:
@@ -191,9 +185,7 @@ class Expander:
         return added - self._num_joined(prompt) if prompt.multi_modal else added
 
     def _num_joined(self, prompt: Prompt) -> int:
-        """Return how many tokens less the prompt has because line breaks of its text and of its
-        media are joined.
-        """
+        """Count the tokens that are lost when line breaks of text and media become one token."""
         texts = {
             token: repeat([each.token_ids[0], token, each.token_ids[-1]])
             for medium, each in zip(self.media, self.blank, strict=True)
@@ -203,7 +195,7 @@ class Expander:
         return num_spliced - len(self.reader.splice(prompt.token_ids, texts))
 
     def _length(self, medium: str, size: tuple[int, ...]) -> int:
-        """Return the tokens of an item of this size: they do not depend on its content."""
+        """Return how many tokens an item of this size has; they do not depend on what it shows."""
         if (medium, size) not in self._lengths:
             frame = self._frame if medium == IMAGES else None
             self._lengths[medium, size] = (
@@ -215,10 +207,10 @@ class Expander:
 
     @cached_property
     def _frame(self) -> int | None:
-        """Return the number of tokens around an image that the processor does not count, as Gemma
-        3's; None if it miscounts.
+        """Return how many tokens around an image the processor leaves out of the count.
 
-        Images are not processed to be counted, which takes up to half a second for each.
+        Gemma 3 has such a frame. None means that the processor miscounts. Counting avoids
+        processing each image; that takes up to half a second.
         """
         if self.config.model_type not in FAMILIES or self.config.model_type in UNCOUNTED:
             return None
@@ -230,6 +222,7 @@ class Expander:
         if len(frames) == 1:
             return frames.pop()
 
+        # No constant frame explains the counts, so the processor's own count is of no use.
         for (width, height), (counted, expanded) in lengths.items():
             logger.warning(
                 f"{self.reader.model_path}: the processor gives {counted} tokens for an image of"
@@ -261,5 +254,5 @@ class Expander:
 
 
 def _noise(count: int) -> Clip:
-    """Return so many samples of quiet noise, the same in all processes."""
+    """Return `count` samples of quiet noise, the same in all processes."""
     return Clip(np.random.default_rng(0).normal(0, 0.01, count).astype(np.float32), RATE)

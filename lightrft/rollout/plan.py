@@ -1,4 +1,4 @@
-"""What a step trains on, and the stages that fill its columns."""
+"""What a step trains on, and the stages that fill the columns."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,17 +14,18 @@ MicroBatches = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """This rank's part of the experience, and its micro-batches for each optimizer step:
-    minibatches[k][m] are rows.
+    """This rank's part of the experience, and the micro-batches of each optimizer step.
+
+    minibatches[k][m] are the rows of micro-batch m of optimizer step k.
     """
 
     experience: Experience
     minibatches: list[MicroBatches]
     store: SampleStore
-    """Store with all columns of the experience, also for other programs if it is outside of this
-    one."""
+    """Holds all columns of the experience. A store outside of this program shares them with
+    others."""
     num_updates: int = 1
-    """Number of optimizer steps on the experience."""
+    """How many optimizer steps use the experience."""
 
     @property
     def microbatches(self) -> MicroBatches:

@@ -1,5 +1,7 @@
-"""Collect the samples of a step: a scheduler chooses the prompts, the engine answers them, and the
-rewards of a group begin as soon as its last response has ended.
+"""Collect the samples of a step.
+
+A scheduler chooses the prompts and the engine answers them. A group is scored as soon as the last
+response has ended.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ class Round(Protocol):
     """Groups that all ranks generate together."""
 
     def generate(self) -> Iterator[Group]:
-        """Let the engine decode; yield this rank's groups as their last responses end."""
+        """Let the engine decode; yield each of this rank's groups when the last response ends."""
         ...
 
     def groups(self) -> list[Group]:
@@ -25,29 +27,29 @@ class Round(Protocol):
 
 
 class Scheduler(Protocol):
-    """Chooses the prompts of a step, and the groups to learn from, alike on all ranks.
+    """Chooses a step's prompts and the groups to learn from, alike on all ranks.
 
     FixedBatch (fixed_batch.py) is the default; the others are in lightrft/schedulers.
     """
 
     def begin_step(self, step: int, *, ahead: int = 0) -> None:
-        """Begin a step, and the generation of the next `ahead` steps during it."""
+        """Begin a step. The next `ahead` steps are generated during it."""
         ...
 
     def next_round(self) -> Round | None:
-        """Draw prompts and begin their responses; return None if the step is complete."""
+        """Draw prompts and begin the responses; return None if the step is complete."""
         ...
 
     def on_finished(self, groups: list[Group]) -> None:
-        """Take this rank's groups of the round that has ended."""
+        """Take this rank's groups when a round has ended."""
         ...
 
     def selected(self) -> list[Group]:
-        """Return this rank's groups of the step."""
+        """Return this rank's groups to learn from in this step."""
         ...
 
     def finish_rewards(self, groups: list[Group]) -> list[GroupOutcome]:
-        """Wait for the rewards of this rank's groups; return the outcomes of all ranks' groups."""
+        """Wait for the rewards of this rank's groups; return the outcomes of all ranks."""
         ...
 
     def report(self, metrics: Metrics) -> None:
@@ -59,7 +61,7 @@ class Scheduler(Protocol):
         ...
 
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that undoes what the scheduler does from now on."""
+        """Return a function that undoes whatever the scheduler does from now on."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -68,10 +70,10 @@ class Scheduler(Protocol):
 
 
 class Rollout:
-    """Collects the samples of each step with their rewards.
+    """Collects the samples of each step and scores them.
 
-    A checkpoint has the state of the scheduler: where it is in the data, the groups that it has
-    begun, and the last outcome of each prompt.
+    A checkpoint holds the scheduler's state: the place in the data, the groups that have begun, and
+    the last outcome of each prompt.
     """
 
     def __init__(self, scheduler: Scheduler, rewards: RewardRunner):
@@ -81,8 +83,8 @@ class Rollout:
     def collect(self, step: int, metrics: Metrics, *, ahead: int = 0) -> list[Group]:
         """Return this rank's complete groups of a step. The engine must be awake.
 
-        All ranks together have `rollout_batch_size` groups. The generation of the next `ahead`
-        steps begins too, if it has not yet, with the weights that the engine has now.
+        All ranks together return `rollout_batch_size` groups. The next `ahead` steps begin too,
+        unless they have begun already, with the weights that the engine has now.
 
         Raises ConfigError if no group of any round has a signal.
         """
@@ -90,6 +92,7 @@ class Rollout:
 
         while (round := self.scheduler.next_round()) is not None:
             for group in round.generate():
+                # Rewards run in worker processes, so they cost no time while the engine decodes.
                 self.rewards.begin(group.responses)
             self.scheduler.on_finished(round.groups())
 
@@ -97,7 +100,7 @@ class Rollout:
         return self.scheduler.selected()
 
     def score(self, groups: list[Group], metrics: Metrics) -> list[Sample]:
-        """Return the samples of groups with their rewards."""
+        """Wait for the rewards of groups, and return the samples."""
         self.scheduler.finish_rewards(groups)
         self.rewards.count_failures("rollout/reward_failures", metrics)
         return [sample for group in groups for sample in group.samples]

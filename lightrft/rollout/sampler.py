@@ -19,17 +19,17 @@ from lightrft.strategy.strategy import Strategy
 from lightrft.types import Completion, Prompt, Sample
 
 Part = tuple[Group, Sequence[int]]
-"""A group, and the places of its responses that are generated here."""
+"""A group, and the places of the responses to generate here."""
 Pending = tuple[Request, Group, list[int]]
-"""A request, the group whose responses it extends, and their places."""
+"""A request, the group that it extends, and the places of the extended responses."""
 Requests = dict[tuple[int, Sequence[int]], list[Pending]]
-"""(number of a group, places in it) -> requests for these responses."""
+"""(group number, places in the group) -> requests for these responses."""
 Finished = list[tuple[int, list[Completion]]]
-"""(index of a request, its completions) of requests that have ended."""
+"""(index of a request, completions) of requests that have ended."""
 
 
 class EngineSession(Protocol):
-    """Requests that an engine completes: RequestLoop, or SharedSession for ranks that share it."""
+    """Requests in progress: a RequestLoop, or a SharedSession for ranks that share an engine."""
 
     @property
     def running(self) -> Collection[int]: ...
@@ -49,10 +49,10 @@ class EngineSession(Protocol):
 
 
 class RolloutLoop:
-    """Groups whose responses the engine generates.
+    """Generates the responses of groups, step by step.
 
-    Ranks that share a data replica make the same calls with the same groups. The draws of a
-    response depend on `seed`, the number of its group and its place in it, not on the rank.
+    Ranks that share a data replica make the same calls with the same groups. What a response draws
+    depends on `seed`, the group's number and the place in the group, but not on the rank.
     """
 
     def __init__(self, sampler: "Sampler", session: EngineSession, seed: int):
@@ -61,15 +61,15 @@ class RolloutLoop:
         self.seed = seed
         n = sampler.section.n_samples_per_prompt
         self.capacity = session.prompts_at_once(n) * n
-        """Number of responses that a data replica's engines decode at the same time."""
+        """How many responses the engines of a data replica decode at the same time."""
         self._pending: dict[int, Pending] = {}
         """Index of a request -> what it extends."""
 
     def add(self, parts: list[Part], prepared: Requests | None = None) -> None:
         """Begin or continue unfinished responses of groups.
 
-        `prepared` has requests for some of them, from Sampler.prepare() with the same seed. Ranks
-        that share an engine call it together.
+        `prepared` has requests for some of them, made by Sampler.prepare() with the same seed.
+        Ranks that share an engine call it together.
         """
         prepared = prepared or {}
         pending: list[Pending] = []
@@ -81,37 +81,31 @@ class RolloutLoop:
         self._pending.update(zip(indices, pending, strict=True))
 
     def steps(self, most: int | None = None) -> Iterator[Group]:
-        """Let the engine do at most `most` steps; yield each group as soon as its last response has
-        ended.
-        """
+        """Run at most `most` steps of the engine; yield the groups whose last response ends."""
         for _ in count() if most is None else range(most):
             if not self.session.running:
                 return
             yield from self._extend(self.session.step())
 
     def finish(self) -> Iterator[Group]:
-        """Take what other ranks of the data replica have generated; yield the groups that are
-        complete with it.
-        """
+        """Take what other ranks of the replica generated; yield the groups that it completes."""
         yield from self._extend(self.session.of_other_ranks())
 
     def abort(self) -> None:
-        """End all responses where they are.
+        """Stop all responses where they are.
 
-        A group may become complete only by what finish() takes.
+        Only finish() can complete a group after that.
         """
         for _ in self._extend(list(self.session.abort().items())):
             pass
 
     def running(self) -> set[tuple[int, int]]:
-        """Return (number of its group, place in it) of each response that this rank has begun and
-        that has not ended.
-        """
+        """Return (group number, place) of each response that this rank began and not yet ended."""
         pending = [self._pending[index] for index in self.session.unfinished]
         return {(group.number, place) for _, group, places in pending for place in places}
 
     def _extend(self, finished: Finished) -> Iterator[Group]:
-        """Append completions to their responses; yield the groups that are complete with them."""
+        """Append completions to the responses; yield the groups that are now complete."""
         for index, completions in finished:
             _, group, places = self._pending.pop(index)
             for place, completion in zip(places, completions, strict=True):
@@ -123,11 +117,11 @@ class RolloutLoop:
 class Sampler:
     """Generates the responses of groups.
 
-    Ranks that share a data replica call it with the same groups.
+    Ranks that share a data replica make the same calls with the same groups.
     """
 
     divides_groups = True
-    """Several ranks can generate the responses of one group."""
+    """Whether several ranks can generate the responses of one group."""
 
     def __init__(
         self, strategy: Strategy, tokenizer: PreTrainedTokenizerBase, section: RolloutSection
@@ -138,18 +132,18 @@ class Sampler:
 
     @property
     def exchange(self) -> Axis:
-        """Return all processes, for sums that are exchanged while the engines decode."""
+        """Return the axis of all processes, for sums while the engines decode."""
         return self.strategy.mesh.exchange_axis()
 
     def open(self, seed: int) -> RolloutLoop:
-        """Return a loop for groups, which all ranks open together."""
+        """Open a loop for groups. All ranks open it together."""
         return RolloutLoop(self, self.strategy.host.open(sampling_of(self.section)), seed)
 
     def prepare(self, parts: list[Part], seed: int) -> Requests:
-        """Build the requests for responses that will be added, with media as the engine reads them.
+        """Build requests ahead of time, with media in the form that the engine reads.
 
-        Another thread may call it while the engine does nothing else. Data that cannot be read
-        raise DataError.
+        Another thread may call it while the engine does nothing else. Raises DataError for data
+        that cannot be read.
         """
         prepare = self.strategy.host.engine.prepare
         return {
@@ -160,8 +154,9 @@ class Sampler:
         }
 
     def answer(self, prompts: Sequence[Prompt], *, seed: int) -> list[Group]:
-        """Return the greedy response to each of this rank's prompts and --eval_n_samples others,
-        from all ranks' prompts.
+        """Answer prompts for an evaluation: greedily, and with --eval_n_samples sampled responses.
+
+        `prompts` are the prompts of all ranks; the result has this rank's share.
         """
         data = self.strategy.mesh.data
         groups = [
@@ -171,8 +166,10 @@ class Sampler:
             for number in share_of(data.rank, data.size, len(prompts))
         ]
 
+        # Everything below reads self.section, and evaluation differs only in the temperature.
         training = self.section
-        self.section = self._evaluating()
+        if training.eval_temperature is not None:
+            self.section = replace(training, temperature=training.eval_temperature)
         try:
             loop = self.open(seed)
             loop.add([(group, group.places) for group in groups])
@@ -183,17 +180,12 @@ class Sampler:
 
         return groups
 
-    def _evaluating(self) -> RolloutSection:
-        """Return the section with evaluation's own temperature."""
-        warm = self.section.eval_temperature
-        return self.section if warm is None else replace(self.section, temperature=warm)
-
     def pending(self, group: Group, places: Sequence[int], seed: int) -> Iterator[Pending]:
-        """Yield the requests of these responses of a group.
+        """Yield the requests for these responses of a group.
 
-        New samples share one request, and so the prefill of their prompt. Each continued sample
-        has a request of its own, and so has the greedy response. If ranks share groups, every
-        sample has its own, so that its end is seen.
+        New samples share one request, so the prompt is computed once. A continued sample has a
+        request of its own, and so has the greedy response. If ranks share groups, every sample has
+        a request of its own, so that the end of each is seen.
         """
         unfinished = [place for place in places if group.responses[place].finish_reason is None]
         sampled = [place for place in unfinished if place < len(group.samples)]
@@ -223,6 +215,7 @@ class Sampler:
         """Build the request that continues a response by at most `longest` tokens."""
         rest = self.section.generate_max_len - len(sample.token_ids)
         sampling = replace(sampling, max_tokens=min(rest, longest or rest))
+        # These two options describe the start of a response, and part of it exists already.
         if sample.token_ids:
             left = max(sampling.min_tokens - len(sample.token_ids), 0)
             sampling = replace(sampling, first_token_temperature=None, min_tokens=left)
@@ -231,7 +224,7 @@ class Sampler:
         return Request(tokens, media_of(sample.prompt), sampling, seeds)
 
     def extend(self, sample: Sample, completion: Completion) -> None:
-        """Append a completion to a response, which ends unless the completion was aborted."""
+        """Append a completion to a response, and end the response unless it was aborted."""
         sample.token_ids += completion.token_ids
         sample.logprobs += completion.logprobs
         sample.weight_versions += completion.weight_versions
@@ -239,5 +232,6 @@ class Sampler:
 
         if completion.finish_reason != ABORTED:
             sample.finish_reason = completion.finish_reason
+            # An episode's tokens include observations; only the new turn is the model's answer.
             turn = sample.token_ids if sample.episode is None else completion.token_ids
             sample.text = self.tokenizer.decode(turn, skip_special_tokens=True)

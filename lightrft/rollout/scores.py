@@ -1,8 +1,8 @@
-"""Scores of an evaluation: means over its prompts with 95 % confidence intervals.
+"""Scores of an evaluation: means over the prompts, with 95 % confidence intervals.
 
-A prompt is one independent observation, and its samples are a cluster: the estimate of a prompt,
-such as the share of its right samples, is computed first, and the interval is that of the mean of
-these estimates. Prompts count as draws from all prompts of their kind.
+A prompt is one independent observation, and the samples of a prompt are a cluster. Each prompt is
+therefore estimated first, for example by the share of right samples, and the interval describes the
+mean of these estimates. The prompts count as draws from all prompts of the same kind.
 """
 
 import math
@@ -16,14 +16,14 @@ from lightrft.algorithms.advantage import RIGHT, share_of_draws
 from lightrft.rollout.groups import Group
 
 Z = 1.959963984540054
-"""Quantile of the normal distribution for intervals of 95 %."""
+"""97.5 % quantile of the normal distribution, for intervals of 95 %."""
 
 UNSEEN = 0.5
-"""Distance from the mean of a value that may be missing; see estimate()."""
+"""How far from the mean a value may lie that has not been seen; see estimate()."""
 
 
 class Estimate(NamedTuple):
-    """A mean over prompts and its confidence interval; NaN where one prompt cannot tell."""
+    """A mean over prompts with a confidence interval, NaN where a single prompt cannot tell."""
 
     mean: float
     low: float
@@ -32,7 +32,7 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """The numbers of one prompt, which all ranks exchange."""
+    """What all ranks exchange about one prompt."""
 
     index: int
     greedy: float
@@ -46,7 +46,7 @@ class PromptScores:
 
     @classmethod
     def of(cls, group: Group) -> Self:
-        """Take the numbers of a group with a greedy response, whose rewards are set."""
+        """Take the numbers of a scored group that has a greedy response."""
         greedy = group.greedy
         samples = tuple(sample.reward for sample in group.samples)
         return cls(
@@ -57,9 +57,9 @@ class PromptScores:
 def estimates(scores: Sequence[PromptScores]) -> dict[str, Estimate]:
     """Return each mean over the prompts by name; the order of `scores` does not matter.
 
-    reward: of the greedy responses; accuracy: the same number if every reward of the set is 0 or 1;
-    avg_at_N: of the N samples of a prompt; pass_at_k: see pass_at_k(); response_length, truncated:
-    of the greedy responses.
+    reward: mean of the greedy responses. accuracy: the same number, if every reward of the set is 0
+    or 1. avg_at_N: mean of a prompt's N samples. pass_at_k: see pass_at_k(). response_length and
+    truncated: of the greedy responses.
     """
     measures: dict[str, Callable[[PromptScores], float]] = {"reward": lambda one: one.greedy}
     if all(reward in (0, 1) for one in scores for reward in (one.greedy, *one.samples)):
@@ -81,7 +81,7 @@ def draws(count: int) -> list[int]:
 
 
 def pass_at_k(rewards: Sequence[float], k: int) -> float:
-    """Return the share of draws of k of the n rewards with a right one: 1 - C(wrong, k) / C(n, k).
+    """Return how often k of the n rewards include a right one: 1 - C(wrong, k) / C(n, k).
 
     The estimate is unbiased: Chen et al., arXiv 2107.03374, equation 1.
     """
@@ -92,14 +92,13 @@ def pass_at_k(rewards: Sequence[float], k: int) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of independent values with its interval of 95 %.
+    """Return the mean of independent values with an interval of 95 %.
 
-    For values between 0 and 1 it is the score interval of Wilson (1927) at the effective sample
-    size mean * (1 - mean) / error^2, as in surveys of clusters (Korn and Graubard, 1998): it stays
-    within 0 and 1, and has a width where all values are equal. The error is that of the mean, where
-    the sum of squares counts one value more, at a distance of UNSEEN, for rare values that are not
-    among the others. For other values it is mean +- t * error; t is the quantile of Student's
-    distribution.
+    Values between 0 and 1 get the score interval of Wilson (1927) at the effective sample size
+    mean * (1 - mean) / error^2, as surveys of clusters do (Korn and Graubard, 1998). It stays
+    within 0 and 1, and has a width even if all values are equal: the squared error of the mean
+    counts one more value, UNSEEN away from the mean, for rare values that did not occur. Other
+    values get mean +- t * error, where t is the quantile of Student's distribution.
     """
     count = len(values)
     mean = math.fsum(values) / count
@@ -121,8 +120,9 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def student_quantile(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's distribution, by the expansion of Cornish and Fisher;
-    exact to 0.5 % from 4 on.
+    """Return the 97.5 % quantile of Student's t, by the expansion of Cornish and Fisher.
+
+    The error is at most 0.5 % from 4 degrees of freedom on.
     """
     first = (Z**3 + Z) / 4
     second = (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96

@@ -1,6 +1,4 @@
-"""Cost of the towers that read media, in text tokens of the same model, by which the planner
-balances ranks.
-"""
+"""Estimate what the towers that read media cost, in text tokens, so that ranks can be balanced."""
 
 from collections.abc import Collection, Mapping
 from fractions import Fraction
@@ -18,30 +16,31 @@ CONVOLUTIONS: Mapping[str, tuple[type[nn.Module], ...]] = {
     VIDEOS: (nn.Conv2d, nn.Conv3d),
     AUDIOS: (nn.Conv1d,),
 }
-"""Layers with which a tower begins."""
+"""Layers that a tower begins with."""
 PIXELS = {IMAGES: "pixel_values", VIDEOS: "pixel_values_videos", AUDIOS: "input_features"}
 """Features that a tower reads."""
 
 
 class TowerWork:
-    """Cost of a model's towers relative to that of its decoder: the matrix products of a position
-    and of a token.
+    """Cost of a model's towers, relative to the decoder.
+
+    Both are counted as matrix products: of a position in a tower, of a token in the decoder.
     """
 
     def __init__(self, config: PretrainedConfig, media: Collection[str], *, frozen: bool):
-        """Count the parameters of a model without weights.
+        """Count the parameters of a model without loading weights.
 
-        A `frozen` tower has no backward pass, a third of the work.
+        A `frozen` tower has no backward pass, so it costs a third.
         """
         with empty_parameters():
             model = AutoModelForMultimodalLM.from_config(config)
         self.per_element = {
             PIXELS[medium]: _per_element(model, medium) / (3 if frozen else 1) for medium in media
         }
-        """Name of a feature -> cost of one of its numbers."""
+        """Feature name -> cost of one number in it."""
 
     def __call__(self, features: Features) -> int:
-        """Return the cost of the media of a sequence in text tokens, rounded up."""
+        """Return what the media of a sequence cost in text tokens, rounded up."""
         return ceil(
             sum(
                 features[name].numel() * cost
@@ -53,6 +52,7 @@ class TowerWork:
 
 def _per_element(model: PreTrainedModel, medium: str) -> Fraction:
     decoder = model.get_decoder()
+    # The tower is the part beside the decoder that begins with a convolution, as patches do.
     kinds = CONVOLUTIONS[medium]
     tower = next(
         child
@@ -69,6 +69,6 @@ def _per_element(model: PreTrainedModel, medium: str) -> Fraction:
 
 
 def _products(module: nn.Module) -> int:
-    """Return the number of parameters that are multiplied at each position."""
+    """Count the parameters that are multiplied at each position; embeddings are only looked up."""
     parts = [part for part in module.modules() if not isinstance(part, nn.Embedding)]
     return sum(parameter.numel() for part in parts for parameter in part.parameters(recurse=False))

@@ -1,10 +1,10 @@
-"""Rest prompts that were too easy or too hard for some passes over the data (--curriculum)."""
+"""Rest prompts that were too easy or too hard for some epochs (--curriculum)."""
 
 from lightrft.rollout.groups import History
 
 
 class Curriculum:
-    """Bounds of the share of right responses; a prompt outside of them is on cooldown."""
+    """Decides by the share of right responses which prompts rest."""
 
     def __init__(self, bounds: list[float], epochs_of_rest: int, history: History):
         self.least, self.most = bounds
@@ -12,7 +12,7 @@ class Curriculum:
         self.history = history
 
     def rests(self, row: int, epoch: int) -> bool:
-        """Return True if the prompt of this row is passed over in an epoch."""
+        """Return True if the prompt of this row is passed over in this epoch."""
         last = int(self.history.epochs[row])
         if last < 0 or epoch - last >= self.epochs_of_rest:
             return False

@@ -14,7 +14,7 @@ REASONS = (None, "stop", "length")
 
 
 WIDTH = 1 << 20
-"""Bound of the number of responses to a prompt."""
+"""More responses than any prompt has, so that (group, place) fits in one number."""
 
 
 def move_responses(
@@ -23,12 +23,11 @@ def move_responses(
     data: Axis,
     replica: Axis,
 ) -> dict[tuple[int, int], Completion]:
-    """Return (group, place in it) -> response for those that other ranks had and whose groups
-    belong to this rank.
+    """Return the responses that others generated for this rank's groups, by (group, place).
 
-    `samples`: responses that this rank has for others; `group_ranks`: group -> data rank. All ranks
-    call it together, those of a replica with the same arguments. It takes two collectives, whatever
-    the number of responses.
+    `samples`: responses that this rank generated for others. `group_ranks`: group -> data rank.
+    All ranks call it together, and the ranks of a replica pass the same arguments. It takes two
+    collectives, whatever the number of responses.
     """
     store = MemoryStore(data, replica)
     rows = list(samples.values())
@@ -46,6 +45,7 @@ def move_responses(
         },
         sequences={"facts": torch.tensor(facts, dtype=torch.int32).view(-1, 4)},
     )
+    # Every rank knows all rows of the store, so all of them find the same owners.
     owners: list[list[int]] = [[] for _ in range(data.size)]
     for row in store.rows().ids.tolist():
         owners[group_ranks[row // WIDTH]].append(row)

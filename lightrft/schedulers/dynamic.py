@@ -7,11 +7,11 @@ from lightrft.observe.metrics import Metrics
 from lightrft.rollout.groups import Group, GroupOutcome
 
 LEAST_ACCEPTANCE = 0.25
-"""Lowest acceptance that is assumed: a round draws at most four prompts for one that is missing."""
+"""Lowest acceptance to count on: a round draws at most four prompts for one that is missing."""
 
 
 class DynamicSampling:
-    """The groups of a step with a signal, and those without one, over all rounds."""
+    """Sorts the groups of a step into those with a signal and those without, over all rounds."""
 
     def __init__(self, size: int, most_rounds: int):
         self.size = size
@@ -28,12 +28,12 @@ class DynamicSampling:
 
     @property
     def acceptance(self) -> float:
-        """Return the share of groups with a signal that a round can expect."""
+        """Return what share of a round's groups can be expected to have a signal."""
         tried = len(self.chosen) + len(self.idle)
         return max(len(self.chosen) / tried, LEAST_ACCEPTANCE) if tried else 1.0
 
     def take(self, outcomes: list[GroupOutcome]) -> None:
-        """Take the outcomes of a round, sorted by number."""
+        """Take the outcomes of a round, sorted by group number."""
         with_signal = [each.number for each in outcomes if each.has_signal]
         self.idle += [each.number for each in outcomes if not each.has_signal]
         self.chosen.update(with_signal[: self.missing])
@@ -43,10 +43,10 @@ class DynamicSampling:
         metrics.max("rollout/groups_given_up", len(self.idle))
 
     def fill(self, groups: list[Group], *, warns: bool) -> set[int]:
-        """Return the numbers of groups without a signal that fill the step, and mask those among
-        `groups`: nothing is learned from them.
+        """Choose groups without a signal to fill up the step; return their numbers.
 
-        Raises ConfigError if no group of any round has a signal.
+        They are masked among `groups`, so that nothing is learned from them. Raises ConfigError if
+        no group of any round has a signal.
         """
         if not self.chosen:
             raise ConfigError(
@@ -64,6 +64,7 @@ class DynamicSampling:
                 self.most_rounds,
             )
 
+        # Every rank has the same sorted numbers, so all of them choose the same substitutes.
         substitutes = set(sorted(self.idle)[: self.missing])
         for group in groups:
             if group.number in substitutes:

@@ -1,4 +1,4 @@
-"""Compute the models' outputs for complete groups while the engines decode others (--overlap)."""
+"""Compute model outputs for complete groups while the engines decode others (--overlap)."""
 
 import queue
 import threading
@@ -13,17 +13,16 @@ from lightrft.observe.trace import Untraced
 from lightrft.rollout.groups import Group
 
 Compute = Callable[[list[Group]], None]
-"""Function that computes the outputs of complete groups; all ranks call it together, each with
+"""Function that computes the outputs of complete groups. All ranks call it together, each with
 groups of its own."""
 CHUNKS = 4
-"""Number of parts into which the groups of a round are divided: their outputs are computed when so
-many are complete."""
+"""Outputs are computed whenever this fraction of a round, one in CHUNKS, is complete."""
 
 
 class Overlap:
     """A thread that computes while the main thread steps the engine.
 
-    Meanwhile the main thread must not use the models or their process groups; all ranks begin the
+    Meanwhile the main thread must not use the models or their process groups. All ranks begin the
     same calls in the same order.
     """
 
@@ -52,7 +51,7 @@ class Overlap:
         self._jobs.put((groups, ready, self._futures[-1]))
 
     def finish(self) -> None:
-        """Wait for all calls, and raise the error of the first that failed."""
+        """Wait for all calls; raise the error of the first one that failed."""
         futures = self._futures
         self._futures = []
         for each in futures:
@@ -71,9 +70,7 @@ class Overlap:
                 done.set_exception(error)
 
     def _after(self, ready: torch.Event | None) -> AbstractContextManager:
-        """Return the context of the thread's own stream, which begins after what the main thread
-        had launched by then.
-        """
+        """Return a context on the thread's stream, which first waits for the main thread's work."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_event(ready)

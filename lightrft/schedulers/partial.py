@@ -1,5 +1,6 @@
-"""Continue unfinished responses in the next step, with their log-probs (--partial_rollout; Kimi
-k1.5, arXiv 2501.12599).
+"""Continue unfinished responses in the next step, with their log-probs (--partial_rollout).
+
+Kimi k1.5, arXiv 2501.12599.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +16,14 @@ from lightrft.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class PartialGroup:
-    """The numbers that every rank has of a group that continues in a later step."""
+    """What every rank knows about a group that continues in a later step."""
 
     number: int
     row: int
     rank: int
-    """Rank along the data axis on which the group was begun and continues."""
+    """Data rank that began the group and continues it."""
     lengths: tuple[int, ...]
-    """Number of tokens of each unfinished response."""
+    """Tokens so far of each unfinished response."""
 
     @classmethod
     def of(cls, group: Group, rank: int) -> Self:
@@ -31,38 +32,39 @@ class PartialGroup:
         return cls(group.number, group.row, rank, lengths)
 
     def work(self, length: float) -> float:
-        """Return the tokens still expected if responses have `length`: at least one for each
-        unfinished response.
+        """Return how many tokens are still expected if responses have `length` tokens.
+
+        Each unfinished response counts as one token at least.
         """
         return sum(max(length - grown, 1.0) for grown in self.lengths) or 1.0
 
 
 class PartialGroups:
-    """Groups that have been begun and not learned from yet."""
+    """Groups that have begun but are not learned from yet."""
 
     def __init__(self, data: Axis):
         self.data = data
         self.local: list[Group] = []
-        """Groups of this rank, where they continue."""
+        """Groups that continue on this rank."""
         self.of_all: list[PartialGroup] = []
-        """Groups of all ranks, the same on every rank."""
+        """Groups of all ranks, alike on every rank."""
 
     def keep(self, left: list[Group]) -> None:
-        """Let this rank's groups wait for the next step. All ranks call it."""
+        """Keep this rank's groups for the next step. All ranks call it."""
         parts = self.data.gather([PartialGroup.of(group, self.data.rank) for group in left])
         self.local = sorted([*self.local, *left], key=lambda group: group.number)
         self.of_all = sorted([*self.of_all, *flat(parts)], key=lambda group: group.number)
 
     def find(self, number: int) -> Group | None:
-        """Return a group that waits on this rank."""
+        """Return a group that waits on this rank, or None."""
         return next((group for group in self.local if group.number == number), None)
 
     def forget(self, numbers: set[int]) -> None:
-        """Forget groups of this rank that continue now."""
+        """Forget groups of this rank, because they continue now."""
         self.local = [group for group in self.local if group.number not in numbers]
 
     def snapshot(self, prompts: Sequence[Prompt]) -> Callable[[], None]:
-        """Return a function that restores the groups. The tokens of this rank's are copied."""
+        """Return a function that restores the groups. It holds copies of this rank's tokens."""
         states = deepcopy([group.state_dict() for group in self.local])
         of_all = self.of_all
 
@@ -73,7 +75,7 @@ class PartialGroups:
         return rollback
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups of all ranks on rank 0, and none on the others."""
+        """Return the groups of all ranks on rank 0, and none elsewhere."""
         ranks = range(self.data.size)
         own = [(group.number, self.data.rank, group.state_dict()) for group in self.local]
         states = flat(self.data.exchange_objects([own if rank == 0 else [] for rank in ranks]))
@@ -87,10 +89,10 @@ class PartialGroups:
     def load_state_dict(
         self, state: dict[str, Any], prompts: Sequence[Prompt], *, longest: int
     ) -> None:
-        """Restore the groups, without those that exceed `longest`.
+        """Restore the groups, except those with responses longer than `longest`.
 
-        Groups continue on the rank that began them, or round robin over all ranks if the number of
-        ranks has changed or an older version wrote the state.
+        Each group continues on the rank that began it. If the number of ranks has changed, or an
+        older version wrote the state, groups are dealt round robin.
         """
         groups = [Group.from_state(group, prompts) for group in state["carried"]]
         owners = [index % self.data.size for index in range(len(groups))]

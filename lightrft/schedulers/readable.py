@@ -11,9 +11,9 @@ from lightrft.types import Prompt
 
 
 class ReadableMedia:
-    """The prompts that have been left out, the same on all ranks.
+    """Keeps the list of prompts that were left out, alike on all ranks.
 
-    Each rank checks the files of the prompts that it is about to read, and its share of the others.
+    Each rank checks the files of the prompts that it will read, and a share of the others.
     """
 
     def __init__(self, prompts: Sequence[Prompt], exchange: Axis, data: Axis):
@@ -21,21 +21,21 @@ class ReadableMedia:
         self.exchange = exchange
         self.data = data
         self.left_out: set[int] = set()
-        """Rows of the prompts; a resumed run finds them again."""
+        """Rows of prompts that were left out. A resumed run finds them again."""
 
     def problems(self, rows: list[int], own: set[int]) -> dict[int, str]:
-        """Return row -> reason for the unreadable prompts among those that this rank checks.
+        """Return row -> reason for the unreadable prompts that this rank checks.
 
-        `rows` are of all ranks, `own` those that this rank will prepare.
+        `rows` are the rows of all ranks; this rank will prepare `own`.
         """
         checked = own.union(rows[self.data.rank :: self.data.size])
         reasons = {row: unreadable(self.prompts[row]) for row in checked}
         return {row: reason for row, reason in reasons.items() if reason}
 
     def leave_out(self, found: dict[int, str]) -> bool:
-        """Leave out what any rank has found; return True if there was any. All ranks call it.
+        """Leave out the prompts that any rank found; return True if there were any.
 
-        Raises DataError if no prompt is left.
+        All ranks call it. Raises DataError if no prompt is left.
         """
         of_all = {row: why for part in self.exchange.gather(found) for row, why in part.items()}
 

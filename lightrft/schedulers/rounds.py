@@ -1,17 +1,17 @@
-"""Fill a step in rounds, with the options of --dynamic_sampling, --over_sampling, --partial_rollout,
---rollout_schedule, --curriculum, --max_staleness, --overlap and --bad_rows skip.
+"""Fill a step in rounds: the scheduler of all options that FixedBatch does not know.
 
-Each option is a class of its own beside this file; they can be combined:
+Each option is a class of its own beside this file, and all of them can be combined:
 
-- dynamic sampling: groups of equal rewards are replaced by other prompts, round after round
-- over-sampling: more prompts than needed, stopping as soon as enough groups are complete; with tail
-  rounds the others begin anew in later steps
-- partial rollouts: unfinished responses continue in the next step
-- curriculum: prompts that were too easy or too hard rest for some epochs
-- staleness: the next steps are generated while this one is learned
+- dynamic sampling (--dynamic_sampling): other prompts replace groups of equal rewards, in rounds
+- over-sampling (--over_sampling): a round starts more prompts than needed and stops as soon as
+  enough groups are complete; with tail rounds (--rollout_schedule) the rest begins anew later
+- partial rollouts (--partial_rollout): unfinished responses continue in the next step
+- curriculum (--curriculum): prompts that were too easy or too hard rest for some epochs
+- staleness (--max_staleness): the next steps are generated while this one is learned
+- --overlap and --bad_rows skip: see overlap.py and readable.py
 
-All ranks make the same decisions, from numbers that all of them have. The order in which responses
-end does not matter.
+All ranks make the same decisions, from numbers that all of them have. It does not matter which
+response ends first.
 """
 
 from collections import deque
@@ -41,16 +41,16 @@ from lightrft.schedulers.tail_rounds import DeferredGroup, defer, next_tail_roun
 
 @dataclass(frozen=True, slots=True)
 class OpenPlan(RolloutPlan):
-    """The groups of a round whose responses may be assigned to ranks later."""
+    """The groups of a round, when ranks may be assigned only while it runs."""
 
     times_deferred: list[int]
-    """How often each group was deferred."""
+    """How often each group has been deferred."""
     assignment: Assignment
     divided: bool
     partial: list[PartialGroup]
-    """Groups that still wait to continue once these are drawn."""
+    """Groups that still wait to continue after this round."""
     deferred: list[DeferredGroup]
-    """Groups that still wait to begin anew once these are drawn."""
+    """Groups that still wait to begin anew after this round."""
 
     def parts_of(self, rank: int) -> Iterator[tuple[int, int, range]]:
         for index in self.assignment.started:
@@ -60,7 +60,7 @@ class OpenPlan(RolloutPlan):
 
     @property
     def as_deferred(self) -> list[DeferredGroup]:
-        """Return the groups as they would be deferred."""
+        """Return the groups as entries of the list of deferred groups."""
         return [(times, *each) for times, each in zip(self.times_deferred, self.drawn, strict=True)]
 
 
@@ -74,7 +74,7 @@ class ActiveRound:
 
 @dataclass(frozen=True, slots=True)
 class PreparedMedia(Prepared):
-    """A prepared round with the media that cannot be read; with any, nothing else is prepared."""
+    """A prepared round and the media that cannot be read. If there are any, nothing is prepared."""
 
     unreadable: dict[int, str]
 
@@ -93,16 +93,16 @@ def needs_rounds(section: RolloutSection) -> bool:
 
 
 class Rounds(FixedBatch):
-    """Scheduler with all options."""
+    """The scheduler that has all options; see the module."""
 
     def __init__(
         self, *args: Any, skips_unreadable: bool = False, overlap: Overlap | None = None, **kwargs
     ):
-        """Set up the scheduler.
+        """Set up the scheduler; the other arguments are as for FixedBatch.
 
-        `skips_unreadable`: prompts whose media cannot be read any more are left out; otherwise they
-        end the run. `overlap`: thread that computes the models' outputs for complete groups while
-        others are generated. The rest is as for FixedBatch.
+        `skips_unreadable`: leave out prompts whose media cannot be read any more, instead of ending
+        the run. `overlap`: thread that computes model outputs for complete groups while others are
+        generated.
         """
         super().__init__(*args, **kwargs)
         self.overlap = overlap
@@ -118,12 +118,12 @@ class Rounds(FixedBatch):
             self.curriculum = Curriculum(section.curriculum, section.curriculum_rest, self.history)
 
         self._ahead: deque[ActiveRound] = deque()
-        """First rounds of the next steps. A checkpoint does not contain their responses: a resumed
-        run begins their groups anew."""
+        """First rounds of the next steps. Checkpoints do not contain the responses, so a resumed
+        run begins these groups anew."""
         self._active: ActiveRound | None = None
         self._capacity = 1
-        """Number of responses that the engines of a data replica decode at the same time, known
-        from the first round on."""
+        """How many responses the engines of a data replica decode at once, known from the first
+        round on."""
 
     # -- a step
 
@@ -142,6 +142,7 @@ class Rounds(FixedBatch):
         if not selection.missing or self._num_rounds >= self.section.dynamic_sampling_rounds:
             return None
 
+        # With --max_staleness an earlier step has begun this step's first round.
         if self._ahead and not self._num_rounds:
             self._active = self._ahead.popleft()
         else:
@@ -163,6 +164,7 @@ class Rounds(FixedBatch):
             with_signal = set(numbers)
             selection.chosen.update(sorted(numbers)[: selection.missing])
 
+        # A settled group has an outcome that counts: chosen, or known to have no signal.
         settled = selection.chosen.union(selection.idle)
         self._kept += [group for group in groups if group.number in settled]
         if self.section.partial_rollout:
@@ -184,6 +186,7 @@ class Rounds(FixedBatch):
             metrics.max("rollout/groups_parked", len(self.deferred))
 
     def selected(self) -> list[Group]:
+        # The rounds of later steps start here, with the engine awake and its newest weights.
         while len(self._ahead) < self._num_ahead:
             later = self._step + 1 + len(self._ahead)
             self._ahead.append(self._start(later, 0, self.section.rollout_batch_size, 1.0))
@@ -196,12 +199,13 @@ class Rounds(FixedBatch):
     # -- choosing the prompts
 
     def _plan_round(self, missing: int, acceptance: float, capacity: int) -> OpenPlan:
-        """Choose groups that continue, groups that begin anew, and new ones. Nothing is drawn."""
+        """Choose the groups that continue, begin anew, or are new, without drawing them yet."""
         section = self.section
         size = ceil(missing * section.over_sampling / acceptance)
         needed = missing if section.over_sampling > 1 else size
         continued = self.partial.of_all[:size]
 
+        # Unfinished groups go first, then deferred ones; only the rest of the round is new.
         left_out = self.media.left_out if self.media else set()
         deferred = [each for each in self.deferred if each[2] not in left_out]
         again = deferred[: size - len(continued)]
@@ -224,6 +228,7 @@ class Rounds(FixedBatch):
         lengths = self.history.expected_lengths([row for _, row in drawn])
         responses = section.n_samples_per_prompt + self.greedy
         ranks = self._balanced(continued, lengths, responses)
+        # Under longest_first only groups that continue have a rank; the others wait for room.
         shared = section.rollout_schedule == "longest_first"
         divided = shared and self.overlap is None and self.sampler.divides_groups
         first_owners = [
@@ -255,8 +260,9 @@ class Rounds(FixedBatch):
     def _balanced(
         self, continued: list[PartialGroup], lengths: list[float], responses: int
     ) -> list[int]:
-        """Return the rank of each group: those that continue stay, and new ones go to the rank with
-        the least work.
+        """Return the rank of each group.
+
+        Groups that continue stay where they are, and new ones go to the rank with the least work.
         """
         costs = [length * responses for length in lengths[len(continued) :]]
         if not continued:
@@ -277,17 +283,15 @@ class Rounds(FixedBatch):
 
     @property
     def _rows_left(self) -> int:
-        """Return the number of prompts of the epoch that have not begun.
+        """Return how many prompts of the epoch have not begun.
 
-        An epoch ends when no group of it is deferred either.
+        An epoch is over only when none of these groups is deferred either.
         """
         left = -self.place % self.order.num_rows
         return left or (0 if self.deferred else self.order.num_rows)
 
     def _rows(self, count: int, left_out: set[int]) -> tuple[list[int], int]:
-        """Return the next prompts of the data, without those left out or resting, and the place
-        after them.
-        """
+        """Return the next prompts, without left out and resting ones, and the place after them."""
         rows: list[int] = []
         place = self.place
         while len(rows) < count:
@@ -302,16 +306,17 @@ class Rounds(FixedBatch):
     # -- generating
 
     def _seed(self, step: int, round: int) -> int:
-        # A group of a tail round has the same draws in whichever step it is repeated.
+        # However often a tail round's group is repeated, it draws the same.
         return super()._seed(step, round) if not self.tail_rounds else derived_seed(self.seed, 0)
 
     def _start(self, step: int, round: int, missing: int, acceptance: float) -> ActiveRound:
-        """Draw the groups of a round of a step, and begin this rank's first ones."""
+        """Draw the groups of a round, and begin this rank's first responses."""
         loop = self.sampler.open(self._seed(step, round))
         self._capacity = loop.capacity
         prepared = self._take_prepared()
         plan = prepared.plan if prepared else self._plan_round(missing, acceptance, loop.capacity)
 
+        # Planning goes on until all media can be read: what is left out changes the next plan.
         if self.media is not None:
             found = prepared.unreadable if prepared else self._unreadable(plan)
             while self.media.leave_out(found):
@@ -349,12 +354,13 @@ class Rounds(FixedBatch):
         self.partial.of_all = plan.partial
 
     def _group(self, number: int, row: int) -> Group:
-        """Return a group of this rank: one that continues, or a new one."""
+        """Return a group of this rank, either continued or new."""
         return self.partial.find(number) or super()._group(number, row)
 
     def _unreadable(self, plan: OpenPlan) -> dict[int, str]:
-        """Return the prompts of a round whose media cannot be read, among those that this rank
-        checks. Groups that have begun go on without a check.
+        """Return row -> reason for the unreadable prompts of a round that this rank checks.
+
+        Groups that have begun go on without a check.
         """
         if self.media is None:
             return {}
@@ -367,7 +373,7 @@ class Rounds(FixedBatch):
 
     @contextmanager
     def preparing(self, step: int) -> Iterator[None]:
-        """Prepare the first round of a step, unless it has begun while others learn."""
+        """Prepare the first round of a step, unless it runs already while this one is learned."""
         if self.section.max_staleness:
             yield
             return
@@ -386,21 +392,22 @@ class Rounds(FixedBatch):
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, the same on all ranks but for the unfinished groups: rank 0 has those
-        of all ranks, the others none.
+        """Return the state, the same on all ranks except for the unfinished groups.
+
+        Rank 0 has the unfinished groups of all ranks, and the others have none.
         """
         return super().state_dict() | self.partial.state_dict() | {"parked": self._all_deferred}
 
     @property
     def _all_deferred(self) -> list[DeferredGroup]:
-        """Return the groups that begin anew in a resumed run."""
+        """Return the groups that a resumed run begins anew."""
         begun = [each for active in self._ahead for each in active.plan.as_deferred]
         return sorted([*self.deferred, *begun])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state.
 
-        Groups longer than a --generate_max_len that has become shorter are dropped.
+        Groups that exceed --generate_max_len are dropped; the flag may have become smaller.
         """
         self.partial.load_state_dict(state, self.prompts, longest=self.section.generate_max_len)
         super().load_state_dict(state | {"carried": []})

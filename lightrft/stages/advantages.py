@@ -1,4 +1,4 @@
-"""Set the advantage of each token from the rewards that follow it."""
+"""Set the advantage of each token from the rewards after it."""
 
 import torch
 
@@ -11,7 +11,7 @@ from lightrft.rollout.plan import Stage, TrainingPlan
 
 
 class RewardToGo(Stage):
-    """The discounted sum of the rewards from each token on."""
+    """Sums the discounted rewards from each token on."""
 
     reads = ("step_rewards",)
     writes = ("advantages",)
@@ -25,7 +25,7 @@ class RewardToGo(Stage):
 
 
 class GeneralizedAdvantages(Stage):
-    """Generalized advantage estimation with the critic's values, and their returns."""
+    """Estimates advantages with the critic's values (GAE), and the returns that it learns."""
 
     reads = ("step_rewards", "values")
     writes = ("advantages", "returns")
@@ -49,7 +49,7 @@ class GeneralizedAdvantages(Stage):
 
 
 class TeacherTerm(Stage):
-    """What the teacher adds to the advantage of each token (--distill_coef)."""
+    """Adds what the teacher says about each token to the advantage (--distill_coef)."""
 
     reads = ("old_logprobs", "advantages")
     writes = ("advantages",)
@@ -62,13 +62,14 @@ class TeacherTerm(Stage):
         experience = plan.experience
         learned = experience.loss_mask
         logprobs = self.teacher.logprobs(experience, plan.microbatches)
+        # The teacher judges only what the policy sampled.
         gap = torch.where(learned, distill(experience.old_logprobs, logprobs), 0.0)
         metrics.mean("rollout/teacher_kl", -gap, learned)
         experience.advantages = experience.advantages + self.coefficient * gap
 
 
 class NormalizedAdvantages(Stage):
-    """Advantages with mean 0 and variance 1 over all ranks (--advantages_norm), and clipped."""
+    """Scales advantages to mean 0 and variance 1 over all ranks (--advantages_norm); clips them."""
 
     reads = ("advantages",)
     writes = ("advantages",)

@@ -1,4 +1,4 @@
-"""Choose the stages that a run needs. Each option of the algorithm is a stage of its own."""
+"""Choose the stages that a run needs; each option of the algorithm is one stage."""
 
 from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.kl import KLCoefficient
@@ -37,11 +37,12 @@ def experience_maker(
 ) -> ExperienceMaker:
     """Build the experience maker of a run.
 
-    `num_updates`: number of optimizer steps on the samples of a step, for --overlap. `branches`:
-    samples may have branches, which are learned in the same optimizer step.
+    `num_updates`: how many optimizer steps use the samples of a step, for --overlap. `branches`:
+    samples may have branches, and a sample's branches are learned in the same optimizer step.
 
     Raises ValueError for an estimator that needs what this run does not compute.
     """
+    # These two mask samples before they are balanced, so they are not stages of the plan.
     by_length = None
     if algorithm.length_filter or algorithm.mask_truncated:
         by_length = LengthFilter(algorithm.length_filter, algorithm.mask_truncated)
@@ -70,12 +71,10 @@ def stages(
     critic: Critic | None,
     teacher: Teacher | None,
 ) -> list[Stage]:
-    """Return the stages in their order: outputs of models, filters and penalties, advantages, and
-    the choice of tokens.
-    """
+    """Return the stages in order: outputs of models, filters and penalties, advantages, tokens."""
     data = policy.strategy.mesh.data
     entropy = bool(algorithm.entropy_filter or algorithm.high_entropy_token_ratio)
-    # The KL is needed before the step if it is in the reward, or if its coefficient adapts.
+    # The KL is needed before the update if it is in the reward, or if the coefficient adapts.
     penalty = policy.reference is not None and (
         not algorithm.use_kl_loss or kl_coefficient.target is not None
     )

@@ -1,4 +1,4 @@
-"""Compare the rewards of all ranks: the advantage that each reward adds to its tokens."""
+"""Compare the rewards of all ranks, to find the advantage that each reward adds to the tokens."""
 
 from torch import Tensor
 
@@ -9,13 +9,13 @@ from lightrft.config.sections import AlgorithmSection
 from lightrft.rollout.gathered_rewards import GatheredRewards
 
 GIVEN = ("lengths", "responses", "greedy_rewards")
-"""Options of an estimator that the samples give, not the configuration."""
+"""Options of an estimator that come from the samples, not from the configuration."""
 
 
 class CompareRewards:
     """Calls the estimator of --advantage_estimator with the shaped rewards of all ranks.
 
-    Rewards are shaped first, so no statistic is of one rank alone.
+    Rewards are shaped first, so that no statistic covers only one rank.
     """
 
     def __init__(self, section: AlgorithmSection, shaper: RewardShaper):
@@ -36,6 +36,7 @@ class CompareRewards:
         chosen = options(self.estimator, self.section, **given)
         advantages = self.estimator(rewards, groups, **chosen)
 
+        # Estimators may be the user's own, and a NaN would only show up as a broken model.
         if advantages.shape != rewards.shape or not advantages.isfinite().all():
             raise ValueError(
                 f"--advantage_estimator {self.section.advantage_estimator} returns"

@@ -1,6 +1,6 @@
 """Choose the responses to learn from.
 
-A masked response still counts for its group, but for no denominator.
+A masked response still counts in comparisons within the group, but in no denominator.
 """
 
 import torch
@@ -20,8 +20,9 @@ def mask_sequences(experience: Experience, mask: Tensor) -> None:
 
 
 class LengthFilter:
-    """Learn from responses with --length_filter tokens, and from none that was truncated if
-    --mask_truncated is set (DAPO, arXiv 2503.14476).
+    """Learns from responses within --length_filter tokens; --mask_truncated drops truncated ones.
+
+    DAPO, arXiv 2503.14476.
     """
 
     def __init__(self, bounds: list[float] | None, mask_truncated: bool):
@@ -38,22 +39,20 @@ class LengthFilter:
 
 
 class DifficultyFilter:
-    """Learn from groups whose share of right responses is within --difficulty_filter."""
+    """Learns from groups whose share of right responses is within --difficulty_filter."""
 
     def __init__(self, bounds: list[float]):
         self.least, self.most = bounds
 
     def __call__(self, experience: Experience, gathered: GatheredRewards, numbers: Tensor) -> None:
-        """Mask the other groups; `numbers` [N] is the index of each row's response over all
-        ranks.
-        """
+        """Mask the other groups; `numbers` [N] is each row's response, counted over all ranks."""
         solved = solved_share(*gathered.totals())
         kept = (self.least <= solved) & (solved <= self.most)
         mask_sequences(experience, kept[numbers])
 
 
 class EntropyFilter(Stage):
-    """Learn from responses whose learned tokens have a mean entropy within --entropy_filter."""
+    """Learns from responses whose learned tokens have a mean entropy within --entropy_filter."""
 
     reads = ("entropy",)
     writes = ("loss_mask",)

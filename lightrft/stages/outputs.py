@@ -1,7 +1,7 @@
-"""Compute what models say of the samples before the step.
+"""Compute what the models say about the samples before the step.
 
-These outputs depend on each sample alone, so they can be computed before others are complete
-(--overlap). An experience that has them already is left as it is.
+These outputs depend on each sample alone, so they can be computed before other samples are complete
+(--overlap). An experience that already has them is left as it is.
 """
 
 from lightrft.observe.metrics import Metrics
@@ -11,10 +11,10 @@ from lightrft.rollout.plan import Stage, TrainingPlan
 
 
 class PolicyLogprobs(Stage):
-    """Log-probs of the policy before its updates, and its entropy if a later stage reads it.
+    """Computes the policy's log-probs before the update, and the entropy if a later stage needs it.
 
-    With a single update they are the log-probs of the update itself, so they are computed only if a
-    stage `needs` them.
+    With a single update they equal the log-probs of the update itself, so they are computed only if
+    a stage `needs` them.
     """
 
     depends_on_samples_alone = True
@@ -36,7 +36,7 @@ class PolicyLogprobs(Stage):
 
 
 class EngineLogprobs(Stage):
-    """The engine's log-probs in place of the policy's (--use_engine_logprobs)."""
+    """Takes the engine's log-probs in place of the policy's (--use_engine_logprobs)."""
 
     reads = ("engine_logprobs",)
     writes = ("old_logprobs",)
@@ -47,7 +47,7 @@ class EngineLogprobs(Stage):
 
 
 class ReferenceLogprobs(Stage):
-    """Log-probs of the frozen reference."""
+    """Computes the log-probs of the frozen reference."""
 
     writes = ("reference_logprobs",)
     depends_on_samples_alone = True
@@ -63,7 +63,7 @@ class ReferenceLogprobs(Stage):
 
 
 class Values(Stage):
-    """The critic's value of each token."""
+    """Computes the critic's value of each token."""
 
     writes = ("values",)
     depends_on_samples_alone = True

@@ -1,4 +1,4 @@
-"""Subtract the KL penalty from the rewards, or adapt its coefficient."""
+"""Subtract the KL penalty from the rewards, and adapt the coefficient."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from lightrft.types import Experience
 
 
 class KLPenalty(Stage):
-    """The KL divergence from the reference at each token, times the coefficient.
+    """Subtracts the KL divergence from the reference, times the coefficient, from the rewards.
 
     With --use_kl_loss the penalty is in the loss, and only the coefficient is adapted here.
     """
@@ -29,7 +29,7 @@ class KLPenalty(Stage):
         self.data = data
         self.kl = kl_estimators[section.kl_estimator]
         self.compare = None
-        """Comparison of the penalties of responses, for estimators that have one."""
+        """How the estimator compares the penalties of responses, if it does."""
         if section.advantage_estimator in penalties:
             self.compare = penalties[section.advantage_estimator]
 
@@ -39,6 +39,7 @@ class KLPenalty(Stage):
         kl = self.kl(experience.old_logprobs, experience.reference_logprobs)
         kl = torch.where(learned, kl, 0.0)
 
+        # One sum over all ranks, so that every rank adapts the coefficient alike.
         local = torch.tensor(
             [kl.double().sum(), learned.sum(), len(experience)], dtype=torch.float64
         )
@@ -54,8 +55,8 @@ class KLPenalty(Stage):
     def _compared(self, experience: Experience, penalty: Tensor) -> Tensor:
         """Return the penalty of each token: [T].
 
-        For an estimator that compares responses by their penalty, return the comparison at the last
-        learned token of each.
+        Some estimators compare whole responses by penalty. The comparison then goes to the last
+        learned token of each response.
         """
         if self.compare is None:
             return penalty
@@ -67,6 +68,7 @@ class KLPenalty(Stage):
         sums = sequence_sums(penalty.double(), experience)
         parts = self.data.gather(torch.column_stack([sums, experience.groups, learned]))
 
+        # Every rank compares all responses, because a group may lie on several ranks.
         sums, groups, counted = torch.cat(parts).unbind(1)
         chosen = options(self.compare, self.section)
         compared = self.compare(sums, groups, counted.bool(), **chosen)

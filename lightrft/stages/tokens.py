@@ -1,4 +1,4 @@
-"""Choose, over all ranks, the tokens of each optimizer step that the loss treats differently."""
+"""Choose the tokens that the loss treats differently, in each optimizer step over all ranks."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from lightrft.types import Experience, token_index
 
 
 class HighEntropyTokens(Stage):
-    """Learn from the tokens with the highest entropy alone (--high_entropy_token_ratio)."""
+    """Learns only from the tokens with the highest entropy (--high_entropy_token_ratio)."""
 
     reads = ("entropy",)
     writes = ("weights",)
@@ -31,7 +31,7 @@ class HighEntropyTokens(Stage):
 
 
 class SelectedTokens(Stage):
-    """Tokens that --policy_loss treats differently, such as those with the largest covariance."""
+    """Selects the tokens that --policy_loss treats differently, such as by covariance."""
 
     reads = ("old_logprobs", "advantages")
     writes = ("marked",)
@@ -48,7 +48,7 @@ class SelectedTokens(Stage):
 
 
 def of_steps(plan: TrainingPlan, choose: Callable[[Experience], Tensor]) -> Tensor:
-    """Return [T] bool: the result of `choose` on the sequences of each optimizer step."""
+    """Apply `choose` to the sequences of each optimizer step: [T] bool."""
     experience = plan.experience
     chosen = torch.zeros_like(experience.loss_mask)
     for minibatch in plan.minibatches:

@@ -44,6 +44,7 @@ def get_strategy(args: Arguments = None) -> Strategy:
     config = as_config(args)
     section = config.strategy
     strategy = _class(
+        # --fsdp counts only if the user wrote it; otherwise what is installed decides.
         strategy_name(section.strategy, section.fsdp if "fsdp" in section.written else None)
     )
 

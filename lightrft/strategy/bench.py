@@ -19,8 +19,8 @@ from lightrft.strategy import StrategyBase
 VOCABULARY = 96
 STEPS = 3
 LENGTHS = [3, 9, 4, 12, 2, 6, 7, 5, 11, 3, 8, 4]
-"""Vocabulary size, number of optimizer steps, and the lengths of a step's sequences. The lengths
-give ranks different token counts."""
+"""Vocabulary size, optimizer steps, and lengths of a step's sequences. With these lengths ranks
+have different numbers of tokens."""
 OptimizerOf = Callable[[nn.Module], Optimizer]
 
 
@@ -81,6 +81,7 @@ class Bench:
         micro_batches: int = 1,
     ) -> TrainingRun:
         course = TrainingRun()
+        # Losses are shares of the global mean, so the sum over ranks is the loss of the step.
         for step in steps:
             loss = self.backward(model, optimizer, step, micro_batches)
             course.norms.append(self.strategy.optimizer_step(optimizer, model, scheduler).item())
@@ -131,6 +132,7 @@ def tiny_model(seed: int = 0, tie: bool = False) -> PreTrainedModel:
         use_cache=False,
     )
     with torch.random.fork_rng(devices=[]):
+        # All ranks and the plain loop need the same model, whatever was drawn before.
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(config).train()
 

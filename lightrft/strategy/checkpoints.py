@@ -98,6 +98,7 @@ class Checkpoints:
         folder = Path(save_dir) / (tag or world.broadcast(next_tag(Path(save_dir))))
 
         hf = None
+        # It waits beside the checkpoint, and becomes part of it when everything is written.
         if hf_model is not None:
             hf = self.save_model(hf_model, tokenizer, hf_folder(folder))
 
@@ -149,6 +150,7 @@ class Checkpoints:
             check(path, state["client"])
 
         requested = {}
+        # Offloaded models and optimizers cannot be loaded into.
         for name, (module, its_optimizer, its_scheduler) in models.items():
             self.memory.reload(module)
             self.memory.reload(its_optimizer)
@@ -273,6 +275,7 @@ class Checkpoints:
                 manager.snapshot(self._contents(models, parts), state, tensors=tensors)
             )
 
+        # An error on one rank ends all of them; none waits for it in a collective.
         run_on_all_ranks(world, problem, find)
         copy = copy and self._has_room(
             sum(manager.num_bytes(each) for each, own in states.values() if not own)
@@ -287,6 +290,7 @@ class Checkpoints:
         The copy of this rank takes `num_bytes`.
         """
         hosts: dict[str, tuple[int, int]] = {}
+        # All ranks of a host share the memory, so their copies are added up.
         for host, needed, free in self.backend.mesh.world.gather(
             (socket.gethostname(), num_bytes, free_host_memory())
         ):

@@ -50,6 +50,7 @@ class ResumableBatchSampler(Sampler[list[int]]):
             )
 
         self.epoch, self.start = divmod(consumed_samples, per_epoch)
+        # `rows` may draw anew at each iteration, so epochs that are done are drawn again.
         for _ in range(self.epoch if rows is not None else 0):
             list(rows)
 
@@ -66,6 +67,7 @@ class ResumableBatchSampler(Sampler[list[int]]):
         """
         order = self._order(self.epoch)
         position = self.start
+        # The next call is the next epoch, even if this one is left in the middle.
         self.epoch = self.epoch + 1
         self.start = 0
         while position + (self.global_batch if self.drop_last else 1) <= self.rows:

@@ -75,7 +75,7 @@ class ZeRO(Strategy):
             raise ConfigError("; ".join(problems))
         super().setup_distributed(timeout)
         os.environ.setdefault("LOCAL_RANK", str(local_rank()))
-        # otherwise every start compiles an op for a collective that is not used here
+        # Otherwise every start compiles an op for a collective that is not used here.
         deepspeed.ops.__compatible_ops__ = {}
         deepspeed.init_distributed()  # adopts the existing process group
         self._cut = init_device_mesh(self.device.type, (self.mesh.world.size,))
@@ -107,7 +107,7 @@ class ZeRO(Strategy):
             self._cut_one_by_one(module, config)
             follow(module, optimizer, names)
 
-        # the bfloat16 optimizer of stage 1 prints when it is created
+        # The bfloat16 optimizer of stage 1 prints when it is created.
         with redirect_stdout(io.StringIO()):
             engine, *_ = deepspeed.initialize(
                 model=module, optimizer=optimizer, config=config, dist_init_required=False
@@ -153,6 +153,7 @@ class ZeRO(Strategy):
 
         zero = self._trained_engine(model).optimizer
         zero.zero_grad()
+        # zero_grad() leaves what stages 1 and 2 have averaged, and the count of micro-steps.
         if isinstance(zero, DeepSpeedZeroOptimizer):
             zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
             zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
@@ -205,6 +206,7 @@ class ZeRO(Strategy):
             if isinstance(value, Tensor)
         ]
         gradients = zero.fp32_groups_gradients_flat if isinstance(zero, BF16_Optimizer) else []
+        # Some masters are views of the parameters, and those move with the model.
         models = {tensor.untyped_storage().data_ptr() for tensor in self._model_tensors(model)}
         own = [
             tensor
@@ -262,8 +264,7 @@ class ZeRO(Strategy):
     def _cut_one_by_one(self, module: nn.Module, config: dict[str, Any]) -> None:
         """Partition one parameter at a time, so that the device never holds the whole model.
 
-        The host does not hold it either if the model is empty, since each parameter is then read
-        here.
+        If the model is empty, the host does not hold it either: each parameter is read here.
         """
         dtype = torch.bfloat16 if config["bf16"]["enabled"] else next(module.parameters()).dtype
         parameters = (
@@ -276,7 +277,7 @@ class ZeRO(Strategy):
             if self.config.strategy.param_offload
             else {}
         )
-        # the group of --zpg, if it exists
+        # This is the group of --zpg, if it exists.
         options["zero_param_parallel_group"] = groups._get_zero_param_intra_parallel_group()
 
         deepspeed.zero.Init(
@@ -335,6 +336,7 @@ class ZeRO(Strategy):
         self, model: nn.Module, named: list[tuple[str, nn.Parameter]]
     ) -> Iterator[tuple[str, Tensor]]:
         for optimizer, trained in self._trained.items():
+            # Masters belong to the optimizer's state, which may be offloaded.
             if trained is model:
                 self.memory.reload_optimizer(optimizer)
         has_master = {parameter for group, _ in self._partitions(model) for parameter in group}
@@ -403,6 +405,7 @@ def _enter_through(module: nn.Module, engine: deepspeed.DeepSpeedEngine) -> None
     The module stays the same object.
     """
     cls = type(module)
+    # The engine calls the module itself, and that inner call must not go to the engine again.
     inside = False
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -66,6 +66,7 @@ class DeviceMemory:
         engine generates, and the phase stays GENERATE.
         """
         overlapping = (self.phase, phase) == (Phase.GENERATE, Phase.LOGPROB)
+        # The engine keeps the device then; the models compute beside it.
         if overlapping and self.backend.config.rollout.overlap:
             return
 
@@ -73,6 +74,7 @@ class DeviceMemory:
         self.register(model, optimizer)
 
         if self.backend.config.strategy.offload_idle:
+            # Everything leaves before anything comes, so the device never holds both.
             for other in self.models:
                 if other is not model:
                     self.offload_model(other)

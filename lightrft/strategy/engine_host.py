@@ -53,7 +53,7 @@ class EngineHost:
         self.draft: nn.Module | None = None
         """Trained model that drafts for the engine; each stream contains it too."""
         self.kept_awake = 0
-        """Number of awake() contexts that are open."""
+        """How many awake() contexts are open."""
         self.sleep_memory: dict[str, float] = {}
         """Metrics of the memory occupied before and after the last sleep, in 1e9 bytes."""
         self._engine: Engine | None = None
@@ -114,7 +114,7 @@ class EngineHost:
         engine has the weights of --pretrain and stays awake. `draft` is the trained model of
         --speculative draft; each stream contains it too.
         """
-        # only a run with an engine needs this
+        # This import is inside, because only a run with an engine needs it.
         from lightrft.engine.build import build_engine, connect_engine
 
         backend = self.backend
@@ -131,7 +131,7 @@ class EngineHost:
         if processes is not None and processes.generates:
             trains_draft = trains_draft or config.optim.draft_learning_rate > 0
 
-        # vLLM and SGLang reserve a share of the free memory when they start
+        # vLLM and SGLang reserve a share of the free memory when they start.
         with self.memory.emptied():
             axis = self.axis_of(section)
             replica = backend.mesh.world.rank // axis.size
@@ -142,7 +142,7 @@ class EngineHost:
                 device=backend.device,
                 axis=axis,
                 max_model_len=longest_sequence(config),
-                # vLLM accepts 32 bits only
+                # vLLM accepts only 32 bits.
                 seed=derived_seed(backend.seed, replica) % 2**31,
                 trust_remote_code=config.model.trust_remote_code,
                 from_stream=actor is not None,
@@ -177,7 +177,7 @@ class EngineHost:
         assert processes is not None
         announce = self.backend.announce
 
-        announce("")  # the ranks that train load their models first
+        announce("")  # the training ranks load their models first
         pretrain = processes.store.get(PRETRAIN).decode()
         announce("start_engine")
         config = self.backend.config
@@ -207,7 +207,7 @@ class EngineHost:
             yield self.engine
         except BaseException:
             self.kept_awake -= 1
-            # an engine that was left in the middle cannot sleep; the first error is the cause
+            # An engine that was left in the middle cannot sleep, and the first error is the cause.
             with suppress(EngineError):
                 self.sleep()
             raise
@@ -218,8 +218,9 @@ class EngineHost:
     def wake(self, actor: nn.Module | None = None) -> None:
         """Wake the weights, stream the newest ones of `actor` in, then wake the cache.
 
-        Without an actor the engine keeps its weights. If they are not valid, the last actor's are
-        streamed again. Cached memory is freed first. An engine that is awake stays awake.
+        Without an actor the engine keeps the weights that it has. If they are not valid, the last
+        actor's are streamed again. Cached memory is freed first. An engine that is awake stays
+        awake.
         """
         engine = self.engine
         self.actor = actor if actor is not None else self.actor
@@ -231,7 +232,7 @@ class EngineHost:
         else:
             self.update_weights(source)
 
-        # with --offload_idle this frees the actor's memory for the cache
+        # With --offload_idle this frees the actor's memory for the cache.
         self.memory.enter(Phase.GENERATE)
         with self.backend.trace.phase("wake"):
             engine.wake("kv_cache")
@@ -285,7 +286,7 @@ class EngineHost:
             self._engine.version = version
 
     def _wake_weights(self) -> None:
-        """Wake the weights alone, so that they and the cache never compete for memory."""
+        """Wake the weights alone, so that weights and cache never compete for memory."""
         with self.backend.trace.phase("wake"):
             release_cached_memory(self.backend.device)
             self.engine.wake("weights")
@@ -300,7 +301,7 @@ class EngineHost:
     def open(self, sampling: Sampling, *, shared: bool = False) -> RequestLoop | SharedSession:
         """Return a loop for requests of this rank; a sleeping engine is woken, and stays awake.
 
-        With `shared` a rank can add requests at a time at which others add none.
+        With `shared` a rank can add requests while others add none.
         """
         if self.status is EngineStatus.SLEEPED:
             self.wake()

@@ -63,7 +63,7 @@ class FSDP2(Strategy):
         """Shard each block, and then the rest of the module."""
         options = {
             "mesh": self.mesh.parameters,
-            # also the root: unsharded, its parameters are not the optimizer's
+            # This includes the root: unsharded, its parameters are not the optimizer's.
             "reshard_after_forward": True,
             "mp_policy": self._precision(),
             "offload_policy": self._offload(),
@@ -75,7 +75,7 @@ class FSDP2(Strategy):
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)
-                # the alternative is a scaled sum, which gloo does not have
+                # The alternative is a scaled sum, and gloo does not have it.
                 part.set_force_sum_reduction_for_comms(True)
 
     def init_model_context(
@@ -94,7 +94,7 @@ class FSDP2(Strategy):
         for root in roots(model):
             root.set_requires_gradient_sync(reduce)
             root.set_requires_all_reduce(last)
-            # otherwise the inputs of reductions stay allocated until the next micro-batch
+            # Otherwise the inputs of reductions stay allocated until the next micro-batch.
             root.set_is_last_backward(reduce)
         loss.backward()
 
@@ -136,6 +136,7 @@ def blocks(module: nn.Module) -> list[nn.Module]:
         ]
 
     uses = [id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)]
+    # Counting uses finds tied parameters, whose names all refer to one object.
     count = {key: uses.count(key) for key in uses} if len(uses) != len(set(uses)) else {}
     return [
         block for block in reversed(candidates) if block is not module and not _shared(block, count)

@@ -32,6 +32,7 @@ class PromptReader:
         Raises ValueError if there are no prompts, or if the media do not match the prompts.
         """
         has_media = any(item is not None for items, _ in media.values() for item in items or ())
+        # Media belong to placeholders of the text, so ids without them cannot be used.
         if texts is not None and (token_ids is None or has_media):
             prompts = [self.tokens(text) for text in texts]
         elif token_ids is not None:

@@ -1,4 +1,4 @@
-"""Requests of several ranks in one engine, or of one data replica in several engines."""
+"""Share requests: of several ranks in one engine, or of one data replica in several engines."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from lightrft.parallel.collectives import Axis
 from lightrft.types import Completion
 
 Finished = list[tuple[int, list[Completion]]]
-"""(index of a request, its completions) of requests that have ended."""
+"""(index of a request, completions) of requests that have ended."""
 
 
 class SharedSession:
@@ -45,34 +45,30 @@ class SharedSession:
         return any(self.engine.gather(flag))
 
     def prompts_at_once(self, n: int) -> int:
-        """Return the number of prompts with n samples each that the engines of a data replica
-        decode at the same time.
-        """
+        """Return how many prompts with n samples each decode at once in a replica's engines."""
         prompts = self.loop.engine.prompts_at_once(n)
         return max(1, prompts * self.model_parallel.size // self.engine.size)
 
     def add(self, requests: list[Request]) -> range:
-        """Begin requests that all ranks of the data replica pass; return their indices."""
+        """Begin requests that all ranks of the data replica pass; return the indices."""
         ranks = self.model_parallel
         part = share_of(ranks.rank, ranks.size, len(requests))
         indices = self._submit(requests[part.start : part.stop], self.loop.add)
         return self._number(indices, part.start, len(requests))
 
     def add_own(self, requests: list[Request]) -> range:
-        """Begin requests of this rank alone, at a time at which others may add none."""
+        """Begin requests of this rank alone, while others may add none."""
         return self._number(self._submit(requests, self.loop.add_alone), 0, len(requests))
 
     def _submit(self, local: list[Request], add: Callable[[list[Request]], range]) -> range:
-        """Begin the requests of all ranks of the engine; return the loop's indices of this
-        rank's.
-        """
+        """Begin the requests of all ranks of the engine; return the loop's indices of this rank."""
         by_rank = self.engine.gather(local)
         first = sum(len(others) for others in by_rank[: self.engine.rank])
         indices = add([request for others in by_rank for request in others])
         return indices[first : first + len(local)]
 
     def _number(self, indices: range, start: int, count: int) -> range:
-        """Number `count` requests, of which this rank has submitted some from `start` on."""
+        """Number `count` requests; this rank has submitted some of them, from `start` on."""
         first = self.num_requests
         self.num_requests += count
         self._places |= dict(zip(indices, range(first + start, first + count), strict=False))
@@ -83,13 +79,11 @@ class SharedSession:
         return self._own(self.loop.step())
 
     def abort(self) -> dict[int, list[Completion]]:
-        """End all requests in the engine; return this rank's with their completions so far."""
+        """End all requests in the engine; return this rank's with the completions so far."""
         return dict(self._own(list(self.loop.abort().items())))
 
     def of_other_ranks(self) -> Finished:
-        """Return the requests that other ranks of the data replica have submitted, when all have
-        ended.
-        """
+        """Return what other ranks of the data replica have submitted, when all have ended."""
         return [
             (index, completions)
             for others in self.model_parallel.gather(self._answers)

@@ -47,9 +47,8 @@ class Strategy(Backend):
         strategy.backward(loss, model, optimizer)
         norm = strategy.optimizer_step(optimizer, model, scheduler)
 
-    The rest is done by three parts: `memory`, `host` (of the engine) and `checkpoints`. All ranks
-    call every method together, in the same order, unless its
-    docstring says otherwise.
+    Three parts do the rest: `memory`, `host` (of the engine) and `checkpoints`. All ranks call
+    every method together, in the same order, unless its docstring says otherwise.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class Strategy(Backend):
             tp=section.tp_size,
             timeout=timeout + MARGIN,
         )
-        # here, because all ranks have to create the engine's group together
+        # This is here because all ranks have to create the engine's group together.
         self.host.axis_of(self.config.engine)
         self._check_batch_sizes()
         self._warn_of_versions()
@@ -140,6 +139,7 @@ class Strategy(Backend):
         self.memory.forget()
         self.host.close()
 
+        # The watchdog outlives what may hang, and ends before the groups that it watches.
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
@@ -299,7 +299,7 @@ class Strategy(Backend):
         self.memory.check_loaded(model)
         (self.memory.unsummed.discard if last else self.memory.unsummed.add)(model)
 
-        # ranks that share an undivided sequence each compute its whole loss
+        # Ranks that share an undivided sequence each compute the whole loss.
         share = 1 / self.mesh.sp.size if model in self.undivided else 1
         self.accumulate(loss * torch.where(loss.detach().isfinite(), share, torch.nan), model, last)
 
@@ -322,6 +322,7 @@ class Strategy(Backend):
             )
 
         self.memory.check_loaded(optimizer, model)
+        # A step on the host may use all of this rank's cores, not only torch's few threads.
         steps_on_host = self.device.type != "cpu" and self.lives_on_host(optimizer)
         with host_cores() if steps_on_host else nullcontext():
             norm = self.take_step(model, optimizer)

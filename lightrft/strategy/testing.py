@@ -1,4 +1,4 @@
-"""Contract of every strategy, as test cases that can be run against a custom strategy.
+"""The contract of every strategy, as test cases that can be run against a custom strategy.
 
     results = run_contract(MyStrategy, bf16=False)  # on every rank: case -> traceback, or empty
 
@@ -46,11 +46,10 @@ from lightrft.strategy.bench import (
 def run_contract(
     strategy_class: type[StrategyBase], tolerance: float = 1e-5, **args: Any
 ) -> dict[str, str]:
-    """Run all cases in this process group; `args` are passed to the strategy. All ranks call it
-    together.
+    """Run all cases in this process group; `args` are passed to the strategy.
 
-    `tolerance` is the allowed relative distance of numbers and parameters from plain torch in
-    float32; use 2e-2 for bfloat16.
+    All ranks call it together. `tolerance` is the allowed relative distance of numbers and
+    parameters from plain torch in float32; use 2e-2 for bfloat16.
     """
     with tempfile.TemporaryDirectory() as own:
         strategy = strategy_class(
@@ -83,9 +82,7 @@ def steps_are_those_of_plain_torch(bench: Bench) -> None:
 
 
 def decay_groups_warm_up_and_schedule(bench: Bench) -> None:
-    """Check that matrices decay and norms do not; two warm-up steps, then a cosine to a tenth of
-    the rate.
-    """
+    """Check that only matrices decay, and the schedule: two warm-up steps, a cosine to a tenth."""
     strategy = bench.strategy
     model = tiny_model()
     optimizer = strategy.create_optimizer(model, 2e-3, (0.8, 0.9), weight_decay=0.3)
@@ -113,9 +110,7 @@ def micro_batches_add_up(bench: Bench) -> None:
 
 
 def nothing_is_left_for_the_next_step(bench: Bench) -> None:
-    """Train three times on the same rows at a learning rate of 0: leftover gradients would change
-    the norms.
-    """
+    """Train three times on the same rows at rate 0; leftover gradients would change the norms."""
     model, optimizer = bench.prepared(lambda model: SGD(model.parameters(), lr=0.0))
     norms = []
     for micro_batches in (3, 2, 1):
@@ -125,7 +120,7 @@ def nothing_is_left_for_the_next_step(bench: Bench) -> None:
 
 
 def each_model_is_clipped_by_its_own_norm(bench: Bench) -> None:
-    """Alternate between actor and critic, whose gradients are a hundred times as large."""
+    """Alternate between the actor and a critic with gradients a hundred times as large."""
     with bench.max_norm(0.1):
         actor = bench.prepared(sgd)
         critic = bench.prepared(sgd, seed=1)
@@ -144,7 +139,7 @@ def each_model_is_clipped_by_its_own_norm(bench: Bench) -> None:
         TrainingRun([], run.norms, run.parameters),
         TrainingRun([], expected.norms, expected.parameters),
     )
-    # clipped, so the factor shows in the norm alone
+    # The gradients are clipped, so the factor shows in the norm alone.
     other = plain(sgd, model=tiny_model(1), max_norm=0.1)
     assert distance(bench.snapshot(critic[0]), other.parameters) < bench.tolerance
     torch.testing.assert_close(
@@ -158,10 +153,9 @@ def max_norm_0_does_not_clip(bench: Bench) -> None:
 
 
 def a_norm_that_is_not_finite_skips_the_step_everywhere(bench: Bench) -> None:
-    """Check that a NaN loss on one rank makes all ranks skip step and schedule, and does not affect
-    later steps.
+    """Check that a NaN loss on one rank makes all ranks skip step and schedule.
 
-    The same holds if the loss is NaN but its gradients are finite.
+    It must not affect later steps. The same holds if the loss is NaN but the gradients are finite.
     """
     strategy = bench.strategy
     model = tiny_model()
@@ -206,9 +200,7 @@ def an_unfinished_step_is_refused(bench: Bench) -> None:
 
 
 def forgotten_gradients_are_forgotten(bench: Bench) -> None:
-    """Clear the gradients after a whole accumulation; training must then proceed as if it had not
-    happened.
-    """
+    """Clear the gradients of a whole accumulation; training goes on as if it had not happened."""
     model, optimizer = bench.prepared(sgd)
     bench.backward(model, optimizer, 7, micro_batches=2)
     bench.strategy.clear_gradients(model)
@@ -281,8 +273,9 @@ def all_roles_of_a_run(bench: Bench) -> None:
 
 
 def a_frozen_model_answers_as_ever(bench: Bench) -> None:
-    """Check that a frozen reference model gives the same losses before, between and after the
-    actor's steps, and that these are not affected by it.
+    """Check that a frozen model gives the same losses before, between and after the actor's steps.
+
+    The actor's steps must not be affected by it either.
     """
     frozen = bench.strategy.prepare(tiny_model(5).requires_grad_(False).eval())
     model, optimizer = bench.prepared(sgd)
@@ -304,8 +297,9 @@ def a_frozen_model_answers_as_ever(bench: Bench) -> None:
 
 
 def the_stream_is_whole(bench: Bench) -> None:
-    """Check that full_params() yields every parameter once, tied ones too, by name and dtype, also
-    from an offloaded model.
+    """Check that full_params() yields every parameter once, by name and dtype.
+
+    Tied parameters come once too. An offloaded model is streamed as well.
     """
     for tie in (False, True):
         model, optimizer = bench.prepared(sgd, tie=tie)
@@ -354,8 +348,9 @@ def _loss_with(parameters: dict[str, Tensor]) -> float:
 
 
 def what_is_away_comes_back_bit_by_bit(bench: Bench) -> None:
-    """Train with everything offloaded and reloaded between steps; the parameters stay the same
-    objects.
+    """Train with everything offloaded and reloaded between steps.
+
+    The parameters stay the same objects.
     """
     model, optimizer = bench.prepared(_decay_optimizer)
     expected = bench.course(*bench.prepared(_decay_optimizer))
@@ -447,9 +442,7 @@ def the_exported_model_loads(bench: Bench) -> None:
 
 
 def the_engine_has_the_newest_weights(bench: Bench) -> None:
-    """Check that the engine's log-probs equal those of the exported actor, before and after a
-    step.
-    """
+    """Check that the engine's log-probs equal the exported actor's, before and after a step."""
     strategy = bench.strategy
     model, optimizer = bench.prepared(sgd)
     pretrain = strategy.save_model(model, None, bench.folder / "pretrain")
@@ -485,9 +478,7 @@ CASES = sorted(_here, key=lambda case: case.__code__.co_firstlineno)
 
 
 def main(argv: list[str]) -> int:
-    """Run the contract for `module:Class name=value ...`; return the number of failed cases as the
-    exit code.
-    """
+    """Run the contract for `module:Class name=value ...`; return how many cases have failed."""
     options = {
         name: yaml.safe_load(value) for name, value in (word.split("=", 1) for word in argv[1:])
     }

@@ -1,5 +1,6 @@
-"""Training loop around the steps: metrics, evaluation, checkpoints, resuming, interruption, and the
-final model.
+"""The training loop around the steps.
+
+It handles metrics, evaluation, checkpoints, resuming, interruption, and the final model.
 """
 
 import time
@@ -50,22 +51,20 @@ from lightrft.versions import installed_versions
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """Tokenized training and evaluation data of a run, its tokenizer, and the number of its
-    steps.
-    """
+    """What a run trains on: tokenized data, the tokenizer, and the number of steps."""
 
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSet
     eval_prompts: PromptSet
-    """Held-out prompts with answers of supervised training; empty without --eval_data, and where
-    responses are generated."""
+    """Held-out prompts with the answers to learn. Empty without --eval_data, and in runs that
+    generate responses."""
     total_steps: int
     expand: Expand | None = None
-    """Function that expands prompts with images for the model; None if all prompts are text."""
+    """Function that expands prompts with media for the model; None if all prompts are text."""
 
 
 class Trainer(ABC):
-    """Training loop that calls `step` from the first (or the resumed) step to the last.
+    """Runs the training loop: calls `step` from the first (or the resumed) step to the last.
 
     Steps count from 1.
     """
@@ -85,9 +84,9 @@ class Trainer(ABC):
         run_folder: RunFolder,
         parts: Mapping[str, Stateful] = NOTHING,
     ):
-        """Set up the trainer of `role`, which learns.
+        """Set up the trainer of the role that learns.
 
-        `parts` are further objects with a state for checkpoints; see Checkpoints.save().
+        `parts` are further objects whose state goes into checkpoints; see Checkpoints.save().
         """
         self.config = config
         self.strategy = strategy
@@ -101,9 +100,9 @@ class Trainer(ABC):
         self.trace = trace
         self.metrics = Metrics()
         self._measured: Counter[str] = Counter()
-        """Number of steps since the last row, and of those among them that have each phase."""
+        """How many steps since the last row, and how many of them had each phase."""
         self._operations = 0.0
-        """Operations of the role that metrics have."""
+        """Operations of the role that are already in the metrics."""
         self.interruption = Interruption(strategy.mesh.world)
         self.run_folder = run_folder
         self.folder = run_folder.path
@@ -112,7 +111,7 @@ class Trainer(ABC):
         self.models: dict[str, tuple[nn.Module, Optimizer | None, LRScheduler | None]] = {
             self.role_name: (role.module, role.optimizer, role.scheduler)
         }
-        """Contents of a checkpoint, by name. A trainer with more models adds them."""
+        """What a checkpoint contains, by name. A trainer with more models adds them."""
         if role.average is not None:
             self.models["ema" if self.role_name == "actor" else f"{self.role_name}_ema"] = (
                 role.average,
@@ -125,21 +124,22 @@ class Trainer(ABC):
             **parts,
         }
         self.done = 0
-        """Number of steps whose updates are in the parameters."""
+        """How many steps the parameters have learned from."""
         self.saved = 0
-        """Number of steps whose updates are in the newest checkpoint."""
+        """How many steps the newest checkpoint covers."""
         self.resumed = 0
-        """Number of steps that were done when this process began."""
+        """How many steps were done when this process began."""
         self.nothing_left = False
         """True if the resumed run had already finished."""
         self.described = False
-        """True once this process describes the run: `run.json` of a run that it could not resume
-        stays as it is."""
+        """True once this process may describe the run. A run that it could not resume keeps the
+        `run.json` that it has."""
 
     @abstractmethod
     def step(self, number: int) -> None:
-        """Do everything between two states that a checkpoint can hold, and add to
-        `self.metrics`.
+        """Do one step and add to `self.metrics`.
+
+        A checkpoint can hold the state before it and after it, but nothing in between.
         """
 
     @abstractmethod
@@ -147,24 +147,20 @@ class Trainer(ABC):
         """Add `eval/*` metrics of the held-out data to `self.metrics`."""
 
     def enough(self) -> bool:
-        """Return True to end the run with the step just done, before the last one; the answer is
-        the same on all ranks.
-        """
+        """Return True if the step just done should be the last; all ranks return the same."""
         return False
 
     def fit(self) -> None:
         """Train to the end, from the newest checkpoint if configured.
 
-        If interrupted, write a checkpoint, then raise.
-
-        Raises RuntimeError at the end of a run that learned nothing because no gradient was ever
-        finite.
+        An interruption writes a checkpoint and is raised again. Raises RuntimeError at the end of a
+        run that learned nothing because no gradient was ever finite.
         """
         began = time.perf_counter()
         status = "failed"
         try:
             self._start()
-            # also while it saves: other ranks' launchers may send the signal later
+            # The context also covers saving: other ranks' launchers may send the signal later.
             with self.interruption:
                 try:
                     self._loop()
@@ -194,7 +190,7 @@ class Trainer(ABC):
                 ending.callback(self.observer.close, status)
 
     def models_to_save(self) -> dict[str, nn.Module]:
-        """Return the models that a run writes at its end, by the name of their folder."""
+        """Return the models to write at the end of a run, by folder name."""
         models = {"model": self.role.module}
         if self.role.average is not None:
             models["model_ema"] = self.role.average
@@ -226,21 +222,20 @@ class Trainer(ABC):
             push(folder, repository)
 
     def show(self, number: int, samples: list[Sample]) -> None:
-        """Write some samples to the sinks, group by group, so that the responses to a prompt can be
-        compared.
-        """
+        """Write some samples to the sinks, by group, so that responses can be compared."""
         if self.strategy.is_rank_0():
             self.observer.samples(
                 number, sample_rows(samples[: self.config.observe.num_trajectories_to_save])
             )
 
     def _start(self) -> None:
+        # A model that is saved has to stop generating where the run's responses stop.
         ends = turn_end_ids(self.config.data, self.tokenizer).union(
             self.config.rollout.stop_token_ids
         )
         for model in self.models_to_save().values():
             end_generation_at(self.strategy.unwrap_model(model), ends)
-            if model is not self.role.average:  # of the same class as the model itself
+            if model is not self.role.average:  # it has the same class as the model itself
                 self.strategy.checkpoints.rehearse_save(model, self.tokenizer)
 
         resumed = None
@@ -260,9 +255,7 @@ class Trainer(ABC):
         self.observer.start(asdict(self.config), self.total_steps, resumed)
 
     def _has_ended(self) -> bool:
-        """Return True if the resumed run has done all steps and saved its model; the answer is the
-        same on all ranks.
-        """
+        """Return True if the resumed run was already complete; all ranks return the same."""
         before = self.strategy.mesh.world.broadcast(self.run_folder.description())
         if self.done < self.total_steps or before.get("status") != "finished":
             return False
@@ -292,12 +285,13 @@ class Trainer(ABC):
                     self.save()
 
             self.strategy.checkpoints.finish(wait=False)
+            # A checkpoint can hold the state between steps, so this is where a signal counts.
             self.interruption.safe_point()
             if last:
                 break
 
     def _report(self, number: int, last: bool) -> None:
-        """Reduce the metrics once over all ranks and send them to the sinks."""
+        """Reduce the metrics over all ranks, once, and send them to the sinks."""
         self._write_timeline(number)
         data = self.strategy.mesh.data
         for name, value in (self.trace.step() | self.strategy.host.sleep_memory).items():
@@ -315,7 +309,7 @@ class Trainer(ABC):
         if not _due(number, self.config.observe.logging_steps, last):
             return
 
-        # Seconds are means over the steps of the row, also of phases that only some of them have.
+        # Seconds are means over the steps of the row, even if only some steps have the phase.
         steps = self._measured.pop("perf/steps")
         for name, count in self._measured.items():
             if name.startswith("time/") and count < steps:
@@ -330,6 +324,7 @@ class Trainer(ABC):
 
         self.observer.log(number, row)
         if self.health.check_step(number, row):
+            # A sudden mismatch may mean wrong weights in the engine, so all are verified next time.
             self.strategy.host.engine.verify_round = None
 
     def _write_timeline(self, number: int) -> None:
@@ -346,13 +341,11 @@ class Trainer(ABC):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return the identity that the run's checkpoints are compared with.
-
-        All ranks call it together.
-        """
+        """Return the identity to compare checkpoints with. All ranks call it together."""
         models = {
             name: self.strategy.unwrap_model(model) for name, (model, *_) in self.models.items()
         }
+        # One rank reads the weights' files, and the others take the digests from it.
         digests = (
             {name: weights_of(model.name_or_path) for name, model in models.items()}
             if self.strategy.is_rank_0()
@@ -385,6 +378,7 @@ class Trainer(ABC):
     def save(self) -> None:
         """Save a checkpoint of the state after `self.done` steps."""
         self.saved = self.done
+        # A checkpoint must not be ahead of the metrics that lead up to it.
         self.observer.writer.flush()
         train = self.config.train
         self.strategy.checkpoints.save(
@@ -401,7 +395,8 @@ class Trainer(ABC):
         )
 
     def _resume(self) -> int | None:
-        """Return the step after which the run continues; None if no checkpoint can be used."""
+        """Return the step to continue after, or None if no checkpoint can be used."""
+        # A checkpoint has the optimizer's settings too, but the flags of this run decide.
         with ExitStack() as settings:
             for _, optimizer, scheduler in self.models.values():
                 if optimizer is not None:
@@ -455,7 +450,7 @@ class Trainer(ABC):
         )
 
     def _describe_run(self, status: str, seconds: float) -> None:
-        """Write `run.json`, the description of the run for people and for the report."""
+        """Write `run.json`, which describes the run for people and for the report."""
         if not self.strategy.is_rank_0():
             return
 
@@ -482,8 +477,9 @@ class Trainer(ABC):
 
     @cached_property
     def parameter_counts(self) -> tuple[int, int]:
-        """Return the number of parameters of the model that learns, over all ranks, and of those
-        that compute a token.
+        """Count the parameters of the trained model over all ranks: all, and active ones.
+
+        Only active parameters take part in the computation of a token.
         """
         module = self.role.module
         shape = self.strategy.full_shape
@@ -493,8 +489,9 @@ class Trainer(ABC):
         )
 
     def _log_end(self, status: str) -> None:
-        """Log the folder, and write the report unless the run failed: other ranks are waiting to
-        learn of a failure.
+        """Log the folder, and write the report unless the run failed.
+
+        After a failure the other ranks wait to learn of it, and a report takes time.
         """
         if not self.strategy.is_rank_0() or self.done == 0:
             return

@@ -1,7 +1,4 @@
-"""Build a trainer that is ready to run from a configuration.
-
-This module only connects the parts.
-"""
+"""Build a trainer that is ready to run from a configuration; this module only connects parts."""
 
 from dataclasses import replace
 from functools import partial
@@ -80,6 +77,7 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
     run_folder = RunFolder.claim(config, strategy.mesh.world)
     check_logins(config, strategy)
     original = config
+    # The trainer records what the user wrote, without what is added to the configuration here.
     config = with_tools(with_merged_pretrain(config, strategy.mesh.world))
     rewards = build_rewards(config, strategy)
     training_data = load_training_data(config, config.rollout.rollout_batch_size, rewards=rewards)
@@ -177,7 +175,7 @@ def build_learners(
     ptx_loss: PtxLoss | None,
     kl_coefficient: KLCoefficient,
 ) -> list[Learner]:
-    """Return the models that learn in a step, the policy last."""
+    """Build the models that learn in a step, the policy last."""
     learners = []
     if critic is not None:
         learners.append(Learner("critic", critic, ValueObjective(config.algorithm), "critic"))
@@ -198,8 +196,9 @@ def build_learners(
 def build_ppo_roles(
     config: Config, strategy: Strategy, training_data: TrainingData, *, updates: int
 ) -> tuple[Policy, Critic | None, Teacher | None]:
-    """Build the policy, and the critic and the teacher if the run needs them; a step has `updates`
-    optimizer steps.
+    """Build the policy, and the critic and the teacher if the run needs them.
+
+    `updates`: how many optimizer steps a step takes.
     """
     algorithm = config.algorithm
     tokenizer = training_data.tokenizer
@@ -214,6 +213,7 @@ def build_ppo_roles(
         )
 
     sampling = sampling_of(config.rollout)
+    # The actor's schedule counts only the steps in which it learns.
     reference = needs_reference(algorithm)
     with log_duration(strategy, f"loading {config.model.pretrain}"):
         policy = build_policy(
@@ -260,7 +260,7 @@ def build_scheduler(
     trace: Untraced,
     overlap: Overlap | None = None,
 ) -> Scheduler:
-    """Build what chooses the prompts of a step."""
+    """Build the scheduler that chooses the prompts of a step."""
     prompts = training_data.prompts
     options = {
         "section": config.rollout,
@@ -271,6 +271,7 @@ def build_scheduler(
         "expander": training_data.expand,
         "trace": trace,
     }
+    # Only media are read again after loading, so only they can become unreadable.
     skips = config.data.bad_rows == "skip" and training_data.expand is not None
     if not skips and not needs_rounds(config.rollout):
         return FixedBatch(sampler, rewards, prompts, **options)
@@ -283,8 +284,9 @@ def build_overlap(
     rewards: RewardRunner,
     trace: Untraced,
 ) -> Overlap:
-    """Build the thread that computes the models' outputs, and the scores of reward models, for
-    complete groups while others are generated.
+    """Build the thread that computes early, while other groups are still generated.
+
+    It computes the models' outputs and the scores of reward models for complete groups.
     """
 
     def compute(groups: list[Group]) -> None:
@@ -296,7 +298,7 @@ def build_overlap(
 
 
 def build_ptx_loss(config: Config, policy: Policy, training_data: TrainingData) -> PtxLoss:
-    """Build the supervised loss on --pretrain_data, which is added to the loss on the samples."""
+    """Build the supervised loss on --pretrain_data, to be added to the loss on the samples."""
     tokenizer = training_data.tokenizer
     expand = training_data.expand
     prompts = load_supervised(config, tokenizer, expand, source="pretrain_data")
@@ -306,6 +308,7 @@ def build_ptx_loss(config: Config, policy: Policy, training_data: TrainingData) 
             f" optimizer step of --train_batch_size {config.train.train_batch_size}"
         )
 
+    # The order is a function of the seed, so a resumed run goes on with the next rows.
     options = {
         "expand": expand,
         "order": prompts.order(policy.strategy.data_order, config.train.seed),
@@ -321,8 +324,9 @@ def build_ptx_loss(config: Config, policy: Policy, training_data: TrainingData) 
 
 
 def build_rewards(config: Config, strategy: Strategy) -> RewardRunner:
-    """Build what calls the rewards of --reward; a judge in the engine is not called with the
-    functions.
+    """Build what calls the rewards of --reward.
+
+    A judge that is the engine itself is not among the functions that worker processes call.
     """
     labels = [term.label for _, term in reward_model_terms(config.model)]
     terms = reward_terms(config.reward.reward)
@@ -353,10 +357,10 @@ def build_eval_sets(
     expand: Expander | None,
     rewards: RewardRunner,
 ) -> list[HeldOut]:
-    """Load the sets of --eval_data.
+    """Load the sets of --eval_data with the rewards that score them.
 
-    Benchmarks are scored by their verifiers, named sets of reasoning-gym by the scorers of their
-    tasks, the others by `rewards`.
+    Verifiers score benchmarks, reasoning-gym scores the named sets of its own, and `rewards` scores
+    everything else.
     """
     runners = {"": rewards}
     sets = []
@@ -370,6 +374,7 @@ def build_eval_sets(
             else ""
         )
 
+        # Sets with the same reward share the worker processes that compute it.
         if name not in runners:
             scoring = replace(config.reward, reward=CommaSeparated(name), reward_key=None)
             runners[name] = build_rewards(replace(config, reward=scoring), strategy)
@@ -404,10 +409,10 @@ def start_engine(
     actor: nn.Module | None = None,
     draft: nn.Module | None = None,
 ) -> None:
-    """Start the engine with the weights of `actor`, or of --pretrain, and of the model that drafts,
-    if it is trained.
+    """Start the engine with the weights of `actor`, or of --pretrain without one.
 
-    Raise ConfigError if the engine does not read the data's media.
+    `draft` is the model that drafts, if it is trained. Raises ConfigError if the engine does not
+    read the data's media.
     """
     strategy.announce("start_engine")
     with log_duration(strategy, f"starting the engine {name}"):
@@ -416,8 +421,7 @@ def start_engine(
 
 
 def evaluation(config: Config, strategy: Strategy) -> Evaluation:
-    """Load the held-out prompts, start an engine with the weights of `pretrain`, and load the
-    models of the rewards.
+    """Load held-out prompts and reward models, and start an engine with the weights of `pretrain`.
 
     `pretrain` may also be a run's folder or a checkpoint.
     """
@@ -432,7 +436,7 @@ def evaluation(config: Config, strategy: Strategy) -> Evaluation:
     if any(each.rewards is rewards for each in sets):
         rewards.models = build_model_rewards(config, strategy, tokenizer, expand)
     config = with_turn_ends(config, tokenizer)
-    # The engine sleeps only for reward models: nothing else needs the device.
+    # The engine sleeps only to make room for reward models; nothing else needs the device.
     engine = replace(config.engine, enable_engine_sleep=rewards.models is not None)
     name = f"(--engine_type {config.engine.engine_type}) with {config.model.pretrain}"
     start_engine(replace(config, engine=engine), strategy, name)

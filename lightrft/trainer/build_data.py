@@ -22,8 +22,10 @@ from lightrft.trainer.build_episodes import check_tools
 def load_training_data(
     config: Config, batch_size: int, *, rewards: RewardRunner | None = None
 ) -> TrainingData:
-    """Load the training data with the columns that `rewards` needs; without rewards also held-out
-    data, with answers to learn.
+    """Load the training data of a run.
+
+    With `rewards`, prompts come with the columns that the rewards need. Without, they come with
+    answers to learn, and so do the held-out ones.
     """
     tokenizer = load_tokenizer(config.model)
     check_tools(config, tokenizer)
@@ -34,6 +36,7 @@ def load_training_data(
         if rewards
         else partial(load_supervised, *arguments)
     )
+    # Runs that generate responses load held-out sets elsewhere, each with its own rewards.
     held_out = config.data.eval_data and rewards is None
     prompts = load()
     eval_prompts = load(source="eval_data") if held_out else PromptSet([])
@@ -50,7 +53,7 @@ def load_training_data(
 def load_trained_expander(
     config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool
 ) -> Expander | None:
-    """Return load_expander(), of a model that can be trained on the media."""
+    """Return load_expander() of a model that is known to learn from the media."""
     expand = load_expander(config, tokenizer, engine=engine)
     if expand is not None:
         expand.check_family()
@@ -60,10 +63,10 @@ def load_trained_expander(
 def load_expander(
     config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool
 ) -> Expander | None:
-    """Return the expander of prompts with media, of no more than an `engine` takes; None if all
-    prompts are text.
+    """Return the expander of prompts with media; None if all prompts are text.
 
-    The tokenizer gets the chat template of the processor, which contains the placeholders.
+    If prompts go to an `engine`, they may have no more media than it takes. The tokenizer gets the
+    chat template of the processor, because only that one contains the placeholders.
     """
     media = media_columns(config.data)
     if not media:
@@ -102,7 +105,7 @@ def load_rewarded(
 
 
 def limits_of_media(config: Config) -> Any:
-    """Return what the tokens of a prompt's media depend on; None if all prompts are text."""
+    """Return what a prompt's number of media tokens depends on; None if all prompts are text."""
     return [config.model.pretrain, _most(config)] if media_columns(config.data) else None
 
 
@@ -137,7 +140,7 @@ def load_supervised(
 
 
 def total_steps(config: Config, num_rows: int, batch_size: int) -> int:
-    """Return the number of whole batches in all passes over the data, at most --max_steps."""
+    """Return how many whole batches all epochs have together, at most --max_steps."""
     Order.check(num_rows, batch_size)
     steps = num_rows * config.train.num_episodes // batch_size
     return steps if config.train.max_steps is None else min(steps, config.train.max_steps)

@@ -38,7 +38,7 @@ def program_setup(config: Config) -> ProgramSetup:
 
 
 def served_model(config: Config) -> EndpointModel:
-    """Return what the servers of agents say about the model."""
+    """Return what the servers of agents tell about the model."""
     rollout = config.rollout
     longest = config.data.prompt_max_len + config.rollout.generate_max_len
     sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
@@ -55,8 +55,7 @@ def _model_config(config: Config) -> PretrainedConfig:
 
 
 def with_tools(config: Config) -> Config:
-    """Return the configuration with the schemas of all tools among the variables of the chat
-    template.
+    """Add the schemas of all tools to the variables of the chat template.
 
     Raises ConfigError if the environment or a tool cannot be imported or described.
     """
@@ -73,25 +72,24 @@ def with_tools(config: Config) -> Config:
     if not config.data.apply_chat_template:
         raise ConfigError("tools are described by the chat template: set --apply_chat_template")
 
+    # The schemas become part of the configuration, so every reader of it renders the same prompt.
     variables = template_variables(config.data) | {"tools": tools}
     return replace(config, data=replace(config.data, chat_template_kwargs=json.dumps(variables)))
 
 
 def with_turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config:
-    """Return a configuration that also stops responses at the ends of turns of the tokenizer and
-    the chat template.
-    """
+    """Also stop responses where the tokenizer and the chat template end a turn."""
     ends = turn_end_ids(config.data, tokenizer).union(config.rollout.stop_token_ids)
     return replace(config, rollout=replace(config.rollout, stop_token_ids=sorted(ends)))
 
 
 def build_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes | None:
-    """Return what runs the episodes of this rank; None if a response is one turn."""
+    """Build what runs the episodes of this rank; None if a response is one turn."""
     return new_episodes(config, tokenizer) if has_episodes(config.environment) else None
 
 
 def check_tools(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ConfigError if the chat template does not describe the run's tools to the model."""
+    """Raise ConfigError if the chat template does not describe the run's tools to the model."""
     tools = template_variables(config.data).get("tools") or []
     if (
         tools
@@ -108,6 +106,7 @@ def check_tools(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
 def new_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes:
     section = config.environment
     placeholders = placeholder_token_ids(_model_config(config))
+    # Both the model's configuration and the chat template know tokens that end a turn.
     ends = _end_token_ids(config) | turn_end_ids(config.data, tokenizer)
     format = TurnFormat(config.data, tokenizer, ends, placeholders)
     parse = build_parser(config, tokenizer)
@@ -124,8 +123,9 @@ def new_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes
 
 
 def _other_rewards(config: Config) -> str:
-    """Return --reward if it would drop the rewards of an environment; functions of the user may
-    read them themselves.
+    """Return --reward if it would ignore the environment's rewards, or "".
+
+    Functions of the user may read those rewards themselves.
     """
     names = [term.name for term in reward_terms(config.reward.reward)]
     reads_them = "environment" in names or any(":" in name for name in names)
@@ -133,13 +133,11 @@ def _other_rewards(config: Config) -> str:
 
 
 def build_parser(config: Config, tokenizer: PreTrainedTokenizerBase) -> Parse:
-    """Return the function that reads tool calls.
-
-    Raises ConfigError if there is none of this name.
-    """
+    """Return the function that reads tool calls; raises ConfigError for an unknown name."""
     name = config.environment.tool_parser
     if name == "hermes":
         return hermes
+    # Other parsers belong to the engine, so their names depend on it.
     try:
         find = load_tool_parsers(config.engine.engine_type)
         parse = find(name, tokenizer, template_variables(config.data).get("tools", []))

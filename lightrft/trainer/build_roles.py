@@ -1,6 +1,4 @@
-"""Build the models of a run from its configuration: sharded, with optimizers and schedules where
-they learn.
-"""
+"""Build the models of a run: sharded, and with optimizers and schedules if they learn."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,7 +33,7 @@ from lightrft.run.reward_server import ServedModel
 from lightrft.strategy.strategy import Strategy
 
 ANY_TOKEN = Sampling()
-"""Sampling that gives every token its own probability, for learning from given responses."""
+"""Sampling that keeps the model's own probabilities, for learning from given responses."""
 
 
 def build_policy(
@@ -47,17 +45,17 @@ def build_policy(
     sampling: Sampling = ANY_TOKEN,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Policy:
-    """Build the sharded actor with its optimizer and schedule over `updates` optimizer steps, and
-    the frozen reference.
+    """Build the sharded actor with optimizer and schedule, and the frozen reference.
 
-    Log-probs are those of the distribution that `sampling` draws from, over the ids of the
-    `tokenizer`; None: the tokenizer of --pretrain, if it has one.
+    The schedule covers `updates` optimizer steps. Log-probs are taken under the distribution that
+    `sampling` draws from, over the ids of the `tokenizer`; None stands for the tokenizer of
+    --pretrain, if it has one.
     """
     optim = config.optim
     strategy.announce("load_models")
     with strategy.init_model_context():
         actor = Actor(freeze_parameters(load_model(config.model), config.model))
-    # an engine chooses rotary frequencies for the longest possible sequence
+    # Engines choose rotary frequencies for the longest possible sequence.
     if sampling is not ANY_TOKEN:
         check_window(actor.language_model, longest_sequence(config))
     optimizer = strategy.create_optimizer(actor, optim.learning_rate, optim.adam_betas, optim.l2)
@@ -71,6 +69,7 @@ def build_policy(
         sampling = sampling.resolved(never_sampled(config.model.pretrain, shape, tokenizer), ends)
 
     actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
+    # With adapters the reference is the actor without them, so it takes no memory.
     frozen = actor if reference and config.model.lora_rank else None
     if reference and frozen is None:
         with strategy.init_model_context():
@@ -83,7 +82,7 @@ def build_policy(
             average = Actor(freeze_parameters(load_model(config.model), config.model))
         average = strategy.prepare(average)
         if config.model.lora_rank:
-            # start from the actor's adapters, not from other random ones
+            # The average starts from the actor's adapters, not from other random ones.
             strategy.moving_average(actor, average, 0.0)
 
     return Policy(
@@ -100,7 +99,7 @@ def build_policy(
 
 
 def limits(config: Config) -> dict[str, Any]:
-    """Return the limits on a Role's micro-batches."""
+    """Return the limits on a role's micro-batches."""
     train = config.train
     return {
         "max_tokens": train.max_tokens_per_microbatch,
@@ -110,8 +109,9 @@ def limits(config: Config) -> dict[str, Any]:
 
 
 def set_blank_media(expand: Expander | None, *models: Actor | Scorer | None) -> None:
-    """Make models process a blank item in micro-batches without a medium, where other micro-batches
-    have some.
+    """Give models a blank item to process in micro-batches that lack a medium.
+
+    Without it, ranks whose micro-batches have media would wait for the others' gradients.
     """
     for model in models:
         if expand is not None and model is not None:
@@ -121,14 +121,13 @@ def set_blank_media(expand: Expander | None, *models: Actor | Scorer | None) -> 
 def build_critic(
     config: Config, strategy: Strategy, tokenizer: PreTrainedTokenizerBase, *, updates: int
 ) -> Critic:
-    """Build the sharded critic with its optimizer and schedule; it gets adapters as the actor
-    does.
-    """
+    """Build the sharded critic with optimizer and schedule; it gets adapters if the actor does."""
     optim = config.optim
     if config.model.critic_pretrain:
         check_vocabulary(config.model, "critic_pretrain", tokenizer)
     strategy.announce("load_critic")
 
+    # Without --critic_pretrain the critic starts from --pretrain.
     with strategy.init_model_context():
         model = load_scorer(
             config.model, "critic_pretrain" if config.model.critic_pretrain else "pretrain"
@@ -147,9 +146,7 @@ def build_critic(
 def build_draft(
     config: Config, strategy: Strategy, tokenizer: PreTrainedTokenizerBase, *, updates: int
 ) -> Draft:
-    """Build the sharded model of --speculative draft with its optimizer and schedule; all of it is
-    trained.
-    """
+    """Build the sharded model of --speculative draft; all parameters are trained."""
     optim = config.optim
     name = config.engine.draft_pretrain
     check_vocabulary(config.model, "draft_pretrain", tokenizer, name=name)
@@ -162,6 +159,7 @@ def build_draft(
     scheduler = strategy.create_scheduler(
         optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates
     )
+    # It imitates what the engine samples, so it learns at the rollout's temperature.
     truncation = Truncation(banned=never_sampled(name, model.language_model.config, tokenizer))
 
     return Draft(
@@ -179,9 +177,7 @@ def build_teacher(
     tokenizer: PreTrainedTokenizerBase,
     expand: Expander | None,
 ) -> Teacher:
-    """Build a frozen model on the same devices, sharded like the reference, or a client of a
-    teacher behind HTTP.
-    """
+    """Build the teacher: a frozen model sharded like the reference, or a client behind HTTP."""
     strategy.announce("load_teacher")
     if config.model.teacher_url:
         try:
@@ -201,7 +197,7 @@ def build_teacher(
     with strategy.init_model_context():
         model = Actor(load_model(config.model, "teacher_pretrain")).requires_grad_(False)
     set_blank_media(expand, model)
-    # Over the tokens of the policy, so that a teacher with its weights has its log-probs.
+    # The teacher is limited to the policy's tokens, so that equal weights give equal log-probs.
     name = config.model.teacher_pretrain
     shape = model.language_model.config
     truncation = Truncation(banned=never_sampled(name, shape, tokenizer))
@@ -221,7 +217,7 @@ def build_model_rewards(
     tokenizer: PreTrainedTokenizerBase,
     expand: Expander | None,
 ) -> ModelRewards | None:
-    """Build the frozen reward models, sharded like the reference; return None if there are none."""
+    """Build the frozen reward models, sharded like the reference; None if there are none."""
     models = []
     of_steps = StepRewards(tokenizer, config.data.step_separator, config.reward.step_rewards)
     for flag, term in reward_model_terms(config.model):
@@ -239,7 +235,7 @@ def build_model_rewards(
 
 
 def build_served_models(config: Config, strategy: Strategy) -> list[ServedModel]:
-    """Build the frozen reward models with their own tokenizers, for texts."""
+    """Build the frozen reward models for serving, each with the tokenizer that it reads with."""
     models = []
     for flag, term in reward_model_terms(config.model):
         tokenizer = load_tokenizer(replace(config.model, pretrain=term.name))
@@ -268,8 +264,9 @@ def build_reward_model(
     updates: int,
     heads: list[str],
 ) -> RewardModel:
-    """Build the sharded reward model that learns, with a score for each of the named heads, its
-    optimizer and its schedule.
+    """Build the reward model that learns, sharded, with optimizer and schedule.
+
+    It has a score for each of the named heads.
     """
     optim = config.optim
     strategy.announce("load_models")
@@ -283,7 +280,7 @@ def build_reward_model(
     average = None
     if config.train.enable_ema:
         average = strategy.prepare(_empty_reward_model(config, strategy, tokenizer, heads))
-        strategy.moving_average(scorer, average, 0.0)  # start from the same new head
+        strategy.moving_average(scorer, average, 0.0)  # both start from the same new head
 
     return RewardModel(strategy, *trained, average=average, **limits(config))
 

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 def model_server(config: Config, strategy: Strategy) -> "ModelServer":
-    """Start an engine with the weights of `pretrain`, which may be a run's folder or a checkpoint,
-    and listen for requests.
+    """Start an engine with the weights of `pretrain`, and build the server that listens.
+
+    `pretrain` may be a run's folder or a checkpoint.
     """
     try:
         from lightrft.run.model_server import ModelServer
@@ -29,6 +30,7 @@ def model_server(config: Config, strategy: Strategy) -> "ModelServer":
     world = strategy.mesh.world
     config = with_merged_pretrain(with_model_of_run(config, world), world)
     tokenizer = load_tokenizer(config.model)
+    # Clients decide how many turns a conversation has, and they always send messages.
     section = replace(config.environment, max_turns=sys.maxsize)
     config = with_turn_ends(
         replace(config, data=replace(config.data, apply_chat_template=True)), tokenizer

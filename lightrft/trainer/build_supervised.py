@@ -1,6 +1,4 @@
-"""Build the trainers that learn from given examples: supervised fine-tuning, reward models,
-preferences.
-"""
+"""Build the trainers that learn from given examples: SFT, reward models, preferences."""
 
 from collections.abc import Callable
 from functools import partial
@@ -33,7 +31,7 @@ from lightrft.trainer.tasks.reward_model import RewardModelTask
 from lightrft.trainer.tasks.sft import SFTTask
 
 Learning = tuple[Role, Task, TrainingData]
-"""The role that learns, what it learns, and from which data."""
+"""The role that learns, the task it learns, and the data."""
 
 
 def sft_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
@@ -115,6 +113,7 @@ def dpo_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         training_data = _load_judged(config, partial(load_pairs, config.data, config.preference))
         live = not config.preference.precompute_reference
+        # With precomputed log-probs the reference need not stay in memory.
         with log_duration(strategy, f"loading {config.model.pretrain}"):
             policy = build_policy(
                 config, strategy, updates=training_data.total_steps, reference=live
@@ -166,6 +165,7 @@ def _trainer(
     prepare_config(command, config)
     run_folder = RunFolder.claim(config, strategy.mesh.world)
     check_logins(config, strategy)
+    # The trainer records the user's configuration; only the parts see the merged --pretrain.
     role, task, training_data = build(with_merged_pretrain(config, strategy.mesh.world))
     observer, trace = observation(config, strategy)
 
@@ -183,12 +183,14 @@ def _trainer(
 
 
 def _load_judged(config: Config, load: Callable[..., PromptSet]) -> TrainingData:
-    """Load judged answers for training and evaluation; `load` is load_pairs() or another such
-    function with its sections.
+    """Load judged answers for training and evaluation.
+
+    `load` is load_pairs(), or a function like it, with the sections filled in.
     """
     tokenizer = load_tokenizer(config.model)
     train = config.train
     expand = load_trained_expander(config, tokenizer, engine=False)
+    # A row must fit into micro-batches with a backward pass and without one.
     longest = min(
         train.max_tokens_per_microbatch,
         train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch,

@@ -1,6 +1,4 @@
-"""Evaluation as a run of its own: a model generates responses to held-out prompts, and they are
-scored.
-"""
+"""Evaluate a model in a separate run: generate responses to held-out prompts, and score them."""
 
 import json
 import math
@@ -29,14 +27,12 @@ from lightrft.strategy.strategy import Strategy
 from lightrft.trainer.evaluate import HeldOut, ask_judges, evaluate
 
 AT_ONCE = 64
-"""Number of prompts whose responses travel to rank 0 at once, to be written."""
+"""Prompts whose responses travel to rank 0 together, to be written."""
 WITHOUT_INTERVAL = ("response_length",)
 
 
 class Evaluation:
-    """Scores the greedy response to each prompt of each set of --eval_data, and --eval_n_samples
-    sampled ones.
-    """
+    """Scores responses to the prompts of --eval_data: a greedy one and --eval_n_samples others."""
 
     def __init__(self, config: Config, strategy: Strategy, sets: list[HeldOut], sampler: Sampler):
         self.config = config
@@ -46,7 +42,7 @@ class Evaluation:
         self.folder = Path(config.train.save_path)
 
     def run(self) -> dict[str, float]:
-        """Return the numbers, which rank 0 also prints and writes to save_path/evaluation.json.
+        """Return the numbers; rank 0 also prints them and writes save_path/evaluation.json.
 
         Rank 0 writes all responses to save_path/responses.jsonl, in the order of the data.
         """
@@ -54,6 +50,7 @@ class Evaluation:
         seed = self.config.train.seed
         strategy.announce("evaluate")
 
+        # All sets are answered while the engine is awake; reward models may need the device after.
         with strategy.host.awake():
             answered = [
                 self.sampler.answer(
@@ -87,7 +84,7 @@ class Evaluation:
         return result
 
     def _bounds(self, estimates: list[dict[str, Estimate]]) -> dict[str, float]:
-        """Return the bounds of the confidence intervals by name: accuracy_low and accuracy_high."""
+        """Return the ends of the confidence intervals by name, as accuracy_low and _high."""
         return {
             f"{each.prefix}{name}_{end}": getattr(value, end)
             for each, values in zip(self.sets, estimates, strict=True)
@@ -97,7 +94,7 @@ class Evaluation:
         }
 
     def _write_responses(self, answered: list[list[Group]]) -> None:
-        """Write every response; the file appears when it is complete. All ranks call it."""
+        """Write every response to a file that appears when it is complete. All ranks call it."""
         path = self.folder / "responses.jsonl"
         part = path.with_suffix(".part")
         file: IO[bytes] | None = None
@@ -123,8 +120,9 @@ class Evaluation:
 
 
 def to_first_rank(groups: list[Group], count: int, data: Axis) -> Iterator[list[Group]]:
-    """Yield the groups of all ranks on the first one, in the order of the `count` prompts, AT_ONCE
-    at a time; [] on others.
+    """Yield the groups of all ranks on the first one, in the order of the `count` prompts.
+
+    They come AT_ONCE at a time. The other ranks yield [].
     """
     for source in range(data.size):
         for start in range(0, len(share_of(source, data.size, count)), AT_ONCE):
@@ -135,7 +133,7 @@ def to_first_rank(groups: list[Group], count: int, data: Axis) -> Iterator[list[
 
 
 def response_rows(name: str, group: Group) -> Iterator[dict[str, Any]]:
-    """Yield a row for each response to a prompt, first the greedy one."""
+    """Yield a row for each response to a prompt, the greedy one first."""
     greedy = [] if group.greedy is None else [group.greedy]
     places = [*(["greedy"] if greedy else []), *range(len(group.samples))]
     for place, row in zip(places, sample_rows([*greedy, *group.samples]), strict=True):
@@ -149,9 +147,7 @@ def response_rows(name: str, group: Group) -> Iterator[dict[str, Any]]:
 
 
 def table(title: str, sets: list[HeldOut], estimates: list[dict[str, Estimate]]) -> Table:
-    """Return the table of an evaluation: a column for each set, a row for each number with its 95 %
-    interval.
-    """
+    """Return the table of an evaluation: a column for each set, a row for each number."""
     rows = Table(
         "",
         *(each.name or "held-out" for each in sets),
@@ -162,6 +158,7 @@ def table(title: str, sets: list[HeldOut], estimates: list[dict[str, Estimate]])
     rows.add_row("prompts", *(str(len(each.prompts)) for each in sets))
 
     for name in dict.fromkeys(name for values in estimates for name in values):
+        # If every reward is 0 or 1, the accuracy is the same number as the reward.
         if not (name == "reward" and all("accuracy" in values for values in estimates)):
             rows.add_row(
                 name.replace("_at_", "@").replace("_", " "),

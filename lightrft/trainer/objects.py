@@ -1,5 +1,6 @@
-"""Objects of Python in place of names: the configuration holds a name that this process can look
-up.
+"""Let Python objects stand where the configuration holds names.
+
+Each object gets a name that this process can look up.
 """
 
 import os
@@ -24,7 +25,7 @@ from lightrft.registry import OBJECTS
 DATA = ("prompt_data", "eval_data", "pretrain_data")
 """Values that may be rows."""
 FUNCTIONS = ("reward", "advantage_estimator", "policy_loss", "rollout_correction")
-"""Values that may be functions which no other process can import: they are called in this one."""
+"""Values that may be functions that no other process can import. They are called in this one."""
 OF_TOKENIZER = (
     "tokenizer",
     "vocab",
@@ -35,13 +36,11 @@ OF_TOKENIZER = (
     "spiece",
     "sentencepiece",
 )
-"""Beginnings of the names of a tokenizer's files."""
+"""What the names of a tokenizer's files begin with."""
 
 
 def with_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with a name in place of rows and of functions that are defined inside another
-    one.
-    """
+    """Replace rows, and functions that are defined inside others, by names."""
     named = dict(values)
     for field in set(named) & {*DATA, *FUNCTIONS}:
         value = named[field]
@@ -80,7 +79,7 @@ def _name_of_function(value: Any) -> Any:
 
 
 def _name(wanted: str, value: Any) -> str:
-    """Return `module:attribute` for an object, the same one each time."""
+    """Return `module:attribute` for an object, the same name each time."""
     known = vars(OBJECTS)
     attribute = next((name for name, each in known.items() if each is value), None)
     if attribute is None:
@@ -95,10 +94,9 @@ def _name(wanted: str, value: Any) -> str:
 
 @contextmanager
 def model_folder(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Write the objects `model` and `tokenizer` of `values` into a temporary folder, and return the
-    values with its name.
+    """Write `model` and `tokenizer` objects to a temporary folder; put the name into `values`.
 
-    Without such objects the values stay as they are; `model` is another name of `pretrain`.
+    Without such objects the values stay as they are. `model` is another name for `pretrain`.
     """
     named = dict(values)
     tokenizer = named.pop("tokenizer", None)
@@ -122,6 +120,7 @@ def model_folder(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _check(values: Mapping[str, Any], model: Any, tokenizer: Any) -> None:
+    # Under a launcher each process would write another folder, and no two ranks would agree.
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ConfigError(
             "a model or tokenizer object is for a run of one process: save it, and pass the name of"
@@ -156,6 +155,7 @@ def _write(folder: Path, model: Any, tokenizer: Any) -> None:
     else:
         source = Path(converted_folder(str(model), "model")).expanduser()
         source = source if source.is_dir() else Path(snapshot_download(str(model)))
+        # The model's files are linked, not copied: only the tokenizer is another one.
         for file in source.iterdir():
             if not file.name.startswith(OF_TOKENIZER):
                 (folder / file.name).symlink_to(file.resolve())

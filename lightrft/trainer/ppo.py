@@ -1,4 +1,4 @@
-"""PPO and its family: generate samples, score them, estimate advantages, update."""
+"""PPO, GRPO and the like: generate samples, score them, estimate advantages, update."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,12 +26,12 @@ from lightrft.trainer.tasks.sft import PtxLoss
 from lightrft.types import Sample
 
 SampleSink = Callable[[int, list[Sample], int], None]
-"""Takes the number of a step, its samples, and the version of the engine's newest weights."""
+"""Takes a step's number, the samples, and the version of the engine's newest weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """A role with the objective that it minimizes.
+    """A role and the objective that it minimizes.
 
     The targets of one role do not depend on the updates of another.
     """
@@ -41,9 +41,9 @@ class Learner:
     role: Role
     objective: Objective
     phase: str
-    """Name of its phase, and prefix of its metrics."""
+    """Name of the phase, and prefix of the metrics."""
     first_step: int = 1
-    """First step in which it learns."""
+    """First step in which the role learns."""
     ptx_loss: PtxLoss | None = None
     """Supervised loss that is added to the objective."""
 
@@ -64,9 +64,7 @@ class Learner:
 
 
 class PPOTrainer(Trainer):
-    """Trainer whose step takes a batch of prompts, a group of samples for each, and one or more
-    optimizer steps on them.
-    """
+    """Trains on generated samples: a step generates groups for a batch of prompts and learns."""
 
     def __init__(
         self,
@@ -85,8 +83,8 @@ class PPOTrainer(Trainer):
     ):
         """Set up the trainer.
 
-        `learners` are the models that learn, in their order; the policy is the last one. `dump`
-        records the samples of each step.
+        `learners` are the models that learn, in order; the policy is the last one. `dump` records
+        the samples of each step.
         """
         super().__init__(config, strategy, policy, training_data, **kwargs)
         self.policy = policy
@@ -111,6 +109,7 @@ class PPOTrainer(Trainer):
         with self.trace.phase("experience"):
             plan = self.make_experience(samples, self.metrics)
 
+        # The next step depends on this one's rewards, not on the updates.
         with self._preparing(number + 1):
             for learner in self.learners:
                 if number >= learner.first_step:
@@ -120,9 +119,7 @@ class PPOTrainer(Trainer):
         plan.store.clear(plan.experience.rows.tolist())
 
     def _collect(self, number: int) -> tuple[list[Sample], int]:
-        """Return this rank's samples of a step with their rewards, and the version of the engine's
-        newest weights.
-        """
+        """Generate and score this rank's samples; return them and the engine's weight version."""
         rollback = self.rollout.scheduler.snapshot()
         metrics = self.metrics.state_dict()
         weight_version = self.strategy.host.version
@@ -141,7 +138,7 @@ class PPOTrainer(Trainer):
         return samples, self.strategy.host.version
 
     def _preparing(self, number: int) -> AbstractContextManager[None]:
-        """Return a context in which another thread prepares a step, if there is one."""
+        """Return a context that prepares a step in another thread, if there is one."""
         if number > self.total_steps:
             return nullcontext()
         return self.rollout.scheduler.preparing(number)
@@ -149,8 +146,9 @@ class PPOTrainer(Trainer):
     def _safe_point(
         self, rollback: Callable[[], None], metrics: dict[str, Any], weight_version: int
     ) -> None:
-        """Undo the step on an interruption: a checkpoint holds only finished steps, and the same
-        prompts come again.
+        """Undo the step if it is interrupted.
+
+        A checkpoint holds only finished steps, and the same prompts come again.
         """
         try:
             self.interruption.safe_point()
@@ -167,8 +165,8 @@ class PPOTrainer(Trainer):
     def evaluate(self) -> None:
         """Add `eval/*` metrics of --eval_data.
 
-        The engine keeps its weight version: versions count steps, and the next step streams these
-        same weights under it.
+        The engine's weights keep their version: versions count steps, and the next step streams
+        these same weights under the same version.
         """
         version = self.strategy.host.version
         with self.strategy.host.awake(self.policy.actor):
@@ -183,6 +181,7 @@ class PPOTrainer(Trainer):
             ask_judges(self.eval_sets, answered)
 
         self.strategy.host.invalidate_weights(version)
+        # Scoring comes after generation, because reward models may need the device.
         for each, groups in zip(self.eval_sets, answered, strict=True):
             evaluate(each, groups, self.metrics, self.strategy.mesh.data)
 
@@ -197,7 +196,7 @@ class PPOTrainer(Trainer):
 
 
 class ReplayTrainer(PPOTrainer):
-    """Trainer that learns from the samples that another run has recorded (--replay_rollouts)."""
+    """Learns from the samples that another run has recorded (--replay_rollouts)."""
 
     def __init__(self, *args: Any, read: Callable[[int], tuple[list[Sample], int]], **kwargs):
         super().__init__(*args, **kwargs)

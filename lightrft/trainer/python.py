@@ -1,10 +1,9 @@
-"""Runs from Python: one call for a whole run, as the command line makes it, with objects in place
-of names.
+"""Runs from Python: one call is a whole run, as on the command line, and takes objects.
 
-    import lightrft
+import lightrft
 
-    run = lightrft.train_ppo(model="some/model", prompt_data=rows, reward=my_reward, max_steps=20)
-    run.history[-1]["rollout/reward"], run.model_path, run.evaluate()["accuracy"]
+run = lightrft.train_ppo(model="some/model", prompt_data=rows, reward=my_reward, max_steps=20)
+run.history[-1]["rollout/reward"], run.model_path, run.evaluate()["accuracy"]
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,19 +26,19 @@ Reward = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
 
 
 class TrainedRun:
-    """A run that has ended: its metrics, its model, and the evaluation of that model."""
+    """A run that has ended: metrics and a model, ready for evaluation."""
 
     def __init__(self, command: str, config: Config, done: int):
         self.command = command
         self.config = config
         self.done = done
-        """Number of steps whose updates are in the model."""
+        """How many steps the model has learned from."""
         self.folder = Path(config.train.save_path)
-        """Folder of the run: metrics, samples, report, model."""
+        """Folder of the run, with metrics, samples, report and model."""
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """Return the metrics of each reported step, those before a resumption included."""
+        """Return the metrics of each reported step, including those before a resumption."""
         return read_rows(self.folder / "metrics.jsonl")
 
     @property
@@ -48,12 +47,11 @@ class TrainedRun:
         return self.folder / "model"
 
     def evaluate(self, config: ConfigOrFile = None, **values: Any) -> dict[str, float]:
-        """Score the trained model's responses to held-out prompts, with the data, engine and
-        rewards of the run.
+        """Score the trained model on held-out prompts; return the numbers of evaluation.json.
 
-        `values`, and a configuration, replace those of the run: `run.evaluate(eval_data=rows,
-        eval_n_samples=8)`. Return the numbers of evaluation.json. Raise ConfigError for a reward
-        model: it generates no responses.
+        Data, engine and rewards are the same as in the run. A configuration and `values` replace
+        them: `run.evaluate(eval_data=rows, eval_n_samples=8)`. Raises ConfigError for a reward
+        model, because it generates no responses.
         """
         if self.command in ("train_rm", "train_prm"):
             raise ConfigError(
@@ -63,6 +61,7 @@ class TrainedRun:
 
         owners = section_of_field()
         read = fields_read("evaluate")
+        # Only values that the user wrote are handed on; evaluation has defaults of its own.
         of_run = {
             name: getattr(getattr(self.config, owners[name]), name)
             for name in self.config.written & read
@@ -85,16 +84,16 @@ def train_ppo(
     reward: Reward | None = None,
     **values: Any,
 ) -> TrainedRun:
-    """Train a policy by PPO, GRPO and their family.
+    """Train a policy by PPO, GRPO or a relative of these.
 
     `model` is a folder, a hub name, or a model of transformers; the run trains a copy of it.
-    `tokenizer` replaces the one of the model. `prompt_data` is a file, a hub name, a Dataset, or a
-    list of rows, and so are the other data. `reward` is a name or a function, or a list of them;
-    one that is defined inside another function is called in this process.
+    `tokenizer` replaces the model's tokenizer. `prompt_data` is a file, a hub name, a Dataset, or a
+    list of rows, and so are the other data. `reward` is a name or a function, or a list of them; a
+    function that is defined inside another one is called in this process.
 
     `config` is a YAML file or a Config. `values` are flags by name and take precedence:
     `max_steps=20`. Under torchrun all processes make the same call; without a launcher the run has
-    one process. Raise ConfigError for what cannot run.
+    one process. Raises ConfigError for what cannot run.
     """
     given = {"model": model, "tokenizer": tokenizer, "prompt_data": prompt_data, "reward": reward}
     return _train("train_ppo", config, _set(given) | values)
@@ -134,8 +133,9 @@ def evaluate(
     reward: Reward | None = None,
     **values: Any,
 ) -> dict[str, float]:
-    """Score a model's responses to held-out prompts; return the numbers of evaluation.json; see
-    train_ppo().
+    """Score a model on held-out prompts; return the numbers of evaluation.json.
+
+    The arguments are as for train_ppo().
     """
     given = {"model": model, "tokenizer": tokenizer, "eval_data": eval_data, "reward": reward}
     with model_folder(_set(given) | values) as named:
@@ -150,7 +150,7 @@ def _train(command: str, config: ConfigOrFile, values: dict[str, Any]) -> Traine
 
 
 def _run(command: str, config: Config) -> Any:
-    """Import what runs need only now: a mistake in the values is reported at once."""
+    # What runs need is imported only now, so that a mistake in the values is reported at once.
     from lightrft.trainer.run import run
 
     log_unless_set_up()
@@ -162,7 +162,7 @@ def _set(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _configuration(config: ConfigOrFile, values: dict[str, Any]) -> Config:
-    """Return a Config, or one read from a YAML file, with `values` set in it."""
+    """Set `values` in a Config, in one read from a YAML file, or in an empty one."""
     if not isinstance(config, Config | str | Path | None):
         raise ConfigError(
             f"config is a YAML file or a Config, not {type(config).__name__}: pass values by name,"

@@ -1,4 +1,4 @@
-"""A whole run from one call, the same for the command line and for Python (python.py)."""
+"""A whole run in one call, the same for the command line and for Python (python.py)."""
 
 import math
 import threading
@@ -34,15 +34,13 @@ from lightrft.trainer.build_supervised import (
 
 T = TypeVar("T")
 NOTICE_SECONDS = 120.0
-"""Time between two messages about a start that takes long."""
+"""Seconds between two messages about a start that takes long."""
 USER_ERROR = 2
-"""Exit code of the other ranks when the run ended because of an error that the user can correct."""
+"""Exit code of the other ranks after an error that the user can correct."""
 
 
 def run(command: str, config: Config) -> Any:
-    """Resolve the configuration, set up its strategy, do the work of `command`, and close
-    everything.
-    """
+    """Resolve the configuration, set up the strategy, do the work of `command`, and clean up."""
     quiet_libraries()
     _start(prepare_config, command, config)
 
@@ -54,6 +52,7 @@ def run(command: str, config: Config) -> Any:
                 _generate(strategy) if strategy.generates_only else WORK[command](config, strategy)
             )
     except Exception as error:
+        # The other ranks may wait in a collective for this one, so they end first.
         _end_all(strategy, error)
         raise
     finally:
@@ -69,8 +68,9 @@ def _train(
 
 
 def _generate(strategy: Strategy) -> None:
-    """Generate on a rank of --rollout_ranks until the ranks that train end, which a signal asks to
-    stop.
+    """Generate on a rank of --rollout_ranks until the ranks that train have ended.
+
+    A signal to this rank waits, because the ranks that train decide when to stop.
     """
     with Interruption(strategy.mesh.world):
         _as_config_error(strategy.host.serve)
@@ -103,7 +103,7 @@ WORK: dict[str, Callable[[Config, Strategy], Any]] = {
 
 
 def _end_all(strategy: Strategy, error: Exception) -> None:
-    """End the other ranks, which may wait for this one, before closing anything.
+    """End the other ranks before anything is closed, because they may wait for this one.
 
     An interruption ends all ranks by itself.
     """
@@ -113,8 +113,9 @@ def _end_all(strategy: Strategy, error: Exception) -> None:
 
 
 def _as_config_error(step: Callable[..., T], *arguments: object) -> T:
-    """Raise an error during setup as a ConfigError: it concerns configuration, data or files, and
-    its traceback is of no use.
+    """Do a step of the setup, and raise errors as ConfigError.
+
+    They concern configuration, data or files, so a traceback is of no use.
     """
     try:
         return step(*arguments)
@@ -124,8 +125,11 @@ def _as_config_error(step: Callable[..., T], *arguments: object) -> T:
 
 
 def _start(step: Callable[..., T], *arguments: object) -> T:
-    """Do a step before the first phase, with the time limit of a phase; say where it is while
-    it takes long."""
+    """Do a step before the first phase, with the time limit of a phase.
+
+    While it takes long, say where it is.
+    """
+    # Loading can hang on a file system or on another rank, so a thread watches the time.
     limit = next(
         (60 * each.strategy.phase_minutes for each in arguments if isinstance(each, Config)),
         math.inf,

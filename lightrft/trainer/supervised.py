@@ -1,6 +1,4 @@
-"""Training on given examples: each step takes rows of the data set, and a task turns them into a
-loss.
-"""
+"""Train on given examples: each step takes rows of the data, and a task makes a loss of them."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -11,25 +9,22 @@ from lightrft.types import Prompt
 
 
 class Task(Protocol):
-    """Loss on examples that a trainer minimises."""
+    """A loss on examples for a trainer to minimise."""
 
     def term(self, prompts: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
-        """Return this rank's share of the loss on all ranks' examples, in micro-batches of at most
-        `max_tokens`.
+        """Return this rank's share of the loss on all ranks' examples.
 
-        All ranks call it with the same examples, and all plan alike.
+        Micro-batches have at most `max_tokens` tokens. All ranks call it with the same examples,
+        and all make the same plan.
         """
         ...
 
 
 class SupervisedTrainer(Trainer):
-    """Trainer whose step is one optimizer step over `train_batch_size` rows."""
+    """Takes one optimizer step over `train_batch_size` rows in each step."""
 
     def __init__(self, *args: Any, task: Task, role_name: str = "actor", **kwargs: Any):
-        """Set up the trainer of `task`.
-
-        `role_name` is the name of the trained model in checkpoints.
-        """
+        """Set up the trainer of `task`; `role_name` is the name of the model in checkpoints."""
         self.role_name = role_name
         super().__init__(*args, **kwargs)
         self.task = task
@@ -37,6 +32,7 @@ class SupervisedTrainer(Trainer):
 
     def step(self, number: int) -> None:
         train = self.config.train
+        # The order is a function of seed and position, so resuming needs no state of a reader.
         with self.trace.phase("data", idle=True):
             rows = self.order.rows((number - 1) * train.train_batch_size, train.train_batch_size)
             term = self.task.term(
@@ -53,7 +49,7 @@ class SupervisedTrainer(Trainer):
         self.metrics.sum("train/tokens", term.batch.num_tokens)
 
     def evaluate(self) -> None:
-        """Add the loss on the held-out rows, and the other metrics of the task, as `eval/*`."""
+        """Add the loss on the held-out rows, and the task's other metrics, as `eval/*`."""
         train = self.config.train
         max_tokens = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
         self.metrics.mean(

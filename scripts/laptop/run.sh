@@ -72,7 +72,7 @@ case $recipe in
         ;;
     brevity)
         task=questions form=brief.jsonl
-        flags=(--eval_data "$data/new.jsonl" --reward scripts/laptop/rewards.py:brief --generate_max_len 96)
+        flags=(--eval_data "$data/new.jsonl" --reward scripts/laptop/rewards.py:brief --generate_max_len 96 --system_prompt "Answer in one short sentence.")
         ;;
 esac
 python scripts/laptop/tasks.py "$task" --out "$data" --seed "$seed"
@@ -82,7 +82,7 @@ evaluate "$model" "$out/before" "${flags[@]}"
 
 if [[ $recipe == brevity ]]; then
     phase "answers of the model, from which pairs are made"
-    evaluate "$model" "$out/sampled" "${flags[@]}" --eval_data "$data/train.jsonl" --eval_n_samples 4
+    evaluate "$model" "$out/sampled" "${flags[@]}" --eval_data "$data/train.jsonl" --eval_n_samples 4 --eval_temperature 0.8
     python scripts/laptop/tasks.py pairs --out "$data" --responses "$out/sampled/responses.jsonl"
 fi
 

@@ -580,7 +580,7 @@ def test_a_text_drafter_continues_as_its_group_last_did() -> None:
     assert drafter._num_entries == sum(map(len, said.values()))
     for row in range(4):
         drafter.end(f"{row}/0", text[row].tolist())
-    assert not (drafter._books or drafter._groups or drafter._read or drafter._num_entries)
+    assert not (drafter._tables or drafter._groups or drafter._read or drafter._num_entries)
 
 
 def test_text_is_drafted_only_where_it_pays_and_read_completely() -> None:

@@ -1,3 +1,5 @@
-"""Generation on other ranks (--rollout_ranks): the engine that ranks which train see, and the loop
-of those that generate.
+"""Generate on other ranks (--rollout_ranks).
+
+adapter.py is the engine that training ranks see, and server.py is the loop of the ranks that
+generate.
 """

@@ -1,4 +1,4 @@
-"""Engine of a rank that trains: its requests and its weights go to the ranks that generate."""
+"""The engine of a rank that trains: requests and weights go to the ranks that generate."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
@@ -37,17 +37,15 @@ from lightrft.types import Completion
 from lightrft.weight_sync.stream import bucket_limit
 
 STEP_SECONDS = 0.01
-"""Maximum number of seconds of a step, which waits for requests to end."""
+"""Longest time of a step; it waits for requests to end."""
 
 
 class RemoteEngine(Engine):
     """Engine whose calls are answered by the engines of all ranks that generate.
 
-    It has no memory on this rank.
-
-    The ranks that train make the same calls, each with its own requests. Engines begin the requests
-    of a call of all ranks together, while those of earlier calls decode. Weights come between two
-    calls.
+    It takes no memory on this rank. The training ranks make the same calls, each with different
+    requests. Engines begin a call when the requests of all ranks are there, while earlier calls
+    decode. Weights come between two calls.
     """
 
     def __init__(self, setup: EngineSetup, processes: RunProcesses):
@@ -63,7 +61,7 @@ class RemoteEngine(Engine):
         self.limits = most_of_each(setup.section, config)
         self.model_reads = tuple(self.limits)
         self._broadcast: WeightBroadcast | None = None
-        """Group to which the first rank sends the weights of all ranks."""
+        """Group for sending the weights, on the first of the training ranks only."""
         if processes.rank == 0:
             processes.store.set(PRETRAIN, setup.model_path)
         self._inbox: SimpleQueue[tuple[Peer, Any]] = SimpleQueue()
@@ -77,6 +75,7 @@ class RemoteEngine(Engine):
             limit = bucket_limit(setup.section.weight_sync_bucket_mb, self.axis, setup.device)
             self._broadcast = WeightBroadcast(processes, setup.device, bucket_bytes=limit)
 
+        # Ranks start with different engines, so that small calls do not all go to the first one.
         self._first = processes.rank % len(self._engines)
         self._call = self._calls_alone = 0
         self._arrived: dict[int, list[Finished]] = {}
@@ -84,12 +83,13 @@ class RemoteEngine(Engine):
         self._processes = processes
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Send the weights to all engines, which check and verify them; this returns when they are
-        sent.
+        """Send the weights to all engines; they check and verify the weights themselves.
 
-        Requests that run then go on as --weight_update says (server.py).
+        Return when everything is sent. Requests that run then go on as --weight_update says
+        (server.py).
         """
         self._check_usable()
+        # All training ranks gather each weight, but one of them sends it.
         stream = self._checked(named_tensors)
         if self._broadcast is None:
             for _ in stream:
@@ -103,14 +103,14 @@ class RemoteEngine(Engine):
         self.weights_valid = True
 
     def reset_cache(self) -> None:
-        """Do nothing: engines drop their caches when they load weights."""
+        """Do nothing: engines drop the caches when they load weights."""
 
     def _expanded(self, request: Request) -> Expanded:
         """Return the prompt as it is: the engine expands it."""
         return Expanded(request.token_ids, None)
 
     def open(self, sampling: Sampling) -> "RemoteLoop":
-        """Return a loop whose requests are answered by all engines; several loops may be open."""
+        """Return a loop that all engines work for; several loops may be open."""
         self._check_can_generate()
         return RemoteLoop(self, sampling)
 
@@ -123,14 +123,15 @@ class RemoteEngine(Engine):
         return max(1, capacity // n // (self._processes.size - self._processes.rollout_ranks))
 
     def send(self, requests: list[Request]) -> int:
-        """Send the requests of a call, also none, because those of other ranks wait for them;
-        return its number.
+        """Send the requests of a call; return the call's number.
+
+        Even a call without requests is sent, because other ranks' requests wait for it.
         """
         self._call += 1
         return self._send(self._call, requests)
 
     def send_alone(self, requests: list[Request]) -> int:
-        """Send the requests of a call that this rank makes alone; return its number."""
+        """Send the requests of a call that only this rank makes; return the call's number."""
         self._calls_alone -= 1
         return self._send(self._calls_alone, requests)
 
@@ -146,9 +147,7 @@ class RemoteEngine(Engine):
         return call
 
     def abort(self, calls: Iterable[int]) -> None:
-        """End the requests of calls where they are; they are received as those that end by
-        themselves.
-        """
+        """End the requests of calls where they are; receive() returns them like any others."""
         for engine in self._engines:
             for call in calls:
                 engine.send(Abort(call))
@@ -165,12 +164,12 @@ class RemoteEngine(Engine):
         return messages
 
     def forget(self, call: int) -> None:
-        """Forget a call, whose requests have all been read."""
+        """Forget a call whose requests have all been read."""
         del self._arrived[call]
 
     def _sort(self, peer: Peer, message: Any) -> None:
         if not isinstance(message, Finished):
-            # whose own failure is reported before this one
+            # That rank reports why it failed, and that report comes before this one.
             closed = dist.DistNetworkError("a rank of this run has ended")
             raise EngineError(
                 f"rank {peer.rank}, which generates, has closed its connection"
@@ -193,30 +192,29 @@ class RemoteEngine(Engine):
         return 0
 
     def _sleep(self, level: int) -> None:
-        """Do nothing: engines on ranks of their own never sleep."""
+        """Do nothing: engines on separate ranks never sleep."""
 
     def _wake(self, part: Part) -> None:
         """Do nothing."""
 
     def _close(self) -> None:
         for engine in self._engines:
-            with suppress(OSError):  # it may have ended before
+            with suppress(OSError):  # the other rank may have ended before
                 engine.send(Closed())
             engine.close()
 
 
 class RemoteLoop(RequestLoop):
-    """Loop whose requests run on other ranks.
+    """Loop of requests that run on other ranks.
 
-    The ranks that train call add() equally often, and abort together.
+    The training ranks call add() equally often, and abort together.
     """
 
     def __init__(self, engine: RemoteEngine, sampling: Sampling):
         super().__init__(engine, sampling)
         self.remote = engine
         self._calls: dict[int, tuple[int, int]] = {}
-        """Call -> (index of its first request in the loop, number of requests that have not ended).
-        """
+        """Call -> (index of the first request in the loop, how many requests have not ended)."""
 
     def add(self, requests: list[Request]) -> range:
         return self._added(requests, self.remote.send)

@@ -1,4 +1,4 @@
-"""Messages between ranks as JSON and the bytes of arrays: neither can carry code."""
+"""Messages between ranks as JSON and the bytes of arrays; neither can carry code."""
 
 import json
 import struct
@@ -28,7 +28,7 @@ class Codec:
         return [LENGTHS.pack(len(head)), head, *buffers]
 
     def load(self, read: Callable[[int], bytes]) -> Any:
-        """Return the next message; `read` returns a number of bytes, or raises EOFError."""
+        """Read the next message; `read` returns that many bytes, or raises EOFError."""
         (size,) = LENGTHS.unpack(read(LENGTHS.size))
         content, sizes = json.loads(read(size))
         return self._decode(content, [read(each) for each in sizes])
@@ -46,7 +46,7 @@ class Codec:
             }
 
         if kind.__name__ in self.kinds:
-            # A record that both ends know by its name.
+            # Both ends know this record by name.
             values = (
                 [getattr(value, field.name) for field in fields(value)]
                 if is_dataclass(value)
@@ -79,7 +79,7 @@ class Codec:
         if not isinstance(content, dict):
             return content
 
-        # What is no value of JSON itself is an object of one entry: its kind and its content.
+        # Whatever JSON has no value for is an object with one entry: kind and content.
         ((name, inner),) = content.items()
         match name:
             case "dict":

@@ -1,9 +1,8 @@
-"""Connections of the ranks that train to a rank that generates, where nobody else gets in or holds
-anybody up.
+"""Connections of training ranks to a rank that generates, safe from strangers.
 
-A rank proves that it knows the run's secret, and so does the one that it connects to. Strangers are
-heard in threads of their own, for a few seconds, and of what they send only its length and its
-digest are looked at.
+A rank proves that it knows the run's secret, and so does the rank that it connects to. Strangers
+are heard in separate threads for a few seconds, so they keep nobody waiting. Only the length and
+the digest of what they send are looked at.
 """
 
 import hmac
@@ -25,23 +24,23 @@ KEY = "lightrft/rollout"
 """Prefix of the keys in the store of all processes."""
 LOOPBACK = "127.0.0.1"
 GREETING_SECONDS = 10.0
-"""Time limit for a connection to prove that it belongs to the run."""
+"""How long a connection may take to prove that it belongs to the run."""
 CONNECT_SECONDS = 120.0
-"""Time limit for connecting to a rank that has said that it listens."""
+"""How long it may take to connect to a rank that has said that it listens."""
 MOST_STRANGERS = 64
-"""Number of connections that are heard at the same time; others are closed, and a rank of the run
-tries again."""
+"""Connections that are heard at the same time. Others are closed, and a rank of the run tries
+again."""
 NONCE = 32
 ANSWER = struct.Struct(f"!I{NONCE}s{NONCE}s")
-"""Rank of the process that connects, its nonce, and the digest that only a process of the run
-knows."""
+"""Rank of the process that connects, a nonce, and the digest that only a process of the run knows.
+"""
 
 
 class Door:
-    """A listening socket whose connections come from ranks of this run."""
+    """A listening socket that lets in ranks of this run only."""
 
     def __init__(self, address: str, secret: str):
-        """Listen at a free port of an address; empty: of all addresses."""
+        """Listen at a free port of an address; an empty one stands for all addresses."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=128)
         self.port: int = self._listener.getsockname()[1]
@@ -52,11 +51,11 @@ class Door:
         threading.Thread(target=self._listen, name="door", daemon=True).start()
 
     def admit(self, number: int) -> dict[int, socket.socket]:
-        """Wait for connections of so many ranks, then stop listening; return rank -> connection."""
+        """Wait until `number` ranks are connected, then stop listening; return them by rank."""
         connections: dict[int, socket.socket] = {}
         while len(connections) < number:
             rank, connection = self._admitted.get()
-            if rank in connections:  # it has tried again
+            if rank in connections:  # this rank has tried again
                 connections[rank].close()
             connections[rank] = connection
         self.close()
@@ -65,7 +64,7 @@ class Door:
     def close(self) -> None:
         self._closed = True
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread
+            self._listener.shutdown(socket.SHUT_RDWR)  # this wakes the thread
         self._listener.close()
 
     def _listen(self) -> None:
@@ -82,6 +81,7 @@ class Door:
 
     def _hear(self, connection: socket.socket) -> None:
         try:
+            # Both sides choose a nonce, so that no recorded answer can be used again.
             deadline = time.monotonic() + GREETING_SECONDS
             nonce = secrets.token_bytes(NONCE)
             connection.settimeout(GREETING_SECONDS)
@@ -102,9 +102,11 @@ class Door:
 
 
 def enter(host: str, port: int, secret: str, rank: int) -> socket.socket:
-    """Return a connection of this rank to a door. Raises ConnectionError if it is not reached, or
-    is another program's."""
+    """Connect this rank to a door.
+
+    Raises ConnectionError if the door cannot be reached, or another program answers."""
     deadline = time.monotonic() + CONNECT_SECONDS
+    # The door may be full of strangers for a moment, so this rank tries again.
     while True:
         try:
             return _enter(host, port, secret.encode(), rank)
@@ -153,8 +155,7 @@ def _digest(secret: bytes, *parts: bytes | int) -> bytes:
 
 
 def own_address(processes: RunProcesses) -> str:
-    """Return the address of this machine at which the other ranks reach it; empty if it is not
-    known."""
+    """Return the address where other ranks reach this machine; empty if it is not known."""
     if processes.one_node:
         return LOOPBACK
     names = [os.environ[INTERFACE]] if INTERFACE in os.environ else []
@@ -166,7 +167,7 @@ def own_address(processes: RunProcesses) -> str:
 
 
 def _can_listen(address: str) -> bool:
-    """Return True for an address of this machine that is no loopback or link-local one."""
+    """Return True for an address of this machine that other machines can reach."""
     if address.startswith(("127.", "::1", "fe80:", "169.254.")) or "%" in address:
         return False
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,6 +1,4 @@
-"""Loop of the ranks that generate: they load the weights and answer the requests that ranks which
-train send.
-"""
+"""The loop of the ranks that generate: they load weights and answer requests of training ranks."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -29,22 +27,22 @@ from lightrft.parallel.processes import RunProcesses
 from lightrft.types import Completion
 
 WAIT_SECONDS = 1.0
-"""Seconds after which a rank that has nothing to do meets the other ranks of its engine."""
+"""Seconds until a rank without work meets the other ranks of the engine again."""
 STEPS = 4
-"""Number of steps of the engine between looks for messages, which the ranks of an engine exchange.
-"""
+"""Engine steps between looks for messages. The ranks of an engine have to exchange the messages."""
 
 
 class EngineServer:
-    """Serves the engine of this rank, or of the ranks of `engine.axis`, until the ranks that train
-    close their connections.
+    """Serves the engine of this rank, or of the ranks of `engine.axis`.
 
-    All ranks of the engine take the same decisions, by the messages that its first rank has
-    received. Calls begin in their order, each when its requests have arrived from all ranks that
-    train, while earlier ones decode. Weights that come between two calls wait for the requests that
-    run (`--weight_update wait`), or interrupt them, and they go on with the new weights
-    (`in_flight`). Calls that a rank makes alone, the turns of its episodes, begin when the weights
-    are loaded that the rank had before them.
+    It ends when the training ranks close the connections. All ranks of the engine make the same
+    decisions, by the messages that the first of them has received.
+
+    Calls begin in order, each when the requests of all training ranks have arrived, while earlier
+    calls decode. Weights that come between two calls either wait for the requests that run
+    (`--weight_update wait`) or interrupt them; they go on with the new weights (`in_flight`). A
+    rank can also make calls alone, for the turns of episodes. Such a call begins as soon as the
+    engine has the weights that the rank had before it.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class EngineServer:
         *,
         in_flight: bool = False,
     ):
-        """Accept the connections of all ranks that train, on the first rank of the engine."""
+        """Accept the connections of all training ranks, on the first rank of the engine."""
         self.engine = engine
         self.in_flight = in_flight
         self._announce = announce
@@ -73,21 +71,19 @@ class EngineServer:
         self._num_peers = processes.size - processes.rollout_ranks
         self._loop: RequestLoop | None = None
         self._owners: dict[int, tuple[int, int, int]] = {}
-        """Index in the loop -> (rank, call, index in the call of the rank) of each request that
-        runs."""
+        """Index in the loop -> (rank, call, index in the rank's call) of each running request."""
         self._calls: dict[int, dict[int, Generate]] = defaultdict(dict)
-        """Call -> rank -> its requests, for calls that wait for the requests of other ranks or for
-        weights."""
+        """Call -> rank -> requests, for calls that wait for other ranks or for weights."""
         self._alone: list[tuple[int, Generate]] = []
-        """Rank and requests of calls that ranks make alone, and that wait for weights."""
+        """Rank and requests of calls that single ranks make, and that wait for weights."""
         self._loads: list[LoadWeights] = []
         self._aborts: list[tuple[int, int]] = []
-        """Rank and call of requests that end as soon as the call has begun."""
+        """Rank and call of requests to end as soon as the call has begun."""
         self._last_call = 0
         """Number of the last call that has begun."""
 
     def serve(self) -> None:
-        """Begin calls in their order, and load weights between them as they come."""
+        """Begin calls in order, and load weights between them as they come."""
         left = self._num_peers
         while left:
             self._announce("generate" if self._owners else "")  # waiting has no time limit
@@ -116,7 +112,7 @@ class EngineServer:
             pass
 
     def _proceed(self) -> bool:
-        """Load weights or begin a call, whichever is next; return False if it cannot begin yet."""
+        """Load weights or begin a call, whichever is next; return False if neither can be done."""
         if self._alone and self._alone[0][1].version <= self.engine.version:
             rank, message = self._alone.pop(0)
             self._begin(message.call, {rank: message})
@@ -155,6 +151,7 @@ class EngineServer:
 
     def _abort(self) -> None:
         """End the requests of calls that have begun and are not wanted any longer."""
+        # A call that has not begun yet has no requests to end, so it stays in the list.
         waiting = {(rank, message.call) for rank, message in self._alone}
         aborted = {
             each for each in self._aborts if each[1] <= self._last_call and each not in waiting
@@ -174,9 +171,7 @@ class EngineServer:
                     self._peers[rank].send(Finished(call, index, completions))
 
     def _messages(self) -> list[tuple[int, Any]]:
-        """Return the messages that have arrived, with the ranks that sent them; the same on all
-        ranks of the engine.
-        """
+        """Return (sender, message) of what has arrived, alike on all ranks of the engine."""
         return self.axis.broadcast(self._receive() if self.axis.rank == 0 else [])
 
     def _receive(self) -> list[tuple[int, Any]]:

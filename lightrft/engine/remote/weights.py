@@ -1,4 +1,4 @@
-"""Weights from the ranks that train to those that generate, broadcast bucket by bucket."""
+"""Broadcast weights, bucket by bucket, from the ranks that train to the ranks that generate."""
 
 import json
 import math
@@ -14,15 +14,10 @@ from lightrft.weight_sync.names import NamedTensor
 
 
 class WeightBroadcast:
-    """Group of the first rank, which sends, and of all ranks that generate, which receive the same
-    weights.
-    """
+    """Group for weights: the first training rank sends, and all ranks that generate receive."""
 
     def __init__(self, processes: RunProcesses, device: torch.device, *, bucket_bytes: int = 0):
-        """Build the group; all of its ranks call this together.
-
-        Only the sender needs a limit for its buckets.
-        """
+        """Build the group; all members call this together. Only the sender needs `bucket_bytes`."""
         self.device = device
         self.bucket_bytes = bucket_bytes
         first = processes.size - processes.rollout_ranks
@@ -53,10 +48,12 @@ class WeightBroadcast:
         if bucket:
             self._send(bucket)
         self._send([])
+        # An empty bucket says that the stream has ended.
 
     def receive(self) -> Iterator[NamedTensor]:
         """Yield the tensors; each is valid until the next bucket is requested."""
         while True:
+            # Three messages for a bucket: length of the header, header, and the tensors as bytes.
             length = self._broadcast(torch.zeros(1, dtype=torch.int64, device=self.device))
             header = self._broadcast(
                 torch.empty(int(length), dtype=torch.uint8, device=self.device)
@@ -77,7 +74,8 @@ class WeightBroadcast:
                 yield name, part.view(dtype).view(shape)
 
     def _send(self, bucket: list[NamedTensor]) -> None:
-        bucket = sorted(bucket, key=lambda item: -item[1].itemsize)  # each is aligned in the buffer
+        # Wide elements come first, so that each tensor is aligned in the buffer.
+        bucket = sorted(bucket, key=lambda item: -item[1].itemsize)
         kinds = [
             (name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             for name, tensor in bucket

@@ -1,4 +1,4 @@
-"""Messages between the ranks that train and those that generate."""
+"""Messages between the ranks that train and the ranks that generate."""
 
 import secrets
 import socket
@@ -16,7 +16,7 @@ from lightrft.parallel.processes import RunProcesses
 from lightrft.types import Completion, Drafts
 
 PRETRAIN = f"{KEY}/pretrain"
-"""Key of the folder from which the engines are started."""
+"""Key of the folder that the engines start from."""
 CAPACITY = f"{KEY}/capacity"
 """Key of the number of samples that an engine decodes at the same time."""
 
@@ -25,17 +25,15 @@ CAPACITY = f"{KEY}/capacity"
 class Generate:
     """One call's requests for one engine.
 
-    The ranks that train make the same calls, and each sends its own to every engine.
-
-    Calls with negative numbers are those of one rank.
+    All training ranks make the same calls, and each sends some requests to every engine. A negative
+    number marks a call that one rank makes alone.
     """
 
     call: int
     requests: list[tuple[int, Request]]
-    """Requests with their indices in the call of the rank."""
+    """(index in the rank's call, request) of each request."""
     version: int
-    """Version of the weights that the engine must have loaded before it begins a call of one rank.
-    """
+    """Weights that the engine must have loaded before it begins a call of a single rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +47,14 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End of the requests of a call that this rank has sent; each is answered with its completions
-    so far.
-    """
+    """Asks to end the requests of a call; each is answered with the completions so far."""
 
     call: int
 
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Announcement of a weight stream, which comes between the call `after` and the next one."""
+    """Announces a weight stream, between the call `after` and the next one."""
 
     version: int
     after: int
@@ -66,7 +62,7 @@ class LoadWeights:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """End of the run, or of the connection."""
+    """Says that the run, or the connection, has ended."""
 
 
 CODEC = Codec(
@@ -88,7 +84,7 @@ CODEC = Codec(
 class Peer:
     """Connection to a process of the other side.
 
-    A thread receives its messages at once, so that the other side never waits.
+    A thread receives messages at once, so that the other side never waits.
     """
 
     rank: int
@@ -112,9 +108,7 @@ class Peer:
             self.connection.shutdown(socket.SHUT_WR)
 
     def _receive(self) -> None:
-        """Pass the messages on until the other side closes; the last one is `Closed`, and comes
-        once.
-        """
+        """Pass messages on until the other side closes; the last one is a single `Closed`."""
         message: Any = None
         with self.connection.makefile("rb") as file:
             while not isinstance(message, Closed):
@@ -133,9 +127,7 @@ def _read(file: Any, size: int) -> bytes:
 
 
 def accept(processes: RunProcesses, inbox: "SimpleQueue[tuple[Peer, Any]]") -> list[Peer]:
-    """Listen on this rank, which generates, and return the connections of all ranks that train, in
-    rank order.
-    """
+    """Listen on this generating rank, and accept all training ranks, in rank order."""
     secret = secrets.token_hex(16)
     address = own_address(processes)
     door = Door(address, secret)
@@ -147,6 +139,6 @@ def accept(processes: RunProcesses, inbox: "SimpleQueue[tuple[Peer, Any]]") -> l
 
 
 def connect(processes: RunProcesses, rank: int, inbox: "SimpleQueue[tuple[Peer, Any]]") -> Peer:
-    """Connect this rank, which trains, to `rank`, which generates and may not listen yet."""
+    """Connect this training rank to a rank that generates and may not listen yet."""
     host, port, secret = processes.store.get(f"{KEY}/{rank}").decode().split()
     return Peer(rank, enter(host, int(port), secret, processes.rank), inbox)

@@ -1,9 +1,9 @@
-"""SGLang on the trainer's devices: the first of `engine_tp_size` consecutive ranks owns the engine
-and its processes.
+"""SGLang on the trainer's devices.
 
-adapter.py implements the engine's interface, samples.py the conversion of requests and results,
-shim.py the access to SGLang's engine, lifetime.py start and end of its processes, scheduler.py our
-code inside of those processes.
+The first of `engine_tp_size` consecutive ranks owns the engine and all processes. adapter.py
+implements the interface of engines, samples.py converts requests and results, shim.py reaches into
+SGLang's engine, lifetime.py starts and ends the processes, and scheduler.py is our code inside of
+them.
 """
 
 import os

@@ -1,6 +1,4 @@
-"""Adapter of SGLang to the interface of all engines: the first rank of an axis calls it and
-broadcasts the results.
-"""
+"""Adapter of SGLang: the first rank of an axis calls it and broadcasts the results."""
 
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -29,14 +27,17 @@ LATER_SUMMED = ("o_proj", "mlp")
 """Parts of a model whose outputs are partial sums on each tensor-parallel rank."""
 
 SEEN_OTHERWISE = ("gemma3",)
-"""Model families whose images SGLang processes differently from transformers without a warning: its
-vision tower has another GELU, and except with Triton no token of an image attends to a later one.
-"""
+"""Families whose images SGLang processes differently from transformers without a warning.
+
+The vision tower has another GELU, and except with Triton no token of an image attends to a later
+one."""
 
 
 class SGLangEngine(LibraryEngine):
-    """SGLang engine that draws each sample from its own seed, so that samples are reproducible
-    independent of batching, up to the rounding of kernels that depends on the batch.
+    """SGLang engine that draws each sample from a separate seed.
+
+    Samples are thereby reproducible whatever the batch, up to rounding in kernels that depends on
+    the batch.
     """
 
     media = ("images",)
@@ -97,9 +98,7 @@ class SGLangEngine(LibraryEngine):
         return self._on_first_rank(lambda: self._samples.abort(key))
 
     def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """Return Probe.parts(); for a model with tensor parallelism without parts that are sharded
-        over ranks.
-        """
+        """Return Probe.parts(), with tensor parallelism without parts that are sharded."""
         self._on_first_rank(lambda: self._shim.ask("watch", num_tokens=len(token_ids)))
         try:
             self._compute(token_ids)
@@ -112,6 +111,8 @@ class SGLangEngine(LibraryEngine):
     def _load_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         with self._fatal("load_weights"):
             self._on_first_rank(lambda: self._shim.begin_weight_update())
+
+        # An update that has begun must be ended, even if the stream breaks off.
         try:
             for bucket in _buckets(self.names.rename(named_tensors), self._bucket_bytes()):
                 with self._fatal("load_weights"):
@@ -136,9 +137,7 @@ class SGLangEngine(LibraryEngine):
         )
 
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
-        """Return the numbers of all weights on the first rank, and zeros on the others, so that
-        they add up.
-        """
+        """Return the numbers of all weights on the first rank and zeros elsewhere; they add up."""
         comparison = {"dtype": prints.dtype, "round": prints.round, "slices": self.axis.size}
         numbers = self._on_first_rank(
             lambda: self._shim.ask("held", places=self._places, shapes=self.expected, **comparison)
@@ -152,8 +151,9 @@ class SGLangEngine(LibraryEngine):
     # -- memory
 
     def _sleep(self, level: int) -> None:
-        """Sleep; level 1 keeps the weights on the device unless SGLang was started to keep a copy
-        on the host.
+        """Release memory.
+
+        Level 1 keeps the weights on the device, unless SGLang was started to copy them to the host.
         """
         if level == 2 and self.on_cpu:
             self._on_first_rank(lambda: self._shim.destroy_weights())
@@ -176,9 +176,7 @@ class SGLangEngine(LibraryEngine):
     # -- the first rank and the others
 
     def _on_first_rank(self, call: Callable[[], Any]) -> Any:
-        """Run `call` on the first rank; return its result, or raise its error, on all ranks of the
-        axis.
-        """
+        """Run `call` on the first rank; return the result, or raise the error, on all ranks."""
         outcome = None
         failure = None
         if self.axis.rank == 0:
@@ -199,9 +197,7 @@ class SGLangEngine(LibraryEngine):
 
 
 def _joined_parts(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the parts that are equal on all ranks, and the sums of partial outputs that SGLang
-    adds up later.
-    """
+    """Return the parts that are equal on all ranks, and sums of those that SGLang adds up later."""
     first, *others = of_ranks
     joined = {}
     for name, part in first.items():

@@ -1,4 +1,4 @@
-"""Arguments with which SGLang's engine is started."""
+"""The arguments that SGLang's engine starts with."""
 
 from typing import Any
 
@@ -10,8 +10,7 @@ from lightrft.engine.base import EngineSetup
 from lightrft.parallel.device import free_memory
 
 SPARE_TOKENS = 8
-"""Number of tokens added to the context length, because SGLang rejects prompts within 6 tokens of
-it."""
+"""Tokens added to the context length, because SGLang rejects prompts within 6 tokens of it."""
 
 
 def arguments(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
@@ -29,7 +28,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
         "log_level": "error",
         "sampling_backend": "pytorch",  # the only one that supports seeds
         "grammar_backend": "none",
-        # otherwise each of its processes would keep a core busy while the trainer computes
+        # Otherwise each process would keep a core busy while the trainer computes.
         "sleep_on_idle": True,
         "skip_tokenizer_init": True,  # input and output are token ids
         "enable_custom_logit_processor": True,
@@ -47,11 +46,10 @@ def _on_accelerator(setup: EngineSetup) -> dict[str, Any]:
 
 
 def _share_of_free(setup: EngineSetup) -> float:
-    """Return --engine_mem_util, a share of the accelerator, as a share of the memory that is free
-    now.
+    """Return --engine_mem_util, a share of the accelerator, as a share of the free memory.
 
-    SGLang applies it to the free memory of the rank with the least, for weights and cache;
-    activations and graphs are extra.
+    SGLang applies the share to the free memory of the rank that has the least. It covers weights
+    and cache; activations and graphs are extra.
     """
     share = setup.section.engine_mem_util
     free, total = free_memory(setup.device)
@@ -87,7 +85,7 @@ def _on_cpu(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _cache_bytes_of_a_token(config: PretrainedConfig, dtype: torch.dtype, tp: int) -> int:
-    """Return the bytes of keys and values of all layers for one token, on one of `tp` ranks."""
+    """Return the bytes of one token's keys and values in all layers, on one of `tp` ranks."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

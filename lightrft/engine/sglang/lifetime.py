@@ -1,4 +1,4 @@
-"""Start and end of SGLang's processes without side effects on this one."""
+"""Start and end SGLang's processes without side effects on this one."""
 
 import asyncio
 import multiprocessing
@@ -15,19 +15,19 @@ import psutil
 from lightrft.engine.base import EngineError
 
 SECONDS_TO_NOTICE = 1.0
-"""Maximum delay until a waiting call detects the death of one of SGLang's processes."""
+"""Longest time until a waiting call notices that one of SGLang's processes has died."""
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"
-"""Variable with the cores of each process of one engine; a default is not kept, as another engine
-may have more processes."""
+"""Variable with the cores of each process of an engine. A default is not kept, because another
+engine may have more processes."""
 LOAD_FILES = "/dev/shm/sglang_loads_"
-"""Prefix of the 16 kB files in which SGLang's processes publish their load, and which they never
-remove."""
+"""Prefix of the 16 kB files where SGLang's processes publish the load. They never remove a file."""
 
 
 @contextmanager
 def contain_start(num_ranks: int) -> Iterator[None]:
-    """Contain SGLang's start with `num_ranks` tensor-parallel ranks; if it fails, end the processes
-    that it has started.
+    """Contain SGLang's start with `num_ranks` tensor-parallel ranks.
+
+    If it fails, the processes that it has started are ended.
     """
     before = set(psutil.Process().children())
     with _settings_kept():
@@ -48,10 +48,10 @@ def kill(processes: set[psutil.Process]) -> None:
 
 
 def unlink_load_files(processes: Iterable[psutil.Process]) -> None:
-    """Unlink the files in which these processes publish their load; the memory is freed when the
-    processes end.
+    """Unlink the files where these processes publish the load.
 
-    Versions of SGLang without such files have none open.
+    The memory is freed when the processes end. Versions of SGLang without such files have none
+    open.
     """
     for process in processes:
         try:
@@ -64,14 +64,15 @@ def unlink_load_files(processes: Iterable[psutil.Process]) -> None:
 
 
 def raise_engine_error(number: int, frame: Any) -> None:
-    """Raise EngineError on SIGQUIT, which dying SGLang processes send; its own handler would kill
-    this process silently.
+    """Raise EngineError on SIGQUIT, the signal of dying SGLang processes.
+
+    SGLang's own handler would kill this process silently.
     """
     raise EngineError("a process of SGLang died; the log above has its message")
 
 
 class NoHandlers:
-    """Empty signal handlers for SGLang's event loop, whose own would end this process."""
+    """Empty signal handlers for SGLang's event loop; the usual ones would end this process."""
 
     def __init__(self, tokenizer_manager: Any): ...
 
@@ -83,16 +84,14 @@ class NoHandlers:
 
 
 class Loop:
-    """SGLang's event loop, which is left regularly, because it does not propagate exceptions of
-    signal handlers.
-    """
+    """SGLang's event loop, left at intervals because it swallows exceptions of signal handlers."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
         self.runs = self.dead = False
 
     def task(self, awaitable: Awaitable) -> asyncio.Task:
-        """Return a task, which continues whenever the loop runs."""
+        """Return a task that continues whenever the loop runs."""
         return asyncio.ensure_future(awaitable, loop=self.loop)
 
     def run_until_complete(self, awaitable: Awaitable) -> Any:
@@ -115,11 +114,11 @@ class Loop:
 
 @contextmanager
 def _settings_kept() -> Iterator[None]:
-    """Restore what SGLang's start changes in this process: environment, signals, the start method,
-    the state of `random`.
+    """Restore what SGLang's start changes in this process.
 
-    It also hides from its processes that torchrun started this one, because they would wait for
-    torchrun's store.
+    That is the environment, signals, the start method, and the state of `random`. It also hides
+    from SGLang's processes that torchrun started this one, because they would wait for torchrun's
+    store.
     """
     environment = dict(os.environ)
     handler = signal.getsignal(signal.SIGTERM)
@@ -130,6 +129,7 @@ def _settings_kept() -> Iterator[None]:
     try:
         yield
     finally:
+        # SGLang reads its own variables later, so these may stay.
         own = {
             name: value
             for name, value in os.environ.items()
@@ -143,8 +143,9 @@ def _settings_kept() -> Iterator[None]:
 
 
 def _cores_of_each(tp: int) -> str:
-    """Return this process's cores divided among `tp` processes, such as `0,1|2,3`; processes share
-    one if there are too few.
+    """Divide this process's cores among `tp` processes, such as `0,1|2,3`.
+
+    Processes share one if there are too few.
     """
     cores = sorted(os.sched_getaffinity(0))
     return "|".join(",".join(map(str, cores[rank::tp] or cores[:1])) for rank in range(tp))

@@ -1,4 +1,4 @@
-"""Conversion of requests to SGLang's requests, and of its results to completions."""
+"""Turn requests into SGLang's requests, and SGLang's results into completions."""
 
 import asyncio
 import copy
@@ -17,47 +17,44 @@ from lightrft.engine.stops import StopStrings
 from lightrft.types import Completion
 
 LOOK_EVERY = 8
-"""Number of tokens between checks for stop strings, which abort a request; RARELY if there are
-none."""
+"""Tokens between checks for stop strings; a check can abort a request. Without any it is RARELY."""
 RARELY = 2**30
 
 
 class Samples:
     """Requests that run in SGLang's processes.
 
-    Those that begin together are a task of its event loop, and arrive there as one message: their
-    batches, and thereby the rounding of their log-probs, then do not depend on timing.
+    Requests that begin together are one task of SGLang's event loop, and arrive as one message.
+    The batches, and with them the rounding of log-probs, then do not depend on timing.
     """
 
     def __init__(self, shim: SGLangShim, vocabulary: Vocabulary):
         self.shim = shim
         self.vocabulary = vocabulary
         self.running: dict[int, _Running] = {}
-        """Key of a request -> its state."""
+        """Key of a request -> state."""
         self.waiting: list[_Running] = []
         self.ended: list[int] = []
         self.tasks: set[asyncio.Task] = set()
 
     def add(self, key: int, request: Request) -> None:
-        """Add a request, which begins with the next step."""
+        """Add a request, to begin with the next step."""
         self.running[key] = _Running(key, request, missing=request.sampling.num_draws)
         self.waiting.append(self.running[key])
 
     def step(self) -> list[tuple[int, list[Completion]]]:
-        """Let SGLang work until a request has ended, or for a moment; return the requests that have
-        ended.
-        """
+        """Let SGLang work until a request has ended, or for a moment; return the ended ones."""
         self._work()
         ended, self.ended = self.ended, []
         return [(key, self.running.pop(key).completions) for key in ended]
 
     def abort(self, key: int) -> list[Completion]:
-        """End a request; return its completions so far."""
+        """End a request; return the completions so far."""
         running = self.running[key]
         running.aborted = True
         while key not in self.ended:
             for name in running.names:
-                self.shim.abort(name)  # which is ignored until SGLang knows the request
+                self.shim.abort(name)  # SGLang ignores this until it knows the request
             self._work()
         self.ended.remove(key)
         return self.running.pop(key).completions
@@ -74,13 +71,16 @@ class Samples:
     async def _complete(self, batch: list["_Running"]) -> None:
         """Complete requests.
 
-        Every sample is a request of SGLang, sent after one that puts the common prompt into the
-        cache.
+        Every sample is a request of SGLang. It is sent after another one has put the common prompt
+        into the cache.
         """
         shared = [running for running in batch if running.request.sampling.num_draws > 1]
         if shared:
+            # This only computes the prompt. It is not greedy, because beside greedy requests SGLang
+            # sorts the tokens before it draws one.
+            prefill = {"max_new_tokens": 0, "sampling_seed": 0}
             async for place, answer in self._answers(
-                [(running, _prefill_only(), None) for running in shared]
+                [(running, prefill.copy(), None) for running in shared]
             ):
                 shared[place].num_cached = answer["meta_info"]["cached_tokens"]
 
@@ -109,7 +109,7 @@ class Samples:
     ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
         """Yield place and final result of each request that SGLang gets.
 
-        A stop string or an abort ends one early.
+        A stop string or an abort ends a request early.
         """
         names = [uuid.uuid4().hex for _ in entries]
         for name, (running, _, _) in zip(names, entries, strict=True):
@@ -137,7 +137,7 @@ class Samples:
         logprobs = [logprob for logprob, *_ in about.get("output_token_logprobs") or ()]
         tokens = list(answer["output_ids"])[: len(logprobs)]
         ended = "stop" if about["id"] in running.stopped else reason["type"]
-        if ended == ABORTED:  # perhaps after its last token
+        if ended == ABORTED:  # the abort may have come after the last token
             sampling = running.request.sampling
             if tokens and tokens[-1] in self._ends(sampling):
                 ended = "stop"
@@ -169,14 +169,6 @@ class Samples:
         }
 
 
-def _prefill_only() -> dict[str, Any]:
-    """Return the parameters of a request that only computes its prompt.
-
-    It is not greedy: beside greedy requests SGLang sorts the tokens before it draws one.
-    """
-    return {"max_new_tokens": 0, "sampling_seed": 0}
-
-
 def _processor(request: Request) -> str | None:
     return Truncate.to_str() if request.sampling.truncation.active else None
 
@@ -186,18 +178,19 @@ class _Running:
     key: int
     request: Request
     missing: int
-    """Number of samples that run."""
+    """How many samples run."""
     completions: list[Completion] = field(default_factory=list)
     num_cached: int | None = None
-    """Number of tokens of the prompt that were in the cache, if it has several samples."""
+    """How many tokens of the prompt were in the cache, if there are several samples."""
     names: set[str] = field(default_factory=set)
-    """Names of its requests in SGLang that run."""
+    """Names of this request's running requests in SGLang."""
     stopped: set[str] = field(default_factory=set)
-    """Names of those that a stop string ended."""
+    """Names of the ones that a stop string ended."""
     aborted: bool = False
 
     def end(self, samples: list[Completion]) -> None:
         if self.num_cached is not None:
+            # An earlier request computed the prompt for all samples, and it saw the cache.
             samples[0].num_cached_tokens = self.num_cached
         copies = [copy.deepcopy(samples[0]) for _ in range(self.request.sampling.n)]
         self.completions = samples if len(samples) > 1 else copies

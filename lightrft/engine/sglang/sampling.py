@@ -1,6 +1,4 @@
-"""Sampling in SGLang's processes: each sample from its own seed, restricted to a part of the
-vocabulary.
-"""
+"""Sampling in SGLang's processes: by each sample's seed, and from a part of the vocabulary."""
 
 import random
 from collections import defaultdict
@@ -16,8 +14,9 @@ from lightrft.algorithms.truncation import Truncation
 
 
 def with_seeds(make: Callable) -> Callable:
-    """Make SGLang draw each request from its own seed always, and not only if every kernel is
-    deterministic too.
+    """Make SGLang always draw each request from the request's seed.
+
+    Otherwise it does so only if every kernel is deterministic too.
     """
 
     def from_schedule_batch(cls: type, batch: Any, vocab_size: int) -> SamplingBatchInfo:
@@ -30,9 +29,10 @@ def with_seeds(make: Callable) -> Callable:
 
 
 def draw(logprobs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """Return [R, 1] int64 tokens: for each row of logprobs [R, V] the inverse of its cumulative
-    distribution at a point that depends only on the row's seed and position. SGLang's own function
-    needs its kernels.
+    """Draw a token for each row of logprobs [R, V]: [R, 1] int64.
+
+    The token is the inverse of the cumulative distribution, at a point that depends only on the
+    row's seed and position. SGLang has such a function, but it needs SGLang's kernels.
     """
     places = [
         random.Random(f"{of_row} {at}").random()
@@ -40,7 +40,7 @@ def draw(logprobs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     ]
     cumulative = logprobs.double().exp().cumsum(-1)
     total = cumulative[:, -1:]
-    # rounding must not select beyond the last token
+    # Rounding must not select beyond the last token.
     below_total = torch.nextafter(total, torch.zeros_like(total))
 
     return torch.searchsorted(
@@ -51,10 +51,9 @@ def draw(logprobs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
 
 
 class Truncate(CustomLogitProcessor):
-    """Processor that sets the logits of excluded tokens to -inf, before they are divided by the
-    temperature.
+    """Sets the logits of excluded tokens to -inf, before the division by the temperature.
 
-    Log-probs are thereby normalised over the tokens that are sampled; SGLang's own log-probs and
+    Log-probs are thereby normalised over the tokens that can be sampled. SGLang's own log-probs and
     top p cover all tokens.
     """
 
@@ -62,7 +61,7 @@ class Truncate(CustomLogitProcessor):
         self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None
     ) -> Tensor:
         rows_of = defaultdict(list)
-        # all are of one model
+        # All requests are for one model, so they have the same size.
         logits[:, min(parameters["size"] for parameters in custom_param_list) :] = -torch.inf
         for row, parameters in enumerate(custom_param_list):
             rows_of[

@@ -1,6 +1,4 @@
-"""Code for SGLang's scheduler processes, which hold weights and generate: modifications, and
-queries that they answer.
-"""
+"""Code inside SGLang's scheduler processes, where the weights are: changes, and queries."""
 
 import gc
 from collections.abc import Callable, Collection
@@ -27,13 +25,13 @@ CALLED_OTHERWISE = {
     ".attn.qkv.": ".attn.qkv_proj.",
     ".self_attn.out_proj.": ".self_attn.proj.",
 }
-"""Parts of names: published -> in some of SGLang's multimodal models."""
+"""Parts of published names -> the same parts in some of SGLang's multimodal models."""
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """Run a scheduler process of SGLang with the modifications of this module."""
-    # on a CPU dropping a cache collects garbage, which takes half a second if all imported objects
-    # are scanned
+    """Run a scheduler process of SGLang with the changes of this module."""
+    # On a CPU, dropping a cache collects garbage. That takes half a second if all imported objects
+    # are scanned.
     gc.freeze()
     share_gloo_device()
     setattr(Scheduler, answer_question.__name__, answer_question)
@@ -47,8 +45,9 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
 
 def _with_buffers_kept(fill: Callable) -> Callable:
-    """Wrap SGLang's initialisation with random weights so that original buffers are kept, since
-    they are not streamed.
+    """Keep the original buffers when SGLang fills a model with random weights.
+
+    Buffers are not streamed.
     """
 
     def fill_parameters(model: nn.Module) -> None:
@@ -76,8 +75,9 @@ def _fill_with_nan(scheduler: Scheduler) -> None:
 def _weights(
     scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size]
 ) -> FusedWeights:
-    """Locate the weights; layers get tp_rank and tp_size, since from version 0.5.22 on they have
-    only their group.
+    """Locate the weights.
+
+    From version 0.5.22 on layers only have a group, so they get tp_rank and tp_size here.
     """
     model = scheduler.tp_worker.model_runner.model
     layers = dict(model.named_modules(remove_duplicate=False))
@@ -106,7 +106,7 @@ def _place(place: str, layers: Collection[str]) -> str:
 def _unknown_weights(
     scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size]
 ) -> list[str]:
-    """Return the weights that are not found under `places`, name -> engine's name."""
+    """Return the weights that are not found under `places`, published name -> engine's name."""
     return _weights(scheduler, places, shapes).unknown
 
 
@@ -129,7 +129,7 @@ def _engine_fingerprints(
 
 
 def _num_slots(scheduler: Scheduler) -> int:
-    """Return the number of requests that decode at the same time."""
+    """Return how many requests decode at the same time."""
     return scheduler.max_running_requests
 
 
@@ -138,7 +138,7 @@ def _num_cached(scheduler: Scheduler) -> int:
 
 
 def _forget_images(scheduler: Scheduler) -> None:
-    """Drop the image embeddings, which survive a reset of the prefix cache and new weights."""
+    """Drop the image embeddings: they survive a reset of the prefix cache and new weights."""
     mm_schedule.embedding_cache.clear()
 
 
@@ -158,9 +158,7 @@ def _watch(scheduler: Scheduler, num_tokens: int) -> None:
 
 
 def _seen(scheduler: Scheduler) -> dict[str, Tensor]:
-    """End the recording; return Probe.parts() of this rank with the last logits of the first
-    forward pass.
-    """
+    """End the recording; return Probe.parts() of this rank, with the first pass's logits."""
     probe, logits, handles = _watches.pop()
     for handle in handles:
         handle.remove()
@@ -177,4 +175,4 @@ QUESTIONS = {
     "watch": _watch,
     "seen": _seen,
 }
-"""Queries and actions that SGLang's processes run in their own memory, by name."""
+"""Queries and actions, by name, that SGLang's processes run where the memory is."""

@@ -1,4 +1,4 @@
-"""Access to SGLang's internals in this process, which may change between its versions."""
+"""Access to SGLang's internals in this process; they may change between versions."""
 
 import asyncio
 import atexit
@@ -30,44 +30,42 @@ from lightrft.engine.sglang.scheduler import answer_question, run_scheduler
 from lightrft.weight_sync.names import NamedTensor
 
 MOMENT = 0.02
-"""Maximum number of seconds of one step, in which no request may end."""
+"""Longest time of one step; no request may end in it."""
 BETWEEN_LOOKS = 0.001
 """Seconds between looks at SGLang's results."""
 IDLE_SECONDS = 60
-"""Maximum number of seconds that SGLang may take to become idle after its last result."""
+"""How long SGLang may take to become idle after the last result."""
 
 
 class SGLangShim:
-    """SGLang's engine with its processes, and every access to internals that may change between its
-    versions.
-    """
+    """SGLang's engine and processes, and every access to internals that may change."""
 
     def __init__(self, arguments: dict[str, Any]):
         if arguments["device"] != "cpu":
             from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-            # makes device-memory handles identify devices as SGLang's processes do
+            # This makes device-memory handles identify devices as SGLang's processes do.
             monkey_patch_torch_reductions()
-        # it logs our handler as an error
+        # SGLang logs our handler as an error.
         logging.getLogger("sglang.srt.entrypoints.engine").setLevel(logging.CRITICAL)
         with contain_start(arguments["tp_size"]):
             self.engine = _SGLang(**arguments, custom_sigquit_handler=raise_engine_error)
             self.engine.tokenizer_manager.signal_handler_class = NoHandlers
-            # its first call replaces the signal handlers, which contain_start() restores
+            # The first call replaces the signal handlers, and contain_start() restores them.
             self.flush_cache()
             unlink_load_files(self._processes())  # now, so that a killed run leaves none
         self.engine.loop = Loop(self.engine.loop)
         signal.signal(signal.SIGQUIT, self.engine.loop.on_death)
-        # it kills every child of this process, including the trainer's own
+        # SGLang's own shutdown kills every child of this process, including the trainer's.
         atexit.unregister(self.engine.shutdown)
         atexit.register(self.shutdown)
 
     async def generate(
         self, names: list[str], entries: list[tuple[Any, dict[str, Any], str | None]]
     ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-        """Yield place and intermediate or final result of requests, which one message starts.
+        """Start requests with one message; yield place and intermediate or final result of each.
 
-        `entries` has for each an object with the request, its parameters and its processor.
+        An entry of `entries` is an object with the request, then parameters and processor.
         """
         requests: list[Request] = [running.request for running, _, _ in entries]
         images = [
@@ -87,13 +85,11 @@ class SGLangShim:
             yield answer["index"], answer
 
     def begin(self, coroutine: Coroutine) -> asyncio.Task:
-        """Return a task of SGLang's event loop, which runs in work_until() only."""
+        """Return a task of SGLang's event loop; it runs in work_until() only."""
         return self.engine.loop.task(coroutine)
 
     def work_until(self, reached: Callable[[], bool], tasks: set[asyncio.Task]) -> None:
-        """Run the event loop until a condition is reached or a task has ended, for at most MOMENT
-        seconds.
-        """
+        """Run the event loop until a condition holds or a task ends, for at most MOMENT seconds."""
 
         async def wait() -> None:
             end = time.monotonic() + MOMENT
@@ -105,7 +101,7 @@ class SGLangShim:
         self.engine.loop.run_until_complete(wait())
 
     def abort(self, name: str) -> None:
-        """Abort the request of this name; its final result follows."""
+        """Abort the request of this name; the final result follows."""
         self.engine.tokenizer_manager.abort_request(rid=name)
 
     def begin_weight_update(self) -> None:
@@ -123,9 +119,7 @@ class SGLangShim:
         )
 
     def flush_cache(self) -> None:
-        """Drop the cache, retrying until the scheduler is idle, which it becomes shortly after its
-        last result.
-        """
+        """Drop the cache, retrying until the scheduler is idle, shortly after the last result."""
         deadline = time.monotonic() + IDLE_SECONDS
         while not self.engine.flush_cache().success:
             if time.monotonic() > deadline:
@@ -146,18 +140,14 @@ class SGLangShim:
         self.engine.resume_memory_occupation(tags=tags)
 
     def destroy_weights(self) -> None:
-        """Fill the weights with NaN, as a substitute for sleep level 2 on a CPU, where SGLang
-        releases nothing.
-        """
+        """Fill the weights with NaN: on a CPU SGLang releases nothing at sleep level 2."""
         self.ask("fill_with_nan")
 
     def ask(self, question: str, **arguments: Any) -> list[Any]:
-        """Return the results of one of QUESTIONS from SGLang's processes, by tensor-parallel
-        rank.
-        """
+        """Ask SGLang's processes one of QUESTIONS; return the results by tensor-parallel rank."""
         with tempfile.TemporaryDirectory() as folder:
             torch.save((question, arguments), Path(folder, "question"))
-            # it transfers plain values only, and no results
+            # collective_rpc() transfers plain values only, and no results.
             self.engine.collective_rpc(answer_question.__name__, folder=folder)
             return [
                 torch.load(Path(folder, str(rank)))
@@ -180,9 +170,7 @@ class SGLangShim:
 
     @staticmethod
     def payload(bucket: list[NamedTensor]) -> tuple[Any, str]:
-        """Return an object that must be kept until the update is done, because the payload refers
-        to it, and the payload.
-        """
+        """Return an object to keep until the update is done, and the payload that refers to it."""
         flat = FlattenedTensorBucket(
             named_tensors=[(name, tensor.detach()) for name, tensor in bucket]
         )
@@ -200,9 +188,7 @@ class _SGLang(SGLang):
 
 
 def _checked(answer: tuple[bool, str]) -> None:
-    """Raise EngineError for a refused update, for which SGLang raises no error and keeps the old
-    weights.
-    """
+    """Raise EngineError for a refused update; SGLang raises no error and keeps the old weights."""
     success, message = answer
     if not success:
         raise EngineError(f"SGLang reported an error: {message}")

@@ -1,4 +1,4 @@
-"""SGLang's parsers of tool calls, for models that write calls in a format of their own."""
+"""SGLang's parsers of tool calls, for models with a special format for calls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 def tool_parser(
     name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]]
 ) -> Callable[[str], tuple[str, list[tuple[str, str]]]]:
-    """Return a function from the text of a turn, with its special tokens, to its text without
-    calls, and the name and the JSON arguments of each call.
+    """Return a function that splits a turn into text and calls (name, JSON arguments).
 
-    Raises ValueError for an unknown name, or a parser that does not fit the tokenizer.
+    It reads the turn's text with special tokens. Raises ValueError for an unknown name, or a parser
+    that does not fit the tokenizer.
     """
     names = sorted(FunctionCallParser.ToolCallParserEnum)
     if name not in names:
@@ -22,7 +22,7 @@ def tool_parser(
     tools = [Tool(**schema) for schema in schemas]
     try:
         FunctionCallParser(tools, name, tokenizer)
-    except Exception as error:  # of many classes, one for each parser
+    except Exception as error:  # each parser has another class of errors
         raise ValueError(
             f"--tool_parser {name} does not fit the tokenizer: {type(error).__name__}: {error}"
         ) from error

@@ -1,8 +1,7 @@
-"""vLLM inside this process: one engine per rank, or one per `engine_tp_size` consecutive ranks,
-next to the trainer.
+"""vLLM inside this process, next to the trainer: one engine per `engine_tp_size` ranks.
 
-adapter.py implements the engine's interface, arguments.py the arguments of its start, shim.py every
-access to vLLM beyond its documented offline interface, layers.py replacements for vLLM's model
+adapter.py implements the interface of engines, arguments.py has the arguments of the start, shim.py
+every access to vLLM beyond the documented offline interface, and layers.py replaces vLLM's model
 loader and layers. On CPUs, cpu_sampler.py samples, and shared_prompts.py shares all of a prompt.
 With --speculative, text_drafter.py drafts, verification.py verifies, and speculation.py decides
 when.
@@ -19,36 +18,34 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several ranks share the cores
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    # it samples no request with a seed, but would be looked for, compiled and warned of
+    # It samples no request with a seed, but vLLM would look for it, compile it and warn of it.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    # attention of float32 models; Triton would round factors to 10 bits (TensorFloat32)
+    # Attention of float32 models; Triton would round factors to 10 bits (TensorFloat32).
     "TRITON_F32_DEFAULT": "ieee",
     "DO_NOT_TRACK": "1",
 }
-"""Default environment variables, which vLLM reads at its import; values that the user has set are
-kept."""
+"""Defaults of environment variables that vLLM reads at import. What the user has set is kept."""
 EXPECTED = {
     "vllm.engine.arg_utils": (
         "The global random seed is set to",  # the process's generators are restored
-        # see arguments.py; vLLM's scheduler supports it
+        # See arguments.py; vLLM's scheduler supports it.
         "This model does not officially support disabling chunked prefill",
     ),
-    # see text_drafter.py
+    # See text_drafter.py.
     "vllm.config.speculative": ("Using a custom class-based proposer backend",),
     "vllm.config.vllm": (
         "Async scheduling not supported with custom_class",
         "max_num_scheduled_tokens is set to",
         "Model Runner V2 does not yet support speculative method 'custom_class'",
     ),
-    # banned tokens are bad words then
+    # Banned tokens are bad words then.
     "vllm.v1.sample.logits_processor": ("min_p and logit_bias parameters won't work",),
-    # once for each kernel
+    # It comes once for each kernel.
     "vllm.utils.jit_monitor": ("Triton kernel JIT compilation during inference",),
-    # it receives token ids and end tokens
+    # The renderer receives token ids and end tokens.
     "vllm.renderers.base": ("Using None for EOS token id", "Chat template warmup failed"),
 }
-"""Logger -> prefixes of its warnings about choices made here, which are suppressed; other warnings
-are shown."""
+"""Logger -> prefixes of warnings about choices made here. These are suppressed, others shown."""
 EXPECTED_ON_CPU = {
     "vllm.config.vllm": (
         *EXPECTED["vllm.config.vllm"],
@@ -72,7 +69,7 @@ def _without(beginnings: tuple[str, ...]) -> Callable[[logging.LogRecord], bool]
 
 
 if "VLLM_LOGGING_LEVEL" not in os.environ:
-    # during its import; the engine sets the level at its start
+    # This is for the import; the engine sets the level at its start.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     for name, beginnings in (
         EXPECTED if torch.accelerator.is_available() else EXPECTED | EXPECTED_ON_CPU

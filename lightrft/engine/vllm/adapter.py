@@ -37,20 +37,18 @@ from lightrft.weight_sync.names import DRAFT, NamedTensor
 from lightrft.weight_sync.verify import Fingerprints
 
 OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
-"""Model families whose positions of text after a video longer than it is wide differ from
-transformers'."""
+"""Families whose positions of text differ from transformers', after a video that is longer than it
+is wide."""
 CAUSAL_ON_CPU = ("gemma3",)
-"""Model families whose image tokens attend to each other in both directions, except in vLLM on a
-CPU."""
+"""Families whose image tokens attend in both directions, except in vLLM on a CPU."""
 
 
 class VLLMEngine(LibraryEngine):
-    """vLLM engine that submits each sample as a separate request with its own seed, in both of
-    vLLM's model runners.
+    """vLLM engine that submits each sample as a request with a seed, in both model runners.
 
     For requests without a seed, runner V2 would draw from numpy's global generator and V1 from
-    torch's. Samples are reproducible for equal seeds, independent of batching, up to the rounding
-    of kernels that depends on the batch or on cached prefixes.
+    torch's. Samples are reproducible for equal seeds, whatever the batch, up to rounding in kernels
+    that depends on the batch or on cached prefixes.
     """
 
     def __init__(self, setup: EngineSetup):
@@ -60,7 +58,7 @@ class VLLMEngine(LibraryEngine):
         if isinstance(config, OmniThinkerConfig) and whole_config(setup.model_path) is None:
             raise ValueError(
                 "the folder has the thinker of a Qwen2.5-Omni alone, and vLLM reads whole folders"
-                " only: use the whole folder, of which the thinker alone is loaded, or"
+                " only: use the whole folder (only the thinker of it is loaded), or"
                 " --engine_type hf"
             )
 
@@ -85,7 +83,7 @@ class VLLMEngine(LibraryEngine):
             if self.on_cpu and config.model_type in CAUSAL_ON_CPU:
                 self.limits.pop("images", None)
             self._shim = VLLMShim(self._llm, self.names, self.draft_names)
-            # Of hundreds of banned ids, vLLM would build a list for each request in each step.
+            # With hundreds of banned ids, vLLM would build a list for each request in each step.
             self._num_ids, _ = Truncation(banned=self.vocabulary.unknown_token_ids).cut(
                 self.vocabulary.size
             )
@@ -95,10 +93,10 @@ class VLLMEngine(LibraryEngine):
                 use_fast_sampling(self._shim.sampler)
             self._shares_last_blocks = self.on_cpu and share_last_blocks(self._shim.cache)
             self._held: list[tuple[str, TokensInput | MultiModalInput, SamplingParams]] = []
-            """Samples that wait for one step, until the first samples of their requests have
-            computed the prompts."""
+            """Samples to submit after one step, when the first sample of each request has computed
+            the prompt."""
             self._outputs: dict[int, dict[int, RequestOutput]] = {}
-            """Key of a request that runs -> outputs of its samples that have ended."""
+            """Key of a request that runs -> outputs of the samples that have ended."""
             self._samplings: dict[int, Sampling] = {}
 
             speculates = setup.section.speculative != "none"
@@ -127,7 +125,7 @@ class VLLMEngine(LibraryEngine):
     def _add(self, key: int, request: Request) -> None:
         """Submit a request for each sample.
 
-        The first computes the prompt, and the others find it in the cache.
+        The first one computes the prompt, and the others find it in the cache.
         """
         if request.sampling.stop:
             self._shim.decode_with(self.vocabulary.tokenizer)
@@ -155,6 +153,7 @@ class VLLMEngine(LibraryEngine):
         self._submit_held()
         if self._speculation:
             self._speculation.count_step()
+        # vLLM reports single samples; a request is complete with the last of them.
         for output in outputs:
             key, sample = map(int, output.request_id.split("/"))
             self._take(key, sample, output)
@@ -188,7 +187,8 @@ class VLLMEngine(LibraryEngine):
             temperature=min(sampling.temperature, 1.0),
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            # the end token that vLLM knows for some models; all end tokens are in stop_token_ids
+            # This is about the end token that vLLM knows for some models. All end tokens are in
+            # stop_token_ids.
             ignore_eos=True,
             stop_token_ids=sorted(self.vocabulary.end_token_ids | set(sampling.stop_token_ids)),
             stop=list(sampling.stop),
@@ -201,12 +201,12 @@ class VLLMEngine(LibraryEngine):
             skip_clone=True,  # a clone would be checked again
         )
 
-        if self._speculation:  # with drafts vLLM supports no biases
+        if self._speculation:  # vLLM supports no biases together with drafts
             parameters._bad_words_token_ids = [[token] for token in banned]
         else:
             parameters.logit_bias = dict.fromkeys(banned, -math.inf) or None
 
-        # vLLM's check allows at most 2, but any value works
+        # vLLM's check allows at most 2, but any value works.
         parameters.temperature = sampling.temperature
         return parameters
 
@@ -226,6 +226,7 @@ class VLLMEngine(LibraryEngine):
                 )
             )
 
+        # A greedy response is computed once, whatever the number of samples.
         return (
             completions
             if len(completions) == sampling.n
@@ -235,7 +236,7 @@ class VLLMEngine(LibraryEngine):
     def _stance(self) -> AbstractContextManager:
         """Return a context that disables compilation on a CPU.
 
-        Compiling functions of vLLM, such as the routing of some mixtures, takes seconds there, and
+        Compiling functions of vLLM, such as the routing of some mixtures, takes seconds there and
         needs a C++ compiler.
         """
         return torch.compiler.set_stance("force_eager") if self.on_cpu else nullcontext()
@@ -243,6 +244,7 @@ class VLLMEngine(LibraryEngine):
     def _load_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         failures: list[Exception] = []
         with self._fatal("load_weights"), torch.no_grad():
+            # One stream brings the weights of both models; a prefix marks the draft's.
             try:
                 for is_draft, part in groupby(
                     _until_failure(named_tensors, failures),
@@ -312,9 +314,7 @@ class VLLMEngine(LibraryEngine):
 
 
 def _drafts_of(output: RequestOutput) -> Drafts:
-    """Return the drafts that were verified for a sample, without the steps for which there was
-    none.
-    """
+    """Return the drafts that were verified for a sample; steps without a draft do not count."""
     metrics = output.outputs[0].spec_decode_metrics
     if metrics is None:
         return Drafts()
@@ -328,8 +328,9 @@ def _drafts_of(output: RequestOutput) -> Drafts:
 def _until_failure(
     named_tensors: Iterator[NamedTensor], failures: list[Exception]
 ) -> Iterator[NamedTensor]:
-    """Yield the stream, and end it at an exception, so that vLLM finishes its reload in order and
-    can load the next stream.
+    """Yield the stream, and end it at an exception.
+
+    vLLM then finishes the reload in order and can load the next stream.
     """
     try:
         yield from named_tensors
@@ -339,9 +340,7 @@ def _until_failure(
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Restore the states of the caller's generators (torch on host and device, numpy, random)
-    afterwards.
-    """
+    """Restore the caller's generators afterwards: torch on host and device, numpy, random."""
     python = random.getstate()
     numpy = np.random.get_state()
     try:
@@ -353,8 +352,9 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 
 def torch_state_kept(device: torch.device) -> AbstractContextManager:
-    """Restore torch's generators afterwards: vLLM's V1 sampler draws from them, even for requests
-    that have a seed.
+    """Restore torch's generators afterwards.
+
+    vLLM's V1 sampler draws from them even for requests that have a seed.
     """
     devices = [] if device.type == "cpu" else [device]
     return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")

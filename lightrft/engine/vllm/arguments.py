@@ -1,4 +1,4 @@
-"""Arguments with which vLLM's engine is started."""
+"""The arguments that vLLM's engine starts with."""
 
 from transformers import PretrainedConfig
 
@@ -16,22 +16,22 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
     on_cpu = setup.device.type == "cpu"
     cache = {
         "kv_cache_memory_bytes": int(section.engine_kv_cache_gb * 2**30),
-        # A CPU with AVX512-BF16 has no state cache but float32 for Mamba layers, and otherwise
-        # warns of it for every model.
+        # On a CPU with AVX512-BF16, Mamba layers can only have a float32 state cache, and vLLM
+        # would warn of that for every model.
         "mamba_ssm_cache_dtype": "float32",
-        # Samples of a group share whole blocks of their prompt. 32 tokens are the least of vLLM's
-        # kernel; its default is 128.
+        # Samples of a group share whole blocks of the prompt. 32 tokens are the least that vLLM's
+        # kernel allows; the default is 128.
         "block_size": 32,
     }
     memory = cache if on_cpu else {}
-    # For a prompt in two chunks V1 draws a token after the first and reverts the draw, which a
-    # seeded CPU generator cannot.
+    # For a prompt in two chunks, V1 draws a token after the first and reverts the draw. A seeded
+    # CPU generator cannot do that.
     prefill = {"enable_chunked_prefill": False} if on_cpu else {}
-    # MLA's CPU kernel mistakes heads for tokens
+    # MLA's CPU kernel mistakes heads for tokens.
     latent = on_cpu and getattr(config.get_text_config(), "kv_lora_rank", None)
     kernels = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}} if latent else {}
-    # vLLM reads in the text part whether a thinker's head is its embedding, and transformers in the
-    # thinker.
+    # Whether a thinker's head is the embedding is read from the text part by vLLM, but from the
+    # thinker by transformers.
     tied = {"text_config": {"tie_word_embeddings": config.tie_word_embeddings}}
     head = (
         {"hf_overrides": {"thinker_config": tied}} if isinstance(config, OmniThinkerConfig) else {}
@@ -40,7 +40,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
     media = {
         "limit_mm_per_prompt": {medium: limits.get(name, 0) for name, medium in MEDIA.items()},
         "mm_processor_cache_gb": 0,  # the cache would only hold images of the last step
-        # its constants are stored in the model and are not streamed
+        # The constants of this are stored in the model and are not streamed.
         "mm_device_do_normalize": False,
     }
     return (
@@ -65,7 +65,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
             "enable_prefix_caching": True,
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature
             "generation_config": "vllm",  # ignore the sampling defaults of the model's folder
-            # input and output are token ids, but media processors need one
+            # Input and output are token ids, but media processors need a tokenizer.
             "skip_tokenizer_init": not limits,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
@@ -88,8 +88,8 @@ def _speculation(setup: EngineSetup) -> dict:
 
     method = kinds[section.speculative]
     if section.speculative not in TEXT:
-        # In runner V2, CUDA graphs are captured for each number of drafted tokens in this schedule,
-        # which is replaced later.
+        # In runner V2, CUDA graphs are captured for each number of drafted tokens in this schedule.
+        # It is replaced later.
         method["num_speculative_tokens_per_batch_size"] = [
             (1, 1, section.num_draft_tokens),
             (2, 2, 0),

@@ -1,6 +1,4 @@
-"""Sampling of vLLM's model runner V1 on CPUs, with noise for blocks of the vocabulary and for the
-tokens of one block.
-"""
+"""Sample in vLLM's model runner V1 on CPUs, with noise for blocks of tokens, then for one block."""
 
 from weakref import WeakKeyDictionary
 
@@ -12,24 +10,24 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 SEEDS = 2**53
-"""Number of seeds of noise."""
+"""How many seeds of noise there are."""
 AHEAD = 32
-"""Number of tokens whose seeds are drawn from a generator together."""
+"""Tokens whose seeds are drawn from a generator together."""
 BLOCK = 256
-"""Number of tokens in a block."""
+"""Tokens in a block."""
 
 _drawn: WeakKeyDictionary[torch.Generator, list[list[int]]] = WeakKeyDictionary()
-"""Seeds that have been drawn from the generator of a request and are not used yet, two for each
-token, the next token's last."""
+"""Seeds drawn from a request's generator and not used yet: two for each token, the next token's
+last."""
 
 
 def use_fast_sampling(sampler: Sampler) -> None:
     """Replace the parts of a sampler that vLLM 0.32 computes slowly on a CPU.
 
-    vLLM draws noise for the whole vocabulary for each token. It also compares the log-probs of the
-    vocabulary with that of the sampled token to find its rank, which no one reads, by a function
-    that needs a C++ compiler. The parts here pass probabilities to each other instead of log-probs,
-    and compute the logarithm for sampled tokens only.
+    vLLM draws noise for the whole vocabulary for each token. It also looks for the rank of the
+    sampled token, by comparing the log-probs of the whole vocabulary in a function that needs a C++
+    compiler; nobody reads the rank. The parts here pass probabilities to each other instead of
+    log-probs, and compute the logarithm for sampled tokens only.
     """
     if sampler.topk_topp_sampler.forward == sampler.topk_topp_sampler.forward_cpu:
         sampler.topk_topp_sampler.forward = _FastSampling()
@@ -38,7 +36,7 @@ def use_fast_sampling(sampler: Sampler) -> None:
 
 
 def copy_of(generator: torch.Generator) -> torch.Generator:
-    """Return a generator whose next numbers are those of `generator`."""
+    """Return a generator whose next numbers are the same as those `generator` will draw."""
     copy = generator.clone_state()
     if drawn := _drawn.get(generator):
         _drawn[copy] = drawn.copy()
@@ -46,13 +44,12 @@ def copy_of(generator: torch.Generator) -> torch.Generator:
 
 
 def draw(probabilities: Tensor, seeds: Tensor) -> Tensor:
-    """Return tokens [R] drawn from `probabilities` [R, V] with `seeds` [2, R]: first a block, then
-    one of its tokens.
+    """Draw tokens [R] from `probabilities` [R, V] with `seeds` [2, R]: a block, then a token in it.
 
-    Noise takes several times as long as a softmax, and here it is for V / BLOCK + BLOCK places of a
-    row instead of V. Rows with the same seeds and similar probabilities mostly draw the same token,
-    and drafts depend on that. One number and running sums would not do: a difference at one token
-    moves the numbers of all later ones.
+    Noise takes several times as long as a softmax. Here a row needs it for V / BLOCK + BLOCK places
+    instead of V. Rows with the same seeds and similar probabilities mostly draw the same token, and
+    drafts depend on that. One number and running sums would not do: a difference at one token moves
+    the numbers of all later ones.
     """
     num_tokens = probabilities.shape[1]
     if num_tokens <= BLOCK:
@@ -67,9 +64,7 @@ def draw(probabilities: Tensor, seeds: Tensor) -> Tensor:
 
 
 def _draw(weights: Tensor, seeds: Tensor) -> Tensor:
-    """Return places [R], drawn with probabilities in proportion to weights [R, N] (the Gumbel-max
-    trick).
-    """
+    """Draw places [R] in proportion to weights [R, N], by the Gumbel-max trick."""
     return torch.ops._C.fused_gumbel_argmax(weights.log(), seeds)
 
 
@@ -89,11 +84,10 @@ class _FastSampling:
         k: Tensor | None,
         p: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the sampled tokens [R] of logits [R, V] at the temperature, and the probabilities
-        [R, V] of all tokens.
+        """Sample tokens [R] of logits [R, V] at the temperature; return also all probabilities.
 
-        The probabilities replace the logits: new memory would take several times as long. Rows
-        without a generator are greedy: vLLM does not use their tokens.
+        The probabilities [R, V] replace the logits: new memory would take several times as long.
+        Rows without a generator are greedy, and vLLM does not use their tokens.
         """
         logits = apply_top_k_top_p(logits, k, p).float()
         probabilities = torch.softmax(logits, -1, out=logits)
@@ -119,9 +113,7 @@ class _FastSampling:
 def _gather_logprobs(
     probabilities: Tensor, num_logprobs: int, token_ids: Tensor
 ) -> LogprobsTensors:
-    """Return the log-probs of sampled tokens [R], from probabilities of the vocabulary [R, V], with
-    rank 0 for each.
-    """
+    """Return the log-probs of sampled tokens [R], given probabilities [R, V]; all get rank 0."""
     if num_logprobs:
         return Sampler.gather_logprobs(probabilities.log(), num_logprobs, token_ids)
     ranks = torch.zeros(len(token_ids), dtype=torch.int64)

@@ -1,6 +1,4 @@
-"""Replacements for a model loader and a layer of vLLM, which the import of this module
-registers.
-"""
+"""Replace a model loader and a layer of vLLM; importing this module registers them."""
 
 import torch
 from vllm.config import LoadConfig, ModelConfig
@@ -12,10 +10,10 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 @register_model_loader("dummy")
 class _NoWeights(DummyModelLoader):
-    """Dummy loader for engines that await a stream: vLLM's random weights, but original buffers,
-    since they are not streamed.
+    """Dummy loader for engines that await a stream: random weights, but original buffers.
 
-    Models that draft start with the weights of their folder: those of most are never streamed.
+    Buffers are not streamed. Models that draft start with the weights of the folder, because most
+    models never get others.
     """
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
@@ -30,11 +28,10 @@ class _NoWeights(DummyModelLoader):
 
 @RMSNorm.register_oot(name="RMSNorm")
 class _HostRMSNorm(RMSNorm):
-    """RMSNorm with vLLM's CPU kernel, which vLLM does not select by default: 5 to 10 times as fast
-    as separate torch operations.
+    """RMSNorm with vLLM's CPU kernel, 5 to 10 times as fast as separate torch operations.
 
-    Its vectors have up to 16 elements. It is used in float32 only: in bfloat16 its rounding differs
-    from transformers'.
+    vLLM does not select the kernel by default. Its vectors have up to 16 elements. It is used in
+    float32 only, because in bfloat16 the rounding differs from transformers'.
     """
 
     def forward_cpu(

@@ -1,9 +1,9 @@
-"""The last block of a prompt, computed once for all samples of a request.
+"""Compute the last block of a prompt once for all samples of a request.
 
 vLLM shares whole blocks of the cache. It can also give a request a copy of a block that is shared
 in part, but it looks for such blocks only in models with recurrent states. Here the first sample of
-a request is computed one step before the others. These get a copy of the block that the prompt ends
-in, and compute only the prompt's last token.
+a request is computed one step before the others. The others get a copy of the block where the
+prompt ends, and compute only the prompt's last token.
 """
 
 from weakref import WeakValueDictionary
@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 
 def share_last_blocks(cache: KVCacheManager) -> bool:
-    """Let samples find the last block of their prompt too.
+    """Let samples find the last block of the prompt too.
 
     Return False if the model has other layers than full attention.
     """
@@ -26,7 +26,7 @@ def share_last_blocks(cache: KVCacheManager) -> bool:
     firsts: WeakValueDictionary[str, Request] = WeakValueDictionary()
 
     def computed_blocks(request: Request) -> tuple[KVCacheBlocks, int, int]:
-        """Return blocks that the request starts with and the number of computed tokens in them.
+        """Return blocks that the request starts with, and how many tokens in them are computed.
 
         The last number is 0 here.
         """

@@ -1,4 +1,4 @@
-"""Access to vLLM's internals in this process, which may change between its versions."""
+"""Access to vLLM's internals in this process; they may change between versions."""
 
 import atexit
 import gc
@@ -41,29 +41,27 @@ from lightrft.weight_sync.fused_layout import PARTS, CopyTarget, FusedWeights, e
 from lightrft.weight_sync.names import NamedTensor, PublishedNames
 
 PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
-"""Weight methods of vLLM that leave weights as they were loaded, except for kernels that are
-handled here."""
+"""Weight methods of vLLM that leave weights as loaded, except for kernels that are handled here."""
 
 
 class VLLMShim:
-    """Every access to vLLM beyond its documented offline interface; check this class for each new
-    version.
-    """
+    """Every access to vLLM beyond the documented offline interface; check it for each version."""
 
     def __init__(self, llm: LLM, names: PublishedNames, draft_names: PublishedNames | None):
-        """Detach vLLM's finalizer, which would destroy the trainer's process group when its client
-        is collected or at exit.
+        """Detach vLLM's finalizer.
+
+        It would destroy the trainer's process group when vLLM's client is collected, or at exit.
         """
         self.llm = llm
         llm.llm_engine.engine_core._finalizer.detach()
-        # vLLM froze all objects; unfrozen ones are collected in order, without warnings
+        # vLLM froze all objects; unfrozen ones are collected in order, without warnings.
         atexit.register(gc.unfreeze)
         (self.model,) = llm.apply_model(lambda model: model)
         (self.draft_model,) = llm.collective_rpc("get_draft_model")
         """Model that drafts, or None."""
         self.draft_names = draft_names
-        """Names of its weights in a stream. None: none brings them, except for embeddings and an
-        output layer that both share."""
+        """Names of the draft model's weights in a stream. None: streams bring none of them, except
+        for embeddings and an output layer that both models share."""
         self._draft_weights: dict[str, torch.Tensor] = {}
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         parts = PARTS | getattr(self.model, "packed_modules_mapping", {})
@@ -87,7 +85,7 @@ class VLLMShim:
     def limit_vocabulary(self, size: int) -> None:
         """Give all ids from `size` on the logit -inf, so that none of them is sampled.
 
-        The logits keep their width: vLLM takes it for the top k of requests without one.
+        The logits keep the full width, because vLLM takes it for the top k of requests without one.
         """
 
         def limit(_: torch.nn.Module, __: Any, logits: torch.Tensor | None) -> None:
@@ -100,14 +98,13 @@ class VLLMShim:
                     layer.register_forward_hook(limit)
 
     def reload_weights(self, named_tensors: Iterator[NamedTensor], *, direct: bool) -> None:
-        """Load full tensors under transformers' names; vLLM slices, fuses and repacks them layer by
-        layer.
+        """Load full tensors under transformers' names; vLLM slices, fuses and repacks by layer.
 
-        With `direct`, tensors that vLLM would only slice and copy are copied directly to their
-        locations: vLLM buffers, counts and wraps each tensor, which takes longer than copying a
-        small one. Its reload restores the memory of layers that it loads nothing into.
+        With `direct`, tensors that vLLM would only slice and copy are copied directly to where they
+        belong. vLLM buffers, counts and wraps each tensor, and for a small one that takes longer
+        than the copy. The reload restores the memory of layers that it loads nothing into.
 
-        The stream must reach its end: an exception before leaves half of the layers without
+        The stream must be complete: an exception on the way leaves half of the layers without
         storage.
         """
         targets = self.weights.copy_targets() if direct else {}
@@ -121,9 +118,7 @@ class VLLMShim:
         _renew_tied_layers(self.model)
 
     def reload_draft_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
-        """Load full tensors of the model that drafts under transformers' names, as reload_weights()
-        does for the other model.
-        """
+        """Load full tensors of the draft model under transformers' names; see reload_weights()."""
         config = self.llm.llm_engine.vllm_config
         with set_current_vllm_config(config), _missing_by_intent():
             initialize_layerwise_reload(self.draft_model)
@@ -153,7 +148,7 @@ class VLLMShim:
         return self.llm.llm_engine.step()
 
     def abort(self, name: str) -> RequestOutput:
-        """End a submitted request; return what it has generated, which vLLM itself drops."""
+        """End a submitted request; return what it has generated. vLLM itself would drop that."""
         engine = self.llm.llm_engine
         (internal,) = engine.output_processor.external_req_ids[name]
         output = engine.output_processor.request_states[internal].make_request_output(
@@ -163,14 +158,14 @@ class VLLMShim:
         return output
 
     def decode_with(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Set the tokenizer. The engine starts without one, as only stop strings need it."""
+        """Set the tokenizer. The engine starts without one, because only stop strings need it."""
         self.llm.llm_engine.output_processor.tokenizer = tokenizer
 
     def reset_caches(self) -> None:
         if not self.llm.reset_prefix_cache():
             raise EngineError("vLLM did not clear its prefix cache: requests are still in it")
         self.llm.reset_mm_cache()
-        # the scheduler's; reload_weights clears only the runner's
+        # This one belongs to the scheduler; reload_weights clears only the runner's.
         self.llm.llm_engine.reset_encoder_cache()
 
     @property
@@ -186,18 +181,15 @@ class VLLMShim:
         return len(self.cache.block_pool.cached_block_hash_to_block)
 
     def destroy_weights(self) -> None:
-        """Fill the weights with NaN, as a substitute for sleep level 2 where vLLM does not support
-        it.
-        """
+        """Fill the weights with NaN where vLLM does not support sleep level 2."""
         _fill_with_nan(self.model)
         if self.draft_model is not None:
             _fill_with_nan(self.draft_model)
 
     def keep_draft_weights(self) -> None:
-        """Copy the draft model's own weights to host memory, before a sleep that drops all weights,
-        unless streams bring them.
+        """Copy the draft model's own weights to host memory, before a sleep that drops all weights.
 
-        Weights that no stream brings never change.
+        Nothing is copied if streams bring them. Weights that no stream brings never change.
         """
         if not self._draft_weights and self.draft_names is None:
             self._draft_weights = {
@@ -217,11 +209,11 @@ class VLLMShim:
         return {name: weight for name, weight in named if id(weight) not in streamed}
 
     def shutdown(self) -> None:
-        """Shut down vLLM's workers and their process groups only.
+        """Shut down vLLM's workers and vLLM's process groups, but no others.
 
-        The models are released first: vLLM frees the memory pools of their weights and of the cache
-        here, and can start again in this process only if nothing is left in them. Its records of
-        reloaded layers refer to the layers, and would keep them.
+        The models are released first. vLLM frees the memory pools of weights and cache here, and it
+        can start again in this process only if nothing is left in them. The records of reloaded
+        layers would keep the layers.
         """
         _forget_reloads(self.model)
         if self.draft_model is not None:
@@ -234,11 +226,11 @@ class VLLMShim:
     @staticmethod
     @contextmanager
     def rank_in_environment() -> Iterator[None]:
-        """Set RANK and LOCAL_RANK while an engine starts, which reads them, also in a process
-        without a launcher.
+        """Set RANK and LOCAL_RANK while an engine starts, even in a process without a launcher.
 
-        Afterwards all variables are as before. On a CPU vLLM overwrites LOCAL_WORLD_SIZE, and sets
-        VLLM_DIST_IDENT: a second engine in the same process would warn that it does not know it.
+        The engine reads them. Afterwards all variables are as before. On a CPU vLLM overwrites
+        LOCAL_WORLD_SIZE and sets VLLM_DIST_IDENT: a second engine in the same process would warn
+        that it does not know it.
         """
         before = {
             name: os.environ.get(name)
@@ -256,12 +248,11 @@ class VLLMShim:
     @staticmethod
     @contextmanager
     def own_shared_memory(axis: Axis) -> Iterator[None]:
-        """Use a unique name, while an engine starts on CPUs, for the shared memory through which
-        its ranks exchange tensors.
+        """Give the shared memory of an engine's ranks a unique name, while it starts on CPUs.
 
-        vLLM's name is the same for every engine on the machine, so that two runs collide, and the
-        remains of a killed run block the next one. The name is unlinked as soon as all ranks have
-        mapped the memory, so that nothing can be left behind.
+        The ranks exchange tensors there. vLLM uses the same name for every engine on the machine,
+        so two runs collide, and the remains of a killed run block the next one. The name is
+        unlinked as soon as all ranks have mapped the memory, so nothing can be left behind.
         """
         from vllm.distributed.device_communicators.cpu_communicator import (
             _CPUSHMDistributed as SharedMemory,
@@ -304,11 +295,10 @@ def _without_copied(
 
 @contextmanager
 def _missing_by_intent() -> Iterator[None]:
-    """Suppress the warnings of vLLM's reload about layers that it loads nothing into; the stream is
-    checked elsewhere.
+    """Suppress warnings of vLLM's reload about layers that it loads nothing into.
 
-    Tied output layers, layers without weights, and those whose tensors are copied directly get
-    nothing.
+    The stream is checked elsewhere. Tied output layers, layers without weights, and layers whose
+    tensors are copied directly get nothing.
     """
 
     def shown(record: logging.LogRecord) -> bool:
@@ -331,8 +321,9 @@ def _missing_by_intent() -> Iterator[None]:
 
 
 def _keeps(layer: torch.nn.Module, attribute: str) -> bool:
-    """Return True if a parameter still has its original layout and vLLM's postprocessing keeps it,
-    or packs known experts.
+    """Return True if vLLM's postprocessing left a parameter in the original layout.
+
+    Experts count too if they are packed in a known way.
     """
     if (
         type(getattr(layer, "quant_method", None)).__name__ not in PLAIN
@@ -347,15 +338,17 @@ def _keeps(layer: torch.nn.Module, attribute: str) -> bool:
 
 
 def _packs(layer: torch.nn.Module) -> bool:
-    """Return True if the layer multiplies with a packed copy of its weight, as on CPUs; mostly it
-    keeps only that copy.
+    """Return True if the layer multiplies with a packed copy of the weight, as on CPUs.
+
+    It mostly keeps only that copy.
     """
     return "cpu_linear" in vars(layer)
 
 
 def _renew_tied_layers(model: torch.nn.Module) -> None:
-    """Give tied output layers the packed copy of the layer that loads the weight; a reload packs it
-    for that layer only.
+    """Give tied output layers the packed copy of the layer that loads the weight.
+
+    A reload packs the weight for that layer only.
     """
     first: dict[int, torch.nn.Module] = {}
     for layer in model.modules():
@@ -369,8 +362,9 @@ def _renew_tied_layers(model: torch.nn.Module) -> None:
 
 
 def _forget_world() -> None:
-    """Destroy vLLM's groups of all ranks, but not the trainer's: the next engine of this process
-    makes its own.
+    """Destroy vLLM's groups of all ranks, but not the trainer's.
+
+    The next engine in this process makes new ones.
     """
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()

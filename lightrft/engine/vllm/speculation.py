@@ -1,8 +1,8 @@
-"""Drafter of one vLLM engine, and the measurement of the batch sizes at which drafts are verified.
+"""Draft for one vLLM engine, and measure up to what batch size drafts pay.
 
-Verifying a draft takes longer than a plain step, the more so the larger the batch is, and saves the
-steps of the accepted tokens. So it pays below a batch size that depends on the machine, the model,
-and the share of drafted tokens that are accepted.
+A step that verifies a draft takes longer than a plain step, the more so the larger the batch is.
+But it saves the steps of the accepted tokens. It therefore pays below some batch size, depending on
+the machine, the model, and the share of drafted tokens that are accepted.
 """
 
 from collections.abc import Callable
@@ -20,18 +20,15 @@ from lightrft.engine.vllm.verification import Verifier, with_the_noise_of_sample
 from lightrft.parallel.collectives import Axis
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-"""Batch sizes at which the cost of verification is measured; others have the cost of the next
-larger one."""
+"""Batch sizes where the cost of verification is measured; others cost as much as the next one."""
 ROUNDS = 5
-"""Number of measurements of each kind at one batch size, of which the fastest counts."""
+"""How often each cost is measured at a batch size; the fastest run counts."""
 PROMPT = [0, 0, 0, 0]
 """Prompt of the measured requests."""
 WINDOW = 64
-"""Number of verified drafts of a model over which their acceptance is averaged, with less weight on
-older ones."""
+"""Verified drafts over which a model's acceptance is averaged; older ones weigh less."""
 CREDIT = 2.0
-"""Number of plain steps by which drafts of a model may delay an engine before they are switched
-off."""
+"""How many plain steps a model's drafts may cost an engine before they are switched off."""
 TOLERANCE = 0.005
 """Credit for each step, relative to a plain one."""
 
@@ -40,16 +37,16 @@ class Speculation:
     """Drafts of one engine, and when they are verified.
 
     In runner V1 samples are the same as without drafts (verification.py). Runner V2 verifies with
-    vLLM's own rejection sampling, whose draws depend on a request's seed alone and follow the same
-    distribution, but differ from those without drafts.
+    vLLM's own rejection sampling. The draws then depend on a request's seed alone and follow the
+    same distribution, but they differ from the draws without drafts.
 
-    A model that drafts reads all tokens, also those of steps that verify no drafts, so that it can
-    continue them. An account of what its drafts have saved and cost, in plain steps, decides
-    whether it is used until the next weights: see count_step().
+    A model that drafts reads all tokens, also in steps that verify no drafts, so that it can go on
+    from them. An account of what the drafts have saved and cost, in plain steps, decides whether
+    the model is used until the next weights: see count_step().
     """
 
     def __init__(self, llm: LLM, section: EngineSection, axis: Axis):
-        """Set up the drafter of a started engine, and measure what its drafts cost.
+        """Set up the drafter of a started engine, and measure what the drafts cost.
 
         The ranks of the engine do it together.
         """
@@ -67,7 +64,7 @@ class Speculation:
             self._runner.rejection_sampler = Verifier(self._runner.sampler)
             if self._text is None:
                 with_the_noise_of_samples(self._runner.drafter, self._runner.sampler)
-            # states of recurrent layers depend on whether a step has drafts
+            # States of recurrent layers depend on whether a step has drafts.
             if not self._engine.model_config.is_hybrid:
                 _plain_while(
                     self._runner, self._text.skips_step if self._text else lambda: self._off
@@ -75,7 +72,7 @@ class Speculation:
 
         if self._text is not None:
             self._text.batch = self._runner.input_batch
-            # vLLM drafts zeros for sequences near the limit
+            # vLLM drafts zeros for sequences near the limit.
             self._runner.effective_drafter_max_model_len = 2**31
 
         self._costs, self._reading = self._measure()
@@ -85,11 +82,11 @@ class Speculation:
             self._costs,
         )
         self._count = self._accepted = 1.0
-        """Number of verified drafts, and of accepted tokens in them, with less weight on older
-        ones; at first a guess."""
+        """How many drafts were verified and how many tokens in them accepted, older ones weighing
+        less. At first it is a guess."""
         self._credit = CREDIT
         self._of_step = [0, 0]
-        """Drafts that the last step has verified, and tokens accepted in them."""
+        """How many drafts the last step has verified, and how many tokens in them it accepted."""
 
         if self._text is not None:
             self._text.costs = self._costs
@@ -100,21 +97,20 @@ class Speculation:
     # -- requests
 
     def begin(self, name: str, group: str, num_prompt: int) -> None:
-        """Note that a request was submitted, whose prompt has `num_prompt` tokens."""
+        """Note that a request with `num_prompt` tokens in the prompt was submitted."""
         if self._text is not None:
             self._text.begin(name, group if self._shared else name, num_prompt)
 
     def end(self, name: str, token_ids: list[int]) -> None:
-        """Note that a request has ended; `token_ids` are those of its prompt and response."""
+        """Note that a request has ended; `token_ids` are prompt and response."""
         if self._text is not None:
             self._text.end(name, token_ids)
 
     def count_step(self) -> None:
-        """Enter a step into the account of a model that drafts, and switch the model off when its
-        credit is spent.
+        """Enter a step into the account of a model that drafts; switch it off without credit.
 
-        Until the next weights, as it has not read the tokens since. Steps without it earn credit,
-        with which it is tried again.
+        It stays off until the next weights, because it has not read the tokens since. Steps without
+        it earn credit for another try.
         """
         size = len(self._scheduler.running)
         if self._text is not None or not size:
@@ -131,8 +127,7 @@ class Speculation:
             self._schedule()
 
     def renew(self) -> None:
-        """Forget what was said with earlier weights, and try the drafts of a model that has earned
-        its credit.
+        """Forget what was said with earlier weights, and try a model again that has earned credit.
 
         No request may be running.
         """
@@ -145,9 +140,7 @@ class Speculation:
             self._schedule()
 
     def _schedule(self) -> None:
-        """Set the batch sizes at which drafts of a model are verified: those at which they are
-        expected to save time.
-        """
+        """Set the batch sizes where drafts are verified: where they are expected to save time."""
         expected = 0.0 if self._off else self._accepted / self._count
         sizes = range(1, self._scheduler.max_num_running_reqs + 1)
         self._scheduler.dynamic_sd_lookup = [0] + [
@@ -174,11 +167,10 @@ class Speculation:
     # -- the measurement
 
     def _measure(self) -> tuple[Costs, Costs]:
-        """Return the costs of verifying drafts, and of a model that only reads, up to a size at
-        which drafts cannot pay.
+        """Measure what it costs to verify drafts, and to have a model only read.
 
-        Where other programs disturb the measurement, a larger batch may seem to cost less: the
-        larger cost is returned for both.
+        The measurement stops at a size where drafts cannot pay. Other programs may disturb it, so
+        that a larger batch seems to cost less: the larger cost is returned for both then.
         """
         drafts: dict[int, float] = {}
         reading: dict[int, float] = {}
@@ -195,10 +187,10 @@ class Speculation:
         return Costs(drafts), Costs(reading)
 
     def _cost(self, size: int) -> tuple[float, float]:
-        """Return the ratios of the times of steps with drafts, and of those in which a model only
-        reads, to that of plain ones, less 1; infinite if the batch does not fit.
+        """Return how much longer steps with drafts, and steps where a model only reads, take.
 
-        Drafts are verified one step after the switch, which is therefore not timed.
+        Both are ratios to plain steps, less 1; infinite if the batch does not fit. Drafts are
+        verified one step after the switch, so that step is not timed.
         """
         limit = self._engine.model_config.max_model_len - len(PROMPT)
         names = [f"cost/{size}/{number}" for number in range(size)]
@@ -248,10 +240,10 @@ class Speculation:
 
 
 def _plain_while(runner: Any, skips_step: Callable[[], bool]) -> None:
-    """Make vLLM's runner compute steps that neither verify drafts nor need new ones as it does
-    without speculation.
+    """Make vLLM's runner compute steps without drafts as it does without speculation.
 
-    Its preparations of drafts take time even where there are none.
+    This covers steps that neither verify drafts nor need new ones. The runner's preparations of
+    drafts take time even where there are none.
     """
     config = runner.speculative_config
     execute = runner.execute_model
@@ -260,7 +252,7 @@ def _plain_while(runner: Any, skips_step: Callable[[], bool]) -> None:
         plain = skips_step() and not scheduled.scheduled_spec_decode_tokens
         runner.speculative_config = None if plain else config
         if plain:
-            runner._draft_token_req_ids = None  # the drafts that vLLM would take up after this step
+            runner._draft_token_req_ids = None  # vLLM would take up these drafts after this step
         return execute(scheduled, *args, **options)
 
     runner.execute_model = execute_model

@@ -1,6 +1,4 @@
-"""Drafts from what the samples of a group have said so far, such as the other samples of a
-prompt.
-"""
+"""Draft tokens by looking up n-grams in the other responses of the group, such as to one prompt."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -10,21 +8,20 @@ from typing import Any
 import numpy as np
 
 CONTEXT = 3
-"""Number of tokens after which a book knows the next one."""
+"""How many tokens a table looks at to know the next one."""
 WINDOW = 64
-"""Number of foreseen tokens over which a book's accuracy is averaged, with less weight on older
-ones."""
+"""Foreseen tokens over which a table's accuracy is averaged; older ones weigh less."""
 LONGEST_REST = 7
-"""Maximum number of steps without drafts before they are considered again; the number grows while
+"""Most steps without drafts before they are considered again. The number of steps grows while
 drafts do not pay."""
 MOST_ENTRIES = 2**20
-"""Maximum number of entries of all books together, which take about 200 bytes each; beyond it
-nothing new is learned."""
+"""Most entries of all tables together, about 200 bytes each. Beyond that nothing new is learned."""
 
 
-class Book:
-    """The token that last followed each CONTEXT tokens in the text of a group, and how often it was
-    the next one again.
+class NgramTable:
+    """Table of n-grams: the token that last followed each CONTEXT tokens in a group's text.
+
+    It also counts how often that token was the next one again.
     """
 
     def __init__(self) -> None:
@@ -34,16 +31,16 @@ class Book:
 
     @property
     def accuracy(self) -> float:
-        """Return the probability that a drafted token is accepted: the share of expected tokens
-        that were accepted.
+        """Return how likely a drafted token is accepted: the share of expected tokens that were.
 
-        It needs no verified draft, and is 0 at first, as if two tokens had been expected wrongly.
+        This needs no verified draft. It is 0 at first, as if two tokens had been expected wrongly.
         """
         return self._accepted / self._expected
 
     def learn(self, token_ids: list[int], sampled: bool) -> None:
-        """Learn each token after the first CONTEXT ones; `sampled` tokens, unlike those of prompts,
-        count for the accuracy.
+        """Learn each token after the first CONTEXT ones.
+
+        `sampled` tokens count for the accuracy, and tokens of prompts do not.
         """
         contexts = zip(*(token_ids[start:] for start in range(CONTEXT)), strict=False)
         if not sampled:
@@ -57,6 +54,7 @@ class Book:
                 self._accepted += expected == token
             self.followers[context] = token
 
+        # Halving what has been counted lets the accuracy follow a text that changes.
         if self._expected > WINDOW:
             scale = WINDOW / (2 * self._expected)
             self._expected = self._expected * scale
@@ -72,14 +70,15 @@ class Book:
 
 
 class Costs:
-    """Number of plain steps by which a step is longer that verifies a draft of full length for each
-    request, by batch size.
+    """How many plain steps longer a step takes if it verifies a full draft for each request.
+
+    The cost depends on the batch size.
     """
 
     def __init__(self, measured: dict[int, float]):
         """Set up from measurements: batch size -> cost.
 
-        Sizes above the largest have its cost; without any, drafts are free.
+        Larger sizes cost as much as the largest one measured. Without any, drafts are free.
         """
         self.sizes = sorted(measured)
         self.measured = [measured[size] for size in self.sizes]
@@ -97,13 +96,11 @@ class Costs:
 
 
 class TextDrafter:
-    """Drafter from what samples of a group have said, in the form that vLLM takes as a
-    `custom_class`.
+    """Drafter that looks up what samples of a group have said, as a `custom_class` of vLLM.
 
-    It reads each new token once, several at a time while drafts do not pay. Drafts of a step are
-    verified if the accepted tokens that they are expected to bring take longer to generate than the
-    verification takes. This depends on numbers that all ranks of the engine have, and changes no
-    sample.
+    It reads each new token once, several at a time while drafts do not pay. A step verifies drafts
+    if generating the tokens that they are expected to bring would take longer than verification.
+    This depends on numbers that all ranks of the engine have, and changes no sample.
     """
 
     def __init__(self, vllm_config: Any):
@@ -115,7 +112,7 @@ class TextDrafter:
         self.forced: bool | None = None
         """During a measurement: True for drafts of full length in every step, False for none."""
         self._rest = self._last_rest = 0
-        self._books: dict[str, Book] = {}
+        self._tables: dict[str, NgramTable] = {}
         self._groups: dict[str, tuple[str, int]] = {}
         self._running: Counter[str] = Counter()
         self._read: dict[str, int] = {}
@@ -125,34 +122,30 @@ class TextDrafter:
         """Do nothing: vLLM calls it for drafters with a model."""
 
     def begin(self, name: str, group: str, num_prompt: int) -> None:
-        """Add the request `name`, whose prompt has `num_prompt` tokens, to a group."""
+        """Add the request `name`, with `num_prompt` tokens in the prompt, to a group."""
         self._groups[name] = group, num_prompt
         self._running[group] += 1
         self._rest = self._last_rest = 0
 
     def end(self, name: str, token_ids: list[int]) -> None:
-        """Learn the rest of a request's tokens, prompt and response; after the last request of a
-        group, forget the group.
-        """
+        """Learn the rest of a request's tokens; forget the group after the last request of it."""
         group, _ = self._groups[name]
         self._running[group] -= 1
         if self._running[group]:
             self._learn(name, lambda start: token_ids[start:], len(token_ids))
-        elif book := self._books.pop(group, None):
-            self._num_entries -= len(book.followers)
+        elif table := self._tables.pop(group, None):
+            self._num_entries -= len(table.followers)
         del self._groups[name]
         self._read.pop(name, None)
 
     def clear(self) -> None:
         """Forget everything; no request may be running."""
-        for state in (self._books, self._groups, self._running, self._read):
+        for state in (self._tables, self._groups, self._running, self._read):
             state.clear()
         self._num_entries = 0
 
     def skips_step(self) -> bool:
-        """Count a step, and return True if nothing is to be drafted in it, because drafts did not
-        pay in the steps before.
-        """
+        """Count a step; return True if it needs no drafts because they did not pay before."""
         if self.forced is not None:
             return not self.forced
         self._rest -= 1
@@ -167,8 +160,8 @@ class TextDrafter:
     ) -> list[list[int]]:
         """Return a draft for each request of the step, empty for requests that sampled nothing.
 
-        `num_tokens` [R] and `token_ids` [R, max_model_len] are the tokens of each request, prompt
-        and response, so far.
+        `num_tokens` [R] and `token_ids` [R, max_model_len] are the tokens of each request so far,
+        prompt and response.
         """
         if self.forced:
             return [[0] * self.most if new else [] for new in sampled]
@@ -178,6 +171,7 @@ class TextDrafter:
 
         drafts: list[list[int]] = [[] for _ in sampled]
         if cost < self.most * len(sampled):
+            # Looking for drafts takes time too, so it is skipped where even full drafts cannot pay.
             for row, new in enumerate(sampled):
                 if new:
                     drafts[row], gain = self._draft(row, int(num_tokens[row]), token_ids[row])
@@ -190,32 +184,30 @@ class TextDrafter:
         return drafts if worthwhile else [[] for _ in sampled]
 
     def _draft(self, row: int, end: int, token_ids: np.ndarray) -> tuple[list[int], float]:
-        """Return a draft and the number of its tokens that are expected to be accepted."""
+        """Return a draft, and how many tokens in it are expected to be accepted."""
         name = self.batch.req_ids[row].partition("-")[0]  # vLLM appends random letters
         if name not in self._groups:
             return [], 0.0
 
-        book = self._learn(name, lambda start: token_ids[start:end].tolist(), end)
+        table = self._learn(name, lambda start: token_ids[start:end].tolist(), end)
         most = min(self.most, self.max_model_len - end - 1)
         draft = (
-            book.draft(tuple(token_ids[end - CONTEXT : end].tolist()), most)
+            table.draft(tuple(token_ids[end - CONTEXT : end].tolist()), most)
             if end >= CONTEXT
             else []
         )
 
-        return draft, sum(book.accuracy**place for place in range(1, len(draft) + 1))
+        return draft, sum(table.accuracy**place for place in range(1, len(draft) + 1))
 
-    def _learn(self, name: str, text: Callable[[int], list[int]], end: int) -> Book:
-        """Learn the unread tokens up to `end` of a request; text(start) returns those from `start`
-        on.
-        """
+    def _learn(self, name: str, text: Callable[[int], list[int]], end: int) -> NgramTable:
+        """Learn a request's unread tokens up to `end`; text(start) has the tokens from start on."""
         (group, num_prompt), read = self._groups[name], self._read.get(name, 0)
-        book = self._books.setdefault(group, Book())
+        table = self._tables.setdefault(group, NgramTable())
         if read < end and self._num_entries < MOST_ENTRIES:
-            before = len(book.followers)
+            before = len(table.followers)
             if read < num_prompt:
-                book.learn(text(0)[:num_prompt], sampled=False)
-            book.learn(text(max(0, max(read, num_prompt) - CONTEXT)), sampled=True)
-            self._num_entries += len(book.followers) - before
+                table.learn(text(0)[:num_prompt], sampled=False)
+            table.learn(text(max(0, max(read, num_prompt) - CONTEXT)), sampled=True)
+            self._num_entries += len(table.followers) - before
         self._read[name] = end
-        return book
+        return table

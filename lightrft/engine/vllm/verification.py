@@ -1,9 +1,8 @@
-"""Verification of drafts in vLLM's model runner V1, with the noise that samples have without
-drafts.
+"""Verify drafts in vLLM's model runner V1, with the same noise as without drafts.
 
-The sampler draws the token of each position as it would without a draft; a drafted token is
-accepted if it is the one drawn. So drafts change no sample. The probability of acceptance is that
-of the token, as in rejection sampling of a single guess (Leviathan et al., arXiv 2211.17192).
+The sampler draws the token of each position as it would without a draft. A drafted token is
+accepted if it is the one drawn, so drafts change no sample. It is accepted with the probability
+that it has, as in rejection sampling of a single guess (Leviathan et al., arXiv 2211.17192).
 vLLM's own rejection sampler draws other numbers, and without Triton it computes with memory that it
 has not set: `expand_batch_to_tokens` of version 0.32 writes its result into a copy.
 """
@@ -38,12 +37,12 @@ class Verifier:
         logits: Tensor,
         sampling: SamplingMetadata,
     ) -> SamplerOutput:
-        """Return the accepted tokens of each draft and the one after them: [R, D + 1], padded with
-        NO_TOKEN, with log-probs.
+        """Return the accepted tokens of each draft and the one after them: [R, D + 1].
 
-        `logits` [sum(drafted + 1), V] has the positions of each request one after another. Each
-        position is sampled for the requests whose drafts were right so far, so a request's
-        generator advances by one draw for each token of its response.
+        They are padded with NO_TOKEN and have log-probs. `logits` [sum(drafted + 1), V] has the
+        positions of each request one after another. Each position is sampled only for requests
+        whose drafts were right so far, so a request's generator advances by one draw for each token
+        of the response.
         """
         if not metadata.max_spec_len:
             return self.sampler(logits=logits, sampling_metadata=sampling)
@@ -81,10 +80,9 @@ class Verifier:
 
 
 def with_the_noise_of_samples(drafter: Any, sampler: Sampler) -> None:
-    """Make a drafter with a model sample its drafts with the noise that the next tokens of the
-    response will have.
+    """Make a drafter with a model sample with the noise that the response's next tokens will have.
 
-    A draft is right where the two distributions and the same noise lead to the same token; equal
+    A draft is right where the two distributions and the same noise lead to the same token. Equal
     distributions always do.
     """
     propose = drafter.propose
@@ -111,7 +109,7 @@ def with_the_noise_of_samples(drafter: Any, sampler: Sampler) -> None:
 def _of_requests(sampling: SamplingMetadata, rows: Sequence[int]) -> SamplingMetadata:
     """Return the parameters of these requests.
 
-    Penalties are not supported, nor are banned words of several tokens.
+    Penalties are not supported, and neither are banned words of several tokens.
     """
 
     def of(values: Tensor | None) -> Tensor | None:
@@ -139,7 +137,7 @@ def _of_requests(sampling: SamplingMetadata, rows: Sequence[int]) -> SamplingMet
 
 
 def _padded(outputs: list[SamplerOutput], places: Tensor, shape: tuple[int, int]) -> SamplerOutput:
-    """Write sampled tokens and their log-probs at their `places` in the flattened `shape`."""
+    """Write sampled tokens and log-probs at `places` in the flattened `shape`."""
 
     def joined(parts: Sequence[Tensor], empty: int) -> Tensor:
         values = torch.cat(list(parts))

@@ -1,6 +1,4 @@
-"""Direct preference optimisation: the log-probs of two answers, relative to those of a reference
-model.
-"""
+"""Direct preference optimisation: learn from the log-probs of two answers against a reference."""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,12 +17,11 @@ from lightrft.trainer.tasks.pairs import local_pairs, pair_denominator
 from lightrft.types import Expand, Prompt
 
 PAIRS_AT_ONCE = 1024
-"""Number of pairs whose reference log-probs are computed together: data may be larger than memory.
-"""
+"""Pairs whose reference log-probs are computed together. All at once might not fit in memory."""
 
 
 class DPOTask:
-    """Pairs of answers; the loss is the mean over all pairs of a step."""
+    """Learns from pairs of answers; the loss is the mean over all pairs of a step."""
 
     def __init__(
         self,
@@ -33,22 +30,20 @@ class DPOTask:
         train: TrainSection,
         expand: Expand | None = None,
     ):
-        """Set up the task. `expand` is for prompts with media."""
+        """Set up the task. `expand` expands prompts with media."""
         self.policy = policy
         self.train = train
         self.objective = DPOObjective(preference)
         self.expand = expand
         self._known: dict[bytes, Tensor] = {}
-        """Digest of a pair -> the reference's log-probs of both answers, [2] float32 on the host.
-        """
+        """Digest of a pair -> the reference's log-probs of both answers, [2] float32 on the CPU."""
 
     def term(self, pairs: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
-        """Return this rank's share of the loss on all ranks' pairs, with the reference's log-probs
-        of its answers.
+        """Return this rank's share of the loss on all ranks' pairs, with reference log-probs.
 
-        They are left out before the first optimizer step, while the policy is the reference.
-        Computed in other micro-batches they are rounded differently, and it would be chance which
-        answer of a pair seems to be preferred.
+        Before the first optimizer step the policy is the reference, so they are left out.
+        Other micro-batches would round them differently, and chance would decide which answer seems
+        to be preferred.
         """
         strategy = self.policy.strategy
         batch, rows, local = local_pairs(
@@ -73,7 +68,7 @@ class DPOTask:
         )
 
     def precompute(self, pairs: Sequence[Prompt]) -> None:
-        """Keep the log-probs of the actor, which has not learned yet, as those of the reference.
+        """Keep the log-probs of the actor, before it learns, as the reference's log-probs.
 
         All ranks call it together.
         """
@@ -88,6 +83,7 @@ class DPOTask:
             sums = sequence_sums(self.policy.logprobs(batch, rows), batch).view(-1, 2)
             places = share(data, torch.tensor(local, dtype=torch.int64))
             sums = share(data, sums)
+            # Each row is a view, and would keep the tensor of the whole part in memory.
             self._known |= {
                 _digest(part[place]): both.clone()
                 for place, both in zip(places.tolist(), sums, strict=True)
@@ -95,9 +91,7 @@ class DPOTask:
 
 
 def _digest(pair: Prompt) -> bytes:
-    """Return a digest of the tokens and the media of a pair, which may be built anew each time that
-    it is needed.
-    """
+    """Return a digest of a pair's tokens and media; the object may be built anew for each use."""
     tokens = [pair.token_ids, *(pair.columns[name].token_ids for name in (CHOSEN, REJECTED))]
     digest = hashlib.blake2b(repr([list(ids) for ids in tokens]).encode(), digest_size=16)
     for items in pair.multi_modal.values():

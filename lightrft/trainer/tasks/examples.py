@@ -1,4 +1,4 @@
-"""Division of an optimizer step's examples, which all ranks know, into ranks and micro-batches."""
+"""Divide an optimizer step's examples, known to all ranks, into ranks and micro-batches."""
 
 import torch
 from torch import Tensor
@@ -13,11 +13,12 @@ from lightrft.roles.microbatch import MicroBatchIndices
 def plan_local_rows(
     sizes: list[int], axis: Axis, train: TrainSection, *, max_tokens: int
 ) -> tuple[list[int], MicroBatchIndices]:
-    """Plan examples of the given sizes in tokens over all ranks.
+    """Plan examples of the given sizes, in tokens, over all ranks.
 
-    Return this rank's examples, as indices of `sizes`, and [m]: those of micro-batch m, as
-    positions among them.
+    Return this rank's examples as indices of `sizes`, and the micro-batches: [m] has the positions
+    of micro-batch m among these examples.
     """
+    # All examples are one optimizer step, so the plan has one minibatch.
     schedule = plan(
         sizes,
         num_ranks=axis.size,

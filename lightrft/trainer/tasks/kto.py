@@ -1,5 +1,6 @@
-"""KTO: log-probs of single answers relative to a reference, compared with those of mismatched
-answers.
+"""KTO: learn from single answers, good or bad, by log-probs relative to a reference.
+
+Answers to other prompts show how far the policy has moved as a whole.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from lightrft.types import Expand, JudgedBatch, Prompt
 
 
 class KTOTask:
-    """Single answers; the loss is the mean over all answers of a step."""
+    """Learns from single answers; the loss is the mean over all answers of a step."""
 
     def __init__(
         self,
@@ -28,7 +29,7 @@ class KTOTask:
         train: TrainSection,
         expand: Expand | None = None,
     ):
-        """Set up the task. `expand` is for prompts with media."""
+        """Set up the task. `expand` expands prompts with media."""
         self.policy = policy
         self.preference = preference
         self.train = train
@@ -37,9 +38,10 @@ class KTOTask:
     def term(self, answers: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' answers.
 
-        The reference point is that of the whole step: every prompt with the answer to the next one,
-        in the order of the step.
+        One reference point serves the whole step. It comes from pairing each prompt with the answer
+        to the next one, in the order of the step.
         """
+        # Mismatched answers are computed without gradients, under the limit for log-probs.
         limit = min(max_tokens, self.policy.max_logprob_tokens or max_tokens)
         divergence = reference_point(self._log_ratios(mismatched(answers, limit), max_tokens))
         batch, rows = self._local(answers, max_tokens)
@@ -56,15 +58,13 @@ class KTOTask:
         )
 
     def _log_ratios(self, answers: Sequence[Prompt], max_tokens: int) -> Tensor:
-        """Return log(p_policy / p_reference) of the answers of all ranks, [N] float32 on the
-        host.
-        """
+        """Return log(p_policy / p_reference) of all ranks' answers, [N] float32 on the host."""
         batch, rows = self._local(answers, max_tokens)
         ratios = self.policy.logprobs(batch, rows) - self.policy.reference_logprobs(batch, rows)
         data = self.policy.strategy.mesh.data
         places = share(data, batch.rows)
         sums = share(data, sequence_sums(ratios, batch))
-        return sums[places.argsort()]  # the same order, and sum, on any number of ranks
+        return sums[places.argsort()]  # the same order, so the same sum, on any number of ranks
 
     def _local(
         self, answers: Sequence[Prompt], max_tokens: int

@@ -1,4 +1,4 @@
-"""Pairs of answers to one prompt, divided so that both are in one micro-batch."""
+"""Pairs of answers to one prompt; both answers are always in one micro-batch."""
 
 from collections.abc import Sequence
 
@@ -21,12 +21,12 @@ def local_pairs(
     max_tokens: int,
     expand: Expand | None,
 ) -> tuple[JudgedBatch, MicroBatchIndices, list[int]]:
-    """Return this rank's share of the pairs as a batch, its micro-batches, and the indices of its
-    pairs.
+    """Return this rank's share of the pairs: a batch, micro-batches, and indices of the pairs.
 
     Both sequences of a pair are in one micro-batch, so the loss does not depend on the division.
-    `expand` is for prompts with media.
+    `expand` expands prompts with media.
     """
+    # A plan of pairs becomes one of answers: the answers of pair i are rows 2 * i and 2 * i + 1.
     local_rows, micro_batches = plan_local_rows(
         list(map(pair_size, pairs)), axis, train, max_tokens=max_tokens
     )
@@ -39,9 +39,9 @@ def local_pairs(
 
 
 def pair_denominator(pairs: Sequence[Prompt], device: torch.device) -> Denominator:
-    """Return the number of pairs, and of learned tokens in their chosen answers.
+    """Count the pairs, and the learned tokens of chosen answers, as a denominator.
 
-    All ranks know them without a collective.
+    All ranks know both without a collective.
     """
     learned = sum(sum(pair.columns[CHOSEN].learned) for pair in pairs)
     return known_denominator(learned, len(pairs), device)

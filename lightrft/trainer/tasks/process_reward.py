@@ -10,12 +10,10 @@ from lightrft.types import Expand, Prompt
 
 
 class ProcessRewardTask:
-    """Answers whose steps are judged; the loss is the mean over all steps of the answers of an
-    optimizer step.
-    """
+    """Learns from judged steps of answers; the loss is the mean over all steps of the answers."""
 
     def __init__(self, role: RewardModel, train: TrainSection, expand: Expand | None = None):
-        """Set up the task. `expand` is for prompts with media."""
+        """Set up the task. `expand` expands prompts with media."""
         self.role = role
         self.train = train
         self.expand = expand

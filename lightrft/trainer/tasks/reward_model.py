@@ -1,4 +1,4 @@
-"""Reward models: the scores of two answers to one prompt, one of which is preferred."""
+"""Reward models: learn to score the preferred of two answers to one prompt higher."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from lightrft.types import Expand, Prompt
 
 
 class RewardModelTask:
-    """Pairs of answers; the loss is the mean over all pairs of a step."""
+    """Learns from pairs of answers; the loss is the mean over all pairs of a step."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class RewardModelTask:
     ):
         """Set up the task.
 
-        `heads` are the names of several heads; `expand` is for prompts with media.
+        `heads` are the names of several heads; `expand` expands prompts with media.
         """
         self.role = role
         self.train = train

@@ -1,5 +1,6 @@
-"""Supervised fine-tuning on prompts with answers, alone or as a loss that PPO adds to its own (PTX,
-InstructGPT).
+"""Supervised fine-tuning on prompts with answers.
+
+It is a complete task, or a loss that PPO adds (PTX, InstructGPT).
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from lightrft.types import Batch, Expand, Prompt
 
 
 class SFTTask:
-    """The answers of prompts; the loss is the mean over all answer tokens of a step."""
+    """Learns answers to prompts; the loss is the mean over all answer tokens of a step."""
 
     def __init__(
         self,
@@ -28,7 +29,7 @@ class SFTTask:
         *,
         expand: Expand | None = None,
     ):
-        """Set up the task. `expand` is for prompts with images."""
+        """Set up the task. `expand` expands prompts with media."""
         self.policy = policy
         self.tokenizer = tokenizer
         self.train = train
@@ -46,8 +47,9 @@ class SFTTask:
 
 
 class PtxLoss:
-    """Supervised batches with as many rows as each optimizer step has samples, in an order of their
-    own; saved in checkpoints.
+    """Yields supervised batches, one for each optimizer step, with as many rows as samples.
+
+    The rows have an order of their own, and checkpoints save the place in it.
     """
 
     def __init__(
@@ -63,10 +65,8 @@ class PtxLoss:
     ):
         """Set up the batches.
 
-        `expand` is for prompts with images; without `order` the seed determines the order of the
-        rows.
-
-        Raises DataError if there are too few rows.
+        `expand` expands prompts with media. Without `order` the seed shuffles the rows. Raises
+        DataError if there are too few rows.
         """
         self.policy = policy
         self.prompts = prompts
@@ -79,9 +79,8 @@ class PtxLoss:
         self.num_batches = 0
 
     def next(self) -> LossTerm:
-        """Return the next batch with a denominator of its own: the mean over the answer tokens of
-        all ranks; one collective.
-        """
+        """Return the next batch, averaged over the answer tokens of all ranks; one collective."""
+        # Answers have another number of tokens than the samples, so they count separately.
         size = self.train.train_batch_size
         prompts = [self.prompts[row] for row in self.order.rows(self.num_batches * size, size)]
         self.num_batches += 1
@@ -115,9 +114,7 @@ def supervised_part(
     max_tokens: int,
     expand: Expand | None = None,
 ) -> tuple[Batch, list[list[int]]]:
-    """Return this rank's balanced share of the prompts and answers of all ranks, and its
-    micro-batches.
-    """
+    """Return this rank's balanced share of all ranks' answers, and the micro-batches."""
     lengths = [
         prompt.num_tokens + len(answer_of(prompt, tokenizer).token_ids) for prompt in prompts
     ]
