@@ -151,8 +151,8 @@ class Backend(ABC):
         ]
         norm = global_grad_norm(parameters, self.device)
 
+        # The norm covers all ranks, so either all of them step or none does.
         if torch.isfinite(norm):
-            # The norm covers all ranks, so either all of them step or none does.
             if self.max_norm > 0:
                 clip_gradients(parameters, norm, self.max_norm)
             step(optimizer)

@@ -169,8 +169,8 @@ def _locate(model: PreTrainedModel) -> tuple[ConvertedFiles, dict[str, str]]:
         if tensors[names[0]].is_meta or not _is_parameter(tensors[names[0]])
     ]
     missing, unexpected = missing_and_unexpected(model, converted.shapes)
-    # Tensors that are not read may be missing, and heads of other models may be there.
 
+    # Tensors that are not read may be missing, and heads of other models may be there.
     missing &= {name for names in groups for name in names}
     unexpected = {name for name in unexpected if is_backbone(model, name)}
     for names, problem in (

@@ -60,8 +60,8 @@ def parameter_names(module: nn.Module, optimizer: Optimizer | None) -> list[list
     if optimizer.state:
         raise ValueError("prepare() takes an optimizer that has not stepped yet")
 
-    names = {parameter: name for name, parameter in module.named_parameters()}
     # Distributing a module replaces parameters, so the optimizer finds them again by name.
+    names = {parameter: name for name, parameter in module.named_parameters()}
     try:
         return [
             [names[parameter] for parameter in group["params"]] for group in optimizer.param_groups

@@ -217,9 +217,9 @@ class ZeroModelState(ModelState):
 def begin(optimizer: Optimizer, flat: Tensor) -> None:
     """Give a flat partition the optimizer state of before the first step, unless it has one."""
     if optimizer.state.get(flat):
-        # A step at rate 0 makes the optimizer create the state; then the values are set to 0.
         return
 
+    # A step at rate 0 makes the optimizer create the state; then the values are set to 0.
     groups = optimizer.param_groups
     gradient = flat.grad
     flat.grad = torch.zeros_like(flat)

@@ -65,12 +65,12 @@ class Packer:
 
     def best(self) -> list[Bin]:
         """Return the cheapest result of three heuristics; a local search improves small ones."""
-        # Many sequences balance almost perfectly, so a search of theirs would gain nothing.
+        # Many sequences balance almost perfectly without a search.
         few = len(self.sizes) <= MAX_LOCAL_SEARCH
         enough = sum(self.works) / self.num_ranks * (1 if few else GOOD_ENOUGH)
         best: list[Bin] = []
         for way in (self.even, self.staggered, self.roomy):
-            bins = self._dearest_first(way(list(range(len(self.sizes)))))
+            bins = self._most_expensive_first(way(list(range(len(self.sizes)))))
             if not best or self._time(bins) < self._time(best):
                 best = bins
             if self._time(best) <= enough:
@@ -116,13 +116,13 @@ class Packer:
         while search.round():
             pass
 
-        return self._dearest_first(search.bins())
+        return self._most_expensive_first(search.bins())
 
-    def _dearest_first(self, bins: list[Bin]) -> list[Bin]:
+    def _most_expensive_first(self, bins: list[Bin]) -> list[Bin]:
         return sorted(bins, key=lambda bin_: (-self._work(bin_), bin_))
 
     def _time(self, bins: list[Bin]) -> int:
-        """Return the time of bins sorted by cost: ranks wait for the dearest in a micro-batch."""
+        """Return the time of bins sorted by cost: ranks wait for the longest one."""
         return sum(self._work(bin_) for bin_ in bins[:: self.num_ranks])
 
     def _work(self, bin_: Bin) -> int:

@@ -68,7 +68,7 @@ class LocalSearch:
         self.bin_of = place[self.bin_of]
 
     def _relieve(self, first: int) -> None:
-        """Move or swap one sequence out of bin `first`, the dearest of a micro-batch.
+        """Move or swap one sequence out of bin `first`, the most expensive one of a micro-batch.
 
         It goes to a bin that can absorb it.
         """
@@ -78,7 +78,7 @@ class LocalSearch:
         used = np.bincount(bin_of, weights=self.sizes, minlength=self.count)
         num_sequences = np.bincount(bin_of[: self.real], minlength=self.count)
         same_micro_batch = (bin_of >= first) & (bin_of < first + self.num_ranks)
-        # Nobody may become dearer than the bin that the others already wait for.
+        # No bin may become more expensive than the one that the ranks already wait for.
         ceiling = np.where(
             same_micro_batch, costs[first] - 1, costs[bin_of - bin_of % self.num_ranks]
         )

@@ -126,10 +126,10 @@ def _shortest(
     prefixes: np.ndarray, lengths: list[int], rows: range, num_ranks: int, limits: Limits
 ) -> list[list[list[int]]]:
     """Return [rank][m], the shortest of several plans, most expensive micro-batches first."""
-    # The rows of a step are planned from 0, and the numbers of earlier rows are added afterwards.
     if len(rows) > LARGE_STEP:
         part = slice(rows.start, rows.stop)
         micro_batches = pack_large_step(np.array(lengths[part]), prefixes[part], num_ranks, limits)
+        # The rows of a step are planned from 0, so the number of earlier rows is added afterwards.
         if not rows.start:
             return micro_batches
         return [[[rows.start + row for row in bin_] for bin_ in rank] for rank in micro_batches]

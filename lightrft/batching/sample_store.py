@@ -500,7 +500,7 @@ def _digest(types: Mapping[str, str]) -> int:
 
 
 def check_owners(ids: Tensor, owners: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError, alike on all ranks, unless the lists contain every id exactly once."""
+    """Raise ValueError, the same on all ranks, unless the lists contain every id exactly once."""
     named = [row for rows in owners for row in rows]
     if sorted(named) == sorted(ids.tolist()) and len(set(named)) == len(named):
         return

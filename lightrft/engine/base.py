@@ -492,9 +492,9 @@ class Engine(ABC):
         length = len(request.prompt)
         new = request.sampling.max_tokens
         limit = self.max_model_len or math.inf
-        # The first rule that is broken is reported, and later ones may rely on it.
         size = self.vocabulary.size if self.vocabulary else None
 
+        # The first broken rule is reported, and later ones may rely on the rules before them.
         if not length:
             return "has no tokens"
         if length + new > limit:

@@ -112,7 +112,7 @@ class HFEngine(Engine):
         """Yield after each token the requests that have ended, with n completions each."""
         keys, prompts = zip(*batch, strict=True)
         sampling = prompts[0].sampling
-        # Noise in [0, 1) that depends only on the seeds, so the division into batches is free.
+        # Noise in [0, 1) that depends only on the seeds, so batching changes no sample.
         noise = _noise([seed for request in prompts for seed in request.seeds], sampling).to(
             self.device
         )

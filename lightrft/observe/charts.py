@@ -228,8 +228,8 @@ def _representatives(values: Sequence[float | None]) -> list[int]:
             min(present, key=lambda i: values[i] or 0.0),
             max(present, key=lambda i: values[i] or 0.0),
         }
-        indices.update(i for i in stretch if values[i] is None)
         # Gaps must stay visible too.
+        indices.update(i for i in stretch if values[i] is None)
 
     return sorted(indices)
 

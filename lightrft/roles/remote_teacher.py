@@ -58,6 +58,7 @@ class RemoteTeacher:
             column.split(batch.lengths.tolist()) for column in (batch.input_ids, batch.loss_mask)
         )
 
+        # Ranks of one replica hold the same batch, so each asks for a part of the sequences.
         scored_places = [place for place, mask in enumerate(masks) if mask.any()]
         local = scored_places[self.model_parallel.rank :: self.model_parallel.size]
         with ThreadPoolExecutor(MAX_REQUESTS) as pool:

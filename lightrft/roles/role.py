@@ -272,6 +272,7 @@ class Role(ABC):
                     values, weight = (
                         entry if isinstance(entry, Weighted) else (entry, self.weight(micro_batch))
                     )
+                    # The suffix of a name says how several micro-batches and ranks are joined.
                     add = {"_max": metrics.max, "_min": metrics.min}.get(name[-4:], metrics.mean)
                     add(metric(name), values, weight)
 

@@ -81,8 +81,8 @@ class EpisodeLoop(RolloutLoop):
             request = self.sampler.next_turn(play, self._groups[play.sample.group], self.seed)
             problem = self.sampler.strategy.host.engine.problem(request)
             if problem:
-                self.episodes.refuse(play, problem)
                 # The program gets the problem as an answer, so one long turn does not end the run.
+                self.episodes.refuse(play, problem)
             else:
                 turns.append((play, request))
 

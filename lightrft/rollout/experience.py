@@ -184,13 +184,10 @@ class ExperienceMaker:
         )
 
     def _set_precomputed(
-        self,
-        experience: Experience,
-        samples: list[Sample],
-        rows: list[Sample],
-        # Samples that were complete too late for the overlap are computed now, by all ranks.
+        self, experience: Experience, samples: list[Sample], rows: list[Sample]
     ) -> None:
         known = self._precomputed.parts
+        # Samples that were complete too late for the overlap are computed now, by all ranks.
         self.compute_early([sample for sample in samples if id(sample) not in known])
         self._precomputed.set_columns(experience, rows)
         self._precomputed = None

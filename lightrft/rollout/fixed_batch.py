@@ -116,7 +116,7 @@ class FixedBatch:
         self.number = 0
         """How many groups have begun."""
         self.deferred: list[tuple[int, int, int]] = []
-        """(times deferred, group number, row) of groups that begin anew, alike on every rank."""
+        """(times deferred, group number, row) of groups that begin anew, the same on every rank."""
         self._prepared: Prepared | None = None
         self._step = 0
         self._finished: list[Group] | None = None

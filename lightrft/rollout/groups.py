@@ -138,7 +138,7 @@ class GroupOutcome:
 
 
 class History:
-    """The last outcome of each prompt, alike on all ranks."""
+    """The last outcome of each prompt, the same on all ranks."""
 
     def __init__(self, num_prompts: int):
         self.epochs = torch.full((num_prompts,), -1)

@@ -27,7 +27,7 @@ class Round(Protocol):
 
 
 class Scheduler(Protocol):
-    """Chooses a step's prompts and the groups to learn from, alike on all ranks.
+    """Chooses a step's prompts and the groups to learn from, the same on all ranks.
 
     FixedBatch (fixed_batch.py) is the default; the others are in lightrft/schedulers.
     """

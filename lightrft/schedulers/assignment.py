@@ -1,6 +1,6 @@
 """Decide which rank generates which responses of a round, and when the round is over.
 
-All ranks decide alike, from counts that they have exchanged.
+All ranks decide the same, from counts that they have exchanged.
 """
 
 from collections.abc import Sequence

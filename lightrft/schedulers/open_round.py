@@ -126,11 +126,11 @@ class OpenRound:
                 continue
 
             chunk = self.assignment.chunks[index]
-            # A group that continues from an earlier step may be complete already.
             if chunk.place not in self._local:
                 number, row = self.drawn[chunk.place]
                 group = prepared.groups[number] if prepared else self.make_group(number, row)
                 self._local[chunk.place] = group
+                # A group that continues from an earlier step may be complete already.
                 if group.complete:
                     self._complete.append(group)
             parts.append((self._local[chunk.place], chunk.responses))
@@ -149,7 +149,6 @@ class OpenRound:
         running = self.loop.running()
         counts = torch.zeros(2, len(self.assignment.chunks), dtype=torch.int32)
 
-        # A chunk belongs to one rank, so the sum over ranks is just that rank's count.
         for index in self._chunks:
             chunk = self.assignment.chunks[index]
             group = self._local[chunk.place]

@@ -47,7 +47,7 @@ class PartialGroups:
         self.local: list[Group] = []
         """Groups that continue on this rank."""
         self.of_all: list[PartialGroup] = []
-        """Groups of all ranks, alike on every rank."""
+        """Groups of all ranks, the same on every rank."""
 
     def keep(self, left: list[Group]) -> None:
         """Keep this rank's groups for the next step. All ranks call it."""

@@ -11,7 +11,7 @@ from lightrft.types import Prompt
 
 
 class ReadableMedia:
-    """Keeps the list of prompts that were left out, alike on all ranks.
+    """Keeps the list of prompts that were left out, the same on all ranks.
 
     Each rank checks the files of the prompts that it will read, and a share of the others.
     """

@@ -387,6 +387,7 @@ class Planner:
         if size == 1:
             return [where]
 
+        # Four rows show the pattern; a mesh may have many more.
         rows = [
             " ".join(f"{rank:>4}" for rank in range(row * self.tp, (row + 1) * self.tp))
             for row in range(min(self.sp, 4))
@@ -474,6 +475,7 @@ class Planner:
         ]
         yield from (("engine_tp_size", size) for size in sizes if self.generates)
         tokens = config.train.max_tokens_per_microbatch
+        # A micro-batch holds at least one whole sequence.
         while (tokens := tokens // 2) >= longest:
             yield "max_tokens_per_microbatch", tokens
         heads = self.shape.get_text_config().num_attention_heads

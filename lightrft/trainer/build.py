@@ -213,8 +213,8 @@ def build_ppo_roles(
         )
 
     sampling = sampling_of(config.rollout)
-    # The actor's schedule counts only the steps in which it learns.
     reference = needs_reference(algorithm)
+    # The actor's schedule counts only the steps in which it learns.
     with log_duration(strategy, f"loading {config.model.pretrain}"):
         policy = build_policy(
             config,

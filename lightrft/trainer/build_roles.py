@@ -111,7 +111,7 @@ def limits(config: Config) -> dict[str, Any]:
 def set_blank_media(expand: Expander | None, *models: Actor | Scorer | None) -> None:
     """Give models a blank item to process in micro-batches that lack a medium.
 
-    Without it, ranks whose micro-batches have media would wait for the others' gradients.
+    All ranks must run the same collectives, so each runs the tower even without an item of its own.
     """
     for model in models:
         if expand is not None and model is not None:

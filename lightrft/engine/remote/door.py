@@ -81,8 +81,8 @@ class Door:
 
     def _hear(self, connection: socket.socket) -> None:
         try:
-            # Both sides choose a nonce, so that no recorded answer can be used again.
             deadline = time.monotonic() + GREETING_SECONDS
+            # Both sides choose a nonce, so that no recorded answer can be used again.
             nonce = secrets.token_bytes(NONCE)
             connection.settimeout(GREETING_SECONDS)
             connection.sendall(nonce)

@@ -171,7 +171,7 @@ class EngineServer:
                     self._peers[rank].send(Finished(call, index, completions))
 
     def _messages(self) -> list[tuple[int, Any]]:
-        """Return (sender, message) of what has arrived, alike on all ranks of the engine."""
+        """Return (sender, message) of what has arrived, the same on all ranks of the engine."""
         return self.axis.broadcast(self._receive() if self.axis.rank == 0 else [])
 
     def _receive(self) -> list[tuple[int, Any]]:

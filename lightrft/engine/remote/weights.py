@@ -47,8 +47,8 @@ class WeightBroadcast:
 
         if bucket:
             self._send(bucket)
-        self._send([])
         # An empty bucket says that the stream has ended.
+        self._send([])
 
     def receive(self) -> Iterator[NamedTensor]:
         """Yield the tensors; each is valid until the next bucket is requested."""
