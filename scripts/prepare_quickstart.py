@@ -3,9 +3,10 @@
     python scripts/prepare_quickstart.py --out runs/quickstart/data --seed 0
 
 writes OUT/model (a Hugging Face folder), OUT/train.jsonl and OUT/test.jsonl, always the same for
-the same seed. The folders pairs, answers and steps of OUT contain the same problems, train.jsonl
-and test.jsonl, with judgements: pairs of a right and a wrong answer, single answers , half of them wrong, and wrong answers character by character. The task `calculator` also has
-OUT/demonstrations.jsonl: conversations with the calculator, where a quarter are right.
+the same seed. The folders pairs, answers and steps of OUT contain the same problems with
+judgements: pairs of a right and a wrong answer, single answers (half of them wrong), and wrong
+answers character by character. The task `calculator` also has OUT/demonstrations.jsonl:
+conversations with the calculator, and a quarter of them are right.
 """
 
 import argparse

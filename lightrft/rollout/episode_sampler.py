@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import count
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,12 +13,10 @@ from lightrft.engine.loop import ABORTED
 from lightrft.engine.requests import Request, derived_seed
 from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
 from lightrft.rollout.groups import Group
-from lightrft.rollout.sampler import Finished, Part, Requests, RolloutLoop, Sampler
+from lightrft.rollout.sampler import Part, Requests, RolloutLoop, Sampler
+from lightrft.strategy.shared_session import Finished, SharedSession
 from lightrft.strategy.strategy import Strategy
 from lightrft.types import Completion, Sample
-
-if TYPE_CHECKING:
-    from lightrft.strategy.shared_session import SharedSession
 
 TOOLS = 0.02
 """Seconds that an engine without requests waits for the programs of episodes before the ranks
@@ -34,9 +31,9 @@ class EpisodeLoop(RolloutLoop):
     """
 
     sampler: "EpisodeSampler"
-    session: "SharedSession"
+    session: SharedSession
 
-    def __init__(self, sampler: "EpisodeSampler", session: "SharedSession", seed: int):
+    def __init__(self, sampler: "EpisodeSampler", session: SharedSession, seed: int):
         super().__init__(sampler, session, seed)
         self.episodes = sampler.episodes
         self._plays: dict[int, EpisodeState] = {}

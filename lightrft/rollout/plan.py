@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from lightrft.batching.sample_store import SampleStore
 from lightrft.observe.metrics import Metrics
+from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.types import Experience
-
-MicroBatches = list[list[int]]
-"""Rows of each micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +18,7 @@ class TrainingPlan:
     """
 
     experience: Experience
-    minibatches: list[MicroBatches]
+    minibatches: list[MicroBatchIndices]
     store: SampleStore
     """Holds all columns of the experience. A store outside of this program shares them with
     others."""
@@ -28,7 +26,7 @@ class TrainingPlan:
     """How many optimizer steps use the experience."""
 
     @property
-    def microbatches(self) -> MicroBatches:
+    def microbatches(self) -> MicroBatchIndices:
         """Return the micro-batches of all optimizer steps."""
         return [members for minibatch in self.minibatches for members in minibatch]
 

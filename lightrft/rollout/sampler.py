@@ -1,20 +1,20 @@
 """Generate responses to prompts with the strategy's engine."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, count
-from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import RolloutSection
 from lightrft.data.loader import share_of
 from lightrft.data.media import media_of
-from lightrft.engine.loop import ABORTED
+from lightrft.engine.loop import ABORTED, RequestLoop
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import Group
+from lightrft.strategy.shared_session import Finished, SharedSession
 from lightrft.strategy.strategy import Strategy
 from lightrft.types import Completion, Prompt, Sample
 
@@ -24,28 +24,8 @@ Pending = tuple[Request, Group, list[int]]
 """A request, the group that it extends, and the places of the extended responses."""
 Requests = dict[tuple[int, Sequence[int]], list[Pending]]
 """(group number, places in the group) -> requests for these responses."""
-Finished = list[tuple[int, list[Completion]]]
-"""(index of a request, completions) of requests that have ended."""
-
-
-class EngineSession(Protocol):
-    """Requests in progress: a RequestLoop, or a SharedSession for ranks that share an engine."""
-
-    @property
-    def running(self) -> Collection[int]: ...
-
-    @property
-    def unfinished(self) -> Collection[int]: ...
-
-    def prompts_at_once(self, n: int) -> int: ...
-
-    def add(self, requests: list[Request]) -> range: ...
-
-    def step(self) -> Finished: ...
-
-    def abort(self) -> dict[int, list[Completion]]: ...
-
-    def of_other_ranks(self) -> Finished: ...
+EngineSession = RequestLoop | SharedSession
+"""Requests that an engine completes, of this rank alone or of ranks that share the engine."""
 
 
 class RolloutLoop:

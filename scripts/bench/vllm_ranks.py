@@ -23,9 +23,9 @@ from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.fixed_batch import FixedBatch
 from lightrft.rollout.groups import Group
 from lightrft.rollout.rollout import Rollout
-from lightrft.rollout.sampler import Finished, Pending, Sampler
+from lightrft.rollout.sampler import Pending, Sampler
 from lightrft.schedulers.rounds import Rounds, needs_rounds
-from lightrft.strategy.shared_session import SharedSession
+from lightrft.strategy.shared_session import Finished, SharedSession
 from lightrft.types import Prompt
 
 VOCABULARY = 512
