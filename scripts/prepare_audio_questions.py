@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from lightrft.config.errors import DataError
-from lightrft.data.media import Places
+from lightrft.data.media_files import Places
 from lightrft.data.readers import BadRows, read_rows
 
 RATE = 16_000

@@ -70,7 +70,7 @@ OPTIONAL = {
     "comet_ml",
 }
 OPTIONAL_ELSEWHERE = {
-    "av": "data/media.py",
+    "av": "data/media_files.py",
     "peft": "models/lora.py",
     "ray": "batching/transfer_queue.py",
     **dict.fromkeys(("mlflow", "trackio", "comet_ml"), "observe/trackers.py"),

@@ -1340,7 +1340,7 @@ def test_the_plan_of_a_run_in_a_few_lines():
             "algorithm: grpo (default; for PPO with a critic: --advantage_estimator ppo), policy"
             " loss ppo, clip 0.2 to 0.2, seq-mean-token-mean"
         ),
-        "divergence from a reference model: 0.04 x k3 in the loss",
+        "KL penalty: 0.04 x k3 in the loss",
         "layout: fsdp on 8 processes, 4 data ranks, tp 2",
         "engine: hf, 4 replicas with 2 processes each",
         (
@@ -1389,7 +1389,7 @@ def test_several_nodes_may_have_a_copy_of_the_model_each(flags, ranks, suggested
 def test_no_coefficient_no_reference_unless_it_is_to_be_measured(argv, line):
     config = parsed(*RUNNABLE, *argv)
     resolve(config, "train_ppo", 2)
-    assert f"divergence from a reference model: {line}" in summary(config, "train_ppo", 2)
+    assert f"KL penalty: {line}" in summary(config, "train_ppo", 2)
     assert needs_reference(config.algorithm) is (line != "none")
 
 

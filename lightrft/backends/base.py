@@ -57,7 +57,7 @@ class Backend(ABC):
     """Trace that times the engine's phases."""
     skipped_steps: int
     """Number of optimizer steps that were skipped because the gradient norm was not finite."""
-    undivided: set[nn.Module]
+    unsplit_models: set[nn.Module]
     """Models without support for sequence parallelism; each rank computes whole sequences."""
 
     def __init_subclass__(cls, **options: object) -> None:
@@ -124,7 +124,7 @@ class Backend(ABC):
         if sequence.multiple > 1 and not set_sequence_parallel(
             module, sequence, tp=self.mesh.tp.size
         ):
-            self.undivided.add(module)
+            self.unsplit_models.add(module)
 
         for parameter in module.parameters():
             # The optimizer updates float32 values, even if computation is in bfloat16.

@@ -16,7 +16,7 @@ from lightrft.config.sections import (
     section_of_field,
 )
 
-ELSEWHERE = {("train_ppo", "beta"): "; the coefficient of the divergence is --init_kl_coef"}
+ELSEWHERE = {("train_ppo", "beta"): "; the coefficient of the KL penalty is --init_kl_coef"}
 """Command and flag -> the flag here that means what other tools mean by it."""
 
 

@@ -632,7 +632,7 @@ class RewardSection(Section, commands=SAMPLING):
 
 @dataclass
 class AlgorithmSection(Section, commands=PPO):
-    """Advantages, losses, divergence from the reference."""
+    """Advantages, losses, KL penalty."""
 
     advantage_estimator: str = "grpo"
     """Estimator of advantages, with a recipe (--help NAME shows it): a name, module:function or
@@ -742,22 +742,21 @@ class AlgorithmSection(Section, commands=PPO):
     """Train only on responses whose mean entropy per token, in nats, is in this range: two numbers.
     """
     use_kl_loss: bool = option(False, needs="--init_kl_coef")
-    """Add the divergence from the reference model to the loss; otherwise it is subtracted from the
-    reward of each token."""
+    """Add the KL penalty to the loss; otherwise it is subtracted from the reward of each token."""
     init_kl_coef: float = option(0.0, NOT_NEGATIVE)
-    """Coefficient of the divergence from the reference model; 0: no reference model."""
+    """Coefficient of the KL penalty, the divergence from a reference model; 0: no reference model."""
     measure_kl: bool = False
-    """Keep a reference model and report the divergence from it, even with --init_kl_coef 0."""
+    """Keep a reference model and report the KL divergence from it, even with --init_kl_coef 0."""
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = option(
         "k3", needs="--init_kl_coef or --measure_kl"
     )
-    """Estimator of the divergence: k1 is unbiased, k2 has the right gradient, k3 is unbiased and
+    """Estimator of the KL divergence: k1 is unbiased, k2 has the right gradient, k3 is unbiased and
     positive, k3+ is k3 with the gradient of k2."""
     kl_after_baseline: bool = option(False, needs="--advantage_estimator rloo")
-    """With rloo and the divergence in the reward: subtract it from each token after the baseline,
+    """With rloo and the KL penalty in the reward: subtract it from each token after the baseline,
     instead of from the rewards before it."""
     kl_target: float | None = option(None, POSITIVE, needs="--init_kl_coef")
-    """Adapt the coefficient so that the divergence per token approaches this value."""
+    """Adapt the coefficient so that the KL divergence per token approaches this value."""
     kl_horizon: int = option(10000, POSITIVE, needs="--kl_target")
     """The adapted coefficient changes by at most a fifth within this number of samples."""
 
@@ -1172,9 +1171,7 @@ def needs_critic(algorithm: AlgorithmSection) -> bool:
 
 
 def needs_reference(algorithm: AlgorithmSection) -> bool:
-    """Return whether the divergence from a reference model is in the reward or in the loss, or is
-    to be measured.
-    """
+    """Return whether the KL divergence from a reference model is penalised or measured."""
     return algorithm.init_kl_coef > 0 or algorithm.measure_kl
 
 

@@ -6,12 +6,12 @@ from lightrft.config.sections import COMMANDS, Config, engine_name, needs_refere
 def summary(
     config: Config, command: str, world_size: int, ranks_per_node: int | None = None
 ) -> list[str]:
-    """Return the lines that a run logs first: algorithm, divergence, layout, engine and the
+    """Return the lines that a run logs first: algorithm, KL penalty, layout, engine and the
     arithmetic of the batches.
 
     With `ranks_per_node` the layout comes with --dp_replicate for models that fit on one node.
     """
-    lines = [_algorithm(config), _divergence(config)] if command == "train_ppo" else []
+    lines = [_algorithm(config), _kl_penalty(config)] if command == "train_ppo" else []
     lines.append(_layout(config, world_size))
     if ranks_per_node and (nodes := nodes_to_replicate(config, world_size, ranks_per_node)):
         lines.append(
@@ -44,17 +44,17 @@ def _algorithm(config: Config) -> str:
     )
 
 
-def _divergence(config: Config) -> str:
+def _kl_penalty(config: Config) -> str:
     algorithm = config.algorithm
     if not needs_reference(algorithm):
-        return "divergence from a reference model: none"
+        return "KL penalty: none"
     place = "in the loss" if algorithm.use_kl_loss else "subtracted from the rewards"
     amount = (
         f"{algorithm.init_kl_coef:g} x {algorithm.kl_estimator} {place}"
         if algorithm.init_kl_coef
         else "only measured"
     )
-    return f"divergence from a reference model: {amount}"
+    return f"KL penalty: {amount}"
 
 
 def _layout(config: Config, world_size: int) -> str:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 import lightrft
 from lightrft.config.sections import DataSection
 from lightrft.data.loader import share_of
-from lightrft.data.media import MediaFile
+from lightrft.data.media_files import MediaFile
 from lightrft.types import TokenIds
 from lightrft.versions import installed_version
 

@@ -17,7 +17,7 @@ from lightrft.data.chats import Conversation
 from lightrft.data.columns.values import label_value, plain_row
 from lightrft.data.digests import cache_key
 from lightrft.data.duplicates import Duplicates
-from lightrft.data.media import (
+from lightrft.data.media_files import (
     AUDIOS,
     IMAGES,
     KINDS,

@@ -21,7 +21,15 @@ from loguru import logger
 
 from lightrft.config.errors import DataError
 from lightrft.data.digests import digests_of_pieces
-from lightrft.data.media import AUDIOS, IMAGES, VIDEOS, AudioFile, ImageFile, MediaFile, VideoFile
+from lightrft.data.media_files import (
+    AUDIOS,
+    IMAGES,
+    VIDEOS,
+    AudioFile,
+    ImageFile,
+    MediaFile,
+    VideoFile,
+)
 from lightrft.data.readers import is_first_rank
 from lightrft.types import Answer, Prompt, TokenIds
 

@@ -13,7 +13,7 @@ from lightrft.engine.loop import ABORTED
 from lightrft.engine.requests import Request, derived_seed
 from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
 from lightrft.rollout.groups import Group
-from lightrft.rollout.sampler import Part, Requests, RolloutLoop, Sampler
+from lightrft.rollout.sampler import GroupPart, Requests, RolloutLoop, Sampler
 from lightrft.strategy.shared_session import Finished, SharedSession
 from lightrft.strategy.strategy import Strategy
 from lightrft.types import Completion, Sample
@@ -41,7 +41,7 @@ class EpisodeLoop(RolloutLoop):
         self._groups: dict[int, Group] = {}
         """Group number -> group."""
 
-    def add(self, parts: list[Part], prepared: Requests | None = None) -> None:
+    def add(self, parts: list[GroupPart], prepared: Requests | None = None) -> None:
         """Begin this rank's share of the episodes of some groups."""
         self._groups |= {group.number: group for group, _ in parts}
         samples = [
@@ -162,7 +162,7 @@ class EpisodeSampler(Sampler):
         session = self.strategy.host.open(sampling_of(self.section), shared=True)
         return EpisodeLoop(self, session, seed)
 
-    def prepare(self, parts: list[Part], seed: int) -> Requests:
+    def prepare(self, parts: list[GroupPart], seed: int) -> Requests:
         """Return nothing: a turn is unknown until a program asks for it."""
         return {}
 

@@ -17,7 +17,7 @@ from lightrft.observe.trace import Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Group, GroupOutcome, History
-from lightrft.rollout.media import Expander
+from lightrft.rollout.media_expansion import Expander
 from lightrft.rollout.sampler import Requests, RolloutLoop, Sampler
 from lightrft.types import Prompt
 
@@ -47,7 +47,7 @@ class RolloutPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRequests:
     """The first round of a later step: this rank's groups and the requests for their responses."""
 
     plan: RolloutPlan
@@ -117,7 +117,7 @@ class FixedBatch:
         """How many groups have begun."""
         self.deferred: list[tuple[int, int, int]] = []
         """(times deferred, group number, row) of groups that begin anew, the same on every rank."""
-        self._prepared: Prepared | None = None
+        self._prepared: PreparedRequests | None = None
         self._step = 0
         self._finished: list[Group] | None = None
 
@@ -216,14 +216,14 @@ class FixedBatch:
             with self.trace.phase("prepare"):
                 self._prepared = future.result()
 
-    def _prepare(self, step: int) -> Prepared:
+    def _prepare(self, step: int) -> PreparedRequests:
         began = time.perf_counter()
         plan = self._plan()
         prepared = self._prepared_round(plan, self._seed(step, 0))
         self.trace.record("prepare", f"step {step}", began)
         return prepared
 
-    def _prepared_round(self, plan: RolloutPlan, seed: int) -> Prepared:
+    def _prepared_round(self, plan: RolloutPlan, seed: int) -> PreparedRequests:
         groups = self._local_groups(plan)
         parts = [
             (groups[number], places or groups[number].places)
@@ -232,9 +232,9 @@ class FixedBatch:
         requests = self.sampler.prepare(parts, seed)
         if self.expander is not None:
             self.expander.prepare([group.prompt for group in groups.values()])
-        return Prepared(plan, groups, requests)
+        return PreparedRequests(plan, groups, requests)
 
-    def _take_prepared(self) -> Prepared | None:
+    def _take_prepared(self) -> PreparedRequests | None:
         prepared = self._prepared
         self._prepared = None
         return prepared

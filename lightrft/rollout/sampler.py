@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import RolloutSection
 from lightrft.data.loader import share_of
-from lightrft.data.media import media_of
+from lightrft.data.media_files import media_of
 from lightrft.engine.loop import ABORTED, RequestLoop
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
@@ -18,7 +18,7 @@ from lightrft.strategy.shared_session import Finished, SharedSession
 from lightrft.strategy.strategy import Strategy
 from lightrft.types import Completion, Prompt, Sample
 
-Part = tuple[Group, Sequence[int]]
+GroupPart = tuple[Group, Sequence[int]]
 """A group, and the places of the responses to generate here."""
 Pending = tuple[Request, Group, list[int]]
 """A request, the group that it extends, and the places of the extended responses."""
@@ -45,7 +45,7 @@ class RolloutLoop:
         self._pending: dict[int, Pending] = {}
         """Index of a request -> what it extends."""
 
-    def add(self, parts: list[Part], prepared: Requests | None = None) -> None:
+    def add(self, parts: list[GroupPart], prepared: Requests | None = None) -> None:
         """Begin or continue unfinished responses of groups.
 
         `prepared` has requests for some of them, made by Sampler.prepare() with the same seed.
@@ -119,7 +119,7 @@ class Sampler:
         """Open a loop for groups. All ranks open it together."""
         return RolloutLoop(self, self.strategy.host.open(sampling_of(self.section)), seed)
 
-    def prepare(self, parts: list[Part], seed: int) -> Requests:
+    def prepare(self, parts: list[GroupPart], seed: int) -> Requests:
         """Build requests ahead of time, with media in the form that the engine reads.
 
         Another thread may call it while the engine does nothing else. Raises DataError for data

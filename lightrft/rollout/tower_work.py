@@ -7,7 +7,7 @@ from math import ceil, prod
 from torch import nn
 from transformers import AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 
-from lightrft.data.media import AUDIOS, IMAGES, VIDEOS
+from lightrft.data.media_files import AUDIOS, IMAGES, VIDEOS
 from lightrft.models.empty import empty_parameters
 from lightrft.types import Features
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightrft.data.media import AUDIOS, IMAGES, VIDEOS
+from lightrft.data.media_files import AUDIOS, IMAGES, VIDEOS
 from lightrft.observe.sinks import BRANCHES, PROMPT_IDS, RESPONSE_IDS, SOUNDS, THUMBNAILS
 from lightrft.types import Episode, Sample
 

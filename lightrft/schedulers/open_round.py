@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightrft.observe.trace import Untraced
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.fixed_batch import Prepared
+from lightrft.rollout.fixed_batch import PreparedRequests
 from lightrft.rollout.groups import Group
 from lightrft.rollout.sampler import RolloutLoop, Sampler
 from lightrft.schedulers.assignment import Assignment
@@ -38,7 +38,7 @@ class OpenRound:
         trace: Untraced,
         every: int,
         overlap: Overlap | None,
-        prepared: Prepared | None = None,
+        prepared: PreparedRequests | None = None,
     ):
         """Begin this rank's first responses.
 
@@ -118,7 +118,7 @@ class OpenRound:
             self.data.sum(torch.zeros(()))
         yield from self.loop.finish()
 
-    def _take(self, prepared: Prepared | None = None) -> None:
+    def _take(self, prepared: PreparedRequests | None = None) -> None:
         """Begin the responses that have been assigned to this rank since the last call."""
         parts = []
         for index in self.assignment.started[self._num_taken :]:

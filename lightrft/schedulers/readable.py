@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from loguru import logger
 
 from lightrft.config.errors import DataError
-from lightrft.data.media import unreadable
+from lightrft.data.media_files import unreadable
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Prompt
 

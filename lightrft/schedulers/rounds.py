@@ -26,7 +26,7 @@ from lightrft.config.sections import RolloutSection
 from lightrft.data.loader import fair_owners
 from lightrft.engine.requests import derived_seed
 from lightrft.observe.metrics import Metrics
-from lightrft.rollout.fixed_batch import FixedBatch, Prepared, RolloutPlan, flat
+from lightrft.rollout.fixed_batch import FixedBatch, PreparedRequests, RolloutPlan, flat
 from lightrft.rollout.groups import Group
 from lightrft.rollout.sampler import RolloutLoop
 from lightrft.schedulers.assignment import Assignment
@@ -73,7 +73,7 @@ class ActiveRound:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedMedia(Prepared):
+class PreparedMedia(PreparedRequests):
     """A prepared round and the media that cannot be read. If there are any, nothing is prepared."""
 
     unreadable: dict[int, str]
@@ -327,7 +327,9 @@ class Rounds(FixedBatch):
         self._commit(plan)
         return ActiveRound(plan, self._open(loop, plan, prepared))
 
-    def _open(self, loop: RolloutLoop, plan: OpenPlan, prepared: Prepared | None) -> OpenRound:
+    def _open(
+        self, loop: RolloutLoop, plan: OpenPlan, prepared: PreparedRequests | None
+    ) -> OpenRound:
         numbers = [number for number, _ in plan.drawn]
         round = OpenRound(
             loop,

@@ -68,7 +68,7 @@ class Strategy(Backend):
         self.processes: RunProcesses | None = None
         self.trace = Untraced()
         self.skipped_steps = 0
-        self.undivided: set[nn.Module] = set()
+        self.unsplit_models: set[nn.Module] = set()
         self._mesh: Mesh | None = None
         self._watchdog: Watchdog | SingleRankWatchdog | None = None
 
@@ -299,8 +299,8 @@ class Strategy(Backend):
         self.memory.check_loaded(model)
         (self.memory.unsummed.discard if last else self.memory.unsummed.add)(model)
 
-        # Ranks that share an undivided sequence each compute the whole loss.
-        share = 1 / self.mesh.sp.size if model in self.undivided else 1
+        # Ranks that share an unsplit_models sequence each compute the whole loss.
+        share = 1 / self.mesh.sp.size if model in self.unsplit_models else 1
         self.accumulate(loss * torch.where(loss.detach().isfinite(), share, torch.nan), model, last)
 
     def optimizer_step(

@@ -38,7 +38,7 @@ from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.rollout.experience import ExperienceMaker, Flatten
 from lightrft.rollout.fixed_batch import FixedBatch
 from lightrft.rollout.groups import Group
-from lightrft.rollout.media import Expander
+from lightrft.rollout.media_expansion import Expander
 from lightrft.rollout.rollout import Rollout, Scheduler
 from lightrft.rollout.sampler import Sampler
 from lightrft.run.observation import check_logins, log_duration, observation
@@ -66,8 +66,8 @@ from lightrft.trainer.build_roles import (
     build_teacher,
     set_blank_media,
 )
-from lightrft.trainer.evaluate import HeldOut
 from lightrft.trainer.evaluation import Evaluation
+from lightrft.trainer.held_out import HeldOut
 from lightrft.trainer.ppo import Learner, PPOTrainer, ReplayTrainer
 from lightrft.trainer.tasks.sft import PtxLoss
 

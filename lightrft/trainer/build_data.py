@@ -9,12 +9,12 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, has_episodes, media_columns
 from lightrft.data.conversations import load_examples
 from lightrft.data.loader import Order
-from lightrft.data.media import AUDIOS, IMAGES, VIDEOS
+from lightrft.data.media_files import AUDIOS, IMAGES, VIDEOS
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.media import Expander
+from lightrft.rollout.media_expansion import Expander
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_episodes import check_tools
 

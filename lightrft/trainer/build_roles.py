@@ -28,7 +28,7 @@ from lightrft.roles.draft import Draft
 from lightrft.roles.policy import Policy
 from lightrft.roles.reward_model import RewardModel
 from lightrft.roles.teacher import Teacher
-from lightrft.rollout.media import Expander
+from lightrft.rollout.media_expansion import Expander
 from lightrft.run.reward_server import ServedModel
 from lightrft.strategy.strategy import Strategy
 

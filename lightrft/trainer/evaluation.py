@@ -24,7 +24,7 @@ from lightrft.rollout.sampler import Sampler
 from lightrft.rollout.scores import Estimate
 from lightrft.run.sample_rows import sample_rows
 from lightrft.strategy.strategy import Strategy
-from lightrft.trainer.evaluate import HeldOut, ask_judges, evaluate
+from lightrft.trainer.held_out import HeldOut, ask_judges, evaluate
 
 AT_ONCE = 64
 """Prompts whose responses travel to rank 0 together, to be written."""

@@ -21,7 +21,7 @@ from lightrft.rollout.sampler import Sampler
 from lightrft.run.interruption import Interrupted
 from lightrft.strategy.strategy import Strategy
 from lightrft.trainer.base import Trainer, TrainingData
-from lightrft.trainer.evaluate import HeldOut, ask_judges, evaluate
+from lightrft.trainer.held_out import HeldOut, ask_judges, evaluate
 from lightrft.trainer.tasks.sft import PtxLoss
 from lightrft.types import Sample
 

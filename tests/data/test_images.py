@@ -12,7 +12,7 @@ from PIL import Image
 
 from lightrft.config import ConfigError, DataSection
 from lightrft.data.conversations import load_examples
-from lightrft.data.media import ImageFile, Places, open_media, with_parts
+from lightrft.data.media_files import ImageFile, Places, open_media, with_parts
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
 from tiny import byte_tokenizer

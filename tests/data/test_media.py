@@ -17,7 +17,7 @@ from PIL import Image
 from json_server import JsonHandler, listening
 from lightrft.config import DataSection
 from lightrft.config.errors import DataError
-from lightrft.data.media import (
+from lightrft.data.media_files import (
     VIDEOS,
     AudioFile,
     ImageFile,

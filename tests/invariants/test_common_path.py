@@ -48,7 +48,7 @@ OPTIONS = (
     "roles/draft",
     "roles/teacher",
     "rollout/episode_sampler",
-    "rollout/media",
+    "rollout/media_expansion",
     "run/recorded_samples",
     "schedulers/",
     "stages/filters",

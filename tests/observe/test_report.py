@@ -16,7 +16,7 @@ from PIL import Image
 
 from lightrft.cli import report
 from lightrft.config import Config
-from lightrft.data.media import ImageFile
+from lightrft.data.media_files import ImageFile
 from lightrft.observe.charts import Line, line_chart, nice_ticks, smooth
 from lightrft.observe.report import write_report
 from lightrft.observe.scoreboard import scoreboard

@@ -25,7 +25,7 @@ from lightrft.algorithms.objectives import sft
 from lightrft.algorithms.reduce import Denominator, share_of_mean
 from lightrft.batching.redistribute import redistribute
 from lightrft.config import ConfigError, ModelSection
-from lightrft.data.media import IMAGES, ImageFile
+from lightrft.data.media_files import IMAGES, ImageFile
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer, load_tokenizer
 from lightrft.models.lora import freeze_parameters
@@ -35,7 +35,7 @@ from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
 from lightrft.roles.reward_model import RewardModel
 from lightrft.rollout.experience import flatten
-from lightrft.rollout.media import Expander
+from lightrft.rollout.media_expansion import Expander
 from lightrft.strategy import get_strategy
 from lightrft.types import Batch, Prompt, Sample
 from ranks import run_cases, run_ranks

@@ -12,7 +12,7 @@ from PIL import Image
 
 from lightrft.config import ConfigError, RewardSection, RolloutSection
 from lightrft.config.errors import DataError
-from lightrft.data.media import IMAGES, ImageFile
+from lightrft.data.media_files import IMAGES, ImageFile
 from lightrft.engine.loop import ABORTED
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis

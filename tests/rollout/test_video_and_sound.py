@@ -23,14 +23,22 @@ from lightrft.algorithms.objectives import sft
 from lightrft.batching.redistribute import redistribute
 from lightrft.checkpoint.hf_export import export_whole
 from lightrft.config import ModelSection
-from lightrft.data.media import AUDIOS, IMAGES, VIDEOS, AudioFile, ImageFile, MediaFile, VideoFile
+from lightrft.data.media_files import (
+    AUDIOS,
+    IMAGES,
+    VIDEOS,
+    AudioFile,
+    ImageFile,
+    MediaFile,
+    VideoFile,
+)
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model, load_scorer
 from lightrft.models.lora import freeze_parameters
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
 from lightrft.rollout.experience import flatten
-from lightrft.rollout.media import Expander
+from lightrft.rollout.media_expansion import Expander
 from lightrft.strategy import get_strategy
 from lightrft.types import Prompt, Sample
 from ranks import run_cases

@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset
 
 from lightrft.config import parse
-from lightrft.data.media import open_media
+from lightrft.data.media_files import open_media
 from lightrft.data.prompts import load_prompts
 from lightrft.rewards.functions import rewards
 from lightrft.types import Prompt, Sample

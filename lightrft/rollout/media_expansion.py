@@ -13,7 +13,7 @@ from PIL import Image
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
-from lightrft.data.media import AUDIOS, IMAGES, KINDS, VIDEOS, media_of
+from lightrft.data.media_files import AUDIOS, IMAGES, KINDS, VIDEOS, media_of
 from lightrft.engine.media import Clip, MediaReader, Video
 from lightrft.engine.model_info import placeholders
 from lightrft.engine.requests import Request
