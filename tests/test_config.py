@@ -13,6 +13,7 @@ from string import Formatter
 from typing import get_origin
 
 import pytest
+import torch
 
 import lightrft
 from lightrft.__main__ import main
@@ -42,7 +43,9 @@ from lightrft.config.resolve import range_problems
 from lightrft.config.rules import DEEPSPEED, LAYOUT, RULES, Rule
 from lightrft.config.sections import field_types, options
 from lightrft.config.values import CommaSeparated
+from lightrft.parallel.device import has_bf16
 from lightrft.rewards.functions import rewards
+from lightrft.run.prepare import slow_float32
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 RUNNABLE = ["--pretrain", "some/model", "--prompt_data", "train.jsonl"]
@@ -186,6 +189,41 @@ def test_an_empty_value_keeps_the_default(file):
 def test_text_of_a_file_may_begin_like_a_flag(file, text):
     config = parse(["--config", file(f'data:\n  system_prompt: "{text}"\n')])
     assert config.data.system_prompt == text and config.written == {"system_prompt"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "bf16"),
+    [
+        ([], True),
+        (["--no_bf16"], False),
+        (["--zero_stage=0", "--strategy=deepspeed"], False),
+        (["--zero_stage=0", "--fsdp"], True),
+    ],
+)
+def test_a_gpu_with_fast_bfloat16_uses_it_unless_told_otherwise(argv, bf16):
+    for fast, expected in ((True, bf16), (False, False)):
+        config = parsed(*RUNNABLE, *argv)
+        resolve(config, "train_ppo", 2, has_bf16=fast)
+        assert config.model.bf16 is expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "capability", "warning"),
+    [
+        ([], (9, 0), ""),
+        ([], (7, 5), "FakeGPU has no fast bfloat16"),
+        (["--no_bf16"], (7, 5), ""),
+        (["--zero_stage=0", "--strategy=deepspeed"], (9, 0), "--zero_stage 0 computes in float32"),
+    ],
+)
+def test_a_gpu_that_computes_in_float32_unasked_says_so(monkeypatch, argv, capability, warning):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "FakeGPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    config = parsed(*RUNNABLE, *argv)
+    resolve(config, "train_ppo", 2, has_bf16=has_bf16())
+    notices = slow_float32(config)
+    assert bool(notices) == bool(warning) and all(warning in notice for notice in notices)
 
 
 def test_the_resolved_configuration_reads_back(tmp_path):
@@ -917,7 +955,7 @@ def test_every_need_names_fields():
         (
             "train_ppo",
             ["--grad_accum_dtype", "bf16"],
-            "--grad_accum_dtype has no effect without --bf16",
+            "--reduce_dtype has no effect without --bf16",
         ),
         (
             "train_ppo",
@@ -1007,7 +1045,7 @@ def test_field_names_are_unique_over_all_sections():
 
 
 def test_the_number_of_knobs_stays_in_hand():
-    assert len(section_of_field()) <= 257
+    assert len(section_of_field()) <= 259
 
 
 def test_commands_read_sections_that_exist():

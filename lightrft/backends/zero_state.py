@@ -31,7 +31,7 @@ def engine_config(
     ZeRO-3 keeps vectors whole: gathering them costs more than it saves.
     """
     vectors = [parameter.numel() for parameter in module.parameters() if parameter.ndim < 2]
-    gradients = config.grad_accum_dtype if bf16 else "fp32"
+    gradients = config.reduce_dtype if bf16 else "fp32"
     on_host = {"optimizer": trains and config.adam_offload, "param": config.param_offload}
 
     return {

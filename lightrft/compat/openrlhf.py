@@ -77,7 +77,7 @@ DOTTED = {
     "ds.zpg": "zpg",
     "ds.adam_offload": "adam_offload",
     "ds.overlap_comm": "overlap_comm",
-    "ds.grad_accum_dtype": "grad_accum_dtype",
+    "ds.grad_accum_dtype": "reduce_dtype",
     "ds.packing_samples": "packing_samples",
     "ds.attn_implementation": "attn_implementation",
     "ds.enable_sleep": "deepspeed_enable_sleep",
@@ -275,12 +275,12 @@ OFF = {
     "limit_mm_image_per_prompt": ("-1",),
     "prompt_data_probs": ("1", "1.0"),
     "reward_pretrain": ("", "{}"),
+    "reduce_dtype": ("",),
     "use_wandb": ("",),
     "use_tensorboard": ("",),
     "remote_rm_url": ("",),
     "critic_pretrain": ("",),
     "freeze_prefix": (),
-    "grad_accum_dtype": ("",),
 }
 """Flag -> values (none: without a value) that mean the same as omitting it."""
 

@@ -73,14 +73,20 @@ def as_config(args: Arguments) -> Config:
     return config
 
 
-def resolve(config: Config, command: str = "train_ppo", world_size: int | None = None) -> list[str]:
+def resolve(
+    config: Config,
+    command: str = "train_ppo",
+    world_size: int | None = None,
+    *,
+    has_bf16: bool = False,
+) -> list[str]:
     """Fill in the fields that the user did not set, check everything, and return a sentence for
     each flag that has no effect.
 
     The recipe of --advantage_estimator, the bounds of --rollout_correction and the strategy for
     this machine are filled in. A configuration that is resolved for `command` stays as it is.
-    `world_size` is the number of processes, by default the launcher's. Raises one ConfigError with
-    all problems.
+    `world_size` is the number of processes, by default the launcher's. With `has_bf16` the device
+    has fast bfloat16, and --bf16 is the default. Raises one ConfigError with all problems.
     """
     if config.command == command:
         return []
@@ -106,6 +112,8 @@ def resolve(config: Config, command: str = "train_ppo", world_size: int | None =
         strategy_name(strategy.strategy, strategy.fsdp if "fsdp" in strategy.written else None),
     )
     strategy.put("fsdp", strategy.strategy == "fsdp")
+    if has_bf16 and not (strategy.strategy == "deepspeed" and strategy.zero_stage == 0):
+        config.expand({"bf16": True})
 
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
     validate(config, command=command, world_size=world_size)

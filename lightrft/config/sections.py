@@ -110,7 +110,8 @@ class ModelSection(Section, commands=TRAINING):
     the prompt (echo), such as http://host:8000/v1. If the server needs a key, set the environment
     variable TEACHER_API_KEY."""
     bf16: bool = option(False, commands=EVERY)
-    """Compute in bfloat16 with float32 master weights; otherwise everything is float32."""
+    """Compute in bfloat16 with float32 master weights; otherwise everything is float32. On a GPU
+    with fast bfloat16 (NVIDIA from A100 and L4 on) this is the default; --no_bf16 turns it off."""
     gradient_checkpointing: bool = option(False, commands=EVALUATED)
     """Recompute activations in the backward pass: less memory, about a third more time."""
     gradient_checkpointing_policy: Literal["full", "selective"] = option(
@@ -281,6 +282,10 @@ class StrategySection(Section, commands=EVERY):
     """FSDP2: reduce gradients over the ranks only after the last micro-batch of an optimizer step.
     This communicates less, but until then every rank keeps the gradient of the whole model, four
     bytes per parameter. By default gradients are sharded after every micro-batch."""
+    gather_parameters_once: bool = option(False, unless="--strategy deepspeed")
+    """FSDP2: keep gathered parameters on the device from the first micro-batch of an optimizer step
+    until the last one. This communicates less, but until then every rank keeps the whole model,
+    with --bf16 two bytes per parameter. By default each micro-batch gathers each block twice."""
     zero_stage: Literal[0, 1, 2, 3] = option(2, unless="--strategy fsdp")
     """Stage of ZeRO: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
     zpg: int = option(1, COUNT, unless="--strategy fsdp")
@@ -292,11 +297,9 @@ class StrategySection(Section, commands=EVERY):
     """ZeRO-3: keep parameters in host memory and copy them to the device layer by layer."""
     overlap_comm: bool = option(False, unless="--strategy fsdp")
     """ZeRO: reduce gradients during the backward pass; uses more memory."""
-    grad_accum_dtype: Literal["fp32", "bf16"] = option(
-        "fp32", needs="--bf16", unless="--strategy fsdp"
-    )
-    """ZeRO with --bf16: dtype of the gradients while they are accumulated over micro-batches and
-    reduced over ranks."""
+    reduce_dtype: Literal["fp32", "bf16"] = option("fp32", needs="--bf16", alias="grad_accum_dtype")
+    """With --bf16: dtype of the gradients while they are reduced over ranks; bf16 halves the
+    traffic. FSDP2 accumulates them over micro-batches in float32 either way, ZeRO in this dtype."""
     offload_idle: bool = False
     """Keep only the models and optimizers of the current phase in device memory; all others wait in
     host memory."""

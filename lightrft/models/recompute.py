@@ -8,7 +8,15 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+PRODUCTS = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::_grouped_mm",
+    "transformers::grouped_mm_fallback",
+}
+"""Matrix products. The last two are those of a layer's experts, on a GPU and elsewhere."""
 
 
 def recompute(module: nn.Module, *, selective: bool) -> None:

@@ -29,6 +29,16 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
+def has_bf16() -> bool:
+    """Return True if this process has a GPU that multiplies bfloat16 matrices at full speed.
+
+    NVIDIA's have from compute capability 8.0 (Ampere) on.
+    """
+    if not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(local_rank()) >= (8, 0)
+
+
 def select_device() -> torch.device:
     """Bind this process to a device; call once before any tensor is created."""
     device = current_device()

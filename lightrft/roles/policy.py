@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -415,8 +415,15 @@ class Policy(Role, PolicyNames):
         sums = []
         with torch.no_grad():
             for part in micro_batches(batch, rows, self.strategy.device):
-                self.forward(part)
-                sums.append(part.routing)
+                # Without a learned token the head computes nothing: only routers are of interest.
+                unlearned = replace(
+                    part,
+                    loss_mask=torch.zeros_like(part.loss_mask),
+                    learned=part.learned_tokens[:0],
+                )
+                with self.routers.watch() as logits:
+                    self.actor(unlearned, self.temperature, entropy=False)
+                sums.append(self.routers.routing(logits, part, self.actor.sequence))
 
         local_routing = Routing(
             *(sum(getattr(each, field.name) for each in sums) for field in fields(Routing))

@@ -16,6 +16,7 @@ from lightrft.config.resolve import resolve
 from lightrft.config.sections import Config
 from lightrft.config.summary import summary
 from lightrft.launch.rendezvous import adopt_slurm, check_launched, ranks_per_node
+from lightrft.parallel.device import device_name, has_bf16
 from lightrft.versions import check_versions
 
 
@@ -34,7 +35,8 @@ def prepare_config(command: str, config: Config) -> Config:
     try:
         notices = check_versions()
         name_folders(config)
-        notices += resolve(config, command)
+        notices += resolve(config, command, has_bf16=has_bf16())
+        notices += slow_float32(config)
         notices += unread_flags(config.algorithm) if command == "train_ppo" else []
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -51,6 +53,16 @@ def prepare_config(command: str, config: Config) -> Config:
             logger.info(line)
 
     return config
+
+
+def slow_float32(config: Config) -> list[str]:
+    """Return a warning if a GPU computes in float32 and nobody asked for that."""
+    name = device_name()
+    if not name or config.model.bf16 or "bf16" in config.written:
+        return []
+    if has_bf16():
+        return ["--zero_stage 0 computes in float32, several times slower: 1, 2 and 3 use bfloat16"]
+    return [f"{name} has no fast bfloat16, so that everything is computed in float32, slowly"]
 
 
 def quiet_libraries() -> None:

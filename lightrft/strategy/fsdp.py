@@ -88,14 +88,19 @@ class FSDP2(Strategy):
         """Reduce gradients to shards, and after the last micro-batch the shards over replicas.
 
         With --reduce_gradients_once FSDP2 keeps full float32 gradients until the last one: four
-        bytes per parameter on each rank.
+        bytes per parameter on each rank. With --gather_parameters_once parameters stay gathered
+        until then.
         """
         reduce = last or not self.config.strategy.reduce_gradients_once
+        reshard = last or not self.config.strategy.gather_parameters_once
         for root in roots(model):
             root.set_requires_gradient_sync(reduce)
             root.set_requires_all_reduce(last)
             # Otherwise the inputs of reductions stay allocated until the next micro-batch.
             root.set_is_last_backward(reduce)
+            root.set_reshard_after_backward(reshard)
+            # This is for the forward pass of the next micro-batch.
+            root.set_reshard_after_forward(reshard)
         loss.backward()
 
     def offload_model_state(self, model: nn.Module) -> OffloadedModel:
@@ -107,7 +112,10 @@ class FSDP2(Strategy):
     def _precision(self) -> MixedPrecisionPolicy:
         if not self.config.model.bf16:
             return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        half = self.config.strategy.reduce_dtype == "bf16"
+        return MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16 if half else torch.float32
+        )
 
     def _offload(self) -> OffloadPolicy:
         if not self.config.strategy.fsdp_cpu_offload:

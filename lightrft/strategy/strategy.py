@@ -299,7 +299,7 @@ class Strategy(Backend):
         self.memory.check_loaded(model)
         (self.memory.unsummed.discard if last else self.memory.unsummed.add)(model)
 
-        # Ranks that share an unsplit_models sequence each compute the whole loss.
+        # Ranks that share a sequence without splitting it each compute the whole loss.
         share = 1 / self.mesh.sp.size if model in self.unsplit_models else 1
         self.accumulate(loss * torch.where(loss.detach().isfinite(), share, torch.nan), model, last)
 

@@ -33,7 +33,7 @@ from lightrft.tools.step_memory import (
     step_bytes,
     trained_parameters,
 )
-from lightrft.tools.step_time import StepWork, kv_bytes, seconds
+from lightrft.tools.step_time import LINK, StepWork, Traffic, kv_bytes, seconds
 
 USABLE = 0.94
 """Share of a device's memory that a run can use.
@@ -115,7 +115,8 @@ class Planner:
         self.of_rank = num_parameters(self.local)
         self.trained = trained_parameters(self.local, config.model)
         self.width = 2 if config.model.bf16 else 4
-        self.gradient_width = 2 if config.model.bf16 and strategy.grad_accum_dtype == "bf16" else 4
+        accumulates_bf16 = config.model.bf16 and strategy.reduce_dtype == "bf16"
+        self.gradient_width = 2 if accumulates_bf16 and strategy.strategy == "deepspeed" else 4
         """Bytes of a gradient under DeepSpeed."""
         self.capacity = device.memory * USABLE
 
@@ -147,6 +148,8 @@ class Planner:
             "target_modules": model.target_modules,
             "freeze_prefix": model.freeze_prefix,
             "reduce_gradients_once": self.config.strategy.reduce_gradients_once,
+            "gather_parameters_once": self.config.strategy.gather_parameters_once,
+            "reduce_dtype": self.config.strategy.reduce_dtype,
             "gradient_checkpointing": model.gradient_checkpointing,
             "gradient_checkpointing_policy": model.gradient_checkpointing_policy,
         }
@@ -340,7 +343,7 @@ class Planner:
         )
         of_a_replica = self.sp * self.tp
 
-        return seconds(
+        found = seconds(
             self.shape,
             self.parameters,
             self.active,
@@ -353,6 +356,34 @@ class Planner:
             cache_tokens=cache_tokens,
             bytes_per_value=self.width,
         )
+        if config.strategy.strategy == "fsdp":
+            # Transfers run beside the products, so the slower of both takes the time.
+            found["train"] = max(found["train"], self.traffic_seconds(work))
+
+        return found
+
+    def traffic_seconds(self, work: StepWork) -> float:
+        """Return the seconds of FSDP2's transfers in the updates of a step."""
+        config = self.config
+        strategy = config.strategy
+        updates = work.epochs * -(-work.samples // config.train.train_batch_size)
+        rows = -(-work.samples * work.epochs // (updates * self.replicas))
+        tokens = rows * (work.prompt + work.response)
+        microbatches = updates * -(-tokens // config.train.max_tokens_per_microbatch)
+        halves = config.model.bf16 and strategy.reduce_dtype == "bf16"
+
+        traffic = Traffic(
+            microbatches,
+            updates,
+            gathered=self.width * self.of_rank,
+            reduced=(2 if halves else 4) * self.trained,
+            gathers_once=strategy.gather_parameters_once,
+            reduces_once=strategy.reduce_gradients_once,
+        )
+        inside = self.shards * self.tp * self.sp <= self.ranks_per_node
+        rate = self.device.link if inside else self.device.network
+
+        return traffic.bytes(self.shards) / (rate * LINK)
 
     def idle_ranks(self) -> list[str]:
         """Return what a step has too little of to give work to every rank."""

@@ -36,6 +36,29 @@ class StepWork:
     """True if the backward pass computes the forward pass once more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a rank gathers and reduces with FSDP2 in the updates of a step."""
+
+    microbatches: int
+    updates: int
+    gathered: float
+    """Bytes of the parameters, gathered once for each pass."""
+    reduced: float
+    """Bytes of the gradients that are reduced."""
+    gathers_once: bool
+    """True with --gather_parameters_once."""
+    reduces_once: bool
+    """True with --reduce_gradients_once."""
+
+    def bytes(self, shards: int) -> float:
+        """Return the bytes that a rank receives. Shards of its own stay where they are."""
+        # The first micro-batch gathers for the forward and the backward pass in any case.
+        gathers = 2 * (self.updates if self.gathers_once else self.microbatches)
+        reductions = self.updates if self.reduces_once else self.microbatches
+        return (gathers * self.gathered + reductions * self.reduced) * (shards - 1) / shards
+
+
 def token_flops(shape: PretrainedConfig, parameters: int, length: int) -> float:
     """Return the operations of a forward pass for a token: products and causal attention.
 

@@ -665,6 +665,18 @@ def test_a_gradient_that_is_known_in_the_forward_pass_is_the_same_in_three_produ
         assert (value - reference).abs().max() <= near * max(1.0, reference.abs().max())
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_frozen_head_has_no_product_for_its_gradient(known):
+    """Adapters leave the head frozen: each chunk has one product less."""
+    hidden, weight, targets = inputs()
+    upstream = {"upstream": slopes} if known else {}
+    with Products() as seen:
+        values = token_logprobs(hidden, weight.detach(), targets, chunk=8, **upstream)
+        torch.autograd.grad(objective(*values), [hidden])
+    chunks = 3
+    assert seen.count == (2 if known else 3) * chunks
+
+
 def test_a_known_gradient_follows_the_factor_of_the_loss():
     """A strategy multiplies the loss; the values stay the same."""
     once = learned(upstream=slopes)[0]

@@ -7,6 +7,7 @@ sequences at once, on any ranks and in any micro-batches.
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -157,6 +158,38 @@ def test_every_split_is_transformers_loss(tmp_path, family, layout):
         assert tensors.keys() == parameters.keys()
         for name, wanted in parameters.items():
             assert (tensors[name] - wanted).norm() <= 1e-5 * wanted.norm(), name
+
+
+class Products(TorchDispatchMode):
+    """While entered, records the shapes of the factors of every matrix product that has a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "mm" in function.name() and args[0].numel():
+            self.shapes += [tuple(each.shape) for each in args[:2]]
+        return function(*args, **(kwargs or {}))
+
+
+def products_of_the_load(folder: str) -> list[tuple[int, ...]]:
+    made = get_strategy({"fsdp": True})
+    made.setup_distributed()
+    policy = rows.policy(made, folder, max_tokens=1000)
+    policy.routers = Routers(policy.actor.language_model, COEFFICIENT)
+    batch, (members,) = policy.redistribute(rows.whole())
+    with Products() as seen:
+        policy._balance(batch, members)
+    return seen.shapes
+
+
+def test_the_load_is_measured_without_the_head(tmp_path):
+    torch.manual_seed(0)
+    FAMILIES["qwen3_moe"]().save_pretrained(tmp_path)
+    (shapes,) = run_ranks(1, products_of_the_load, str(tmp_path))
+    assert any(5 in shape for shape in shapes), "routers decide between five experts"
+    assert not any(SIZES["vocab_size"] in shape for shape in shapes)
 
 
 def test_a_model_without_experts_is_refused(tmp_path):

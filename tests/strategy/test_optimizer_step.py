@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrft.backends.optim import create_adamw, create_lr_scheduler
 from lightrft.parallel.grad_norm import global_grad_norm
@@ -116,6 +117,61 @@ def test_replicas_communicate_after_the_last_micro_batch(folder):
     assert hybrid == [(3, 0, 0), (3, 0, 0), (3, 3, 0)]
     _, norm_once = run_ranks(4, reductions, folder, {"dp_replicate": 2} | ONCE)[0]
     assert norm == pytest.approx(norm_once, rel=1e-5)
+
+
+class Transfers(TorchDispatchMode):
+    """While entered, records the dtype of every tensor that FSDP2 gathers and reduces."""
+
+    def __init__(self):
+        super().__init__()
+        self.gathered: list[torch.dtype] = []
+        self.reduced: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        if "allgather" in name:
+            self.gathered.append(args[1].dtype)
+        elif "reduce_scatter" in name:
+            self.reduced.append(args[1].dtype)
+        return function(*args, **(kwargs or {}))
+
+
+def transfers(folder: str, flags: dict):
+    """Return what three micro-batches gather and reduce, the norm, and the step's result."""
+    made = strategy(**flags)
+    model = load(folder)
+    model, optimizer = made.prepare((model, sgd(model)))
+    found = []
+    for step in range(2):
+        for micro_batch, last in enumerate((False, False, True)):
+            with Transfers() as seen:
+                loss = share_of_loss(model, my_rows(made, step + micro_batch), 50)
+                made.backward(loss, model, optimizer, last=last)
+            found.append((len(seen.gathered), set(seen.reduced)))
+        norm = made.optimizer_step(optimizer, model).item()
+
+    return found, norm, snapshot(made, model)
+
+
+def test_gathered_parameters_stay_for_a_step_if_told(folder):
+    """Two layers and the rest are gathered for each pass, or for the first micro-batch alone."""
+    (each, norm, result), (once, norm_once, result_once) = (
+        run_ranks(2, transfers, folder, flags)[0]
+        for flags in ({}, {"gather_parameters_once": True})
+    )
+    assert len({gathered for gathered, _ in each}) == 1 and each[0][0] >= 5
+    assert [gathered for gathered, _ in once] == [each[0][0], 0, 0] * 2
+    assert norm == norm_once and distance(result, result_once) == 0
+
+
+def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(folder):
+    (exact, norm, _), (half, norm_of_half, _) = (
+        run_ranks(2, transfers, folder, {"bf16": True, "reduce_dtype": dtype})[0]
+        for dtype in ("fp32", "bf16")
+    )
+    assert {dtype for _, each in exact for dtype in each} == {torch.float32}
+    assert {dtype for _, each in half for dtype in each} == {torch.bfloat16}
+    assert norm != norm_of_half and norm_of_half == pytest.approx(norm, rel=0.02)
 
 
 def frozen_and_forwarded(folder: str):

@@ -23,7 +23,7 @@ from lightrft.tools.step_memory import (
     of_tensor_parallel,
     parameter_counts,
 )
-from lightrft.tools.step_time import StepWork, kv_bytes, seconds
+from lightrft.tools.step_time import StepWork, Traffic, kv_bytes, seconds
 from tiny import tiny_model
 from warm import warm_python
 
@@ -149,6 +149,30 @@ def test_seconds_by_hand():
     )
 
 
+def test_traffic_by_hand():
+    """Three micro-batches in one update: a gather for each pass, and a reduction for each."""
+    each = Traffic(3, 1, gathered=20.0, reduced=40.0, gathers_once=False, reduces_once=False)
+    assert each.bytes(1) == 0
+    assert each.bytes(4) == (3 * 2 * 20 + 3 * 40) * 3 / 4
+    assert replace(each, gathers_once=True).bytes(4) == (2 * 20 + 3 * 40) * 3 / 4
+    assert replace(each, reduces_once=True, reduced=20.0).bytes(4) == (3 * 2 * 20 + 20) * 3 / 4
+
+
+def test_experts_over_several_nodes_wait_for_the_network():
+    """30B-A3B on 32 ranks gathers and reduces more than it computes, until told otherwise."""
+
+    def train(*flags: str) -> float:
+        config = parse(["--config", CONFIG, "--bf16", *flags], "train_ppo")
+        resolve(config, "train_ppo", world_size=32)
+        shape = known_config("Qwen/Qwen3-30B-A3B")
+        planner = Planner(config, "train_ppo", 32, DEVICES["h100"], ranks_per_node=8, shape=shape)
+        return planner.seconds(1e6)["train"]
+
+    plain = train("--fsdp")
+    assert train("--fsdp", "--reduce_dtype=bf16") == pytest.approx(plain * 3 / 4)
+    assert train("--fsdp", "--dp_replicate=4") < plain / 2
+
+
 @pytest.mark.slow
 def test_the_command(capsys):
     with pytest.raises(SystemExit) as ended:
@@ -224,7 +248,8 @@ def test_ranks_without_work_add_no_speed():
     many = planner(1024)
     seconds = many.seconds(1e6)
     with_work = planner(512).seconds(1e6)
-    assert seconds["train"] == with_work["train"] and seconds["generate"] == with_work["generate"]
+    assert seconds["train"] == pytest.approx(with_work["train"], rel=2e-3)
+    assert seconds["generate"] == with_work["generate"]
     assert (
         seconds["generate"]
         == planner(256).seconds(1e6)["generate"]
