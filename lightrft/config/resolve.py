@@ -116,10 +116,20 @@ def resolve(
         config.expand({"bf16": True})
 
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
+    if strategy.dp_replicate == 0:
+        strategy.put("dp_replicate", _data_ranks(config, world_size))
     validate(config, command=command, world_size=world_size)
     config.command = command
 
     return [*config.notices, *flags_without_effect(config, command)]
+
+
+def _data_ranks(config: Config, world_size: int) -> int:
+    """Return how many ranks can have a whole model; 1 with ZeRO, which has no replicas."""
+    strategy = config.strategy
+    together = max(strategy.sp_size, strategy.cp_size) * strategy.tp_size
+    ranks = (world_size - config.rollout.rollout_ranks) // max(together, 1)
+    return max(ranks, 1) if strategy.fsdp else 1
 
 
 def check_strategy(config: Config) -> None:

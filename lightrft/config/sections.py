@@ -303,9 +303,10 @@ class StrategySection(Section, commands=EVERY):
     offload_idle: bool = False
     """Keep only the models and optimizers of the current phase in device memory; all others wait in
     host memory."""
-    dp_replicate: int = option(1, COUNT)
+    dp_replicate: int = option(1, NOT_NEGATIVE)
     """Hybrid sharding: number of replicas of the model; each one is sharded over a part of the data
-    ranks."""
+    ranks. 0: every data rank has a replica of its own. That is the fastest for a model that fits
+    on each: only gradients are communicated."""
     tp_size: int = option(1, COUNT)
     """Tensor parallelism: number of consecutive ranks that split each layer of the trained models;
     they process the same data."""

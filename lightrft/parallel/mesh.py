@@ -50,6 +50,7 @@ class Mesh:
         ValueError, with all reasons, for sizes that cannot form a mesh.
         """
         world_size = dist.get_world_size()
+        dp_replicate = dp_replicate or world_size // (sp * tp)
         problems = mesh_problems(world_size, dp_replicate=dp_replicate, sp=sp, tp=tp)
         if problems:
             raise ValueError("; ".join(problems))

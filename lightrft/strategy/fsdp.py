@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from lightrft.backends.materialize import materialize
 from lightrft.backends.offload import OffloadedModel
 from lightrft.backends.optim import follow, parameter_names
+from lightrft.backends.replicas import Replicas
 from lightrft.models.empty import empty_parameters
 from lightrft.parallel.tensor_parallel import parallelize
 from lightrft.strategy.strategy import Strategy
@@ -28,8 +29,17 @@ from lightrft.strategy.strategy import Strategy
 class FSDP2(Strategy):
     """FSDP2 over all data ranks, or within each replica of --dp_replicate.
 
-    Gradients are summed over all ranks, not averaged. --tp_size and --sp_size work with it.
+    Gradients are summed over all ranks, not averaged. --tp_size and --sp_size work with it. If each
+    rank has the whole model in float32, nothing is sharded, and Replicas sums the gradients.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._replicas: dict[nn.Module, Replicas] = {}
+
+    def close(self) -> None:
+        self._replicas.clear()
+        super().close()
 
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
         """Split by tensor parallelism, shard, materialize, and let the optimizer follow."""
@@ -41,6 +51,7 @@ class FSDP2(Strategy):
 
         if self._shards:
             self._shard(module)
+        trained = any(parameter.requires_grad for parameter in module.parameters())
         materialize(
             module,
             torch.device("cpu") if self.config.strategy.fsdp_cpu_offload else self.device,
@@ -49,12 +60,18 @@ class FSDP2(Strategy):
         if not self._shards:
             module.to(self.device)  # a sharded module is on the device already
         follow(module, optimizer, names)
+        if trained and not self._shards and self.mesh.replicate.size > 1:
+            self._replicas[module] = Replicas(module, self.mesh.replicate)
 
     @property
     def _shards(self) -> bool:
-        """Return True for several ranks, or if parameters are cast or fetched from the host."""
+        """Return True if ranks divide a model, or if parameters are cast or fetched from the host.
+
+        Otherwise the hooks and copies of FSDP2 would take time for nothing.
+        """
         return (
-            self.mesh.world.size > 1
+            self.mesh.shard.size > 1
+            or self.mesh.tp.size > 1
             or self.config.model.bf16
             or self.config.strategy.fsdp_cpu_offload
         )
@@ -91,6 +108,10 @@ class FSDP2(Strategy):
         bytes per parameter on each rank. With --gather_parameters_once parameters stay gathered
         until then.
         """
+        if model in self._replicas:
+            self._replicas[model].backward(loss, last=last)
+            return
+
         reduce = last or not self.config.strategy.reduce_gradients_once
         reshard = last or not self.config.strategy.gather_parameters_once
         for root in roots(model):

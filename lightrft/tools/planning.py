@@ -455,7 +455,12 @@ class Planner:
             )
 
         nodes = nodes_to_replicate(config, self.ranks, self.ranks_per_node)
-        if nodes and self.fits_with({"dp_replicate": nodes}):
+        shards_alone = config.strategy.strategy == "fsdp" and self.sp == self.tp == 1
+        if shards_alone and self.shards > 1 and self.fits_with({"dp_replicate": self.training}):
+            hints.append(
+                "the model fits on every device: --dp_replicate 0 sends only gradients between them"
+            )
+        elif nodes and self.fits_with({"dp_replicate": nodes}):
             hints.append(
                 f"the model fits on one node: --dp_replicate {nodes} gathers parameters within each"
                 f" of the {nodes} nodes and sends only gradients between them"

@@ -16,6 +16,7 @@ from strategy.zero import DeepSpeedStrategy
 
 STRATEGIES = {
     "fsdp-2": (2, FSDPStrategy, {}),
+    "replicas-2": (2, FSDPStrategy, {"dp_replicate": 0}),
     "own-2": (2, DataParallelStrategy, {}),
     "one-hook-1": (1, Counting, {}),
     "zero0-2": (2, DeepSpeedStrategy, {"zero_stage": 0}),

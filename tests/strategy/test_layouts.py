@@ -29,6 +29,7 @@ from strategy.training import (
 
 SELECTIVE = {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}
 REPLICAS = {"dp_replicate": 2}
+EACH_RANK = {"dp_replicate": 0}
 
 
 def ours(model: nn.Module) -> torch.optim.Optimizer:
@@ -62,7 +63,11 @@ CASES = {
         "sgd after prepare": Case(early=False),
         "adamw after prepare": Case(ours, early=False),
     },
-    4: {"sgd": Case(args=REPLICAS), "adamw": Case(ours, args=REPLICAS)},
+    4: {
+        "sgd": Case(args=REPLICAS),
+        "adamw": Case(ours, args=REPLICAS),
+        "a replica each": Case(num_micro=2, args=EACH_RANK),
+    },
 }
 """By number of ranks; one start for each."""
 EXACT = [

@@ -158,6 +158,22 @@ def test_traffic_by_hand():
     assert replace(each, reduces_once=True, reduced=20.0).bytes(4) == (3 * 2 * 20 + 20) * 3 / 4
 
 
+def test_a_model_that_fits_on_every_device_is_advised_not_to_be_sharded():
+    def advice(name: str, *flags: str) -> list[str]:
+        config = parse(["--config", CONFIG, "--fsdp", "--bf16", *flags], "train_ppo")
+        resolve(config, "train_ppo", world_size=8)
+        shape = known_config(name)
+        return (
+            Planner(config, "train_ppo", 8, DEVICES["h100"], ranks_per_node=8, shape=shape)
+            .plan()
+            .advice
+        )
+
+    assert any("--dp_replicate 0" in line for line in advice("Qwen/Qwen2.5-0.5B"))
+    assert advice("Qwen/Qwen2.5-0.5B", "--dp_replicate=0") == []
+    assert not any("--dp_replicate 0" in line for line in advice("Qwen/Qwen2.5-7B"))
+
+
 def test_experts_over_several_nodes_wait_for_the_network():
     """30B-A3B on 32 ranks gathers and reduces more than it computes, until told otherwise."""
 
