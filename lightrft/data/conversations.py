@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +149,13 @@ def answer_problem(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: 
 def answer_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Answer:
     """Return the tokens after the prompt; for a text, all tokens and the end token are learned."""
     label = prompt.columns["label"]
-    return (
-        label
-        if isinstance(label, Answer)
-        else text_answer(DataSection(), tokenizer, prompt.text, label)
-    )
+    return label if isinstance(label, Answer) else _plain_answer(tokenizer, prompt.text, label)
+
+
+@lru_cache(maxsize=16_384)
+def _plain_answer(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Answer:
+    # A small data set is read many times, and all ranks need the lengths of all rows of a step.
+    return text_answer(DataSection(), tokenizer, prompt, answer)
 
 
 def text_answer(

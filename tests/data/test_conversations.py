@@ -4,7 +4,9 @@ A mask off by one would learn the prompt, or never learn to stop.
 """
 
 import pytest
+import torch
 
+from lightrft.data import conversations
 from lightrft.data.conversations import answer_problem, supervised_batch
 from lightrft.types import Prompt
 from tiny import EOS, byte_tokenizer
@@ -45,3 +47,17 @@ def test_a_good_answer():
 def test_an_answer_that_fits_no_microbatch():
     problem = answer_problem(prompt("ab", "cd"), byte_tokenizer(), 4)
     assert problem == "prompt and answer have 5 tokens, more than --max_tokens_per_microbatch 4"
+
+
+def test_an_answer_is_tokenized_once_however_often_it_is_learned(monkeypatch):
+    calls = []
+    plain = conversations.consecutive_tokens
+    monkeypatch.setattr(
+        conversations,
+        "consecutive_tokens",
+        lambda *args, **options: (calls.append(args), plain(*args, **options))[1],
+    )
+    tokenizer = byte_tokenizer()
+    first = supervised_batch([prompt("ab=", "xy"), prompt("c", "z")], tokenizer, [0, 1])
+    again = supervised_batch([prompt("ab=", "xy"), prompt("c", "z")], tokenizer, [0, 1])
+    assert torch.equal(first.input_ids, again.input_ids) and len(calls) == 2
