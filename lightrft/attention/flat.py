@@ -47,8 +47,9 @@ def call_kernel(device: torch.device, dtype: torch.dtype) -> CallKernel | None:
     None if no kernel returns log-sum-exps, as for float32 on an accelerator.
     """
     if _flash(device, dtype):
-        from lightrft.attention.flash_attn import FLASH_CALLS
+        from lightrft.attention.flash_attn import FLASH_CALLS, activate_newer_kernels
 
+        activate_newer_kernels()
         return FLASH_CALLS
     return CPU_KERNEL if device.type in ("cpu", "meta") else None
 

@@ -460,6 +460,22 @@ def attended(
     return [output.detach(), *(x.grad for x in inputs)]
 
 
+@pytest.mark.parametrize(
+    ("capability", "installed", "active"),
+    [((9, 0), True, ["FA3"]), ((8, 0), True, []), ((10, 0), True, []), ((9, 0), False, [])],
+)
+def test_newer_kernels_run_on_hopper_if_they_are_installed(
+    monkeypatch, capability, installed, active
+):
+    activated = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(flash_attn, "find_spec", lambda name: object() if installed else None)
+    flash_attn.activate_newer_kernels.__wrapped__()
+    assert activated == active
+
+
 @pytest.mark.parametrize("kernel", ["cpu", "cpu, copies", "flash"])
 @pytest.mark.parametrize("case", CASES)
 def test_every_shape_of_attention(case, kernel, monkeypatch, operations):
