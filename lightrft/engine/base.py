@@ -210,14 +210,17 @@ class Engine(ABC):
         round = self.verify_round
         self.verify_round = None
         self.places_verified = round is not None
-        stream = self._checked(named_tensors)
         sent = self._fingerprints(self.verify_dtype, round) if self.verify_dtype else None
-        self._load_weights(stream if sent is None else sent.watch(stream))
+        failures: list[Exception] = []
+        stream = self._checked(named_tensors, sent, failures)
+        self._load_weights(stream)
 
         for name, _ in stream:  # missing names are detected at the end of the stream
             raise EngineError(
                 f"{type(self).__name__} stopped consuming the weight stream at {name}"
             )
+        if failures:
+            raise failures[0]
 
         self.reset_cache()
         if sent is not None:
@@ -377,30 +380,49 @@ class Engine(ABC):
             if problem:
                 raise EngineError(f"weight sync, rank {rank} of the engine: {problem}")
 
-    def _checked(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the stream unchanged, comparing each name and shape with the expected ones."""
+    def _checked(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        sent: Fingerprints | None = None,
+        failures: list[Exception] | None = None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the stream unchanged, comparing each name and shape with the expected ones.
+
+        The fingerprints of the tensors are added to `sent`. With `failures`, an error is put there
+        and ends the stream, so that the engine finishes in order and can load the next one.
+        """
         missing = dict(self.expected)
-        for name, tensor in named_tensors:
-            shape = missing.pop(name, None)
-            if shape is None:
-                reason = (
-                    "came twice"
-                    if name in self.expected
-                    else "is not a weight of the engine's model"
-                )
-                raise ValueError(f"weight stream: {name} {reason}")
+        try:
+            for name, tensor in named_tensors:
+                self._check_weight(name, tensor, missing.pop(name, None))
+                if sent is not None:
+                    sent.add_sent(name, tensor)
+                yield name, tensor
+                # Otherwise the next tensor would be gathered beside this one.
+                del tensor
 
-            if tensor.shape != shape:
+            if missing:
                 raise ValueError(
-                    f"weight stream: {name} has shape {tuple(tensor.shape)}, the engine expects"
-                    f" {tuple(shape)}"
+                    f"weight stream: {len(missing)} weights are missing, the first is"
+                    f" {next(iter(missing))}"
                 )
-            yield name, tensor
+        except Exception as error:
+            if failures is None:
+                raise
+            failures.append(error)
 
-        if missing:
+    def _check_weight(self, name: str, tensor: Tensor, shape: torch.Size | None) -> None:
+        """Raise ValueError unless the weight has this shape; None: it is not expected any more."""
+        if shape is None:
+            reason = (
+                "came twice" if name in self.expected else "is not a weight of the engine's model"
+            )
+            raise ValueError(f"weight stream: {name} {reason}")
+
+        if tensor.shape != shape:
             raise ValueError(
-                f"weight stream: {len(missing)} weights are missing, the first is"
-                f" {next(iter(missing))}"
+                f"weight stream: {name} has shape {tuple(tensor.shape)}, the engine expects"
+                f" {tuple(shape)}"
             )
 
     def _validated(self, requests: list[Request], sampling: Sampling) -> list[Request]:

@@ -242,6 +242,8 @@ class HFEngine(Engine):
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
         for name, tensor in named_tensors:
             self.weights[name].copy_(tensor)
+            # Otherwise the next tensor would be gathered beside this one.
+            del tensor
 
     @torch.inference_mode()
     def _mismatches(self, sent: Fingerprints) -> list[str]:

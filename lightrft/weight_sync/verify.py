@@ -25,7 +25,7 @@ found.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -111,14 +111,12 @@ class Fingerprints:
         self.num_elements = dict.fromkeys(self.bits, 0)
         self.num_multiplied = dict.fromkeys(self.products, 0)
 
-    def watch(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the stream unchanged, and add each tensor to the fingerprints first."""
-        for name, tensor in stream:
-            if name in self.bits:
-                self.add(name, tensor.clone() if tensor.ndim < 2 else tensor)
-            if name in self.products:
-                self.add_product(name, product(tensor, self.dtype), tensor.numel())
-            yield name, tensor
+    def add_sent(self, name: str, tensor: Tensor) -> None:
+        """Add a full tensor of the stream. It may be modified afterwards."""
+        if name in self.bits:
+            self.add(name, tensor.clone() if tensor.ndim < 2 else tensor)
+        if name in self.products:
+            self.add_product(name, product(tensor, self.dtype), tensor.numel())
 
     def add(self, name: str, piece: Tensor, *, row: int = 0, column: int = 0) -> None:
         """Add a piece that starts at this position of the full tensor.
