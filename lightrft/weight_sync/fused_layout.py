@@ -6,7 +6,7 @@ attributes. On a CPU SGLang pads layers with zeros to make them divisible.
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -153,19 +153,20 @@ class FusedWeights:
             for piece in slices:
                 self._add(piece, users.get(getattr(piece.layer, piece.attribute), []), packs)
 
-        self.direct: dict[str, list[WeightSlice]] = {}
+        unknown_paths = {
+            renamed.rpartition(".")[0] for name in self.unknown if (renamed := names[name])
+        }
+        excluded = _neighbours(unknown_paths, places) | {
+            layer
+            for its_users in users.values()
+            if any(map(packs, its_users))
+            for layer in its_users
+        }
+        self.direct = _direct_copies(
+            places_of, shapes, lambda piece: piece.layer not in excluded and keeps(piece)
+        )
         """Weights that can be copied in place: they fill whole layers. No other weight fills
-        these, and no kernel repacks them."""
-        if not self.unknown:
-            packing = {
-                layer
-                for its_users in users.values()
-                if any(map(packs, its_users))
-                for layer in its_users
-            }
-            self.direct = _direct_copies(
-                places_of, shapes, lambda piece: piece.layer not in packing and keeps(piece)
-            )
+        these, not even an unknown one, and no kernel repacks them."""
 
     def copy_targets(self) -> dict[str, list[CopyTarget]]:
         """Return the copy targets of each `direct` weight, in the current memory of the layers."""
@@ -304,6 +305,15 @@ def _places(
     else:
         cut = is_a(layer, "RowParallelLinear") and attribute == "weight"
         yield slice(None), 0, layer.tp_rank * layer.input_size_per_partition if cut else 0
+
+
+def _neighbours(paths: Set[str], places: Mapping[str, nn.Module]) -> set[nn.Module]:
+    """Return the layers that may hold weights of other layers: all in the same modules.
+
+    A fused layer, for example, is beside the layers of the Hugging Face model that it combines.
+    """
+    modules = paths | {path.rpartition(".")[0] for path in paths}
+    return {layer for path, layer in places.items() if path.rpartition(".")[0] in modules}
 
 
 def _direct_copies(
