@@ -92,7 +92,10 @@ class Engine(ABC):
         """Dtype of the engine, for comparing the weights with the streamed ones. None: they are not
         verified."""
         self.verify_round: int | None = None
-        """Round of the next verification, for a part of the weights; None: all of them."""
+        """Round of the next verification: a sample, or all weights in round 0.
+
+        None: all of them, because the previous sync was not verified.
+        """
         self.places_verified = False
         """True if the previous sync was verified. The places of the weights are known then, and
         weights can be copied there."""
@@ -198,8 +201,8 @@ class Engine(ABC):
         A wrong, missing or repeated name raises ValueError, and the engine refuses to generate
         until a complete stream has arrived. Caches of the old weights are dropped. Raises
         EngineError on all ranks of the engine if the engine's weights differ from the streamed
-        ones, or a cache is left. The first sync, and one after a failure, is verified completely.
-        The others verify one part of the weights per round (weight_sync/verify.py).
+        ones, or a cache is left. The first sync, every ROUNDS-th one, and one after a failure is
+        verified completely. The others verify a sample (weight_sync/verify.py).
         """
         self._check_usable()
         if "weights" not in self.awake:
@@ -225,7 +228,7 @@ class Engine(ABC):
         self.reset_cache()
         if sent is not None:
             self._verify(sent)
-            self.verify_round = 0 if round is None else (round + 1) % ROUNDS
+            self.verify_round = ((round or 0) + 1) % ROUNDS
 
         self.version = version
         self.weights_valid = True
@@ -344,7 +347,7 @@ class Engine(ABC):
 
     def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
         """Return empty fingerprints; the default suits engines that keep weights as streamed."""
-        return Fingerprints(self.expected, dtype, slices=self.axis.size, round=round)
+        return Fingerprints(self.expected, dtype, round=round)
 
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """Return prints.numbers() of all weights on this rank, read in place when called."""

@@ -176,15 +176,13 @@ class FusedWeights:
     def direct_layers(self) -> set[nn.Module]:
         return {piece.layer for pieces in self.direct.values() for piece in pieces}
 
-    def fingerprints(self, dtype: torch.dtype, slices: int, round: int | None) -> Fingerprints:
+    def fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
         """Return empty fingerprints for the weights that this rank can compare in this round."""
         bits, products = (
             {piece.name: None for piece in pieces}
             for pieces in (self.raw, self._pieces_of_round(round))
         )
-        return Fingerprints(
-            self.shapes, dtype, slices=slices, bits=bits, products=products, round=round
-        )
+        return Fingerprints(self.shapes, dtype, bits=bits, products=products, round=round)
 
     @torch.inference_mode()
     def add_to(self, prints: Fingerprints) -> None:
@@ -199,7 +197,8 @@ class FusedWeights:
             columns = piece.layer.input_size_per_partition if cut else prints.shapes[piece.name][1]
             # The layers of a fused one share its product, so it is computed once.
             if piece.layer not in results:
-                x = signs(piece.column, columns, piece.layer.weight.device).to(prints.dtype)
+                x = signs(piece.column + columns, piece.layer.weight.device)[piece.column :]
+                x = x.to(prints.dtype)
                 results[piece.layer] = piece.layer.quant_method.apply(piece.layer, x[None], None)[
                     0
                 ].double()
@@ -209,7 +208,7 @@ class FusedWeights:
     def _pieces_of_round(self, round: int | None) -> list[WeightSlice]:
         """Return the pieces of the layers that this round multiplies with.
 
-        It is every PRODUCT_ROUNDS-th layer; all for None.
+        It is every PRODUCT_ROUNDS-th layer; all for None or 0.
         """
         order = {
             layer: index
@@ -218,7 +217,7 @@ class FusedWeights:
         return [
             piece
             for piece in self.packed
-            if round is None or (order[piece.layer] - round) % PRODUCT_ROUNDS == 0
+            if not round or (order[piece.layer] - round) % PRODUCT_ROUNDS == 0
         ]
 
     def _add(
@@ -340,7 +339,7 @@ def _direct_copies(
         whole_names = {
             name: pieces
             for name, pieces in places.items()
-            if all(piece.layer in layers for piece in pieces)
+            if pieces and all(piece.layer in layers for piece in pieces)
         }
         remaining = {
             layer for layer in layers if all(piece.name in whole_names for piece in of[layer])

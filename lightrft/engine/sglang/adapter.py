@@ -125,13 +125,11 @@ class SGLangEngine(LibraryEngine):
         del shared_memory  # not earlier: all ranks' payloads have been read now
 
     def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
-        return Fingerprints(
-            self.expected, dtype, slices=self.axis.size, bits=self._places, round=round
-        )
+        return Fingerprints(self.expected, dtype, bits=self._places, round=round)
 
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """Return the numbers of all weights on the first rank and zeros elsewhere; they add up."""
-        comparison = {"dtype": prints.dtype, "round": prints.round, "slices": self.axis.size}
+        comparison = {"dtype": prints.dtype, "round": prints.round}
         numbers = self._on_first_rank(
             lambda: self._shim.ask("held", places=self._places, shapes=self.expected, **comparison)
         )

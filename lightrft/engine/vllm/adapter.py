@@ -265,7 +265,7 @@ class VLLMEngine(LibraryEngine):
                 self._shim.reload_weights(part, direct=self.places_verified)
 
     def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
-        return self._shim.weights.fingerprints(dtype, self.axis.size, round)
+        return self._shim.weights.fingerprints(dtype, round)
 
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[torch.Tensor, torch.Tensor]:
         with self._stance():
