@@ -97,15 +97,16 @@ class Fingerprints:
             return
 
         self.num_elements[name] += rows.numel()
-        chunks = rows.split(max(1, CHUNK_BYTES // (8 * rows.shape[1])))
+        step = max(1, CHUNK_BYTES // (8 * rows.shape[1]))
+        chunks = map(self._integers, rows.split(step))
         if self.round:
-            sums = [self._integers(chunk).sum() for chunk in chunks]
+            sums = [chunk.sum() for chunk in chunks]
         else:
+            of_rows = random_odd_numbers(num_rows, 1, rows.device)[row:][: len(rows)].split(step)
             of_columns = random_odd_numbers(num_columns, 0, rows.device)[column:][: rows.shape[1]]
-            of_rows = random_odd_numbers(num_rows, 1, rows.device)[row:]
             sums = [
-                ((self._integers(chunk) * of_columns).sum(-1) * factors).sum()
-                for chunk, factors in zip(chunks, of_rows.split(len(chunks[0])), strict=False)
+                ((chunk * of_columns).sum(-1) * factors).sum()
+                for chunk, factors in zip(chunks, of_rows, strict=True)
             ]
         self.sums += [(name, each) for each in sums]
 
