@@ -29,10 +29,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def course(folder: str, root: Path, other: Path | None = None) -> tuple[list[str], list]:
+def course(folder: str, root: Path, *others: Path) -> tuple[list[str], list]:
     """Stream, learn two steps, and learn the second one again from the checkpoint between them.
 
-    `other` is the folder of another run, and the second step is learned from its checkpoint too.
+    The second step is also learned from the checkpoints of `others`, folders of other runs.
     Return the names of streamed weights that differ from the folder's, and the learned weights.
     """
     made = strategy(weight_sync_bucket_mb=1)
@@ -51,7 +51,7 @@ def course(folder: str, root: Path, other: Path | None = None) -> tuple[list[str
     one_step(made, model, optimizer, 0)
     made.save_ckpt(model, root, "first", optimizer=optimizer)
     learned = []
-    for resumed in (None, root, other):
+    for resumed in (None, root, *others):
         if resumed is not None:
             made.load_ckpt(model, resumed, optimizer=optimizer)
         one_step(made, model, optimizer, 1)

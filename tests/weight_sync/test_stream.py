@@ -429,7 +429,9 @@ def test_parameters_in_host_memory_are_cast_on_the_device(sharded: bool) -> None
             mesh = init_device_mesh("cpu", (2,))
             parameter = DTensor.from_local(parameter, mesh, [Shard(0)], run_check=False)
         with Operations() as operations:
-            ((_, tensor),) = stream([("a", parameter)], torch.bfloat16, 10**6, torch.device("meta"))
+            ((_, tensor),) = _gather_bucket(
+                [("a", parameter)], torch.bfloat16, torch.device("meta"), 10**6
+            )
 
     assert tensor.is_meta and tensor.dtype == torch.bfloat16
     casts = [
