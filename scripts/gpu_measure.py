@@ -136,9 +136,9 @@ def ahead_overlap(setting: Setting) -> Figures:
     source = torch.zeros(size, dtype=torch.uint8, pin_memory=not setting.tiny)
     matrix = torch.zeros(width, width, device=device, dtype=torch.bfloat16)
 
-    def copies() -> Iterator[list[Tensor]]:
+    def copies() -> Iterator[list[tuple[str, Tensor]]]:
         for _ in range(count):
-            yield [source.to(device, non_blocking=True)]
+            yield [("", source.to(device, non_blocking=True))]
 
     def seconds(action: Callable[[], Any]) -> float:
         action()
@@ -156,7 +156,7 @@ def ahead_overlap(setting: Setting) -> Figures:
     # products that take as long as a copy
     each = max(1, round(copying / count / (seconds(lambda: products(20)) / 20)))
     computing = seconds(lambda: products(each * count))
-    both = seconds(lambda: [products(each) for _ in ahead(copies(), device)])
+    both = seconds(lambda: [products(each) for _ in ahead(copies(), device, size)])
 
     return {"share of a copy": (copying + computing - both) / min(copying, computing)}
 

@@ -391,8 +391,8 @@ class EngineSection(Section, commands=GENERATING):
     has the least; 512 on a CPU."""
     verify_weight_sync: bool = option(True, commands=SAMPLING)
     """Compare fingerprints of the weights that were sent with those in the engine after every
-    stream, and stop the run if they differ. The first time all weights are compared, then a part of
-    each, so that 128 streams verify every element again."""
+    stream, and stop the run if they differ. The first time and every 128th time all weights are
+    compared, otherwise every 128th row of each, so that 128 streams verify every element again."""
 
 
 @dataclass

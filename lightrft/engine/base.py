@@ -92,7 +92,10 @@ class Engine(ABC):
         """Dtype of the engine, for comparing the weights with the streamed ones. None: they are not
         verified."""
         self.verify_round: int | None = None
-        """Round of the next verification, for a part of the weights; None: all of them."""
+        """Round of the next verification: a sample, or all weights in round 0.
+
+        None: all of them, because the previous sync was not verified.
+        """
         self.places_verified = False
         """True if the previous sync was verified. The places of the weights are known then, and
         weights can be copied there."""
@@ -198,8 +201,8 @@ class Engine(ABC):
         A wrong, missing or repeated name raises ValueError, and the engine refuses to generate
         until a complete stream has arrived. Caches of the old weights are dropped. Raises
         EngineError on all ranks of the engine if the engine's weights differ from the streamed
-        ones, or a cache is left. The first sync, and one after a failure, is verified completely.
-        The others verify one part of the weights per round (weight_sync/verify.py).
+        ones, or a cache is left. The first sync, every ROUNDS-th one, and one after a failure is
+        verified completely. The others verify a sample (weight_sync/verify.py).
         """
         self._check_usable()
         if "weights" not in self.awake:
@@ -210,19 +213,22 @@ class Engine(ABC):
         round = self.verify_round
         self.verify_round = None
         self.places_verified = round is not None
-        stream = self._checked(named_tensors)
         sent = self._fingerprints(self.verify_dtype, round) if self.verify_dtype else None
-        self._load_weights(stream if sent is None else sent.watch(stream))
+        failures: list[Exception] = []
+        stream = self._checked(named_tensors, sent, failures)
+        self._load_weights(stream)
 
         for name, _ in stream:  # missing names are detected at the end of the stream
             raise EngineError(
                 f"{type(self).__name__} stopped consuming the weight stream at {name}"
             )
+        if failures:
+            raise failures[0]
 
         self.reset_cache()
         if sent is not None:
             self._verify(sent)
-            self.verify_round = 0 if round is None else (round + 1) % ROUNDS
+            self.verify_round = ((round or 0) + 1) % ROUNDS
 
         self.version = version
         self.weights_valid = True
@@ -341,7 +347,7 @@ class Engine(ABC):
 
     def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
         """Return empty fingerprints; the default suits engines that keep weights as streamed."""
-        return Fingerprints(self.expected, dtype, slices=self.axis.size, round=round)
+        return Fingerprints(self.expected, dtype, round=round)
 
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """Return prints.numbers() of all weights on this rank, read in place when called."""
@@ -377,30 +383,49 @@ class Engine(ABC):
             if problem:
                 raise EngineError(f"weight sync, rank {rank} of the engine: {problem}")
 
-    def _checked(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the stream unchanged, comparing each name and shape with the expected ones."""
+    def _checked(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        sent: Fingerprints | None = None,
+        failures: list[Exception] | None = None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the stream unchanged, comparing each name and shape with the expected ones.
+
+        The fingerprints of the tensors are added to `sent`. With `failures`, an error is put there
+        and ends the stream, so that the engine finishes in order and can load the next one.
+        """
         missing = dict(self.expected)
-        for name, tensor in named_tensors:
-            shape = missing.pop(name, None)
-            if shape is None:
-                reason = (
-                    "came twice"
-                    if name in self.expected
-                    else "is not a weight of the engine's model"
-                )
-                raise ValueError(f"weight stream: {name} {reason}")
+        try:
+            for name, tensor in named_tensors:
+                self._check_weight(name, tensor, missing.pop(name, None))
+                if sent is not None:
+                    sent.add_sent(name, tensor)
+                yield name, tensor
+                # Otherwise the next tensor would be gathered beside this one.
+                del tensor
 
-            if tensor.shape != shape:
+            if missing:
                 raise ValueError(
-                    f"weight stream: {name} has shape {tuple(tensor.shape)}, the engine expects"
-                    f" {tuple(shape)}"
+                    f"weight stream: {len(missing)} weights are missing, the first is"
+                    f" {next(iter(missing))}"
                 )
-            yield name, tensor
+        except Exception as error:
+            if failures is None:
+                raise
+            failures.append(error)
 
-        if missing:
+    def _check_weight(self, name: str, tensor: Tensor, shape: torch.Size | None) -> None:
+        """Raise ValueError unless the weight has this shape; None: it is not expected any more."""
+        if shape is None:
+            reason = (
+                "came twice" if name in self.expected else "is not a weight of the engine's model"
+            )
+            raise ValueError(f"weight stream: {name} {reason}")
+
+        if tensor.shape != shape:
             raise ValueError(
-                f"weight stream: {len(missing)} weights are missing, the first is"
-                f" {next(iter(missing))}"
+                f"weight stream: {name} has shape {tuple(tensor.shape)}, the engine expects"
+                f" {tuple(shape)}"
             )
 
     def _validated(self, requests: list[Request], sampling: Sampling) -> list[Request]:

@@ -242,13 +242,14 @@ class HFEngine(Engine):
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
         for name, tensor in named_tensors:
             self.weights[name].copy_(tensor)
+            # Otherwise the next tensor would be gathered beside this one.
+            del tensor
 
     @torch.inference_mode()
-    def _mismatches(self, sent: Fingerprints) -> list[str]:
-        fingerprints = self._fingerprints(sent.dtype, sent.round)
+    def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         for name in self.expected:
-            fingerprints.add(name, self.weights[name])
-        return [] if sent.same(fingerprints) else sent.wrong(fingerprints.numbers(self.device))
+            prints.add(name, self.weights[name])
+        return prints.numbers(self.device)
 
     def _num_cached(self) -> int:
         return 0

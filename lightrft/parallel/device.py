@@ -91,29 +91,41 @@ def bucket_bytes(device: torch.device, limit: int) -> int:
     return min(limit, 16 * 2**20) if device.type == "cpu" else limit // 2
 
 
-def ahead(items: Iterator[list[Tensor]], device: torch.device) -> Iterator[list[Tensor]]:
-    """Yield the same tensors, and compute the next ones while the caller uses these.
+def ahead(
+    buckets: Iterator[list[tuple[str, Tensor]]], device: torch.device, limit: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield the same buckets, and compute the next one while the caller uses this one.
 
-    This needs an accelerator, which has a separate stream for it.
+    This needs an accelerator, which has a separate stream for it. While the caller uses a bucket of
+    more than `limit` bytes, nothing is computed.
     """
     if device.type == "cpu":
-        yield from items
+        yield from buckets
         return
     side = torch.Stream(device)
     main = torch.accelerator.current_stream(device)
 
-    def make() -> tuple[list[Tensor] | None, torch.Event]:
+    def compute_next() -> tuple[list[tuple[str, Tensor]] | None, torch.Event]:
         side.wait_stream(main)  # wait for the inputs, and for the use of previous tensors
         with side:
-            return next(items, None), side.record_event()
+            return next(buckets, None), side.record_event()
 
-    coming = make()
-    while coming[0] is not None:
-        (tensors, event), coming = coming, make()
+    bucket, event = compute_next()
+    while bucket is not None:
         main.wait_event(event)
-        for tensor in tensors:
+        for _, tensor in bucket:
             tensor.record_stream(main)
-        yield tensors
+        del tensor
+
+        if sum(tensor.nbytes for _, tensor in bucket) > limit:
+            yield bucket
+            # The allocator reuses the memory only when the main stream has read it.
+            main.synchronize()
+            bucket, event = compute_next()
+        else:
+            following = compute_next()
+            yield bucket
+            bucket, event = following
 
 
 def has_flash_attention(device: torch.device) -> bool:

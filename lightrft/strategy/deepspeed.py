@@ -344,7 +344,8 @@ class ZeRO(Strategy):
             if parameter in has_master:
                 yield name, safe_get_full_fp32_param(parameter)
             else:
-                ((_, full),) = stream([(name, self._as_shard(parameter))], torch.float32, 1)
+                shard = [(name, self._as_shard(parameter))]
+                ((_, full),) = stream(shard, torch.float32, self.bucket_limit())
                 yield name, full.view(whole_shape(parameter))
 
     def _as_shard(self, parameter: nn.Parameter) -> Tensor:

@@ -5,6 +5,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum
 from functools import partial
+from itertools import chain
 
 from loguru import logger
 from torch import Tensor, nn
@@ -260,14 +261,26 @@ class EngineHost:
     def update_weights(self, actor: nn.Module) -> None:
         """Stream the actor's weights in under the next version, and drop what is cached.
 
-        The cache stays asleep or awake.
+        The cache stays asleep or awake. A weight passes five stages, each an iterator:
+
+        1. weight_sync/stream.py, buckets(): group parameters to gather at once.
+        2. parallel/device.py, ahead(): gather the next bucket while the engine loads this one.
+        3. weight_sync/stream.py, stream(): yield (name, full tensor) one by one.
+        4. engine/base.py, _checked(): check names and shapes, and take fingerprints.
+        5. The engine's adapter: copy the tensor to its place, or rename it for the engine's loader.
+
+        Adapters are merged between 3 and 4, if there are any, and a trained draft follows the
+        actor. At the end the engine compares the fingerprints with its own weights.
         """
         self.actor = actor
         self.memory.enter(Phase.REFIT, actor)
         self._wake_weights()
 
+        weights = self.full_params(actor)
+        if self.draft is not None:
+            weights = chain(weights, self._draft_weights(self.draft))
         with self.backend.trace.phase("weight_sync"):
-            self.engine.load_weights(self._weights(actor), self.version + 1)
+            self.engine.load_weights(weights, self.version + 1)
             self.memory.clear_cache()
 
         if self.status is EngineStatus.WAKEUP:
@@ -291,10 +304,9 @@ class EngineHost:
             release_cached_memory(self.backend.device)
             self.engine.wake("weights")
 
-    def _weights(self, actor: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        yield from self.full_params(actor)
-        if self.draft is not None:
-            yield from ((DRAFT + name, tensor) for name, tensor in self.full_params(self.draft))
+    def _draft_weights(self, draft: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.full_params(draft):
+            yield DRAFT + name, tensor
 
     # -- generation
 

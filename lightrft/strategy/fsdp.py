@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -24,6 +26,9 @@ from lightrft.backends.replicas import Replicas
 from lightrft.models.empty import empty_parameters
 from lightrft.parallel.tensor_parallel import parallelize
 from lightrft.strategy.strategy import Strategy
+
+MOST_PADDING = 1.05
+"""Most elements that a parameter may have with padding, for each of its own."""
 
 
 class FSDP2(Strategy):
@@ -84,6 +89,7 @@ class FSDP2(Strategy):
             "reshard_after_forward": True,
             "mp_policy": self._precision(),
             "offload_policy": self._offload(),
+            "shard_placement_fn": partial(shard_placement, ranks=self.mesh.parameters.shape[-1]),
         }
         for block in blocks(module):
             fully_shard(block, **options)
@@ -142,6 +148,19 @@ class FSDP2(Strategy):
         if not self.config.strategy.fsdp_cpu_offload:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+
+
+def shard_placement(parameter: nn.Parameter, ranks: int) -> Shard:
+    """Return the dim to shard: the first one, unless its padding costs more than MOST_PADDING.
+
+    FSDP2 pads dim 0 to a multiple of the ranks. With more ranks than experts, each rank would hold
+    and gather a whole expert. Other dims are not padded, so only equal parts are possible there.
+    """
+    tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    num_rows, *sizes = tensor.shape
+    if -(-num_rows // ranks) * ranks <= MOST_PADDING * num_rows:
+        return Shard(0)
+    return Shard(next((dim for dim, size in enumerate(sizes, 1) if size % ranks == 0), 0))
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:

@@ -6,7 +6,7 @@ attributes. On a CPU SGLang pads layers with zeros to make them divisible.
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -153,19 +153,20 @@ class FusedWeights:
             for piece in slices:
                 self._add(piece, users.get(getattr(piece.layer, piece.attribute), []), packs)
 
-        self.direct: dict[str, list[WeightSlice]] = {}
+        unknown_paths = {
+            renamed.rpartition(".")[0] for name in self.unknown if (renamed := names[name])
+        }
+        excluded = _neighbours(unknown_paths, places) | {
+            layer
+            for its_users in users.values()
+            if any(map(packs, its_users))
+            for layer in its_users
+        }
+        self.direct = _direct_copies(
+            places_of, shapes, lambda piece: piece.layer not in excluded and keeps(piece)
+        )
         """Weights that can be copied in place: they fill whole layers. No other weight fills
-        these, and no kernel repacks them."""
-        if not self.unknown:
-            packing = {
-                layer
-                for its_users in users.values()
-                if any(map(packs, its_users))
-                for layer in its_users
-            }
-            self.direct = _direct_copies(
-                places_of, shapes, lambda piece: piece.layer not in packing and keeps(piece)
-            )
+        these, not even an unknown one, and no kernel repacks them."""
 
     def copy_targets(self) -> dict[str, list[CopyTarget]]:
         """Return the copy targets of each `direct` weight, in the current memory of the layers."""
@@ -175,15 +176,13 @@ class FusedWeights:
     def direct_layers(self) -> set[nn.Module]:
         return {piece.layer for pieces in self.direct.values() for piece in pieces}
 
-    def fingerprints(self, dtype: torch.dtype, slices: int, round: int | None) -> Fingerprints:
+    def fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
         """Return empty fingerprints for the weights that this rank can compare in this round."""
         bits, products = (
             {piece.name: None for piece in pieces}
             for pieces in (self.raw, self._pieces_of_round(round))
         )
-        return Fingerprints(
-            self.shapes, dtype, slices=slices, bits=bits, products=products, round=round
-        )
+        return Fingerprints(self.shapes, dtype, bits=bits, products=products, round=round)
 
     @torch.inference_mode()
     def add_to(self, prints: Fingerprints) -> None:
@@ -198,7 +197,8 @@ class FusedWeights:
             columns = piece.layer.input_size_per_partition if cut else prints.shapes[piece.name][1]
             # The layers of a fused one share its product, so it is computed once.
             if piece.layer not in results:
-                x = signs(piece.column, columns, piece.layer.weight.device).to(prints.dtype)
+                x = signs(piece.column + columns, piece.layer.weight.device)[piece.column :]
+                x = x.to(prints.dtype)
                 results[piece.layer] = piece.layer.quant_method.apply(piece.layer, x[None], None)[
                     0
                 ].double()
@@ -208,7 +208,7 @@ class FusedWeights:
     def _pieces_of_round(self, round: int | None) -> list[WeightSlice]:
         """Return the pieces of the layers that this round multiplies with.
 
-        It is every PRODUCT_ROUNDS-th layer; all for None.
+        It is every PRODUCT_ROUNDS-th layer; all for None or 0.
         """
         order = {
             layer: index
@@ -217,7 +217,7 @@ class FusedWeights:
         return [
             piece
             for piece in self.packed
-            if round is None or (order[piece.layer] - round) % PRODUCT_ROUNDS == 0
+            if not round or (order[piece.layer] - round) % PRODUCT_ROUNDS == 0
         ]
 
     def _add(
@@ -306,6 +306,15 @@ def _places(
         yield slice(None), 0, layer.tp_rank * layer.input_size_per_partition if cut else 0
 
 
+def _neighbours(paths: Set[str], places: Mapping[str, nn.Module]) -> set[nn.Module]:
+    """Return the layers that may hold weights of other layers: all in the same modules.
+
+    A fused layer, for example, is beside the layers of the Hugging Face model that it combines.
+    """
+    modules = paths | {path.rpartition(".")[0] for path in paths}
+    return {layer for path, layer in places.items() if path.rpartition(".")[0] in modules}
+
+
 def _direct_copies(
     places: dict[str, list[WeightSlice]],
     shapes: Mapping[str, torch.Size],
@@ -330,7 +339,7 @@ def _direct_copies(
         whole_names = {
             name: pieces
             for name, pieces in places.items()
-            if all(piece.layer in layers for piece in pieces)
+            if pieces and all(piece.layer in layers for piece in pieces)
         }
         remaining = {
             layer for layer in layers if all(piece.name in whole_names for piece in of[layer])

@@ -69,19 +69,24 @@ class PublishedNames:
             return cls(transformers_class(model)(copy.deepcopy(model.config)))
 
     def rename(self, stream: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """Yield a weight stream under published names.
-
-        Only weights that are converted together are held until all arrive.
-        """
-        parts: dict[str, Tensor] = {}
+        """Yield a weight stream under published names."""
+        held: dict[str, Tensor] = {}
         for name, tensor in stream:
-            members = self._together.get(name)
-            if members is None:
-                yield self.renamed.get(name, name), tensor
-                continue
-            parts[name] = tensor
-            if parts.keys() >= set(members):
-                yield from self._convert({member: parts.pop(member) for member in members}).items()
+            yield from self.publish(name, tensor, held)
+
+    def publish(self, name: str, tensor: Tensor, held: dict[str, Tensor]) -> Iterable[NamedTensor]:
+        """Return what a weight of a stream becomes, under published names.
+
+        Only weights that are converted together are held, in `held`, until all have arrived.
+        """
+        members = self._together.get(name)
+        if members is None:
+            return [(self.renamed.get(name, name), tensor)]
+
+        held[name] = tensor
+        if not held.keys() >= set(members):
+            return []
+        return self._convert({member: held.pop(member) for member in members}).items()
 
     def pieces(self, name: str) -> list[str]:
         """Return the published names of the tensors that a weight is converted to.

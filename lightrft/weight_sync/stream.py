@@ -2,14 +2,15 @@
 
 A shard is cast before it is gathered, so the bytes sent are parameters x transfer dtype, once for
 every axis that shards them. At most two buckets exist in addition to the model at any time: the
-gathered shards, and the full tensors built from them. On an accelerator the next bucket is gathered
-while an engine loads the current one, so buckets are half as large. On CPUs shards are gathered in
-memory that the ranks of a host share. It holds two buckets of that size
-(parallel/shm_all_gather.py).
+gathered shards, and the full tensors built from them. A tensor larger than a bucket exists once,
+beside one bucket of gathered rows. On an accelerator the next bucket is gathered while an engine
+loads the current one, so buckets are half as large. On CPUs shards are gathered in memory that the
+ranks of a host share. It holds two buckets of that size (parallel/shm_all_gather.py).
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain
 
 import torch
@@ -51,39 +52,41 @@ def stream(
     """Yield (name, full tensor of `dtype`) for plain and sharded parameters, in order.
 
     They are gathered on `device` (None: the device of the parameters). Shards in host memory are
-    copied there first, because ranks of several nodes gather much faster on the device.
+    copied there first, because devices cast and gather much faster.
 
     All ranks of the sharding mesh must consume the whole stream. A yielded tensor stays valid as
-    long as it is referenced, and a reference keeps the bucket, of at most `limit` bytes, alive; an
-    unsharded parameter that already has the dtype is yielded itself. A tensor larger than a bucket
-    is sent alone. Raise ValueError for a partial parameter: it is not summed yet.
+    long as it is referenced; an unsharded parameter that already has the dtype is yielded itself.
+    A tensor of more than `limit` bytes is gathered some rows at a time. Nothing else is gathered
+    until the caller asks for the next one, so drop it first to have memory for one such tensor
+    only. Raise ValueError for a partial parameter: it is not summed yet.
     """
     parameters = iter(parameters)
     first = next(parameters, None)
     if first is None:
         return
+
     device = device or first[1].device
-    # Tensors come out later than their buckets go in, so names wait here.
-    names = deque()
-    buckets = _buckets(chain([first], parameters), dtype, bucket_bytes(device, limit))
+    limit = bucket_bytes(device, limit)
+    gather = partial(_gather_bucket, dtype=dtype, device=device, limit=limit)
+    parameter_buckets = buckets(chain([first], parameters), limit, dtype)
 
-    def full_tensors() -> Iterator[list[Tensor]]:
-        for bucket in buckets:
-            names.extend(name for name, _ in bucket)
-            yield _gather_full([tensor for _, tensor in bucket], dtype, device)
-
-    for tensors in ahead(full_tensors(), device):
-        yield from ((names.popleft(), tensor) for tensor in tensors)
+    for bucket in ahead(map(gather, parameter_buckets), device, limit):
+        while bucket:
+            # Nothing here refers to a tensor while the next one is gathered.
+            yield bucket.pop(0)
 
 
-def _buckets(
-    parameters: Iterable[NamedTensor], dtype: torch.dtype, limit: int
+def buckets(
+    named_tensors: Iterable[NamedTensor], limit: int, dtype: torch.dtype | None = None
 ) -> Iterator[list[NamedTensor]]:
-    """Yield lists of consecutive parameters whose full tensors fit into one bucket."""
+    """Yield lists of consecutive tensors that have at most `limit` bytes together.
+
+    Bytes are counted in `dtype` (None: as they are). A larger tensor is in a list of its own.
+    """
     bucket: list[NamedTensor] = []
     size = 0
-    for name, tensor in parameters:
-        nbytes = tensor.numel() * dtype.itemsize
+    for name, tensor in named_tensors:
+        nbytes = tensor.numel() * (dtype or tensor.dtype).itemsize
         if bucket and size + nbytes > limit:
             yield bucket
             bucket = []
@@ -95,65 +98,96 @@ def _buckets(
         yield bucket
 
 
-def _gather_full(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def _gather_bucket(
+    bucket: list[NamedTensor], dtype: torch.dtype, device: torch.device, limit: int
+) -> list[NamedTensor]:
     """Return the full tensors of one bucket.
 
     The last sharding is undone first, with one all-gather for each group and level.
     """
-    cuts = [shard_slices(tensor) for tensor in tensors]
+    shardings = [
+        shard_slices(tensor) if isinstance(tensor, DTensor) else [] for _, tensor in bucket
+    ]
     parts = [
-        tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach().to(dtype)
-        for tensor in tensors
+        tensor.to_local().detach()
+        if isinstance(tensor, DTensor)
+        # The device casts, because it is faster than the host.
+        else tensor.detach().to(device, non_blocking=True).to(dtype)
+        for _, tensor in bucket
     ]
 
-    for level in range(max(map(len, cuts))):
+    for level in range(max(map(len, shardings))):
         # Tensors of one group share an all-gather.
         by_group: dict[str, list[int]] = defaultdict(list)
-        for index, its_cuts in enumerate(cuts):
-            if level < len(its_cuts):
-                by_group[its_cuts[level].group.group_name].append(index)
+        for index, shards in enumerate(shardings):
+            if level < len(shards):
+                by_group[shards[level].group.group_name].append(index)
 
         for members in by_group.values():
-            gathered = _gather(
-                [parts[index] for index in members],
-                [cuts[index][level] for index in members],
-                dtype,
-                device,
-            )
+            shards = [shardings[index][level] for index in members]
+            gathered = _gather([parts[index] for index in members], shards, dtype, device, limit)
             for index, tensor in zip(members, gathered, strict=True):
                 parts[index] = tensor
 
-    return [part.to(dtype).to(device, non_blocking=True) for part in parts]
+    # A DTensor that is sharded on one rank only is not gathered.
+    return [
+        (name, part.to(device, non_blocking=True).to(dtype))
+        for (name, _), part in zip(bucket, parts, strict=True)
+    ]
 
 
 def _gather(
-    parts: list[Tensor], cuts: list[ShardSlice], dtype: torch.dtype, device: torch.device
+    parts: list[Tensor],
+    shards: list[ShardSlice],
+    dtype: torch.dtype,
+    device: torch.device,
+    limit: int,
 ) -> list[Tensor]:
-    """Undo one sharding of each tensor, all over the same group. Cast before the gather."""
-    sizes = [cut.numel for cut in cuts]
-    gather = AllGather(sum(sizes), dtype, device, cuts[0].group)
-    for destination, part, cut in zip(gather.local.split(sizes), parts, cuts, strict=True):
-        rows = part.movedim(cut.dim, 0)
-        destination[: rows.numel()].view(rows.shape).copy_(rows.to(dtype), non_blocking=True)
+    """Undo one sharding of each tensor, all over the same group."""
+    tensors = [torch.empty(shard.shape, dtype=dtype, device=device) for shard in shards]
+    most_rows = max(shard.rows for shard in shards)
+    step = max(1, most_rows)
+    if sum(tensor.nbytes for tensor in tensors) > limit:
+        # It is alone in the bucket; the gathered rows of all ranks fill a bucket at a time.
+        row_bytes = shards[0].pieces * shards[0].rest.numel() * dtype.itemsize
+        step = max(1, limit // row_bytes)
+
+    for start in range(0, most_rows, step):
+        _gather_rows(parts, shards, tensors, slice(start, start + step))
+    return tensors
+
+
+def _gather_rows(
+    parts: list[Tensor], shards: list[ShardSlice], tensors: list[Tensor], rows: slice
+) -> None:
+    """Gather these rows of each rank's parts, and write them where they belong in `tensors`."""
+    counts = [len(range(*rows.indices(shard.rows))) for shard in shards]
+    sizes = [count * shard.rest.numel() for count, shard in zip(counts, shards, strict=True)]
+    gather = AllGather(sum(sizes), tensors[0].dtype, tensors[0].device, shards[0].group)
+
+    for destination, part, shard in zip(gather.local.split(sizes), parts, shards, strict=True):
+        own = part.movedim(shard.dim, 0)[rows].to(gather.local.device, non_blocking=True)
+        # This copy casts, so it comes after the one to the device and before the all-gather.
+        destination[: own.numel()].view(own.shape).copy_(own)
 
     gather.run()
-    tensors = [
-        _assemble(pieces, cut)
-        for pieces, cut in zip(gather.gathered.split(sizes, dim=1), cuts, strict=True)
-    ]
-    # Shared memory is overwritten later, so what still lies in it is copied.
-    shared = gather.gathered.untyped_storage().data_ptr() if gather.in_shared_memory else None
-
-    return [
-        tensor.clone() if tensor.untyped_storage().data_ptr() == shared else tensor
-        for tensor in tensors
-    ]
+    gathered = gather.gathered.split(sizes, dim=1)
+    for pieces, count, shard, tensor in zip(gathered, counts, shards, tensors, strict=True):
+        if count:
+            _write_rows(pieces.unflatten(1, (count, *shard.rest)), shard, tensor, rows)
 
 
-def _assemble(pieces: Tensor, cut: ShardSlice) -> Tensor:
-    """Assemble `pieces` [ranks, elements of a full piece] into one tensor.
+def _write_rows(pieces: Tensor, shard: ShardSlice, tensor: Tensor, rows: slice) -> None:
+    """Write `pieces` [ranks, rows, ...]: the same rows of each rank's part of `tensor`.
 
-    The padding of the last pieces is cut off.
+    The padding behind the last part is left out.
     """
-    rows = pieces.reshape(cut.pieces * cut.rows, *cut.rest)[: cut.shape[cut.dim]]
-    return rows.movedim(0, cut.dim).contiguous()
+    target = tensor.movedim(shard.dim, 0)
+    num_whole = len(target) // shard.rows
+    whole, rest = target.split([num_whole * shard.rows, len(target) % shard.rows])
+    whole.unflatten(0, (num_whole, shard.rows))[:, rows].copy_(pieces[:num_whole])
+
+    # At most one rank has a shorter part. Those after it have none.
+    rest = rest[rows]
+    if len(rest):
+        rest.copy_(pieces[num_whole, : len(rest)])

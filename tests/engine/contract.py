@@ -448,8 +448,8 @@ def swapped_weights_are_named(bench: Bench) -> None:
     _is_repaired(bench)
 
 
-def later_syncs_verify_parts(bench: Bench) -> None:
-    """One wrong element is named in the round that covers it.
+def later_syncs_verify_samples(bench: Bench) -> None:
+    """One wrong element is named in the round that covers its row, and in a full verification.
 
     A weight that stays the old one is named in that round too, or in any round if it lies as it
     came.
@@ -458,20 +458,22 @@ def later_syncs_verify_parts(bench: Bench) -> None:
     old = perturbed(bench.model, 43)
 
     def flip(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[name][0, tensors[name][0].abs().argmax()] *= -1
+        row = tensors[name][1]
+        row[row.abs().argmax()] *= -1
 
     def stay(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name] = old.get_parameter(name).detach()
 
     by_product = [
         round
-        for round in range(ROUNDS)
+        for round in range(1, ROUNDS)
         if name in bench.engine._fingerprints(torch.float32, round).products
     ]
-    round = by_product[0] if by_product else 0
-    assert len(by_product) in (0, ROUNDS // PRODUCT_ROUNDS)
+    round = by_product[0] if by_product else 1
+    assert len(by_product) <= ROUNDS // PRODUCT_ROUNDS
     for tamper in (flip, stay):
         _is_noticed(bench, tamper, name, round)
+        _is_noticed(bench, tamper, name, 0)
     if not by_product:
         _is_noticed(bench, stay, name, (round + 1) % ROUNDS)
     _is_repaired(bench)

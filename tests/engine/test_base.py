@@ -116,10 +116,11 @@ class Keeps(Idle):
         self.expected = {"a": torch.Size([128, 2])}
         self.verify_dtype = torch.float32
         self.wrong: list[int] = []
+        self.held_rows = list(range(128))
 
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
         ((_, tensor),) = named_tensors
-        self.held = tensor.clone()
+        self.held = tensor[self.held_rows]
         self.held.view(-1)[self.wrong] += 1
 
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
@@ -127,10 +128,10 @@ class Keeps(Idle):
         return super()._engine_fingerprints(prints)
 
 
-def test_the_first_verification_is_whole_and_later_ones_are_rounds_of_parts() -> None:
-    """An element that is wrong from the second sync on is named in the round that covers it.
+def test_the_first_verification_is_full_and_later_ones_are_samples() -> None:
+    """An element that is wrong from the second sync on is named in the round that covers its row.
 
-    The next verification is whole, and names it again.
+    The next verification is full, and names it again.
     """
     engine = Keeps()
     stream = [("a", torch.arange(256.0).view(128, 2))]
@@ -141,9 +142,8 @@ def test_the_first_verification_is_whole_and_later_ones_are_rounds_of_parts() ->
     engine.load_weights(stream, 1)
     engine.wrong = [89]
 
-    # each looks at one of the 128 rows, 79 after the one before: the element's is 20 * 79 - 12 *
-    # 128
-    for round in range(20):
+    # Each looks at one of the 128 rows. The element is in row 44.
+    for round in range(1, 44):
         assert engine.verify_round == round
         engine.load_weights(stream, 2)
 
@@ -155,11 +155,19 @@ def test_the_first_verification_is_whole_and_later_ones_are_rounds_of_parts() ->
         assert engine.verify_round is None and not engine.weights_valid
 
     engine.wrong = []
-    for round in [*range(ROUNDS), 0]:
+    for round in [*range(1, ROUNDS), 0, 1]:
         engine.load_weights(stream, 4)
         assert engine.verify_round == round
+
+    # Two rows that changed places look the same to a sample of both, and not to round 0.
+    engine.verify_round = 0
+    engine.held_rows = [1, 0, *range(2, 128)]
+    with pytest.raises(EngineError, match="a in the engine differs from the weight that was sent"):
+        engine.load_weights(stream, 4)
+    engine.held_rows = list(range(128))
+    engine.load_weights(stream, 4)
 
     engine.sleep(2)  # every row is written anew: what does not come is seen in any part
     engine.wake("weights")
     engine.load_weights(stream, 5)
-    assert engine.verify_round == 1
+    assert engine.verify_round == 2

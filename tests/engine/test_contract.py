@@ -14,7 +14,7 @@ from engine.contract import (
     CASES,
     OF_REPLICAS,
     STREAM_ONLY_CASES,
-    later_syncs_verify_parts,
+    later_syncs_verify_samples,
     one_wrong_element_is_named,
     run_contract,
     swapped_weights_are_named,
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
     """Those on an engine that reads no checkpoint need another start."""
 
 
-LONG = one_wrong_element_is_named, swapped_weights_are_named, later_syncs_verify_parts
+LONG = one_wrong_element_is_named, swapped_weights_are_named, later_syncs_verify_samples
 NOT_LONG = [case for case in CASES if case not in LONG]
 """Without three that SGLang passes alone, and takes long for."""
 LAYOUTS = {

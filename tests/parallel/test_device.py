@@ -14,8 +14,10 @@ from lightrft.parallel.device import ahead
 SIZE = 4096
 
 
-def different_numbers(device: torch.device, count: int) -> int:
+def different_numbers(device: torch.device, count: int, limit: int = 10**9) -> int:
     """Count the numbers that differ from what was put into so many buckets.
+
+    With a `limit` of 0 no bucket is made ahead.
 
     All memory is overwritten as soon as it is free. Large products delay the caller's stream, so
     the next buckets are made while it still reads.
@@ -28,12 +30,12 @@ def different_numbers(device: torch.device, count: int) -> int:
         for _ in range(4):
             torch.full((SIZE,), -1, device=device)
 
-    def buckets() -> Iterator[list[Tensor]]:
+    def buckets() -> Iterator[list[tuple[str, Tensor]]]:
         for index in range(count):
             overwrite()
-            yield [table[index % 64] + index, table[(index + 1) % 64] * 2]
+            yield [("a", table[index % 64] + index), ("b", table[(index + 1) % 64] * 2)]
 
-    for index, (first, second) in enumerate(ahead(buckets(), device)):
+    for index, ((_, first), (_, second)) in enumerate(ahead(buckets(), device, limit)):
         if index % 8 == 0:
             slow = (slow @ slow).clamp(-1, 1)
         different += (first != table[index % 64] + index).sum() + (
@@ -54,3 +56,20 @@ def test_buckets_made_ahead_are_the_same_bit_by_bit():
         different_numbers(torch.device(torch.accelerator.current_accelerator().type, 0), 10_000)
         == 0
     )
+
+
+@pytest.mark.gpu
+def test_a_bucket_beyond_the_limit_is_not_beside_the_next_one():
+    """Each bucket fills 64 MB; the second is made in the memory of the first."""
+    device = torch.device(torch.accelerator.current_accelerator().type, 0)
+    assert different_numbers(device, 1_000, limit=0) == 0
+
+    def large() -> Iterator[list[tuple[str, Tensor]]]:
+        for index in range(8):
+            yield [("a", torch.full((2**24,), float(index), device=device))]
+
+    torch.accelerator.reset_peak_memory_stats(device)
+    before = torch.accelerator.memory_allocated(device)
+    for index, bucket in enumerate(ahead(large(), device, 2**20)):
+        assert bucket.pop()[1][-1] == index
+    assert torch.accelerator.max_memory_allocated(device) - before <= 2**26

@@ -197,7 +197,7 @@ def test_an_alarm_has_every_weight_verified_at_the_next_sync(inputs, tmp_path, l
     flags, _ = inputs
     (rounds,) = run_ranks(1, stale_once, [*flags, "--max_steps=8"], tmp_path / "run", 6)
     # the first verification, of everything, was before the first step
-    assert rounds == [0, 1, 2, 3, 4, 5, None, 0]
+    assert rounds == [1, 2, 3, 4, 5, 6, None, 1]
     said = log.read_text()
     assert (
         said.count("far more than") == 1

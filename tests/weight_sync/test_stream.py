@@ -3,6 +3,7 @@
 Neither the sharding nor the bucket size matters.
 """
 
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -14,11 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrft.parallel import shm_all_gather
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.shm_all_gather import AllGather
-from lightrft.weight_sync.stream import _gather_full, bucket_limit, stream
+from lightrft.tools.step_memory import fake_group
+from lightrft.weight_sync.stream import _gather_bucket, bucket_limit, stream
 from ranks import run_ranks
 
 BUCKETS = [1, 100, 1000, 10**9]
@@ -183,7 +186,8 @@ def test_every_parameter_arrives_bit_for_bit(world_size: int, replicate: int) ->
 
     for bucket_bytes, dtype, gathers, nbytes in by_rank[0]:
         if bucket_bytes == 1:
-            assert gathers == len(parameters), "a tensor larger than a bucket travels alone"
+            rows = sum(-(-len(parameter) // shards) for parameter in parameters)
+            assert gathers == rows, "a tensor larger than a bucket travels by rows"
         if bucket_bytes == 10**9:
             assert gathers == 1
         assert nbytes == padded * dtype.itemsize, "each byte moves once, however large the buckets"
@@ -360,7 +364,7 @@ def test_two_ranks() -> None:
     """
     for rank, (gathers, counts, _, refused) in enumerate(run_ranks(2, _on_two_ranks)):
         _right(rank, gathers, [True, True, False, False, False])
-        assert counts == [4, 4, 4, 2, 2, 1]
+        assert counts == [8, 4, 4, 2, 2, 1], "4 of 5 rows fit into the first bucket"
         assert "sharded at most twice" in refused
 
 
@@ -387,7 +391,94 @@ def test_parameters_in_host_memory_are_brought_to_the_device_of_the_engine():
         ("a", nn.Parameter(torch.ones(3, 2))),
         ("b", nn.Parameter(torch.ones(5, dtype=torch.bfloat16))),
     ]
-    for tensor in _gather_full(
-        [tensor for _, tensor in parameters], torch.bfloat16, torch.device("meta")
-    ):
+    for _, tensor in _gather_bucket(parameters, torch.bfloat16, torch.device("meta"), 10**9):
         assert tensor.is_meta and tensor.dtype == torch.bfloat16
+
+
+class Operations(TorchDispatchMode):
+    """While entered, notes the operations, and the most bytes of new tensors at any time."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[tuple[str, torch.device, torch.dtype]] = []
+        self.sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.seen.append((function.__name__, tensor.device, tensor.dtype))
+                self.count(tensor.untyped_storage())
+        return result
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.sizes:
+            self.sizes[key] = storage.nbytes()
+            weakref.finalize(storage, self.sizes.pop, key)
+            self.peak = max(self.peak, sum(self.sizes.values()))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_parameters_in_host_memory_are_cast_on_the_device(sharded: bool) -> None:
+    """With --fsdp_cpu_offload one thread of the host would be much slower."""
+    parameter = torch.ones(6, 4)
+    with fake_group(2):
+        if sharded:
+            mesh = init_device_mesh("cpu", (2,))
+            parameter = DTensor.from_local(parameter, mesh, [Shard(0)], run_check=False)
+        with Operations() as operations:
+            ((_, tensor),) = _gather_bucket(
+                [("a", parameter)], torch.bfloat16, torch.device("meta"), 10**6
+            )
+
+    assert tensor.is_meta and tensor.dtype == torch.bfloat16
+    casts = [
+        (name, device.type, dtype) for name, device, dtype in operations.seen if "copy" in name
+    ]
+    assert casts[0] == ("_to_copy.default", "meta", torch.float32), "first to the device, as it is"
+    assert casts[1][1:] == ("meta", torch.bfloat16)
+    assert {device.type for _, device, dtype in operations.seen if dtype == torch.bfloat16} == {
+        "meta"
+    }
+
+
+LARGE = 2**20
+"""Bytes of each of three large tensors, in float32."""
+
+
+def _peak_of(dim: int) -> tuple[int, bool]:
+    """Return the most bytes that a stream of large tensors needs, and whether they are right.
+
+    Ranks gather through sockets, because shared memory would not be counted.
+    """
+    shm_all_gather._host = lambda: ""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(LARGE / 4).reshape(64, 64, 64)
+    parameters = [
+        (str(index), distribute_tensor(whole + index, mesh, [Shard(dim)])) for index in range(3)
+    ]
+    engine = dict.fromkeys("012")
+    for name in engine:
+        engine[name] = torch.empty(64, 64, 64)
+
+    with Operations() as operations:
+        for name, tensor in stream(parameters, torch.float32, LARGE // 8):
+            engine[name].copy_(tensor)
+            del tensor
+    return operations.peak, all(
+        torch.equal(tensor, whole + int(name)) for name, tensor in engine.items()
+    )
+
+
+def _peaks() -> list[tuple[int, bool]]:
+    return [_peak_of(dim) for dim in (0, 1, 2)]
+
+
+def test_a_tensor_larger_than_a_bucket_exists_once() -> None:
+    """Beside it are a bucket of gathered rows, and this rank's rows of it."""
+    for peaks in run_ranks(2, _peaks):
+        for peak, right in peaks:
+            assert right
+            assert LARGE <= peak - LARGE * 3 / 2 - LARGE * 3 <= LARGE * 1.3

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightrft.engine.remote.door import KEY
 from lightrft.parallel.processes import RunProcesses
 from lightrft.weight_sync.names import NamedTensor
+from lightrft.weight_sync.stream import buckets
 
 
 class WeightBroadcast:
@@ -34,18 +35,7 @@ class WeightBroadcast:
 
     def send(self, named_tensors: Iterable[NamedTensor]) -> None:
         """Send all tensors; at most one bucket exists in addition to them."""
-        bucket: list[NamedTensor] = []
-        size = 0
-        for name, tensor in named_tensors:
-            nbytes = tensor.numel() * tensor.itemsize
-            if bucket and size + nbytes > self.bucket_bytes:
-                self._send(bucket)
-                bucket = []
-                size = 0
-            bucket.append((name, tensor))
-            size += nbytes
-
-        if bucket:
+        for bucket in buckets(named_tensors, self.bucket_bytes):
             self._send(bucket)
         # An empty bucket says that the stream has ended.
         self._send([])

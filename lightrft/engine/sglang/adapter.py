@@ -20,7 +20,7 @@ from lightrft.parallel.device import current_device
 from lightrft.types import Completion
 from lightrft.weight_sync.fused_layout import engine_names
 from lightrft.weight_sync.names import NamedTensor
-from lightrft.weight_sync.stream import bucket_limit
+from lightrft.weight_sync.stream import bucket_limit, buckets
 from lightrft.weight_sync.verify import Fingerprints
 
 LATER_SUMMED = ("o_proj", "mlp")
@@ -111,16 +111,9 @@ class SGLangEngine(LibraryEngine):
     def _load_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         with self._fatal("load_weights"):
             self._on_first_rank(lambda: self._shim.begin_weight_update())
-
-        # An update that has begun must be ended, even if the stream breaks off.
-        try:
-            for bucket in _buckets(self.names.rename(named_tensors), self._bucket_bytes()):
-                with self._fatal("load_weights"):
-                    self._send(bucket)
-        finally:
-            if self._failure is None:
-                with self._fatal("load_weights"):
-                    self._on_first_rank(lambda: self._shim.end_weight_update())
+            for bucket in buckets(self.names.rename(named_tensors), self._bucket_bytes()):
+                self._send(bucket)
+            self._on_first_rank(lambda: self._shim.end_weight_update())
 
     def _bucket_bytes(self) -> int:
         return bucket_limit(self.bucket_mb, self.axis, current_device())
@@ -132,13 +125,11 @@ class SGLangEngine(LibraryEngine):
         del shared_memory  # not earlier: all ranks' payloads have been read now
 
     def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
-        return Fingerprints(
-            self.expected, dtype, slices=self.axis.size, bits=self._places, round=round
-        )
+        return Fingerprints(self.expected, dtype, bits=self._places, round=round)
 
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """Return the numbers of all weights on the first rank and zeros elsewhere; they add up."""
-        comparison = {"dtype": prints.dtype, "round": prints.round, "slices": self.axis.size}
+        comparison = {"dtype": prints.dtype, "round": prints.round}
         numbers = self._on_first_rank(
             lambda: self._shim.ask("held", places=self._places, shapes=self.expected, **comparison)
         )
@@ -207,20 +198,3 @@ def _joined_parts(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         elif name.rpartition(".")[2] in LATER_SUMMED:
             joined[name] = sum(parts)
     return joined
-
-
-def _buckets(
-    named_tensors: Iterator[NamedTensor], bucket_bytes: int
-) -> Iterator[list[NamedTensor]]:
-    bucket: list[NamedTensor] = []
-    size = 0
-    for name, tensor in named_tensors:
-        if bucket and size + tensor.nbytes > bucket_bytes:
-            yield bucket
-            bucket = []
-            size = 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-
-    if bucket:
-        yield bucket

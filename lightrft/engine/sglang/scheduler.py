@@ -115,10 +115,9 @@ def _engine_fingerprints(
     places: dict[str, str],
     shapes: dict[str, torch.Size],
     dtype: torch.dtype,
-    slices: int,
     round: int | None,
 ) -> list[Tensor]:
-    prints = Fingerprints(shapes, dtype, slices=slices, bits=places, round=round)
+    prints = Fingerprints(shapes, dtype, bits=places, round=round)
     _weights(scheduler, places, shapes).add_to(prints)
     return [
         numbers.cpu()

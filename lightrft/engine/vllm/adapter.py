@@ -242,31 +242,30 @@ class VLLMEngine(LibraryEngine):
         return torch.compiler.set_stance("force_eager") if self.on_cpu else nullcontext()
 
     def _load_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
-        failures: list[Exception] = []
         with self._fatal("load_weights"), torch.no_grad():
-            # One stream brings the weights of both models; a prefix marks the draft's.
             try:
-                for is_draft, part in groupby(
-                    _until_failure(named_tensors, failures),
-                    lambda named: named[0].startswith(DRAFT),
-                ):
-                    if is_draft:
-                        self._shim.reload_draft_weights(
-                            (name.removeprefix(DRAFT), tensor) for name, tensor in part
-                        )
-                    else:
-                        self._shim.reload_weights(part, direct=self.places_verified)
+                if self.draft_names is None:
+                    self._shim.reload_weights(named_tensors, direct=self.places_verified)
+                else:
+                    self._load_with_draft(named_tensors)
             except (ValueError, KeyError) as error:
                 if not (unknown := self._shim.weights.unknown):
                     raise
                 message = self.names.unknown_weights_message(unknown, "vllm")
                 raise ValueError(f"{message}. vLLM's message: {error!s:.300}") from error
 
-        if failures:
-            raise failures[0]
+    def _load_with_draft(self, named_tensors: Iterator[NamedTensor]) -> None:
+        """Load the weights of both models from one stream; a prefix marks the draft's."""
+        for is_draft, part in groupby(named_tensors, lambda named: named[0].startswith(DRAFT)):
+            if is_draft:
+                self._shim.reload_draft_weights(
+                    (name.removeprefix(DRAFT), tensor) for name, tensor in part
+                )
+            else:
+                self._shim.reload_weights(part, direct=self.places_verified)
 
     def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
-        return self._shim.weights.fingerprints(dtype, self.axis.size, round)
+        return self._shim.weights.fingerprints(dtype, round)
 
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[torch.Tensor, torch.Tensor]:
         with self._stance():
@@ -323,19 +322,6 @@ def _drafts_of(output: RequestOutput) -> Drafts:
         metrics.num_draft_tokens,
         sum(j * count for j, count in enumerate(metrics.histogram)),
     )
-
-
-def _until_failure(
-    named_tensors: Iterator[NamedTensor], failures: list[Exception]
-) -> Iterator[NamedTensor]:
-    """Yield the stream, and end it at an exception.
-
-    vLLM then finishes the reload in order and can load the next stream.
-    """
-    try:
-        yield from named_tensors
-    except Exception as error:
-        failures.append(error)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from PIL.Image import Image
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from vllm import LLM, SamplingParams
 from vllm.config import set_current_vllm_config
@@ -111,7 +112,7 @@ class VLLMShim:
         excluded = self.weights.direct_layers() if direct and self.experts else ()
         packed = unpacked_experts(self.experts, excluded) if self.experts else []
         with _missing_by_intent():
-            rest = self.names.rename(_without_copied(named_tensors, targets))
+            rest = _place(named_tensors, targets, self.names)
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": rest})
         if packed:
             pack_experts(packed)
@@ -122,7 +123,7 @@ class VLLMShim:
         config = self.llm.llm_engine.vllm_config
         with set_current_vllm_config(config), _missing_by_intent():
             initialize_layerwise_reload(self.draft_model)
-            self.draft_model.load_weights(self.draft_names.rename(named_tensors))
+            self.draft_model.load_weights(_place(named_tensors, {}, self.draft_names))
             finalize_layerwise_reload(
                 self.draft_model, config.speculative_config.draft_model_config
             )
@@ -282,15 +283,21 @@ def _item(item: Image | Video | Clip) -> Image | tuple:
     return (item.waveform, item.sampling_rate) if isinstance(item, Clip) else item
 
 
-def _without_copied(
-    named_tensors: Iterator[NamedTensor], targets: Mapping[str, list[CopyTarget]]
+def _place(
+    named_tensors: Iterator[NamedTensor],
+    targets: Mapping[str, list[CopyTarget]],
+    names: PublishedNames,
 ) -> Iterator[NamedTensor]:
-    """Copy the tensors that have targets, and yield the others."""
+    """Copy the tensors that have targets; yield the others under published names."""
+    held: dict[str, Tensor] = {}
     for name, tensor in named_tensors:
-        if name not in targets:
-            yield name, tensor
-        for target in targets.get(name, ()):
-            target.copy(tensor)
+        if name in targets:
+            for target in targets[name]:
+                target.copy(tensor)
+        else:
+            yield from names.publish(name, tensor, held)
+        # Otherwise the next tensor would be gathered beside this one.
+        del tensor
 
 
 @contextmanager
