@@ -4,6 +4,8 @@ Drafts change neither samples nor log-probs, and the weights of the draft surviv
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -255,6 +257,23 @@ def _check_same(found: dict[str, list[tuple[list, Drafts]]]) -> None:
             assert drafts.num_accepted <= drafts.num_tokens <= 5 * drafts.count
 
         assert all(drafts.num_tokens > 0 for _, drafts in found[speculative][:2])
+
+
+def test_samples_are_the_same_with_drafts_in_runner_v2(tmp_path: Path) -> None:
+    """The runner of accelerators is interpreted. It drafts n-grams itself."""
+    model = tiny_model(tmp_path, seed=1)
+    command = [sys.executable, str(Path(__file__).parent / "runner_v2.py"), model]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+
+    assert sum(accepted for *_, accepted in found["drafts"]) > 10
+    assert not any(accepted for *_, accepted in found["plain"])
+    for (tokens, logprobs, _), (expected, exact, _) in zip(
+        found["drafts"], found["plain"], strict=True
+    ):
+        assert tokens == expected
+        assert logprobs == pytest.approx(exact, abs=1e-5)
 
 
 WITH_DRAFTS = [

@@ -4,15 +4,15 @@ from dataclasses import fields
 
 import torch
 from transformers import PretrainedConfig
+from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
+from vllm.triton_utils import HAS_TRITON
 
 from lightrft.engine.base import EngineSetup
 from lightrft.engine.requests import MEDIA
 from lightrft.engine.start import with_users_arguments
 from lightrft.thinker import OmniThinkerConfig
 
-TEXT = ("ngram", "group")
-"""Values of --speculative that draft from text, without a model."""
 TEXT_DRAFTER = "lightrft.engine.vllm.text_drafter.TextDrafter"
 TENSOR_PARALLEL = "ranks share an engine by --engine_tp_size alone"
 SPECULATION = "use --speculative, --num_draft_tokens and --draft_pretrain"
@@ -122,9 +122,15 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
 def _speculation(setup: EngineSetup) -> dict:
     """Return the arguments of --speculative; none without it."""
     section = setup.section
+    # Runner V2, which needs Triton, refuses our drafter. Unlike its method `ngram`, this one does not
+    # end asynchronous scheduling.
+    forced = envs.VLLM_USE_V2_MODEL_RUNNER
+    on_v2 = HAS_TRITON if forced is None else forced
+    ours = {"method": "custom_class", "model": TEXT_DRAFTER}
+    theirs = {"method": "ngram_gpu", "prompt_lookup_min": 3, "prompt_lookup_max": 5}
     kinds = {
-        "ngram": {"method": "custom_class", "model": TEXT_DRAFTER},
-        "group": {"method": "custom_class", "model": TEXT_DRAFTER},
+        "ngram": theirs if on_v2 else ours,
+        "group": ours,
         "draft": {"method": "draft_model", "model": section.draft_pretrain},
         "eagle3": {"method": "eagle3", "model": section.draft_pretrain},
         "mtp": {"method": "mtp"},
@@ -133,7 +139,7 @@ def _speculation(setup: EngineSetup) -> dict:
         return {}
 
     method = kinds[section.speculative]
-    if section.speculative not in TEXT:
+    if method is not ours:
         # In runner V2, CUDA graphs are captured for each number of drafted tokens in this schedule.
         # It is replaced later.
         method["num_speculative_tokens_per_batch_size"] = [
