@@ -276,6 +276,42 @@ def test_samples_are_the_same_with_drafts_in_runner_v2(tmp_path: Path) -> None:
         assert logprobs == pytest.approx(exact, abs=1e-5)
 
 
+def test_runner_v2_keeps_what_is_drawn_up_to_the_first_wrong_draft() -> None:
+    """Requests with three drafts, none, and two. A draft that is right after a wrong one is lost."""
+    from types import SimpleNamespace
+
+    from lightrft.engine.vllm.verification import VerifierOfV2
+
+    drawn = torch.tensor([1, 2, 6, 0, 7, 3, 5, 0])
+    inputs = torch.tensor([9, 1, 2, 3, 8, 7, 4, 5])
+    places = torch.tensor([0, 1, 2, 3, 0, 0, 1, 2], dtype=torch.int32)
+    config = SimpleNamespace(
+        num_speculative_tokens=3,
+        enable_adaptive_verification=False,
+        rejection_sample_method="standard",
+    )
+    sampler = SimpleNamespace(sample=lambda *args, **options: (drawn, "processed"))
+    logits, kept, counts = VerifierOfV2(sampler, config, drawn.device)._verify(
+        logits=None,
+        draft_logits=None,
+        draft_sampled=inputs,
+        pos=None,
+        cu_num_logits=torch.tensor([0, 4, 5, 8], dtype=torch.int32),
+        idx_mapping=None,
+        idx_mapping_np=None,
+        expanded_idx_mapping=None,
+        expanded_local_pos=places,
+        seq_lens_upper_bound_np=None,
+        verify_draft_sampled=inputs,
+    )
+    assert logits == "processed"
+    assert [row[:count] for row, count in zip(kept.tolist(), counts, strict=True)] == [
+        [1, 2, 6],
+        [7],
+        [3],
+    ]
+
+
 WITH_DRAFTS = [
     contract.greedy_equals_transformers,
     contract.logprobs_are_of_the_sampling_distribution,
