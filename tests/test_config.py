@@ -1235,6 +1235,8 @@ def test_samplings_that_nobody_can_draw_from_are_named():
         ({"bf16": "perhaps"}, "bf16: expected true or false, not 'perhaps'"),
         ({"adam_betas": 0.9}, "adam_betas: expected a list, not 0.9"),
         ({"pretrain": ["a"]}, "pretrain: expected a string, not ['a']"),
+        ({"engine_args": "seed=1"}, "engine_args: 'seed=1' is not valid JSON: Expecting value"),
+        ({"engine_args": "[1]"}, """engine_args: '[1]' is not a JSON object: {"name": value}"""),
         ({"zero_stage": 4}, "zero_stage: invalid choice 4; choose from 0, 1, 2, 3"),
         ({"max_stps": 3}, "unknown name 'max_stps'; did you mean max_steps?"),
         (
@@ -1482,6 +1484,20 @@ def test_every_list_takes_both_forms(name):
     joined = getattr(parse([f"--{name}={one},{other}"]), name)
     spaced = getattr(parse([f"--{name}", one, other]), name)
     assert spaced == joined if name != "stop" else (joined, spaced) == (["a,b"], ["a", "b"])
+
+
+def test_arguments_of_the_engine_are_json_or_a_mapping(file):
+    expected = '{"max_num_seqs": 512}'
+    written = (
+        ["--engine_args", expected],
+        ["--config", str(file("engine:\n  engine_args: {max_num_seqs: 512}\n"))],
+        ["--config", str(file("engine_args:\n  max_num_seqs: 512\n"))],
+        ["--config", str(file(f"engine_args: '{expected}'\n"))],
+    )
+    assert [parse(each).engine.engine_args for each in written] == [expected] * 4
+
+    said = problems(*RUNNABLE, "--engine_type=hf", "--engine_args", expected)
+    assert "--engine_args are arguments of vLLM or SGLang, and the engine is hf: omit them" in said
 
 
 @pytest.mark.parametrize("command", sorted(DEFAULTS))

@@ -29,7 +29,7 @@ from lightrft.config.sections import (
     fields_read,
     section_of_field,
 )
-from lightrft.config.values import CommaSeparated, Verbatim, nearest
+from lightrft.config.values import CommaSeparated, JSONObject, Verbatim, nearest
 
 Flags = dict[str, list[str]]
 """Flag, without dashes -> the words after it."""
@@ -364,6 +364,8 @@ def _form(kind: Any) -> str:
         return " text ..." if item is Verbatim else f" {item.__name__},..."
     if arms[0] is CommaSeparated:
         return " str,..."
+    if arms[0] is JSONObject:
+        return " {...}"
     if get_origin(arms[0]) is Literal:
         return " {" + ",".join(map(str, get_args(arms[0]))) + "}"
 

@@ -251,6 +251,11 @@ GENERATION = (
         lambda run: run.min_tokens > 0 and run.stop,
     ),
     Rule(
+        "--engine_args are arguments of vLLM or SGLang, and the engine is {engine_type}: omit them,"
+        " or set --engine_type",
+        lambda run: run.engine_args and run.engine_type == "hf",
+    ),
+    Rule(
         "--speculative {speculative} needs --engine_type vllm; {engine_type} generates without"
         " drafts",
         lambda run: run.speculative != "none" and run.engine_type != "vllm",

@@ -28,6 +28,7 @@ from lightrft.config.values import (
     SHARE,
     Bound,
     CommaSeparated,
+    JSONObject,
     Option,
     Section,
     Verbatim,
@@ -362,6 +363,10 @@ class EngineSection(Section, commands=GENERATING):
     because they are streamed in again in any case."""
     engine_enforce_eager: bool = option(False, needs="--engine_type vllm or sglang")
     """Run vLLM or SGLang without CUDA graphs, as is always the case on a CPU."""
+    engine_args: JSONObject = option(JSONObject(""))
+    """More arguments of vLLM (EngineArgs) or SGLang (ServerArgs) as a JSON object:
+    '{"kv_cache_dtype": "fp8", "max_num_seqs": 512}'. They replace arguments that are set here,
+    except those that a flag sets or that samples depend on."""
     limit_mm_image_per_prompt: int = option(4, COUNT, needs="--images_key", commands=SAMPLING)
     """Maximum number of images in one prompt; the engine reserves memory for them."""
     limit_mm_video_per_prompt: int = option(

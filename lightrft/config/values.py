@@ -1,5 +1,6 @@
 """Values of configuration fields: types, bounds, and a record of what the user wrote."""
 
+import json
 import math
 import os
 import re
@@ -93,6 +94,8 @@ CommaSeparated = NewType("CommaSeparated", str)
 """Text with parts separated by commas; a list is accepted, too."""
 Verbatim = NewType("Verbatim", str)
 """Text that may itself contain commas: as an item of a list, it is not split at them."""
+JSONObject = NewType("JSONObject", str)
+"""Text with a JSON object; a mapping, as YAML has it, is accepted, too."""
 
 
 class Section:
@@ -240,6 +243,17 @@ def _comma_separated(value: Any) -> str:
     return ",".join(part for item in value for part in _parts(_str(item)))
 
 
+def _json_object(value: Any) -> str:
+    text = json.dumps(value) if isinstance(value, Mapping) else _str(value)
+    try:
+        content = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{text!r} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{text!r} is not a JSON object: " + '{"name": value}')
+    return text
+
+
 _READERS: dict[Any, Callable[[Any], Any]] = {
     bool: _bool,
     int: _int,
@@ -247,6 +261,7 @@ _READERS: dict[Any, Callable[[Any], Any]] = {
     str: _str,
     CommaSeparated: _comma_separated,
     Verbatim: _str,
+    JSONObject: _json_object,
 }
 
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -18,7 +19,7 @@ from lightrft.engine.model_info import Vocabulary, model_class, most_of_each, pu
 from lightrft.engine.probe import Probe
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.stops import StopStrings
-from lightrft.parallel.device import release_cached_memory
+from lightrft.parallel.device import grow_segments, release_cached_memory
 from lightrft.thinker import load_config
 from lightrft.types import Completion, concatenated_features
 from lightrft.weight_sync.verify import Fingerprints
@@ -39,6 +40,11 @@ class HFEngine(Engine):
                 "use --engine_type vllm or sglang, or 1"
             )
 
+        if setup.section.engine_args:
+            raise ValueError(
+                "--engine_args are arguments of vLLM or SGLang, and the hf engine has none"
+            )
+
         config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
         super().__init__(
@@ -57,7 +63,11 @@ class HFEngine(Engine):
         self.device = setup.device
         self.dtype = setup.dtype
         self.batch_size = setup.section.micro_rollout_batch_size
+        grow_segments(self.device)
         self.model = _load(setup, config).eval().requires_grad_(False)
+        if self.dtype != torch.float32:
+            head = self.model.get_output_embeddings()
+            head.forward = partial(_float32_logits, head)
         self.weights = self.model.state_dict(keep_vars=True)
         """Name -> the model's own tensor, wherever it is stored."""
         self.weights_valid = not setup.from_stream
@@ -286,6 +296,16 @@ class HFEngine(Engine):
 
     def _close(self) -> None:
         self._sleep(level=2)
+
+
+def _float32_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """Compute logits [..., V] in float32, as the trainer does, from hidden states [..., H]."""
+    if hidden.device.type == "cpu":
+        logits = hidden.float() @ head.weight.float().T
+    else:  # without a copy of the weight
+        flat = torch.mm(hidden.flatten(0, -2), head.weight.T, out_dtype=torch.float32)
+        logits = flat.view(*hidden.shape[:-1], -1)
+    return logits if head.bias is None else logits + head.bias
 
 
 def sample_tokens(

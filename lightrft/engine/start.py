@@ -1,14 +1,18 @@
 """Start a library's engine: check the version, and name the flags behind errors."""
 
+import json
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from loguru import logger
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from transformers import PretrainedConfig
 
+from lightrft.config.errors import ConfigError
+from lightrft.config.values import nearest
 from lightrft.engine.base import Engine, EngineError, EngineSetup
 from lightrft.engine.model_info import (
     Vocabulary,
@@ -76,6 +80,8 @@ def starting(name: str, setup: EngineSetup) -> Iterator[None]:
     """
     try:
         yield
+    except ConfigError:
+        raise
     except Exception as error:
         message = (
             f"--engine_type {name} does not start with {setup.model_path}: {type(error).__name__}:"
@@ -84,6 +90,32 @@ def starting(name: str, setup: EngineSetup) -> Iterator[None]:
         raise (
             ValueError(message) if isinstance(error, ValueError) else EngineError(message)
         ) from error
+
+
+def with_users_arguments(
+    arguments: dict[str, Any], text: str, *, known: Iterable[str], reserved: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the arguments of a library's engine, updated with the JSON object of --engine_args.
+
+    An argument that is a mapping is updated by key. Raises ConfigError for a name that is not
+    `known`, and for one that is `reserved`: name -> what to do instead.
+    """
+    users = json.loads(text or "{}")
+    known = set(known)
+    problems = [f"{name}: {reserved[name]}" for name in users if name in reserved]
+    problems += [
+        f"{name}: the engine has no such argument{nearest(name, known - reserved.keys())}"
+        for name in users
+        if name not in known
+    ]
+    if problems:
+        raise ConfigError("".join(f"--engine_args {problem}\n" for problem in problems).strip())
+
+    for name, value in users.items():
+        own = arguments.get(name)
+        both = isinstance(own, dict) and isinstance(value, dict)
+        users[name] = own | value if both else value
+    return arguments | users
 
 
 def warn_if_untested(name: str, version: str) -> None:

@@ -197,6 +197,23 @@ def release_cached_memory(device: torch.device) -> None:
         torch.accelerator.empty_cache()
 
 
+def grow_segments(device: torch.device) -> None:
+    """Let torch's segments of GPU memory grow, so that tensors of new sizes find room in them.
+
+    A choice in the user's PYTORCH_ALLOC_CONF stays. No address in such a segment can be sent to
+    another process as a CUDA handle: SGLang gets weights so, and vLLM's all-reduce exchanges
+    addresses when it captures CUDA graphs (the process would end). So this is called when a vLLM
+    engine has started, and never beside SGLang.
+    """
+    if device.type != "cuda" or torch.version.cuda is None:
+        return
+    # The setting replaces all others.
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "expandable_segments" not in settings:
+        joined = ",".join(filter(None, [settings, "expandable_segments:True"]))
+        torch.cuda.memory._set_allocator_settings(joined)
+
+
 @contextmanager
 def host_cores() -> Iterator[None]:
     """Use this rank's share of the host's cores, for AdamW in host memory.

@@ -22,14 +22,14 @@ from lightrft.backends.optim import create_adamw, create_lr_scheduler, parameter
 from lightrft.batching.sample_store import MemoryStore, SampleStore
 from lightrft.checkpoint.hf_parameters import persistent_buffers, unwrap
 from lightrft.config.resolve import Arguments, as_config, check_strategy
-from lightrft.config.sections import sequence_layout
+from lightrft.config.sections import SUPERVISED, sequence_layout
 from lightrft.data.loader import Order
 from lightrft.launch.heartbeat import MARGIN, SingleRankWatchdog, Watchdog
 from lightrft.launch.rendezvous import join_process_group
 from lightrft.models.lora import merge_adapters
 from lightrft.observe.trace import Untraced
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.device import current_device, host_cores, select_device
+from lightrft.parallel.device import current_device, grow_segments, host_cores, select_device
 from lightrft.parallel.mesh import Mesh, process_rank, world_axis
 from lightrft.parallel.processes import RunProcesses
 from lightrft.strategy.checkpoints import Checkpoints
@@ -111,6 +111,8 @@ class Strategy(Backend):
             select_device(), timeout, arrival, self.config.rollout.rollout_ranks
         )
         self.device = current_device()
+        if self.config.command in SUPERVISED:  # others leave it to the engine
+            grow_segments(self.device)
         phase_limit = timedelta(minutes=section.phase_minutes)
         self._watchdog = Watchdog.start(self.processes, timeout, phase_limit)
 

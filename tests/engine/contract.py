@@ -90,6 +90,7 @@ def run_contract(
     for path, group, options in (
         (folder, CASES, {}),
         (tied_folder, STREAM_ONLY_CASES, {"from_stream": True}),
+        (tied_folder, BFLOAT16_CASES, {"from_stream": True, "dtype": torch.bfloat16}),
     ):
         cases = [
             case
@@ -1210,6 +1211,36 @@ def a_closed_engine_says_so(bench: Bench) -> None:
         bench.greedy()
 
 
+# -- cases on a bfloat16 engine of the tied model
+
+
+@torch.no_grad()
+def logits_are_float32_in_a_bfloat16_engine(bench: Bench) -> None:
+    """Log-probs are those of the last hidden states times the head in float32, as in the trainer.
+
+    Rounded to bfloat16, they would be wrong by more than 0.01.
+    """
+    sharp = copy.deepcopy(bench.model).bfloat16()
+    with torch.no_grad():
+        sharp.model.norm.weight *= 12
+    bench.load(sharp)
+
+    head = sharp.get_output_embeddings().weight.float().cpu()
+    gaps = []
+    for prompt in PROMPTS:
+        logits = head @ bench.engine.parts(prompt)["model.norm"][-1]
+        assert logits.max() > 16
+        logits[unknown_ids(bench.model)] = -torch.inf
+
+        bench.engine.reset_cache()
+        sampling = Sampling(n=8, max_tokens=1, temperature=2.0)
+        for sample in bench.generate([prompt], sampling)[0]:
+            expected = torch.log_softmax(logits / sampling.temperature, 0)[sample.token_ids[0]]
+            gaps.append(abs(sample.logprobs[0] - expected.item()))
+
+    assert max(gaps) < 1e-3, gaps
+
+
 _here = [
     case
     for name, case in inspect.getmembers(sys.modules[__name__], inspect.isfunction)
@@ -1218,7 +1249,9 @@ _here = [
 _in_order = sorted(_here, key=lambda case: case.__code__.co_firstlineno)
 _first_stream_only = _in_order.index(nothing_before_the_first_stream)
 CASES = _in_order[:_first_stream_only]
-STREAM_ONLY_CASES = _in_order[_first_stream_only:]
+_first_bfloat16 = _in_order.index(logits_are_float32_in_a_bfloat16_engine)
+STREAM_ONLY_CASES = _in_order[_first_stream_only:_first_bfloat16]
+BFLOAT16_CASES = _in_order[_first_bfloat16:]
 OF_REPLICAS = [
     greedy_equals_transformers,
     new_weights_are_used,

@@ -6,6 +6,11 @@ Accelerators have this runner; Triton's kernels run in the interpreter here.
 
 Prints a JSON object: the runner that was used, case -> traceback (empty if it passed), and how many
 of the model's tensors exist when vLLM has been shut down.
+
+    python tests/engine/runner_v2.py FOLDER
+
+Prints a JSON object with the samples of an engine that verifies the drafts of --speculative ngram,
+and the samples without drafts: tokens, log-probs, and the number of accepted tokens.
 """
 
 import json
@@ -36,7 +41,9 @@ import torch.distributed as dist  # noqa: E402  after the driver
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from engine import contract  # noqa: E402
-from lightrft.engine.vllm import shim  # noqa: E402
+from lightrft.engine.base import Request, Sampling  # noqa: E402
+from lightrft.engine.vllm import shim, speculation  # noqa: E402
+from lightrft.engine.vllm.text_drafter import Costs  # noqa: E402
 from lightrft.parallel.mesh import Mesh  # noqa: E402
 
 
@@ -70,4 +77,33 @@ def main(folder: str, *names: str) -> None:
         )
 
 
-main(*sys.argv[1:])
+def with_and_without_drafts(folder: str) -> None:
+    """Print the samples of one engine with drafts in each step, and with none."""
+    prompts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7], [9, 1, 2]]
+    with tempfile.TemporaryDirectory() as store:
+        dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
+        speculation.BATCH_SIZES = (1,)
+        speculation.ROUNDS = 1
+        flags = {"speculative": "ngram", "num_draft_tokens": 3}
+        engine = contract.start("vllm", folder, Mesh("cpu").world, flags)
+
+        found = {}
+        for name, cost in (("drafts", -1.0), ("plain", float("inf"))):
+            engine._speculation._costs = Costs({1: cost})
+            engine._speculation._schedule()
+            engine.reset_cache()
+            found[name] = []
+            for sampling in (
+                Sampling(temperature=0, max_tokens=24),
+                Sampling(n=2, temperature=0.3, max_tokens=12, seed=3),
+            ):
+                samples = chain(*engine.generate([Request(each) for each in prompts], sampling))
+                found[name] += [
+                    (each.token_ids, each.logprobs, each.drafts.num_accepted) for each in samples
+                ]
+
+        engine.close()
+        print("\n" + json.dumps(found))
+
+
+main(*sys.argv[1:]) if sys.argv[2:] else with_and_without_drafts(sys.argv[1])

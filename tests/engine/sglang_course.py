@@ -3,6 +3,7 @@
 One course on a tensor-parallel engine ends with the death of the engine.
 """
 
+import json
 import math
 import multiprocessing
 import os
@@ -115,6 +116,37 @@ def shares_of_free_memory(utilizations: list[float]) -> list[float | str]:
             except ConfigError as error:
                 found.append(str(error))
     return found
+
+
+def arguments_of_the_user(given: str) -> dict | str:
+    """Return what SGLang is started with on an accelerator in bfloat16, or the refusal."""
+    from lightrft.engine.sglang import arguments
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arguments, "free_memory", lambda device: (70 * 10**9, 80 * 10**9))
+        setup = EngineSetup(
+            section=EngineSection(engine_args=given),
+            model_path="",
+            dtype=torch.bfloat16,
+            device=torch.device("cuda", 0),
+            axis=Axis("engine", 1, 0, None),
+            max_model_len=8,
+        )
+        try:
+            return arguments.arguments(setup, None)
+        except ConfigError as error:
+            return str(error)
+
+
+def reserved_arguments_without_a_refusal() -> list[str]:
+    """Return the reserved arguments that SGLang does not have."""
+    from lightrft.engine.sglang.arguments import RESERVED
+
+    return [
+        name
+        for name in RESERVED
+        if "no such argument" in arguments_of_the_user(json.dumps({name: 1}))
+    ]
 
 
 def answer_to_an_image(folder: str) -> str:

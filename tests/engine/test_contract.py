@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.contract import (
+    BFLOAT16_CASES,
     CASES,
     OF_REPLICAS,
     STREAM_ONLY_CASES,
@@ -30,18 +31,19 @@ class Layout(NamedTuple):
     ranks: int
     ranks_per_engine: int
     cases: list = CASES + STREAM_ONLY_CASES
-    """Those on an engine that reads no checkpoint need another start."""
+    """Those on an engine that reads no checkpoint, or computes in bfloat16, need another start."""
 
 
+ALL = CASES + STREAM_ONLY_CASES + BFLOAT16_CASES
 LONG = one_wrong_element_is_named, swapped_weights_are_named, later_syncs_verify_samples
 NOT_LONG = [case for case in CASES if case not in LONG]
 """Without three that SGLang passes alone, and takes long for."""
 LAYOUTS = {
-    "hf": Layout("hf", 1, 1),
+    "hf": Layout("hf", 1, 1, ALL),
     "hf-2-replicas": Layout("hf", 2, 1, OF_REPLICAS),
     "vllm-2-replicas": Layout("vllm", 2, 1),
-    "vllm-tp2": Layout("vllm", 2, 2),
-    "sglang": Layout("sglang", 1, 1),  # test_sglang.py has engines beside each other
+    "vllm-tp2": Layout("vllm", 2, 2, ALL),
+    "sglang": Layout("sglang", 1, 1, ALL),  # test_sglang.py has engines beside each other
     # test_sglang.py has the other start, with a verification of its own
     "sglang-tp2": Layout("sglang", 2, 2, NOT_LONG),
 }

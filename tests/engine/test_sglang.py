@@ -12,7 +12,9 @@ import pytest
 
 from engine.sglang_course import (
     answer_to_an_image,
+    arguments_of_the_user,
     course,
+    reserved_arguments_without_a_refusal,
     shares_of_free_memory,
     weights_before_a_stream,
 )
@@ -69,6 +71,24 @@ def test_memory_is_a_share_of_the_accelerator() -> None:
     *shares, refused = in_sglang_environment(shares_of_free_memory, [0.6, 0.3, 0.8])
     assert shares == pytest.approx([48 / 60, 24 / 60])
     assert "--engine_mem_util 0.8 of 80.0 GB is more than the 60.0 GB" in refused
+
+
+@pytest.mark.slow
+def test_arguments_of_the_user_come_last() -> None:
+    plain = in_sglang_environment(arguments_of_the_user, "")
+    assert plain["enable_fp32_lm_head"]
+
+    given = {"max_running_requests": 512, "sleep_on_idle": False}
+    found = in_sglang_environment(arguments_of_the_user, json.dumps(given))
+    assert found == plain | given
+
+    wrong = json.dumps({"random_seed": 1, "max_runing_requests": 8})
+    assert in_sglang_environment(arguments_of_the_user, wrong).splitlines() == [
+        "--engine_args random_seed: use --seed",
+        "--engine_args max_runing_requests: the engine has no such argument; did you mean"
+        " max_running_requests?",
+    ]
+    assert in_sglang_environment(reserved_arguments_without_a_refusal) == []
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ Drafts change neither samples nor log-probs, and the weights of the draft surviv
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -255,6 +257,59 @@ def _check_same(found: dict[str, list[tuple[list, Drafts]]]) -> None:
             assert drafts.num_accepted <= drafts.num_tokens <= 5 * drafts.count
 
         assert all(drafts.num_tokens > 0 for _, drafts in found[speculative][:2])
+
+
+def test_samples_are_the_same_with_drafts_in_runner_v2(tmp_path: Path) -> None:
+    """The runner of accelerators is interpreted. It drafts n-grams itself."""
+    model = tiny_model(tmp_path, seed=1)
+    command = [sys.executable, str(Path(__file__).parent / "runner_v2.py"), model]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+
+    assert sum(accepted for *_, accepted in found["drafts"]) > 10
+    assert not any(accepted for *_, accepted in found["plain"])
+    for (tokens, logprobs, _), (expected, exact, _) in zip(
+        found["drafts"], found["plain"], strict=True
+    ):
+        assert tokens == expected
+        assert logprobs == pytest.approx(exact, abs=1e-5)
+
+
+def test_runner_v2_keeps_what_is_drawn_up_to_the_first_wrong_draft() -> None:
+    """Requests with three drafts, none, and two. A draft that is right after a wrong one is lost."""
+    from types import SimpleNamespace
+
+    from lightrft.engine.vllm.verification import VerifierOfV2
+
+    drawn = torch.tensor([1, 2, 6, 0, 7, 3, 5, 0])
+    inputs = torch.tensor([9, 1, 2, 3, 8, 7, 4, 5])
+    places = torch.tensor([0, 1, 2, 3, 0, 0, 1, 2], dtype=torch.int32)
+    config = SimpleNamespace(
+        num_speculative_tokens=3,
+        enable_adaptive_verification=False,
+        rejection_sample_method="standard",
+    )
+    sampler = SimpleNamespace(sample=lambda *args, **options: (drawn, "processed"))
+    logits, kept, counts = VerifierOfV2(sampler, config, drawn.device)._verify(
+        logits=None,
+        draft_logits=None,
+        draft_sampled=inputs,
+        pos=None,
+        cu_num_logits=torch.tensor([0, 4, 5, 8], dtype=torch.int32),
+        idx_mapping=None,
+        idx_mapping_np=None,
+        expanded_idx_mapping=None,
+        expanded_local_pos=places,
+        seq_lens_upper_bound_np=None,
+        verify_draft_sampled=inputs,
+    )
+    assert logits == "processed"
+    assert [row[:count] for row, count in zip(kept.tolist(), counts, strict=True)] == [
+        [1, 2, 6],
+        [7],
+        [3],
+    ]
 
 
 WITH_DRAFTS = [

@@ -28,7 +28,7 @@ from engine.contract import (
     reference_greedy,
     start,
 )
-from lightrft.config import EngineSection
+from lightrft.config import ConfigError, EngineSection
 from lightrft.engine.base import EngineError, EngineSetup
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
@@ -130,23 +130,76 @@ def _norms_are_of_one_kernel(dtype: torch.dtype) -> None:
         } == kernels
 
 
-def _latent_attention_turns_in_torch() -> None:
-    """Torch rotates in latent attention instead of vLLM's own kernel; no other model does so."""
+def _arguments(
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    config: PretrainedConfig | None = None,
+    **flags,
+) -> dict:
+    """Return the arguments that vLLM starts with."""
     from lightrft.engine.vllm.arguments import arguments
 
     setup = EngineSetup(
-        section=EngineSection(),
+        section=EngineSection(**flags),
         model_path="",
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        dtype=dtype,
+        device=torch.device(device),
         axis=Axis("engine", 1, 0, None),
         max_model_len=8,
     )
-    asked = [
-        arguments(setup, config, {}).get("compilation_config")
-        for config in (DeepseekV3Config(), Qwen2Config())
+    return arguments(setup, config or Qwen2Config(), {})
+
+
+def test_latent_attention_turns_in_torch() -> None:
+    """Torch rotates in latent attention instead of vLLM's own kernel; no other model does so."""
+    latent = _arguments(config=DeepseekV3Config())
+    assert latent["compilation_config"] == {"custom_ops": ["all", "-rotary_embedding"]}
+    assert "compilation_config" not in _arguments()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_logits_are_float32_in_every_dtype(device: str) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        assert _arguments(device, dtype)["hf_overrides"] == {"head_dtype": "float32"}
+    assert _arguments(device)["hf_overrides"] == {}
+
+
+def test_graphs_of_a_sleeping_engine_leave_the_device() -> None:
+    def sleeps(device: str, **flags) -> list[bool]:
+        found = _arguments(device, **flags)
+        return [found["enable_sleep_mode"], found["sleep_mode_offload_cudagraph"]]
+
+    assert sleeps("cuda:0") == [True, True]
+    assert sleeps("cuda:0", enable_engine_sleep=False) == sleeps("cpu") == [False, False]
+
+
+def test_arguments_of_the_user_come_last() -> None:
+    given = {
+        "max_num_seqs": 512,
+        "block_size": 64,
+        "hf_overrides": {"rope_theta": 1e6},
+        "kv_cache_dtype": "fp8",
+    }
+    found = _arguments(dtype=torch.bfloat16, engine_args=json.dumps(given))
+    merged = {"head_dtype": "float32", "rope_theta": 1e6}
+    assert found == _arguments(dtype=torch.bfloat16) | given | {"hf_overrides": merged}
+
+
+def test_arguments_that_are_not_the_users_are_refused_by_name() -> None:
+    from lightrft.engine.vllm.arguments import RESERVED
+
+    wrong = {"seed": 1, "logprobs_mode": "raw_logprobs", "max_num_seq": 8, "block_size": 64}
+    with pytest.raises(ConfigError) as refusal:
+        _arguments(engine_args=json.dumps(wrong))
+    assert str(refusal.value).splitlines() == [
+        "--engine_args seed: use --seed",
+        "--engine_args logprobs_mode: log-probs must be those of the distribution that is sampled"
+        " from",
+        "--engine_args max_num_seq: the engine has no such argument; did you mean max_num_seqs?",
     ]
-    assert asked == [{"custom_ops": ["all", "-rotary_embedding"]}, None]
+    for name in RESERVED:
+        with pytest.raises(ConfigError, match=f"^--engine_args {name}: (?!the engine has no)"):
+            _arguments(engine_args=json.dumps({name: 1}))
 
 
 def _buffers_are_no_weights() -> None:
@@ -170,7 +223,6 @@ def _verification_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list
     mesh = Mesh("cpu")
     engine = start("vllm", folder, mesh.world, dtype=dtype)
     _norms_are_of_one_kernel(dtype)
-    _latent_attention_turns_in_torch()
     _buffers_are_no_weights()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     bench = Bench(engine, model, mesh.world, mesh.world.rank)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrft.parallel.device import ahead
+from lightrft.parallel.device import ahead, grow_segments
 
 SIZE = 4096
 
@@ -73,3 +73,33 @@ def test_a_bucket_beyond_the_limit_is_not_beside_the_next_one():
     for index, bucket in enumerate(ahead(large(), device, 2**20)):
         assert bucket.pop()[1][-1] == index
     assert torch.accelerator.max_memory_allocated(device) - before <= 2**26
+
+
+@pytest.mark.parametrize(
+    ("variable", "before", "after"),
+    [
+        ("PYTORCH_ALLOC_CONF", "", "expandable_segments:True"),
+        (
+            "PYTORCH_CUDA_ALLOC_CONF",
+            "max_split_size_mb:512",
+            "max_split_size_mb:512,expandable_segments:True",
+        ),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:False", None),
+    ],
+)
+def test_segments_grow_unless_the_user_has_chosen(
+    monkeypatch: pytest.MonkeyPatch, variable: str, before: str, after: str | None
+) -> None:
+    """All other settings of the user stay."""
+    found = []
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv(variable, before)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", found.append)
+
+    grow_segments(torch.device("cpu"))
+    assert not found
+
+    grow_segments(torch.device("cuda", 0))
+    assert found == ([after] if after else [])

@@ -31,6 +31,7 @@ from lightrft.engine.remote.wire import (
     connect,
 )
 from lightrft.engine.requests import Expanded, Request, Sampling
+from lightrft.parallel.device import grow_segments
 from lightrft.parallel.processes import RunProcesses
 from lightrft.thinker import load_config
 from lightrft.types import Completion
@@ -50,6 +51,7 @@ class RemoteEngine(Engine):
 
     def __init__(self, setup: EngineSetup, processes: RunProcesses):
         """Connect to all engines."""
+        grow_segments(setup.device)
         config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
         drafts = with_prefix(draft_names(setup.section, **trust)) if setup.streams_draft else {}

@@ -1,14 +1,43 @@
 """The arguments that SGLang's engine starts with."""
 
+import inspect
 from typing import Any
 
 import torch
+from sglang.srt.server_args import ServerArgs
 from transformers import PretrainedConfig
 
 from lightrft.config.errors import ConfigError
 from lightrft.engine.base import EngineSetup
+from lightrft.engine.start import with_users_arguments
 from lightrft.parallel.device import free_memory
 
+TENSOR_PARALLEL = "ranks share an engine by --engine_tp_size alone"
+NO_DRAFTS = "drafts need --engine_type vllm and --speculative"
+RESERVED = {
+    "model_path": "use --pretrain",
+    "trust_remote_code": "use --trust_remote_code",
+    "dtype": "use --bf16",
+    "load_format": "the weights are those of --pretrain or of the weight stream",
+    "context_length": "use --prompt_max_len and --generate_max_len",
+    "tp_size": "use --engine_tp_size",
+    "pp_size": TENSOR_PARALLEL,
+    "dp_size": TENSOR_PARALLEL,
+    "nnodes": TENSOR_PARALLEL,
+    "base_gpu_id": "an engine is on the devices of its ranks",
+    "device": "an engine is on the devices of its ranks",
+    "random_seed": "use --seed",
+    "mem_fraction_static": "use --engine_mem_util",
+    "disable_cuda_graph": "use --engine_enforce_eager",
+    "enable_memory_saver": "use --enable_engine_sleep",
+    "enable_weights_cpu_backup": "use --engine_sleep_level",
+    "sampling_backend": "no other one draws from the seed of a sample",
+    "enable_custom_logit_processor": "banned tokens need it",
+    "skip_tokenizer_init": "prompts and responses are token ids",
+    "speculative_algorithm": NO_DRAFTS,
+    "speculative_draft_model_path": NO_DRAFTS,
+}
+"""Arguments that --engine_args may not set -> what to do instead."""
 SPARE_TOKENS = 8
 """Tokens added to the context length, because SGLang rejects prompts within 6 tokens of it."""
 
@@ -16,10 +45,13 @@ SPARE_TOKENS = 8
 def arguments(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
     section = setup.section
     on_cpu = setup.device.type == "cpu"
-    return (_on_cpu(setup, config) if on_cpu else _on_accelerator(setup)) | {
+    own = (_on_cpu(setup, config) if on_cpu else _on_accelerator(setup)) | {
         "model_path": setup.model_path,
         "trust_remote_code": setup.trust_remote_code,
         "dtype": str(setup.dtype).removeprefix("torch."),
+        # The trainer computes logits in float32 too. Rounded to bfloat16, a logit of 18 is wrong by
+        # up to 0.06.
+        "enable_fp32_lm_head": setup.dtype != torch.float32,
         "load_format": "dummy" if setup.from_stream else "auto",
         "context_length": setup.max_model_len + SPARE_TOKENS,
         "tp_size": setup.axis.size,
@@ -34,6 +66,12 @@ def arguments(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
         "enable_custom_logit_processor": True,
         "enable_weights_cpu_backup": section.engine_sleep_level == 1 and not on_cpu,
     }
+    return with_users_arguments(
+        own,
+        section.engine_args,
+        known=inspect.signature(ServerArgs).parameters,
+        reserved=RESERVED,
+    )
 
 
 def _on_accelerator(setup: EngineSetup) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from lightrft.engine.vllm.cpu_sampler import use_fast_sampling
 from lightrft.engine.vllm.shared_prompts import share_last_blocks
 from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.engine.vllm.speculation import Speculation
-from lightrft.parallel.device import release_cached_memory
+from lightrft.parallel.device import grow_segments, release_cached_memory
 from lightrft.thinker import OmniThinkerConfig, whole_config
 from lightrft.types import Completion, Drafts
 from lightrft.weight_sync.names import DRAFT, NamedTensor
@@ -80,6 +80,8 @@ class VLLMEngine(LibraryEngine):
             for category in (DeprecationWarning, FutureWarning):  # from vLLM's own calls
                 warnings.simplefilter("ignore", category)
             self._llm = LLM(**arguments(setup, config, self.limits))
+            # vLLM switches it off around the memory that sleeps.
+            grow_segments(self.device)
             if self.on_cpu and config.model_type in CAUSAL_ON_CPU:
                 self.limits.pop("images", None)
             self._shim = VLLMShim(self._llm, self.names, self.draft_names)

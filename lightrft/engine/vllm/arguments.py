@@ -1,19 +1,54 @@
 """The arguments that vLLM's engine starts with."""
 
+from dataclasses import fields
+
+import torch
 from transformers import PretrainedConfig
+from vllm import envs
+from vllm.engine.arg_utils import EngineArgs
+from vllm.triton_utils import HAS_TRITON
 
 from lightrft.engine.base import EngineSetup
 from lightrft.engine.requests import MEDIA
+from lightrft.engine.start import with_users_arguments
 from lightrft.thinker import OmniThinkerConfig
 
-TEXT = ("ngram", "group")
-"""Values of --speculative that draft from text, without a model."""
 TEXT_DRAFTER = "lightrft.engine.vllm.text_drafter.TextDrafter"
+TENSOR_PARALLEL = "ranks share an engine by --engine_tp_size alone"
+SPECULATION = "use --speculative, --num_draft_tokens and --draft_pretrain"
+RESERVED = {
+    "model": "use --pretrain",
+    "trust_remote_code": "use --trust_remote_code",
+    "dtype": "use --bf16",
+    "load_format": "the weights are those of --pretrain or of the weight stream",
+    "max_model_len": "use --prompt_max_len and --generate_max_len",
+    "tensor_parallel_size": "use --engine_tp_size",
+    "pipeline_parallel_size": TENSOR_PARALLEL,
+    "data_parallel_size": TENSOR_PARALLEL,
+    "distributed_executor_backend": "the engine runs in the processes of the trainer",
+    "seed": "use --seed",
+    "gpu_memory_utilization": "use --engine_mem_util",
+    "enforce_eager": "use --engine_enforce_eager",
+    "enable_sleep_mode": "use --enable_engine_sleep",
+    "logprobs_mode": "log-probs must be those of the distribution that is sampled from",
+    "generation_config": "use --temperature, --top_p and --top_k",
+    "override_generation_config": "use --temperature, --top_p and --top_k",
+    "skip_tokenizer_init": "prompts and responses are token ids",
+    "speculative_config": SPECULATION,
+    "spec_method": SPECULATION,
+    "spec_model": SPECULATION,
+    "spec_tokens": SPECULATION,
+    "per_request_spec_decode_metrics": SPECULATION,
+    "limit_mm_per_prompt": "use --limit_mm_image_per_prompt and similar flags",
+    "mm_device_do_normalize": "no weight stream brings the constants of it",
+}
+"""Arguments that --engine_args may not set -> what to do instead."""
 
 
 def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, int]) -> dict:
     section = setup.section
     on_cpu = setup.device.type == "cpu"
+    sleeps = not on_cpu and section.enable_engine_sleep
     cache = {
         "kv_cache_memory_bytes": int(section.engine_kv_cache_gb * 2**30),
         # On a CPU with AVX512-BF16, Mamba layers can only have a float32 state cache, and vLLM
@@ -30,12 +65,13 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
     # MLA's CPU kernel mistakes heads for tokens.
     latent = on_cpu and getattr(config.get_text_config(), "kv_lora_rank", None)
     kernels = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}} if latent else {}
+    # The trainer computes logits in float32 too. Rounded to bfloat16, a logit of 18 is wrong by up
+    # to 0.06.
+    head = {} if setup.dtype == torch.float32 else {"head_dtype": "float32"}
     # Whether a thinker's head is the embedding is read from the text part by vLLM, but from the
     # thinker by transformers.
     tied = {"text_config": {"tie_word_embeddings": config.tie_word_embeddings}}
-    head = (
-        {"hf_overrides": {"thinker_config": tied}} if isinstance(config, OmniThinkerConfig) else {}
-    )
+    thinker = {"thinker_config": tied} if isinstance(config, OmniThinkerConfig) else {}
 
     media = {
         "limit_mm_per_prompt": {medium: limits.get(name, 0) for name, medium in MEDIA.items()},
@@ -43,17 +79,17 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         # The constants of this are stored in the model and are not streamed.
         "mm_device_do_normalize": False,
     }
-    return (
+    own = (
         memory
         | prefill
         | kernels
-        | head
         | (media if limits else {})
         | _speculation(setup)
         | {
             "model": setup.model_path,
             "trust_remote_code": setup.trust_remote_code,
             "dtype": str(setup.dtype).removeprefix("torch."),
+            "hf_overrides": head | thinker,
             "load_format": "dummy" if setup.from_stream else "auto",
             "max_model_len": setup.max_model_len,
             "tensor_parallel_size": setup.axis.size,
@@ -61,7 +97,11 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
             "seed": setup.seed,
             "gpu_memory_utilization": 0.1 if on_cpu else section.engine_mem_util,
             "enforce_eager": on_cpu or section.engine_enforce_eager,
-            "enable_sleep_mode": not on_cpu and section.enable_engine_sleep,
+            "enable_sleep_mode": sleeps,
+            # CUDA graphs of a sleeping engine are in host memory, 1 to 2 GB. NCCL's buffers stay on
+            # the device (about 1 GB with 4 ranks): enable_nccl_comm_suspend is experimental in
+            # vLLM, and nobody has shown that a captured graph is right after it.
+            "sleep_mode_offload_cudagraph": sleeps,
             "enable_prefix_caching": True,
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature
             "generation_config": "vllm",  # ignore the sampling defaults of the model's folder
@@ -71,14 +111,26 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
             "use_tqdm_on_load": False,
         }
     )
+    return with_users_arguments(
+        own,
+        section.engine_args,
+        known=[field.name for field in fields(EngineArgs)],
+        reserved=RESERVED,
+    )
 
 
 def _speculation(setup: EngineSetup) -> dict:
     """Return the arguments of --speculative; none without it."""
     section = setup.section
+    # Runner V2, which needs Triton, refuses our drafter. Unlike its method `ngram`, this one does not
+    # end asynchronous scheduling.
+    forced = envs.VLLM_USE_V2_MODEL_RUNNER
+    on_v2 = HAS_TRITON if forced is None else forced
+    ours = {"method": "custom_class", "model": TEXT_DRAFTER}
+    theirs = {"method": "ngram_gpu", "prompt_lookup_min": 3, "prompt_lookup_max": 5}
     kinds = {
-        "ngram": {"method": "custom_class", "model": TEXT_DRAFTER},
-        "group": {"method": "custom_class", "model": TEXT_DRAFTER},
+        "ngram": theirs if on_v2 else ours,
+        "group": ours,
         "draft": {"method": "draft_model", "model": section.draft_pretrain},
         "eagle3": {"method": "eagle3", "model": section.draft_pretrain},
         "mtp": {"method": "mtp"},
@@ -87,7 +139,7 @@ def _speculation(setup: EngineSetup) -> dict:
         return {}
 
     method = kinds[section.speculative]
-    if section.speculative not in TEXT:
+    if method is not ours:
         # In runner V2, CUDA graphs are captured for each number of drafted tokens in this schedule.
         # It is replaced later.
         method["num_speculative_tokens_per_batch_size"] = [

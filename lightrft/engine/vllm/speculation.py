@@ -14,9 +14,12 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
 
 from lightrft.config.sections import EngineSection
-from lightrft.engine.vllm.arguments import TEXT
 from lightrft.engine.vllm.text_drafter import Costs
-from lightrft.engine.vllm.verification import Verifier, with_the_noise_of_samples
+from lightrft.engine.vllm.verification import (
+    Verifier,
+    VerifierOfV2,
+    with_the_noise_of_samples,
+)
 from lightrft.parallel.collectives import Axis
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -36,9 +39,7 @@ TOLERANCE = 0.005
 class Speculation:
     """Drafts of one engine, and when they are verified.
 
-    In runner V1 samples are the same as without drafts (verification.py). Runner V2 verifies with
-    vLLM's own rejection sampling. The draws then depend on a request's seed alone and follow the
-    same distribution, but they differ from the draws without drafts.
+    Samples are the same as without drafts (verification.py).
 
     A model that drafts reads all tokens, also in steps that verify no drafts, so that it can go on
     from them. An account of what the drafts have saved and cost, in plain steps, decides whether
@@ -56,12 +57,24 @@ class Speculation:
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._most = section.num_draft_tokens
         self._shared = section.speculative == "group"
-        self._text = self._runner.drafter if section.speculative in TEXT else None
+        speculative = self._engine.vllm_config.speculative_config
+        self._text = self._runner.drafter if speculative.method == "custom_class" else None
         self._off = False
         """True while a model neither drafts nor reads. In runner V2 it still reads."""
 
-        if not self._engine.vllm_config.use_v2_model_runner:
+        if self._engine.vllm_config.use_v2_model_runner:
+            self._runner.rejection_sampler = VerifierOfV2(
+                self._runner.sampler, speculative, self._runner.device
+            )
+        else:
             self._runner.rejection_sampler = Verifier(self._runner.sampler)
+            if self._runner.device.type != "cpu":
+                logger.warning(
+                    "--speculative {}: vLLM takes its model runner V1 for these drafts, whose steps"
+                    " take longer in large batches and do not overlap with scheduling. The measured"
+                    " costs do not contain that; --speculative ngram or none has runner V2",
+                    section.speculative,
+                )
             if self._text is None:
                 with_the_noise_of_samples(self._runner.drafter, self._runner.sampler)
             # States of recurrent layers depend on whether a step has drafts.

@@ -1,10 +1,11 @@
-"""Verify drafts in vLLM's model runner V1, with the same noise as without drafts.
+"""Verify drafts in vLLM, with the same noise as without drafts.
 
 The sampler draws the token of each position as it would without a draft. A drafted token is
 accepted if it is the one drawn, so drafts change no sample. It is accepted with the probability
 that it has, as in rejection sampling of a single guess (Leviathan et al., arXiv 2211.17192).
-vLLM's own rejection sampler draws other numbers, and without Triton it computes with memory that it
-has not set: `expand_batch_to_tokens` of version 0.32 writes its result into a copy.
+vLLM's own rejection samplers accept as often, but draw other numbers. The one of runner V1 also
+computes with memory that it has not set, without Triton: `expand_batch_to_tokens` of version 0.32
+writes its result into a copy.
 """
 
 from collections.abc import Sequence
@@ -12,12 +13,14 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from lightrft.engine.vllm.cpu_sampler import copy_of
 
@@ -77,6 +80,57 @@ class Verifier:
                 break
 
         return _padded(outputs, torch.cat(places), (len(counts), metadata.max_spec_len + 1))
+
+
+class VerifierOfV2(RejectionSampler):
+    """Replacement for the rejection sampler of runner V2.
+
+    The noise of runner V2 is a function of seed and position, so all positions are sampled at once.
+    """
+
+    def _verify(
+        self,
+        logits: Tensor,
+        draft_logits: Tensor | None,
+        draft_sampled: Tensor,
+        pos: Tensor,
+        cu_num_logits: Tensor,
+        idx_mapping: Tensor,
+        idx_mapping_np: np.ndarray,
+        expanded_idx_mapping: Tensor,
+        expanded_local_pos: Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
+        verify_draft_sampled: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return processed logits [N, V], tokens [R, D + 1], and how many of them to keep [R].
+
+        The logits of request r are rows cu_num_logits[r] to cu_num_logits[r + 1]. The draft for the
+        token of a row is the input of the next row, except in the last row of a request.
+        """
+        drawn, processed = self.sampler.sample(
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            draft_sampled,
+            expanded_local_pos,
+            seq_lens_upper_bound_np,
+            return_logprobs=True,
+        )
+
+        ends = cu_num_logits[1:]
+        rows = torch.arange(len(drawn), device=ends.device)
+        requests = torch.searchsorted(ends, rows, right=True)
+        accepted = (drawn == verify_draft_sampled.roll(-1)) & (rows + 1 < ends[requests])
+
+        shape = len(ends), self.num_speculative_steps + 1
+        tokens = drawn.new_zeros(shape)
+        tokens[requests, expanded_local_pos] = drawn
+        kept = torch.zeros(shape, dtype=torch.int32, device=ends.device)
+        kept[requests, expanded_local_pos] = accepted.int()
+
+        return processed, tokens, 1 + kept.cumprod(1).sum(1, dtype=torch.int32)
 
 
 def with_the_noise_of_samples(drafter: Any, sampler: Sampler) -> None:
