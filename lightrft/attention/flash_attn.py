@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightrft.attention.layout import AttentionCall, Layout
 from lightrft.attention.prefix_attention import CallKernel, pad_values
+from lightrft.parallel.device import is_hopper
 
 
 @cache
@@ -52,8 +53,7 @@ def activate_newer_kernels() -> None:
         from torch.nn.attention import activate_flash_attention_impl
     except ImportError:  # torch before 2.11
         return
-    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    if is_hopper and find_spec("flash_attn_interface") is not None:
+    if is_hopper() and find_spec("flash_attn_interface") is not None:
         activate_flash_attention_impl("FA3")
 
 

@@ -137,6 +137,11 @@ def has_flash_attention(device: torch.device) -> bool:
     )
 
 
+def is_hopper() -> bool:
+    """Return True if this process has an H100, an H200, or another GPU of that generation."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(local_rank())[0] == 9
+
+
 def peak_memory(device: torch.device) -> int:
     """Return the peak bytes since the start: of the accelerator, or on the CPU of the process."""
     if device.type != "cpu":

@@ -470,7 +470,7 @@ def test_newer_kernels_run_on_hopper_if_they_are_installed(
     activated = []
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(flash_attn, "find_spec", lambda name: object() if installed else None)
     flash_attn.activate_newer_kernels.__wrapped__()
     assert activated == active
