@@ -228,10 +228,24 @@ CHECKS = [
     ),
     Check(
         "experts, four layers of 30B-A3B",
-        "training_options",
+        "experts",
         measured("training", "full", "none", "Qwen/Qwen3-30B-A3B", "4"),
         (Aim("tokens/s"), Aim("share of peak"), Aim("peak GB")),
         150,
+    ),
+    Check(
+        "experts, selective recomputation",
+        "experts",
+        measured("training", "selective", "none", "Qwen/Qwen3-30B-A3B", "4"),
+        (Aim("tokens/s"), Aim("share of peak"), Aim("peak GB")),
+        150,
+    ),
+    Check(
+        "rounding of a bfloat16 head",
+        "head",
+        measured("head_rounding"),
+        (Aim("bfloat16 logits", least=1e-3), Aim("float32 logits", most=1e-4)),
+        60,
     ),
     Check(
         "gradients of 7B on rank 0 of 8",
@@ -270,6 +284,13 @@ CHECKS = [
         "streams",
         measured("offload_speed"),
         (Aim("to the host", least=30), Aim("back", least=30)),
+        100,
+    ),
+    Check(
+        "staging of a checkpoint: GB/s",
+        "streams",
+        measured("staging_speed"),
+        (Aim("as checkpoints do"), Aim("pinned"), Aim("pinned, first time")),
         100,
     ),
     Check(
@@ -386,6 +407,7 @@ CHECKS = [
         **VLLM,
     ),
     Check("FSDP", "layouts", measured("layout"), CLOSE, 100, devices=2),
+    Check("replicas", "layouts", measured("layout", "--dp_replicate=0"), CLOSE, 100, devices=2),
     Check("HSDP", "layouts", measured("layout", "--dp_replicate=2"), CLOSE, 100, devices=2),
     Check("tensor parallel", "layouts", measured("layout", "--tp_size=2"), CLOSE, 100, devices=2),
     Check("sequence parallel", "layouts", measured("layout", "--sp_size=2"), CLOSE, 100, devices=2),

@@ -164,6 +164,34 @@ def ahead_overlap(setting: Setting) -> Figures:
 # -- one device: training
 
 
+def head_rounding(setting: Setting) -> Figures:
+    """Return the mean error of log-probs whose logits are rounded to bfloat16, and of ours.
+
+    Hidden states and head are in bfloat16, and scaled to a largest logit of about 18. The reference
+    has the same factors in float64.
+    """
+    from lightrft.models.logprobs import token_logprobs
+
+    tokens, width, vocabulary = (64, 32, 500) if setting.tiny else (2048, 3584, 151_936)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, width, generator=generator).to(setting.device, torch.bfloat16)
+    weight = torch.randn(vocabulary, width, generator=generator)
+    weight = (weight * 4 / width**0.5).to(setting.device, torch.bfloat16)
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator).to(setting.device)
+
+    errors = {"bfloat16 logits": [], "float32 logits": []}
+    for rows in torch.arange(tokens).split(64):
+        exact = (hidden[rows].double() @ weight.double().T).log_softmax(1)
+        places = targets[rows, None]
+        rounded = (hidden[rows] @ weight.T).float().log_softmax(1)
+        found, _ = token_logprobs(hidden[rows], weight, targets[rows])
+        reference = exact.gather(1, places)[:, 0]
+        errors["bfloat16 logits"].append(rounded.gather(1, places)[:, 0] - reference)
+        errors["float32 logits"].append(found - reference)
+
+    return {name: torch.cat(each).abs().mean().item() for name, each in errors.items()}
+
+
 def training(
     setting: Setting,
     recompute: str,
@@ -191,7 +219,10 @@ def deterministic(setting: Setting) -> Figures:
 
 
 def train_steps(
-    setting: Setting, shape: PretrainedConfig, recompute: str, **options: Any
+    setting: Setting,
+    shape: PretrainedConfig,
+    recompute: str,
+    **options: Any,
 ) -> Figures:
     from transformers import AutoModelForCausalLM
 
@@ -252,7 +283,10 @@ def train_steps(
     )
     # causal: half of 12 x length x width x layers
     attention = 6 * lengths[0] * shape.num_hidden_layers * heads
-    figures = {"tokens/s": speed, "peak GB": peak_memory(setting.device) / GB}
+    figures = {
+        "tokens/s": speed,
+        "peak GB": peak_memory(setting.device) / GB,
+    }
     name = "" if setting.tiny else known_device(torch.cuda.get_device_name(setting.device))
     if name:
         figures["share of peak"] = speed * (6 * active + attention) / DEVICES[name].flops
@@ -398,6 +432,32 @@ def offload_speed(setting: Setting) -> Figures:
 
     strategy.close()
     return figures
+
+
+def staging_speed(setting: Setting) -> Figures:
+    """Measure GB per second of a checkpoint's copy to the host, and of one into pinned memory."""
+    from lightrft.backends.offload import HostCopies
+    from lightrft.checkpoint.manager import to_host
+    from lightrft.parallel.device import synchronize
+
+    count, size = (4, 2**16) if setting.tiny else (64, 2**25)
+    tensors = {str(each): torch.ones(size, device=setting.device) for each in range(count)}
+
+    def speed(action: Callable[[], Any]) -> float:
+        synchronize(setting.device)
+        began = time.perf_counter()
+        kept = action()
+        synchronize(setting.device)
+        seconds = time.perf_counter() - began
+        del kept
+        return 4 * count * size / GB / seconds
+
+    first = speed(lambda: HostCopies(tensors.values()))
+    return {
+        "as checkpoints do": max(speed(lambda: to_host(tensors)) for _ in range(3)),
+        "pinned": max(speed(lambda: HostCopies(tensors.values())) for _ in range(3)),
+        "pinned, first time": first,
+    }
 
 
 def contract(setting: Setting, stage: str) -> Figures:
@@ -902,6 +962,8 @@ MEASUREMENTS: dict[str, Callable[..., Figures]] = {
         death_of_a_rank,
         shared_engine,
         engine_contract,
+        head_rounding,
+        staging_speed,
         sleep_cycles,
         sync,
         rollout_speed,
