@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
-from scripts.bench.weight_sync import peak_of
+from scripts.bench.harness import peak_of
 
 __all__ = ["larger_mixture", "larger_model", "peak_of"]
 

@@ -1,5 +1,7 @@
 """Write the report of a run's folder as one HTML page: results, curves, and samples of the model.
 
+Here the data are gathered; the script in report.html draws them.
+
 It reads metrics.jsonl, samples.jsonl, config.yaml, run.json and summary.json, if they exist.
 run.json describes the run: `status`, `engine`, `strategy`, `world_size`, `seconds`, `versions`.
 summary.json adds headline numbers: `eval_before_sft`, `eval_after_sft`, `eval_after_rl`,
@@ -7,23 +9,27 @@ summary.json adds headline numbers: `eval_before_sft`, `eval_after_sft`, `eval_a
 shares, `*_s` seconds, `*_gb` GB.
 """
 
+import base64
+import hashlib
 import json
-import re
-from dataclasses import dataclass
+import math
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import yaml
 
-from lightrft.observe.charts import Form, Line, Look, Points, line_chart, stacked_chart
-from lightrft.observe.page import page, safe
-from lightrft.observe.sample_table import ENDS, sample_table
+from lightrft.observe.curves import History, curves, read_history, rounded
+from lightrft.observe.sample_table import ENDS, excerpt, sample_table
 from lightrft.observe.scoreboard import scoreboard
 from lightrft.observe.sinks import read_ends, read_rows
-from lightrft.observe.text import duration, is_number, percent, short
+from lightrft.observe.text import duration, is_number, percent, short, visible
 
 FILES = ("metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "summary.json")
+
+MOST_BARS = 60
+TEMPLATE = Path(__file__).with_name("report.html")
+Fact = tuple[str, str]
 
 FACTS = {"world_size": "processes", "engine_tp_size": "processes of an engine", "seed": "seed"}
 """Numbers of the summary that describe the setup of the run instead of the results."""
@@ -41,83 +47,6 @@ KINDS = {
 }
 """Command -> what such a run is called."""
 
-History = dict[str, Points]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A curve of the report: title, unit, and metrics with names for the legend."""
-
-    title: str
-    unit: str
-    metrics: dict[str, str]
-    log: bool = False
-    look: Look = "noisy"
-    form: Form = short
-
-
-CHARTS = (
-    Chart("Reward", "mean per response", {"rollout/reward": "reward"}),
-    Chart("Held-out accuracy", "", {"eval/accuracy": "accuracy"}, look="marked", form=percent),
-    Chart("Held-out reward", "mean of greedy responses", {"eval/reward": "reward"}, look="marked"),
-    Chart("Response length", "tokens", {"rollout/response_length": "length"}),
-    Chart("Loss", "", {"train/loss": "loss", "eval/loss": "held-out"}),
-    Chart(
-        "Accuracy",
-        "share of the judgements",
-        {"train/accuracy": "training", "eval/accuracy": "held-out"},
-        form=percent,
-    ),
-    Chart(
-        "Margin",
-        "reward of the chosen answer minus the other",
-        {"train/margin": "training", "eval/margin": "held-out"},
-    ),
-    Chart(
-        "Rewards of answers",
-        "",
-        {"train/reward_chosen": "chosen", "train/reward_rejected": "rejected"},
-    ),
-    Chart(
-        "Rewards of answers",
-        "",
-        {"train/reward_desirable": "good", "train/reward_undesirable": "bad"},
-    ),
-    Chart(
-        "Probability of a right step",
-        "",
-        {"train/probability_right": "right", "train/probability_wrong": "wrong"},
-        form=percent,
-    ),
-    Chart("Entropy", "nats per token", {"train/entropy": "entropy"}),
-    Chart("Gradient norm", "before clipping", {"train/grad_norm": "norm"}),
-    Chart(
-        "Engine against trainer",
-        "log-prob gap",
-        {"engine/logprob_mismatch": "mean", "engine/logprob_mismatch_max": "largest"},
-        log=True,
-    ),
-    Chart("Throughput", "tokens per second", {"perf/tokens_per_second": "tokens/s"}),
-    Chart("Value loss of the critic", "", {"critic/loss": "loss"}),
-    Chart("Explained variance of returns", "by the critic", {"critic/explained_variance": "share"}),
-    Chart("KL to the reference", "nats per token", {"train/kl": "KL"}),
-    Chart(
-        "Clipped ratios",
-        "share of tokens",
-        {"train/clip_low": "below", "train/clip_high": "above"},
-        form=percent,
-    ),
-    Chart("Truncated responses", "share", {"rollout/truncated": "truncated"}, form=percent),
-    Chart(
-        "Accepted drafts",
-        "share of drafted tokens",
-        {"rollout/draft_acceptance": "accepted"},
-        form=percent,
-    ),
-    Chart("Learning rate", "", {"train/learning_rate": "rate"}, look="exact"),
-    Chart("Memory", "GB", {"memory/peak_gb": "peak", "memory/now_gb": "end of step"}, look="exact"),
-)
-
 
 def write_report(folder: Path) -> Path:
     """Write `report.html` into the run's folder; return the path."""
@@ -134,28 +63,49 @@ def write_report(folder: Path) -> Path:
     config = yaml.safe_load(written) or {}
     summary = _summary(folder)
     name = folder.resolve().name
-    body = [
-        _header(name, history, summary),
-        _tiles(history, summary),
-        _curves(history),
-        _time(history),
-        _speed(folder),
-        sample_table(
-            read_ends(folder / "samples.jsonl", ENDS),
-            config.get("rollout", {}).get("n_samples_per_prompt", 0),
-        ),
-        _others(history),
-        _setup(history, config, summary),
-        _configuration(written),
-        (
-            "<footer>Bold lines: centred moving average. Faint lines: every step. All metrics are"
-            " over all ranks.</footer>"
-        ),
-    ]
-    path = folder / "report.html"
-    path.write_text(page(f"{name} · lightrft", "\n".join(body)), encoding="utf-8")
+    board = scoreboard(read_rows(folder / "metrics.jsonl"), _content(folder / "run.json"))
+    samples = read_ends(folder / "samples.jsonl", ENDS)
+    data = {
+        "title": name,
+        "lead": _lead(history, summary),
+        "warnings": list(map(excerpt, summary.get("warnings", ()))),
+        "tiles": _tiles(history, summary),
+        "runs": [(name, curves(history))],
+        "time": _time(history),
+        "speed": "\n".join(board.lines) if board else "",
+        "samples": sample_table(samples, config.get("rollout", {}).get("n_samples_per_prompt", 0)),
+        "setup": _setup(history, config, summary),
+        "config": written,
+    }
 
+    return write_page(folder / "report.html", data)
+
+
+def write_page(path: Path, data: dict[str, Any]) -> Path:
+    """Write report.html with data that its script draws; return the path.
+
+    The content security policy in the head allows this one script, identified by a hash, and loads
+    nothing, because images are inside the page.
+    """
+    template = TEMPLATE.read_text(encoding="utf-8")
+    script = template.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    # Without "<" no text of the data can end the element that the data are in.
+    embedded = json.dumps(_visible(data), ensure_ascii=False, separators=(",", ":"))
+    page = template.replace("{{digest}}", digest)
+    page = page.replace("{{data}}", embedded.replace("<", "\\u003c"))
+
+    path.write_text(page, encoding="utf-8")
     return path
+
+
+def _visible(data: Any) -> Any:
+    """Return the data with control characters and direction marks of all texts as escapes."""
+    if isinstance(data, dict):
+        return {visible(name): _visible(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return list(map(_visible, data))
+    return visible(data) if isinstance(data, str) else data
 
 
 def _summary(folder: Path) -> dict[str, Any]:
@@ -180,37 +130,21 @@ def _content(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def read_history(path: Path) -> History:
-    """Return metric -> values by step. Rows of one step may hold different metrics."""
-    history: dict[str, dict[int, float | None]] = {}
-    for row in read_rows(path):
-        for name, value in row.items():
-            if name != "step" and (value is None or is_number(value)):
-                history.setdefault(name, {})[row["step"]] = value
-    return {name: sorted(values.items()) for name, values in history.items()}
-
-
-def _header(name: str, history: History, summary: dict[str, Any]) -> str:
+def _lead(history: History, summary: dict[str, Any]) -> str:
     kind = (
         KINDS.get(summary.get("command", ""))
         or ("Reinforcement" if _from_rewards(history) else "Supervised") + " fine-tuning"
     )
     steps = max((points[-1][0] for points in history.values()), default=0)
-    warnings = "".join(
-        f'<p class="warn">{safe(warning)}</p>' for warning in summary.get("warnings", ())
-    )
     ended = f", {summary['status']}" if summary.get("status") else ""
-
-    return (
-        f'<h1>{safe(name)}</h1><p class="lead">{kind}, {steps:,} steps{safe(ended)}</p>{warnings}'
-    )
+    return f"{kind}, {steps:,} steps{ended}"
 
 
 def _from_rewards(history: History) -> bool:
     return "rollout/reward" in history or not history
 
 
-def _setup(history: History, config: dict[str, Any], summary: dict[str, Any]) -> str:
+def _setup(history: History, config: dict[str, Any], summary: dict[str, Any]) -> list[Fact]:
     """Return what ran, and where."""
     facts = _facts(config, rollout=_from_rewards(history))
     facts |= {
@@ -220,11 +154,7 @@ def _setup(history: History, config: dict[str, Any], summary: dict[str, Any]) ->
     }
     facts |= {label: str(summary[key]) for key, label in FACTS.items() if key in summary}
     facts |= summary.get("versions", {})
-    items = "".join(
-        f"<li><span>{safe(key)}</span> {safe(value)}</li>" for key, value in facts.items()
-    )
-
-    return f'<h2>Setup</h2><ul class="facts">{items}</ul>' if items else ""
+    return [(key, excerpt(value)) for key, value in facts.items()]
 
 
 def _facts(config: dict[str, Any], *, rollout: bool) -> dict[str, str]:
@@ -238,28 +168,23 @@ def _facts(config: dict[str, Any], *, rollout: bool) -> dict[str, str]:
     return {key: value for key, value in facts.items() if value}
 
 
-def _tiles(history: History, summary: dict[str, Any]) -> str:
-    """Return the headline numbers of the summary, and of the metrics that the summary lacks."""
-    numbers = {
-        key: value
+def _tiles(history: History, summary: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return label, value and note of the headline numbers.
+
+    They are the numbers of the summary, and of the metrics that the summary lacks.
+    """
+    of_summary = {
+        key: (_label(key), _summary_value(key, value), "")
         for key, value in summary.items()
         if is_number(value) and key not in (*FACTS, "steps")
     }
-    of_summary = {
-        key: (_label(key), _summary_value(key, value), "") for key, value in numbers.items()
-    }
     text = " ".join(summary)
+
     # A topic that any name of the summary mentions is not computed again from the metrics.
     tiles = [tile for key, tile in of_summary.items() if key.startswith(RESULTS)]
     tiles += [tile[1:] for tile in _headline_numbers(history) if tile[0] not in text]
     tiles += [tile for key, tile in of_summary.items() if not key.startswith(RESULTS)]
-    cards = "".join(
-        f'<div class="card tile"><div class="label">{safe(label)}</div><div'
-        f' class="value">{safe(value)}</div><div class="note">{safe(note)}</div></div>'
-        for label, value, note in tiles
-    )
-
-    return f'<div class="tiles">{cards}</div>' if cards else ""
+    return tiles
 
 
 def _headline_numbers(history: History) -> list[tuple[str, str, str, str]]:
@@ -308,144 +233,47 @@ def _headline_numbers(history: History) -> list[tuple[str, str, str, str]]:
     return tiles
 
 
-def _curves(history: History) -> str:
-    sets = {name: name.split("/")[1] for name in history if re.fullmatch("eval/[^/]+/reward", name)}
-    held_out = Chart("Held-out sets", "mean reward of greedy responses", sets, look="marked")
-    judged = "train/accuracy" in history  # then the chart of the accuracy has the held-out one too
-    shown = [
-        chart
-        for chart in (*CHARTS, held_out)
-        if chart.title != ("Held-out accuracy" if judged else "Accuracy")
-    ]
-
-    cards = "".join(_card(chart, history) for chart in shown)
-    if not cards:
-        return "<p>No step has been finished yet.</p>"
-    return f'<h2>Metrics by step</h2><div class="charts">{cards}</div>'
-
-
-def _card(chart: Chart, history: History) -> str:
-    """Return a chart of the metrics that the run has; nothing if it has none of them."""
-    lines = [
-        Line(label, history[name], chart.look)
-        for name, label in chart.metrics.items()
-        if name in history
-    ]
-    if not lines:
-        return ""
-
-    values = [value for _, value in lines[0].points if value is not None]
-    # A value that is not finite leaves a gap in the curve, so the text names the step.
-    broken = sorted({step for line in lines for step, value in line.points if value is None})
-    steps = ", ".join(str(step) for step in broken[:5]) + (
-        f" and {len(broken) - 5} more" if len(broken) > 5 else ""
-    )
-    warning = f'<p class="warn">Not finite at step {steps}.</p>' if broken else ""
-    legend = "".join(
-        f'<span><i class="key f{index}"></i>{safe(line.label)}</span>'
-        for index, line in enumerate(lines)
-    )
-
-    return (
-        f'<section class="card chart"><header><h3>{safe(chart.title)}'
-        f" <span>{safe(chart.unit)}</span></h3>"
-        f'<span class="last">{chart.form(values[-1]) if values else ""}</span></header>'
-        f"{line_chart(lines, log=chart.log, form=chart.form)}"
-        f"{f'<p class=legend>{legend}</p>' if len(lines) > 1 else ''}{warning}</section>"
-    )
-
-
-def _time(history: History) -> str:
-    """Chart the seconds of each step by phase.
+def _time(history: History) -> dict[str, Any] | None:
+    """Return the seconds of each step by phase.
 
     Nested phases (`time/generate/weights`) are part of the outer one.
     """
     totals = {step: value for step, value in history.get("time/step", []) if value is not None}
     if not totals:
-        return ""
+        return None
 
-    steps = list(totals)
     parts = {
-        name.removeprefix("time/"): [dict(points).get(step) or 0.0 for step in steps]
+        name.removeprefix("time/"): [dict(points).get(step) or 0.0 for step in totals]
         for name, points in history.items()
         if name.startswith("time/")
         and name.count("/") == 1
         and name not in ("time/step", "time/idle_share")
     }
-    parts = _largest(parts, 7)  # with the rest, these are as many as there are colours
+    # With the rest, the longest seven are as many as there are colours.
+    longest = sorted(parts, key=lambda name: -sum(parts[name]))[:7]
+    parts = {name: values for name, values in parts.items() if name in longest}
     parts["other"] = [
-        max(0.0, totals[step] - sum(values[i] for values in parts.values()))
-        for i, step in enumerate(steps)
+        max(0.0, total - sum(column))
+        for total, *column in zip(totals.values(), *parts.values(), strict=True)
     ]
-    mean = fmean(totals[step] for step in steps)
 
-    return (
-        '<h2>Time per step</h2><div class="split"><section class="card chart"><header><h3>Time of'
-        " a step <span>by phase</span></h3><span"
-        f' class="last">{duration(totals[steps[-1]])}</span></header>{stacked_chart(parts, steps, duration)}</section><section'
-        ' class="card chart"><header><h3>Mean step</h3><span'
-        f' class="last">{duration(mean)}</span></header><div'
-        f' class="phases">{_phases(parts)}</div></section></div>'
-    )
-
-
-def _speed(folder: Path) -> str:
-    """Return the lines of the scoreboard."""
-    run = _content(folder / "run.json")
-    board = scoreboard(read_rows(folder / "metrics.jsonl"), run)
-    if board is None:
-        return ""
-    lines = "\n".join(map(safe, board.lines))
-    return f'<section class="card"><header><h3>Speed</h3></header><pre>{lines}</pre></section>'
-
-
-def _phases(parts: dict[str, list[float]]) -> str:
-    """Return the legend beside the chart: mean seconds of each phase, and share of the step."""
-    total = sum(sum(values) for values in parts.values()) or 1.0
-    rows = []
-    for index, (name, values) in enumerate(parts.items()):
-        share = sum(values) / total
-        rows.append(
-            f'<div><i class="key f{index}"></i>{safe(name)}</div><div class="bar"><i'
-            f' class="f{index}" style="width: {100 * share:.1f}%"></i></div><div'
-            f' class="number">{duration(fmean(values))}</div><div'
-            f' class="share">{percent(share)}</div>'
-        )
-
-    return "".join(rows)
-
-
-def _largest(parts: dict[str, list[float]], most: int) -> dict[str, list[float]]:
-    """Return the phases that take the most time, in the given order."""
-    names = sorted(parts, key=lambda name: -sum(parts[name]))[:most]
-    return {name: values for name, values in parts.items() if name in names}
-
-
-def _others(history: History) -> str:
-    """Chart the metrics that no chart above has, such as a user's own, and the nested phases."""
-    charted = {name for chart in CHARTS for name in chart.metrics}
-    charted |= {name for name in history if name.startswith("time/") and name.count("/") == 1} - {
-        "time/idle_share"
+    # A bar for every step of a long run would be thinner than a pixel.
+    steps = list(totals)
+    size = math.ceil(len(steps) / MOST_BARS)
+    bars = [slice(start, start + size) for start in range(0, len(steps), size)]
+    return {
+        "last": totals[steps[-1]],
+        "mean": fmean(totals.values()),
+        "bars": [(steps[bar][0], steps[bar][-1]) for bar in bars],
+        "parts": [
+            {
+                "label": name,
+                "mean": fmean(values),
+                "values": [rounded(fmean(values[bar])) for bar in bars],
+            }
+            for name, values in parts.items()
+        ],
     }
-    cards = "".join(
-        _card(Chart(name, "", {name: name}), history) for name in sorted(set(history) - charted)
-    )
-
-    return (
-        '<details class="card"><summary>Other metrics</summary><div'
-        f' class="charts">{cards}</div></details>'
-        if cards
-        else ""
-    )
-
-
-def _configuration(written: str) -> str:
-    if not written:
-        return ""
-    return (
-        '<details class="card"><summary>Resolved'
-        f" configuration</summary><pre>{safe(written, longest=None)}</pre></details>"
-    )
 
 
 def _label(key: str) -> str:

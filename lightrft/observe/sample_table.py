@@ -1,54 +1,71 @@
-"""Show samples of a run as an HTML table: the first prompts and the last, with some responses."""
+"""Choose samples for the report of a run: the first prompts and the last, with some responses."""
 
+import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from lightrft.observe.page import picture, player, safe
 from lightrft.observe.sinks import BRANCHES, SOUNDS, THUMBNAILS
-from lightrft.observe.text import is_number, short
+from lightrft.observe.text import is_number, short, visible
 
 PROMPTS_PER_END = 6
 RESPONSES_PER_PROMPT = 4
 ENDS = 256
 """Rows at the beginning, and at the end, that samples are chosen from."""
-BRANCH = '<div class="small">another conversation of the episode:</div>'
+LONGEST_TEXT = 4000
+PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]+=*")
+LONGEST_PICTURE = 60_000
+SOUND = re.compile(r"data:audio/wav;base64,[A-Za-z0-9+/]+=*")
+LONGEST_SOUND = 100_000
+"""Characters of the longest sound that is played."""
 
 Group = list[dict[str, Any]]
 """Rows of one prompt in one step."""
 
 
-def sample_table(rows: Sequence[dict[str, Any]], group_size: int = 0) -> str:
+def sample_table(rows: Sequence[dict[str, Any]], group_size: int = 0) -> dict[str, Any] | None:
     """Show the model's first and last responses, and how responses to one prompt differ.
 
     `group_size` is the number of responses to a prompt; the file may have fewer.
     """
     if not rows:
-        return ""
+        return None
 
-    rewards = [row["reward"] for row in rows if is_number(row.get("reward"))]
+    rewards = [reward for row in rows if (reward := _reward(row)) is not None]
     low = min(rewards, default=0.0)
     high = max(rewards, default=1.0)
     groups = _groups(rows)
     first = _choose(groups)
     # In a short run both ends are the same rows, and they should appear once.
     last = [group for group in _choose(groups[::-1]) if group[0]["step"] > first[-1][0]["step"]]
-    ends = [("At the beginning", first), ("At the end", last)]
-    body = "".join(_end(title, chosen, low, high) for title, chosen in ends if chosen)
     written = max(map(len, groups))
     note = (
-        f'<p class="small">Of the {group_size} responses to a prompt, {written} are written to'
-        " samples.jsonl (--num_trajectories_to_save).</p>"
-        if written < group_size
-        else ""
+        f"Of the {group_size} responses to a prompt, {written} are written to samples.jsonl"
+        " (--num_trajectories_to_save)."
     )
-    head = "".join(f"<th>{name}</th>" for name in ("Step", "Prompt", "Response", "Label", "Reward"))
 
-    return (
-        f'<h2>Samples</h2>{note}<div class="card'
-        f' samples"><table><thead><tr>{head}</tr></thead>{body}</table></div>'
-    )
+    return {
+        "note": note if written < group_size else "",
+        "ends": [
+            {"title": title, "groups": [_group(group, low, high) for group in chosen]}
+            for title, chosen in (("At the beginning", first), ("At the end", last))
+            if chosen
+        ],
+    }
+
+
+def excerpt(value: Any) -> str:
+    """Return any value as a text that is not too long."""
+    text = visible(str(value))
+    hidden = len(text) - LONGEST_TEXT
+    return f"{text[:LONGEST_TEXT]} … ({hidden:,} more characters)" if hidden > 0 else text
+
+
+def _reward(row: dict[str, Any]) -> float | None:
+    reward = row.get("reward")
+    return reward if is_number(reward) and math.isfinite(reward) else None
 
 
 def _groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
@@ -72,23 +89,37 @@ def _choose(groups: Sequence[Group]) -> list[Group]:
     )
 
 
-def _end(title: str, groups: Sequence[Group], low: float, high: float) -> str:
-    rows = "".join(_group(group, low, high) for group in groups)
-    return f'<tbody class="group"><tr><th colspan="5">{title}</th></tr>{rows}</tbody>'
-
-
-def _group(group: Group, low: float, high: float) -> str:
+def _group(group: Group, low: float, high: float) -> dict[str, Any]:
     """Show the prompt once, with the best, the worst and some other responses."""
     responses = _spread(group)
-    return "".join(
-        _sample(row, low, high, _prompt(group, len(responses)) if row is responses[0] else None)
-        for row in responses
-    )
+    row = group[0]
+    media = [row.get(medium) or () for medium in ("images", "videos", "audios")]
+    names = [excerpt(name) for each in media for name in each]
+    notes = [", ".join(names)] if names else []
+    rewards = [reward for each in group if (reward := _reward(each)) is not None]
+    if len(group) > 1 and rewards:
+        mean = short(fmean(rewards))
+        notes.append(f"{len(responses)} of {len(group)} responses, mean reward {mean}")
+
+    pictures = zip(row.get(THUMBNAILS) or (), names, strict=False)
+    return {
+        "step": row["step"],
+        "prompt": excerpt(row.get("prompt", "")),
+        "images": [pair for pair in pictures if _is_media(pair[0], PICTURE, LONGEST_PICTURE)],
+        "sounds": [uri for uri in row.get(SOUNDS) or () if _is_media(uri, SOUND, LONGEST_SOUND)],
+        "notes": notes,
+        "responses": [_response(each, low, high) for each in responses],
+    }
+
+
+def _is_media(uri: Any, form: re.Pattern[str], longest: int) -> bool:
+    """Return whether this is a small JPEG or .wav file inside a data URI."""
+    return isinstance(uri, str) and len(uri) <= longest and form.fullmatch(uri) is not None
 
 
 def _spread(group: Group) -> Group:
     """Choose responses evenly from the highest reward to the lowest, if there are too many."""
-    ordered = sorted(group, key=lambda row: -row["reward"] if is_number(row.get("reward")) else 0.0)
+    ordered = sorted(group, key=lambda row: -(_reward(row) or 0.0))
     if len(ordered) <= RESPONSES_PER_PROMPT:
         return ordered
     return [
@@ -97,55 +128,28 @@ def _spread(group: Group) -> Group:
     ]
 
 
-def _prompt(group: Group, num_shown: int) -> str:
-    row = group[0]
-    names = [
-        str(name) for medium in ("images", "videos", "audios") for name in row.get(medium) or ()
-    ]
-    pictures = "".join(map(picture, row.get(THUMBNAILS) or (), names)) + "".join(
-        map(player, row.get(SOUNDS) or ())
-    )
-    notes = [", ".join(names)] if names else []
-    rewards = [row["reward"] for row in group if is_number(row.get("reward"))]
-    if len(group) > 1 and rewards:
-        notes.append(f"{num_shown} of {len(group)} responses, mean reward {short(fmean(rewards))}")
-    small = "".join(f'<div class="small">{safe(note)}</div>' for note in notes)
-    thumbnails = f'<div class="thumbnails">{pictures}</div>' if pictures else ""
-
-    return f'<div class="text">{safe(row.get("prompt", ""))}</div>{thumbnails}{small}'
-
-
-def _turn(message: dict[str, Any]) -> str:
-    """Show a message of an episode, with the role of the author unless the model wrote it."""
-    role = message.get("role", "assistant")
-    name = " ".join((role, message.get("name") or "")).strip()
-    heading = "" if role == "assistant" else f'<div class="small">{safe(name)}</div>'
-    return f'{heading}<div class="text">{safe(message.get("content") or "")}</div>'
-
-
-def _sample(row: dict[str, Any], low: float, high: float, prompt: str | None) -> str:
-    """Show a response; without a `prompt` it belongs to the one above."""
-    reward = row.get("reward")
-    # The colour tells where the reward lies between the lowest and the highest of the table.
-    share = (reward - low) / (high - low) if is_number(reward) and high > low else 0.5
+def _response(row: dict[str, Any], low: float, high: float) -> dict[str, Any]:
+    reward = _reward(row)
     length = f"{row['length']} tokens" if "length" in row else ""
     note = f"{length}, truncated" if row.get("finish_reason") == "length" else length
     note += f"; the episode failed: {row['problem']}" if row.get("problem") else ""
-    label = f'<div class="text">{safe(row.get("label", ""))}</div>'
     conversations = [
         row.get("messages") or [{"content": row.get("response", "")}],
         *row.get(BRANCHES, ()),
     ]
-    response = BRANCH.join("".join(map(_turn, messages)) for messages in conversations)
-    step = row["step"] if prompt is not None else ""
 
-    return (
-        f'<tr{"" if prompt is not None else " class=more"}><td class="narrow"'
-        f' data-label="Step"><div>{step}</div></td>'
-        f'<td data-label="Prompt"><div>{prompt or ""}</div></td>'
-        f'<td data-label="Response"><div>{response}<div class="small">{safe(note)}</div></div></td>'
-        f'<td data-label="Label">{label}</td>'
-        '<td class="narrow" data-label="Reward"><div><span class="reward" style="--share:'
-        f' {share:.3f}">'
-        f"{short(reward) if is_number(reward) else '–'}</span></div></td></tr>"
-    )
+    return {
+        "conversations": [list(map(_turn, messages)) for messages in conversations],
+        "note": excerpt(note),
+        "label": excerpt(row.get("label", "")),
+        "reward": "–" if reward is None else short(reward),
+        # The colour tells where the reward lies between the lowest and the highest of the table.
+        "share": 0.5 if reward is None or high <= low else round((reward - low) / (high - low), 3),
+    }
+
+
+def _turn(message: dict[str, Any]) -> tuple[str, str]:
+    """Return author and text of a message; the model itself is not named."""
+    role = message.get("role", "assistant")
+    name = " ".join((role, message.get("name") or "")).strip()
+    return "" if role == "assistant" else excerpt(name), excerpt(message.get("content") or "")

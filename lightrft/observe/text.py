@@ -1,12 +1,12 @@
-"""Format numbers, times and model text for people."""
+"""Format numbers, times and model text for people. The script of report.html does it alike."""
 
 import math
 import unicodedata
 from typing import Any
 
 
-def short(value: float, digits: int = 3) -> str:
-    """Format a number with at least `digits` significant digits, without needless zeros.
+def short(value: float) -> str:
+    """Format a number with at least three significant digits, without needless zeros.
 
     The values of most metrics take at most eight characters.
     """
@@ -17,23 +17,22 @@ def short(value: float, digits: int = 3) -> str:
     if size >= 1e7:
         return f"{value:.2e}"
     if size >= 999.5:
-        decimals = max(0, digits - len(str(int(size))))
-        return f"{value:,.{decimals}f}".rstrip("0").rstrip(".") if decimals else f"{value:,.0f}"
+        return f"{value:,.0f}"
     if size >= 1e-3 or size == 0:
-        return f"{value:.{digits}g}"
+        return f"{value:.3g}"
 
-    mantissa, exponent = f"{value:.{digits - 2}e}".split("e")
+    mantissa, exponent = f"{value:.1e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
 
 
-def percent(share: float, digits: int = 3) -> str:
-    return f"{short(100 * share, digits)}%"
+def percent(share: float) -> str:
+    return f"{short(100 * share)}%"
 
 
-def duration(seconds: float, digits: int = 3) -> str:
+def duration(seconds: float) -> str:
     """Format seconds: `8.2 s`, `3 min 05 s`, `2 h 04 min`."""
     if seconds < 60:
-        return f"{short(seconds, digits)} s"
+        return f"{short(seconds)} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"

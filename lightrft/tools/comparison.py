@@ -2,17 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import yaml
 
-from lightrft.observe.charts import Line, line_chart
-from lightrft.observe.page import page, safe
-from lightrft.observe.report import CHARTS, Chart, History, read_history
+from lightrft.observe.curves import curves, read_history
+from lightrft.observe.report import write_page
+from lightrft.observe.sample_table import excerpt
 
-AVERAGED = 10
-"""Number of last steps to average for the table."""
 MAX_RUNS = 8
 """Number of runs that have a colour each."""
 FOLDER_SETTINGS = ("save_path", "ckpt_path", "load_checkpoint", "overwrite")
@@ -36,25 +33,15 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
                 " empty one"
             )
 
-    charts = [(chart, metric) for chart in CHARTS for metric in list(chart.metrics)[:1]]
-    shown = [
-        (chart, metric)
-        for chart, metric in charts
-        if any(metric in history for history in histories.values())
-    ]
-    body = [
-        f"<h1>{safe(' · '.join(histories))}</h1>",
-        _numbers(shown, histories),
-        (
-            "<h2>Metrics by step</h2><div"
-            f' class="charts">{"".join(_card(*each, histories) for each in shown)}</div>'
-        ),
-        _differences(dict(zip(histories, map(_settings, folders), strict=True))),
-    ]
+    settings = dict(zip(histories, map(_settings, folders), strict=True))
+    data = {
+        "title": "comparison",
+        "runs": [(name, curves(history)) for name, history in histories.items()],
+        "differences": _differences(settings),
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page("comparison · lightrft", "\n".join(body)), encoding="utf-8")
 
-    return path
+    return write_page(path, data)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -65,36 +52,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise ValueError("a folder is named twice")
-
-
-def _card(chart: Chart, metric: str, histories: dict[str, History]) -> str:
-    lines = [
-        Line(name, history.get(metric, [(0, None)]), chart.look)
-        for name, history in histories.items()
-    ]
-    legend = "".join(
-        f'<span><i class="key f{index}"></i>{safe(line.label)}</span>'
-        for index, line in enumerate(lines)
-    )
-
-    return (
-        f'<section class="card chart"><header><h3>{safe(chart.title)}'
-        f" <span>{safe(chart.unit)}</span></h3></header>{line_chart(lines, log=chart.log, form=chart.form)}<p"
-        f" class=legend>{legend}</p></section>"
-    )
-
-
-def _numbers(shown: Sequence[tuple[Chart, str]], histories: dict[str, History]) -> str:
-    """Return a table of the means of the last steps."""
-    rows = []
-    for chart, metric in shown:
-        cells = []
-        for history in histories.values():
-            last = [value for _, value in history.get(metric, []) if value is not None]
-            last = last[-1:] if chart.look == "marked" else last[-AVERAGED:]
-            cells.append(chart.form(fmean(last)) if last else "")
-        rows.append([f"{chart.title} {chart.unit}".strip(), *cells])
-    return _table(f"At the end, mean of the last {AVERAGED} steps", list(histories), rows)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -108,25 +65,10 @@ def _settings(folder: Path) -> dict[str, Any]:
     }
 
 
-def _differences(settings: dict[str, dict[str, Any]]) -> str:
+def _differences(settings: dict[str, dict[str, Any]]) -> list[list[str]]:
     names = dict.fromkeys(name for each in settings.values() for name in each)
-    rows = [
-        [f"--{name}", *(str(each.get(name, "")) for each in settings.values())]
+    return [
+        [f"--{name}", *(excerpt(each.get(name, "")) for each in settings.values())]
         for name in names
         if len({str(each.get(name)) for each in settings.values()}) > 1
     ]
-
-    return (
-        _table("Settings that differ", list(settings), rows)
-        if rows
-        else "<p>All settings are the same.</p>"
-    )
-
-
-def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{safe(name)}</th>" for name in ("", *names))
-    body = "".join(
-        "<tr>" + "".join(f"<td>{safe(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<h2>{safe(title)}</h2><div class="card samples">{table}</div>'

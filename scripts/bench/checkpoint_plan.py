@@ -8,11 +8,12 @@ The shards have the shapes of Qwen2.5-7B and AdamW's moments under FSDP2. `arriv
 the time to unpickle the plans of all ranks.
 """
 
-import argparse
 import json
 import pickle
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from transformers import AutoModelForCausalLM
 
 from lightrft.checkpoint.zero_fragment import SavePlanner
 from lightrft.tools.shapes import known_config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.bench.harness import parser_of
 
 
 def plan_of(rank: int, ranks: int, shapes: dict[str, torch.Size]) -> SavePlan:
@@ -54,12 +58,8 @@ def cpu_seconds(action: Callable[..., Any], *args: Any) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 128, 1024])
-    parser.add_argument("--model", default="Qwen/Qwen2.5-7B")
-    args = parser.parse_args(argv)
+    flags = {"--ranks": [8, 128, 1024], "--model": "Qwen/Qwen2.5-7B"}
+    args = parser_of(__doc__, flags).parse_args(argv)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(known_config(args.model))
 

@@ -12,7 +12,6 @@ above its memory before, by the number of rows. `loaded_per_s` and `drawn_per_s`
 second. The last line is one JSON object.
 """
 
-import argparse
 import json
 import multiprocessing
 import random
@@ -31,6 +30,7 @@ from transformers import AutoTokenizer  # noqa: E402
 from lightrft.config import DataSection  # noqa: E402
 from lightrft.data.loader import Order  # noqa: E402
 from lightrft.data.prompts import load_prompts  # noqa: E402
+from scripts.bench.harness import parser_of  # noqa: E402
 from scripts.prepare_quickstart import tiny_qwen3  # noqa: E402
 
 INTERVAL = 0.02
@@ -114,14 +114,8 @@ def write_rows(file: Path, rows: int, tokens: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--tokens", type=int, default=300)
-    parser.add_argument("--drawn", type=int, default=20_000)
-
-    args = parser.parse_args()
+    flags = {"--rows": 100_000, "--tokens": 300, "--drawn": 20_000}
+    args = parser_of(__doc__, flags).parse_args()
     result: dict[str, Any] = {"rows": args.rows, "tokens": args.tokens}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

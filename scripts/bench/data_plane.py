@@ -14,12 +14,14 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.bench.harness import in_turn, on_ranks, parser_of
 
 COLLECTIVES = (
     "all_gather_into_tensor",
@@ -103,8 +105,9 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     def columns():
         return by_columns(axis, batch, owners(torch.cat(axis.gather(batch.lengths)).tolist()))
 
+    ways = {"store": store, "columns": columns}
     counts = {}
-    for name, way in (("store", store), ("columns", columns)):
+    for name, way in ways.items():
         way()
         counts[name] = collectives_of(dist, way)
 
@@ -112,14 +115,13 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     expected = columns().columns("token")
     assert all(torch.equal(columns_read[name], value) for name, value in expected.items())
 
-    seconds: dict[str, list[float]] = {"store": [], "columns": []}
-    for _ in range(args.repeats):
-        for name, way in (("store", store), ("columns", columns)):
-            dist.barrier()
-            began = time.perf_counter()
-            way()
-            seconds[name].append(time.perf_counter() - began)
+    def timed(way: Callable[[], object]) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        way()
+        return time.perf_counter() - began
 
+    seconds = in_turn({name: partial(timed, way) for name, way in ways.items()}, args.repeats)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     dist.destroy_process_group()
     return {
@@ -153,34 +155,18 @@ def collectives_of(dist, way: Callable[[], object]) -> int:
     return len(calls)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in {"ranks": 4, "samples": 1024, "length": 1024, "repeats": 15}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    # given to a rank by this program
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    argv = sys.argv[1:] if argv is None else argv
-
-    args = parser.parse_args(argv)
-    if args.out is not None:
-        result = measure(args)
-        if int(os.environ["RANK"]) == 0:
-            args.out.write_text(json.dumps(result) + "\n")
+def main() -> None:
+    flags = {"--ranks": 4, "--samples": 1024, "--length": 1024, "--repeats": 15}
+    parser = parser_of(__doc__, flags)
+    parser.add_argument("--on_rank", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not args.on_rank:
+        print(on_ranks(args.ranks, __file__, [*sys.argv[1:], "--on_rank"]).splitlines()[-1])
         return
 
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={args.ranks}",
-        ]
-        subprocess.run([*torchrun, __file__, *argv, f"--out={out}"], check=True, stdout=2)
-        print(out.read_text(), end="")
+    result = measure(args)
+    if int(os.environ["RANK"]) == 0:
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

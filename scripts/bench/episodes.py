@@ -37,8 +37,9 @@ from lightrft.rollout.groups import Group
 from lightrft.strategy.shared_session import SharedSession
 from lightrft.types import Prompt
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from prepare_quickstart import byte_tokenizer
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.bench.harness import parser_of
+from scripts.prepare_quickstart import byte_tokenizer
 
 ENVIRONMENT = """
 import asyncio
@@ -88,20 +89,14 @@ class Barrier(Free):
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--episodes", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=24,
-        help="longest turn; lengths differ, as any of 16 tokens ends one",
-    )
-    parser.add_argument("--tool_ms", type=float, default=50.0)
-    parser.add_argument("--repeat", type=int, default=3)
-    args = parser.parse_args(argv)
+    flags = {
+        "--episodes": 64,
+        "--turns": 5,
+        "--tokens": (24, "longest turn; lengths differ, as any of 16 tokens ends one"),
+        "--tool_ms": 50.0,
+        "--repeat": 3,
+    }
+    args = parser_of(__doc__, flags).parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         result = measure(args, Path(folder))
     print(json.dumps(result))

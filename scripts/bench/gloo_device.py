@@ -13,14 +13,20 @@ microseconds of the processor for each sum.
 import argparse
 import json
 import statistics
+import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from forked_ranks import results_of_ranks
 
 from lightrft.parallel.gloo import share_gloo_device
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.bench.harness import in_turn, parser_of, results_of_ranks
+
+WAYS = {"shared": True, "one_each": False}
 
 
 def rank(
@@ -55,30 +61,20 @@ def measure(shared: bool, args: argparse.Namespace) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument(
-        "--groups", type=int, default=17, help="as many as a rank with vLLM on a CPU has"
-    )
-    parser.add_argument("--seconds", type=float, default=5)
-    parser.add_argument("--sums", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=5)
-
-    args = parser.parse_args()
-    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for _ in range(args.repeats):
-        for shared in found:
-            found[shared].append(measure(shared, args))
+    flags = {
+        "--ranks": 2,
+        "--groups": (17, "as many as a rank with vLLM on a CPU has"),
+        "--seconds": 5.0,
+        "--sums": 200,
+        "--repeats": 5,
+    }
+    args = parser_of(__doc__, flags).parse_args()
+    ways = {name: lambda shared=shared: measure(shared, args) for name, shared in WAYS.items()}
 
     line = {}
-    for shared, runs in found.items():
+    for name, runs in in_turn(ways, args.repeats).items():
         idle, each = (statistics.median(column) for column in zip(*runs, strict=True))
-        line["shared" if shared else "one_each"] = {
-            "idle_share_of_a_core": round(idle, 4),
-            "cpu_us_per_sum": round(each, 1),
-        }
+        line[name] = {"idle_share_of_a_core": round(idle, 4), "cpu_us_per_sum": round(each, 1)}
 
     print(json.dumps(line))
 

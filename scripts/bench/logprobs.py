@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import torch
@@ -35,6 +36,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.models.logprobs import chunk_rows, token_logprobs
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.bench.harness import parser_of
 
 truncation = ALL
 """Part of the vocabulary to take log-probs over; --top_p."""
@@ -213,15 +217,17 @@ def compare(vocabulary: int, width: int, args: argparse.Namespace) -> dict[str, 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--cases",
-        nargs="+",
-        default=["152000x128", "152000x896", "32000x128", "32000x896"],
-        help="vocabulary x hidden size",
-    )
+    flags = {
+        "--cases": (
+            ["152000x128", "152000x896", "32000x128", "32000x896"],
+            "vocabulary x hidden size",
+        ),
+        "--tokens": 2048,
+        "--repeat": 3,
+        "--top_p": (1.0, "of the most likely tokens; for all but torch_chunked"),
+        "--device": str(torch.accelerator.current_accelerator() or "cpu"),
+    }
+    parser = parser_of(__doc__, flags)
     parser.add_argument(
         "--variants",
         nargs="+",
@@ -229,16 +235,6 @@ def main(argv: list[str] | None = None) -> None:
         default=list(VARIANTS),
         help="the first two are needed",
     )
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--repeat", type=int, default=3)
-
-    parser.add_argument(
-        "--top_p",
-        type=float,
-        default=1.0,
-        help="of the most likely tokens; for all but torch_chunked",
-    )
-    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator() or "cpu"))
     # given to a process by in_process()
     parser.add_argument("--one", nargs=3, metavar="CASE", help=argparse.SUPPRESS)
 

@@ -15,10 +15,11 @@ import argparse
 import json
 import os
 import resource
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.bench.harness import on_ranks, parser_of
 
 MB = 1_000_000
 PROMPT = 300
@@ -82,42 +83,19 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in {
-        "ranks": 4,
-        "prompts": 16,
-        "samples": 8,
-        "megabytes": 4,
-        "tokens": 16384,
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-
-    # given to a rank by this program
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    argv = sys.argv[1:] if argv is None else argv
-
-    args = parser.parse_args(argv)
-    if args.out is not None:
-        result = measure(args)
-        if int(os.environ["RANK"]) == 0:
-            settings = {name: value for name, value in vars(args).items() if name != "out"}
-            args.out.write_text(json.dumps(settings | result) + "\n")
+def main() -> None:
+    flags = {"--ranks": 4, "--prompts": 16, "--samples": 8, "--megabytes": 4, "--tokens": 16384}
+    parser = parser_of(__doc__, flags)
+    parser.add_argument("--on_rank", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not args.on_rank:
+        print(on_ranks(args.ranks, __file__, [*sys.argv[1:], "--on_rank"]).splitlines()[-1])
         return
 
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={args.ranks}",
-        ]
-        subprocess.run([*torchrun, __file__, *argv, f"--out={out}"], check=True, stdout=2)
-        print(out.read_text(), end="")
+    settings = {name: value for name, value in vars(args).items() if name != "on_rank"}
+    result = measure(args)
+    if int(os.environ["RANK"]) == 0:
+        print(json.dumps(settings | result), flush=True)
 
 
 if __name__ == "__main__":

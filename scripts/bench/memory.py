@@ -25,14 +25,13 @@ moments are there, without the logits.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +52,9 @@ from lightrft.tools.step_memory import (
     trace_step,
     with_layers,
 )
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.bench.harness import on_ranks, parser_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {
@@ -170,17 +172,7 @@ def measured_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
             str(args.tokens),
             *(["--layers", str(args.layers)] if args.layers else []),
         ]
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={world}",
-            __file__,
-            *ask,
-        ]
-
-        out = subprocess.check_output(command, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        out = on_ranks(world, __file__, ask)
         for row in map(json.loads, out.splitlines()[-len(WAYS) :]):
             expected = theory(row["num_parameters"], world, row["reduce_gradients_once"])
             ratios = {
@@ -224,23 +216,15 @@ def rank(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = {
+        "--world": (8, "ranks that the shapes are divided over"),
+        "--tokens": (16384, "tokens of a micro-batch; at most 512 where they are measured"),
+    }
+    parser = parser_of(__doc__, flags)
     parser.add_argument(
         "--measured", type=int, nargs="*", default=[2, 4], help="numbers of real ranks"
     )
     parser.add_argument("--shapes", nargs="*", choices=[*SHAPES, *NAMED], default=[*NAMED])
-    parser.add_argument(
-        "--world", type=int, default=8, help="ranks that the shapes are divided over"
-    )
-
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=16384,
-        help="tokens of a micro-batch; at most 512 where they are measured",
-    )
     parser.add_argument("--layers", type=int, help="instead of the shape's own")
     # given to a rank by measured_rows()
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)

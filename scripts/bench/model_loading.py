@@ -15,14 +15,17 @@ the bytes of its shards. `equal` says whether both have read the same values.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.bench.harness import in_turn, on_ranks, parser_of, peak_of
 
 WAYS = ("lightrft", "torch")
 
@@ -42,12 +45,6 @@ def make_model(folder: Path, args: argparse.Namespace) -> None:
         tie_word_embeddings=False,
     )
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="200MB")
-
-
-def resident_peak() -> int:
-    """Return the peak resident memory of this process in bytes, mapped files included."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def rank(way: str, folder: str) -> None:
@@ -74,21 +71,20 @@ def rank(way: str, folder: str) -> None:
         fully_shard(block)
     world = Mesh("cpu").world
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is there
-    before = resident_peak()
     began = time.perf_counter()
     began_cpu = time.process_time()
 
-    if way == "lightrft":
-        materialize(model, torch.device("cpu"), world)
-    else:
-        model.to_empty(device="cpu")
-        load(model.state_dict(), storage_reader=HuggingFaceStorageReader(folder))
+    def load_shards() -> None:
+        if way == "lightrft":
+            materialize(model, torch.device("cpu"), world)
+        else:
+            model.to_empty(device="cpu")
+            load(model.state_dict(), storage_reader=HuggingFaceStorageReader(folder))
 
+    peak = peak_of(load_shards)
     seconds = time.perf_counter() - began
     cpu = time.process_time() - began_cpu
 
-    peak = resident_peak() - before
     shards = [parameter.to_local() for parameter in model.parameters()]
     if dist.get_rank() == 0:
         sums = [shard.double().sum().item() for shard in shards]
@@ -107,20 +103,11 @@ def rank(way: str, folder: str) -> None:
 
 
 def measure(folder: str, ranks: int, repeat: int) -> dict[str, Any]:
-    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    for turn in range(repeat):
-        for way in WAYS if turn % 2 else reversed(WAYS):
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc-per-node={ranks}",
-                __file__,
-            ]
-            out = subprocess.check_output([*command, "--rank", way, folder], text=True)
-            runs[way].append(json.loads(out.splitlines()[-1]))
+    def run(way: str) -> dict[str, Any]:
+        said = on_ranks(ranks, __file__, ["--rank", way, folder])
+        return json.loads(said.splitlines()[-1])
 
+    runs = in_turn({way: partial(run, way) for way in WAYS}, repeat)
     sums = [run["sums"] for way in WAYS for run in runs[way]]
     row: dict[str, Any] = {"ranks": ranks, "equal": all(each == sums[0] for each in sums)}
     for name in ("seconds", "cpu_seconds", "peak_of_shards"):
@@ -131,13 +118,8 @@ def measure(folder: str, ranks: int, repeat: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--repeat", type=int, default=3)
+    flags = {"--ranks": [2, 4], "--hidden": 2048, "--layers": 12, "--repeat": 3}
+    parser = parser_of(__doc__, flags)
     # way and folder, given to a rank by measure()
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
 

@@ -19,15 +19,16 @@ over the time of perfect balance when ranks wait at every micro-batch. The large
 over `--ranks` ranks, is timed without prompts and with, 8 rows to each.
 """
 
-import argparse
 import json
 import math
 import random
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -40,6 +41,9 @@ from lightrft.batching.planner import Plan, plan
 from lightrft.batching.prefix_sharing import MIN_SAVING, find_shared_prefixes, prompts
 from lightrft.models.heads import Actor
 from lightrft.types import Batch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.bench.harness import parser_of
 
 CAPACITY = 8192
 DISTRIBUTIONS: dict[str, Callable[[random.Random], int]] = {
@@ -270,29 +274,18 @@ def planner(rows: int, ranks: int, repeat: int) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--sequences", type=int, default=32, help="sequences of the step")
-    parser.add_argument("--median", type=int, default=250, help="median length")
-    parser.add_argument(
-        "--sigma", type=float, default=1.0, help="standard deviation of the logarithm of the length"
-    )
-    parser.add_argument("--longest", type=int, default=2048, help="lengths are cut to this")
-
-    parser.add_argument(
-        "--tokens", type=int, default=16384, help="tokens of a micro-batch, padding included"
-    )
-    parser.add_argument(
-        "--response",
-        type=int,
-        default=64,
-        help="tokens of a response to a prompt eight times as long",
-    )
-    parser.add_argument("--rows", type=int, default=524288, help="rows of the large plan")
-    parser.add_argument("--ranks", type=int, default=1024, help="ranks of the large plan")
-    parser.add_argument("--repeat", type=int, default=3, help="repetitions")
-    args = parser.parse_args(argv)
+    flags = {
+        "--sequences": (32, "sequences of the step"),
+        "--median": (250, "median length"),
+        "--sigma": (1.0, "standard deviation of the logarithm of the length"),
+        "--longest": (2048, "lengths are cut to this"),
+        "--tokens": (16384, "tokens of a micro-batch, padding included"),
+        "--response": (64, "tokens of a response to a prompt eight times as long"),
+        "--rows": (524288, "rows of the large plan"),
+        "--ranks": (1024, "ranks of the large plan"),
+        "--repeat": (3, "repetitions"),
+    }
+    args = parser_of(__doc__, flags).parse_args(argv)
     torch.set_num_threads(1)
     batch = make_batch(args.sequences, args.median, args.sigma, args.longest)
     rows = args.tokens // args.longest

@@ -14,11 +14,10 @@ phase `train` of the same flags. One line for each layout, rank 0's; the last li
 import argparse
 import gc
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +39,9 @@ from lightrft.tools.shapes import model_config
 from lightrft.tools.step_memory import total
 from lightrft.trainer.build_roles import build_policy
 from lightrft.types import Experience
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.bench.harness import on_ranks, parser_of
 
 TOKENS = 512
 FIRST_TOKENS = 16
@@ -157,11 +159,8 @@ def rank(folder: str, layout: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, {"--layers": 8})
     parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=[*LAYOUTS])
-    parser.add_argument("--layers", type=int, default=8)
     # folder and layout, given to a rank by main()
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
 
@@ -184,18 +183,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
                 config, "train_sft", ranks, DEVICES["h100"], ranks_per_node=8, shape=shape
             )
             parts = planner.phases(planner.step(tokens), tokens)["train"]
-            torchrun = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc-per-node={ranks}",
-                __file__,
-            ]
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            out = subprocess.check_output(
-                [*torchrun, "--rank", folder, layout], text=True, env=environment
-            )
+            out = on_ranks(ranks, __file__, ["--rank", folder, layout])
             measured = json.loads(out.splitlines()[-1])["measured"]
             planned = sum(parts.values())
             rows[layout] = {

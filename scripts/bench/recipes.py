@@ -10,7 +10,6 @@ each recipe with one seed. Prints one JSON object as its last line, and ends wit
 out of its bounds.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from scripts.bench.harness import TORCHRUN, parser_of  # noqa: E402
 from scripts.prepare_quickstart import (  # noqa: E402
     CALL,
     CALL_END,
@@ -255,13 +255,7 @@ def _mean_of_last(rows: Rows, name: str) -> float:
 
 
 def by_torchrun(command: str, world_size: int, flags: list[str], save_path: Path) -> Rows:
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={world_size}",
-    ]
+    launcher = [*TORCHRUN, f"--nproc-per-node={world_size}"]
     ran = subprocess.run(
         [*launcher, "-m", f"lightrft.cli.{command}", *flags, f"--save_path={save_path}"],
         cwd=ROOT,
@@ -277,11 +271,8 @@ def by_torchrun(command: str, world_size: int, flags: list[str], save_path: Path
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, {"--seeds": (3, "seeds 0, 1, ... up to this number")})
     parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=[*RECIPES])
-    parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... up to this number")
 
     args = parser.parse_args(argv)
     found = {}

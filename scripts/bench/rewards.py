@@ -13,7 +13,6 @@ pause: `workers_of_alone` and `thread_of_alone` are its steps against those with
 cores at least, or the processes share one with the engine.
 """
 
-import argparse
 import json
 import sys
 import threading
@@ -27,6 +26,9 @@ from lightrft.cli import SWITCH_INTERVAL
 from lightrft.config import RewardSection
 from lightrft.rewards.runner import RewardRunner
 from lightrft.types import Prompt, Sample
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.bench.harness import parser_of
 
 RESPONSES = 8
 TOKENS = 512
@@ -98,13 +100,8 @@ def beside_a_thread(seconds: float) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--calls", type=int, default=500)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--engine_seconds", type=float, default=5.0)
-    args = parser.parse_args()
+    flags = {"--calls": 500, "--repeat": 3, "--engine_seconds": 5.0}
+    args = parser_of(__doc__, flags).parse_args()
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL)  # as in a run
 

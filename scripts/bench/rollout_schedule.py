@@ -25,11 +25,13 @@ import argparse
 import itertools
 import json
 import os
+import sys
 from dataclasses import replace
 from functools import partial
 from heapq import heapreplace
 from itertools import pairwise
 from math import ceil, sqrt
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -38,6 +40,9 @@ from lightrft.config import RolloutSection
 from lightrft.data.loader import fair_owners
 from lightrft.schedulers.assignment import Assignment
 from lightrft.schedulers.tail_rounds import DeferredGroup, next_tail_round
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.bench.harness import parser_of
 
 PERCENTILES = [0, 10, 25, 50, 75, 90, 95, 99, 100]
 STORED = {
@@ -417,11 +422,27 @@ def fit(observed: list[list[tuple[list[float], float]]]) -> Costs:
     return tuple(costs.tolist())
 
 
-def options(flags: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
+def options(argv: list[str] | None = None) -> argparse.Namespace:
+    flags = {
+        "--ranks": [8, 64, 256, 1024],
+        "--correlation": (0.0, "of the lengths of two responses to a prompt"),
+        "--prompts_per_rank": 4,
+        "--samples": 8,
+        "--steps": (60, "steps in a pass over the data"),
+        "--median": 1000.0,
+        "--most": 16384,
+        "--slots": (256, "responses that an engine decodes at once"),
+        "--every": 32,
+        "--over_sampling": [1.5, 2.0],
+        "--real_prompts": 8,
+        "--real_steps": 12,
+        "--real_median": 64.0,
+        "--real_most": 1024,
+        "--real_every": 16,
+        "--real_samples": 4,
+        "--repeat": 4,
+    }
+    parser = parser_of(__doc__, flags)
     parser.add_argument(
         "--step_ms",
         type=float,
@@ -436,35 +457,13 @@ def options(flags: list[str] | None = None) -> argparse.Namespace:
     )
 
     parser.add_argument(
-        "--correlation", type=float, default=0.0, help="of the lengths of two responses to a prompt"
-    )
-    parser.add_argument(
         "--visits",
         type=int,
         default=1,
         choices=[0, 1],
         help="0: expected lengths of all prompts are the same",
     )
-    parser.add_argument("--prompts_per_rank", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=60, help="steps in a pass over the data")
-    parser.add_argument("--median", type=float, default=1000)
-    parser.add_argument("--most", type=int, default=16384)
-
-    parser.add_argument(
-        "--slots", type=int, default=256, help="responses that an engine decodes at once"
-    )
-    parser.add_argument("--every", type=int, default=32)
-    parser.add_argument("--over_sampling", type=float, nargs="+", default=[1.5, 2.0])
-    parser.add_argument("--real_prompts", type=int, default=8)
-    parser.add_argument("--real_steps", type=int, default=12)
-    parser.add_argument("--real_median", type=float, default=64)
-    parser.add_argument("--real_most", type=int, default=1024)
-    parser.add_argument("--real_every", type=int, default=16)
-    parser.add_argument("--real_samples", type=int, default=4)
-    parser.add_argument("--repeat", type=int, default=4)
-
-    return parser.parse_args(flags)
+    return parser.parse_args(argv)
 
 
 def main() -> None:

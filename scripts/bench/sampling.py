@@ -22,6 +22,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.bench.harness import parser_of
+
 CASES = ((64, 112), (32, 32_000), (64, 152_000), (512, 49_152))
 """Rows x vocabulary of the sampler's cases."""
 VERSIONS = ("defaults", "lightrft")
@@ -143,20 +146,19 @@ def generation(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = {
+        "--model": ("runs/laptop/model", "folder of a model"),
+        "--prompts": 16,
+        "--samples": 8,
+        "--prompt_tokens": 55,
+        "--new_tokens": 8,
+        "--pairs": 3,
+    }
+    parser = parser_of(__doc__, flags)
     parser.add_argument("part", choices=("sampler", "generation"))
-    parser.add_argument("--model", default="runs/laptop/model", help="folder of a model")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--prompt_tokens", type=int, default=55)
-    parser.add_argument("--new_tokens", type=int, default=8)
-    parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--version", choices=VERSIONS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     if arguments.part == "sampler":
         sampler()
     elif arguments.version:

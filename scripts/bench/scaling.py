@@ -76,6 +76,7 @@ from lightrft.rollout.rollout import Rollout  # noqa: E402
 from lightrft.schedulers.assignment import Assignment  # noqa: E402
 from lightrft.schedulers.rounds import Rounds  # noqa: E402
 from lightrft.types import Experience, Prompt, Sample  # noqa: E402
+from scripts.bench.harness import parser_of  # noqa: E402
 
 LIMIT = timedelta(minutes=30)
 SAMPLES = 4
@@ -835,27 +836,14 @@ def figure(runs: list[dict[str, Any]], last: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 64, 128, 256])
-    parser.add_argument("--simulated", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument(
-        "--rows", type=int, default=8, help="responses of a rank, a multiple of four"
-    )
-
-    parser.add_argument(
-        "--collector_ranks",
-        type=int,
-        default=256,
-        help="most ranks that also collect, in further groups",
-    )
-    parser.add_argument(
-        "--checkpoint_ranks",
-        type=int,
-        default=128,
-        help="most ranks that also write and read a checkpoint",
-    )
+    flags = {
+        "--ranks": [2, 8, 32, 64, 128, 256],
+        "--simulated": [64, 256, 1024],
+        "--rows": (8, "responses of a rank, a multiple of four"),
+        "--collector_ranks": (256, "most ranks that also collect, in further groups"),
+        "--checkpoint_ranks": (128, "most ranks that also write and read a checkpoint"),
+    }
+    parser = parser_of(__doc__, flags)
     parser.add_argument("--figure", type=Path, help="SVG to write")
     parser.add_argument(
         "--slow_polls",

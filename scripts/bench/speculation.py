@@ -26,12 +26,16 @@ repetitions.
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.bench.harness import parser_of
 
 KINDS = ("none", "ngram", "group", "draft")
 GROUP = 8
@@ -176,17 +180,16 @@ def figures(runs: list[tuple], plain: list[tuple], num_tokens: int) -> dict[str,
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=2000)
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of each sample")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--repeat", type=int, default=5, help="repetitions of a started engine")
-    parser.add_argument("--starts", type=int, default=1)
-
+    flags = {
+        "--hidden": 256,
+        "--layers": 4,
+        "--vocabulary": 2000,
+        "--tokens": (128, "tokens of each sample"),
+        "--batches": [1, 8, 64],
+        "--repeat": (5, "repetitions of a started engine"),
+        "--starts": 1,
+    }
+    parser = parser_of(__doc__, flags)
     parser.add_argument(
         "--kinds", nargs="+", default=list(KINDS), help="compared with the first; also self, again"
     )

@@ -21,7 +21,6 @@ import os
 import random
 import resource
 import string
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +28,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.bench.harness import on_ranks, parser_of
 
 PRESETS = {"small": 112, "vocab32k": 32000}
 """Vocabulary of a model with 4 layers of width 128: 0.8 and 9 million parameters."""
@@ -257,22 +259,10 @@ def flags(args: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = {"--ranks": 1, "--steps": 20, "--prompts": 8, "--samples": 8, "--micro": 16}
+    parser = parser_of(__doc__, flags | {"--max-new": 64})
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--engine", choices=("hf", "vllm"), default="vllm")
-
-    for name, default in {
-        "ranks": 1,
-        "steps": 20,
-        "prompts": 8,
-        "samples": 8,
-        "micro": 16,
-        "max-new": 64,
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-
     parser.add_argument("--model", type=Path, help="this model's folder instead of a fresh one")
     parser.add_argument(
         "--data", type=Path, help="JSONL with `prompt` and `answer` instead of fresh sums"
@@ -284,18 +274,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def on_ranks(number: int, argv: list[str]) -> None:
-    """Run main() on that many ranks, in processes of their own."""
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={number}",
-    ]
-    subprocess.run([*torchrun, __file__, *argv], check=True, stdout=2)
-
-
 def launch(args: argparse.Namespace, argv: list[str]) -> None:
     """Start one process per rank, in a folder that all of them see."""
     with tempfile.TemporaryDirectory() as name:
@@ -304,7 +282,7 @@ def launch(args: argparse.Namespace, argv: list[str]) -> None:
             make_model(folder / "model", PRESETS[args.preset])
         if not args.data:
             make_prompts(folder / "prompts.jsonl")
-        on_ranks(args.ranks, [*argv, f"--folder={folder}"])
+        on_ranks(args.ranks, __file__, [*argv, f"--folder={folder}"])
         lines = [(folder / f"rank{rank}.jsonl").read_text() for rank in range(args.ranks)]
 
     for rank, text in enumerate(lines if args.out else ()):

@@ -15,12 +15,13 @@ that torch planned. On CUDA each rank has a device of its own.
 import argparse
 import json
 import statistics
+import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from forked_ranks import results_of_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -34,6 +35,9 @@ from torch.distributed.tensor.parallel import (
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.parallel.tensor_parallel import parallelize
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.bench.harness import in_turn, parser_of, results_of_ranks
 
 KINDS = "plain", "dtensor"
 
@@ -154,29 +158,23 @@ def measure(kind: str, args: argparse.Namespace) -> tuple[dict[str, float], list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=28, help="as many as Qwen3-0.6B has")
-    parser.add_argument(
-        "--steps", type=int, default=12, help="micro-batches, each with another number of tokens"
-    )
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
+    flags = {
+        "--ranks": 2,
+        "--layers": (28, "as many as Qwen3-0.6B has"),
+        "--steps": (12, "micro-batches, each with another number of tokens"),
+        "--repeats": 3,
+    }
+    args = parser_of(__doc__, flags).parse_args()
+    ways = {kind: lambda kind=kind: measure(kind, args) for kind in KINDS}
+    found = in_turn(ways, args.repeats)
 
-    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-    losses: dict[str, list[float]] = {}
-    for _ in range(args.repeats):
-        for kind, runs in found.items():
-            values, losses[kind] = measure(kind, args)
-            runs.append(values)
-
-    torch.testing.assert_close(
-        torch.tensor(losses["plain"]), torch.tensor(losses["dtensor"]), rtol=1e-5, atol=1e-4
-    )
+    plain, dtensor = (torch.tensor(found[kind][-1][1]) for kind in KINDS)
+    torch.testing.assert_close(plain, dtensor, rtol=1e-5, atol=1e-4)
     medians = {
-        kind: {name: round(statistics.median(run[name] for run in runs), 2) for name in runs[0]}
+        kind: {
+            name: round(statistics.median(values[name] for values, _ in runs), 2)
+            for name in runs[0][0]
+        }
         for kind, runs in found.items()
     }
     ratios = {

@@ -29,13 +29,15 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.bench.harness import on_ranks, parser_of, peak_of
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {"fsdp": True}),
@@ -260,19 +262,6 @@ def verify_cost(row: dict[str, float], cpu: str = "") -> dict[str, float]:
     return {name: seconds / (sync + seconds) for name, seconds in seconds_of.items()}
 
 
-def peak_of(action: Callable[[], Any]) -> int:
-    """Return the bytes that this process's resident memory grew at most while `action` ran."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is there
-    before = resident("VmHWM")
-    action()
-    return resident("VmHWM") - before
-
-
-def resident(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
-
-
 def summary(cases: dict[str, dict[str, float]]) -> dict[str, Any]:
     """Return the aims of the stream, over the cases that were run."""
     report: dict[str, Any] = {}
@@ -306,21 +295,9 @@ def summary(cases: dict[str, dict[str, float]]) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = {"--hidden": 768, "--layers": 12, "--vocabulary": 32000, "--bucket-mb": 64}
+    parser = parser_of(__doc__, flags | {"--repeat": 5, "--experts": 64})
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-
-    for name, default in {
-        "hidden": 768,
-        "layers": 12,
-        "vocabulary": 32000,
-        "bucket-mb": 64,
-        "repeat": 5,
-        "experts": 64,
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # given to a rank
     args = parser.parse_args(argv)
     if args.folder is None:
@@ -336,18 +313,6 @@ def main(argv: list[str] | None = None) -> None:
         (args.folder / f"{case}.json").write_text(json.dumps(figures))
 
 
-def on_ranks(number: int, argv: list[str]) -> None:
-    """Run main() on that many ranks, in processes of their own."""
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={number}",
-    ]
-    subprocess.run([*torchrun, __file__, *argv], check=True, stdout=2)
-
-
 def launch(args: argparse.Namespace, argv: list[str]) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -355,7 +320,7 @@ def launch(args: argparse.Namespace, argv: list[str]) -> dict[str, dict[str, flo
         make_mixture(folder / "mixture", args)
         for case in args.cases:
             own = folder / ("mixture" if case == "experts" else "dense")
-            on_ranks(CASES[case][0], [*argv, f"--cases={case}", f"--folder={own}"])
+            on_ranks(CASES[case][0], __file__, [*argv, f"--cases={case}", f"--folder={own}"])
         return {
             case: json.loads(next(folder.glob(f"*/{case}.json")).read_text()) for case in args.cases
         }

@@ -15,7 +15,7 @@ from scripts.bench.step import PHASES, Clock, digits, main
 
 @pytest.mark.slow
 def test_two_ranks_report_every_phase(tmp_path, monkeypatch, capsys):
-    forked = lambda number, argv: run_ranks(number, main, argv)  # noqa: E731  which is faster than torchrun
+    forked = lambda number, _, argv: run_ranks(number, main, argv)  # noqa: E731  which is faster than torchrun
     monkeypatch.setattr(step, "on_ranks", forked)
     tiny = [
         "--engine=hf",

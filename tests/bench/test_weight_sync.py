@@ -13,7 +13,7 @@ from scripts.bench import weight_sync
 
 @pytest.mark.slow
 def test_the_aims_and_the_cases_are_reported(monkeypatch, capsys):
-    forked = lambda number, argv: run_ranks(number, weight_sync.main, argv)  # noqa: E731  which is faster than torchrun
+    forked = lambda number, _, argv: run_ranks(number, weight_sync.main, argv)  # noqa: E731  which is faster than torchrun
     monkeypatch.setattr(weight_sync, "on_ranks", forked)
     weight_sync.main(
         [

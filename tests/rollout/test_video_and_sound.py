@@ -398,7 +398,7 @@ def test_a_run_learns_to_understand_digits(tmp_path):
         and found[-1]["eval/accuracy"] > 0.45
     )
     assert all(row["engine/logprob_mismatch_max"] < 1e-5 for row in found)
-    assert "<audio controls" in (tmp_path / "grpo" / "report.html").read_text()
+    assert "data:audio/wav;base64," in (tmp_path / "grpo" / "report.html").read_text()
 
 
 def two_steps_of_a_thinker(folder: Path) -> None:

@@ -194,7 +194,7 @@ def test_the_rewards_of_turns_are_learned_and_shown(inputs, tmp_path, monkeypatc
     )
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [message["role"] for message in samples[0]["messages"]] == ["user", "assistant"] * 3
-    assert "&lt;1&gt;" in (tmp_path / "report.html").read_text()
+    assert r"\u003c1>" in (tmp_path / "report.html").read_text()
 
 
 @pytest.fixture(scope="module")
