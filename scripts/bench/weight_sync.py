@@ -176,7 +176,7 @@ def into_vllm(
     published = dict(engine.names.rename(iter(weights.items())))
 
     def reload() -> None:
-        experts = unpacked_experts(engine._shim.model)
+        experts = unpacked_experts(engine._shim.experts)
         engine._shim.llm.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": iter(published.items())}
         )

@@ -19,6 +19,7 @@ SHAPES = {
     "scalar": (1,),
 }
 DTYPES = [torch.float32, torch.bfloat16]
+INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -73,7 +74,7 @@ def test_pieces_add_up_to_copies_of_the_whole(dtype, chunk, monkeypatch) -> None
 def test_every_change_of_a_weight_is_found(dtype) -> None:
     for name, tensor in tensors(dtype).items():
         expected = sent({name: tensor})
-        integer = verify.INTEGERS[dtype.itemsize]
+        integer = INTEGERS[dtype.itemsize]
         for element in (0, tensor.numel() // 2, tensor.numel() - 1):
             for bit in range(8 * dtype.itemsize):  # the lowest one too, and the sign
                 changed = tensor.clone()
@@ -153,7 +154,7 @@ def test_samples(dtype, monkeypatch) -> None:
     monkeypatch.setattr(verify, "ROUNDS", 4)
     whole = tensors(dtype) | {"few": torch.randn(3, 5).to(dtype)}
 
-    integer = verify.INTEGERS[dtype.itemsize]
+    integer = INTEGERS[dtype.itemsize]
     looked_at = {name: torch.zeros(tensor.shape) for name, tensor in whole.items()}
     for round in range(1, 5):
         expected = sent(whole, round=round)
