@@ -451,6 +451,14 @@ def test_the_pages_about_the_code_name_files_that_exist():
     assert absent == set()
 
 
+def test_the_table_of_rooms_has_every_room_at_its_level():
+    rows = re.findall(
+        r"^\| (-?\d+) \| ([^|]+) \|", (ROOT.parent / "ARCHITECTURE.md").read_text(), re.M
+    )
+    levels = {name: int(level) for level, rooms in rows for name in re.findall(r"`(\w+)`", rooms)}
+    assert levels == LAYERS
+
+
 LONGEST_CHAIN = 12
 """Modules from a command down to the last one it needs.
 

@@ -19,6 +19,7 @@ from lightrft.compat.trl import TRL_FLAGS
 from lightrft.config import COMMANDS, ConfigError, resolve
 from lightrft.config.resolve import range_problems
 from lightrft.config.sections import aliases, field_types, section_of_field
+from lightrft.config.values import JSONObject
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -305,6 +306,8 @@ def values_of(flag: str, values: list[str]) -> list[str]:
     example = "1" if "int" in str(kind) or "float" in str(kind) or kind is None else "name"
     if get_origin(kind) is Literal:
         example = str(get_args(kind)[0])
+    if kind is JSONObject:
+        example = "{}"
     examples = {"FILE": "README.md", "-C": f"-{example}"}
     examples["LEAST,MOST"] = f"{example},{example}"
 

@@ -28,7 +28,10 @@ class Order:
     def check(num_rows: int, batch_size: int) -> None:
         """Raise DataError for fewer rows than a batch: it would contain some of them twice."""
         if num_rows < batch_size:
-            raise DataError(f"{num_rows} rows of data do not fill one batch of {batch_size}")
+            raise DataError(
+                f"{num_rows} rows of data do not fill one batch of {batch_size}: add rows, or choose"
+                " a smaller --rollout_batch_size (train_ppo) or --train_batch_size (other commands)"
+            )
 
     def rows(self, first: int, count: int) -> list[int]:
         """Return `count` (at least 1) rows from position `first` on.

@@ -102,7 +102,7 @@ class Engine(ABC):
         self.closed = False
         self._failure: BaseException | None = None
 
-    # -- the five verbs
+    # -- what a run calls
 
     def generate(self, requests: list[Request], sampling: Sampling) -> list[list[Completion]]:
         """Return `n` completions for each request, in the order of the requests; see stream()."""

@@ -73,6 +73,7 @@ from lightrft.trainer.tasks.sft import PtxLoss
 
 
 def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
+    """Build everything that a run of train_ppo needs, in order: data, models, engine, loop."""
     prepare_config("train_ppo", config)
     run_folder = RunFolder.claim(config, strategy.mesh.world)
     check_logins(config, strategy)

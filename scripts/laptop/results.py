@@ -333,7 +333,8 @@ def summary_table(runs: Sequence[Json]) -> str:
         )
         end = ", ".join(f"{each['after']['value']:.0%}" for each in new)
         minutes = ", ".join(
-            f"{sum(part['minutes'] for part in run['training'].values()):.0f}" for run in of_recipe
+            str(sum(round(part["minutes"]) for part in run["training"].values()))
+            for run in of_recipe
         )
         link = f"[{recipe.title}](docs/results.md#{recipe.title.lower().replace(' ', '-')})"
         rows.append([link, recipe.method, recipe.measure, before, end, minutes])
@@ -428,7 +429,7 @@ def picture(runs: Sequence[tuple[Json, list[Json]]]) -> str:
             _panel(runs, "Reward, mean of a step", "rollout/reward", "{:g}", highest=1.0),
             _accuracy_panel(runs, "Held out: known kinds", "known"),
             _accuracy_panel(runs, "Held out: new kinds", NEW),
-            _panel(runs, "Engine and trainer, log-prob gap", "engine/logprob_mismatch", "{:.0e}"),
+            _panel(runs, "Engine and trainer, log-prob gap", "engine/logprob_mismatch", "{:.1e}"),
         ],
         columns=2,
     )
