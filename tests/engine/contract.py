@@ -854,8 +854,8 @@ def responses_go_on_over_the_cache_that_they_have(bench: Bench) -> None:
             assert versions == sorted(versions)
             assert set(versions) == {3, 4, 5} or row  # hf may begin one batch after another
             assert len(versions) == len(sample.token_ids) == longest
-            expected = _over_one_cache(models, [*prompt, row], sample.token_ids, versions)
-            expected[:, [*unknown_ids(bench.model), *ends]] = -torch.inf
+            expected = logits_over_one_cache(models, [*prompt, row], sample.token_ids, versions)
+            expected[:, list(ends)] = -torch.inf
             if sampling is greedy:
                 assert sample.token_ids == expected.argmax(-1).tolist()
             if sampling.first_token_temperature:
@@ -873,12 +873,13 @@ def responses_go_on_over_the_cache_that_they_have(bench: Bench) -> None:
 
 
 @torch.no_grad()
-def _over_one_cache(
+def logits_over_one_cache(
     models: dict[int, PreTrainedModel], prompt: list[int], tokens: list[int], versions: list[int]
 ) -> torch.Tensor:
     """[len(tokens), vocabulary] float32: logits of each token by the model of the version.
 
-    All models read and write one cache. Each reads the tokens that no model has read before.
+    All models read and write one cache. Each reads the tokens that no model has read before. Ids
+    without a token are impossible.
     """
     cache = DynamicCache()
     whole = prompt + tokens
@@ -886,11 +887,15 @@ def _over_one_cache(
     start = 0
     for place, version in enumerate(versions):
         end = len(prompt) + place
-        ids = torch.tensor([whole[start:end]], device=current_device())
-        output = models[version](ids, past_key_values=cache, use_cache=True)
+        model = models[version]
+        ids = torch.tensor([whole[start:end]], device=model.device)
+        output = model(ids, past_key_values=cache, use_cache=True)
         logits.append(output.logits[0, -1].float().cpu())
         start = end
-    return torch.stack(logits)
+
+    stacked = torch.stack(logits)
+    stacked[:, unknown_ids(model)] = -torch.inf
+    return stacked
 
 
 @contextmanager
