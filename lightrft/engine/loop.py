@@ -159,8 +159,9 @@ class RequestLoop:
         """Load weights between two steps, while the requests of this loop run.
 
         Samples go on over the keys and values that they have, so nothing is computed again. Later
-        requests share no prefix with earlier ones. Log-probs and versions stay as the weights gave
-        them that sampled the tokens. An error makes the engine unusable.
+        requests share no prefix with earlier ones. The next part of a sample is a later request
+        too. Log-probs and versions stay as the weights gave them that sampled the tokens. An error
+        makes the engine unusable.
         """
         with self.engine.between_steps(self):
             for key, part in self._parts.items():
