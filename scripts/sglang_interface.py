@@ -44,15 +44,30 @@ ATTRIBUTES = {
     "sglang.srt.layers.logits_processor:LogitsProcessorOutput": ["next_token_logits"],
     "sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding": ["shard_indices"],
     "sglang.srt.managers.io_struct:FlushCacheReqOutput": ["success"],
+    "sglang.srt.managers.schedule_batch:Req": [
+        "cache_salt",
+        "inflight_middle_chunks",
+        "output_ids",
+        "rid",
+    ],
     "sglang.srt.managers.scheduler:Scheduler": [
+        "_engine_paused",
+        "chunked_req",
+        "collect_inflight_reqs",
+        "enable_overlap",
         "handle_rpc_request",
+        "result_queue",
         "tp_group",
         "tp_worker",
         "tree_cache",
+        "waiting_queue",
     ],
     "sglang.srt.managers.tokenizer_manager:TokenizerManager": [
         "_subprocess_watchdog",
         "abort_request",
+        "continue_generation",
+        "is_pause",
+        "pause_generation",
         "signal_handler_class",
     ],
     "sglang.srt.managers.tokenizer_manager:SignalHandler": [
@@ -279,7 +294,11 @@ def _attributes(packages: Path | str, place: str) -> set[str]:
     return (
         assigned
         | set(_annotated(cls))
-        | {node.name for node in ast.walk(cls) if isinstance(node, ast.FunctionDef)}
+        | {
+            node.name
+            for node in ast.walk(cls)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
     )
 
 

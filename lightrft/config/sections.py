@@ -514,10 +514,14 @@ class RolloutSection(Section, commands=PPO):
     """With rollout_ranks: maximum number of steps between the weights that sample a token and the
     policy that is trained on it. Up to this many later steps are generated while a step is trained
     on; 0: engines wait during training."""
-    weight_update: Literal["wait", "in_flight"] = option("wait", needs="--max_staleness")
+    weight_update: Literal["wait", "in_flight", "in_flight_exact"] = option(
+        "wait", needs="--max_staleness"
+    )
     """With max_staleness: effect of new weights on responses that are being generated. wait: the
-    update waits until these responses have ended. in_flight: responses are interrupted between two
-    tokens, the cache is recomputed, and they continue with the new weights."""
+    update waits until these responses have ended. in_flight: weights are loaded between two tokens,
+    and responses continue with the keys and values that they have. in_flight_exact: the keys and
+    values of these responses are computed again with the new weights, so each update costs a
+    prefill of all of them."""
 
 
 @dataclass

@@ -4,7 +4,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -178,6 +178,16 @@ class Engine(ABC):
             yield
         self._failure = loop.unread if loop.running else None
 
+    @contextmanager
+    def between_steps(self, loop: RequestLoop) -> Iterator[None]:
+        """Guard a load of weights under a loop's requests; the engine makes no step meanwhile.
+
+        An exception inside makes the engine unusable.
+        """
+        self._check_loop(loop)
+        with self._fatal("load_weights"), self._paused():
+            yield
+
     def _check_loop(self, loop: RequestLoop) -> None:
         if self._failure is not loop.unread:
             self._check_can_generate()
@@ -195,7 +205,13 @@ class Engine(ABC):
                 " load_weights() first"
             )
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        version: int,
+        *,
+        loop: RequestLoop | None = None,
+    ) -> None:
         """Load a complete set of weights: full tensors with exactly the expected names and shapes.
 
         A wrong, missing or repeated name raises ValueError, and the engine refuses to generate
@@ -203,8 +219,11 @@ class Engine(ABC):
         EngineError on all ranks of the engine if the engine's weights differ from the streamed
         ones, or a cache is left. The first sync, every ROUNDS-th one, and one after a failure is
         verified completely. The others verify a sample (weight_sync/verify.py).
+
+        While requests run, only their loop may load, with RequestLoop.load_weights(), and passes
+        itself as `loop`. Then the caches stay, but later requests do not use them.
         """
-        self._check_usable()
+        self._check_usable(loop)
         if "weights" not in self.awake:
             raise EngineError('load_weights() on a sleeping engine: call wake("weights") first')
 
@@ -225,9 +244,12 @@ class Engine(ABC):
         if failures:
             raise failures[0]
 
-        self.reset_cache()
+        if loop is None:
+            self.reset_cache()
+        else:
+            self._leave_cache()
         if sent is not None:
-            self._verify(sent)
+            self._verify(sent, empty_cache=loop is None)
             self.verify_round = ((round or 0) + 1) % ROUNDS
 
         self.version = version
@@ -310,6 +332,21 @@ class Engine(ABC):
         Unfinished ones have the finish reason `abort`.
         """
 
+    @abstractmethod
+    def _num_sampled(self, key: int) -> list[int]:
+        """Return how many tokens each of the `n` samples of a request has, inside _paused()."""
+
+    def _paused(self) -> AbstractContextManager[None]:
+        """Return a context without a step: the last one is complete, with all of its results.
+
+        The default is for engines that compute only in _step().
+        """
+        return nullcontext()
+
+    @abstractmethod
+    def _leave_cache(self) -> None:
+        """Keep the caches for the requests that run; those that begin later share none of it."""
+
     def _expanded(self, request: Request) -> Expanded:
         """Return a prompt with expanded media; raises ValueError if the model cannot read it.
 
@@ -367,8 +404,11 @@ class Engine(ABC):
 
     # -- shared checks
 
-    def _verify(self, sent: Fingerprints) -> None:
-        """Raise EngineError unless the engine has the sent weights and no cache of earlier ones."""
+    def _verify(self, sent: Fingerprints, *, empty_cache: bool) -> None:
+        """Raise EngineError unless the engine has the sent weights.
+
+        With `empty_cache`, it must also have no cache of earlier ones.
+        """
         problems = []
         if wrong := self._mismatches(sent):
             problems.append(
@@ -376,7 +416,7 @@ class Engine(ABC):
                 f"({len(wrong)} of {len(self.expected)} differ)"
             )
 
-        if cached := self._num_cached():
+        if empty_cache and (cached := self._num_cached()):
             problems.append(f"the prefix cache still contains {cached} blocks of the old weights")
         # All ranks raise together; one rank alone would leave the others waiting.
         for rank, problem in enumerate(self.axis.gather("; ".join(problems))):
@@ -553,10 +593,12 @@ class Engine(ABC):
             else samples
         )
 
-    def _check_usable(self) -> None:
+    def _check_usable(self, loop: RequestLoop | None = None) -> None:
+        """Raise EngineError for a closed or failed engine, and while other loops' requests run."""
         if self.closed:
             raise EngineError("the engine is closed")
-        if self._failure is not None:
+        own = loop is not None and self._failure is loop.unread
+        if self._failure is not None and not own:
             raise EngineError(
                 f"the engine failed earlier and cannot be used: {self._failure!r}"
             ) from self._failure

@@ -106,6 +106,13 @@ class HFEngine(Engine):
             return [Completion([], [], ABORTED) for _ in request.seeds]
         return self._samples.abort(key)
 
+    def _num_sampled(self, key: int) -> list[int]:
+        waiting = self._waiting.get(key)
+        return [0] * len(waiting.seeds) if waiting else self._samples.lengths(key)
+
+    def _leave_cache(self) -> None:
+        """Do nothing: no two batches share a cache."""
+
     def _next_batch(self) -> list[tuple[int, Request]]:
         """Take the shortest waiting prompts that share one sampling."""
         in_order = sorted(self._waiting.items(), key=lambda each: len(each[1].prompt))
@@ -404,6 +411,10 @@ class _Samples:
                 sample.finish_reason = ABORTED
 
         return samples
+
+    def lengths(self, request: int) -> list[int]:
+        """Return how many tokens each sample of a request has."""
+        return [len(sample.token_ids) for sample in self._of(self.requests.index(request))]
 
     def _of(self, prompt: int) -> list[Completion]:
         return self.completions[prompt * self.sampling.n : (prompt + 1) * self.sampling.n]

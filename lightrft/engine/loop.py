@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from torch import Tensor
+
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.types import Completion
 
@@ -35,6 +37,18 @@ class Completes(Protocol):
 
     def _abort(self, key: int) -> list[Completion]: ...
 
+    def _num_sampled(self, key: int) -> list[int]: ...
+
+    def between_steps(self, loop: "RequestLoop") -> AbstractContextManager[None]: ...
+
+    def load_weights(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        version: int,
+        *,
+        loop: "RequestLoop | None" = None,
+    ) -> None: ...
+
     def _cut(self, samples: list[Completion], stop: tuple[str, ...]) -> list[Completion]: ...
 
 
@@ -47,8 +61,9 @@ class RequestLoop:
             for index, completions in loop.step():
                 ...
         loop.abort()                            # at any time: index -> completions so far
-        with loop.interrupted():                # or: go on with other weights
-            engine.load_weights(...)
+        loop.load_weights(named_tensors, 5)     # or: go on with other weights, over the same cache
+        with loop.interrupted():                # or: go on with other weights and a new cache
+            engine.load_weights(named_tensors, 5)
 
     Ranks that share an engine make the same calls with the same arguments. While requests run, the
     engine refuses other calls.
@@ -62,9 +77,8 @@ class RequestLoop:
         self.unread = RuntimeError("its completions were not consumed to the end")
         """What other callers get as the engine's failure while requests run."""
         self.num_requests = self._num_parts = 0
-        self._parts: dict[int, tuple[int, int]] = {}
-        """Key of a request in the adapter -> (index of the caller's request, sample it continues).
-        """
+        self._parts: dict[int, _RequestPart] = {}
+        """Key of a request in the adapter -> the part of a request that it is."""
         self._ended: list[int] = []
         """Requests that turned out to be complete when the loop was interrupted."""
 
@@ -105,12 +119,12 @@ class RequestLoop:
             ended = self._ended
             self._ended = []
             for key, samples in list(self.engine._step()) if self._parts else ():
-                index, place = self._parts.pop(key)
+                part = self._parts.pop(key)
                 # A part that has ended may be followed by one for each sample it left unfinished.
-                for sample in self.running[index].take(place, samples, self.engine.version):
-                    self._continue(index, sample)
-                if not self.running[index].missing:
-                    ended.append(index)
+                for sample in self.running[part.index].take(part, samples, self.engine.version):
+                    self._continue(part.index, sample)
+                if not self.running[part.index].missing:
+                    ended.append(part.index)
             finished = [(index, self.running.pop(index)) for index in ended]
 
         return [
@@ -141,6 +155,19 @@ class RequestLoop:
             for index, each in sorted(ended.items())
         }
 
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load weights between two steps, while the requests of this loop run.
+
+        Samples go on over the keys and values that they have, so nothing is computed again. Later
+        requests share no prefix with earlier ones. The next part of a sample is a later request
+        too. Log-probs and versions stay as the weights gave them that sampled the tokens. An error
+        makes the engine unusable.
+        """
+        with self.engine.between_steps(self):
+            for key, part in self._parts.items():
+                part.note_version(self.engine._num_sampled(key), self.engine.version)
+            self.engine.load_weights(named_tensors, version, loop=self)
+
     @contextmanager
     def interrupted(self) -> Iterator[None]:
         """Take all requests out of the engine during the context, so that it can load weights.
@@ -163,14 +190,16 @@ class RequestLoop:
         They do not run any longer.
         """
         with self.engine.generating(self):
-            for key, (index, place) in list(self._parts.items()):
-                if index in indices:
-                    self.running[index].take(place, self.engine._abort(key), self.engine.version)
+            for key, part in list(self._parts.items()):
+                if part.index in indices:
+                    self.running[part.index].take(
+                        part, self.engine._abort(key), self.engine.version
+                    )
                     del self._parts[key]
             return {index: self.running.pop(index) for index in list(indices)}
 
     def _submit(self, index: int, place: int, request: Request) -> None:
-        self._parts[self._num_parts] = index, place
+        self._parts[self._num_parts] = _RequestPart(index, place)
         self.running[index].missing += 1
         self.engine._add(self._num_parts, request)
         self._num_parts += 1
@@ -185,6 +214,30 @@ class RequestLoop:
 
 
 @dataclass(slots=True)
+class _RequestPart:
+    """A request in the adapter: tokens of a caller's request that one distribution yields."""
+
+    index: int
+    """Index of the caller's request."""
+    place: int
+    """Sample that the part continues. The first part of a request has all samples."""
+    versions: list[list[int]] = field(default_factory=list)
+    """For each sample, the versions of the tokens that were sampled before the last load."""
+
+    def note_version(self, counts: list[int], version: int) -> None:
+        """Note that `version` has sampled what is new; samples have `counts` tokens now."""
+        self.versions = self.versions or [[] for _ in counts]
+        for versions, count in zip(self.versions, counts, strict=True):
+            versions += [version] * (count - len(versions))
+
+    def set_versions(self, samples: list[Completion], version: int) -> None:
+        """Set the version of each token of the part; `version` has sampled the last ones."""
+        self.note_version([len(sample.token_ids) for sample in samples], version)
+        for sample, versions in zip(samples, self.versions, strict=True):
+            sample.weight_versions = versions[: len(sample.token_ids)]
+
+
+@dataclass(slots=True)
 class _Running:
     """A request in the loop: one part, then one more for each sample that it left unfinished."""
 
@@ -193,14 +246,13 @@ class _Running:
     missing: int = 0
     """How many parts of the request run."""
 
-    def take(self, place: int, samples: list[Completion], version: int) -> list[int]:
+    def take(self, part: _RequestPart, samples: list[Completion], version: int) -> list[int]:
         """Take the completions of a part that has ended; return the samples still unfinished."""
         self.missing -= 1
-        for sample in samples:
-            sample.weight_versions = [version] * len(sample.token_ids)
+        part.set_versions(samples, version)
         if self.samples:
-            self.samples[place] = _concatenate(self.samples[place], samples[0])
-            return self.unfinished([place])
+            self.samples[part.place] = _concatenate(self.samples[part.place], samples[0])
+            return self.unfinished([part.place])
         self.samples = samples
         return self.unfinished(range(len(samples)))
 

@@ -184,9 +184,12 @@ class EngineHost:
         config = self.backend.config
         self.start(replace(config, model=replace(config.model, pretrain=pretrain)))
 
-        in_flight = config.rollout.weight_update == "in_flight"
         EngineServer(
-            self.engine, processes, self.backend.device, announce, in_flight=in_flight
+            self.engine,
+            processes,
+            self.backend.device,
+            announce,
+            weight_update=config.rollout.weight_update,
         ).serve()
 
     def close(self) -> None:

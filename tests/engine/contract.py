@@ -23,6 +23,7 @@ import torch.distributed as dist
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DynamicCache,
     PreTrainedModel,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -31,6 +32,7 @@ from transformers import (
 from lightrft.config import EngineSection
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
 from lightrft.engine.build import build_engine
+from lightrft.engine.loop import RequestLoop
 from lightrft.engine.requests import derived_seed
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import current_device, select_device
@@ -335,7 +337,7 @@ def a_stream_that_raises_is_repaired(bench: Bench) -> None:
 
 
 @contextmanager
-def _tampered(engine: Engine, tamper: Callable[[dict[str, torch.Tensor]], None]) -> Iterator[None]:
+def tampered(engine: Engine, tamper: Callable[[dict[str, torch.Tensor]], None]) -> Iterator[None]:
     """Inside, the engine takes over something else than what came.
 
     The fingerprints of what came are known by then.
@@ -366,7 +368,7 @@ def _is_noticed(
     """
     bench.engine.verify_round = round
     with (
-        _tampered(bench.engine, tamper),
+        tampered(bench.engine, tamper),
         pytest.raises(EngineError, match=f"{name} in the engine differs from the weight"),
     ):
         bench.load(bench.model, 9)
@@ -479,7 +481,7 @@ def later_syncs_verify_samples(bench: Bench) -> None:
         _is_noticed(bench, stay, name, (round + 1) % ROUNDS)
     _is_repaired(bench)
     bench.engine.verify_round = (round + 1) % ROUNDS
-    with _tampered(bench.engine, flip):
+    with tampered(bench.engine, flip):
         bench.load(bench.model)
     assert bench.engine.verify_round == (round + 2) % ROUNDS
     bench.load(bench.model)
@@ -805,6 +807,123 @@ def responses_go_on_with_new_weights(bench: Bench) -> None:
             torch.testing.assert_close(
                 torch.tensor(sample.logprobs)[tokens], expected[tokens], rtol=0, atol=1e-4
             )
+
+
+def responses_go_on_over_the_cache_that_they_have(bench: Bench) -> None:
+    """Weights are loaded between two steps, twice, and no token is computed again.
+
+    Later tokens are what the new weights predict from keys and values that other weights have
+    computed. Requests that come after a load share none of these.
+    """
+    ends = tuple(bench.engine.vocabulary.end_token_ids)
+    longest = _interrupted(bench, 24, by_itself=250)
+    greedy = Sampling(temperature=0, max_tokens=longest, banned_token_ids=ends)
+    drawn = replace(greedy, n=2, temperature=1.0, seed=4)
+    hot = replace(drawn, first_token_temperature=4.0)
+    prompt = [(7 * position) % 250 for position in range(100)]
+    samplings = [greedy, drawn, hot]
+    models = {3: bench.model, 4: perturbed(bench.model, 51), 5: perturbed(bench.model, 52)}
+    bench.load(bench.model, 3)
+    loop = bench.engine.open(Sampling())
+    loop.add([Request([*prompt, row], sampling=each) for row, each in enumerate(samplings)])
+    found = {}
+
+    for version, least in ((4, 3), (5, 6)):
+        while _num_sampled_first(bench, loop) < least:
+            found |= dict(loop.step())
+        with pytest.raises(EngineError, match="not consumed"):
+            bench.load(models[version], version)
+        loop.load_weights(models[version].named_parameters(), version)
+        with _num_computed(bench.engine) as computed:
+            found |= dict(loop.step())
+        # The three prompts have five samples.
+        assert not computed or 0 < sum(computed) <= 5
+
+    later = loop.add([Request([*prompt, 0], sampling=greedy), Request(prompt, sampling=greedy)])
+    while loop.running:
+        found |= dict(loop.step())
+    bench.load(bench.model)
+
+    for index, prompt_of in zip(later, ([*prompt, 0], prompt), strict=True):
+        (sample,) = found[index]
+        assert set(sample.weight_versions) == {5} and sample.num_cached_tokens < 2 * len(prompt)
+        expected = distribution(models[5], prompt_of, sample.token_ids, greedy)
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-4)
+
+    for row, sampling in enumerate(samplings):
+        for sample in found[row]:
+            versions = sample.weight_versions
+            assert versions == sorted(versions)
+            assert set(versions) == {3, 4, 5} or row  # hf may begin one batch after another
+            assert len(versions) == len(sample.token_ids) == longest
+            expected = logits_over_one_cache(models, [*prompt, row], sample.token_ids, versions)
+            expected[:, list(ends)] = -torch.inf
+            if sampling is greedy:
+                assert sample.token_ids == expected.argmax(-1).tolist()
+            if sampling is hot:  # its second part may begin after a load, with a cache of its own
+                continue
+            logprobs = torch.log_softmax(expected, -1)[range(longest), sample.token_ids]
+            found_logprobs = torch.tensor(sample.logprobs)
+            torch.testing.assert_close(found_logprobs, logprobs, rtol=0, atol=1e-4)
+
+            if len(set(versions)) > 1:
+                last = torch.tensor(versions) == 5
+                anew = distribution(models[5], [*prompt, row], sample.token_ids, sampling)
+                assert (anew - found_logprobs)[last].abs().max() > 1e-2, (
+                    "with weights this similar, the case shows nothing"
+                )
+
+
+@torch.no_grad()
+def logits_over_one_cache(
+    models: dict[int, PreTrainedModel], prompt: list[int], tokens: list[int], versions: list[int]
+) -> torch.Tensor:
+    """[len(tokens), vocabulary] float32: logits of each token by the model of the version.
+
+    All models read and write one cache. Each reads the tokens that no model has read before. Ids
+    without a token are impossible.
+    """
+    cache = DynamicCache()
+    whole = prompt + tokens
+    logits = []
+    start = 0
+    for place, version in enumerate(versions):
+        end = len(prompt) + place
+        model = models[version]
+        ids = torch.tensor([whole[start:end]], device=model.device)
+        output = model(ids, past_key_values=cache, use_cache=True)
+        logits.append(output.logits[0, -1].float().cpu())
+        start = end
+
+    stacked = torch.stack(logits)
+    stacked[:, unknown_ids(model)] = -torch.inf
+    return stacked
+
+
+def _num_sampled_first(bench: Bench, loop: RequestLoop) -> int:
+    """Return how many tokens the first sample has; SGLang decodes by itself between two looks."""
+    with bench.engine.between_steps(loop):
+        return bench.engine._num_sampled(0)[0]
+
+
+@contextmanager
+def _num_computed(engine: Engine) -> Iterator[list[int]]:
+    """Count the tokens of each forward pass; SGLang computes in other processes."""
+    counts: list[int] = []
+    kind = type(engine).__name__
+    if kind == "SGLangEngine":
+        yield counts
+        return
+
+    model = engine._shim.model if kind == "VLLMEngine" else engine.model
+    hook = model.register_forward_pre_hook(
+        lambda module, args, options: counts.append(options["input_ids"].numel()),
+        with_kwargs=True,
+    )
+    try:
+        yield counts
+    finally:
+        hook.remove()
 
 
 def an_abort_keeps_what_was_sampled(bench: Bench) -> None:
@@ -1245,7 +1364,8 @@ _here = [
     for name, case in inspect.getmembers(sys.modules[__name__], inspect.isfunction)
     if list(inspect.signature(case).parameters) == ["bench"] and not name.startswith("_")
 ]
-_in_order = sorted(_here, key=lambda case: case.__code__.co_firstlineno)
+# A decorator's own code lies in another file.
+_in_order = sorted(_here, key=lambda case: inspect.unwrap(case).__code__.co_firstlineno)
 _first_stream_only = _in_order.index(nothing_before_the_first_stream)
 CASES = _in_order[:_first_stream_only]
 _first_bfloat16 = _in_order.index(logits_are_float32_in_a_bfloat16_engine)

@@ -1,11 +1,12 @@
 """Contract cases on vLLM's Model Runner V2 on a CPU.
 
-Accelerators have this runner; Triton's kernels run in the interpreter here.
+Accelerators have this runner, with asynchronous scheduling; Triton's kernels run in the interpreter
+here.
 
     python tests/engine/runner_v2.py FOLDER CASE [CASE ...]
 
-Prints a JSON object: the runner that was used, case -> traceback (empty if it passed), and how many
-of the model's tensors exist when vLLM has been shut down.
+Prints a JSON object: the runner that was used, how many steps may be in flight, case -> traceback
+(empty if it passed), and how many of the model's tensors exist when vLLM has been shut down.
 
     python tests/engine/runner_v2.py FOLDER
 
@@ -41,6 +42,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402  after the driver
 from torch import Tensor  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
+from vllm.config import VllmConfig  # noqa: E402
+from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 
 from engine import contract  # noqa: E402
 from lightrft.engine.base import Request, Sampling  # noqa: E402
@@ -49,7 +52,19 @@ from lightrft.engine.vllm.text_drafter import Costs  # noqa: E402
 from lightrft.parallel.mesh import Mesh  # noqa: E402
 
 
+def schedule_asynchronously() -> None:
+    """Let steps overlap with scheduling, as they do on accelerators."""
+    check = CpuPlatform.check_and_update_config
+
+    def checked(config: VllmConfig) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(checked)
+
+
 def main(folder: str, *names: str) -> None:
+    schedule_asynchronously()
     with tempfile.TemporaryDirectory() as store:
         dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
         axis = Mesh("cpu").world
@@ -58,6 +73,7 @@ def main(folder: str, *names: str) -> None:
         runner = type(
             engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner
         ).__module__
+        in_flight = engine._llm.llm_engine.engine_core.engine_core.batch_queue_size
         outcomes = {name: contract.outcome(getattr(contract, name), bench) for name in names}
         model = engine._shim.model
         left = []
@@ -74,7 +90,13 @@ def main(folder: str, *names: str) -> None:
         print(
             "\n"
             + json.dumps(
-                {"runner": runner, "outcomes": outcomes, "tensors": len(tensors), "left": left}
+                {
+                    "runner": runner,
+                    "in_flight": in_flight,
+                    "outcomes": outcomes,
+                    "tensors": len(tensors),
+                    "left": left,
+                }
             )
         )
 

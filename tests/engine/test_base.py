@@ -44,6 +44,11 @@ class Idle(Engine):
         self.keys.remove(key)
         return []
 
+    def _num_sampled(self, key: int) -> list[int]:
+        return []
+
+    def _leave_cache(self) -> None: ...
+
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
         for _, _ in zip(range(self.reads), named_tensors, strict=False):
             pass

@@ -1,13 +1,14 @@
 """The embedded engine's own sampling loop, beyond the contract."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.contract import PROMPTS, reference_greedy, start
-from lightrft.engine.base import Request, Sampling
+from engine.contract import PROMPTS, perturbed, reference_greedy, start, tampered
+from lightrft.engine.base import EngineError, Request, Sampling
 from lightrft.engine.hf import HFEngine, sample_tokens
 from lightrft.parallel.collectives import Axis
 from tiny import tiny_model
@@ -116,3 +117,27 @@ def test_sleep_of_level_2_frees_the_weights_and_keeps_the_rotary_frequencies(fol
     } == engine.expected
     for name, buffer in engine.model.named_buffers():
         assert torch.equal(buffer, buffers[name])
+
+
+@pytest.mark.parametrize("problem", ["has shape", "in the engine differs from the weight"])
+def test_wrong_weights_under_running_requests_end_the_engine(folder: Path, problem: str) -> None:
+    """They are verified like others, and nothing is sampled with them."""
+    engine = start("hf", str(folder), ALONE)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    name = "model.layers.1.mlp.up_proj.weight"
+    stream = dict(perturbed(model, 3).named_parameters())
+    loop = engine.open(Sampling(max_tokens=20))
+    loop.add(REQUESTS[:2])
+    loop.step()
+
+    if problem == "has shape":
+        stream[name] = stream[name][:-1]
+        tampering = nullcontext()
+    else:
+        tampering = tampered(engine, lambda tensors: tensors[name].neg_())
+    with tampering, pytest.raises(EngineError, match=f"{name} {problem}"):
+        loop.load_weights(stream.items(), 1)
+    with pytest.raises(EngineError, match="failed earlier"):
+        loop.step()
+    with pytest.raises(EngineError, match="failed earlier"):
+        engine.load_weights(model.named_parameters(), 2)

@@ -298,6 +298,30 @@ def the_same_image_under_new_weights(scene: Scene) -> None:
     scene.same_as_reference(scene.seen[:4])
 
 
+def the_same_image_under_weights_that_come_in_flight(scene: Scene) -> None:
+    """No output of an encoder of the old weights is used for a request that begins later."""
+    engine = scene.strategy.engine
+    first = scene.reference.model
+    prompts = scene.seen[:4]
+    requests = [scene.reference.request(*prompt) for prompt in prompts]
+    loop = engine.open(GREEDY)
+    loop.add([*requests, Request([66], sampling=Sampling(temperature=0, max_tokens=120))])
+    loop.step()
+
+    scene.reference.model = perturbed(first, 3)
+    loop.load_weights(scene.reference.model.named_parameters(), version=4)
+    later = loop.add(requests)
+    found = dict(loop.to_the_end())
+    assert len(found[4][0].token_ids) == 120 or found[4][0].finish_reason == "stop"
+    for index, prompt in zip(later, prompts, strict=True):
+        assert [sample.token_ids for sample in found[index]] == [scene.reference.greedy(prompt)]
+        scene.reference.check(prompt, found[index])
+
+    scene.reference.model = first
+    engine.load_weights(first.named_parameters(), version=1)
+    scene.same_as_reference(prompts)
+
+
 UNUSED = {"llava": (".encoder.layers.1.", "post_layernorm"), "qwen2_5_omni_thinker": (".visual.",)}
 """Parts of a model that vLLM does not have: for what it does not use, or for media of which prompts
 have none."""
@@ -531,6 +555,7 @@ CASES: list[Callable[[Scene], None]] = [
     what_follows_a_first_token_sees_the_images,
     a_response_goes_on,
     the_same_image_under_new_weights,
+    the_same_image_under_weights_that_come_in_flight,
     weights_behind_images_are_proven,
     its_parts_are_called_as_in_a_model_of_text,
     impossible_media_are_refused,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from PIL import Image
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.contract import reference_logprobs
+from engine.contract import logits_over_one_cache, reference_logprobs
 from lightrft.config import parse
 from lightrft.engine.base import Engine, Request, RequestLoop, Sampling
 from lightrft.engine.media import Clip, Video, digest
@@ -438,8 +438,25 @@ def two_models(folder: str) -> list[PreTrainedModel]:
     return models
 
 
+def reference(
+    update: str, models: list[PreTrainedModel], prompt: list[int], sample: Completion
+) -> torch.Tensor:
+    """Return the log-probs of a sample [T], over one cache or over one for each version."""
+    if update == "in_flight":
+        versions = sample.weight_versions
+        logits = logits_over_one_cache(
+            dict(enumerate(models, 1)), prompt, sample.token_ids, versions
+        )
+        return torch.log_softmax(logits, -1)[range(len(versions)), sample.token_ids]
+
+    expected = [reference_logprobs(model, prompt, sample.token_ids, 1.0) for model in models]
+    of_second = torch.tensor(sample.weight_versions) == 2
+    return torch.where(of_second, *expected[::-1])
+
+
 @pytest.mark.slow
-def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(tmp_path):
+@pytest.mark.parametrize("update", ["in_flight", "in_flight_exact"])
+def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(tmp_path, update):
     """Weights come while two ranks that share an engine decode."""
     load_vllm()
     flags = [
@@ -451,7 +468,7 @@ def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(tmp_path):
         "--max_staleness=1",
         "--max_tokens_per_microbatch=256",
         "--rollout_correction=tis",
-        "--weight_update=in_flight",
+        f"--weight_update={update}",
     ]
     completions, aborted = run_ranks(3, while_responses_grow, flags)[0]
     models = two_models(tmp_path / "model")
@@ -464,14 +481,9 @@ def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(tmp_path):
     for prompt, samples in zip(PROMPTS, completions, strict=True):
         for sample in samples:
             assert sample.finish_reason == "stop" or len(sample.token_ids) == 200
-            expected = [
-                reference_logprobs(model, prompt, sample.token_ids, 1.0) for model in models
-            ]
-            of_second = torch.tensor(sample.weight_versions) == 2
+            expected = reference(update, models, prompt, sample)
             found = torch.tensor(sample.logprobs)
-            torch.testing.assert_close(
-                found, torch.where(of_second, *expected[::-1]), rtol=0, atol=1e-4
-            )
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
     ended = [sample for samples in aborted.values() for sample in samples]
     assert len(ended) == 2 * len(PROMPTS) and any(
@@ -511,9 +523,10 @@ def with_a_pause(advance: Callable[[EngineServer], None]) -> Callable[[EngineSer
     ("most", "case"),
     [
         (2, ["--max_staleness=2", "--weight_update=in_flight"]),
+        (2, ["--max_staleness=2", "--weight_update=in_flight_exact"]),
         (5, ["--over_sampling=3", "--early_stop_every=1", "--partial_rollout"]),
     ],
-    ids=["in_flight", "partial"],
+    ids=["in_flight", "in_flight_exact", "partial"],
 )
 def test_responses_of_several_versions_are_learned(tmp_path, monkeypatch, most, case):
     """New weights interrupt responses, or responses are aborted and continued.

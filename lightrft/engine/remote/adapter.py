@@ -84,11 +84,17 @@ class RemoteEngine(Engine):
         """Call -> completions that have not been read."""
         self._processes = processes
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        version: int,
+        *,
+        loop: RequestLoop | None = None,
+    ) -> None:
         """Send the weights to all engines; they check and verify the weights themselves.
 
         Return when everything is sent. Requests that run then go on as --weight_update says
-        (server.py).
+        (server.py), so that `loop` makes no difference here.
         """
         self._check_usable()
         # All training ranks gather each weight, but one of them sends it.
@@ -187,6 +193,12 @@ class RemoteEngine(Engine):
     def _abort(self, key: int) -> list[Completion]:
         raise EngineError("requests to engines on other ranks are aborted by their loop")
 
+    def _num_sampled(self, key: int) -> list[int]:
+        raise EngineError("engines on other ranks know how far their requests are")
+
+    def _leave_cache(self) -> None:
+        """Do nothing: engines leave the caches when they load weights."""
+
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
         raise EngineError("the weights of engines on other ranks are loaded there")
 
@@ -261,6 +273,9 @@ class RemoteLoop(RequestLoop):
         while self.running:
             ended |= self.step()
         return ended
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> NoReturn:
+        raise EngineError("engines on other ranks load the weights between two of their steps")
 
     def interrupted(self) -> NoReturn:
         raise EngineError("engines on other ranks interrupt their requests themselves")

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -39,10 +39,11 @@ class EngineServer:
     decisions, by the messages that the first of them has received.
 
     Calls begin in order, each when the requests of all training ranks have arrived, while earlier
-    calls decode. Weights that come between two calls either wait for the requests that run
-    (`--weight_update wait`) or interrupt them; they go on with the new weights (`in_flight`). A
-    rank can also make calls alone, for the turns of episodes. Such a call begins as soon as the
-    engine has the weights that the rank had before it.
+    calls decode. Weights that come between two calls wait for the requests that run
+    (`--weight_update wait`), or are loaded between two steps. The requests then go on over the
+    cache that they have (`in_flight`), or after it was computed again (`in_flight_exact`). A rank
+    can also make calls alone, for the turns of episodes. Such a call begins as soon as the engine
+    has the weights that the rank had before it.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class EngineServer:
         device: torch.device,
         announce: Callable[[str], None],
         *,
-        in_flight: bool = False,
+        weight_update: str = "wait",
     ):
         """Accept the connections of all training ranks, on the first rank of the engine."""
         self.engine = engine
-        self.in_flight = in_flight
+        self.weight_update = weight_update
         self._announce = announce
         self.axis: Axis = engine.axis
         capacity = engine.prompts_at_once(1)
@@ -118,7 +119,7 @@ class EngineServer:
             self._begin(message.call, {rank: message})
             return True
         if self._loads and self._loads[0].after == self._last_call:
-            if self._owners and not self.in_flight:
+            if self._owners and self.weight_update == "wait":
                 return False
             self._load(self._loads.pop(0).version)
             return True
@@ -131,8 +132,14 @@ class EngineServer:
 
     def _load(self, version: int) -> None:
         self._announce("generate/weight_sync")
-        with self._loop.interrupted() if self._owners else nullcontext():
-            self.engine.load_weights(self._broadcast.receive(), version)
+        weights = self._broadcast.receive()
+        if not self._owners:
+            self.engine.load_weights(weights, version)
+        elif self.weight_update == "in_flight":
+            self._loop.load_weights(weights, version)
+        else:
+            with self._loop.interrupted():
+                self.engine.load_weights(weights, version)
         self._announce("generate" if self._owners else "")
 
     def _begin(self, call: int, parts: dict[int, Generate]) -> None:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import sglang
@@ -96,6 +97,20 @@ class SGLangEngine(LibraryEngine):
 
     def _abort(self, key: int) -> list[Completion]:
         return self._on_first_rank(lambda: self._samples.abort(key))
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        self._on_first_rank(lambda: self._samples.pause())
+        yield
+        self._on_first_rank(lambda: self._samples.resume())
+
+    def _num_sampled(self, key: int) -> list[int]:
+        return self._on_first_rank(lambda: self._samples.num_sampled(key))
+
+    def _leave_cache(self) -> None:
+        """Drop the image embeddings; pause() has given later requests another salt."""
+        if self.limits:
+            self._on_first_rank(lambda: self._shim.ask("forget_images"))
 
     def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
         """Return Probe.parts(), with tensor parallelism without parts that are sharded."""

@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,10 +36,14 @@ class Samples:
         self.waiting: list[_Running] = []
         self.ended: list[int] = []
         self.tasks: set[asyncio.Task] = set()
+        self.num_loads = 0
+        """How many loads had requests running: the salt of what SGLang's cache contains."""
+        self.counts: dict[str, int] = {}
+        """While SGLang is paused: name of a request there -> number of tokens."""
 
     def add(self, key: int, request: Request) -> None:
         """Add a request, to begin with the next step."""
-        self.running[key] = _Running(key, request, missing=request.sampling.num_draws)
+        self.running[key] = _Running(key, request)
         self.waiting.append(self.running[key])
 
     def step(self) -> list[tuple[int, list[Completion]]]:
@@ -53,11 +57,39 @@ class Samples:
         running = self.running[key]
         running.aborted = True
         while key not in self.ended:
-            for name in running.names:
+            for name in list(running.names):
                 self.shim.abort(name)  # SGLang ignores this until it knows the request
             self._work()
         self.ended.remove(key)
         return self.running.pop(key).completions
+
+    def pause(self) -> None:
+        """Stop SGLang between two steps; what is sent afterwards has a salt for other weights."""
+        self.num_loads += 1
+        self.counts = self.shim.pause(str(self.num_loads))
+        # Requests on the way to SGLang, and final results on the way here, have to arrive.
+        while self.names() - self.counts.keys():
+            self._work()
+            self.counts = self.shim.pause(str(self.num_loads))
+
+    def resume(self) -> None:
+        self.shim.resume_steps()
+
+    def num_sampled(self, key: int) -> list[int]:
+        """Return how many tokens each sample of a request has, while SGLang is paused."""
+        running = self.running[key]
+        lengths = [0] * running.request.sampling.num_draws
+        for draw, sample in running.samples.items():
+            lengths[draw] = len(sample.token_ids)
+        for name, draw in running.names.items():
+            if draw is not None:
+                lengths[draw] = self.counts[name]
+        num_samples = running.request.sampling.n
+        return lengths if len(lengths) == num_samples else lengths * num_samples
+
+    def names(self) -> set[str]:
+        """Return the names of all requests that were sent and have not ended."""
+        return {name for running in self.running.values() for name in running.names}
 
     def _work(self) -> None:
         if self.waiting:
@@ -79,7 +111,7 @@ class Samples:
             # This only computes the prompt. It is not greedy, because beside greedy requests SGLang
             # sorts the tokens before it draws one.
             async for place, answer in self._answers(
-                [(running, _prefill_only(), None) for running in shared]
+                [(running, _prefill_only(), None) for running in shared], [None] * len(shared)
             ):
                 shared[place].num_cached = answer["meta_info"]["cached_tokens"]
 
@@ -88,36 +120,32 @@ class Samples:
             for running in batch
             for seed in running.request.seeds[: running.request.sampling.num_draws]
         ]
-        completions: list[Completion | None] = [None] * len(samples)
+        draws = [draw for running in batch for draw in range(running.request.sampling.num_draws)]
 
-        async for place, answer in self._answers(samples):
+        async for place, answer in self._answers(samples, draws):
             running = samples[place][0]
-            completions[place] = self._completion(answer, running)
-            running.missing -= 1
-            if not running.missing:
-                own = [
-                    completion
-                    for sample, completion in zip(samples, completions, strict=True)
-                    if sample[0] is running
-                ]
-                running.end(own)
+            running.samples[draws[place]] = self._completion(answer, running)
+            if len(running.samples) == running.request.sampling.num_draws:
+                running.end()
                 self.ended.append(running.key)
 
     async def _answers(
-        self, entries: list[tuple["_Running", dict, str | None]]
+        self, entries: list[tuple["_Running", dict, str | None]], draws: Sequence[int | None]
     ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
         """Yield place and final result of each request that SGLang gets.
 
-        A stop string or an abort ends a request early.
+        A stop string or an abort ends a request early. `draws` are the samples that the entries
+        draw; None for a prompt alone.
         """
+        await self.shim.resumed()
         names = [uuid.uuid4().hex for _ in entries]
-        for name, (running, _, _) in zip(names, entries, strict=True):
-            running.names.add(name)
-        async for place, answer in self.shim.generate(names, entries):
+        for name, (running, _, _), draw in zip(names, entries, draws, strict=True):
+            running.names[name] = draw
+        async for place, answer in self.shim.generate(names, entries, str(self.num_loads)):
             running = entries[place][0]
             stop = entries[place][0].request.sampling.stop
             if answer["meta_info"]["finish_reason"] is not None:
-                running.names.discard(names[place])
+                del running.names[names[place]]
                 yield place, answer
             elif stop and names[place] not in running.stopped:
                 if StopStrings(self.vocabulary.tokenizer, stop).match(
@@ -176,18 +204,19 @@ def _processor(request: Request) -> str | None:
 class _Running:
     key: int
     request: Request
-    missing: int
-    """How many samples run."""
+    samples: dict[int, Completion] = field(default_factory=dict)
+    """Number of a sample -> the sample, for those that have ended."""
     completions: list[Completion] = field(default_factory=list)
     num_cached: int | None = None
     """How many tokens of the prompt were in the cache, if there are several samples."""
-    names: set[str] = field(default_factory=set)
-    """Names of this request's running requests in SGLang."""
+    names: dict[str, int | None] = field(default_factory=dict)
+    """Name of a running request in SGLang -> number of the sample; None for the prompt alone."""
     stopped: set[str] = field(default_factory=set)
     """Names of the ones that a stop string ended."""
     aborted: bool = False
 
-    def end(self, samples: list[Completion]) -> None:
+    def end(self) -> None:
+        samples = [sample for _, sample in sorted(self.samples.items())]
         if self.num_cached is not None:
             # An earlier request computed the prompt for all samples, and it saw the cache.
             samples[0].num_cached_tokens = self.num_cached

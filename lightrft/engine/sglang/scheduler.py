@@ -141,6 +141,33 @@ def _forget_images(scheduler: Scheduler) -> None:
     mm_schedule.embedding_cache.clear()
 
 
+def _pause(scheduler: Scheduler, salt: str) -> dict[str, int]:
+    """Make no step from now on; return how many tokens each request has, by name.
+
+    SGLang's own message may arrive later. Requests that have not begun get `salt`.
+    """
+    scheduler._engine_paused = True
+    for request in scheduler.waiting_queue:
+        if not request.output_ids:
+            request.cache_salt = salt
+
+    running = scheduler.collect_inflight_reqs()
+    prompts = {scheduler.chunked_req} - {None}
+    counts = {
+        request.rid: len(request.output_ids)
+        for request in (*scheduler.waiting_queue, *prompts, *running)
+    }
+    if scheduler.enable_overlap:
+        # A step in flight reads and samples with the old weights. SGLang takes up the result when
+        # it goes on.
+        torch.accelerator.synchronize()
+        for batch, _ in scheduler.result_queue:
+            for request in batch.reqs:
+                is_middle_of_prompt = request.inflight_middle_chunks > 0
+                counts[request.rid] = counts.get(request.rid, 0) + (not is_middle_of_prompt)
+    return counts
+
+
 _watches: list[tuple[Probe, list[Tensor], list[Any]]] = []
 """Active observations: probe, logits, handles."""
 
@@ -171,6 +198,7 @@ QUESTIONS = {
     "num_slots": _num_slots,
     "num_cached": _num_cached,
     "forget_images": _forget_images,
+    "pause": _pause,
     "watch": _watch,
     "seen": _seen,
 }

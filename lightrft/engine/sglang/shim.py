@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 from sglang.srt.entrypoints.engine import Engine as SGLang
+from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
@@ -61,11 +62,12 @@ class SGLangShim:
         atexit.register(self.shutdown)
 
     async def generate(
-        self, names: list[str], entries: list[tuple[Any, dict[str, Any], str | None]]
+        self, names: list[str], entries: list[tuple[Any, dict[str, Any], str | None]], salt: str
     ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
         """Start requests with one message; yield place and intermediate or final result of each.
 
-        An entry of `entries` is an object with the request, then parameters and processor.
+        An entry of `entries` is an object with the request, then parameters and processor. Only
+        requests of the same salt share what is in the cache.
         """
         requests: list[Request] = [running.request for running, _, _ in entries]
         images = [
@@ -80,6 +82,7 @@ class SGLangShim:
             return_logprob=True,
             stream=True,
             rid=names,
+            cache_salt=salt,
         )
         async for answer in answers:
             yield answer["index"], answer
@@ -103,6 +106,30 @@ class SGLangShim:
     def abort(self, name: str) -> None:
         """Abort the request of this name; the final result follows."""
         self.engine.tokenizer_manager.abort_request(rid=name)
+
+    async def resumed(self) -> None:
+        """Wait until SGLang is not paused."""
+        while self.engine.tokenizer_manager.is_pause:
+            await asyncio.sleep(BETWEEN_LOOKS)
+
+    def pause(self, salt: str) -> dict[str, int]:
+        """Stop SGLang between two steps; return how many tokens each of the requests there has.
+
+        Requests without a token get another salt. Requests on the way to SGLang, and those with a
+        final result on the way here, are missing.
+        """
+        manager = self.engine.tokenizer_manager
+        if not manager.is_pause:
+            # Otherwise SGLang would load weights only when all requests have ended.
+            pause = manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+            self.engine.loop.run_until_complete(pause)
+        return self.ask("pause", salt=salt)[0]
+
+    def resume_steps(self) -> None:
+        going_on = ContinueGenerationReqInput(torch_empty_cache=False)
+        self.engine.loop.run_until_complete(
+            self.engine.tokenizer_manager.continue_generation(going_on)
+        )
 
     def begin_weight_update(self) -> None:
         _checked(self.engine.begin_weight_update())

@@ -94,12 +94,16 @@ class VLLMEngine(LibraryEngine):
             if self.on_cpu and not self._llm.llm_engine.vllm_config.use_v2_model_runner:
                 use_fast_sampling(self._shim.sampler)
             self._shares_last_blocks = self.on_cpu and share_last_blocks(self._shim.cache)
-            self._held: list[tuple[str, TokensInput | MultiModalInput, SamplingParams]] = []
+            self._held: list[tuple[str, Request, SamplingParams]] = []
             """Samples to submit after one step, when the first sample of each request has computed
             the prompt."""
             self._outputs: dict[int, dict[int, RequestOutput]] = {}
             """Key of a request that runs -> outputs of the samples that have ended."""
             self._samplings: dict[int, Sampling] = {}
+            self._complete: list[int] = []
+            """Keys of requests whose last sample ended in a step that a load has finished."""
+            self._num_loads = 0
+            """How many loads had requests running: the salt of what vLLM's caches contain."""
 
             speculates = setup.section.speculative != "none"
             with self._stance():
@@ -132,17 +136,14 @@ class VLLMEngine(LibraryEngine):
         if request.sampling.stop:
             self._shim.decode_with(self.vocabulary.tokenizer)
         common = self._parameters(request.sampling, request.seeds[0])
-        prompt = tokens_input(request.token_ids)
-        if request.expanded:
-            prompt = {**request.expanded.features, "prompt_token_ids": request.prompt}
 
         for sample, seed in enumerate(request.seeds[: request.sampling.num_draws]):
             parameters = copy.copy(common)
             parameters.seed = seed
             if sample and self._shares_last_blocks:
-                self._held.append((f"{key}/{sample}", prompt, parameters))
+                self._held.append((f"{key}/{sample}", request, parameters))
             else:
-                self._shim.submit(f"{key}/{sample}", prompt, parameters)
+                self._shim.submit(f"{key}/{sample}", self._salted(request), parameters)
             if self._speculation:
                 group = f"{key}" if request.group is None else f"group {request.group}"
                 self._speculation.begin(f"{key}/{sample}", group, len(request.prompt))
@@ -155,21 +156,71 @@ class VLLMEngine(LibraryEngine):
         self._submit_held()
         if self._speculation:
             self._speculation.count_step()
-        # vLLM reports single samples; a request is complete with the last of them.
+        self._take_all(outputs)
+        while self._complete:
+            key = self._complete.pop(0)
+            yield key, self._completions(key)
+
+    def _take_all(self, outputs: list[RequestOutput]) -> None:
+        """Take samples that have ended; a request is complete with the last of them."""
         for output in outputs:
             key, sample = map(int, output.request_id.split("/"))
             self._take(key, sample, output)
             if len(self._outputs[key]) == self._samplings[key].num_draws:
-                yield key, self._completions(key)
+                self._complete.append(key)
+
+    def _salted(self, request: Request) -> TokensInput | MultiModalInput:
+        """Return the prompt for vLLM, so that only blocks of the current weights are shared."""
+        salt = str(self._num_loads)
+        if not request.expanded:
+            return tokens_input(request.token_ids, cache_salt=salt)
+
+        prompt = request.expanded.features
+        # The hashes name the outputs of encoders, which vLLM caches too.
+        hashes = {
+            medium: [f"{salt} {each}" for each in of_medium]
+            for medium, of_medium in prompt["mm_hashes"].items()
+        }
+        own = {"prompt_token_ids": request.prompt, "cache_salt": salt, "mm_hashes": hashes}
+        return {**prompt, **own}
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        with torch_state_kept(self.device), self._stance():
+            self._take_all(self._shim.finish_step())
+        yield
+
+    def _num_sampled(self, key: int) -> list[int]:
+        sampling = self._samplings[key]
+        held = {name for name, _, _ in self._held}
+        counts = []
+        for sample in range(sampling.num_draws):
+            name = f"{key}/{sample}"
+            if ended := self._outputs[key].get(sample):
+                counts.append(len(ended.outputs[0].token_ids))
+            else:
+                counts.append(0 if name in held else self._shim.num_sampled(name))
+        return counts if len(counts) == sampling.n else counts * sampling.n
+
+    def _leave_cache(self) -> None:
+        """Give later requests another salt than earlier ones.
+
+        Drafts go on too: a model that was switched off has not read the samples that run, so that
+        it stays off, and text of earlier weights is forgotten with its requests.
+        """
+        self._num_loads += 1
+        self._shim.leave_cache(str(self._num_loads))
 
     def _submit_held(self) -> None:
         held = self._held
         self._held = []
-        for sample in held:
-            self._shim.submit(*sample)
+        for name, request, parameters in held:
+            self._shim.submit(name, self._salted(request), parameters)
 
     def _abort(self, key: int) -> list[Completion]:
         self._submit_held()
+        if key in self._complete:
+            self._complete.remove(key)
         for sample in range(self._samplings[key].num_draws):
             if sample not in self._outputs[key]:
                 self._take(key, sample, self._shim.abort(f"{key}/{sample}"))

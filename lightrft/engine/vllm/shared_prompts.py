@@ -23,14 +23,15 @@ def share_last_blocks(cache: KVCacheManager) -> bool:
         return False
 
     (manager,), whole_blocks = managers, cache.get_computed_blocks
-    firsts: WeakValueDictionary[str, Request] = WeakValueDictionary()
+    firsts: WeakValueDictionary[tuple[str, str | None], Request] = WeakValueDictionary()
 
     def computed_blocks(request: Request) -> tuple[KVCacheBlocks, int, int]:
         """Return blocks that the request starts with, and how many tokens in them are computed.
 
         The last number is 0 here.
         """
-        key, _, _ = request.request_id.rpartition("/")
+        # Samples that begin after other weights were loaded have another salt.
+        key = request.request_id.rpartition("/")[0], request.cache_salt
         first = firsts.setdefault(key, request)
         blocks = manager.req_to_blocks.get(first.request_id)
         if not blocks:  # it has not begun, or has ended

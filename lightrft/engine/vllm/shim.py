@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.model_executor.model_loader.reload.layerwise import (
     LAYERWISE_INFO,
     finalize_layerwise_reload,
@@ -30,6 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.outputs import RequestOutput
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
 from vllm.v1.sample.sampler import Sampler
 
 from lightrft.engine.base import EngineError
@@ -106,14 +109,21 @@ class VLLMShim:
         than the copy. The reload restores the memory of layers that it loads nothing into.
 
         The stream must be complete: an exception on the way leaves half of the layers without
-        storage.
+        storage. Caches stay: vLLM's own verb would clear the runner's encoder outputs, and those of
+        a prompt that is half computed are still needed.
         """
         targets = self.weights.copy_targets() if direct else {}
         excluded = self.weights.direct_layers() if direct and self.experts else ()
         packed = unpacked_experts(self.experts, excluded) if self.experts else []
-        with _missing_by_intent():
-            rest = _place(named_tensors, targets, self.names)
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": rest})
+        config = self.llm.llm_engine.vllm_config
+        with set_current_vllm_config(config), _missing_by_intent():
+            reload_weights(
+                config,
+                self.model,
+                weights_iterator=_place(named_tensors, targets, self.names),
+                weights_path=None,
+                is_checkpoint_format=True,
+            )
         if packed:
             pack_experts(packed)
         _renew_tied_layers(self.model)
@@ -148,6 +158,40 @@ class VLLMShim:
         """Compute one step; return the outputs of the requests that have ended."""
         return self.llm.llm_engine.step()
 
+    def finish_step(self) -> list[RequestOutput]:
+        """Finish the steps in flight, without a new one; return the outputs of ended requests.
+
+        With asynchronous scheduling, as on CUDA, step() begins a step before it returns the results
+        of the one before. The old weights compute and sample a step in flight, so that the results
+        have to be in before other weights are loaded and tokens are counted.
+        """
+        core = self.llm.llm_engine.engine_core.engine_core
+        outputs: list[RequestOutput] = []
+        if core.batch_queue:
+            core.pause_scheduler("keep", clear_cache=False)
+            while core.batch_queue:
+                outputs += self.llm.llm_engine.step()
+            core.resume_scheduler()
+        return outputs
+
+    def num_sampled(self, name: str) -> int:
+        """Return how many tokens of a submitted request have come."""
+        processor = self.llm.llm_engine.output_processor
+        (internal,) = processor.external_req_ids[name]
+        return processor.request_states[internal].detokenizer.num_output_tokens()
+
+    def leave_cache(self, salt: str) -> None:
+        """Give requests that vLLM has not begun another salt than the blocks in the cache have."""
+        for request in self.llm.llm_engine.engine_core.engine_core.scheduler.waiting:
+            if request.status is RequestStatus.WAITING:  # others were begun and are continued
+                request.cache_salt = salt
+                request.mm_features = [
+                    replace(feature, identifier=f"{salt} {feature.mm_hash}")
+                    for feature in request.mm_features
+                ]
+                request.block_hashes.clear()
+                request.update_block_hashes()
+
     def abort(self, name: str) -> RequestOutput:
         """End a submitted request; return what it has generated. vLLM itself would drop that."""
         engine = self.llm.llm_engine
@@ -166,7 +210,6 @@ class VLLMShim:
         if not self.llm.reset_prefix_cache():
             raise EngineError("vLLM did not clear its prefix cache: requests are still in it")
         self.llm.reset_mm_cache()
-        # This one belongs to the scheduler; reload_weights clears only the runner's.
         self.llm.llm_engine.reset_encoder_cache()
 
     @property
