@@ -4,7 +4,7 @@ Fingerprints of pieces add up, so it does not matter how an engine fuses, splits
 weights. There are two verifications:
 
 - A full one follows the first sync of an engine, every ROUNDS-th one, and one after a failed sync.
-  It sums words of eight bytes of each weight, multiplied by a random odd number for the row and one
+  It sums words of four bytes of each weight, multiplied by a random odd number for the row and one
   for the place in the row, modulo 2^64. A single changed bit always changes the sum. Anything else
   does too, except with a chance of about 2^-32: a weight that is missing, stale or another one, and
   rows, columns or elements that lie elsewhere. It reads all weights at both ends, and takes longer
@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES = 4 * 2**20
 """Bytes of temporary tensors that are made of a weight at a time."""
 ROUNDS = 128
 """Number of syncs of which one is verified fully; the samples of the others cover all rows."""
@@ -64,7 +64,7 @@ class Fingerprints:
     ):
         self.shapes = shapes
         self.dtype = dtype
-        self.per_word = 8 // dtype.itemsize
+        self.per_word = 4 // dtype.itemsize
         self.round = round
         self.bits = {name: index for index, name in enumerate(shapes if bits is None else bits)}
         self.sums: list[tuple[str, Tensor]] = []
@@ -108,15 +108,16 @@ class Fingerprints:
         of_words = of_words[column // self.per_word :]
         step = max(1, CHUNK_BYTES // (8 * rows.shape[1]))
         for chunk, factors in zip(rows.split(step), of_rows.split(step), strict=True):
-            words = self._words(chunk, column)
+            words = self._words(chunk, column).long()
             total = (_weighted_sums(words, of_words[: words.shape[1]]) * factors).sum()
             self.sums.append((name, total))
 
     def _words(self, chunk: Tensor, column: int) -> Tensor:
-        """Read the bits of a chunk [R, K], in the dtype of the comparison, as words of eight bytes.
+        """Read the bits of a chunk [R, K], in the dtype of the comparison, as words of four bytes.
 
         A word begins at each column of the full tensor that is a multiple of per_word. Elements of
-        a word that other pieces have count as zeros. Returns [R, words] int64.
+        a word that other pieces have count as zeros. Returns [R, words] int32. Words of eight bytes
+        would lose the highest bit where an engine has an even number of copies.
         """
         before = column % self.per_word
         after = -(before + chunk.shape[1]) % self.per_word
@@ -129,7 +130,7 @@ class Fingerprints:
             or values.stride(1) != 1
         ):
             values = values.clone(memory_format=torch.contiguous_format)
-        return values.view(torch.int64)
+        return values.view(torch.int32)
 
     def add_product(self, name: str, values: Tensor, num_elements: int, *, row: int = 0) -> None:
         """Add values [R], R rows of W x from `row` on.

@@ -219,7 +219,7 @@ def syncs(engine: Any, strategy: Any, model: Any, weights: dict) -> dict[str, Ca
             sent = engine._fingerprints(strategy.dtype, round)
             for name, tensor in weights.items():
                 sent.add_sent(name, tensor)
-            engine._verify(sent)
+            engine._verify(sent, empty_cache=True)
 
     eighths = {
         f"turns_{first}": lambda first=first: verify(*range(ROUNDS)[first::8]) for first in range(8)

@@ -85,6 +85,20 @@ def test_every_change_of_a_weight_is_found(dtype) -> None:
                 assert expected.wrong(sent({name: tensor.roll(1, dim)}).numbers(CPU)) == [name]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_changed_bit_in_an_even_number_of_copies_is_found(dtype) -> None:
+    """An engine repeats heads, so the change may count twice, or 1,024 times."""
+    whole = {"wide": tensors(dtype)["wide"]}
+    expected = sent(whole)
+    changed = whole["wide"].clone()
+    changed[5, 7] *= -1
+    for copies in (2, 1024):
+        held = prints(whole)
+        for _ in range(copies):
+            held.add("wide", changed)
+        assert expected.wrong(held.numbers(CPU)) == ["wide"]
+
+
 def test_weights_of_few_values_in_other_places_are_found() -> None:
     """Powers of two have all their bits at one end; equal sums lie at other positions."""
     whole = {"a": torch.ones(8, 1024), "b": torch.ones(300)}
