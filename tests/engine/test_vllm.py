@@ -26,17 +26,22 @@ from engine.contract import (
     p_value,
     perturbed,
     reference_greedy,
+    reference_logprobs,
     start,
 )
 from lightrft.config import ConfigError, EngineSection
-from lightrft.engine.base import EngineError, EngineSetup
+from lightrft.engine.base import EngineError, EngineSetup, Request, Sampling
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
+from lightrft.types import Completion
 from ranks import run_ranks
 from tiny import byte_tokenizer, tiny_model
 from with_vllm import load_vllm
 
 pytestmark = pytest.mark.slow
+
+LONG = [(7 * position) % 250 for position in range(100)]
+"""Prompt of several blocks of the cache."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -306,6 +311,38 @@ def test_attention_of_float32_models_is_not_rounded(tmp_path: Path) -> None:
         ).stdout.strip()
 
     assert (rounding({}), rounding(ENVIRONMENT)) == ("tf32", "none")
+
+
+def _samples_around_a_load(folder: str) -> list[tuple[float, list[Completion]]]:
+    """Return temperature and samples of equal prompts. Three of them run when weights come."""
+    engine = start("vllm", folder, Mesh("cpu").world, {"engine_args": '{"max_num_seqs": 3}'})
+    greedy = Sampling(temperature=0, max_tokens=12)
+    samplings = [greedy] * 6 + [Sampling(n=3, max_tokens=12)] * 2
+    loop = engine.open(greedy)
+    loop.add([Request(LONG, sampling=sampling) for sampling in samplings])
+    for _ in range(4):
+        assert loop.step() == []
+
+    model = perturbed(AutoModelForCausalLM.from_pretrained(folder), 3)
+    loop.load_weights(model.named_parameters(), 1)
+    found = dict(loop.to_the_end())
+    engine.close()
+    return [(each.temperature, found[index]) for index, each in enumerate(samplings)]
+
+
+def test_requests_that_wait_in_vllm_use_nothing_of_the_old_weights(tmp_path: Path) -> None:
+    """They have the prompt of requests that run, and each sample's prompt was submitted before."""
+    folder = tiny_model(tmp_path, seed=1)
+    model = perturbed(AutoModelForCausalLM.from_pretrained(folder), 3)
+    (found,) = run_ranks(1, _samples_around_a_load, folder)
+    versions = [set(sample.weight_versions) for _, samples in found for sample in samples]
+    assert versions == [{0, 1}] * 3 + [{1}] * 9
+
+    for temperature, samples in found[3:]:
+        for sample in samples:
+            expected = reference_logprobs(model, LONG, sample.token_ids, temperature)
+            logprobs = torch.tensor(sample.logprobs)
+            torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
 
 
 def _warns(folder: str) -> None:
