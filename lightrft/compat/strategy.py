@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from lightrft.backends import reduce
+from lightrft.compat.sampling import sampling_from_dict
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import Arguments, as_config, check_strategy
 from lightrft.config.sections import OptimSection
 from lightrft.engine.base import Engine
 from lightrft.engine.requests import Request, Sampling
-from lightrft.engine.sampling_parameters import sampling_from_dict
 from lightrft.launch.rendezvous import adopt_node_size
 from lightrft.strategy.checkpoints import Checkpoints, Trained
 from lightrft.strategy.dataloader import ResumableBatchSampler

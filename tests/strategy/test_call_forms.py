@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightrft.compat.sampling import sampling_from_dict
 from lightrft.engine.base import Sampling
-from lightrft.engine.sampling_parameters import sampling_from_dict
 from lightrft.strategy import EngineStatus, StrategyBase, StrategyConfig
 from lightrft.strategy.fsdp import FSDPStrategy
 from ranks import run_ranks
