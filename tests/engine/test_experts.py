@@ -5,6 +5,7 @@ folder, and into vLLM again.
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,7 @@ def _loaded() -> None:
     load_vllm()
 
 
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
 PROMPTS = [[65, 66, 67], [100] * 20, [7]]
 GREEDY = Sampling(temperature=0, max_tokens=12)
 GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
@@ -203,6 +205,8 @@ def direct_course(folder: str) -> tuple[list[str], list[str], list[bool]]:
     Packed experts are the exception. Return the weights that are copied to where they lie, the
     other weights, and whether the engine answers as it should.
     """
+    from lightrft.engine.vllm import shim
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
@@ -218,27 +222,25 @@ def direct_course(folder: str) -> tuple[list[str], list[str], list[bool]]:
         direct = list(engine._shim.weights.direct)
         right = [bench.greedy() == bench.expected]
         seen = []
-        reload = engine._shim.llm.collective_rpc
+        reload = shim.reload_weights
 
-        def watched(method: str, kwargs: dict) -> None:
+        def watched(*args: Any, weights_iterator: NamedTensors, **options: Any) -> None:
             seen.append(0)
-            reload(method, kwargs={"weights_iterator": counted(kwargs["weights_iterator"])})
+            reload(*args, weights_iterator=counted(weights_iterator), **options)
 
-        def counted(
-            stream: Iterator[tuple[str, torch.Tensor]],
-        ) -> Iterator[tuple[str, torch.Tensor]]:
+        def counted(stream: NamedTensors) -> NamedTensors:
             for each in stream:
                 seen[-1] += 1
                 yield each
 
-        patch.setattr(engine._shim.llm, "collective_rpc", watched)
+        patch.setattr(shim, "reload_weights", watched)
         for seed in (1, 2, 3):
             bench.load(other := perturbed(model, seed))
             right.append(bench.greedy() == reference_greedy(other))
 
         published = sum(len(engine.names.pieces(name)) for name in engine.expected)
         assert seen == [published, *[len(engine.expected) - len(direct)] * 2]
-        patch.setattr(engine._shim.llm, "collective_rpc", reload)
+        patch.setattr(shim, "reload_weights", reload)
 
         old = perturbed(model, 4)
         for name in direct:
