@@ -602,8 +602,9 @@ def scaled_logits(inputs: Tensor, weight: Tensor | None, temperature: float, out
     """Write float32 logits / temperature [t, v] to `out`.
 
     The inputs are hidden states [t, H] to multiply with a weight [v, H], or logits [t, v]. Rows of
-    the weight beyond v are padding. An accelerator writes the float32 sums, whereas a CPU first
-    rounds logits to bfloat16 if the model has this dtype.
+    the weight beyond v are padding. Logits are never rounded to the dtype of the model, and engines
+    do not round them either. A CPU has no product of bfloat16 matrices in float32, so that it casts
+    the factors.
     """
     if weight is not None:
         weight = weight[: out.shape[1]]
@@ -612,7 +613,7 @@ def scaled_logits(inputs: Tensor, weight: Tensor | None, temperature: float, out
     elif inputs.dtype == torch.float32:
         torch.mm(inputs, weight.T, out=out)
     elif inputs.device.type == "cpu":
-        out.copy_(inputs @ weight.T)
+        torch.mm(inputs.float(), weight.float().T, out=out)
     else:
         torch.mm(inputs, weight.T, out_dtype=torch.float32, out=out)
 

@@ -384,11 +384,13 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
             _samplings={},
             _speculation=None,
             _shares_last_blocks=False,
+            _num_loads=0,
             _shim=SimpleNamespace(
                 submit=lambda name, prompt, parameters: submitted.append(parameters)
             ),
         )
         stub._parameters = partial(VLLMEngine._parameters, stub)
+        stub._salted = partial(VLLMEngine._salted, stub)
         VLLMEngine._add(stub, 0, request)
         np.random.seed(numpy_seed)
 

@@ -66,7 +66,7 @@ CASES = {
     4: {
         "sgd": Case(args=REPLICAS),
         "adamw": Case(ours, args=REPLICAS),
-        "a replica each": Case(num_micro=2, args=EACH_RANK),
+        "a replica each": Case(args=EACH_RANK),
     },
 }
 """By number of ranks; one start for each."""
