@@ -26,11 +26,26 @@ H = 8
 V = 41
 
 
+class Head(torch.autograd.Function):
+    """Return logits in float32; the gradient of the logits has the dtype of the factors."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return hidden.float() @ weight.float().T
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        gradient = gradient.to(hidden.dtype)
+        return gradient @ weight, gradient.T @ hidden
+
+
 def dense(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Compute all logits at once, upcast and scaled as a model's head would."""
-    logp = ((hidden @ weight.T).float() / temperature).log_softmax(-1)
+    logp = (Head.apply(hidden, weight) / temperature).log_softmax(-1)
     picked = logp.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
     return torch.where(targets < 0, 0.0, picked), -(logp.exp() * logp).sum(-1)
 
@@ -109,7 +124,7 @@ def test_an_ignored_target_has_value_zero_and_no_gradient(ignored):
         assert not gradient.any()
 
 
-def test_bf16_is_the_dense_computation_of_the_same_bf16_logits():
+def test_bf16_is_the_dense_computation_with_float32_logits():
     hidden, weight, targets = inputs(torch.bfloat16)
     expected = dense(hidden, weight, targets, 0.7)
     values = token_logprobs(hidden, weight, targets, temperature=0.7, chunk=None)
@@ -267,7 +282,7 @@ def dense_truncated(
     hidden, weight, targets, temperature=1.0, top_k=0, top_p=1.0
 ) -> tuple[Tensor, Tensor]:
     columns = targets if targets.dim() == 2 else targets[:, None]
-    logp = truncated((hidden @ weight.T).float() / temperature, columns, top_k, top_p)
+    logp = truncated(Head.apply(hidden, weight) / temperature, columns, top_k, top_p)
     picked = torch.where(columns < 0, 0.0, logp.gather(-1, columns.clamp(min=0)))
     inside = torch.where(logp.isinf(), 0.0, logp)
     return picked.view(targets.shape), -(logp.exp() * inside).sum(-1)
