@@ -63,7 +63,7 @@ def inputs(
 def dense(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    logp = ((hidden @ weight.T).float() / temperature).log_softmax(-1)
+    logp = ((hidden.float() @ weight.float().T) / temperature).log_softmax(-1)
     columns = targets if targets.dim() == 2 else targets[:, None]
     picked = logp.gather(-1, columns.clamp(min=0)).view(targets.shape)
     return torch.where(targets < 0, 0.0, picked), -(logp.exp() * logp).sum(-1)
