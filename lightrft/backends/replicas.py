@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightrft.parallel.collectives import Axis
 
@@ -27,13 +26,12 @@ class Bucket:
 
     def launch(self, axis: Axis) -> None:
         """Start the sum. A parameter without a gradient on this rank counts as zeros."""
-        first = _local(self.parameters[0])
-        present = torch.ones(len(self.parameters), device=first.device)
+        present = torch.ones(len(self.parameters), device=self.parameters[0].device)
         if self.missing:
             flags = [float(each not in self.missing) for each in self.parameters]
             present.copy_(torch.tensor(flags))
         parts = [
-            torch.zeros_like(_local(each)) if each in self.missing else _local(each.grad)
+            torch.zeros_like(each) if each in self.missing else each.grad
             for each in self.parameters
         ]
         self.flat = torch.cat([*(part.flatten() for part in parts), present])
@@ -45,7 +43,7 @@ class Bucket:
         A parameter that has no gradient on any rank still has none.
         """
         self.work.wait()
-        sizes = [_local(each).numel() for each in self.parameters]
+        sizes = [each.numel() for each in self.parameters]
         *sums, present = self.flat.split([*sizes, len(sizes)])
         # Only a rank that lacks a gradient has to ask, and to wait for the device.
         nowhere = set()
@@ -57,13 +55,8 @@ class Bucket:
             }
 
         for parameter, total in zip(self.parameters, sums, strict=True):
-            total = total.view_as(_local(parameter))
-            if parameter in nowhere:
-                continue
-            if isinstance(parameter.grad, DTensor):
-                _local(parameter.grad).copy_(total)
-            else:
-                parameter.grad = total
+            if parameter not in nowhere:
+                parameter.grad = total.view_as(parameter)
 
         self.flat = self.work = None
 
@@ -91,7 +84,7 @@ class Replicas:
                 size = 0
             self.buckets[-1].parameters.append(parameter)
             self._of_parameter[parameter] = self.buckets[-1]
-            size += _local(parameter).nbytes
+            size += parameter.nbytes
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -126,7 +119,3 @@ class Replicas:
         for bucket in self.buckets[self._num_launched : end]:
             bucket.launch(self.axis)
         self._num_launched = max(end, self._num_launched)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -19,7 +19,7 @@ from lightrft.engine.model_info import Vocabulary, model_class, most_of_each, pu
 from lightrft.engine.probe import Probe
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.stops import StopStrings
-from lightrft.parallel.device import grow_segments, release_cached_memory
+from lightrft.parallel.device import float32_product, grow_segments, release_cached_memory
 from lightrft.thinker import load_config
 from lightrft.types import Completion, concatenated_features
 from lightrft.weight_sync.verify import Fingerprints
@@ -307,11 +307,9 @@ class HFEngine(Engine):
 
 def _float32_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
     """Compute logits [..., V] in float32, as the trainer does, from hidden states [..., H]."""
-    if hidden.device.type == "cpu":
-        logits = hidden.float() @ head.weight.float().T
-    else:  # without a copy of the weight
-        flat = torch.mm(hidden.flatten(0, -2), head.weight.T, out_dtype=torch.float32)
-        logits = flat.view(*hidden.shape[:-1], -1)
+    flat = hidden.flatten(0, -2)
+    logits = torch.empty(len(flat), len(head.weight), dtype=torch.float32, device=hidden.device)
+    logits = float32_product(flat, head.weight, logits).view(*hidden.shape[:-1], -1)
     return logits if head.bias is None else logits + head.bias
 
 

@@ -28,6 +28,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.models import vocab_parallel
 from lightrft.models.vocab_parallel import Distribution, LocalTargets, VocabularyPart
+from lightrft.parallel.device import float32_product
 from lightrft.parallel.sequence_parallel import all_gather_tensor
 from lightrft.parallel.tensor_parallel import copy_to_parallel_region, vocabulary_shard
 
@@ -603,18 +604,11 @@ def scaled_logits(inputs: Tensor, weight: Tensor | None, temperature: float, out
 
     The inputs are hidden states [t, H] to multiply with a weight [v, H], or logits [t, v]. Rows of
     the weight beyond v are padding. Logits are never rounded to the dtype of the model, and engines
-    do not round them either. A CPU has no product of bfloat16 matrices in float32, so that it casts
-    the factors.
+    do not round them either.
     """
-    if weight is not None:
-        weight = weight[: out.shape[1]]
     if weight is None:
         out.copy_(inputs)
-    elif inputs.dtype == torch.float32:
-        torch.mm(inputs, weight.T, out=out)
-    elif inputs.device.type == "cpu":
-        torch.mm(inputs.float(), weight.float().T, out=out)
     else:
-        torch.mm(inputs, weight.T, out_dtype=torch.float32, out=out)
+        float32_product(inputs, weight[: out.shape[1]], out)
 
     return out if temperature == 1.0 else out.div_(temperature)

@@ -142,6 +142,26 @@ def is_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability(local_rank())[0] == 9
 
 
+WIDENED_ROWS = 8192
+"""Number of rows of a matrix that a CPU casts to float32 at a time."""
+
+
+def float32_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """Write left [M, K] times the transpose of right [N, K] to `out` [M, N], and return it.
+
+    The sums are float32 and are not rounded to the dtype of the factors. An accelerator has such a
+    product of bfloat16 matrices. A CPU casts the factors, `right` some rows at a time.
+    """
+    if left.dtype == torch.float32:
+        return torch.mm(left, right.T, out=out)
+    if left.device.type != "cpu":
+        return torch.mm(left, right.T, out_dtype=torch.float32, out=out)
+    wide = left.float()
+    for rows, columns in zip(right.split(WIDENED_ROWS), out.split(WIDENED_ROWS, 1), strict=True):
+        torch.mm(wide, rows.float().T, out=columns)
+    return out
+
+
 def peak_memory(device: torch.device) -> int:
     """Return the peak bytes since the start: of the accelerator, or on the CPU of the process."""
     if device.type != "cpu":

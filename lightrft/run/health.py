@@ -83,7 +83,7 @@ class Health:
             raise RuntimeError(
                 f"the model was not trained: all {skipped} optimizer steps were skipped, because"
                 " the gradient norm was never finite. Check the rewards and --learning_rate, and"
-                " try without --bf16"
+                " try float32 (--no_bf16)"
             )
 
     def _check_signal(self, number: int, row: dict[str, float]) -> None:

@@ -119,15 +119,15 @@ class FSDP2(Strategy):
             return
 
         reduce = last or not self.config.strategy.reduce_gradients_once
-        reshard = last or not self.config.strategy.gather_parameters_once
         for root in roots(model):
             root.set_requires_gradient_sync(reduce)
             root.set_requires_all_reduce(last)
             # Otherwise the inputs of reductions stay allocated until the next micro-batch.
             root.set_is_last_backward(reduce)
-            root.set_reshard_after_backward(reshard)
-            # This is for the forward pass of the next micro-batch.
-            root.set_reshard_after_forward(reshard)
+            if self.config.strategy.gather_parameters_once:
+                root.set_reshard_after_backward(last)
+                # This is for the forward pass of the next micro-batch.
+                root.set_reshard_after_forward(last)
         loss.backward()
 
     def offload_model_state(self, model: nn.Module) -> OffloadedModel:

@@ -358,12 +358,13 @@ class Planner:
         )
         if config.strategy.strategy == "fsdp":
             # Transfers run beside the products, so the slower of both takes the time.
-            found["train"] = max(found["train"], self.traffic_seconds(work))
+            for phase, transfers in self.transfer_seconds(work).items():
+                found[phase] = max(found[phase], transfers)
 
         return found
 
-    def traffic_seconds(self, work: StepWork) -> float:
-        """Return the seconds of FSDP2's transfers in the updates of a step."""
+    def transfer_seconds(self, work: StepWork) -> dict[str, float]:
+        """Return the seconds of FSDP2's transfers in the phases that gather the model."""
         config = self.config
         strategy = config.strategy
         updates = work.epochs * -(-work.samples // config.train.train_batch_size)
@@ -380,10 +381,19 @@ class Planner:
             gathers_once=strategy.gather_parameters_once,
             reduces_once=strategy.reduce_gradients_once,
         )
-        inside = self.shards * self.tp * self.sp <= self.ranks_per_node
-        rate = self.device.link if inside else self.device.network
+        link = self.device.link * LINK
+        network = self.device.network * LINK
+        shards_rate = link if self.shards * self.tp <= self.ranks_per_node else network
+        replicas_rate = link if self.training <= self.ranks_per_node else network
+        scored = -(-work.samples // self.replicas) * (work.prompt + work.response)
+        gathers = work.passes * -(-scored // config.train.max_tokens_per_microbatch)
+        others = (self.shards - 1) / self.shards
 
-        return traffic.bytes(self.shards) / (rate * LINK)
+        return {
+            "log-probs": gathers * traffic.gathered * others / shards_rate,
+            "train": traffic.of_updates(self.shards) / shards_rate
+            + traffic.between_replicas(self.shards, strategy.dp_replicate) / replicas_rate,
+        }
 
     def idle_ranks(self) -> list[str]:
         """Return what a step has too little of to give work to every rank."""

@@ -38,7 +38,7 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a rank gathers and reduces with FSDP2 in the updates of a step."""
+    """What a rank gathers and reduces with FSDP2."""
 
     microbatches: int
     updates: int
@@ -51,12 +51,16 @@ class Traffic:
     reduces_once: bool
     """True with --reduce_gradients_once."""
 
-    def bytes(self, shards: int) -> float:
-        """Return the bytes that a rank receives. Shards of its own stay where they are."""
+    def of_updates(self, shards: int) -> float:
+        """Return the bytes that a rank receives from the other shards in the updates of a step."""
         # The first micro-batch gathers for the forward and the backward pass in any case.
         gathers = 2 * (self.updates if self.gathers_once else self.microbatches)
         reductions = self.updates if self.reduces_once else self.microbatches
         return (gathers * self.gathered + reductions * self.reduced) * (shards - 1) / shards
+
+    def between_replicas(self, shards: int, replicas: int) -> float:
+        """Return the bytes that a rank receives when replicas sum their shards of gradients."""
+        return 2 * self.updates * self.reduced / shards * (replicas - 1) / replicas
 
 
 def token_flops(shape: PretrainedConfig, parameters: int, length: int) -> float:
