@@ -15,6 +15,11 @@ from lightrft.registry import Registry
 from lightrft.types import Batch
 
 corrections = Registry("rollout correction", flag="--rollout_correction")
+OF_RATIO = {"tis", "mis", "icepop"}
+"""Corrections where a token's weight depends on its own ratio only.
+
+A user's own correction is not assumed to be one of them.
+"""
 MASK_BOUNDS = {"sequence": (0.5, 2.0), "geometric": (0.999, 1.002)}
 """--rollout_mask -> default lower and upper bound of the measure of a sequence.
 

@@ -6,11 +6,18 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.balance import Balance
-from lightrft.algorithms.correction import corrections, importance_ratios, kept_sequences
+from lightrft.algorithms.correction import (
+    OF_RATIO,
+    corrections,
+    importance_ratios,
+    kept_sequences,
+)
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.options import keywords, options, resolve
-from lightrft.algorithms.policy_loss import PER_TOKEN, PolicyLoss, policy_losses
-from lightrft.algorithms.reduce import Denominator, Report, TokenGradients, share_of_mean
+from lightrft.algorithms.policy_loss import PER_SEQUENCE, PER_TOKEN, PolicyLoss, policy_losses
+from lightrft.algorithms.preferences.dpo import DPOObjective
+from lightrft.algorithms.preferences.kto import KTOObjective
+from lightrft.algorithms.reduce import Denominator, LocalGradients, Report, share_of_mean
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import AlgorithmSection
 from lightrft.types import Batch, Experience
@@ -58,25 +65,26 @@ class Balanced:
         return loss + self.coefficient * self.balance.share(batch.routing), report
 
 
-def token_gradients(
+def local_gradients(
     objective: Callable[..., tuple[Tensor, Report]], batch: Batch, denominator: Denominator
-) -> TokenGradients | None:
-    """Return the gradients of an objective that treats each token alone.
+) -> LocalGradients | None:
+    """Return the gradients of an objective that treats tokens, sequences or pairs alone.
 
-    Each of these depends only on one token's log-prob and entropy, so it is known as soon as these
-    are, whatever the other tokens are. Returns None for any other objective.
+    Return None for any other objective.
     """
     match objective:
         case Balanced():
-            return token_gradients(objective.objective, batch, denominator)
+            return local_gradients(objective.objective, batch, denominator)
         case PolicyObjective():
-            if not objective.is_per_token(batch):
-                return None
-        case PtxObjective():
-            pass
+            num_sequences = objective.num_sequences(batch)
+        case KTOObjective():
+            num_sequences = 1
+        case DPOObjective():
+            num_sequences = 2
         case _:
-            if objective is not sft:
-                return None
+            num_sequences = 0 if objective is sft or isinstance(objective, PtxObjective) else None
+    if num_sequences is None:
+        return None
 
     def gradients(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         # Detached leaves: the graph ends at the log-probs, so no gradient runs back into the model
@@ -90,7 +98,7 @@ def token_gradients(
         grads = torch.autograd.grad(loss, inputs, allow_unused=True)
         return grads[0], None if entropy is None else grads[1]
 
-    return gradients
+    return LocalGradients(gradients, num_sequences)
 
 
 class ValueObjective:
@@ -199,15 +207,27 @@ class PolicyObjective:
 
         return share_of_mean(values, batch, section.loss_agg_mode, denominator), report
 
-    def is_per_token(self, batch: Experience) -> bool:
-        """Return True if each token's gradient depends only on its own log-prob and entropy.
+    def num_sequences(self, batch: Experience) -> int | None:
+        """Return how many sequences determine a token's gradient; see LocalGradients.
 
-        Corrections may be of whole sequences, but they are constants if `old_logprobs` are given.
+        None means that it may depend on the whole batch.
         """
-        corrected = self.correction or self.section.rollout_mask != "none"
-        return self.section.policy_loss in PER_TOKEN and not (
-            corrected and batch.old_logprobs is None
+        section = self.section
+        if section.policy_loss not in PER_TOKEN | PER_SEQUENCE:
+            return None
+
+        of_loss = 0 if section.policy_loss in PER_TOKEN else 1
+        # Given old log-probs make constants of all corrections. Otherwise the current log-probs
+        # stand for them, and a correction depends on those of its token or sequence.
+        if batch.old_logprobs is not None:
+            return of_loss
+        if self.correction and section.rollout_correction not in OF_RATIO:
+            return None
+
+        of_sequence = section.rollout_mask != "none" or (
+            self.correction and section.rollout_correction_level != "token"
         )
+        return 1 if of_sequence else of_loss
 
     def _check(self, batch: Experience) -> None:
         needed = ["advantages", "engine_logprobs"]

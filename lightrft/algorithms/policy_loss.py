@@ -24,6 +24,8 @@ PER_TOKEN = {"ppo", "cispo", "sapo", "cpgd", "reinforce", "kl_cov", "clip_cov"}
 
 A user's own loss is not assumed to be one of them.
 """
+PER_SEQUENCE = {"gspo", "gspo_token", "gmpo"}
+"""Losses where the value of a token depends on the log-probs of its own sequence only."""
 
 
 @policy_losses.register("ppo")

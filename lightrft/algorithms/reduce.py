@@ -15,8 +15,22 @@ from lightrft.types import Batch
 
 Sum = Callable[[Tensor], Tensor]
 """Function that returns the sum of a tensor over all ranks."""
-TokenGradients = Callable[[Tensor, Tensor | None], tuple[Tensor | None, Tensor | None]]
-"""(log-probs [T], entropy [T] or None) -> the gradients of an objective with respect to both."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGradients:
+    """Gradients of an objective that are known before all log-probs of the batch are."""
+
+    compute: Callable[[Tensor, Tensor | None], tuple[Tensor | None, Tensor | None]]
+    """(log-probs [T], entropy [T] or None) -> the gradients of the objective by both.
+
+    The gradients of some tokens are right as soon as these tokens have their log-probs.
+    """
+    num_sequences: int
+    """Number of consecutive sequences whose tokens determine each other's gradients.
+
+    0: a token alone determines its own, 1: a sequence, 2: a pair.
+    """
 
 
 class Weighted(NamedTuple):

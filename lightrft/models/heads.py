@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightrft.algorithms.reduce import TokenGradients
+from lightrft.algorithms.reduce import LocalGradients
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.attention.layout import Layout, bidirectional_token
 from lightrft.config.errors import ConfigError
@@ -65,7 +65,7 @@ class Actor(SequenceParallelModule):
         *,
         entropy: bool = True,
         top: int = 0,
-        gradients: TokenGradients | None = None,
+        gradients: LocalGradients | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return log p(token | previous tokens of the sequence) and the entropy, [T] float32 each.
 
@@ -95,7 +95,16 @@ class Actor(SequenceParallelModule):
         # Separate tensors: in a joint one, an output that the loss does not use would get a full
         # backward pass of zeros.
         outputs = [torch.zeros(batch.num_tokens, device=hidden.device)] * (1 + entropy)
-        for rows, part in parts_of_truncation(truncation, batch, next_):
+        parts = parts_of_truncation(truncation, batch, next_)
+        units = None
+        if gradients and gradients.num_sequences:
+            # A part of a sequence is not enough, and sequence-parallel ranks have only parts.
+            if self.sequence.axis.size > 1 or len(parts) > 1:
+                gradients = None
+            else:
+                units = rows_of_sequences(padded, gradients.num_sequences)
+
+        for rows, part in parts:
             tokens = next_[rows]
             values = token_logprobs(
                 hidden[local[rows]],
@@ -105,6 +114,7 @@ class Actor(SequenceParallelModule):
                 truncation=part,
                 entropy=entropy,
                 upstream=gradients and of_rows(gradients, tokens, batch.num_tokens),
+                units=units,
             )
             outputs = [
                 output.index_put((tokens,), value)
@@ -208,7 +218,16 @@ def parts_of_truncation(
     ]
 
 
-def of_rows(gradients: TokenGradients, tokens: Tensor, num_tokens: int) -> Upstream:
+def rows_of_sequences(batch: Batch, num_sequences: int) -> list[int]:
+    """Count the learned tokens of every `num_sequences` consecutive sequences, where there are any.
+
+    The counts are on the host.
+    """
+    sequences = torch.searchsorted(batch.offsets, batch.learned_tokens, right=True) - 1
+    return (sequences // num_sequences).unique_consecutive(return_counts=True)[1].tolist()
+
+
+def of_rows(gradients: LocalGradients, tokens: Tensor, num_tokens: int) -> Upstream:
     """Adapt the gradients of an objective to rows of the head.
 
     Row i belongs to token `tokens[i]` of `num_tokens`. The objective receives 0 for the log-probs
@@ -225,7 +244,7 @@ def of_rows(gradients: TokenGradients, tokens: Tensor, num_tokens: int) -> Upstr
             for value in (logprobs, entropy)
         ]
         of_logprobs, of_entropy = (
-            None if grad is None else grad[places] for grad in gradients(*scattered)
+            None if grad is None else grad[places] for grad in gradients.compute(*scattered)
         )
         return of_logprobs, of_entropy
 

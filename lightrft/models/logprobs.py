@@ -2,9 +2,10 @@
 
 Only the logits of one chunk of tokens exist at a time. If the gradient of the objective is known as
 soon as the log-probs are, the gradients of hidden states and weight are computed from the same
-logits: three products of size T x V x H. Otherwise the backward pass recomputes the logits, which
-makes it four. If all tokens fit into one chunk, the values that the gradient needs are kept
-instead. A truncation is decided once, in the forward pass, and kept as one bit per logit.
+logits: three products of size T x V x H. That includes losses of sequences, if a chunk holds whole
+sequences. Otherwise the logits are computed again, which makes it four. If all tokens fit into one
+chunk, the values that the gradient needs are kept instead. A truncation is decided once, in the
+forward pass, and kept as one bit per logit.
 
 From the first exponential on everything is float32, whatever the dtype of the model. The products
 accumulate and return float32 on an accelerator; a CPU rounds products of bfloat16 to bfloat16. The
@@ -19,7 +20,7 @@ Shapes: T tokens, H hidden size, V vocabulary, v of it on this rank, K targets a
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ def token_logprobs(
     chunk: int | None = 0,
     entropy: bool = True,
     upstream: Upstream | None = None,
+    units: list[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log softmax(hidden @ weight.T / temperature) at `targets`, and the entropy.
 
@@ -66,7 +68,8 @@ def token_logprobs(
 
     With `upstream` the gradients of hidden states and weight are computed in the forward pass. Only
     one backward pass is then possible, and the gradients must be what `upstream` returned, or a
-    multiple of it; otherwise raise RuntimeError.
+    multiple of it; otherwise raise RuntimeError. With `units`, the numbers of rows of sequences one
+    after another, `upstream` is called for whole sequences only.
 
     A weight that parallelize() has split is used in place; hidden states and targets must then be
     equal on all ranks of the axis, and so are the results and the gradient of the hidden states. A
@@ -78,7 +81,7 @@ def token_logprobs(
         part = VocabularyPart.full(size)
         rows = chunk_rows(weight, size)
         options = _Options(part, temperature, truncation, _rows(hidden, chunk, rows), entropy)
-        return _logprobs(hidden, weight, targets, options, upstream)
+        return _logprobs(hidden, weight, targets, options, upstream, units)
 
     size, truncation = truncation.cut(shard.size)
     num = max(0, min(len(shard.weight), size - shard.first))
@@ -87,7 +90,7 @@ def token_logprobs(
     options = _Options(part, temperature, truncation, _rows(hidden, chunk, rows), entropy)
 
     return _logprobs(
-        copy_to_parallel_region(hidden, shard.axis), shard.weight, targets, options, upstream
+        copy_to_parallel_region(hidden, shard.axis), shard.weight, targets, options, upstream, units
     )
 
 
@@ -188,6 +191,7 @@ def _logprobs(
     targets: Tensor,
     options: _Options,
     upstream: Upstream | None,
+    units: list[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     columns = targets if targets.dim() == 2 else targets[:, None]
     learns = torch.is_grad_enabled() and (
@@ -207,10 +211,36 @@ def _logprobs(
                 None if grad_logprobs is None else grad_logprobs.view(logprobs.shape)
             ), grad_entropy
 
-        logprobs, entropy = _KnownUpstream.apply(inputs, weight, columns, options, of_columns)
+        if units and weight.requires_grad:
+            # A sequence may take the memory that the weight's float32 gradient takes.
+            longest = min(max(units), weight.shape[1])
+            options = replace(options, chunk=max(options.chunk, longest))
+
+        logprobs, entropy = _KnownUpstream.apply(
+            inputs, weight, columns, options, of_columns, _groups(len(inputs), units, options.chunk)
+        )
     else:
         logprobs, entropy = _Logprobs.apply(inputs, weight, columns, options, learns)
     return logprobs.view(targets.shape), entropy
+
+
+def _groups(num: int, units: list[int] | None, chunk: int) -> list[slice]:
+    """Divide `num` rows into groups of at most `chunk` rows.
+
+    Units remain whole, so a longer one is a group of its own.
+    """
+    if units is None:
+        return [slice(start, min(start + chunk, num)) for start in range(0, num, chunk)]
+
+    groups = []
+    start = 0
+    end = 0
+    for size in units:
+        if end > start and end + size - start > chunk:
+            groups.append(slice(start, end))
+            start = end
+        end += size
+    return [*groups, slice(start, end)]
 
 
 def _top(
@@ -269,22 +299,10 @@ class _Logprobs(torch.autograd.Function):
         options: _Options,
         learns: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        num = options.part.num
         local_targets = LocalTargets(targets, options.part)
-        bits = None
-        memory = torch.empty(
-            min(options.chunk, len(inputs)), num, dtype=torch.float32, device=inputs.device
-        )
+        memory = _logits_memory(inputs, options)
 
-        # Decided once: the backward pass must leave out exactly the same tokens.
-        if learns and options.truncation.active:
-            bits = torch.empty(
-                len(inputs),
-                vocab_parallel.packed_width(num),
-                dtype=torch.uint8,
-                device=inputs.device,
-            )
-
+        bits = _bits(inputs, options) if learns else None
         result = _distribution(inputs, weight, local_targets, options, memory, bits)
         ctx.memory = (
             memory if learns and weight is not None and len(inputs) <= options.chunk else None
@@ -320,18 +338,19 @@ class _Logprobs(torch.autograd.Function):
         )
         upstream = _of_logits_scaled(targets, grad_logprobs, grad_entropy, options)
 
-        def computed_again() -> Iterator[tuple[slice, Tensor]]:
-            for rows, logits in row_chunks(inputs, options.part.num, options.chunk):
-                scaled_logits(inputs[rows], weight, options.temperature, out=logits)
-                if bits is not None:
-                    vocab_parallel.fill_packed(logits, bits[rows], -torch.inf)
-                chunk = distribution.rows(rows), local_targets.rows(rows), upstream.rows(rows)
-                yield rows, _gradient(logits, *chunk, options, inputs.dtype, again=True)
-
         # overwritten by the gradient, so a second backward pass recomputes
         memory, ctx.memory = ctx.memory, None
         if memory is None:
-            gradients = computed_again()
+            gradients = _computed_again(
+                inputs,
+                weight,
+                distribution,
+                local_targets,
+                upstream,
+                bits,
+                _logits_memory(inputs, options),
+                options,
+            )
         else:
             gradients = [
                 (
@@ -362,32 +381,45 @@ class _KnownUpstream(torch.autograd.Function):
         targets: Tensor,
         options: _Options,
         upstream: Upstream,
+        groups: list[slice],
     ) -> tuple[Tensor, Tensor | None]:
+        memory = _logits_memory(hidden, options)
         logprobs = []
         entropies = []
-        gradients_of_chunks = []
+        gradients_of_groups = []
 
         def gradients() -> Iterator[tuple[slice, Tensor]]:
-            for rows, memory in row_chunks(hidden, options.part.num, options.chunk):
+            for rows in groups:
+                inputs = hidden[rows]
                 local_targets = LocalTargets(targets[rows], options.part)
-                distribution = _distribution(hidden[rows], weight, local_targets, options, memory)
+                fits = len(inputs) <= options.chunk
+                bits = None if fits else _bits(inputs, options)
+                distribution = _distribution(inputs, weight, local_targets, options, memory, bits)
+
                 grad_logprobs, grad_entropy = upstream(
                     rows, distribution.logprobs, distribution.entropy
                 )
                 if grad_logprobs is None:
                     grad_logprobs = torch.zeros_like(distribution.logprobs)
-                gradients_of_chunks.append((grad_logprobs, grad_entropy))
+                gradients_of_groups.append((grad_logprobs, grad_entropy))
                 logprobs.append(distribution.logprobs)
                 entropies.append(distribution.entropy)
-                some = _of_logits_scaled(local_targets.ids, *gradients_of_chunks[-1], options)
-                yield (
-                    rows,
-                    _gradient(memory, distribution, local_targets, some, options, hidden.dtype),
-                )
+
+                some = distribution, local_targets
+                scaled = _of_logits_scaled(local_targets.ids, grad_logprobs, grad_entropy, options)
+                if fits:
+                    logits = memory[: len(inputs)]
+                    yield rows, _gradient(logits, *some, scaled, options, hidden.dtype)
+                    continue
+
+                for part, grad in _computed_again(
+                    inputs, weight, *some, scaled, bits, memory, options
+                ):
+                    yield slice(rows.start + part.start, rows.start + part.stop), grad
 
         # This runs the generator above, so it fills the lists.
         ctx.gradients = _of_product(hidden, weight, gradients(), learned=ctx.needs_input_grad[1])
-        of_logprobs, of_entropy = zip(*gradients_of_chunks, strict=True)
+        of_logprobs, of_entropy = zip(*gradients_of_groups, strict=True)
         ctx.upstream_gradients = (
             torch.cat(of_logprobs),
             None if of_entropy[0] is None else torch.cat(of_entropy),
@@ -408,7 +440,7 @@ class _KnownUpstream(torch.autograd.Function):
         factor = _proportion(ctx.upstream_gradients, upstream)
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(factor).to(ctx.dtype)
-        return grad_hidden.mul_(factor), grad_weight, None, None, None
+        return grad_hidden.mul_(factor), grad_weight, None, None, None, None
 
 
 def _proportion(assumed: tuple[Tensor | None, ...], exact: tuple[Tensor | None, ...]) -> Tensor:
@@ -509,6 +541,45 @@ def _truncate(
         logits[rows].masked_fill_(outside, -torch.inf)
         if bits is not None:
             bits[rows] = vocab_parallel.pack_mask(outside)
+
+
+def _logits_memory(inputs: Tensor, options: _Options) -> Tensor:
+    """Return memory for the logits of a chunk, float32."""
+    size = min(options.chunk, len(inputs)), options.part.num
+    return torch.empty(size, dtype=torch.float32, device=inputs.device)
+
+
+def _bits(inputs: Tensor, options: _Options) -> Tensor | None:
+    """Return memory for the truncation of each row, or None without one.
+
+    It is decided once, so that the gradient leaves out exactly the same tokens.
+    """
+    if not options.truncation.active:
+        return None
+    width = vocab_parallel.packed_width(options.part.num)
+    return torch.empty(len(inputs), width, dtype=torch.uint8, device=inputs.device)
+
+
+def _computed_again(
+    inputs: Tensor,
+    weight: Tensor | None,
+    distribution: Distribution,
+    local_targets: LocalTargets,
+    upstream: _Gradients,
+    bits: Tensor | None,
+    memory: Tensor,
+    options: _Options,
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the gradient of the logits of each chunk, after computing the logits once more."""
+    for start in range(0, len(inputs), options.chunk):
+        rows = slice(start, min(start + options.chunk, len(inputs)))
+        logits = memory[: rows.stop - start]
+        scaled_logits(inputs[rows], weight, options.temperature, out=logits)
+        if bits is not None:
+            vocab_parallel.fill_packed(logits, bits[rows], -torch.inf)
+
+        chunk = distribution.rows(rows), local_targets.rows(rows), upstream.rows(rows)
+        yield rows, _gradient(logits, *chunk, options, inputs.dtype, again=True)
 
 
 def _gradient(

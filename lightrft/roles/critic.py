@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.reduce import Report, TokenGradients
+from lightrft.algorithms.reduce import LocalGradients, Report
 from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.roles.role import Role
 from lightrft.types import Batch
@@ -28,7 +28,7 @@ class Critic(Role):
         return self._infer(self.module, lambda part: self.forward(part)[0], batch, rows)
 
     def forward(
-        self, batch: Batch, gradients: TokenGradients | None = None
+        self, batch: Batch, gradients: LocalGradients | None = None
     ) -> tuple[Tensor, Report]:
         """Return the values of all tokens [T]; objectives use the learned ones."""
         scores = self.module(batch)

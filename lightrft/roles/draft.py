@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.algorithms.reduce import Report, TokenGradients
+from lightrft.algorithms.reduce import LocalGradients, Report
 from lightrft.algorithms.truncation import Truncation
 from lightrft.roles.role import Role
 from lightrft.strategy.strategy import Strategy
@@ -42,7 +42,7 @@ class Draft(Role):
         self.truncation = truncation
 
     def forward(
-        self, batch: Batch, gradients: TokenGradients | None = None
+        self, batch: Batch, gradients: LocalGradients | None = None
     ) -> tuple[Tensor, Report]:
         """Return log-probs of learned tokens [T], 0 elsewhere."""
         return self.module(

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.balance import Balance
-from lightrft.algorithms.objectives import Balanced, TokenGradients
-from lightrft.algorithms.reduce import Denominator, Report
+from lightrft.algorithms.objectives import Balanced
+from lightrft.algorithms.reduce import Denominator, LocalGradients, Report
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.checkpoint.hf_parameters import hf_parameters, persistent_buffers, unwrap
 from lightrft.engine.sampling_parameters import sampling_of
@@ -150,7 +150,7 @@ class Policy(Role, PolicyNames):
             )
 
     def forward(
-        self, batch: Batch, gradients: TokenGradients | None = None
+        self, batch: Batch, gradients: LocalGradients | None = None
     ) -> tuple[Tensor, Report]:
         """Return log-probs of learned tokens [T], 0 elsewhere; store the entropy in the batch."""
         with self.routers.watch() if self.routers else nullcontext([]) as logits:
@@ -179,7 +179,7 @@ class Policy(Role, PolicyNames):
         return super().update(batch, rows, objective, denominator, metrics, **options)
 
     def supervised(
-        self, batch: Batch, gradients: TokenGradients | None = None
+        self, batch: Batch, gradients: LocalGradients | None = None
     ) -> tuple[Tensor, Report]:
         """Return log-probs of given answers that were not sampled.
 

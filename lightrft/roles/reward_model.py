@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.reduce import Report, TokenGradients, sequence_sums
+from lightrft.algorithms.reduce import LocalGradients, Report, sequence_sums
 from lightrft.roles.compatible_names import ScorerNames
 from lightrft.roles.padded import LENGTHS, SAMPLE_MASK
 from lightrft.roles.role import Role
@@ -48,20 +48,20 @@ class RewardModel(Role, ScorerNames):
         return self.get_scores(batch, mbs).gather(1, batch[LENGTHS].cpu().long()[:, None] - 1)[:, 0]
 
     def forward(
-        self, batch: Batch, gradients: TokenGradients | None = None
+        self, batch: Batch, gradients: LocalGradients | None = None
     ) -> tuple[Tensor, Report]:
         """Return the scores [N]."""
         return _mean(self._last(batch)), {}
 
     def scores_of_heads(
-        self, batch: JudgedBatch, gradients: TokenGradients | None = None
+        self, batch: JudgedBatch, gradients: LocalGradients | None = None
     ) -> tuple[Tensor, Report]:
         """Return for each sequence the score of the head that `batch.heads` names: [N]."""
         scores = self._last(batch)
         return scores if scores.ndim == 1 else scores.gather(1, batch.heads[:, None])[:, 0], {}
 
     def scores_of_tokens(
-        self, batch: Batch, gradients: TokenGradients | None = None
+        self, batch: Batch, gradients: LocalGradients | None = None
     ) -> tuple[Tensor, Report]:
         """Return the score at each token, [T], for a model with one head.
 

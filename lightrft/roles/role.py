@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.algorithms.objectives import token_gradients
-from lightrft.algorithms.reduce import Denominator, Report, TokenGradients, Weighted
+from lightrft.algorithms.objectives import local_gradients
+from lightrft.algorithms.reduce import Denominator, LocalGradients, Report, Weighted
 from lightrft.batching.planner import Batching
 from lightrft.batching.redistribute import redistribute, regroup
 from lightrft.batching.sample_store import SampleStore
@@ -49,7 +49,7 @@ class LossTerm:
     rows: MicroBatchIndices
     objective: Objective
     denominator: Denominator
-    forward: Callable[[Batch, TokenGradients | None], tuple[Tensor, Report]]
+    forward: Callable[[Batch, LocalGradients | None], tuple[Tensor, Report]]
     """Function that computes the input of the objective, and further reports; see Role.forward."""
 
 
@@ -118,7 +118,7 @@ class Role(ABC):
 
     @abstractmethod
     def forward(
-        self, batch: Batch, gradients: TokenGradients | None = None
+        self, batch: Batch, gradients: LocalGradients | None = None
     ) -> tuple[Tensor, Report]:
         """Return the input of objectives, and further reports.
 
@@ -330,9 +330,9 @@ class Role(ABC):
         step.num_started = step.num_started + 1
         step.batch = batch
 
-        # The head can compute its gradients at once where the objective's are known from each token
-        # alone.
-        gradients = token_gradients(term.objective, batch, term.denominator) if step.learn else None
+        # The head computes its gradients in the forward pass where those of the objective are known
+        # early.
+        gradients = local_gradients(term.objective, batch, term.denominator) if step.learn else None
         with torch.set_grad_enabled(step.learn):
             values, report = term.forward(batch, gradients)
             loss, more = term.objective(values, batch, term.denominator)

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
+from lightrft.algorithms.policy_loss import PER_SEQUENCE
 from lightrft.backends.zero_state import BUCKET
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_model_terms
@@ -242,12 +243,24 @@ class Planner:
 
         return {} if self.config.strategy.fsdp_cpu_offload else models
 
+    def of_sequences(self) -> bool:
+        """Return whether the loss knows gradients after whole sequences; see LocalGradients."""
+        if self.command == "train_ppo":
+            return self.config.algorithm.policy_loss in PER_SEQUENCE
+        return self.command in ("train_dpo", "train_kto")
+
     def phases(self, step: StepBytes, tokens: int) -> dict[str, Bytes]:
         states = self.states(step)
         others = self.others(states)
         idle = self.config.strategy.offload_idle
         resident = {} if idle else others
-        head = head_bytes(self.shape, -(-tokens // self.sp), self.tp, self.width)
+        head = head_bytes(
+            self.shape,
+            -(-tokens // self.sp),
+            self.tp,
+            self.width,
+            of_sequences=self.of_sequences() and self.sp == 1 and not self.config.model.lora_rank,
+        )
         resident_states = step.parameters + step.gradients + step.optimizer
         block = max(
             step.peak - resident_states - step.activations,

@@ -205,16 +205,20 @@ def trained_parameters(shape: PretrainedConfig, section: ModelSection) -> int:
     )
 
 
-def head_bytes(shape: PretrainedConfig, tokens: int, tp: int, width: int) -> float:
+def head_bytes(
+    shape: PretrainedConfig, tokens: int, tp: int, width: int, *, of_sequences: bool = False
+) -> float:
     """Return the bytes that token_logprobs() needs on an accelerator.
 
-    These are the logits of a chunk, and float32 gradients of the inputs. A gradient of logits takes
+    These are the logits of a chunk, and float32 gradients of the inputs. A chunk of a loss
+    `of_sequences` may have as many logits as the weight has elements. A gradient of logits takes
     the place of the logits only if the values have four bytes; `width` is the bytes of a value.
     """
     text = shape.get_text_config()
     rows = -(-text.vocab_size // tp)
     of_logit = 4 if width == 4 else 4 + width
-    return of_logit * min(tokens * rows, DEVICE_CHUNK) + 4 * (rows + tokens) * text.hidden_size
+    chunk = max(DEVICE_CHUNK, rows * text.hidden_size if of_sequences else 0)
+    return of_logit * min(tokens * rows, chunk) + 4 * (rows + tokens) * text.hidden_size
 
 
 def with_layers(shape: PretrainedConfig, layers: int) -> PretrainedConfig:

@@ -11,7 +11,7 @@ Each variant runs in a process of its own. On a CPU: float32, one thread, `secon
 an accelerator (the default where there is one, see --device): bfloat16, seconds that pass, and the
 device memory that was allocated above what it was before. Seconds are the median of the
 repetitions; the memory includes the gradients. `lightrft` knows the gradient of its objective in
-the forward pass, and `four_products` does not.
+the forward pass, `sequences` after every 512 tokens, and `four_products` does not.
 
 One JSON line per variant; the last one has, for the first case, `time_ratio` and
 `peak_memory_ratio`, lightrft / full logits, and the latter without the weight's gradient,
@@ -56,6 +56,20 @@ def four_products(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return token_logprobs(hidden, weight, targets, truncation=truncation, entropy=False)[0]
 
 
+def sequences(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The gradient is known after all tokens of a sequence of 512, as in GSPO and DPO."""
+    upstream = lambda rows, logprobs, entropy: (torch.ones_like(logprobs), None)  # noqa: E731
+    return token_logprobs(
+        hidden,
+        weight,
+        targets,
+        truncation=truncation,
+        entropy=False,
+        upstream=upstream,
+        units=[len(part) for part in targets.split(512)],
+    )[0]
+
+
 def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Compute all logits at once.
 
@@ -94,7 +108,8 @@ def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 VARIANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    f.__name__: f for f in (lightrft, full_logits, four_products, checkpointed, torch_chunked)
+    f.__name__: f
+    for f in (lightrft, sequences, full_logits, four_products, checkpointed, torch_chunked)
 }
 
 
@@ -233,7 +248,7 @@ def main(argv: list[str] | None = None) -> None:
         nargs="+",
         choices=VARIANTS,
         default=list(VARIANTS),
-        help="the first two are needed",
+        help="lightrft and full_logits are needed",
     )
     # given to a process by in_process()
     parser.add_argument("--one", nargs=3, metavar="CASE", help=argparse.SUPPRESS)

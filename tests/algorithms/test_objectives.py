@@ -16,11 +16,11 @@ from lightrft.algorithms.objectives import (
     PolicyObjective,
     PtxObjective,
     ValueObjective,
+    local_gradients,
     mismatch,
     sft,
-    token_gradients,
 )
-from lightrft.algorithms.policy_loss import PER_TOKEN, policy_losses
+from lightrft.algorithms.policy_loss import PER_SEQUENCE, PER_TOKEN, policy_losses
 from lightrft.algorithms.reduce import Denominator
 from lightrft.config import AlgorithmSection, ConfigError
 from lightrft.types import Batch, Experience
@@ -308,10 +308,8 @@ SECTIONS = [
 @pytest.mark.parametrize(
     "section", SECTIONS, ids=lambda section: f"{section.policy_loss} {section.loss_agg_mode}"
 )
-def test_gradients_of_tokens_are_known_before_the_other_tokens_are(section):
-    """Gradients of some tokens, known from their log-probs alone, equal autograd through all
-    tokens.
-    """
+def test_gradients_are_known_before_the_log_probs_of_all_tokens_are(section):
+    """Gradients of some tokens or sequences, from their log-probs alone, equal autograd's."""
     batch = random_experience(MASKS, 3)
     objective = PolicyObjective(section)
     denominator = step_denominator(batch)
@@ -321,14 +319,14 @@ def test_gradients_of_tokens_are_known_before_the_other_tokens_are(section):
     expected = grad(
         objective(logprobs, batch, denominator)[0], [logprobs, entropy], allow_unused=True
     )
-    gradients = token_gradients(objective, batch, denominator)
-    assert (gradients is not None) == (section.policy_loss in PER_TOKEN)
+    gradients = local_gradients(objective, batch, denominator)
+    assert gradients.num_sequences == (0 if section.policy_loss in PER_TOKEN else 1)
 
-    if gradients is None:
-        return
-
-    for some in (batch.loss_mask, torch.arange(len(logprobs)) % 3 == 1):
-        found = gradients(
+    parts = [batch.loss_mask, batch.sequence_ids == 0, batch.sequence_ids != 0]
+    if gradients.num_sequences == 0:
+        parts.append(torch.arange(len(logprobs)) % 3 == 1)
+    for some in parts:
+        found = gradients.compute(
             *(torch.where(some, values.detach(), 0.0) for values in (logprobs, entropy))
         )
         for value, reference in zip(found, expected, strict=True):
@@ -336,21 +334,26 @@ def test_gradients_of_tokens_are_known_before_the_other_tokens_are(section):
             assert value is None or torch.equal(value[some], reference[some])
 
 
-def depends_on_others(name: str) -> bool:
-    """Return whether a token's gradient under a policy loss moves with another token's log-prob."""
+def depends_on(name: str, scope: str) -> bool:
+    """Return whether a token's gradient under a policy loss moves with the log-prob of another
+    token, or of another sequence.
+    """
     batch = random_experience(MASKS, 5, weights=None)
     section = AlgorithmSection(policy_loss=name, eps_clip_low=0.9, eps_clip_high=9.0)
     objective = PolicyObjective(section)
     denominator = step_denominator(batch)
     logprobs = actor_logprobs(batch, 6).requires_grad_()
     (first,) = grad(objective(logprobs, batch, denominator)[0], logprobs)
-    moved = (logprobs.detach() + 0.01 * (torch.arange(len(logprobs)) % 2)).requires_grad_()
+    numbers = torch.arange(len(logprobs)) if scope == "token" else batch.sequence_ids
+    moved = (logprobs.detach() + 0.01 * (numbers % 2)).requires_grad_()
     (second,) = grad(objective(moved, batch, denominator)[0], moved)
-    return not torch.equal(first[::2], second[::2])
+    return not torch.equal(first[numbers % 2 == 0], second[numbers % 2 == 0])
 
 
-def test_losses_that_are_computed_token_by_token():
-    assert {name for name in policy_losses.names() if not depends_on_others(name)} == PER_TOKEN
+def test_losses_that_treat_tokens_or_sequences_alone():
+    names = policy_losses.names()
+    assert {name for name in names if not depends_on(name, "token")} == PER_TOKEN
+    assert {name for name in names if not depends_on(name, "sequence")} == PER_TOKEN | PER_SEQUENCE
 
 
 def test_objectives_that_are_known_token_by_token():
@@ -360,19 +363,47 @@ def test_objectives_that_are_known_token_by_token():
     learned = batch.loss_mask
     balance = Balance(torch.ones(2), torch.ones(()))
     for objective in (sft, PtxObjective(0.5), Balanced(sft, balance, 0.1)):
-        (gradient, of_entropy) = token_gradients(objective, batch, denominator)(
-            torch.zeros(batch.num_tokens), None
-        )
+        known = local_gradients(objective, batch, denominator)
+        gradient, of_entropy = known.compute(torch.zeros(batch.num_tokens), None)
+        assert known.num_sequences == 0
         assert of_entropy is None and (gradient[learned] < 0).all() and not gradient[~learned].any()
 
     own = PolicyObjective(AlgorithmSection(policy_loss=f"{__name__}:double_loss"))
     for objective in (double_loss, ValueObjective(AlgorithmSection()), own):
-        assert token_gradients(objective, batch, denominator) is None
-    fresh = random_experience(MASKS, 3, old_logprobs=None)
-    assert token_gradients(PolicyObjective(AlgorithmSection()), fresh, denominator) is not None
+        assert local_gradients(objective, batch, denominator) is None
 
-    # of what the moment's log-probs say of whole sequences
-    for fields in (CORRECTED, {"rollout_mask": "sequence"}):
-        assert (
-            token_gradients(PolicyObjective(AlgorithmSection(**fields)), fresh, denominator) is None
-        )
+
+@pytest.mark.parametrize(
+    ("fields", "num_sequences"),
+    [
+        ({}, 0),
+        ({"rollout_correction": "tis"}, 0),
+        ({"rollout_correction": "tis", "rollout_mask": "geometric"}, 1),
+        (CORRECTED, 1),
+        ({"rollout_mask": "sequence"}, 1),
+        ({"policy_loss": "gspo", "rollout_correction": "mis"}, 1),
+        ({"rollout_correction": f"{__name__}:own_correction"}, None),
+        ({"policy_loss": "gspo", "rollout_correction": f"{__name__}:own_correction"}, None),
+    ],
+)
+def test_corrections_by_the_current_log_probs_join_tokens_of_a_sequence(fields, num_sequences):
+    """Without old log-probs the current ones stand for them."""
+    batch = random_experience(MASKS, 3, old_logprobs=None)
+    objective = PolicyObjective(AlgorithmSection(**fields))
+    known = local_gradients(objective, batch, step_denominator(batch))
+    assert (known and known.num_sequences) == num_sequences
+    if known is None:
+        return
+
+    logprobs = (
+        batch.engine_logprobs + torch.linspace(-0.2, 0.3, batch.num_tokens)
+    ).requires_grad_()
+    (expected,) = grad(objective(logprobs, batch, step_denominator(batch))[0], logprobs)
+    first = batch.sequence_ids == 0
+    found, _ = known.compute(torch.where(first, logprobs.detach(), 0.0), None)
+    assert torch.equal(found[first], expected[first])
+
+
+def own_correction(ratio: torch.Tensor) -> torch.Tensor:
+    """A user's correction may look at all tokens."""
+    return ratio / ratio.mean()

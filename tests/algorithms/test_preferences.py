@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from lightrft.algorithms.objectives import local_gradients
 from lightrft.algorithms.preferences.dpo import DPOObjective, hinge, ipo, sigmoid
 from lightrft.algorithms.preferences.kto import KTOObjective, kto, reference_point
 from lightrft.algorithms.preferences.reward import (
@@ -118,6 +119,31 @@ def test_dpo_of_two_pairs_by_hand():
     assert report["train/margin"].values.tolist() == [0.0, 2.5] and report[
         "train/accuracy"
     ].values.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("objective", "num_sequences"),
+    [
+        (DPOObjective(PreferenceSection(sft_coef=0.1)), 2),
+        (KTOObjective(PreferenceSection(), torch.tensor(0.5)), 1),
+    ],
+    ids=["dpo", "kto"],
+)
+def test_gradients_of_a_pair_or_an_answer_need_no_other_log_probs(objective, num_sequences):
+    given = batch(
+        [2, 3, 2, 2],
+        [False, True] + [False, True, True] + [False, True] * 2,
+        reference=torch.tensor([-1.0, -2, -3, -1]),
+    )
+    logprobs = torch.tensor([9.0, -2, 9, -1, -2, 9, -1, 9, -4], requires_grad=True)
+    (expected,) = torch.autograd.grad(objective(logprobs, given, DENOMINATOR)[0], logprobs)
+
+    known = local_gradients(objective, given, DENOMINATOR)
+    assert known.num_sequences == num_sequences
+    for start in range(0, len(given), num_sequences):
+        some = given.sequence_ids // num_sequences == start // num_sequences
+        found, _ = known.compute(torch.where(some, logprobs.detach(), 0.0), None)
+        assert found[some].any() and torch.equal(found[some], expected[some])
 
 
 @pytest.mark.parametrize(

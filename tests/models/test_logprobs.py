@@ -680,6 +680,71 @@ def test_a_gradient_that_is_known_in_the_forward_pass_is_the_same_in_three_produ
         assert (value - reference).abs().max() <= near * max(1.0, reference.abs().max())
 
 
+LENGTHS = [3, 1, 3, 7, 9]
+"""Learned tokens of five sequences, T together."""
+
+
+def loss_of_sequences(logprobs: Tensor, entropy: Tensor | None, lengths: list[int]) -> Tensor:
+    """Sum a loss whose gradients at a token depend on its whole sequence."""
+    sequences = zip(logprobs.split(lengths), entropy.split(lengths), strict=True)
+    return sum(
+        values.mean().exp() * position + (values * others).mean()
+        for position, (values, others) in enumerate(sequences, start=1)
+    )
+
+
+def known_after_a_sequence(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of loss_of_sequences() for the rows of whole sequences."""
+    starts = [sum(LENGTHS[:index]) for index in range(len(LENGTHS))]
+    assert rows.start in starts and rows.stop in [*starts, T], "only a part of a sequence"
+    whole = [torch.zeros(T).index_put((torch.arange(T)[rows],), x) for x in (logprobs, entropy)]
+    inputs = [x.requires_grad_() for x in whole]
+    with torch.enable_grad():
+        grads = torch.autograd.grad(loss_of_sequences(*inputs, LENGTHS), inputs)
+    return grads[0][rows], grads[1][rows]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"truncation": Truncation(top_k=6, top_p=0.9)}])
+@pytest.mark.parametrize(
+    ("trained_head", "products"),
+    [
+        # Chunks of 4 rows: 3 + 1 together, 3 alone, 7 in two chunks and 9 in three. The logits of
+        # these two are computed again.
+        (False, 2 + 2 + 2 * 3 + 3 * 3),
+        # The weight's gradient has as many elements as 8 rows of logits, so a chunk may have 8:
+        # 3 + 1 + 3, 7, and 9 in two.
+        (True, 3 + 3 + 2 * 4),
+    ],
+)
+def test_gradients_of_sequences_are_known_when_a_chunk_has_whole_sequences(
+    trained_head, products, options, dtype
+):
+    hidden, weight, targets = inputs(dtype, scale=0.5)
+    weight = weight.detach().requires_grad_(trained_head)
+    learned = [hidden, weight] if trained_head else [hidden]
+
+    with Products() as seen:
+        known = token_logprobs(
+            hidden,
+            weight,
+            targets,
+            chunk=4,
+            upstream=known_after_a_sequence,
+            units=LENGTHS,
+            **options,
+        )
+        found = torch.autograd.grad(loss_of_sequences(*known, LENGTHS), learned)
+    assert seen.count == products
+
+    dense_options = {"top_k": 6, "top_p": 0.9} if options else {"top_k": V, "top_p": 1.0}
+    reference = dense_truncated(hidden, weight, targets, temperature=1.0, **dense_options)
+    expected = torch.autograd.grad(loss_of_sequences(*reference, LENGTHS), learned)
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0.01}
+    for gradient, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, exact, **near)
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_a_frozen_head_has_no_product_for_its_gradient(known):
     """Adapters leave the head frozen: each chunk has one product less."""

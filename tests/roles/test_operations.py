@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightrft.algorithms.objectives import sft, token_gradients
+from lightrft.algorithms.objectives import local_gradients, sft
 from lightrft.algorithms.reduce import Denominator
 from lightrft.batching.prefix_sharing import find_shared_prefixes
 from lightrft.config.sections import ModelSection
@@ -89,7 +89,7 @@ def test_operations_are_those_that_are_computed(tmp_path, name, shared):
             loss = role(batch)[batch.loss_mask].sum()
         else:
             values, _ = role(
-                batch, 1.0, entropy=False, gradients=token_gradients(sft, batch, denominator)
+                batch, 1.0, entropy=False, gradients=local_gradients(sft, batch, denominator)
             )
             loss, _ = sft(values, batch, denominator)
         loss.backward()
