@@ -121,9 +121,9 @@ class ModelSection(Section, commands=TRAINING):
     """Activations to keep of each block: full keeps only the input; selective also keeps the
     results of attention and matrix products."""
     fused_kernels: Literal["none", "liger"] = option("none", commands=EVALUATED)
-    """liger: compute norms, rotary embeddings and feed-forward layers of llama, qwen2 and qwen3
-    models with fused kernels, on an accelerator; requires the package liger-kernel. In float32,
-    log-probs and gradients change by at most 1e-5."""
+    """liger: compute norms, rotary embeddings and feed-forward layers of Llama, Qwen, Gemma, OLMo
+    and similar models with fused kernels, on an accelerator; requires the package liger-kernel. In
+    float32, log-probs and gradients change by at most 1e-5."""
     trust_remote_code: bool = option(False, commands=EVERY)
     """Run Python code that comes with the model. Use it only for sources that you trust."""
     lora_rank: int = option(0, NOT_NEGATIVE.hint("; 0 trains the model itself"))

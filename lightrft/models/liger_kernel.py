@@ -12,8 +12,27 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""Supported values of model_type; the package has one function for each."""
+FAMILIES = {
+    "exaone4": "swiglu",
+    "gemma": "geglu",
+    "gemma3_text": "geglu",
+    "granite": "swiglu",
+    "hunyuan_v1_dense": "swiglu",
+    "llama": "swiglu",
+    "mistral": "swiglu",
+    "olmo2": "swiglu",
+    "olmo3": "swiglu",
+    "phi3": "swiglu",
+    "qwen2": "swiglu",
+    "qwen3": "swiglu",
+    "qwen3_moe": "",
+    "smollm3": "swiglu",
+}
+"""Supported values of model_type, with the kernel of the feed-forward layers.
+
+The package has one function for each family. Experts are computed by the trainer's own kernels.
+"""
+ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
 
 
 def fuse(module: nn.Module, device: torch.device) -> None:
@@ -25,23 +44,27 @@ def fuse(module: nn.Module, device: torch.device) -> None:
         for child in module.children():
             fuse(child, device)
         return
+
     problems = model_problems(module, device)
     if problems:
         raise ValueError(
             f"--fused_kernels liger cannot be used for {type(module).__name__}:"
             f" {'; '.join(problems)}"
         )
-    import liger_kernel.transformers as liger
 
-    apply = getattr(liger, f"apply_liger_kernel_to_{module.config.model_type}")
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    family = module.config.model_type
+    feed_forward = FAMILIES[family]
+    options = {feed_forward: True} if feed_forward else {"swiglu": False}
     # The trainer has fused log-probs of its own, so the package's losses stay off.
-    apply(
+    MODEL_TYPE_TO_APPLY_LIGER_FN[family](
         rope=True,
         rms_norm=True,
-        swiglu=True,
         cross_entropy=False,
         fused_linear_cross_entropy=False,
         model=module,
+        **options,
     )
 
 
@@ -49,10 +72,15 @@ def model_problems(model: PreTrainedModel, device: torch.device) -> list[str]:
     """Return all reasons why the kernels cannot compute this model on this device."""
     problems = []
     config = model.config
-    if config.model_type not in FAMILIES:
+    feed_forward = FAMILIES.get(config.model_type)
+    if feed_forward is None:
         problems.append(f"its family {config.model_type!r} is not one of {', '.join(FAMILIES)}")
-    elif config.hidden_act not in ("silu", "swish"):
-        problems.append(f"its activation is {config.hidden_act}, not silu")
+    elif feed_forward:
+        # Gemma's configuration has another name.
+        activation = getattr(config, "hidden_activation", None) or config.hidden_act
+        known = ACTIVATIONS[feed_forward]
+        if activation not in known:
+            problems.append(f"its activation is {activation}, not {known[0]}")
 
     if find_spec("liger_kernel") is None:
         problems.append("the package is not installed (pip install liger-kernel)")

@@ -9,14 +9,23 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from triton.runtime import interpreter
 
-from flat_models import gradients_of, make_batch, make_model, weighted
+from flat_models import MIXTURES, MODELS, gradients_of, make_batch, make_model, weighted
 from lightrft.attention.flat import ATTENTION
 from lightrft.models.heads import Actor
-from lightrft.models.liger_kernel import fuse
+from lightrft.models.liger_kernel import FAMILIES, fuse
 from lightrft.models.recompute import recompute
 from ranks import run_ranks, whole
 
 CPU = torch.device("cpu")
+SHAPES = {family: {} for family in FAMILIES} | {
+    "gemma": {"head_dim": 8},
+    "gemma3_text": MODELS["gemma3"][1],
+    "granite": MODELS["granite"][1],
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "mistral": MODELS["mistral window"][1],
+    "qwen3": MODELS["qwen3"][1],
+    "qwen3_moe": MIXTURES["experts"][1],
+}
 convert = interpreter._implicit_cvt
 
 
@@ -33,11 +42,10 @@ def with_floats(argument: object) -> object:
 
 
 def prepare() -> None:
-    """Add what the interpreter lacks: floats, and the function of CUDA's library that the norm
-    calls.
-    """
+    """Add what the interpreter lacks: floats, and functions of CUDA's library."""
     interpreter._implicit_cvt = with_floats
     import_module("liger_kernel.ops.rms_norm").rsqrt = lambda x: 1.0 / tl.sqrt(x)
+    import_module("liger_kernel.ops.geglu").tanh = lambda x: 2.0 * tl.sigmoid(2.0 * x) - 1.0
 
 
 def results(actor: Actor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -74,13 +82,17 @@ def sharded() -> tuple[Tensor, dict[str, Tensor]]:
 
 def check() -> None:
     prepare()
-    # before the exchange
-    expected = {
-        name: results(Actor(make_model(name, ATTENTION)).train()) for name in ("qwen2", "qwen3")
-    }
-    model = make_model("qwen2", ATTENTION)
-    fuse(model, CPU)
-    assert "Liger" in model.get_decoder().layers[0].mlp.forward.__func__.__qualname__
-    print("qwen2", deviation(results(Actor(model).train()), expected["qwen2"]))
-    for rank in run_ranks(2, sharded):
-        print("qwen3", deviation(rank, expected["qwen3"]))
+    for family, options in SHAPES.items():
+        MODELS[family] = (family, options)
+        # The package changes the classes of a family, so the reference comes first.
+        expected = results(Actor(make_model(family, ATTENTION)).train())
+        model = make_model(family, ATTENTION)
+        fuse(model, CPU)
+
+        block = model.get_decoder().layers[0]
+        patched = block.self_attn.q_norm if family == "qwen3_moe" else block.mlp
+        assert "Liger" in patched.forward.__func__.__qualname__, family
+        print(family, deviation(results(Actor(model).train()), expected))
+        if family == "qwen3":
+            for rank in run_ranks(2, sharded):
+                print("sharded", deviation(rank, expected))
