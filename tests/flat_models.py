@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from lightrft.attention.recurrent import install
 from lightrft.types import Batch
 
 SIZES = {
@@ -15,7 +16,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "intermediate_size": 48,
     "vocab_size": 61,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 128,
     "initializer_range": 0.2,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -64,6 +65,95 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Mixtures of experts, apart from MODELS: the last bit of a token may choose other experts."""
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", DELTA),
+    "qwen3_5_moe": ("qwen3_5_moe_text", DELTA | EXPERTS),
+    "qwen3_next": ("qwen3_next", DELTA | EXPERTS),
+    "olmo_hybrid": ("olmo_hybrid", DELTA),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_token": 2,
+            "moe_intermediate_size": 16,
+            "kv_lora_rank": 8,
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "lfm2_moe": ("lfm2_moe", EXPERTS | {"layer_types": ["conv", "full_attention"]}),
+    "bamba": ("bamba", MAMBA | {"attn_layer_indices": [1]}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        MAMBA
+        | {
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 16,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "falcon_h1": (
+        "falcon_h1",
+        MAMBA | {"mamba_d_ssm": 64, "head_dim": 8, "lm_head_multiplier": 0.3},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "hybrid_override_pattern": "M*",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "chunk_size": 8,
+            "head_dim": 8,
+        },
+    ),
+    "zamba2": (
+        "zamba2",
+        {
+            "mamba_d_state": 8,
+            "mamba_expand": 2,
+            "mamba_ngroups": 2,
+            "n_mamba_heads": 8,
+            "mamba_headdim": 8,
+            "chunk_size": 8,
+            "layers_block_type": ["linear_attention", "hybrid"],
+        },
+    ),
+}
+"""Models with linear attention, a state space or convolutions in some layers."""
 LENGTHS = [5, 1, 11, 8, 2, 9, 1, 16]
 TEMPERATURE = 0.8
 SEEN = 777
@@ -71,7 +161,7 @@ SEEN = 777
 
 
 def make_model(name: str, attention: str) -> PreTrainedModel:
-    kind, extra = (MODELS | MIXTURES)[name]
+    kind, extra = (MODELS | MIXTURES | HYBRIDS)[name]
     config = AutoConfig.for_model(kind, **(SIZES | {"tie_word_embeddings": False} | extra))
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(
@@ -83,6 +173,8 @@ def make_model(name: str, attention: str) -> PreTrainedModel:
         for parameter in model.parameters():  # norms and biases too, so that an error there shows
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
+    if attention != "eager":
+        install(model)
     return model
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -204,6 +205,8 @@ class Layout:
         self.queries = sequence.queries(self.num_computed)
         """Start and end of the runs of computed tokens whose queries this rank has."""
         self._calls: dict[int | None, list[AttentionCall]] = {}
+        self.derived: dict[object, Any] = {}
+        """What layers without attention compute from the layout, once for all of them."""
 
     @cached_property
     def longest(self) -> int:
@@ -251,8 +254,8 @@ class Layout:
         """
         if self.shared is None or self.bidirectional is not None or self.queries_are_split:
             return math.inf
-        depth = self._pieces.depth
-        prefixes = np.unique(self._places[self._prefix_ends - 1][depth > 0])
+        depth = self.pieces.depth
+        prefixes = np.unique(self.places[self._prefix_ends - 1][depth > 0])
         return float((depth**2).sum()) / 2 / (len(prefixes) + 1)
 
     @property
@@ -286,15 +289,15 @@ class Layout:
 
     def with_copies(self, window: int) -> AttentionCall:
         """Return one call with a window. Keys that several sequences attend to are copied."""
-        starts = self._rows[self._pieces.row] + np.maximum(self._pieces.depth - window + 1, 0)
+        starts = self.starts[self.pieces.row] + np.maximum(self.pieces.depth - window + 1, 0)
         ends = self._prefix_ends
         before = ends - starts
-        own = self._pieces.sizes
+        own = self.pieces.sizes
         index = np.empty(int((before + own).sum()), dtype=np.int64)
         at = _steps(before + own)
         is_before = at < before.repeat(before + own)
-        index[is_before] = self._places[_ranges(starts, before)]
-        index[~is_before] = _ranges(self._pieces.begins, own)
+        index[is_before] = self.places[ranges(starts, before)]
+        index[~is_before] = ranges(self.pieces.begins, own)
         queries = Selection(np.arange(int(own.sum())), self.device)
 
         return AttentionCall(
@@ -302,9 +305,9 @@ class Layout:
         )
 
     def _own(self) -> AttentionCall:
-        sizes = self._pieces.sizes
+        sizes = self.pieces.sizes
         queries = Selection(np.arange(int(sizes.sum())), self.device)
-        keys = Selection(_ranges(self._pieces.begins, sizes), self.device)
+        keys = Selection(ranges(self.pieces.begins, sizes), self.device)
         return AttentionCall(queries, keys, sizes, sizes, self.device, causal=True)
 
     def _prefixes(self) -> Iterator[AttentionCall]:
@@ -312,9 +315,9 @@ class Layout:
 
         A node ends where the sequences that share it diverge.
         """
-        pieces = self._pieces
+        pieces = self.pieces
         piece = np.arange(len(pieces.sizes)).repeat(pieces.depth)
-        read = self._places[_ranges(self._rows[pieces.row], pieces.depth)]
+        read = self.places[ranges(self.starts[pieces.row], pieces.depth)]
         if not len(read):
             return
 
@@ -336,10 +339,10 @@ class Layout:
             readers_at_level = piece[at_level]
             query_lengths = np.add.reduceat(pieces.sizes[readers_at_level], first)
             queries = Selection(
-                _ranges(local[readers_at_level], pieces.sizes[readers_at_level]), self.device
+                ranges(local[readers_at_level], pieces.sizes[readers_at_level]), self.device
             )
             nodes = at_level[first]
-            keys = Selection(_ranges(begins[nodes], sizes[nodes]), self.device)
+            keys = Selection(ranges(begins[nodes], sizes[nodes]), self.device)
             yield AttentionCall(queries, keys, query_lengths, sizes[nodes], self.device)
 
     @cached_property
@@ -364,8 +367,8 @@ class Layout:
             begins = begins[some]
             stops = stops[some]
             lasts = ends[some] - 1
-            queries.append(_ranges(stops - 1, stops - begins, step=-1) + before - first)
-            keys.append(_ranges(lasts, lasts - begins, step=-1))
+            queries.append(ranges(stops - 1, stops - begins, step=-1) + before - first)
+            keys.append(ranges(lasts, lasts - begins, step=-1))
             query_lengths.append(stops - begins)
             key_lengths.append(lasts - begins)
             before += stop - first
@@ -406,7 +409,7 @@ class Layout:
         is_in = self.bidirectional.numpy()[computed]
         edges = np.zeros(self.num_computed + 1, dtype=bool)  # between a token and the one before it
         edges[1:-1] = is_in[1:] != is_in[:-1]
-        edges[np.searchsorted(computed, self._rows)] = True  # where sequences begin
+        edges[np.searchsorted(computed, self.starts)] = True  # where sequences begin
         edges[-1] = True
         borders = edges.nonzero()[0]
         inside = is_in[borders[:-1]]
@@ -414,22 +417,22 @@ class Layout:
         return borders[:-1][inside], borders[1:][inside]
 
     @cached_property
-    def _rows(self) -> np.ndarray:
+    def starts(self) -> np.ndarray:
         """Return the start of each sequence among the T tokens: [N]."""
         return (self.lengths.cumsum(0) - self.lengths).numpy()
 
     @cached_property
-    def _places(self) -> np.ndarray:
+    def places(self) -> np.ndarray:
         """Return the index of each token among the computed ones: [T]."""
         return np.arange(self.num_computed) if self.shared is None else self.shared.places.numpy()
 
     @cached_property
     def _prefix_ends(self) -> np.ndarray:
         """Return the index of the first token of each piece among the T tokens: [pieces]."""
-        return self._rows[self._pieces.row] + self._pieces.depth
+        return self.starts[self.pieces.row] + self.pieces.depth
 
     @cached_property
-    def _pieces(self) -> "TokenRuns":
+    def pieces(self) -> "TokenRuns":
         """Return the runs of this rank's computed tokens that are consecutive in a sequence.
 
         The computed tokens of a sequence are its last ones, because only a prefix can be shared.
@@ -439,9 +442,9 @@ class Layout:
             np.arange(self.num_computed) if self.shared is None else self.shared.computed.numpy()
         )
         # A sequence may lie in several of this rank's ranges, and then has a piece in each.
-        first = np.searchsorted(computed, self._rows)
+        first = np.searchsorted(computed, self.starts)
 
-        stop = np.searchsorted(computed, self._rows + lengths)
+        stop = np.searchsorted(computed, self.starts + lengths)
         runs = []
         for start, end in self.queries:
             begins = np.maximum(first, start)
@@ -516,6 +519,6 @@ def _steps(lengths: np.ndarray) -> np.ndarray:
     return np.arange(int(lengths.sum())) - (lengths.cumsum() - lengths).repeat(lengths)
 
 
-def _ranges(starts: np.ndarray, lengths: np.ndarray, step: int = 1) -> np.ndarray:
+def ranges(starts: np.ndarray, lengths: np.ndarray, step: int = 1) -> np.ndarray:
     """Return start, start + step, ... for each start and length, concatenated."""
     return starts.repeat(lengths) + step * _steps(lengths)

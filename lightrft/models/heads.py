@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lightrft.algorithms.reduce import LocalGradients
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.attention.layout import Layout, bidirectional_token
+from lightrft.attention.recurrent import layout_arguments
 from lightrft.config.errors import ConfigError
 from lightrft.models.empty import real_parameters
 from lightrft.models.logprobs import Upstream, token_logprobs, top_logprobs
@@ -36,8 +37,8 @@ from lightrft.types import (
 )
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-MULTIPLIED = {"cohere", "cohere2"}
-DIVIDED = {"granite", "granitemoe", "granitemoeshared"}
+MULTIPLIED = {"cohere", "cohere2", "falcon_h1"}
+DIVIDED = {"granite", "granitemoe", "granitemoehybrid", "granitemoeshared"}
 """Model types that divide logits by an entry of SCALES; MULTIPLIED multiply by it."""
 
 
@@ -276,6 +277,7 @@ def hidden_states(
         name: to_device(value, device)
         for name, value in concatenated_features(computed_images(batch)).items()
     }
+    layout = Layout(batch.lengths, device, sequence, shared, bidirectional_tokens(model, batch))
     # Media replace embeddings by position, so the model reads all tokens and is split inside.
     read = computed if features else computed[token_positions]
 
@@ -289,9 +291,7 @@ def hidden_states(
             position_ids=positions(model, batch)[..., read].unsqueeze(-2),
             attention_mask=None,
             use_cache=False,
-            layout=Layout(
-                batch.lengths, device, sequence, shared, bidirectional_tokens(model, batch)
-            ),
+            **layout_arguments(model, layout),
             **features,
         ).last_hidden_state[0]
 

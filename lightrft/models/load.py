@@ -31,6 +31,7 @@ from transformers.conversion_mapping import (
 from transformers.utils import cached_file
 
 from lightrft.attention.flat import ATTENTION
+from lightrft.attention.recurrent import install
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
 from lightrft.models.converted_files import ConvertedFiles
@@ -496,12 +497,16 @@ def _not_flat(model: PreTrainedModel) -> list[str]:
     others = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",
         "sliding_attention",
+        "linear_attention",
+        "conv",
     }
     reasons = {
         "its attention implementation cannot be replaced in transformers": (
             not model.get_decoder()._supports_attention_backend
         ),
-        "it carries a recurrent state from token to token": model._is_stateful,
+        "it carries a recurrent state that flat batches do not support": (
+            model._is_stateful and not install(model)
+        ),
         f"it has layers of type {', '.join(sorted(others))}": bool(others),
         "its attention is bidirectional": getattr(config, "use_bidirectional_attention", None),
         "its attention is soft-capped": getattr(config, "attn_logit_softcapping", None) is not None,

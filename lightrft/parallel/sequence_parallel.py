@@ -24,6 +24,8 @@ class SequenceParallel:
     """
 
     chunks_per_rank = 1
+    splits_heads = True
+    """Whether each rank computes all tokens of some heads, or else some tokens of all heads."""
 
     def __init__(self, axis: Axis | None = None, *, parts: int = 1):
         """Split over `axis`.
@@ -133,6 +135,13 @@ class SequenceParallel:
         """Convert [t, H, D] of this rank's tokens to the inputs of the attention."""
         return query, key, value
 
+    def split_heads(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Convert tensors [t, H, D] of this rank's tokens to those of all tokens and some heads.
+
+        after_attention() is the inverse.
+        """
+        return values
+
     def after_attention(self, output: Tensor) -> Tensor:
         """Convert the output of the attention to [t, H, D] of this rank's tokens."""
         return output
@@ -177,6 +186,10 @@ def set_sequence_parallel(module: nn.Module, sequence: SequenceParallel, *, tp: 
     for part in parts:
         model = part.hf_model
         problems = sequence.problems(model.config.get_text_config().num_attention_heads // tp)
+        if model._is_stateful and not sequence.splits_heads:
+            problems.append(
+                "its recurrent state runs through all tokens of a sequence: use --sp_impl ulysses"
+            )
         if problems:
             raise ValueError(
                 f"{name} does not support {type(model).__name__}: {'; '.join(problems)}"

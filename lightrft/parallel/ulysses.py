@@ -37,8 +37,12 @@ class Ulysses(SequenceParallel):
             key = key.repeat_interleave(copies, 1)
             value = value.repeat_interleave(copies, 1)
 
+        return self.split_heads(query, key, value)
+
+    def split_heads(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Exchange tensors [t, H, D] of one dtype for [T, H / ranks, D] in one all-to-all."""
         # Heads are grouped by rank: [ranks, t, H / ranks, D].
-        parts = [x.unflatten(1, (self.axis.size, -1)).transpose(0, 1) for x in (query, key, value)]
+        parts = [x.unflatten(1, (self.axis.size, -1)).transpose(0, 1) for x in values]
         mixed = _Exchange.apply(
             torch.cat([part.flatten(2) for part in parts], -1), self.axis
         ).flatten(0, 1)

@@ -19,6 +19,7 @@ class Zigzag(SequenceParallel):
     """
 
     chunks_per_rank = 2
+    splits_heads = False
 
     def chunks(self, rank: int) -> list[int]:
         return [rank, 2 * self.axis.size - 1 - rank]

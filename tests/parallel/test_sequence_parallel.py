@@ -214,11 +214,15 @@ def batch_of(lengths: list[int], alike: int) -> Batch:
     return replace(batch, shared=find_shared_prefixes(batch.input_ids, batch.lengths))
 
 
+def models_for(kind: str) -> list[str]:
+    return MODELS + (["qwen3_5", "lfm2", "nemotron_h"] if kind == "ulysses" else [])
+
+
 def model_of_ranks(kind: str, checkpointing: bool) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
     """Return, per model and batch, values, and gradients summed over the ranks."""
     sequence = sequence_of(kind)
     results = []
-    for name in MODELS:
+    for name in models_for(kind):
         for case in BATCHES:
             model = make_model(name, ATTENTION)
             if checkpointing:
@@ -246,7 +250,7 @@ def test_an_actor_on_several_ranks_is_that_of_one(sp, checkpointing, kind):
     four ranks.
     """
     results = run_ranks(sp, model_of_ranks, kind, checkpointing)
-    cases = [(name, *case) for name in MODELS for case in BATCHES]
+    cases = [(name, *case) for name in models_for(kind) for case in BATCHES]
     for index, (name, *case) in enumerate(cases):
         model = make_model(name, ATTENTION)
         expected = Actor(model)(make_batch(*case), TEMPERATURE)
@@ -262,6 +266,12 @@ def test_an_actor_on_several_ranks_is_that_of_one(sp, checkpointing, kind):
                     case,
                     parameter,
                 )
+
+
+def test_a_recurrent_state_is_not_split_by_zigzag():
+    actor = Actor(make_model("qwen3_5", ATTENTION))
+    with pytest.raises(ValueError, match="its recurrent state runs .*: use --sp_impl ulysses"):
+        set_sequence_parallel(actor, SEQUENCES["zigzag"](Axis("sp", 2, 0, None)))
 
 
 def scores_of_ranks(kind: str, folder: str) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,0 +1,386 @@
+"""Convolutions, linear attention and state spaces over flat batches.
+
+transformers computes them with functions of the module of a family. On a CPU these ignore where the
+sequences of a flat batch begin, and a state would run from one sequence into the next. install()
+replaces the functions: each sequence has a row of its own, padded on the right, where nothing that
+follows changes what came before.
+
+A shared prefix is computed once. The layers that read earlier tokens of a sequence continue from it:
+a convolution reads the last inputs of the prefix, and a recurrent layer begins with the state at the
+end of the prefix. Ranks that split the tokens exchange them for channels or heads, as for attention
+(Ulysses).
+
+Shapes: t tokens of this rank, U computed tokens of all ranks, C channels, H heads.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightrft.attention.layout import Blocks, Layout, blocks, ranges
+from lightrft.parallel.sequence_parallel import GatherSummed
+from lightrft.types import to_device
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Arguments of a function of transformers that carries a state from token to token."""
+
+    tokens: tuple[str, ...]
+    """Tensors [1, t, H, ...] with a value for each token and head."""
+    initial: str
+    """State [rows, H, ...] before the first token."""
+    final: str
+    """Flag that asks for the state after the last token."""
+    groups: tuple[str, ...] = ()
+    """Tensors [1, t, G, ...] with a value for each token and group of heads."""
+    heads: tuple[str, ...] = ()
+    """Parameters [H] with a value for each head."""
+    always_pair: bool = True
+    """Whether the function returns a pair also without the flag."""
+
+
+CONVOLUTION = "causal_conv1d_fn"
+DELTA_RULE = Scan(("query", "key", "value", "g", "beta"), "initial_state", "output_final_state")
+SCANS = {
+    # gated delta networks, Yang et al., arXiv 2412.06464: Qwen3-Next, Qwen3.5, OLMo Hybrid
+    "torch_chunk_gated_delta_rule": DELTA_RULE,
+    # Kimi Linear, arXiv 2510.26692
+    "chunk_kimi_delta_attention": DELTA_RULE,
+    # Mamba 2, Dao and Gu, arXiv 2405.21060: Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba 2
+    "mamba2_chunk_scan": Scan(
+        ("hidden_states", "dt"),
+        "initial_states",
+        "return_final_states",
+        groups=("B", "C"),
+        heads=("A", "D", "dt_bias"),
+        always_pair=False,
+    ),
+}
+FUSED = ("mamba2_split_conv1d_scan_combined",)
+"""Kernels for convolution and scan at once; a model computes both apart if they return None."""
+UNKNOWN = ("mamba_selective_scan",)
+"""Functions that carry a state in a form that flat batches do not support."""
+
+
+def install(model: PreTrainedModel) -> bool:
+    """Let the layers of a model's family compute flat batches; return whether they can.
+
+    Other calls of the functions, without a layout, are as before.
+    """
+    family = sys.modules[type(model.get_decoder()).__module__]
+    known = [name for name in (CONVOLUTION, *SCANS, *FUSED) if hasattr(family, name)]
+    if CONVOLUTION not in known or any(hasattr(family, name) for name in UNKNOWN):
+        return False
+
+    for name in known:
+        function = getattr(family, name)
+        if hasattr(function, "flat"):
+            continue
+        if name in FUSED:
+            flat = _unfused(function)
+        elif name in SCANS:
+            flat = _flat_scan(function, SCANS[name])
+        else:
+            flat = _flat_convolution(function)
+        flat.flat = True
+        setattr(family, name, flat)
+
+    return True
+
+
+def layout_arguments(model: PreTrainedModel, layout: Layout) -> dict[str, Layout]:
+    """Return the arguments that bring a layout to all layers of a model.
+
+    LFM2 passes only `seq_idx` on to convolutions.
+    """
+    of_convolutions = model.config.get_text_config().model_type in ("lfm2", "lfm2_moe")
+    return {"layout": layout} | ({"seq_idx": layout} if of_convolutions else {})
+
+
+def _unfused(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def fused(*args: Any, **options: Any) -> Any:
+        return None if isinstance(options.get("layout"), Layout) else original(*args, **options)
+
+    return fused
+
+
+def _flat_convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Adapt a causal depthwise convolution: [1, C, t] and weights [C, K] -> [1, C, t]."""
+    names = list(inspect.signature(original).parameters)
+
+    @wraps(original)
+    def convolution(*args: Any, **options: Any) -> Tensor:
+        layout = options.get("layout") or options.get("seq_idx")
+        if not isinstance(layout, Layout):
+            return original(*args, **options)
+
+        sequence = layout.sequence
+        call = dict(zip(names, args, strict=False)) | options
+        for name in ("layout", "seq_idx"):
+            call.pop(name, None)
+        inputs = call["hidden_states"][0].T.unsqueeze(-1)
+        values = sequence.split_heads(inputs)[0][..., 0]
+        channels = _own_part(inputs.shape[1], layout)
+        call["weight"] = call["weight"][channels]
+        if call.get("bias") is not None:
+            call["bias"] = call["bias"][channels]
+
+        # The row of zeros stands for the tokens before a sequence.
+        values = torch.cat([values, values.new_zeros(1, values.shape[1])])
+        rows = _convolved(layout, call["weight"].shape[-1])
+        outputs = []
+        for (size, width), block in zip(
+            rows.shapes, _split(values.index_select(0, rows.source), rows.shapes), strict=True
+        ):
+            call["hidden_states"] = block.view(size, width, -1).transpose(1, 2)
+            positional = {name: call[name] for name in names[: len(args)]}
+            named = {name: value for name, value in call.items() if name not in positional}
+            output = original(*positional.values(), **named)
+            outputs.append(output.transpose(1, 2).flatten(0, 1))
+
+        output = torch.cat(outputs).index_select(0, rows.places)
+        return sequence.after_attention(output.unsqueeze(-1))[..., 0].T.unsqueeze(0)
+
+    return convolution
+
+
+def _flat_scan(original: Callable[..., Any], scan: Scan) -> Callable[..., Any]:
+    """Adapt a recurrent function: tokens [1, t, H, ...] -> [1, t, H, D]."""
+    names = list(inspect.signature(original).parameters)
+
+    @wraps(original)
+    def flat(*args: Any, **options: Any) -> Any:
+        layout = options.get("layout")
+        if not isinstance(layout, Layout):
+            return original(*args, **options)
+
+        call = dict(zip(names, args, strict=False)) | options
+        del call["layout"]
+        values = _own_heads(call, scan, layout)
+        levels, places = _levels(layout)
+        outputs = []
+        states = None
+
+        for level in levels:
+            selected = [
+                _split(value.index_select(0, level.source), level.shapes) for value in values
+            ]
+            finals = []
+            tensors_of_blocks = zip(*selected, strict=True)
+            for (size, width), keeps, parents, tensors in zip(
+                level.shapes, level.keeps_state, level.parents, tensors_of_blocks, strict=True
+            ):
+                for name, tensor in zip(scan.tokens + scan.groups, tensors, strict=True):
+                    call[name] = tensor.view(size, width, *tensor.shape[1:])
+                call[scan.initial] = None if states is None else states.index_select(0, parents)
+                call[scan.final] = keeps
+
+                positional = {name: call[name] for name in names[: len(args)]}
+                named = {name: value for name, value in call.items() if name not in positional}
+                output = original(*positional.values(), **named)
+                if scan.always_pair or keeps:
+                    output, state = output
+                    finals.append(state)
+                outputs.append(output.flatten(0, 1))
+
+            kept = [state for state in finals if state is not None]
+            states = torch.cat(kept) if kept else None
+
+        output = torch.cat(outputs).index_select(0, places)
+        output = layout.sequence.after_attention(output).unsqueeze(0)
+        return (output, None) if scan.always_pair else output
+
+    return flat
+
+
+def _own_heads(call: dict[str, Any], scan: Scan, layout: Layout) -> list[Tensor]:
+    """Return the tokens [U, H of this rank, ...] and groups, and cut the parameters of `call`."""
+    axis = layout.sequence.axis
+    values = [call[name][0] for name in scan.tokens]
+    groups = [call[name][0] for name in scan.groups]
+    if axis.size == 1:
+        return values + groups
+
+    num_heads = values[0].shape[1]
+    own = _own_part(num_heads, layout)
+    for name in scan.heads:
+        if call.get(name) is not None:
+            call[name] = call[name][own]
+
+    # An exchange has one dtype, and decays are float32.
+    result = []
+    for value in values:
+        of_head = value if value.dim() > 2 else value.unsqueeze(-1)
+        exchanged = layout.sequence.split_heads(of_head)[0]
+        result.append(exchanged if value.dim() > 2 else exchanged[..., 0])
+
+    # A rank may have a part of a group only, so the groups' values are copied for its heads.
+    for group in groups:
+        (whole,) = GatherSummed.apply(axis, group)
+        of_heads = torch.arange(num_heads, device=group.device)[own] // (
+            num_heads // group.shape[1]
+        )
+        result.append(whole.index_select(1, of_heads))
+    return result
+
+
+def _own_part(size: int, layout: Layout) -> slice:
+    """Return this rank's channels or heads."""
+    axis = layout.sequence.axis
+    if size % axis.size:
+        raise ValueError(
+            f"--sp_size {axis.size} does not divide the {size} channels or heads of a layer with a"
+            " recurrent state"
+        )
+    part = size // axis.size
+    return slice(axis.rank * part, (axis.rank + 1) * part)
+
+
+def _split(values: Tensor, shapes: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+    return values.split([size * width for size, width in shapes])
+
+
+def _convolved(layout: Layout, kernel: int) -> Blocks:
+    """Return the blocks of a convolution.
+
+    Each run of computed tokens follows the `kernel` - 1 tokens before it; U stands for a missing
+    one. The places leave these out.
+    """
+    if ("convolution", kernel) in layout.derived:
+        return layout.derived["convolution", kernel]
+
+    pieces = layout.pieces
+    before = kernel - 1
+    steps = pieces.depth[:, None] + np.arange(-before, 0)
+    tokens = (layout.starts[pieces.row][:, None] + steps).clip(0)
+    tails = np.where(steps < 0, layout.num_computed, layout.places[tokens])
+    sizes = pieces.sizes + before
+    source = np.empty(int(sizes.sum()), dtype=np.int64)
+    begins = sizes.cumsum() - sizes
+    source[(begins[:, None] + np.arange(before)).flatten()] = tails.flatten()
+    own = ranges(begins + before, pieces.sizes)
+    source[own] = ranges(pieces.begins, pieces.sizes)
+
+    result = _composed(blocks(torch.from_numpy(sizes), torch.device("cpu")), source, own)
+    layout.derived["convolution", kernel] = _moved(result, layout.device)
+    return layout.derived["convolution", kernel]
+
+
+@dataclass(frozen=True)
+class Level:
+    """Runs of tokens that begin without a state, or with the states at the end of runs before."""
+
+    shapes: list[tuple[int, int]]
+    """(number of runs, width) of each block."""
+    source: Tensor
+    """[P] int64: the computed token at each position of the blocks."""
+    keeps_state: list[bool]
+    """Whether other runs continue a block's runs. These have the block's width, so that padding
+    does not change the state."""
+    parents: list[Tensor | None]
+    """[runs] int64 for each block: the runs of the level before that they continue."""
+
+
+def _levels(layout: Layout) -> tuple[list[Level], Tensor]:
+    """Return the levels of the tree of shared prefixes, and the place of each token in them.
+
+    Without shared prefixes there is one level with one run for each sequence.
+    """
+    if "levels" in layout.derived:
+        return layout.derived["levels"]
+
+    pieces = layout.pieces
+    continued = pieces.depth > 0
+    # The computed token that each of these pieces follows; a run ends there.
+    last = layout.places[layout.starts[pieces.row] + pieces.depth - 1]
+    borders = np.union1d(pieces.begins, last[continued] + 1)
+    borders = borders[borders < layout.num_computed]
+    sizes = np.diff(np.r_[borders, layout.num_computed])
+
+    run_of = np.searchsorted(borders, np.arange(layout.num_computed), side="right") - 1
+    parent = np.arange(len(borders)) - 1
+    parent[np.searchsorted(borders, pieces.begins)] = np.where(continued, run_of[last], -1)
+    depth = np.zeros(len(borders), dtype=np.int64)
+    for run in (parent >= 0).nonzero()[0]:
+        depth[run] = depth[parent[run]] + 1
+
+    has_children = np.isin(np.arange(len(borders)), parent)
+    number_of_state = np.full(len(borders), -1)
+    levels = []
+    places = np.empty(layout.num_computed, dtype=np.int64)
+    written = 0
+
+    for level in range(int(depth.max()) + 1):
+        shapes = []
+        keeps = []
+        parents = []
+        sources = []
+        states = 0
+        for runs, keep in _blocks_of(np.flatnonzero(depth == level), has_children, sizes):
+            cut = blocks(torch.from_numpy(sizes[runs]), torch.device("cpu"))
+            tokens = ranges(borders[runs], sizes[runs])
+            here = _composed(cut, tokens, np.arange(len(tokens)))
+            places[tokens] = here.places.numpy() + written
+            written += len(here.source)
+            sources.append(here.source)
+            shapes += here.shapes
+            keeps += [keep] * len(here.shapes)
+
+            order = _rows_in_order(cut, sizes[runs])
+            for rows in np.split(runs[order], np.cumsum([size for size, _ in cut.shapes])[:-1]):
+                before = number_of_state[parent[rows]]
+                parents.append(
+                    to_device(torch.from_numpy(before), layout.device) if level else None
+                )
+            if keep:
+                number_of_state[runs[order]] = states + np.arange(len(runs))
+                states += len(runs)
+
+        source = to_device(torch.cat(sources), layout.device)
+        levels.append(Level(shapes, source, keeps, parents))
+
+    layout.derived["levels"] = levels, to_device(torch.from_numpy(places), layout.device)
+    return layout.derived["levels"]
+
+
+def _blocks_of(
+    runs: np.ndarray, has_children: np.ndarray, sizes: np.ndarray
+) -> Iterator[tuple[np.ndarray, bool]]:
+    """Yield the runs that others continue by equal length, then the rest."""
+    inner = runs[has_children[runs]]
+    for size in np.unique(sizes[inner]):
+        yield inner[sizes[inner] == size], True
+
+    outer = runs[~has_children[runs]]
+    if len(outer):
+        yield outer, False
+
+
+def _composed(cut: Blocks, tokens: np.ndarray, own: np.ndarray) -> Blocks:
+    """Return the blocks `cut` of a list of tokens [n], with places of its entries `own` only."""
+    source = torch.from_numpy(tokens)
+    places = torch.from_numpy(own)
+    if cut.source is None:
+        return Blocks(cut.shapes, source, places)
+    return Blocks(cut.shapes, source[cut.source], cut.places[places])
+
+
+def _rows_in_order(cut: Blocks, sizes: np.ndarray) -> np.ndarray:
+    """Return the runs in the order of their rows in the blocks."""
+    if cut.places is None:
+        return np.arange(len(sizes))
+    return cut.places[torch.from_numpy(sizes.cumsum() - sizes)].argsort().numpy()
+
+
+def _moved(rows: Blocks, device: torch.device) -> Blocks:
+    return Blocks(rows.shapes, to_device(rows.source, device), to_device(rows.places, device))

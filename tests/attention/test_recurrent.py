@@ -1,0 +1,139 @@
+"""Why: a state that runs from one sequence of a flat batch into the next is wrong in silence.
+
+The reference is transformers' own computation of each sequence alone.
+"""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flat_models import (
+    HYBRIDS,
+    LENGTHS,
+    TEMPERATURE,
+    assert_same_gradients,
+    gradients_of,
+    make_batch,
+    make_model,
+    one_by_one,
+    weighted,
+)
+from lightrft.attention.flat import ATTENTION
+from lightrft.attention.layout import Layout
+from lightrft.attention.recurrent import CONVOLUTION, SCANS, _levels
+from lightrft.batching.prefix_sharing import find_shared_prefixes
+from lightrft.models.heads import Actor
+from lightrft.types import Batch, SharedPrefix
+
+LONG = [70, 70, 75, 90]
+"""Longer than the chunks of every family."""
+
+
+def batch_of(lengths: list[int], alike: int) -> Batch:
+    batch = make_batch(lengths, alike)
+    return replace(batch, shared=find_shared_prefixes(batch.input_ids, batch.lengths))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(
+    ("lengths", "alike"), [(LENGTHS, 0), (LENGTHS, 3), ([9] * 4, 2), (LONG, 0), (LONG, 28)]
+)
+def test_packed_equals_each_sequence_alone(name, lengths, alike):
+    """Also with prefixes that are computed once, and with a prefix of prefixes."""
+    batch = batch_of(lengths, alike)
+    assert alike == 0 or len(batch.shared.computed) < batch.num_tokens
+    reference = make_model(name, "eager")
+    model = make_model(name, ATTENTION)
+
+    expected = one_by_one(reference, batch)
+    values = Actor(model)(batch, TEMPERATURE)
+    # A shared prefix moves the borders of a family's chunks, and each chunk is rounded.
+    near = 1e-5 if lengths is not LONG else 1e-4
+    for value, known in zip(values, expected, strict=True):
+        torch.testing.assert_close(value, known, rtol=near, atol=near)
+
+    weighted(expected).backward()
+    weighted(values).backward()
+    assert_same_gradients(gradients_of(model), gradients_of(reference))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_transformers_own_functions_would_leak(name, monkeypatch):
+    """Without the functions of this project the same batch gives other log-probs."""
+    batch = make_batch()
+    model = make_model(name, ATTENTION)
+    family = sys.modules[type(model.get_decoder()).__module__]
+    expected = Actor(model)(batch, TEMPERATURE)[0]
+
+    for function in (CONVOLUTION, *SCANS):
+        if hasattr(family, function):
+            monkeypatch.setattr(family, function, getattr(family, function).__wrapped__)
+    with torch.no_grad():
+        assert (Actor(model)(batch, TEMPERATURE)[0] - expected).abs().max() > 1e-2
+
+
+def test_a_shared_prefix_is_computed_once():
+    """Every token goes through the layer once."""
+    batch = batch_of([130] * 4, 50).select([0, 2])
+    batch = replace(batch, shared=find_shared_prefixes(batch.input_ids, batch.lengths))
+    model = make_model("qwen3_5", ATTENTION)
+    seen = []
+    layer = model.get_decoder().layers[0].linear_attn
+    layer.in_proj_qkv.register_forward_hook(lambda *call: seen.append(call[2].shape[1]))
+    with torch.no_grad():
+        Actor(model)(batch, TEMPERATURE)
+
+    levels, _ = _levels(Layout(batch.lengths, torch.device("cpu"), shared=batch.shared))
+    assert seen == [50 + 80 + 80]
+    assert [len(level.source) for level in levels] == [50, 160], "no padding here"
+
+
+def test_levels_by_hand():
+    """Sequences `a b c d`, `a b e` and `a b c f g`: `a b` is read twice and then `c` once.
+
+    computed  a b c d e f g
+    """
+    computed = torch.tensor([0, 1, 2, 3, 6, 10, 11])
+    places = torch.tensor([0, 1, 2, 3, 0, 1, 4, 0, 1, 2, 5, 6])
+    layout = Layout(
+        torch.tensor([4, 3, 5]), torch.device("cpu"), shared=SharedPrefix(computed, places)
+    )
+    (first, second, third), order = _levels(layout)
+
+    assert first.shapes == [(1, 2)] and first.source.tolist() == [0, 1]
+    assert first.keeps_state == [True] and first.parents == [None]
+    # `c` continues `a b` and is continued; `e` only continues it
+    assert second.shapes == [(1, 1), (1, 1)] and second.source.tolist() == [2, 4]
+    assert second.keeps_state == [True, False]
+    assert [rows.tolist() for rows in second.parents] == [[0], [0]]
+    # `d` and `f g` continue `c`, in blocks of their widths
+    assert sorted(third.source.tolist()) == [3, 5, 6]
+    assert all(rows.tolist() == [0] * len(rows) for rows in third.parents)
+    everything = torch.cat([level.source for level in (first, second, third)])
+    assert everything[order].tolist() == list(range(7))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "nemotron_h"])
+def test_gradient_checkpointing_changes_nothing(name):
+    batch = batch_of(LENGTHS, 3)
+    plain = make_model(name, ATTENTION)
+    checkpointed = make_model(name, ATTENTION)
+    checkpointed.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False}
+    )
+    for model in (plain, checkpointed):
+        weighted(Actor(model).train()(batch, TEMPERATURE)).backward()
+    assert_same_gradients(gradients_of(checkpointed), gradients_of(plain))
+
+
+def test_calls_without_a_layout_are_as_before():
+    """Another caller of transformers in the same process gets the same numbers."""
+    make_model("qwen3_5", ATTENTION)  # replaces the functions of the family
+    model = make_model("qwen3_5", "eager")
+    ids = make_batch().input_ids[None]
+    cached = model(input_ids=ids[:, :20], use_cache=True)
+    rest = model(input_ids=ids[:, 20:], past_key_values=cached.past_key_values)
+    whole = model(input_ids=ids).logits[:, 20:]
+    torch.testing.assert_close(rest.logits, whole, rtol=1e-4, atol=1e-4)
