@@ -52,6 +52,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 8,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "cohere": ("cohere", {"logit_scale": 0.25, "use_qk_norm": False}),
     "granite": (
         "granite",

@@ -76,44 +76,44 @@ def flat_attention(
     """Compute attention over this rank's tokens of a flat batch.
 
     query [1, H, t, D], key and value [1, H_kv, t, D] -> ([1, t, H, D], None). A token attends to
-    `sliding_window` tokens, itself included. Raise ValueError for soft-capped and sink attention,
-    and for a sequence that is longer than a window that the layer applies in the mask alone.
+    `sliding_window` tokens, itself included. `softcap` c replaces a score s by c tanh(s / c).
+    `s_aux` [H] are sinks: scores of one more key for each head, without a value (gpt-oss, arXiv
+    2508.10925).
     """
-    if softcap is not None or s_aux is not None:
-        raise ValueError(
-            f"{type(module).__name__} uses soft-capped or sink attention, which flat batches do not"
-            " support"
-        )
-
-    only_in_mask = configured_window(module) if sliding_window is None else None
-    if only_in_mask and only_in_mask < layout.longest:
-        raise ValueError(
-            f"{type(module).__name__} applies its window of {only_in_mask} tokens in the attention"
-            f" mask alone, and flat batches have none: a sequence of {layout.longest} tokens would"
-            f" attend to too many; use at most {only_in_mask}"
-        )
+    # Phi-3.5-MoE applies its window in the mask alone.
+    if sliding_window is None:
+        sliding_window = configured_window(module)
 
     query, key, value = layout.sequence.before_attention(
         *(x[0].transpose(0, 1) for x in (query, key, value))
     )
+    sinks = None if s_aux is None else layout.sequence.own_heads(s_aux)
     window = sliding_window if sliding_window and sliding_window < layout.longest else None
     # Merging the calls needs log-sum-exps, and dropout needs the probabilities over all keys at
     # once.
-    if layout.needs_several_calls:
-        kernel = None if dropout else call_kernel(query.device, query.dtype)
+    if layout.needs_several_calls or softcap is not None or sinks is not None:
+        kernel = None if dropout or softcap else call_kernel(query.device, query.dtype)
         # Copies in another dtype would round the gradient of a prefix once for each copy.
         copies = query.dtype == torch.float32 and layout.copies_are_faster(query[0].numel())
-        if kernel is CPU_KERNEL and window is None and copies:
+        if kernel is CPU_KERNEL and window is None and copies and sinks is None:
             output = block_attention(
                 query, key, value, layout, scaling=scaling, window=None, dropout=0.0
             )
         elif kernel is None:
             output = copied_attention(
-                query, key, value, layout, scaling=scaling, window=window, dropout=dropout
+                query,
+                key,
+                value,
+                layout,
+                scaling=scaling,
+                window=window,
+                dropout=dropout,
+                softcap=softcap,
+                sinks=sinks,
             )
         else:
             output = prefix_attention(
-                kernel, query, key, value, layout, scaling=scaling, window=window
+                kernel, query, key, value, layout, scaling=scaling, window=window, sinks=sinks
             )
     else:
         kernel = attention_kernel(query.device, query.dtype)
@@ -143,11 +143,13 @@ def copied_attention(
     scaling: float | None,
     window: int | None,
     dropout: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute torch's scaled dot product attention per sequence, with copies of all keys.
+    """Compute attention per sequence, with copies of all keys.
 
-    This is the fallback for dropout, which needs the probabilities over all keys, and for devices
-    without a call_kernel(). Raise ValueError if ranks split the queries of bidirectional tokens.
+    This is the fallback for dropout, which needs the probabilities over all keys, for soft-capped
+    scores, and for devices without a call_kernel(). Raise ValueError if ranks split the queries of bidirectional tokens.
     """
     if layout.bidirectional is not None and layout.queries_are_split:
         raise ValueError(
@@ -167,18 +169,46 @@ def copied_attention(
     for q, k, v, runs in zip(queries, keys, values, run_ids, strict=True):
         mask = window_mask(len(q), call.window, q.device, num_keys=len(k), run_ids=runs)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            scale=scaling,
-            dropout_p=dropout,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        if softcap is None and sinks is None:
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                scale=scaling,
+                dropout_p=dropout,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        else:
+            out = _dense_attention(q, k, v, mask, scaling, dropout, softcap, sinks)
         outputs.append(out[0].transpose(0, 1))
 
     return torch.cat(outputs)
+
+
+def _dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute attention with all scores of a sequence in memory: [1, H, q, D]."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+    scores = (query @ key.transpose(-1, -2)).float() * (scaling or query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~mask, -torch.inf)
+
+    if sinks is not None:
+        columns = sinks.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, columns], -1)
+    probabilities = scores.softmax(-1)[..., : key.shape[2]].to(query.dtype)
+    return F.dropout(probabilities, dropout) @ value
 
 
 def block_attention(

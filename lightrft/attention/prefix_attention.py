@@ -41,13 +41,14 @@ def prefix_attention(
     *,
     scaling: float | None,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return attention of this rank's queries over the keys and values of all computed tokens.
 
-    queries [t, H, D], keys and values [U, H_kv, D] -> [t, H, D].
+    queries [t, H, D], keys and values [U, H_kv, D], sinks [H] -> [t, H, D].
     """
     value, columns = pad_values(value, query)
-    return _MergedCalls.apply(query, key, value, layout.calls(window), kernel, scaling)[
+    return _MergedCalls.apply(query, key, value, sinks, layout.calls(window), kernel, scaling)[
         ..., :columns
     ]
 
@@ -67,6 +68,7 @@ class _MergedCalls(torch.autograd.Function):
     """Attention in several calls with one merged result.
 
     The backward pass needs queries, keys and values, the merged output and the merged log-sum-exp.
+    A sink is one more key, with the value 0: it only adds to the log-sum-exp.
     """
 
     @staticmethod
@@ -75,6 +77,7 @@ class _MergedCalls(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         calls: list[AttentionCall],
         kernel: CallKernel,
         scaling: float | None,
@@ -82,7 +85,7 @@ class _MergedCalls(torch.autograd.Function):
         own, *prefixes = calls
         output, lse = kernel.forward(query, own.keys.of(key), own.keys.of(value), own, scaling)
         # Copies, because recomputation may keep what a kernel returned.
-        if prefixes:
+        if prefixes or sinks is not None:
             output = output.to(torch.float32, copy=True)
             lse = lse.clone()
 
@@ -97,8 +100,13 @@ class _MergedCalls(torch.autograd.Function):
             )
             call.queries.add_to(lse, F.softplus(its_lse - before))
 
+        if sinks is not None:
+            of_keys = lse
+            lse = torch.logaddexp(of_keys, sinks.float())
+            output = output * (of_keys - lse).exp().unsqueeze(-1)
+
         output = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.save_for_backward(query, key, value, sinks, output, lse)
         ctx.calls = calls
         ctx.kernel = kernel
         ctx.scaling = scaling
@@ -108,7 +116,7 @@ class _MergedCalls(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
+        query, key, value, sinks, output, lse = ctx.saved_tensors
         totals: list[Tensor] = []
         for call in ctx.calls:
             call_gradient, call_query, call_output, call_lse = (
@@ -140,8 +148,15 @@ class _MergedCalls(torch.autograd.Function):
             ):
                 selection.add_to(total, columns_gradient)
 
+        of_sinks = None
+        if sinks is not None:
+            # The gradient of a score is p (its value's gradient - delta), and the value is 0.
+            delta = (gradient.float() * output.float()).sum(-1)
+            of_sinks = -((sinks.float() - lse).exp() * delta).sum(0).to(sinks.dtype)
+
         return (
             *(total.to(x.dtype) for total, x in zip(totals, (query, key, value), strict=True)),
+            of_sinks,
             None,
             None,
             None,

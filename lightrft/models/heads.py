@@ -37,8 +37,15 @@ from lightrft.types import (
 )
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-MULTIPLIED = {"cohere", "cohere2", "falcon_h1"}
-DIVIDED = {"granite", "granitemoe", "granitemoehybrid", "granitemoeshared"}
+MULTIPLIED = {"cohere", "cohere2", "cohere2_moe", "falcon_h1"}
+DIVIDED = {
+    "granite",
+    "granite_swa",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoehybrid",
+    "granitemoeshared",
+}
 """Model types that divide logits by an entry of SCALES; MULTIPLIED multiply by it."""
 
 
@@ -53,6 +60,7 @@ class Actor(SequenceParallelModule):
         super().__init__()
         self.language_model = language_model
         self.logit_scale = logit_scale(language_model)
+        self.softcap = logit_softcap(language_model)
         self.blank: tuple[Expanded, ...] = ()
         """Sequences to append to batches that lack a medium: one with an item of each medium,
         excluded from the loss. While other ranks train on the medium, all ranks must run the same
@@ -116,6 +124,7 @@ class Actor(SequenceParallelModule):
                 entropy=entropy,
                 upstream=gradients and of_rows(gradients, tokens, batch.num_tokens),
                 units=units,
+                softcap=self.softcap,
             )
             outputs = [
                 output.index_put((tokens,), value)
@@ -131,7 +140,9 @@ class Actor(SequenceParallelModule):
         weight = self.language_model.get_output_embeddings().weight
         columns = (
             self.sequence.gather(each)
-            for each in top_logprobs(hidden, weight, top, temperature=temperature)
+            for each in top_logprobs(
+                hidden, weight, top, temperature=temperature, softcap=self.softcap
+            )
         )
         logprobs, ids = (batch.shared.spread(each) if batch.shared else each for each in columns)
         return logprobs[:num_tokens].clone(), ids[:num_tokens].clone()
@@ -418,6 +429,14 @@ def check_window(model: PreTrainedModel, longest: int) -> None:
         )
 
 
+def logit_softcap(model: PreTrainedModel) -> float | None:
+    """Return c if the model replaces a logit z by c tanh(z / c), None for most models."""
+    config = model.config.get_text_config()
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    caps = (getattr(config, name, None) for name in names)
+    return next((cap for cap in caps if cap is not None), None)
+
+
 def logit_scale(model: PreTrainedModel) -> float:
     """Return the factor that the model multiplies logits by, 1 for most models.
 
@@ -425,16 +444,12 @@ def logit_scale(model: PreTrainedModel) -> float:
     """
     config = model.config.get_text_config()
     problems = []
-    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
-        if getattr(config, name, None) is not None:
-            problems.append(f"its final logits are soft-capped ({name})")
-
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         problems.append("its output layer has a bias")
     scaled = {
         name: getattr(config, name) for name in SCALES if getattr(config, name, None) is not None
     }
-    if scaled and config.model_type not in MULTIPLIED | DIVIDED:
+    if scaled and (config.model_type not in MULTIPLIED | DIVIDED or logit_softcap(model)):
         problems.append(f"its logits are scaled ({', '.join(scaled)})")
     if problems:
         raise ValueError(

@@ -497,19 +497,20 @@ def _not_flat(model: PreTrainedModel) -> list[str]:
     others = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",
         "sliding_attention",
-        "linear_attention",
-        "conv",
     }
+    # Layers whose functions install() replaces have names of their own in each family.
+    if (others or model._is_stateful) and install(model):
+        others -= {"linear_attention", "conv", "hybrid", "moe"}
+        stateful = False
+    else:
+        stateful = model._is_stateful
     reasons = {
         "its attention implementation cannot be replaced in transformers": (
             not model.get_decoder()._supports_attention_backend
         ),
-        "it carries a recurrent state that flat batches do not support": (
-            model._is_stateful and not install(model)
-        ),
+        "it carries a recurrent state that flat batches do not support": (stateful),
         f"it has layers of type {', '.join(sorted(others))}": bool(others),
         "its attention is bidirectional": getattr(config, "use_bidirectional_attention", None),
-        "its attention is soft-capped": getattr(config, "attn_logit_softcapping", None) is not None,
     }
 
     return [reason for reason, holds in reasons.items() if holds]

@@ -57,6 +57,7 @@ def token_logprobs(
     entropy: bool = True,
     upstream: Upstream | None = None,
     units: list[int] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log softmax(hidden @ weight.T / temperature) at `targets`, and the entropy.
 
@@ -64,7 +65,8 @@ def token_logprobs(
     Return the log-probs in the shape of the targets and the entropy [T] (None without `entropy`),
     both float32 and differentiable. A negative target (-100) is ignored: it has log-prob 0 and no
     gradient. `chunk` is the number of tokens at a time: 0 derives it from the vocabulary size, None
-    takes all tokens.
+    takes all tokens. With a `softcap` c, a logit z is c tanh(z / c) before the temperature, as in
+    Gemma 2 (arXiv 2408.00118).
 
     With `upstream` the gradients of hidden states and weight are computed in the forward pass. Only
     one backward pass is then possible, and the gradients must be what `upstream` returned, or a
@@ -80,14 +82,16 @@ def token_logprobs(
         size, truncation = truncation.cut(len(weight))
         part = VocabularyPart.full(size)
         rows = chunk_rows(weight, size)
-        options = _Options(part, temperature, truncation, _rows(hidden, chunk, rows), entropy)
+        options = _Options(
+            part, temperature, truncation, _rows(hidden, chunk, rows), entropy, softcap
+        )
         return _logprobs(hidden, weight, targets, options, upstream, units)
 
     size, truncation = truncation.cut(shard.size)
     num = max(0, min(len(shard.weight), size - shard.first))
     part = VocabularyPart(shard.first, num, shard.axis)
     rows = chunk_rows(shard.weight, -(-shard.size // shard.axis.size))  # equal on all ranks
-    options = _Options(part, temperature, truncation, _rows(hidden, chunk, rows), entropy)
+    options = _Options(part, temperature, truncation, _rows(hidden, chunk, rows), entropy, softcap)
 
     return _logprobs(
         copy_to_parallel_region(hidden, shard.axis), shard.weight, targets, options, upstream, units
@@ -125,7 +129,12 @@ def logprobs_of_logits(
 
 @torch.no_grad()
 def top_logprobs(
-    hidden: Tensor, weight: Tensor, k: int, *, temperature: float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and ids of the k likeliest tokens at each position, likeliest first.
 
@@ -135,7 +144,8 @@ def top_logprobs(
     """
     shard = vocabulary_shard(weight)
     if shard is None:
-        return _top(hidden, weight, VocabularyPart.full(len(weight)), len(weight), k, temperature)
+        part = VocabularyPart.full(len(weight))
+        return _top(hidden, weight, part, len(weight), k, temperature, softcap)
 
     return _top(
         hidden,
@@ -144,6 +154,7 @@ def top_logprobs(
         shard.size,
         k,
         temperature,
+        softcap,
     )
 
 
@@ -179,6 +190,7 @@ class _Options:
     Both passes use the same chunks: a product of another shape rounds differently.
     """
     entropy: bool
+    softcap: float | None = None
 
 
 def _rows(inputs: Tensor, chunk: int | None, rows: int) -> int:
@@ -250,6 +262,7 @@ def _top(
     size: int,
     k: int,
     temperature: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Select the k likeliest tokens from the k likeliest of each rank.
 
@@ -267,7 +280,7 @@ def _top(
     sums = torch.full((len(inputs),), -torch.inf, device=inputs.device)
     local_k = min(k, part.num)
     for rows, logits in row_chunks(inputs, part.num, chunk_rows(inputs, max(part.num, 1))):
-        scaled_logits(inputs[rows], weight, temperature, out=logits)
+        scaled_logits(inputs[rows], weight, temperature, softcap, out=logits)
         values[rows, :local_k], ids[rows, :local_k] = logits.topk(local_k)
         sums[rows] = logits.logsumexp(-1)
 
@@ -512,7 +525,7 @@ def _distribution(
         rows = slice(start, min(start + options.chunk, len(inputs)))
         logits = memory[: rows.stop - start]
         some = local_targets.rows(rows)
-        scaled_logits(inputs[rows], weight, options.temperature, out=logits)
+        scaled_logits(inputs[rows], weight, options.temperature, options.softcap, out=logits)
         if options.truncation.active:
             _truncate(logits, some, options, None if bits is None else bits[rows])
         if fused:
@@ -574,7 +587,7 @@ def _computed_again(
     for start in range(0, len(inputs), options.chunk):
         rows = slice(start, min(start + options.chunk, len(inputs)))
         logits = memory[: rows.stop - start]
-        scaled_logits(inputs[rows], weight, options.temperature, out=logits)
+        scaled_logits(inputs[rows], weight, options.temperature, options.softcap, out=logits)
         if bits is not None:
             vocab_parallel.fill_packed(logits, bits[rows], -torch.inf)
 
@@ -598,17 +611,37 @@ def _gradient(
     With the Triton kernels `memory` holds the logits in both cases, and the gradient has `dtype`.
     """
     gradients = upstream.logprobs, upstream.entropy
-    if _fused(memory, options.part):
+    fused = _fused(memory, options.part)
+    slopes = None
+    if options.softcap is not None:
+        slopes = _softcap_slopes(memory, distribution, options, logits=fused or again)
+
+    if fused:
         from lightrft.models import triton
 
-        return triton.gradient(memory, distribution, local_targets, *gradients, dtype)
-    if again:
-        return local_targets.add(
-            vocab_parallel.gradient(memory, distribution, *gradients), upstream.logprobs
-        )
-    return local_targets.add(
-        vocab_parallel.gradient_of_exponentials(memory, distribution, *gradients), upstream.logprobs
-    )
+        gradient = triton.gradient(memory, distribution, local_targets, *gradients, dtype)
+    else:
+        of_softmax = vocab_parallel.gradient if again else vocab_parallel.gradient_of_exponentials
+        gradient = of_softmax(memory, distribution, *gradients)
+        gradient = local_targets.add(gradient, upstream.logprobs)
+
+    return gradient if slopes is None else gradient.mul_(slopes)
+
+
+def _softcap_slopes(
+    memory: Tensor, distribution: Distribution, options: _Options, *, logits: bool
+) -> Tensor:
+    """Return 1 - tanh(z / c)^2 for the logits z before the cap: [t, v].
+
+    `memory` has the capped `logits` / temperature, or their exponentials. Truncated ones have no
+    gradient, so that their slope does not matter.
+    """
+    capped = memory
+    if not logits:
+        to_logit = distribution.scale.log() + distribution.total.log() + distribution.largest
+        capped = memory.log().add_(to_logit[:, None])
+    share = (capped * (options.temperature / options.softcap)).clamp_(-1.0, 1.0)
+    return share.square_().neg_().add_(1.0)
 
 
 def _fused(like: Tensor, part: VocabularyPart) -> bool:
@@ -670,7 +703,14 @@ def row_chunks(like: Tensor, num: int, size: int) -> Iterator[tuple[slice, Tenso
         yield rows, memory[: rows.stop - start]
 
 
-def scaled_logits(inputs: Tensor, weight: Tensor | None, temperature: float, out: Tensor) -> Tensor:
+def scaled_logits(
+    inputs: Tensor,
+    weight: Tensor | None,
+    temperature: float,
+    softcap: float | None = None,
+    *,
+    out: Tensor,
+) -> Tensor:
     """Write float32 logits / temperature [t, v] to `out`.
 
     The inputs are hidden states [t, H] to multiply with a weight [v, H], or logits [t, v]. Rows of
@@ -681,5 +721,7 @@ def scaled_logits(inputs: Tensor, weight: Tensor | None, temperature: float, out
         out.copy_(inputs)
     else:
         float32_product(inputs, weight[: out.shape[1]], out)
+    if softcap is not None:
+        out.div_(softcap).tanh_().mul_(softcap)
 
     return out if temperature == 1.0 else out.div_(temperature)

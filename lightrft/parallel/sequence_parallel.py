@@ -142,6 +142,10 @@ class SequenceParallel:
         """
         return values
 
+    def own_heads(self, values: Tensor) -> Tensor:
+        """Return the values [H] of the heads that this rank has in attention."""
+        return values
+
     def after_attention(self, output: Tensor) -> Tensor:
         """Convert the output of the attention to [t, H, D] of this rank's tokens."""
         return output

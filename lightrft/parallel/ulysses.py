@@ -52,6 +52,9 @@ class Ulysses(SequenceParallel):
             x.unflatten(-1, part.shape[2:]) for x, part in zip(exchanged, parts, strict=True)
         )
 
+    def own_heads(self, values: Tensor) -> Tensor:
+        return values.chunk(self.axis.size)[self.axis.rank]
+
     def after_attention(self, output: Tensor) -> Tensor:
         """Exchange [T, H / ranks, D] for [t, H, D]."""
         return (

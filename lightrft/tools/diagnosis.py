@@ -18,8 +18,9 @@ from lightrft.config.sections import Config
 from lightrft.engine.model_info import never_sampled
 from lightrft.engine.probe import LOGITS, MISMATCH, Probe
 from lightrft.engine.requests import Request, Sampling
-from lightrft.models.heads import Actor, logit_scale
+from lightrft.models.heads import Actor, logit_scale, logit_softcap
 from lightrft.models.load import load_model
+from lightrft.models.logprobs import scaled_logits
 from lightrft.models.weight_files import NOT_THE_MODEL
 from lightrft.roles.policy import Policy
 from lightrft.strategy.strategy import Strategy
@@ -246,7 +247,11 @@ def trainer_parts(policy: Policy, sequence: list[int]) -> dict[str, Tensor]:
 
     def head(module: nn.Module, arguments: Any, output: Any) -> None:
         last = output.last_hidden_state[0, -1:]  # the weight is unsharded while the model computes
-        logits.append((last @ model.get_output_embeddings().weight.T).float() * logit_scale(model))
+        weight = model.get_output_embeddings().weight
+        values = torch.empty(len(last), len(weight), device=last.device)
+        logits.append(
+            scaled_logits(last, weight, 1 / logit_scale(model), logit_softcap(model), out=values)
+        )
 
     hook = model.base_model.register_forward_hook(head)
     try:

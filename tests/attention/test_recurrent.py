@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from flat_models import (
     HYBRIDS,
     LENGTHS,
+    SIZES,
     TEMPERATURE,
     assert_same_gradients,
     gradients_of,
@@ -25,6 +27,7 @@ from lightrft.attention.layout import Layout
 from lightrft.attention.recurrent import CONVOLUTION, SCANS, _levels
 from lightrft.batching.prefix_sharing import find_shared_prefixes
 from lightrft.models.heads import Actor
+from lightrft.models.load import _not_flat
 from lightrft.types import Batch, SharedPrefix
 
 LONG = [70, 70, 75, 90]
@@ -137,3 +140,14 @@ def test_calls_without_a_layout_are_as_before():
     rest = model(input_ids=ids[:, 20:], past_key_values=cached.past_key_values)
     whole = model(input_ids=ids).logits[:, 20:]
     torch.testing.assert_close(rest.logits, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_loading_accepts_the_family(name):
+    assert _not_flat(make_model(name, "eager")) == []
+
+
+@pytest.mark.parametrize("family", ["jamba", "minimax", "mamba2"])
+def test_other_states_are_refused(family):
+    config = AutoConfig.for_model(family, **SIZES)
+    assert _not_flat(AutoModelForCausalLM.from_config(config))
