@@ -498,17 +498,19 @@ def _not_flat(model: PreTrainedModel) -> list[str]:
         "full_attention",
         "sliding_attention",
     }
-    # Layers whose functions install() replaces have names of their own in each family.
-    if (others or model._is_stateful) and install(model):
+    # Layers that carry a state, or convolve, compute flat batches with functions of this project.
+    recurrent = bool(others) or model._is_stateful
+    supported = recurrent and install(model)
+    if supported:
         others -= {"linear_attention", "conv", "hybrid", "moe"}
-        stateful = False
-    else:
-        stateful = model._is_stateful
+
     reasons = {
         "its attention implementation cannot be replaced in transformers": (
-            not model.get_decoder()._supports_attention_backend
+            not model.get_decoder()._supports_attention_backend and not supported
         ),
-        "it carries a recurrent state that flat batches do not support": (stateful),
+        "it carries a recurrent state that flat batches do not support": (
+            model._is_stateful and not supported
+        ),
         f"it has layers of type {', '.join(sorted(others))}": bool(others),
         "its attention is bidirectional": getattr(config, "use_bidirectional_attention", None),
     }
