@@ -437,7 +437,7 @@ def offload_speed(setting: Setting) -> Figures:
 def staging_speed(setting: Setting) -> Figures:
     """Measure GB per second of a checkpoint's copy to the host, and of one into pinned memory."""
     from lightrft.backends.offload import HostCopies
-    from lightrft.checkpoint.manager import to_host
+    from lightrft.backends.staging import to_host
     from lightrft.parallel.device import synchronize
 
     count, size = (4, 2**16) if setting.tiny else (64, 2**25)

@@ -7,6 +7,7 @@ micro-batch, so a plan takes the sum over micro-batches of the most expensive bi
 import heapq
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,17 +17,21 @@ ATTENTION_SCALE = 6 * 4096
 """A sequence of so many tokens, six times the hidden size, spends as much on attention as on matrix
 products."""
 
-GOOD_ENOUGH = 1.002
-"""Ratio to perfect balance that is good enough to try no further heuristics."""
+GOOD_ENOUGH = 1.005
+"""Ratio to perfect balance that is good enough for many sequences to try no further heuristics."""
 
-MAX_LOCAL_SEARCH = 1024
-"""Most sequences for a local search afterwards. Only a few sequences are difficult to balance."""
+FEW = 2048
+"""Most sequences for all heuristics and a local search. Only a few sequences are difficult to
+balance."""
 
-Bin = list[int]
+MOST_BINS = 2**24
+"""More bins than any step has."""
+
+Int = TypeVar("Int", int, np.ndarray)
 
 
-def work(length: int, media: int = 0) -> int:
-    """Return the cost of one sequence as an integer.
+def work(length: Int, media: Int | int = 0) -> Int:
+    """Return the cost of one sequence as an integer, or of several as an array.
 
     Matrix products grow linearly with the length, and attention grows quadratically. `media` is the
     cost of the sequence's media in tokens.
@@ -42,238 +47,170 @@ class Limits:
     sequences: int
 
 
-def pack(sizes: list[int], works: list[int], num_ranks: int, limits: Limits) -> list[Bin]:
-    """Pack items into bins, most expensive first; the number of bins is a multiple of the ranks.
+def pack(sizes: np.ndarray, works: np.ndarray, num_ranks: int, limits: Limits) -> np.ndarray:
+    """Return the bin of each item, [N]; bins are numbered from 0, and some may be empty.
 
-    `sizes` are tokens, and `works` are costs.
+    `sizes` [N] are tokens, and `works` [N] are costs.
     """
-    order = np.argsort(-np.array(sizes), kind="stable").tolist()
-    packer = Packer([sizes[row] for row in order], [works[row] for row in order], num_ranks, limits)
-    return [[order[place] for place in bin_] for bin_ in packer.best()]
+    order = np.argsort(-sizes, kind="stable")
+    bin_of = np.empty(len(order), np.int64)
+    bin_of[order] = Packer(sizes[order], works[order], num_ranks, limits).best()
+    return bin_of
 
 
 class Packer:
     """Heuristics for filling bins.
 
-    Sequences are indices of `sizes`: the lengths, longest first.
+    Sequences are indices of `sizes`: the lengths, longest first. A heuristic returns the bin of
+    each sequence that it gets.
     """
 
-    def __init__(self, sizes: list[int], works: list[int], num_ranks: int, limits: Limits):
+    def __init__(self, sizes: np.ndarray, works: np.ndarray, num_ranks: int, limits: Limits):
         self.sizes = sizes
         self.works = works
         self.num_ranks = num_ranks
         self.limits = limits
 
-    def best(self) -> list[Bin]:
-        """Return the cheapest result of four heuristics; a local search improves small ones."""
-        # Many sequences balance almost perfectly without a search.
-        few = len(self.sizes) <= MAX_LOCAL_SEARCH
-        enough = sum(self.works) / self.num_ranks * (1 if few else GOOD_ENOUGH)
-        best: list[Bin] = []
-        # tight() is hardly ever the cheapest one, and yet no plan may be slower than its bins.
-        for way in (self.even, self.staggered, self.roomy, self.tight):
-            bins = self._most_expensive_first(way(list(range(len(self.sizes)))))
-            if not best or self._time(bins) < self._time(best):
-                best = bins
-            if self._time(best) <= enough:
-                return best
+    def best(self) -> np.ndarray:
+        """Return the cheapest result of several heuristics; a local search improves small ones."""
+        few = len(self.sizes) <= FEW
+        # Many sequences balance almost perfectly, so the heuristics for special cases are left out.
+        ways = [self.even, self.staggered, *([self.roomy, self.tight] if few else [])]
+        enough = self.works.sum() / self.num_ranks * (1 if few else GOOD_ENOUGH)
+        plans = []
+        for way in ways:
+            bin_of = way(np.arange(len(self.sizes)))
+            plans.append((self._time(bin_of), bin_of))
+            if plans[-1][0] <= enough:
+                return bin_of
+
+        _, best = min(plans, key=lambda plan: plan[0])
         return self._improve(best) if few else best
 
-    def even(self, rows: Bin) -> list[Bin]:
+    def even(self, rows: np.ndarray) -> np.ndarray:
         """Fill all bins to nearly equal cost.
 
         This is best if no sequence is more expensive than an average bin.
         """
-        return self._fill(rows, self.num_ranks * self._fewest(rows), grow=True)[0]
+        return self._fill(rows, self.num_ranks * self._fewest(rows))
 
-    def roomy(self, rows: Bin) -> list[Bin]:
+    def roomy(self, rows: np.ndarray) -> np.ndarray:
         """Fill one bin more per rank than even(), so that long sequences need not share a bin."""
-        return self._fill(rows, self.num_ranks * (self._fewest(rows) + 1), grow=True)[0]
+        return self._fill(rows, self.num_ranks * (self._fewest(rows) + 1))
 
-    def staggered(self, rows: Bin) -> list[Bin]:
+    def staggered(self, rows: np.ndarray) -> np.ndarray:
         """Fill one bin per rank up to the cost of the longest sequence, as long as that is needed.
 
         Once the longest sequence fits an average bin, even() does the rest.
         """
-        bins = []
-        left = sum(self.works)
-        while rows and self.works[rows[0]] * self.num_ranks * self._fewest(rows) > left:
-            full, rows = self._fill(rows, self.num_ranks, max_work=self.works[rows[0]])
-            left -= sum(self._work(bin_) for bin_ in full)
-            bins += full
-        return bins + self.even(rows)
+        bin_of = np.empty(len(rows), np.int64)
+        left = self.works[rows].sum()
+        first = 0
+        while len(rows) and self.works[rows[0]] * self.num_ranks * self._fewest(rows) > left:
+            bins = self._fill(rows, self.num_ranks, max_work=int(self.works[rows[0]]))
+            inside = bins >= 0
+            bin_of[rows[inside]] = first + bins[inside]
+            left -= self.works[rows[inside]].sum()
+            rows = rows[~inside]
+            first += self.num_ranks
+        bin_of[rows] = first + self.even(rows)
+        return bin_of
 
-    def tight(self, rows: Bin) -> list[Bin]:
-        """Minimize the number of bins with modified first fit decreasing.
+    def tight(self, rows: np.ndarray) -> np.ndarray:
+        """Use few bins: put each sequence into the fullest bin with enough space.
 
-        Source: Johnson and Garey, Journal of Complexity 1, 1985.
-
-        A sequence longer than half a bin gets its own bin. One longer than a third is added, or two
-        longer than a sixth, or whatever else fits; the remaining sequences go to bins without such
-        a long one.
+        This is best if few combinations of sequences fill a bin, such as halves and thirds.
         """
-        sizes = self.sizes
-        tokens = self.limits.tokens
-        bins = [[row] for row in rows if 2 * sizes[row] > tokens]
-
-        free = [tokens - sizes[row] for (row,) in bins]
-        rest = rows[len(bins) :]
-        if self.limits.sequences > 1:
-            for index, bin_ in enumerate(bins):  # fullest bins first
-                self._add_longest(bin_, free, index, rest, above=tokens / 3)
-            if self.limits.sequences > 2:
-                self._add_pairs(bins, free, rest)
-            for index, bin_ in enumerate(bins):
-                while len(bin_) < self.limits.sequences and self._add_longest(
-                    bin_, free, index, rest
-                ):
-                    pass
-
-        bins += self._best_fit(rest)
-        return bins + [[] for _ in range(-len(bins) % self.num_ranks)]
-
-    def _add_pairs(self, bins: list[Bin], free: list[int], rest: Bin) -> None:
-        """Add the shortest sequence between a sixth and a third, and the longest that then fits.
-
-        The emptiest bins come first.
-        """
-        for index in reversed(range(len(bins))):
-            small = (
-                self._first_within(rest, self.limits.tokens // 3),
-                self._first_within(rest, self.limits.tokens // 6),
-            )
-            shortest = rest[small[1] - 2 : small[1]]
-
-            if (
-                small[1] - small[0] < 2
-                or len(bins[index]) > 1
-                or sum(self.sizes[row] for row in shortest) > free[index]
-            ):
-                continue
-
-            row = rest.pop(small[1] - 1)
-            bins[index].append(row)
-            free[index] -= self.sizes[row]
-            self._add_longest(bins[index], free, index, rest, below=self.limits.tokens // 3)
-
-    def _add_longest(
-        self,
-        bin_: Bin,
-        free: list[int],
-        index: int,
-        rest: Bin,
-        above: float = 0,
-        below: int | None = None,
-    ) -> bool:
-        """Move the longest remaining sequence that fits, if it is longer than `above`.
-
-        Return True if one was moved.
-        """
-        place = self._first_within(rest, free[index] if below is None else min(free[index], below))
-        if place == len(rest) or self.sizes[rest[place]] <= above:
-            return False
-        bin_.append(rest.pop(place))
-        free[index] -= self.sizes[bin_[-1]]
-        return True
-
-    def _first_within(self, rows: Bin, length: int) -> int:
-        """Return the index of the first row that is not longer than `length`."""
-        return bisect_left(rows, -length, key=lambda row: -self.sizes[row])
-
-    def _best_fit(self, rows: Bin) -> list[Bin]:
-        """Put each sequence into the fullest bin with enough space."""
-        bins: list[Bin] = []
+        bin_of = []
+        places: list[int] = []
         free_bins: list[tuple[int, int]] = []  # (free tokens, bin), ascending
-        for row in rows:
-            place = bisect_left(free_bins, (self.sizes[row], -1))
+        for size in self.sizes[rows].tolist():
+            place = bisect_left(free_bins, (size, -1))
             if place == len(free_bins):
-                bins.append([])
                 free = self.limits.tokens
-                index = len(bins) - 1
+                index = len(places)
+                places.append(self.limits.sequences)
             else:
                 free, index = free_bins.pop(place)
-            bins[index].append(row)
-            if len(bins[index]) < self.limits.sequences:
-                insort(free_bins, (free - self.sizes[row], index))
 
-        return bins
+            bin_of.append(index)
+            places[index] -= 1
+            if places[index]:
+                insort(free_bins, (free - size, index))
 
-    def _improve(self, bins: list[Bin]) -> list[Bin]:
+        return np.array(bin_of, np.int64)
+
+    def _improve(self, bin_of: np.ndarray) -> np.ndarray:
         """Move and swap sequences out of the bins that other ranks wait for."""
-        tokens = self.limits.tokens
-        sequences = self.limits.sequences
         search = LocalSearch(
             self.works,
             self.sizes,
-            bins,
+            bin_of,
             num_ranks=self.num_ranks,
-            max_tokens=tokens,
-            max_sequences=sequences,
+            max_tokens=self.limits.tokens,
+            max_sequences=self.limits.sequences,
         )
         while search.round():
             pass
 
-        return self._most_expensive_first(search.bins())
+        return search.bins()
 
-    def _most_expensive_first(self, bins: list[Bin]) -> list[Bin]:
-        return sorted(bins, key=lambda bin_: (-self._work(bin_), bin_))
+    def _time(self, bin_of: np.ndarray) -> int:
+        """Return the time of the bins: ranks wait for the most expensive one of each turn."""
+        return np.sort(np.bincount(bin_of, self.works))[::-1][:: self.num_ranks].sum()
 
-    def _time(self, bins: list[Bin]) -> int:
-        """Return the time of bins sorted by cost: ranks wait for the longest one."""
-        return sum(self._work(bin_) for bin_ in bins[:: self.num_ranks])
-
-    def _work(self, bin_: Bin) -> int:
-        return sum([self.works[row] for row in bin_])
-
-    def _fewest(self, rows: Bin) -> int:
+    def _fewest(self, rows: np.ndarray) -> int:
         """Return a lower bound on the bins per rank that the rows need."""
-        by_tokens = -(-sum([self.sizes[row] for row in rows]) // self.limits.tokens)
+        sizes = self.sizes[rows]
+        by_tokens = -(-int(sizes.sum()) // self.limits.tokens)
         by_sequences = -(-len(rows) // self.limits.sequences)
         # No two of these sequences fit into one bin.
-        alone = sum([2 * self.sizes[row] > self.limits.tokens for row in rows])
+        alone = int((2 * sizes > self.limits.tokens).sum())
         return -(-max(by_tokens, by_sequences, alone) // self.num_ranks)
 
-    def _fill(
-        self, rows: Bin, count: int, *, grow: bool = False, max_work: int | None = None
-    ) -> tuple[list[Bin], Bin]:
+    def _fill(self, rows: np.ndarray, count: int, *, max_work: int | None = None) -> np.ndarray:
         """Put each row, longest first, into the cheapest of `count` bins that has room.
 
-        With `grow`, one more bin per rank is opened when no bin has room. Return the bins and the
-        rows that are left.
+        If no bin has room, one more per rank is opened. With `max_work`, the largest cost of a bin,
+        none is opened, and the bin of a row that is left is -1.
         """
-        bins: list[Bin] = [[] for _ in range(count)]
+        bin_of = []
         free = [self.limits.tokens] * count
-        open_ = [(0, index) for index in range(count)]  # heap: cheapest first
+        places = [self.limits.sequences] * count
+        # Heap of bins, cheapest first: load times MOST_BINS, plus the bin. Plain integers are
+        # compared faster than tuples.
+        open_ = list(range(count))
 
         # Heap of bins that were too full for some row, emptiest first: shorter rows may fit.
-        parked: list[tuple[int, int, int]] = []
-        rest: Bin = []
-        for row in rows:
-            size = self.sizes[row]
-            cost = self.works[row]
+        parked: list[tuple[int, int]] = []
+        costs = self.works[rows] * MOST_BINS
+        for size, cost in zip(self.sizes[rows].tolist(), costs.tolist(), strict=True):
             while parked and -parked[0][0] >= size:
-                heapq.heappush(open_, heapq.heappop(parked)[1:])
+                heapq.heappush(open_, heapq.heappop(parked)[1])
 
-            while open_ and free[open_[0][1]] < size:
-                load, index = heapq.heappop(open_)
-                heapq.heappush(parked, (-free[index], load, index))
+            while open_ and free[open_[0] % MOST_BINS] < size:
+                bin_ = heapq.heappop(open_)
+                heapq.heappush(parked, (-free[bin_ % MOST_BINS], bin_))
 
-            if not open_ and grow:
-                open_ = [(0, index) for index in range(len(bins), len(bins) + self.num_ranks)]
-                bins += [[] for _ in open_]
-                free += [self.limits.tokens] * len(open_)
+            if not open_ and max_work is None:
+                open_ = list(range(len(free), len(free) + self.num_ranks))
+                free += [self.limits.tokens] * self.num_ranks
+                places += [self.limits.sequences] * self.num_ranks
 
-            if not open_ or (max_work is not None and open_[0][0] + cost > max_work):
-                rest.append(row)
+            if max_work is not None and (
+                not open_ or open_[0] + cost >= (max_work + 1) * MOST_BINS
+            ):
+                bin_of.append(-1)
                 continue
 
-            load, index = open_[0]
-            bins[index].append(row)
+            index = open_[0] % MOST_BINS
+            bin_of.append(index)
             free[index] -= size
+            places[index] -= 1
 
-            if len(bins[index]) < self.limits.sequences:
-                heapq.heapreplace(open_, (load + cost, index))
+            if places[index]:
+                heapq.heapreplace(open_, open_[0] + cost)
             else:
                 heapq.heappop(open_)
 
-        return bins, rest
+        return np.array(bin_of, np.int64)

@@ -17,32 +17,27 @@ class LocalSearch:
 
     def __init__(
         self,
-        works: list[int],
-        sizes: list[int],
-        bins: list[list[int]],
+        works: np.ndarray,
+        sizes: np.ndarray,
+        bin_of: np.ndarray,
         *,
         num_ranks: int,
         max_tokens: int,
         max_sequences: int,
     ):
-        """Start with `bins`, given the cost and size of every sequence and the limits of a bin."""
+        """Start with the bin, the cost and the size of every sequence, and the limits of a bin."""
         self.num_ranks = num_ranks
         self.max_tokens = max_tokens
         self.max_sequences = max_sequences
-        self.count = len(bins)
+        self.count = num_ranks * -(-int(bin_of.max() + 1) // num_ranks)
         # Each bin gets one empty sequence at the end: a swap with it is a move.
-        self.works, self.sizes = (np.array(column + [0] * len(bins)) for column in (works, sizes))
-        self.bin_of = np.empty(len(self.works), dtype=np.int64)
-        for index, bin_ in enumerate(bins):
-            self.bin_of[bin_] = index
+        self.works, self.sizes = (np.append(column, [0] * self.count) for column in (works, sizes))
+        self.bin_of = np.append(bin_of, range(self.count))
         self.real = len(works)
-        self.bin_of[self.real :] = range(len(bins))
 
-    def bins(self) -> list[list[int]]:
-        bins: list[list[int]] = [[] for _ in range(self.count)]
-        for row, index in enumerate(self.bin_of[: self.real].tolist()):
-            bins[index].append(row)
-        return bins
+    def bins(self) -> np.ndarray:
+        """Return the bin of every sequence."""
+        return self.bin_of[: self.real]
 
     def round(self) -> bool:
         """Relieve the most expensive bin of every micro-batch once.

@@ -14,7 +14,6 @@ from typing import Literal
 import numpy as np
 
 from lightrft.batching.bin_packing import Limits, pack, work
-from lightrft.batching.large_plans import pack_large_step
 from lightrft.batching.prefix_sharing import MIN_SAVING
 
 Batching = Literal["packed", "dynamic", "plain"]
@@ -23,12 +22,11 @@ Prompts = Sequence[tuple[int, int, int]] | np.ndarray
 
 Rows with equal entries begin with the same tokens and media."""
 
-LARGE_STEP = 16384
-"""Optimizer steps with more rows than this are planned with vectorized operations."""
-
 PARTS = (1, 2, 4)
 """How many parts the rows of a prompt are split into. Few parts share more work, and many parts are
 easier to balance."""
+MAX_UNIT = 256
+"""Most rows of a prompt that are kept together."""
 MANY_PROMPTS = 512
 """With more prompts than this, balance is good enough without splitting a prompt's rows."""
 
@@ -123,73 +121,96 @@ def _check(lengths: list[int], max_tokens: int) -> None:
 
 
 def _shortest(
-    prefixes: np.ndarray, lengths: list[int], rows: range, num_ranks: int, limits: Limits
+    prompts: np.ndarray, lengths: list[int], rows: range, num_ranks: int, limits: Limits
 ) -> list[list[list[int]]]:
-    """Return [rank][m], the shortest of several plans, most expensive micro-batches first."""
-    if len(rows) > LARGE_STEP:
-        part = slice(rows.start, rows.stop)
-        micro_batches = pack_large_step(np.array(lengths[part]), prefixes[part], num_ranks, limits)
-        # The rows of a step are planned from 0, so the number of earlier rows is added afterwards.
-        if not rows.start:
-            return micro_batches
-        return [[[rows.start + row for row in bin_] for bin_ in rank] for rank in micro_batches]
+    """Return [rank][m], the shortest of several plans, most expensive micro-batches first.
 
-    prompts = [tuple(prompt) for prompt in prefixes.tolist()]
-    works = {row: work(lengths[row]) - work(prompts[row][1]) for row in rows}
-    prompt_works = {prompt: work(*prompt[1:]) for prompt in {prompts[row] for row in rows}}
+    `prompts` [N, 3]: see Prompts. Rows of a prompt are packed alone, and together in units.
+    """
+    step = _Step(np.array(lengths[rows.start : rows.stop]), prompts[rows.start : rows.stop])
+    plans = []
+    for unit in step.units(limits):
+        sizes = np.bincount(unit, step.lengths).astype(np.int64)
+        most = Limits(limits.tokens, limits.sequences // int(np.bincount(unit).max()))
+        bins = pack(sizes, step.costs(unit), num_ranks, most)[unit]
+        costs = step.costs(bins)
+        # Side by side, ranks compute micro-batches of similar cost and wait for the first one.
+        plans.append((np.sort(costs)[::-1][::num_ranks].sum(), bins, costs))
 
-    def cost(members: list[int]) -> int:
-        return sum(works[row] for row in members) + sum(
-            prompt_works[prompt] for prompt in {prompts[row] for row in members}
-        )
+    _, bins, costs = min(plans, key=lambda each: each[0])
+    place = np.empty(len(costs), np.int64)
+    place[np.argsort(-costs, kind="stable")] = np.arange(len(costs))
+    place = place[bins]
+    count = num_ranks * -(-int(place.max() + 1) // num_ranks)
+    ends = np.bincount(place, minlength=count).cumsum().tolist()
 
-    def pack_units(units: list[list[int]]) -> list[list[list[int]]]:
-        most = Limits(limits.tokens, limits.sequences // max(map(len, units), default=1))
-        sizes = [sum(lengths[row] for row in unit) for unit in units]
-        costs = [cost(unit) for unit in units]
-        bins = [
-            sorted(row for place in bin_ for row in units[place])
-            for bin_ in pack(sizes, costs, num_ranks, most)
-        ]
-        bins.sort(key=cost, reverse=True)
-        return [bins[rank::num_ranks] for rank in range(num_ranks)]
-
-    def time(by_rank: list[list[list[int]]]) -> int:
-        return sum(max(map(cost, bins)) for bins in zip(*by_rank, strict=True))
-
-    return min(
-        map(pack_units, [[[row] for row in rows], *_by_prompt(prompts, lengths, rows, limits)]),
-        key=time,
-    )
+    ordered = (rows.start + np.argsort(place, kind="stable")).tolist()
+    micro_batches = [ordered[start:end] for start, end in pairwise([0, *ends])]
+    return [micro_batches[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def _by_prompt(
-    prompts: list[tuple[int, int, int]], lengths: list[int], rows: range, limits: Limits
-) -> Iterator[list[list[int]]]:
-    """Yield groupings that keep the rows of a prompt together, unless that saves little."""
-    of_prompt: dict[tuple[int, int, int], list[int]] = {}
-    for row in rows:
-        of_prompt.setdefault(prompts[row], []).append(row)
-    saved = sum(
-        (tokens + media) * (len(members) - 1) for (_, tokens, media), members in of_prompt.items()
-    )
+class _Step:
+    """Rows of one optimizer step, and which of them share a prompt."""
 
-    if saved > MIN_SAVING * sum(lengths[row] for row in rows):
-        for parts in PARTS if len(of_prompt) <= MANY_PROMPTS else PARTS[:1]:
-            yield [
-                unit
-                for members in of_prompt.values()
-                for unit in _units(lengths, members, parts, limits)
-            ]
+    def __init__(self, lengths: np.ndarray, prompts: np.ndarray):
+        self.lengths = lengths
+        self.prompts = prompts
+        self.by_prompt = np.lexsort(prompts.T[::-1])
+        """Rows [N], those of a prompt one after the other."""
+        self.first = np.append(True, (np.diff(prompts[self.by_prompt], axis=0) != 0).any(1))
+        """True [N] for the first row of each prompt, in the order of `by_prompt`."""
+        self.prompt_of = np.empty_like(self.by_prompt)
+        """Number of each row's prompt, [N]."""
+        self.prompt_of[self.by_prompt] = self.first.cumsum() - 1
+        self.works = work(lengths, prompts[:, 2])
 
+    def costs(self, bins: np.ndarray) -> np.ndarray:
+        """Return the cost of each bin, where the bin of each row is given, [N].
 
-def _units(
-    lengths: list[int], members: list[int], parts: int, limits: Limits
-) -> Iterator[list[int]]:
-    """Split a prompt's rows into `parts` parts, or more, so that each fits a micro-batch."""
-    at_most = min(-(-len(members) // parts), limits.sequences)
-    for start in range(0, len(members), at_most):
-        yield from _in_order(lengths, members[start : start + at_most], limits)
+        A bin computes each prompt once.
+        """
+        costs = np.bincount(bins, self.works)
+        if not self.first.all():
+            order = np.lexsort((self.prompt_of, bins))
+            again = (np.diff(bins[order]) == 0) & (np.diff(self.prompt_of[order]) == 0)
+            repeated = order[1:][again]
+            spared = work(self.prompts[repeated, 1], self.prompts[repeated, 2])
+            costs -= np.bincount(bins[repeated], spared, minlength=len(costs))
+        return costs.astype(np.int64)
+
+    def units(self, limits: Limits) -> Iterator[np.ndarray]:
+        """Yield ways to keep rows together, as the number of each row's unit, [N].
+
+        At first all are alone. Rows of a prompt are together unless that saves little.
+        """
+        yield np.arange(len(self.lengths))
+        tokens = self.prompts[:, 1:].sum(1)
+        saved = tokens.sum() - tokens[self.by_prompt[self.first]].sum()
+        if saved > MIN_SAVING * self.lengths.sum():
+            for parts in PARTS if self.first.sum() <= MANY_PROMPTS else PARTS[:1]:
+                yield self._together(parts, limits)
+
+    def _together(self, parts: int, limits: Limits) -> np.ndarray:
+        """Split the rows of each prompt into `parts` units, or more, so that each fits a bin."""
+        starts = self.first.nonzero()[0]
+        number = self.first.cumsum() - 1
+        counts = np.diff(np.append(starts, len(number)))[number]
+        most = np.minimum(-(-counts // parts), min(MAX_UNIT, limits.sequences))
+        place = (np.arange(len(number)) - starts[number]) % most
+
+        # All units grow by their next row at the same time. A row without room begins another.
+        begins = place == 0
+        tokens = self.lengths[self.by_prompt]
+        for index in range(1, int(place.max()) + 1):
+            members = (place == index).nonzero()[0]
+            together = tokens[members - 1] + tokens[members]
+            fits = together <= limits.tokens
+            begins[members] = ~fits
+            tokens[members[fits]] = together[fits]
+
+        unit = np.empty_like(number)
+        unit[self.by_prompt] = begins.cumsum() - 1
+        return unit
 
 
 def _dynamic(

@@ -13,10 +13,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from loguru import logger
-from torch import Tensor
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 
 from lightrft.checkpoint.atomic import (
     CheckpointError,
@@ -102,22 +99,6 @@ def snapshot(
         }
 
     return Snapshot(tensors, files)
-
-
-def to_host(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Copy tensors to host memory, where no training step can change them."""
-    return BlockingAsyncStager().stage(tensors)
-
-
-def num_bytes(tensors: Any) -> int:
-    """Return the bytes of this rank's shards in a structure of dictionaries and lists."""
-    if isinstance(tensors, Mapping):
-        return sum(map(num_bytes, tensors.values()))
-    if isinstance(tensors, list | tuple):
-        return sum(map(num_bytes, tensors))
-    if isinstance(tensors, DTensor):
-        return tensors.to_local().nbytes
-    return tensors.nbytes if isinstance(tensors, Tensor) else 0
 
 
 def write(

@@ -179,8 +179,8 @@ def join_process_group(
     store = _prefixed_store(_meeting_point(rank, arrival))
     _meet(store, rank, world_size, arrival)
     choose_interface(dist.PrefixStore("arrivals", store), world_size)
-    one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
-    processes = RunProcesses(store, rank, world_size, timeout, rollout_ranks, one_node)
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    processes = RunProcesses(store, rank, world_size, timeout, rollout_ranks, ranks_per_node)
     first, last = (
         (world_size - rollout_ranks, world_size)
         if processes.generates

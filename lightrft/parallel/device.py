@@ -205,6 +205,14 @@ def free_host_memory() -> int:
     return min(free, limit - used + cached)
 
 
+def idle_pinned_memory(device: torch.device) -> int:
+    """Return the bytes of pinned host memory that torch keeps for the next pinned tensors."""
+    if device.type != "cuda":
+        return 0
+    counts = torch.cuda.host_memory_stats()
+    return counts["allocated_bytes.current"] - counts["active_bytes.current"]
+
+
 def occupied_memory(device: torch.device) -> int:
     """Return the occupied bytes of the accelerator, or the resident ones on the CPU.
 

@@ -21,13 +21,18 @@ class RunProcesses:
     timeout: timedelta
     """Limit of a collective."""
     rollout_ranks: int = 0
-    one_node: bool = False
-    """True if the launcher has started all processes on one machine.
+    ranks_per_node: int = 1
+    """Processes that the launcher has started on each machine, in the order of their ranks.
 
     An engine may change the launcher's variables later.
     """
     created: bool = True
     """True if the process group was created here."""
+
+    @property
+    def one_node(self) -> bool:
+        """Return True if all processes are on one machine."""
+        return self.ranks_per_node == self.size
 
     @property
     def generates(self) -> bool:

@@ -16,12 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.backends.base import Backend
+from lightrft.backends.staging import num_bytes, to_host
 from lightrft.checkpoint import manager
 from lightrft.checkpoint.atomic import PART, run_on_all_ranks
 from lightrft.checkpoint.background import Background
 from lightrft.checkpoint.hf_export import export, export_adapter, rehearse
 from lightrft.checkpoint.hf_parameters import unwrap
-from lightrft.parallel.device import GB, free_host_memory
+from lightrft.parallel.device import GB, free_host_memory, idle_pinned_memory
 from lightrft.strategy.device_memory import DeviceMemory
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -268,7 +269,7 @@ class Checkpoints:
 
         def take() -> None:
             tensors = {
-                name: manager.to_host(each) if copy and not own else each
+                name: to_host(each) if copy and not own else each
                 for name, (each, own) in states.items()
             }
             snapshots.append(
@@ -278,7 +279,7 @@ class Checkpoints:
         # An error on one rank ends all of them; none waits for it in a collective.
         run_on_all_ranks(world, problem, find)
         copy = copy and self._has_room(
-            sum(manager.num_bytes(each) for each, own in states.values() if not own)
+            sum(num_bytes(each) for each, own in states.values() if not own)
         )
         run_on_all_ranks(world, problem, take)
 
@@ -287,12 +288,13 @@ class Checkpoints:
     def _has_room(self, num_bytes: int) -> bool:
         """Return True if every host has MEMORY_FACTOR times the room that copies take there.
 
-        The copy of this rank takes `num_bytes`.
+        The copy of this rank takes `num_bytes`. It may use the pinned memory of the last one.
         """
+        new = max(0, num_bytes - idle_pinned_memory(self.backend.device))
         hosts: dict[str, tuple[int, int]] = {}
         # All ranks of a host share the memory, so their copies are added up.
         for host, needed, free in self.backend.mesh.world.gather(
-            (socket.gethostname(), num_bytes, free_host_memory())
+            (socket.gethostname(), new, free_host_memory())
         ):
             others, least = hosts.get(host, (0, free))
             hosts[host] = others + needed, min(least, free)
@@ -324,7 +326,7 @@ class Checkpoints:
         """
         with self.memory.loaded(model, optimizer) as reloaded:
             tensors = self.backend.training(model, optimizer, scheduler).tensors()
-            return (manager.to_host(tensors) if reloaded else tensors), reloaded
+            return (to_host(tensors) if reloaded else tensors), reloaded
 
 
 def hf_folder(folder: Path) -> Path:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import pytest
 
-from lightrft.batching.planner import LARGE_STEP, Plan, plan
+from lightrft.batching.bin_packing import FEW
+from lightrft.batching.planner import Plan, plan
 
 CAPACITY = 8192
 
@@ -78,12 +79,12 @@ def check(
 
 
 @pytest.mark.parametrize(
-    "batching, many",
-    [("packed", LARGE_STEP), ("packed", 0), ("dynamic", LARGE_STEP), ("plain", LARGE_STEP)],
+    "batching, few",
+    [("packed", FEW), ("packed", 0), ("dynamic", FEW), ("plain", FEW)],
 )
-def test_a_thousand_random_sets(batching, many, monkeypatch):
-    """Where `many` is 0 they are planned like a large run."""
-    monkeypatch.setattr("lightrft.batching.planner.LARGE_STEP", many)
+def test_a_thousand_random_sets(batching, few, monkeypatch):
+    """Where `few` is 0 they are planned like a large run."""
+    monkeypatch.setattr("lightrft.batching.bin_packing.FEW", few)
     random_ = random.Random(0)
     for number in range(1000):
         tokens = random_.choice([16, 100, 1024])
@@ -119,17 +120,17 @@ def test_a_thousand_random_sets(batching, many, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "ranks, groups, samples, many",
+    "ranks, groups, samples, few",
     [
-        (1, 4, 8, LARGE_STEP),
-        (2, 8, 8, LARGE_STEP),
-        (4, 32, 4, LARGE_STEP),
-        (4, 4, 12, LARGE_STEP),
+        (1, 4, 8, FEW),
+        (2, 8, 8, FEW),
+        (4, 32, 4, FEW),
+        (4, 4, 12, FEW),
         (4, 512, 8, 0),
         (16, 2048, 4, 0),
     ],
 )
-def test_rows_of_a_prompt_meet(ranks, groups, samples, many, monkeypatch):
+def test_rows_of_a_prompt_meet(ranks, groups, samples, few, monkeypatch):
     """Prompts are as long as the responses, so nearly half of the time can be saved.
 
     Nine tenths of that are saved.
@@ -137,7 +138,7 @@ def test_rows_of_a_prompt_meet(ranks, groups, samples, many, monkeypatch):
     random_ = random.Random(0)
     prompts = [(group, 300, 0) for group in range(groups) for _ in range(samples)]
     lengths = [300 + random_.randint(200, 400) for _ in prompts]
-    monkeypatch.setattr("lightrft.batching.planner.LARGE_STEP", many)
+    monkeypatch.setattr("lightrft.batching.bin_packing.FEW", few)
     limits = {"num_ranks": ranks, "minibatch_size": len(lengths), "max_tokens": CAPACITY}
     alone = plan(lengths, **limits)
     together = plan(lengths, **limits, prompts=prompts)
@@ -152,13 +153,13 @@ def test_very_short_prompts_change_nothing():
     assert plan(lengths, **limits, prompts=[(0, 3, 0)] * 40) == plan(lengths, **limits)
 
 
-@pytest.mark.parametrize("many", [LARGE_STEP, 0])
-def test_towers_are_balanced(many, monkeypatch):
+@pytest.mark.parametrize("few", [FEW, 0])
+def test_towers_are_balanced(few, monkeypatch):
     """Rows have one length, and a quarter have an image that costs as much as three rows.
 
     All ranks get equally many of them.
     """
-    monkeypatch.setattr("lightrft.batching.planner.LARGE_STEP", many)
+    monkeypatch.setattr("lightrft.batching.bin_packing.FEW", few)
     prompts = [(row, 0, 300 if row < 16 else 0) for row in range(64)]
     made = plan([100] * 64, num_ranks=4, minibatch_size=64, max_tokens=1600, prompts=prompts)
     assert [

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from lightrft.backends import staging
 from lightrft.checkpoint import manager
 from lightrft.checkpoint.atomic import CheckpointError
+from lightrft.checkpoint.zero_fragment import Fragment
 from lightrft.strategy import checkpoints
 from ranks import run_ranks
 from strategy.test_checkpoint import Run
@@ -143,3 +147,103 @@ def fails_on_one_rank(folder: str, root: Path):
 def test_a_failure_is_raised_once_and_by_all_ranks(folder, root):
     results = run_ranks(2, fails_on_one_rank, folder, root)
     assert results[0] == results[1] and results[0][1:] == (["good", "latest"], "again")
+
+
+class FakeDevice:
+    """Makes every tensor one of an accelerator, and records the order of operations."""
+
+    def __init__(self, monkeypatch):
+        self.order: list[str] = []
+        self.blocks: list[int] = []
+        self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+        copy = torch.Tensor.copy_
+        empty = torch.empty
+
+        def copied(target, source, non_blocking=False):
+            assert non_blocking
+            self.order.append("copy")
+            self.pending.append((target, source))
+            return target
+
+        def pinned(size, *, pin_memory, **options):
+            assert pin_memory
+            self.order.append("allocate")
+            self.blocks.append(size)
+            return empty(size, **options)
+
+        def synchronize(_):
+            self.order.append("wait")
+            # Nothing arrives before the host has waited.
+            for target, source in self.pending:
+                copy(target, source)
+
+        monkeypatch.setattr(staging, "_is_on_device", lambda tensor: tensor.numel() > 0)
+        monkeypatch.setattr(staging, "synchronize", synchronize)
+        monkeypatch.setattr(staging.torch, "empty", pinned)
+        monkeypatch.setattr(torch.Tensor, "copy_", copied)
+
+
+def test_the_trainer_waits_once_for_copies_that_take_no_more_memory_than_the_shards(monkeypatch):
+    """Blocks end within no tensor, and a tensor may be larger than a block."""
+    monkeypatch.setattr(staging, "BLOCK", 2**12)
+    sizes = [3000, 700, 17, 1, 900, 250, 250, 64, 1000, 1]
+    state = {
+        "model": {str(n): torch.randn(size) for n, size in enumerate(sizes)},
+        "optimizer": [Fragment(torch.Size([40]), 8, torch.randn(60)[10:26]), {"lr": 0.5}],
+        "small": (torch.randn(6, 4).bfloat16().t(), torch.tensor(3)),
+    }
+    parts = [*state["model"].values(), state["optimizer"][0].values, *state["small"]]
+    expected = [part.clone() for part in parts]
+    assert staging.num_bytes(state) == sum(part.nbytes for part in parts)
+
+    with monkeypatch.context() as faked:
+        device = FakeDevice(faked)
+        host = staging.to_host(state)
+    # The next training step changes the weights.
+    for part in parts:
+        part.zero_()
+
+    count = len(device.blocks)
+    assert device.order == ["allocate"] * count + ["copy"] * len(parts) + ["wait"]
+    gaps = staging.ALIGNMENT * len(parts)
+    assert sum(device.blocks) <= staging.num_bytes(state) + gaps
+    # torch allocates powers of two
+    allocated = sum(1 << (size - 1).bit_length() for size in device.blocks)
+    assert allocated < staging.num_bytes(state) + gaps + staging.BLOCK
+    copies = [*host["model"].values(), host["optimizer"][0].values, *host["small"]]
+    assert all(torch.equal(one, other) for one, other in zip(copies, expected, strict=True))
+    # So torch's writer does not copy them again.
+    assert all(copy.untyped_storage().nbytes() == copy.nbytes for copy in copies)
+    assert host["optimizer"][1] == {"lr": 0.5}
+    assert (host["optimizer"][0].shape, host["optimizer"][0].start) == (torch.Size([40]), 8)
+
+
+def shards_on_the_host():
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = distribute_tensor(torch.arange(14.0).view(7, 2), mesh, [Shard(0)])
+    tensor.requires_grad_()
+    copy = staging.to_host({"weight": tensor})["weight"]
+    with torch.no_grad():
+        tensor.zero_()
+    kinds = copy.placements == tensor.placements and not copy.requires_grad
+    return kinds, copy.full_tensor().tolist()
+
+
+def test_a_shard_stays_a_shard_in_host_memory():
+    expected = torch.arange(14.0).view(7, 2).tolist()
+    assert run_ranks(2, shards_on_the_host) == [(True, expected)] * 2
+
+
+def test_the_next_checkpoint_needs_no_room_for_the_pinned_memory_of_the_last_one(folder, root):
+    assert run_ranks(1, reuses_pinned_memory, folder, root) == [[True, False]]
+
+
+def reuses_pinned_memory(folder: str, root: Path):
+    """Return whether there is room with and without idle pinned memory."""
+    run = Run(folder, root)
+    checkpoints.free_host_memory = lambda: 2_000
+    found = []
+    for idle in (9_000, 8_999):
+        checkpoints.idle_pinned_memory = lambda _, idle=idle: idle
+        found.append(run.strategy.checkpoints._has_room(10_000))
+    return found

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
+from torch.distributed.distributed_c10d import _get_default_store
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.contract import logits_over_one_cache, reference_logprobs
@@ -30,6 +31,7 @@ from lightrft.engine.base import Engine, Request, RequestLoop, Sampling
 from lightrft.engine.media import Clip, Video, digest
 from lightrft.engine.remote import door
 from lightrft.engine.remote.server import EngineServer
+from lightrft.engine.remote.weights import WeightBroadcast
 from lightrft.engine.remote.wire import CODEC, Abort, Closed, Finished, Generate, LoadWeights, Peer
 from lightrft.parallel.processes import RunProcesses
 from lightrft.run.prepare import prepare_config
@@ -301,11 +303,11 @@ def test_a_rank_does_not_believe_a_stranger():
 
 
 def test_a_rank_listens_where_the_others_are(monkeypatch):
-    alone = RunProcesses(None, 1, 2, timedelta(), 1, one_node=True)
+    alone = RunProcesses(None, 1, 2, timedelta(), 1, ranks_per_node=2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as vLLM leaves it on a CPU
     assert door.own_address(alone) == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    address = door.own_address(replace(alone, one_node=False))
+    address = door.own_address(replace(alone, ranks_per_node=1))
     assert not address.startswith("127.")
     door.Door(address, "secret").close()
 
@@ -385,6 +387,97 @@ def test_the_end_of_a_connection_is_reported_once():
             (peer, Abort(1)),
             (peer, Closed()),
         ]
+
+
+def broadcast_of(rollout_ranks: int, ranks_per_node: int) -> tuple[RunProcesses, WeightBroadcast]:
+    processes = RunProcesses(
+        _get_default_store(),
+        dist.get_rank(),
+        dist.get_world_size(),
+        timedelta(seconds=60),
+        rollout_ranks,
+        ranks_per_node,
+    )
+    return processes, WeightBroadcast(processes, torch.device("cpu"), bucket_bytes=4096)
+
+
+def weights_of_several_types() -> list[tuple[str, torch.Tensor]]:
+    """Return tensors that are larger and smaller than a bucket, and an empty one."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(64, 64), (3,), (), (0, 4), (31, 7), (129, 5), (1000,), (1,)]
+    return [
+        (str(number), torch.randn(shape, generator=generator).to(dtype))
+        for number, shape in enumerate(shapes)
+        for dtype in [torch.bfloat16 if number % 2 else torch.float32]
+    ]
+
+
+def bytes_by_sender(rollout_ranks: int, ranks_per_node: int) -> tuple[int, bool]:
+    """Return the bytes of weights that this rank sends, and whether it receives all of them."""
+    processes, broadcast = broadcast_of(rollout_ranks, ranks_per_node)
+    sent = []
+    original = broadcast._broadcast
+
+    def counted(number, tensor):
+        sent.append(tensor.nbytes)
+        return original(number, tensor)
+
+    broadcast._broadcast = counted
+    expected = weights_of_several_types()
+    if not processes.generates:
+        broadcast.send(iter(expected))
+        # The first sender also describes each bucket, with two messages.
+        return sum(sent[2::3] if processes.rank == 0 else sent), False
+
+    found = {name: tensor.clone() for name, tensor in broadcast.receive()}
+    return 0, set(found) == {name for name, _ in expected} and all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+        for name, tensor in expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("trains", "ranks_per_node", "senders"),
+    [(4, 2, [0, 2]), (3, 1, [0, 1, 2]), (3, 2, [0, 2]), (3, 5, [0])],
+)
+def test_one_rank_of_each_node_sends_an_equal_share(trains, ranks_per_node, senders):
+    generates = 2
+    found = run_ranks(trains + generates, bytes_by_sender, generates, ranks_per_node)
+    sent = [size for size, _ in found[:trains]]
+    assert [rank for rank, size in enumerate(sent) if size] == senders
+    # Every byte is sent once, and a bucket is cut to a byte.
+    total = sum(tensor.nbytes for _, tensor in weights_of_several_types())
+    assert sum(sent) == total
+    assert max(sent) - min(sent[rank] for rank in senders) <= 8
+    assert [complete for _, complete in found[trains:]] == [True, True]
+
+
+def one_sender_fails(folder: Path) -> None:
+    """Rank 1, one of two senders, ends within the stream; write which weights the others load."""
+    processes, broadcast = broadcast_of(rollout_ranks=2, ranks_per_node=1)
+    version = 1
+    if processes.generates:
+        try:
+            for _ in broadcast.receive():
+                pass
+            version = 2
+        finally:
+            (folder / f"version{processes.rank}").write_text(str(version))
+        return
+
+    def until_it_fails():
+        for number, each in enumerate(weights_of_several_types()):
+            if processes.rank == 1 and number == 5:
+                os._exit(3)
+            yield each
+
+    broadcast.send(until_it_fails())
+
+
+def test_without_one_of_its_senders_no_weights_are_complete(tmp_path):
+    codes = exit_codes(4, one_sender_fails, tmp_path)
+    assert codes[1] == 3 and None not in codes and 0 not in codes[2:]
+    assert [(tmp_path / f"version{rank}").read_text() for rank in (2, 3)] == ["1", "1"]
 
 
 def while_responses_grow(
@@ -497,8 +590,16 @@ def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(tmp_path, up
 
 
 @pytest.mark.slow
-def test_ranks_that_share_an_engine_serve_zero_3(tmp_path):
+def test_ranks_that_share_an_engine_serve_zero_3(tmp_path, monkeypatch):
+    """Each rank that trains sends half of the weights, as if it were on a node of its own."""
     load_vllm()
+    build = WeightBroadcast.__init__
+
+    def build_for_nodes(broadcast, processes, *args, **options):
+        build(broadcast, replace(processes, ranks_per_node=1), *args, **options)
+        assert broadcast._num_senders == 2
+
+    monkeypatch.setattr(WeightBroadcast, "__init__", build_for_nodes)
     flags = [*prepare(tmp_path), *PPO, *VLLM, "--max_steps=3", "--fsdp=false", "--zero_stage=3"]
     ((apart, together),) = both(tmp_path, {"vllm": flags}, trains=2, generates=2).values()
     assert len(apart) == 3 and apart == together

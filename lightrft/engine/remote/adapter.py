@@ -62,8 +62,6 @@ class RemoteEngine(Engine):
         )
         self.limits = most_of_each(setup.section, config)
         self.model_reads = tuple(self.limits)
-        self._broadcast: WeightBroadcast | None = None
-        """Group for sending the weights, on the first of the training ranks only."""
         if processes.rank == 0:
             processes.store.set(PRETRAIN, setup.model_path)
         self._inbox: SimpleQueue[tuple[Peer, Any]] = SimpleQueue()
@@ -73,9 +71,8 @@ class RemoteEngine(Engine):
             connect(processes, rank, self._inbox) for rank in range(first, processes.size, step)
         ]
 
-        if processes.rank == 0:
-            limit = bucket_limit(setup.section.weight_sync_bucket_mb, self.axis, setup.device)
-            self._broadcast = WeightBroadcast(processes, setup.device, bucket_bytes=limit)
+        limit = bucket_limit(setup.section.weight_sync_bucket_mb, self.axis, setup.device)
+        self._broadcast = WeightBroadcast(processes, setup.device, bucket_bytes=limit)
 
         # Ranks start with different engines, so that small calls do not all go to the first one.
         self._first = processes.rank % len(self._engines)
@@ -97,15 +94,11 @@ class RemoteEngine(Engine):
         (server.py), so that `loop` makes no difference here.
         """
         self._check_usable()
-        # All training ranks gather each weight, but one of them sends it.
-        stream = self._checked(named_tensors)
-        if self._broadcast is None:
-            for _ in stream:
-                pass
-        else:
+        if self._processes.rank == 0:
             for engine in self._engines:
                 engine.send(LoadWeights(version, self._call))
-            self._broadcast.send(stream)
+        # All training ranks gather each weight, and one of each node sends a part of it.
+        self._broadcast.send(self._checked(named_tensors))
 
         self.version = version
         self.weights_valid = True
