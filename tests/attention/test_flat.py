@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from flat_models import (
     LENGTHS,
     MODELS,
     SEEN,
-    SIZES,
     TEMPERATURE,
     assert_same_gradients,
     gradients_of,
@@ -353,25 +352,3 @@ def test_calls_that_make_sequences_see_each_other_elsewhere_do_not_here(call):
     torch.testing.assert_close(
         ours, alone(make_model("qwen3", "eager"), batch), rtol=1e-5, atol=1e-5
     )
-
-
-def test_attention_that_blocks_cannot_express_is_refused_by_name():
-    config = AutoConfig.for_model("gemma2", **SIZES, head_dim=8, attn_logit_softcapping=50.0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
-    with pytest.raises(ValueError, match="Gemma2Attention uses soft-capped or sink attention"):
-        model.base_model(
-            input_ids=torch.ones(1, 3, dtype=torch.int64),
-            layout=Layout(torch.tensor([3]), torch.device("cpu")),
-        )
-
-
-def test_a_window_that_only_the_mask_applies_is_refused():
-    """Phi-3.5-MoE: log-probs of longer sequences would be off by up to 5."""
-    config = AutoConfig.for_model("phimoe", **SIZES, sliding_window=6, num_local_experts=2)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
-    Actor(model)(make_batch([6, 5]), 1.0)
-    with pytest.raises(
-        ValueError, match="applies its window of 6 tokens in the attention mask alone"
-    ):
-        Actor(model)(make_batch([5, 7]), 1.0)
