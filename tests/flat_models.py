@@ -73,7 +73,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
-    "phimoe": ("phimoe", {"sliding_window": 4, "num_local_experts": 2}),
     "cohere": ("cohere", {"logit_scale": 0.25, "use_qk_norm": False}),
     "granite": (
         "granite",

@@ -109,6 +109,21 @@ def test_the_window_is_seen_at_these_lengths(name):
         assert (windowed - Actor(model)(batch, TEMPERATURE)[0]).abs().max() > 1e-2
 
 
+def test_a_window_that_only_the_mask_applies():
+    """Phi-3.5-MoE passes it to no attention function; in training its router draws experts."""
+    config = AutoConfig.for_model("phimoe", **SIZES, sliding_window=4, num_local_experts=2)
+    models = []
+    for attention in ("eager", ATTENTION):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        models.append(model.eval())
+    batch = make_batch()
+    with torch.no_grad():
+        expected = one_by_one(models[0], batch)
+        for value, known in zip(Actor(models[1])(batch, TEMPERATURE), expected, strict=True):
+            torch.testing.assert_close(value, known, rtol=1e-5, atol=1e-5)
+
+
 IMAGE = [SEEN] * 4
 LARGE = [SEEN] * 9
 WITH_IMAGES = [
