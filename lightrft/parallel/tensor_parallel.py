@@ -308,7 +308,7 @@ class _WithStandIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, output: Tensor, stand_in: Tensor) -> Tensor:
-        return output.view_as(output)
+        return output
 
     @staticmethod
     @once_differentiable
@@ -450,15 +450,17 @@ class _Branch:
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
         hidden = args[0] if args else kwargs["hidden_states"]
-        weights = [layer.weight.to_local() for layer in self.layers]
+        learning = self.layers if torch.is_grad_enabled() else []
+        weights = [layer.weight.to_local() for layer in learning]
         tokens, *stand_ins = _EnterBranch.apply(hidden, self.axis, self.sequence, *weights)
-        self.stand_ins = dict(zip(self.layers, stand_ins, strict=True))
+        self.stand_ins = dict(zip(learning, stand_ins, strict=True))
         if args:
             return (tokens, *args[1:]), kwargs
         return args, kwargs | {"hidden_states": tokens}
 
     def stand_in(self, layer: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        return _WithStandIn.apply(output, self.stand_ins.pop(layer))
+        stand_in = self.stand_ins.pop(layer, None)
+        return output if stand_in is None else _WithStandIn.apply(output, stand_in)
 
 
 def _split_columns(linear: nn.Module, mesh: DeviceMesh, *, detached: Collection[str] = ()) -> None:
