@@ -4,6 +4,7 @@
 # Several nodes: the same command on each, with NNODES, MASTER_ADDR (the first node), MASTER_PORT (free there; 29500) and NODE_RANK
 # (0 on the first). Where these are not set, the variables of Kubeflow (PET_*, or PyTorchJob's RANK and WORLD_SIZE, which count pods),
 # SkyPilot, Slurm and Kubernetes have their values.
+# NUMA_BINDING: how torchrun binds each rank to the cores near its GPU (node), or none.
 # NNODES=2:3: start with two or three nodes; if one is lost, the others go on from the newest checkpoint (docs/launching.md).
 set -euo pipefail
 
@@ -36,6 +37,21 @@ elif [[ -z $rank ]]; then
     exit 1
 else
     where=(--nnodes "$nodes" --node-rank "$rank" --master-addr "$first" --master-port "$port")
+fi
+
+# torchrun takes a GPU whose NUMA node is unknown for one of node 0, and fails if the job may not use a core of the node or has no numactl.
+numa_is_known() {
+    local address addresses node
+    addresses=$(nvidia-smi --query-gpu=pci.bus_id --format=csv,noheader 2>/dev/null) && [[ -n $addresses && -n ${CUDA_VISIBLE_DEVICES-all} ]] || return
+    for address in ${addresses,,}; do
+        node=$(cat "/sys/bus/pci/devices/${address: -12}/numa_node" 2>/dev/null) || return
+        ((node >= 0)) && numactl --cpunodebind="$node" true &>/dev/null || return
+    done
+}
+
+binding=${NUMA_BINDING:-node}
+if [[ $binding != none ]] && numa_is_known; then
+    where+=(--numa-binding "$binding")
 fi
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -19,11 +19,16 @@ PRODUCTS = {
 """Matrix products. The last two are those of a layer's experts, on a GPU and elsewhere."""
 
 
+SUMS = {"lightrft::sum_", "lightrft::reduce_scatter_"}
+"""Sums of products over tensor-parallel ranks. They change a product that is kept, so they must not
+run again."""
+
+
 def recompute(module: nn.Module, *, selective: bool) -> None:
     """Enable activation checkpointing for the blocks of every transformers model inside `module`.
 
     A block keeps only its input. With `selective` it also keeps the results of attention and matrix
-    products, so that the recomputation costs next to nothing.
+    products, summed over tensor-parallel ranks, so that the recomputation costs next to nothing.
     """
     if isinstance(module, PreTrainedModel):
         options = (
@@ -50,7 +55,7 @@ def keep_expensive(_: Any, op: OpOverload, *args: Any, **options: Any) -> Checkp
     attention = ("attn" in name or "attention" in name) and not _dropout(op, args, options)
     return (
         CheckpointPolicy.MUST_SAVE
-        if attention or name in PRODUCTS
+        if attention or name in PRODUCTS or name in SUMS
         else CheckpointPolicy.PREFER_RECOMPUTE
     )
 

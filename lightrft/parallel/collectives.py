@@ -1,4 +1,7 @@
-"""Collectives along one axis of the mesh. They never modify the caller's tensor."""
+"""Collectives along one axis of the mesh.
+
+Only Axis.begin_sum_in_place() modifies the caller's tensor.
+"""
 
 import io
 import pickle
@@ -27,15 +30,18 @@ class Axis:
         return self._reduce(value, dist.ReduceOp.SUM)
 
     def begin_sum(self, value: Tensor) -> Callable[[], Tensor]:
-        """Start sum() for a tensor on the host, and return a function that waits for the result."""
+        """Start sum(), and return a function that waits for the result."""
+        return self.begin_sum_in_place(value.clone())
+
+    def begin_sum_in_place(self, value: Tensor) -> Callable[[], Tensor]:
+        """Start to sum a contiguous tensor itself, as begin_sum() sums a copy."""
         if self.size == 1:
             return lambda: value
-        result = value.clone()
-        work = dist.all_reduce(result, group=self.group, async_op=True)
+        work = dist.all_reduce(value, group=self.group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
-            return result
+            return value
 
         return wait
 

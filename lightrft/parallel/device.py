@@ -251,11 +251,13 @@ def grow_segments(device: torch.device) -> None:
 def host_cores() -> Iterator[None]:
     """Use this rank's share of the host's cores, for AdamW in host memory.
 
-    Launchers set one thread per rank.
+    Launchers set one thread per rank. They may also bind a rank to cores that only some of the
+    others use, so the cores of the launcher are divided.
     """
     before = torch.get_num_threads()
-    share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    torch.set_num_threads(max(before, share))
+    of_launcher = len(os.sched_getaffinity(os.getppid()))
+    share = of_launcher // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    torch.set_num_threads(max(before, min(share, len(os.sched_getaffinity(0)))))
     try:
         yield
     finally:

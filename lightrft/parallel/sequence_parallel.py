@@ -234,9 +234,22 @@ def all_gather_tensor(values: Tensor, axis: Axis) -> Tensor:
 
 def reduce_scatter_tensor(values: Tensor, axis: Axis) -> Tensor:
     """Sum [T, ...] over the ranks, and return this rank's [T / ranks, ...], without gradient."""
+    return begin_reduce_scatter(values, axis)()
+
+
+def begin_reduce_scatter(values: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Start reduce_scatter_tensor(), and return a function that waits for the result."""
+    if axis.size == 1:
+        return lambda: values
+    values = values.contiguous()
     result = values.new_empty(len(values) // axis.size, *values.shape[1:])
-    dist.reduce_scatter_tensor(result, values.contiguous(), group=axis.group)
-    return result
+    work = dist.reduce_scatter_tensor(result, values, group=axis.group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return result
+
+    return wait
 
 
 class Gather(torch.autograd.Function):

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -40,9 +41,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.sequence_parallel import (
     Gather,
-    GatherSummed,
     all_gather_tensor,
-    reduce_scatter_tensor,
+    begin_reduce_scatter,
     select_tokens,
 )
 
@@ -57,8 +57,11 @@ FAMILIES = (
     "gemma3_text",
 )
 """Supported values of model_type."""
-BRANCHES = ("self_attn", "mlp")
-"""Modules of a block that read the residual stream."""
+BRANCHES = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
+"""Modules of a block that read the residual stream, with the layers inside that get it."""
+OPERATORS = torch.library.Library("lightrft", "FRAGMENT")
+OPERATORS.define("sum_(Tensor(a!) parts, str group) -> ()")
+OPERATORS.define("reduce_scatter_(Tensor(a!) parts, str group) -> ()")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,34 +208,112 @@ class _Copy(torch.autograd.Function):
         return ctx.axis.sum(gradient), None
 
 
-class _Sum(torch.autograd.Function):
-    """Sum the input over the ranks.
+@torch.library.impl(OPERATORS, "sum_", "CompositeExplicitAutograd")
+def _sum(parts: Tensor, group: str) -> None:
+    """Sum a tensor over the ranks, in place.
 
-    All ranks have the same gradient of the sum, and pass it on.
+    This and the next are operators of torch, and return nothing, for the sake of selective
+    recomputation: it keeps the product that they change, and leaves them out.
+    """
+    dist.all_reduce(parts, group=_resolve_process_group(group))
+
+
+@torch.library.impl(OPERATORS, "reduce_scatter_", "CompositeExplicitAutograd")
+def _reduce_scatter(parts: Tensor, group: str) -> None:
+    """Sum [T, H] over the ranks, in place, but only the T / ranks rows of this rank."""
+    ranks = _resolve_process_group(group)
+    own = parts.chunk(ranks.size())[ranks.rank()]
+    dist.reduce_scatter_tensor(own, parts, group=ranks)
+
+
+def _sum_parts(part: Tensor, axis: Axis) -> Tensor:
+    """Sum a new tensor over the ranks, in place.
+
+    All ranks have the same gradient of the sum, and it is that of each part. So autograd need not
+    know of the sum.
+    """
+    if axis.size > 1:
+        torch.ops.lightrft.sum_(part.detach(), axis.group.group_name)
+    return part
+
+
+class _ScatterTokens(torch.autograd.Function):
+    """Sum a new tensor over the ranks, in place, and return this rank's tokens.
+
+    [1, T, H] -> [1, T / ranks, H]
     """
 
     @staticmethod
     def forward(ctx: FunctionCtx, part: Tensor, axis: Axis) -> Tensor:
-        return axis.sum(part)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _ScatterTokens(torch.autograd.Function):
-    """Sum the input over the ranks and keep this rank's tokens, [1, T, H] -> [1, T / ranks, H]."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, part: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return reduce_scatter_tensor(part[0], axis)[None]
+        if axis.size > 1:
+            torch.ops.lightrft.reduce_scatter_(part[0], axis.group.group_name)
+        return part.chunk(axis.size, 1)[axis.rank]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
         return all_gather_tensor(gradient[0], ctx.axis)[None], None
+
+
+class _EnterBranch(torch.autograd.Function):
+    """Give the layers of a branch all tokens, and compute the gradients of their weights.
+
+    Each layer has a stand-in among the results. It has the shape of the layer's output, no values,
+    and the output's gradient. The gradient of the tokens is summed over the ranks while the
+    gradients of the weights are computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, hidden: Tensor, axis: Axis, sequence: bool, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        ctx.sequence = sequence
+        ctx.shape = hidden.shape
+        ctx.set_materialize_grads(False)
+        tokens = all_gather_tensor(hidden[0], axis)[None] if sequence else hidden.view_as(hidden)
+        ctx.save_for_backward(tokens)
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(tokens)
+
+        nothing = tokens.new_empty(())
+        return tokens, *(nothing.expand(*tokens.shape[:-1], len(weight)) for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: FunctionCtx, gradient: Tensor | None, *of_outputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        (tokens,) = ctx.saved_tensors
+        wait = None
+        if gradient is not None and ctx.sequence:
+            wait = begin_reduce_scatter(gradient[0], ctx.axis)
+        elif gradient is not None:
+            # Only the layers of this branch have contributed to it, so nobody else has this tensor.
+            wait = ctx.axis.begin_sum_in_place(gradient.contiguous())
+
+        rows = tokens.flatten(0, -2)
+        of_weights = [
+            of_output.flatten(0, -2).t() @ rows if needed and of_output is not None else None
+            for of_output, needed in zip(of_outputs, ctx.needs_input_grad[3:], strict=True)
+        ]
+
+        of_hidden = None if wait is None else wait().view(ctx.shape)
+        return of_hidden, None, None, *of_weights
+
+
+class _WithStandIn(torch.autograd.Function):
+    """Return a layer's output; its gradient is also that of the layer's stand-in."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, output: Tensor, stand_in: Tensor) -> Tensor:
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient
 
 
 class _GatherLogits(torch.autograd.Function):
@@ -279,11 +360,8 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
     for block in decoder.layers:
         for name, split in _block_plan(block, sequence=sequence).items():
             split(block.get_submodule(name), mesh)
-        for name in BRANCHES:
-            branch = block.get_submodule(name)
-            branch.register_forward_pre_hook(
-                partial(_prepare_branch, axis=axis, sequence=sequence), with_kwargs=True
-            )
+        for name, layers in BRANCHES.items():
+            _Branch(block.get_submodule(name), layers, axis, sequence=sequence)
 
     inside = decoder is model.base_model
     _split_embedding(embedding, mesh, sequence=sequence and inside)
@@ -338,18 +416,9 @@ def _block_plan(
     The norms of queries and keys process this rank's heads, and with `sequence` the other norms
     process the rank's tokens.
     """
-    columns = _split_columns
+    columns = partial(_split_columns, detached=("weight",))
     rows = partial(_split_rows, sequence=sequence)
-    plan = dict.fromkeys(
-        (
-            "self_attn.q_proj",
-            "self_attn.k_proj",
-            "self_attn.v_proj",
-            "mlp.gate_proj",
-            "mlp.up_proj",
-        ),
-        columns,
-    )
+    plan = {f"{name}.{layer}": columns for name, layers in BRANCHES.items() for layer in layers}
     plan |= dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), rows)
 
     norms = [
@@ -362,30 +431,42 @@ def _block_plan(
     return plan | dict.fromkeys(norms, _replicate)
 
 
-def _prepare_branch(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], *, axis: Axis, sequence: bool
-) -> tuple[tuple, dict[str, Any]]:
-    """Give attention or feed-forward all tokens: a forward pre-hook.
+class _Branch:
+    """Forward hooks that let attention or feed-forward sum the gradient of its input."""
 
-    The gradient of the tokens is summed over the ranks.
-    """
+    def __init__(
+        self, module: nn.Module, layers: Collection[str], axis: Axis, *, sequence: bool
+    ) -> None:
+        """Register the hooks at a branch and at those `layers` of it that read its input."""
+        self.axis = axis
+        self.sequence = sequence
+        self.layers = [module.get_submodule(name) for name in layers]
+        self.stand_ins: dict[nn.Module, Tensor] = {}
+        module.register_forward_pre_hook(self.enter, with_kwargs=True)
+        for layer in self.layers:
+            layer.register_forward_hook(self.stand_in)
 
-    def prepare(hidden: Tensor) -> Tensor:
-        return (
-            GatherSummed.apply(axis, hidden[0])[0][None]
-            if sequence
-            else copy_to_parallel_region(hidden, axis)
-        )
+    def enter(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        learning = self.layers if torch.is_grad_enabled() else []
+        weights = [layer.weight.to_local() for layer in learning]
+        tokens, *stand_ins = _EnterBranch.apply(hidden, self.axis, self.sequence, *weights)
+        self.stand_ins = dict(zip(learning, stand_ins, strict=True))
+        if args:
+            return (tokens, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": tokens}
 
-    if args:
-        return (prepare(args[0]), *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": prepare(kwargs["hidden_states"])}
+    def stand_in(self, layer: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        stand_in = self.stand_ins.pop(layer, None)
+        return output if stand_in is None else _WithStandIn.apply(output, stand_in)
 
 
-def _split_columns(linear: nn.Module, mesh: DeviceMesh) -> None:
+def _split_columns(linear: nn.Module, mesh: DeviceMesh, *, detached: Collection[str] = ()) -> None:
     """Keep this rank's outputs of a layer; each rank computes them from the whole input."""
     _distribute(linear, mesh, weight=Shard(0), bias=Shard(0))
-    _LocalParameters(linear)
+    _LocalParameters(linear, detached=detached)
 
 
 def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
@@ -394,12 +475,12 @@ def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
     The bias is added to the sum.
     """
     axis = _axis(mesh)
-    reduce = _ScatterTokens if sequence else _Sum
+    reduce = _ScatterTokens.apply if sequence else _sum_parts
     _distribute(linear, mesh, weight=Shard(1), bias=Replicate())
     _LocalParameters(linear, hidden=("bias",))
 
     def reduce_parts(module: nn.Module, args: tuple, part: Tensor) -> Tensor:
-        output = reduce.apply(part, axis)
+        output = reduce(part, axis)
         # Added before the sum, the bias would count once for each rank.
         if module.bias is None:
             return output
@@ -416,7 +497,7 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: boo
     The outputs of other rows are zero.
     """
     axis = _axis(mesh)
-    reduce = _ScatterTokens if sequence else _Sum
+    reduce = _ScatterTokens.apply if sequence else _sum_parts
     _distribute(embedding, mesh, weight=Shard(0))
     shard = vocabulary_shard(embedding.weight)
     first = shard.first
@@ -436,7 +517,7 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: boo
         return ((ids - first).masked_fill(outside, 0),)
 
     def reduce_parts(module: nn.Module, args: tuple, part: Tensor) -> Tensor:
-        return reduce.apply(part.masked_fill(outside[..., None], 0), axis)
+        return reduce(part.masked_fill(outside[..., None], 0), axis)
 
     embedding.register_forward_pre_hook(to_local_rows)
     embedding.register_forward_hook(reduce_parts)
@@ -469,15 +550,21 @@ class _LocalParameters:
     """
 
     def __init__(
-        self, module: nn.Module, *, gradient: Placement | None = None, hidden: Collection[str] = ()
+        self,
+        module: nn.Module,
+        *,
+        gradient: Placement | None = None,
+        hidden: Collection[str] = (),
+        detached: Collection[str] = (),
     ):
         """Register the hooks.
 
-        `gradient` is the placement of gradients, by default the parameter's; parameters in `hidden`
-        are None.
+        `gradient` is the placement of gradients, by default the parameter's. Parameters in `hidden`
+        are None, and those in `detached` get no gradient from the module.
         """
         self.gradient = None if gradient is None else [gradient]
         self.hidden = hidden
+        self.detached = detached
         module.register_forward_pre_hook(self.replace)
         module.register_forward_hook(self.restore, always_call=True)
 
@@ -493,4 +580,7 @@ class _LocalParameters:
     def _local(self, name: str, parameter: DTensor | None) -> Tensor | None:
         if parameter is None or name in self.hidden:
             return None
+        if name in self.detached:
+            with torch.no_grad():
+                return parameter.to_local()
         return parameter.to_local(grad_placements=self.gradient)

@@ -5,6 +5,7 @@ model in one process, on every rank, with a vocabulary that does not divide.
 """
 
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,14 @@ import torch
 from loguru import logger
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen3ForCausalLM
 
 from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
+from lightrft.models.recompute import recompute
+from lightrft.parallel.collectives import Axis
 from lightrft.parallel.tensor_parallel import model_problems, parallelize, plan_problems
 from lightrft.strategy import FSDPStrategy
 from lightrft.types import Batch
@@ -222,6 +226,104 @@ def test_four_ranks_and_recomputed_activations(tmp_path):
                     "tp_sequence_parallel" in layout
                     or (result[name][2] - logits).abs().max() < 1e-5
                 )
+
+
+# -- what a layer costs
+
+SUM = "lightrft::sum_"
+SCATTER = "lightrft::reduce_scatter_"
+BACKWARD_SUM = "c10d::allreduce_"
+BACKWARD_SCATTER = "c10d::_reduce_scatter_base_"
+GATHER = "c10d::_allgather_base_"
+KINDS = SUM, SCATTER, BACKWARD_SUM, BACKWARD_SCATTER, GATHER
+WAIT = "wait for the sum"
+
+
+class Operations(TorchDispatchMode):
+    """While entered, notes the name of every operation, with the shape of a matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str | tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        product = function.name() in ("aten::mm", "aten::addmm")
+        self.seen.append(tuple(result.shape) if product else function.name())
+        return result
+
+
+def decoder_pass(model: nn.Module, policy: str | None, operations: Operations) -> None:
+    """Note the operations of two layers, the embedding and the norm behind them, on 28 tokens.
+
+    Forward and backward.
+    """
+    if policy:
+        recompute(model.train(), selective=policy == "selective")
+    ids = torch.cat(sequences())[None]
+    positions = torch.arange(ids.shape[1])[None]
+    with operations:
+        model.get_decoder()(ids, position_ids=positions, use_cache=False)[0].sum().backward()
+
+
+def split_decoder_pass(folder: str, policy: str | None, sequence: bool) -> list:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    parallelize(model, strategy(tp_size=2).mesh.tensor, sequence=sequence)
+    operations = Operations()
+    begin = Axis.begin_sum_in_place
+
+    def begin_noted(axis: Axis, value: Tensor):
+        wait = begin(axis, value)
+
+        def noted() -> Tensor:
+            operations.seen.append(WAIT)
+            return wait()
+
+        return noted
+
+    Axis.begin_sum_in_place = begin_noted
+    try:
+        decoder_pass(model, policy, operations)
+    finally:
+        Axis.begin_sum_in_place = begin
+    return operations.seen
+
+
+COLLECTIVES = {
+    # The embedding has one sum in the forward pass, and each of two layers has four.
+    (None, False): {SUM: 1 + 4, BACKWARD_SUM: 4},
+    ("selective", False): {SUM: 1 + 4, BACKWARD_SUM: 4},
+    ("full", False): {SUM: 1 + 4 + 2, BACKWARD_SUM: 4},
+    # Tokens are also gathered behind the last norm, and so are gradients of the embedding.
+    (None, True): {SCATTER: 1 + 4, BACKWARD_SCATTER: 4, GATHER: 2 + 8},
+    ("selective", True): {SCATTER: 1 + 4, BACKWARD_SCATTER: 4, GATHER: 2 + 8 + 4},
+    ("full", True): {SCATTER: 1 + 4 + 2, BACKWARD_SCATTER: 4, GATHER: 2 + 8 + 4},
+}
+
+
+def test_collectives_and_copies_of_a_layer(folders):
+    """The sums of the forward pass are kept with selective recomputation, and nothing is copied."""
+    folder = folders["qwen3"]
+    found = run_cases(2, split_decoder_pass, {case: (folder, *case) for case in COLLECTIVES})
+    for case, expected in COLLECTIVES.items():
+        for seen in found[case]:
+            assert Counter(each for each in seen if each in KINDS) == expected, case
+
+    unsplit = Operations()
+    decoder_pass(AutoModelForCausalLM.from_pretrained(folder), None, unsplit)
+    clones = unsplit.seen.count("aten::clone")
+    assert all(0 < found[None, each][0].count("aten::clone") <= clones for each in (False, True))
+    # The reduce-scatter of gloo copies by itself.
+    assert "aten::copy_" not in found[None, False][0]
+
+
+def test_the_gradient_of_the_tokens_is_summed_beside_products_of_weights(folders):
+    (seen, _) = run_ranks(2, split_decoder_pass, folders["qwen3"], None, False)
+    order = [each for each in seen if isinstance(each, tuple) or each in (BACKWARD_SUM, WAIT)]
+    begins = [place for place, each in enumerate(order) if each == BACKWARD_SUM]
+    # A rank has 32 rows of q_proj, 16 of k_proj and v_proj, and 24 of gate_proj and up_proj.
+    beside = [order[begin + 1 : order.index(WAIT, begin)] for begin in begins]
+    assert beside == [[(24, 32)] * 2, [(32, 32), (16, 32), (16, 32)]] * 2
 
 
 def planned_operations(folder: str, sequence: bool) -> list[int]:

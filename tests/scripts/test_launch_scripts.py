@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from lightrft.config import flags_without_effect, parse
 from lightrft.run.prepare import prepare_config
@@ -140,6 +141,39 @@ def test_two_nodes_by_hand(cluster):
         "--nproc-per-node",
         "3",
     ]
+
+
+NUMA = {
+    "nvidia-smi": "#!/bin/sh\ncase $1 in --list-gpus) echo GPU 0; echo GPU 1 ;;"
+    " *) echo 00000000:0A:00.0; echo 00000000:DC:00.0 ;; esac\n",
+    "numactl": "#!/bin/sh\n[ $# = 2 ] && [ $2 = true ] && [ $1 != --cpunodebind=3 ]\n",
+    "cat": "#!/bin/sh\ncase $1 in"
+    " */0000:0a:00.0/numa_node) echo 0 ;; */0000:dc:00.0/numa_node) echo $LAST_GPU ;; esac\n",
+}
+"""Two GPUs, on the nodes 0 and $LAST_GPU; the job may use no core of node 3."""
+
+
+@pytest.mark.parametrize(
+    ("given", "binds"),
+    [
+        ({"LAST_GPU": "1"}, ["--numa-binding", "node"]),
+        ({"LAST_GPU": "1", "NUMA_BINDING": "exclusive"}, ["--numa-binding", "exclusive"]),
+        ({"LAST_GPU": "1", "NUMA_BINDING": "none"}, []),
+        ({"LAST_GPU": "1", "CUDA_VISIBLE_DEVICES": ""}, []),
+        ({"LAST_GPU": "3"}, []),
+        ({"LAST_GPU": "-1"}, []),
+    ],
+)
+def test_ranks_are_bound_to_the_cores_near_their_gpus(cluster, tmp_path, given, binds):
+    for name, text in NUMA.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    (command,) = cluster("scripts/run_grpo_gsm8k.sh", **given)
+    expected = ["--standalone", *binds, "--nproc-per-node", "2"]
+    assert command[: len(expected)] == expected
+
+    known = get_args_parser().parse_args([*expected, "script.py"])
+    assert known.numa_binding == (binds[1] if binds else None)
 
 
 FIRST = {"MASTER_ADDR": "first", "NPROC": "3"}

@@ -1,5 +1,7 @@
 """Offloaded is away: no device memory, no silent use, and back bit by bit."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -178,12 +180,15 @@ def test_two_flags_for_the_same_memory():
         made.setup_distributed()
 
 
-def test_a_step_in_host_memory_has_the_ranks_share_of_the_cores(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
+@pytest.mark.parametrize(("bound_to", "threads"), [(12, 3), (6, 3), (2, 2)])
+def test_a_step_in_host_memory_has_the_ranks_share_of_the_cores(monkeypatch, bound_to, threads):
+    """The launcher has 12 cores for four ranks, and may have bound each of them to a part."""
+    cores = {0: bound_to, os.getppid(): 12}
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores[process])))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     before = torch.get_num_threads()
     with host_cores():
-        assert torch.get_num_threads() == 3
+        assert torch.get_num_threads() == threads
     assert torch.get_num_threads() == before
 
 

@@ -48,7 +48,8 @@ class VLLMEngine(LibraryEngine):
 
     For requests without a seed, runner V2 would draw from numpy's global generator and V1 from
     torch's. Samples are reproducible for equal seeds, whatever the batch, up to rounding in kernels
-    that depends on the batch or on cached prefixes.
+    that depends on the batch or on cached prefixes. With seeds vLLM 0.32 truncates by its own
+    Triton kernel, without sorting: FlashInfer's sampler draws with one generator for all requests.
     """
 
     def __init__(self, setup: EngineSetup):
@@ -91,7 +92,8 @@ class VLLMEngine(LibraryEngine):
             )
             if self._num_ids < self.vocabulary.size:
                 self._shim.limit_vocabulary(self._num_ids)
-            if self.on_cpu and not self._llm.llm_engine.vllm_config.use_v2_model_runner:
+            self._runner_v2 = self._llm.llm_engine.vllm_config.use_v2_model_runner
+            if self.on_cpu and not self._runner_v2:
                 use_fast_sampling(self._shim.sampler)
             self._shares_last_blocks = self.on_cpu and share_last_blocks(self._shim.cache)
             self._held: list[tuple[str, Request, SamplingParams]] = []
@@ -151,7 +153,7 @@ class VLLMEngine(LibraryEngine):
         self._outputs[key], self._samplings[key] = {}, request.sampling
 
     def _step(self) -> Iterator[tuple[int, list[Completion]]]:
-        with torch_state_kept(self.device), self._stance():
+        with self._generators_kept(), self._stance():
             outputs = self._shim.step()
         self._submit_held()
         if self._speculation:
@@ -186,7 +188,7 @@ class VLLMEngine(LibraryEngine):
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        with torch_state_kept(self.device), self._stance():
+        with self._generators_kept(), self._stance():
             self._take_all(self._shim.finish_step())
         yield
 
@@ -294,6 +296,14 @@ class VLLMEngine(LibraryEngine):
         """
         return torch.compiler.set_stance("force_eager") if self.on_cpu else nullcontext()
 
+    def _generators_kept(self) -> AbstractContextManager:
+        """Return a context that restores torch's generators after a step.
+
+        Model runner V1 draws from them even if all requests have a seed. V2 never does: its kernels
+        compute random numbers from the seeds.
+        """
+        return nullcontext() if self._runner_v2 else torch_state_kept(self.device)
+
     def _load_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         with self._fatal("load_weights"), torch.no_grad():
             try:
@@ -391,9 +401,6 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 
 def torch_state_kept(device: torch.device) -> AbstractContextManager:
-    """Restore torch's generators afterwards.
-
-    vLLM's V1 sampler draws from them even for requests that have a seed.
-    """
+    """Restore torch's generators afterwards: of the host, and of an accelerator."""
     devices = [] if device.type == "cpu" else [device]
     return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
