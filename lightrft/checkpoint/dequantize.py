@@ -37,7 +37,8 @@ def quantization(folder: Path) -> dict[str, Any] | None:
     """Return the quantization settings of a folder's config.json; None for a plain folder."""
     try:
         return json.loads((folder / "config.json").read_bytes()).get("quantization_config")
-    except (OSError, ValueError, AttributeError):  # loading the model says what is wrong
+    # Loading the model says what is wrong.
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
 
 

@@ -78,12 +78,10 @@ def _is_quantized(name: str) -> bool:
     """Return whether a folder or a hub name has quantized weights, by its configuration."""
     if not name:
         return False
-    folder = cached_folder(name)
-    if folder is None:
-        try:
-            folder = Path(cached_file(name, "config.json")).parent
-        except OSError:  # loading the model says what is wrong
-            return False
+    try:
+        folder = cached_folder(name) or Path(cached_file(name, "config.json")).parent
+    except (OSError, ValueError):  # loading the model says what is wrong
+        return False
     return quantization(folder) is not None
 
 
