@@ -371,23 +371,38 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
     """
     import vllm.v1.worker.cpu.shm  # noqa: F401  buffers without pinned memory
     from vllm.sampling_params import SamplingType
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.worker.gpu.sample.states import SamplingStates
 
     from lightrft.engine.requests import Request, Sampling
     from lightrft.engine.vllm.adapter import VLLMEngine
+    from lightrft.engine.vllm.shim import VLLMShim
 
     def seeds(request: Request, numpy_seed: int) -> list[int]:
-        submitted = []
+        submitted: list[EngineCoreRequest] = []
+        # These are what vLLM's engine does with a request before the core gets it.
+        llm_engine = SimpleNamespace(
+            input_processor=SimpleNamespace(
+                process_inputs=lambda name, prompt, parameters, **options: EngineCoreRequest(
+                    name, [1], None, parameters, None, 0.0, None, None, None
+                )
+            ),
+            get_supported_tasks=tuple,
+            engine_core=SimpleNamespace(add_request=submitted.append),
+        )
+        shim = SimpleNamespace(
+            llm=SimpleNamespace(llm_engine=llm_engine), _samples={}, _num_submitted=0
+        )
+        shim.prepare = partial(VLLMShim.prepare, shim)
+        shim.submit = partial(VLLMShim.submit, shim)
         stub = SimpleNamespace(
             vocabulary=SimpleNamespace(end_token_ids=set()),
-            _outputs={},
-            _samplings={},
+            _ended={},
+            _requests={},
             _speculation=None,
             _shares_last_blocks=False,
             _num_loads=0,
-            _shim=SimpleNamespace(
-                submit=lambda name, prompt, parameters: submitted.append(parameters)
-            ),
+            _shim=shim,
         )
         stub._parameters = partial(VLLMEngine._parameters, stub)
         stub._salted = partial(VLLMEngine._salted, stub)
@@ -395,7 +410,8 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
         np.random.seed(numpy_seed)
 
         states = SamplingStates(4, 20)
-        for place, parameters in enumerate(submitted):
+        for place, each in enumerate(submitted):
+            parameters = each.sampling_params
             assert parameters.sampling_type == (
                 SamplingType.RANDOM_SEED if request.sampling.temperature else SamplingType.GREEDY
             )
