@@ -204,7 +204,48 @@ def test_arguments_that_are_not_the_users_are_refused_by_name() -> None:
     ]
     for name in RESERVED:
         with pytest.raises(ConfigError, match=f"^--engine_args {name}: (?!the engine has no)"):
-            _arguments(engine_args=json.dumps({name: 1}))
+            _arguments("cuda:0", engine_args=json.dumps({name: 1}))
+
+
+def test_the_user_may_compile_on_a_cpu() -> None:
+    compiled = json.dumps({"enforce_eager": False})
+    assert _arguments()["enforce_eager"] and not _arguments(engine_args=compiled)["enforce_eager"]
+    with pytest.raises(ConfigError, match="use --engine_enforce_eager"):
+        _arguments("cuda:0", engine_args=compiled)
+
+
+def _samples_before_and_after_a_load(folder: str, engine_args: str) -> list[list[list[Completion]]]:
+    engine = start("vllm", folder, Mesh("cpu").world, {"engine_args": engine_args})
+    model = perturbed(AutoModelForCausalLM.from_pretrained(folder), 3)
+    found = []
+    for load in (None, model.named_parameters()):
+        if load is not None:
+            engine.load_weights(load, 1)
+        requests = [Request(LONG), Request(LONG[:9])]
+        found.append(list(engine.generate(requests, Sampling(n=2, max_tokens=12))))
+    engine.close()
+    return found
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="vLLM for CPUs")
+def test_a_compiled_forward_pass_samples_the_same(tmp_path: Path) -> None:
+    """Compiled code also uses the weights that were loaded last, although those are packed anew."""
+    folder = tiny_model(tmp_path, seed=1)
+    compiled = json.dumps({"enforce_eager": False})
+    (eager,) = run_ranks(1, _samples_before_and_after_a_load, folder, "")
+    (found,) = run_ranks(1, _samples_before_and_after_a_load, folder, compiled)
+    assert _tokens(found) == _tokens(eager)
+    assert _tokens(found[:1]) != _tokens(found[1:])
+    for each, expected in zip(_samples(found), _samples(eager), strict=True):
+        assert each.logprobs == pytest.approx(expected.logprobs, rel=0, abs=1e-5)
+
+
+def _samples(steps: list[list[list[Completion]]]) -> list[Completion]:
+    return [sample for step in steps for group in step for sample in group]
+
+
+def _tokens(steps: list[list[list[Completion]]]) -> list[list[int]]:
+    return [sample.token_ids for sample in _samples(steps)]
 
 
 def _buffers_are_no_weights() -> None:

@@ -272,12 +272,13 @@ class VLLMEngine(LibraryEngine):
         )
 
     def _stance(self) -> AbstractContextManager:
-        """Return a context that disables compilation on a CPU.
+        """Return a context that disables compilation on a CPU, unless it was asked for.
 
         Compiling functions of vLLM, such as the routing of some mixtures, takes seconds there and
         needs a C++ compiler.
         """
-        return torch.compiler.set_stance("force_eager") if self.on_cpu else nullcontext()
+        eager = self.on_cpu and self._llm.llm_engine.model_config.enforce_eager
+        return torch.compiler.set_stance("force_eager") if eager else nullcontext()
 
     def _load_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         with self._fatal("load_weights"), torch.no_grad():
