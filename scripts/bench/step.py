@@ -258,6 +258,7 @@ def flags(args: argparse.Namespace, folder: Path) -> list[str]:
         "--prompt_max_len=32",
         f"--reward={Path(__file__).resolve()}:digits",
         f"--engine_type={args.engine}",
+        *([f"--engine_args={args.engine_args}"] if args.engine_args else []),
         "--engine_kv_cache_gb=1",
         f"--rollout_batch_size={args.prompts}",
         f"--n_samples_per_prompt={args.samples}",
@@ -279,7 +280,8 @@ def flags(args: argparse.Namespace, folder: Path) -> list[str]:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = {"--ranks": 1, "--steps": 20, "--prompts": 8, "--samples": 8, "--micro": 16}
-    parser = parser_of(__doc__, flags | {"--max-new": 64})
+    own = {"--engine_args": ("", "of the trainer's flag, such as '{\"enforce_eager\": false}'")}
+    parser = parser_of(__doc__, flags | {"--max-new": 64} | own)
     parser.add_argument("--preset", choices=PRESETS, default="small", help="of a fresh model")
     parser.add_argument("--engine", choices=("hf", "vllm"), default="vllm")
     parser.add_argument("--model", type=Path, help="this model's folder instead of a fresh one")
