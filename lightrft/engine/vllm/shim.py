@@ -161,7 +161,7 @@ class VLLMShim:
     def prepare(
         self, prompt: TokensInput | MultiModalInput, parameters: SamplingParams
     ) -> EngineCoreRequest:
-        """Check a request, of which submit() begins samples."""
+        """Check a request once, before submit() begins samples of it."""
         engine = self.llm.llm_engine
         return engine.input_processor.process_inputs(
             "", prompt, parameters, supported_tasks=engine.get_supported_tasks()
