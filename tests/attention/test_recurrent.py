@@ -144,7 +144,7 @@ def concatenated(function):
     """Return a function like a kernel of flash-linear-attention, which takes `cu_seqlens`."""
 
     def kernel(q, k, v, g, beta, initial_state=None, output_final_state=False, **options):
-        offsets = options.pop("cu_seqlens")
+        offsets = options.pop("cu_seqlens", None)
         if offsets is None:  # the reference, without a layout
             return function(q, k, v, g=g, beta=beta, **options)
 
