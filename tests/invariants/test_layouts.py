@@ -79,6 +79,9 @@ def configuration(folder: str, mode: str) -> Config:
         config.rollout.top_k = TOP_K
         config.rollout.top_p = TOP_P
         mode = "token-mean"
+    if mode == "gspo":
+        config.algorithm.policy_loss = "gspo"
+        mode = "seq-mean-token-mean"
 
     config.algorithm.loss_agg_mode = mode
     config.algorithm.use_kl_loss = True
@@ -235,12 +238,11 @@ def plain_torch(folder: str, mode: str, steps: int = STEPS) -> Trained:
     numbers = []
     for _ in range(steps):
         per_sequence = [
-            sequence_loss(model, experience(), index, mode == "truncated")
-            for index in range(len(RESPONSES))
+            sequence_loss(model, experience(), index, mode) for index in range(len(RESPONSES))
         ]
         if mode in ("token-mean", "truncated"):
             loss = sum(values.sum() for values in per_sequence) / sum(RESPONSES)
-        elif mode == "seq-mean-token-mean":
+        elif mode in ("seq-mean-token-mean", "gspo"):
             loss = sum(values.mean() for values in per_sequence) / len(RESPONSES)
         elif mode == "seq-mean-token-sum":
             loss = sum(values.sum() for values in per_sequence) / len(RESPONSES)
@@ -258,16 +260,19 @@ def plain_torch(folder: str, mode: str, steps: int = STEPS) -> Trained:
 
 
 def sequence_loss(
-    model: torch.nn.Module, whole: Experience, index: int, truncated: bool = False
+    model: torch.nn.Module, whole: Experience, index: int, mode: str = "token-mean"
 ) -> torch.Tensor:
-    """Return the loss per response token: clipped ratio with dual clip 3, and 0.1 of the k3 KL."""
+    """Return the loss per response token: clipped ratio with dual clip 3, and 0.1 of the k3 KL.
+
+    With GSPO the ratio is the sequence's, and there is no dual clip.
+    """
     start = int(whole.offsets[index])
     end = int(whole.offsets[index + 1])
     ids = whole.input_ids[start:end]
     part = slice(start + PROMPT, end)
 
     logits = model(ids[None], use_cache=False).logits[0, PROMPT - 1 : -1] / TEMPERATURE
-    if truncated:
+    if mode == "truncated":
         ordered, order = logits.detach().topk(TOP_K)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
         kept = (
@@ -281,9 +286,13 @@ def sequence_loss(
     advantage = whole.advantages[part]
     old = whole.old_logprobs[part]
     reference = whole.reference_logprobs[part]
-    ratio = (logprobs - old).exp()
+    log_ratio = logprobs - old
+    if mode == "gspo":
+        log_ratio = log_ratio.mean().expand(len(log_ratio))
+    ratio = log_ratio.exp()
     loss = -torch.minimum(ratio * advantage, ratio.clip(0.8, 1.3) * advantage)
-    loss = torch.where(advantage < 0, torch.minimum(loss, -3.0 * advantage), loss)
+    if mode != "gspo":
+        loss = torch.where(advantage < 0, torch.minimum(loss, -3.0 * advantage), loss)
     difference = reference - logprobs
 
     return loss + 0.1 * (difference.exp() - difference - 1)
@@ -321,6 +330,22 @@ def test_truncated_sampling_is_plain_torch_in_every_layout(folder):
         ),
     ]
     assert_all_are_plain_torch(folder, "truncated", layouts, steps=2)
+
+
+def test_a_loss_of_sequences_is_plain_torch_in_every_layout(folder):
+    """Chunks hold whole sequences, or logits are computed again; ranks may have parts of them."""
+    layouts = [
+        *(
+            Layout(chunk=7 * 384),
+            Layout(chunk=1),
+            Layout(2, tp=2, chunk=20 * 192),
+        ),
+        *(
+            Layout(2, sp=2, chunk=3 * 384),
+            Layout(2, tokens=24, chunk=9 * 384),
+        ),
+    ]
+    assert_all_are_plain_torch(folder, "gspo", layouts, steps=2)
 
 
 def test_more_ranks_than_sequences(folder):
