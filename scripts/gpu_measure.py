@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -334,13 +335,98 @@ def gradient_memory(setting: Setting, shape: str) -> Figures:
 
 
 def gradients_on_device(setting: Setting, shape: PretrainedConfig, once: bool) -> int:
-    """Return the bytes that a backward pass leaves in the allocator.
+    """Return the bytes that a backward pass leaves in the allocator."""
+    from lightrft.parallel.device import memory_in_use, synchronize
+
+    strategy, learner = one_rank_of_many(setting, shape, reduce_gradients_once=once)
+    gc.collect()  # what is left of the model before
+    before = memory_in_use(setting.device)
+    hidden, logits = learner(torch.randint(0, 1000, (512,), device=setting.device))
+    loss = hidden.sum() + logits.sum()
+    del hidden, logits
+    strategy.accumulate(loss, learner, False)
+    del loss
+    synchronize(setting.device)
+
+    return memory_in_use(setting.device) - before
+
+
+def gathered_experts(setting: Setting) -> Figures:
+    """Return the bytes of a gathered block of experts, as a share of its bfloat16 parameters.
+
+    Groups of 32, 256 and 1,024 ranks are torch's fake ones, so that nothing is sent.
+    """
+    from lightrft.parallel.device import memory_in_use, synchronize
+    from lightrft.tools.shapes import known_config
+    from lightrft.tools.step_memory import fake_group, with_layers
+    from scripts.bench import memory
+
+    if setting.tiny:
+        shape = memory.shape_config("experts", 1)
+    else:
+        shape = with_layers(known_config("Qwen/Qwen3-30B-A3B"), 1)
+
+    shares = {}
+    for ranks in (32, 256, 1024):
+        with fake_group(ranks):
+            _, learner = one_rank_of_many(setting, shape)
+            block = learner.model.get_decoder().layers[0]
+            size = 2 * sum(parameter.numel() for parameter in block.parameters())
+            gc.collect()
+            before = memory_in_use(setting.device)
+            block.unshard()
+            synchronize(setting.device)
+            shares[f"{ranks} ranks"] = (memory_in_use(setting.device) - before) / size
+    return shares
+
+
+def tensor_parallel_host(setting: Setting) -> Figures:
+    """Return the host's milliseconds for a micro-batch, whole and as one of two ranks.
+
+    The layers are narrow, so that a device waits for the host; the process group is torch's fake
+    one.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lightrft.parallel.device import synchronize
+    from lightrft.parallel.tensor_parallel import parallelize
+    from lightrft.tools.step_memory import fake_group
+
+    times = {}
+    for name in ("whole", "one of two ranks"):
+        config = AutoConfig.for_model(
+            "qwen3",
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2 if setting.tiny else 28,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+        )
+        model = AutoModelForCausalLM.from_config(config).to(setting.device)
+        with fake_group(2):
+            if name != "whole":
+                parallelize(model, init_device_mesh(setting.device.type, (2,)))
+            passes = []
+            for _ in range(3 if setting.tiny else 12):
+                ids = torch.randint(0, 256, (1, 128), device=setting.device)
+                began = time.process_time()
+                model(ids, use_cache=False).logits.sum().backward()
+                passes.append(time.process_time() - began)
+                synchronize(setting.device)
+        times[name] = 1000 * statistics.median(passes[1:])
+    return times
+
+
+def one_rank_of_many(setting: Setting, shape: PretrainedConfig, **options: Any) -> tuple[Any, Any]:
+    """Return FSDP2 and a model as rank 0 of a process group has them.
 
     The parameters have memory and no values.
     """
     from transformers import AutoModelForCausalLM
 
-    from lightrft.parallel.device import memory_in_use, synchronize
     from lightrft.parallel.mesh import Mesh
     from lightrft.strategy.fsdp import FSDP2
     from lightrft.tools.step_memory import LearningModel
@@ -350,12 +436,7 @@ def gradients_on_device(setting: Setting, shape: PretrainedConfig, once: bool) -
             self.device = setting.device
             self._mesh = Mesh(setting.device.type)
 
-    options = {
-        "fsdp": True,
-        "bf16": True,
-        "gradient_checkpointing": True,
-        "reduce_gradients_once": once,
-    }
+    options |= {"fsdp": True, "bf16": True, "gradient_checkpointing": True}
     strategy = OneOfMany(
         seed=0, args=options | {"train_batch_size": 1024, "micro_train_batch_size": 1}
     )
@@ -367,16 +448,7 @@ def gradients_on_device(setting: Setting, shape: PretrainedConfig, once: bool) -
     optimizer = strategy.create_optimizer(learner, lr=1e-6)
     strategy.make_ready(learner)
     strategy.distribute(learner, optimizer)
-    gc.collect()  # what is left of the model before
-    before = memory_in_use(setting.device)
-    hidden, logits = learner(torch.randint(0, 1000, (512,), device=setting.device))
-    loss = hidden.sum() + logits.sum()
-    del hidden, logits
-    strategy.accumulate(loss, learner, False)
-    del loss
-    synchronize(setting.device)
-
-    return memory_in_use(setting.device) - before
+    return strategy, learner
 
 
 def offload_speed(setting: Setting) -> Figures:
@@ -953,6 +1025,8 @@ MEASUREMENTS: dict[str, Callable[..., Figures]] = {
         training,
         deterministic,
         gradient_memory,
+        gathered_experts,
+        tensor_parallel_host,
         offload_speed,
         contract,
         merging,
