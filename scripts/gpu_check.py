@@ -267,14 +267,14 @@ CHECKS = [
         "memory",
         measured("gathered_experts"),
         tuple(Aim(f"{ranks} ranks", most=1.05) for ranks in (32, 256, 1024)),
-        150,
+        80,
     ),
     Check(
         "host of a micro-batch, 28 narrow layers: ms",
         "memory",
         measured("tensor_parallel_host"),
         (Aim("whole"), Aim("one of two ranks")),
-        60,
+        40,
     ),
     Check(
         "buckets ahead: bits", "streams", tests("tests/parallel/test_device.py"), NONE_FAILS, 120

@@ -227,6 +227,7 @@ def train_steps(
 ) -> Figures:
     from transformers import AutoModelForCausalLM
 
+    from lightrft.algorithms.reduce import LocalGradients
     from lightrft.attention.flat import ATTENTION
     from lightrft.models.heads import Actor
     from lightrft.parallel.device import peak_memory, synchronize
@@ -258,8 +259,9 @@ def train_steps(
         rows=torch.arange(len(lengths)),
     )
 
-    def constant_gradients(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, None]:
-        return torch.full_like(logprobs, -1 / tokens), None
+    constant_gradients = LocalGradients(
+        lambda logprobs, entropy: (torch.full_like(logprobs, -1 / tokens), None), num_sequences=0
+    )
 
     def step(count: int) -> None:
         for number, part in enumerate(
