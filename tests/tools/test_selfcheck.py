@@ -1,9 +1,12 @@
 """A small copy of a model shows errors of a family that are silent in training."""
 
+import random
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from transformers import AttentionInterface, AutoConfig, PretrainedConfig
@@ -12,9 +15,14 @@ from flat_models import HYBRIDS, SIZES
 from lightrft.attention import flat, recurrent
 from lightrft.attention.flat import ATTENTION, flat_attention
 from lightrft.attention.recurrent import CONVOLUTION, SCANS
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import ModelSection
 from lightrft.models import heads
+from lightrft.parallel.sequence_parallel import SequenceParallel
 from lightrft.tools import selfcheck
-from lightrft.tools.selfcheck import PACKED, SHARED, compare_small_copy, differences
+from lightrft.tools.selfcheck import PACKED, SHARED, check_model, compare_small_copy, differences
+from ranks import run_cases, run_ranks
+from strategy.training import strategy
 
 SECONDS = 2.0
 
@@ -160,3 +168,89 @@ def test_attention_without_its_shared_prefix(monkeypatch):
     monkeypatch.setattr(flat.Layout, "_prefixes", lambda layout: iter(()))
     monkeypatch.setattr(flat.Layout, "copies_are_faster", lambda layout, width: False)
     assert found(AutoConfig.for_model("qwen3")).keys() == {SHARED}
+
+
+def compared(layout: dict, family: str, *, wrong: bool = False) -> list:
+    """Return the comparisons of a rank under a layout."""
+    made = strategy(**layout)
+    options = {
+        "sequence": made.sequence,
+        "tensor": made.mesh.tensor if made.mesh.tp.size > 1 else None,
+        "tensor_sequence": bool(layout.get("tp_sequence_parallel")),
+        "device": made.device,
+    }
+    if wrong:
+        # Positions that begin with 0 on every rank
+        SequenceParallel.positions = lambda self, size, device: torch.arange(
+            size // self.axis.size, device=device
+        )
+    return [
+        (each.name, each.differs)
+        for each in compare_small_copy(AutoConfig.for_model(family), **options)
+    ]
+
+
+SPLIT = f"{SHARED}, split over 2 ranks"
+
+
+def test_the_layout_of_the_run():
+    cases = {
+        "ulysses": ({"sp_size": 2}, "qwen3"),
+        "a state under ulysses": ({"sp_size": 2}, "qwen3_next"),
+        "zigzag": ({"sp_size": 2, "sp_impl": "zigzag"}, "gpt_oss"),
+        "tp": ({"tp_size": 2}, "qwen3"),
+        "tp with sequences": ({"tp_size": 2, "tp_sequence_parallel": True}, "llama"),
+    }
+    expected = [(PACKED, False), (SHARED, False), (SPLIT, False)]
+    assert run_cases(2, compared, cases) == dict.fromkeys(cases, [expected] * 2)
+
+
+def test_an_error_of_the_layout_alone():
+    for result in run_ranks(2, partial(compared, wrong=True), {"sp_size": 2}, "qwen3"):
+        assert result == [(PACKED, False), (SHARED, False), (SPLIT, True)]
+
+
+def checked(folder: str, *, scores: bool = False) -> tuple[str, bool, float]:
+    """Return what check_model() says, whether generators are as before, and its seconds."""
+    made = strategy()
+    torch.manual_seed(7)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    begin = time.process_time()
+    said = ""
+    try:
+        check_model(ModelSection(pretrain=folder), made, scores=scores)
+        check_model(ModelSection(critic_pretrain=folder), made, "critic_pretrain", scores=True)
+    except ConfigError as error:
+        said = str(error)
+
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    return said, after == states, time.process_time() - begin
+
+
+def test_it_changes_nothing_and_takes_no_time(tmp_path):
+    AutoConfig.for_model("qwen3").save_pretrained(tmp_path)
+    said, unchanged, seconds = run_ranks(1, checked, str(tmp_path))[0]
+    assert (said, unchanged) == ("", True)
+    assert seconds < SECONDS
+
+
+def test_a_family_is_refused_by_name(tmp_path):
+    """Doge masks keys by their values, in a mask that only its own attention makes."""
+    AutoConfig.for_model("doge").save_pretrained(tmp_path)
+    said = run_ranks(1, checked, str(tmp_path))[0][0]
+    assert f"--pretrain {tmp_path}: this family (doge) would be trained wrongly" in said
+    assert "first in model.layers.0.self_attn (DogeAttention)" in said
+    assert f"lightrft selfcheck {tmp_path}" in said
+
+
+def test_what_is_known_to_be_impossible_is_said_as_such(tmp_path):
+    AutoConfig.for_model("jamba").save_pretrained(tmp_path)
+    assert "carries a recurrent state" in run_ranks(1, checked, str(tmp_path))[0][0]
+
+
+def test_a_model_with_scores_needs_no_logits(tmp_path):
+    """The output layer of Phi has a bias, so it cannot generate here."""
+    AutoConfig.for_model("phi").save_pretrained(tmp_path)
+    assert "its output layer has a bias" in run_ranks(1, checked, str(tmp_path))[0][0]
+    scores = partial(checked, scores=True)
+    assert run_ranks(1, scores, str(tmp_path))[0][0] == ""
