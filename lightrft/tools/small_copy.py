@@ -371,9 +371,15 @@ def _small_tokens(values: dict[str, Any]) -> dict[str, Any]:
 
 def _tower(values: dict[str, Any]) -> dict[str, Any]:
     """Return a tower of one small layer; it computes nothing here."""
+    layers = {values.get(name) for name in ("num_hidden_layers", "depth") if values.get(name)}
+    lists = {
+        name: value[:1]
+        for name, value in values.items()
+        if isinstance(value, list) and len(value) in layers
+    }
     small = {
         name: min(values[name], size)
         for name, size in TOWER.items()
         if isinstance(values.get(name), int)
     }
-    return values | small
+    return values | lists | small
