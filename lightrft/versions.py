@@ -66,7 +66,7 @@ EXTRAS = {
 }
 """Name of the extra -> packages that it installs: `pip install '.[vllm]'` in a clone."""
 
-TENSOR_PARALLEL = {"torch": "==2.13.*", "transformers": ">=5.12,<5.24"}
+TENSOR_PARALLEL = {"torch": "==2.13.*", "transformers": ">=5.12,<5.25"}
 """Versions that --tp_size was tested with, including the ends of the ranges.
 
 Its plan depends on internals of both packages.

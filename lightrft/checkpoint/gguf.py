@@ -117,7 +117,12 @@ def _model(
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.bfloat16,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,
     )
+    for parameter, stored, expected in sorted(loaded["mismatched_keys"]):
+        raise ValueError(
+            f"{parameter} has shape {tuple(stored)} in the file, but {tuple(expected)} in the model"
+        )
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     frequencies = tensors.pop(LLAMA_FREQUENCIES, None)
 
@@ -237,10 +242,12 @@ def _tokenizer(folder: Path, name: str, settings: dict[str, Any]) -> PreTrainedT
             )
 
         backend.model.ignore_merges = begins = pieces in WHOLE_WORDS
-    elif settings.get("tokenizer.ggml.add_space_prefix", True) != backend.encode("a").tokens[
-        0
-    ].startswith(SPACE):
-        raise ValueError("transformers does not read its setting tokenizer.ggml.add_space_prefix")
+    else:
+        first, *_ = backend.encode("a", add_special_tokens=False).tokens
+        if first.startswith(SPACE) != settings.get("tokenizer.ggml.add_space_prefix", True):
+            raise ValueError(
+                "transformers does not read its setting tokenizer.ggml.add_space_prefix"
+            )
 
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

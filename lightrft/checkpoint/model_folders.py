@@ -1,4 +1,4 @@
-"""Models that are GGUF files.
+"""Models that are GGUF files or quantized folders.
 
 Each is converted once, into a folder of a cache, and the program only knows that folder.
 """
@@ -6,16 +6,20 @@ Each is converted once, into a folder of a cache, and the program only knows tha
 import fcntl
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
 from loguru import logger
+from transformers.utils import cached_file
 
 from lightrft.checkpoint.atomic import CheckpointError
+from lightrft.checkpoint.dequantize import convert, quantization
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import GGUF, REWARD_MODELS, reward_model_terms
 from lightrft.config.resolve import convert_values
 from lightrft.config.sections import Config
+from lightrft.models.weight_files import cached_folder
 from lightrft.versions import EXTRAS, requirements, version_problems
 
 FORMAT = 1
@@ -26,7 +30,7 @@ MODELS = ("pretrain", "critic_pretrain", "teacher_pretrain")
 
 
 def name_folders(config: Config) -> None:
-    """Replace each GGUF file that a configuration names as a model by the folder of that model.
+    """Replace each GGUF file and quantized folder that a configuration names by a plain folder.
 
     Raise ConfigError if there is no such file, or if it cannot be converted.
     """
@@ -52,28 +56,48 @@ def name_folders(config: Config) -> None:
 
 
 def converted_folder(name: str, flag: str) -> str:
-    """Return the folder of the model in a GGUF file, or `name` itself if it names no such file.
+    """Return the plain folder of a model in a GGUF file or a quantized folder, else `name` itself.
 
     The first process that needs the folder writes it into the cache of Hugging Face, HF_HOME, while
     the others wait. `flag` is for error messages.
     """
     try:
-        file = gguf_file(name)
-        return str(_cached(file)) if file else name
+        if file := gguf_file(name):
+            return str(_cached("gguf", file, file.stem, convert_gguf))
+
+        if not _is_quantized(name):
+            return name
+        folder = Path(name).expanduser()
+        whole = folder if folder.is_dir() else Path(snapshot_download(name))
+        return str(_cached("dequantized", whole, folder.name, convert))
     except (ConfigError, CheckpointError, OSError) as error:
         raise ConfigError(f"{flag}: {error}") from error
 
 
-def _cached(file: Path) -> Path:
-    state = file.stat()
-    key = hashlib.sha256(f"{FORMAT} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:12]
-    folder = Path(constants.HF_HOME, "lightrft", "gguf", key, file.stem)
+def _is_quantized(name: str) -> bool:
+    """Return whether a folder or a hub name has quantized weights, by its configuration."""
+    if not name:
+        return False
+    try:
+        folder = cached_folder(name) or Path(cached_file(name, "config.json")).parent
+    except (OSError, ValueError):  # loading the model says what is wrong
+        return False
+    return quantization(folder) is not None
+
+
+def _cached(kind: str, source: Path, name: str, write: Callable[[Path, Path], Path]) -> Path:
+    """Return the folder in the cache for a file, or for a folder with its files."""
+    files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
+    states = [file.stat() for file in files]
+    key = " ".join(f"{state.st_size} {state.st_mtime_ns}" for state in states)
+    digest = hashlib.sha256(f"{FORMAT} {key}".encode()).hexdigest()[:12]
+    folder = Path(constants.HF_HOME, "lightrft", kind, digest, name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
-            logger.info("converting {} to a Hugging Face folder, {}", file, folder)
-            convert_gguf(file, folder)
+            logger.info("converting {} to a plain Hugging Face folder, {}", source, folder)
+            write(source, folder)
     return folder
 
 

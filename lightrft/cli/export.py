@@ -1,9 +1,10 @@
-"""Write a checkpoint, an adapter's folder or a GGUF file as a Hugging Face folder that
-from_pretrained and engines load.
+"""Write a checkpoint, an adapter's folder, a GGUF file or a model in FP8 or MXFP4 as a Hugging Face
+folder that from_pretrained and engines load.
 
 lightrft export runs/run exported
 lightrft export runs/run/checkpoints/step20 exported
 lightrft export model.gguf exported
+lightrft export Qwen3-8B-FP8 exported
 """
 
 import argparse
@@ -12,6 +13,7 @@ from pathlib import Path
 from loguru import logger
 
 from lightrft.checkpoint.atomic import CheckpointError
+from lightrft.checkpoint.dequantize import convert, quantization
 from lightrft.checkpoint.final_model import export_checkpoint, export_merged
 from lightrft.checkpoint.model_folders import convert_gguf, converted_folder, gguf_file
 from lightrft.cli import USER_ERROR
@@ -37,6 +39,8 @@ def main(argv: list[str] | None = None) -> None:
 def _export(arguments: argparse.Namespace) -> Path:
     if file := gguf_file(str(arguments.checkpoint)):
         return convert_gguf(file, arguments.folder)
+    if quantization(arguments.checkpoint) is not None:
+        return convert(arguments.checkpoint, arguments.folder)
 
     pretrain = converted_folder(arguments.pretrain, "--pretrain")
     trust_remote_code = arguments.trust_remote_code
@@ -64,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     kinds = (
         "a checkpoint, a run's folder or a folder of checkpoints (the newest is used), an adapter's"
-        " folder, or a GGUF file"
+        " folder, a GGUF file, or a folder in FP8 or MXFP4"
     )
     parser.add_argument("checkpoint", type=Path, help=kinds)
     parser.add_argument("folder", type=Path, help="folder to write the model to")

@@ -362,7 +362,8 @@ class EngineSection(Section, commands=GENERATING):
     """Level 1 keeps the weights of the sleeping engine in host memory; level 2 discards them,
     because they are streamed in again in any case."""
     engine_enforce_eager: bool = option(False, needs="--engine_type vllm or sglang")
-    """Run vLLM or SGLang without CUDA graphs, as is always the case on a CPU."""
+    """Run vLLM or SGLang without CUDA graphs. A CPU has none; there, vLLM compiles its forward pass
+    with --engine_args '{"enforce_eager": false}'."""
     engine_args: JSONObject = option(JSONObject(""))
     """More arguments of vLLM (EngineArgs) or SGLang (ServerArgs) as a JSON object:
     '{"kv_cache_dtype": "fp8", "max_num_seqs": 512}'. They replace arguments that are set here,

@@ -203,9 +203,14 @@ def _load(
     name = _check_name(name, source)
     try:
         config = load_config(name, **options)
+        if (settings := getattr(config, "quantization_config", None)) is not None:
+            raise ValueError(
+                f"its weights are quantized ({settings.get('quant_method')}): `lightrft export"
+                f" {name} FOLDER` writes a plain folder of a model in FP8 or MXFP4"
+            )
         # Only headers are read, so a damaged file is found in the first seconds.
         if Path(name).is_dir() and (files := WeightFiles.of(name)):
-            files.check(quantized=getattr(config, "quantization_config", None) is not None)
+            files.check()
     except (OSError, ValueError) as error:
         raise ValueError(f"{source}: {error}") from error
 
@@ -372,7 +377,7 @@ def _empty(
     folder = _local_folder(name)
     files = WeightFiles.of(folder)
     config = load_config(folder, **options)
-    if files is None or getattr(config, "quantization_config", None) is not None:
+    if files is None:
         logger.info("{} has no plain safetensors files: every rank reads the whole folder", name)
         return None
 

@@ -66,10 +66,10 @@ class WeightFiles:
 
         return None
 
-    def check(self, *, quantized: bool) -> None:
+    def check(self) -> None:
         """Raise ValueError for a missing or damaged file, and for integer weights.
 
-        A `quantized` model may have integer weights. Only headers are read.
+        Only headers are read.
         """
         for path in sorted(set(self.files.values())):
             with _open(path) as file:
@@ -84,7 +84,7 @@ class WeightFiles:
 
                 for name in file.keys():
                     dtype = file.get_slice(name).get_dtype()
-                    if not quantized and name.endswith(WEIGHTS) and dtype in INTEGERS:
+                    if name.endswith(WEIGHTS) and dtype in INTEGERS:
                         raise ValueError(
                             f"{path}: {name} is of dtype {dtype}: the weights are quantized, but"
                             " config.json has no quantization settings; use the unquantized model"
@@ -97,6 +97,14 @@ class WeightFiles:
             with _open(path) as file:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
         return shapes
+
+    def dtypes(self) -> dict[str, str]:
+        """Return the dtypes of all tensors, as safetensors names them."""
+        dtypes = {}
+        for path in sorted(set(self.files.values())):
+            with _open(path) as file:
+                dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}
+        return dtypes
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Return part of a tensor, on the host.
@@ -144,15 +152,8 @@ def _damage(path: Path, error: Exception) -> str:
 
 
 def check_finite(name: str, weights: Tensor) -> None:
-    """Raise ValueError for weights with NaN or infinite values, without copying them.
-
-    Dtypes of one byte are not checked: they belong to quantized models, which have scales.
-    """
-    if (
-        weights.dtype.itemsize > 1
-        and not torch.isfinite(weights.sum())
-        and not torch.isfinite(weights).all()
-    ):
+    """Raise ValueError for weights with NaN or infinite values, without copying them."""
+    if not torch.isfinite(weights.sum()) and not torch.isfinite(weights).all():
         raise ValueError(f"{name} has values that are not finite")
 
 

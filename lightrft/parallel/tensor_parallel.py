@@ -47,18 +47,37 @@ from lightrft.parallel.sequence_parallel import (
 )
 
 FAMILIES = (
-    "llama",
-    "qwen2",
-    "qwen2_vl_text",
-    "qwen2_5_vl_text",
-    "qwen2_5_omni_text",
-    "qwen3",
-    "qwen3_vl_text",
+    "arcee",
+    "cohere",
+    "cohere2",
+    "exaone4",
+    "gemma2",
     "gemma3_text",
+    "gpt_oss",
+    "granite",
+    "hunyuan_v1_dense",
+    "llama",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_5_omni_text",
+    "qwen2_5_vl_text",
+    "qwen2_vl_text",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_vl_text",
+    "seed_oss",
+    "smollm3",
 )
-"""Supported values of model_type."""
-BRANCHES = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
-"""Modules of a block that read the residual stream, with the layers inside that get it."""
+"""Supported values of model_type.
+
+The plan follows from the names and shapes of a block's modules, so another family with the same
+ones needs only an entry here, once the tests have compared its gradients.
+"""
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+FEED_FORWARD = ("gate_proj", "up_proj")
+"""Layers that read the residual stream, where a block has them."""
 OPERATORS = torch.library.Library("lightrft", "FRAGMENT")
 OPERATORS.define("sum_(Tensor(a!) parts, str group) -> ()")
 OPERATORS.define("reduce_scatter_(Tensor(a!) parts, str group) -> ()")
@@ -95,7 +114,9 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) 
         )
 
     for model in models:
-        problems = model_problems(model.config, mesh.size()) or plan_problems(model)
+        problems = model_problems(model.config, mesh.size()) or plan_problems(
+            model, sequence=sequence
+        )
         if problems:
             raise ValueError(
                 f"--tp_size {mesh.size()} cannot split {type(model).__name__}:"
@@ -140,7 +161,7 @@ def head_problems(num_heads: int, num_kv_heads: int, tp: int) -> list[str]:
     ]
 
 
-def plan_problems(model: PreTrainedModel) -> list[str]:
+def plan_problems(model: PreTrainedModel, *, sequence: bool = False) -> list[str]:
     """Return how the blocks differ from the plan's.
 
     Another version of transformers may have renamed modules.
@@ -153,6 +174,9 @@ def plan_problems(model: PreTrainedModel) -> list[str]:
             for name, part in block.named_modules()
             if next(part.parameters(recurse=False), None) is not None
         }
+        if sequence and not _splits_feed_forward(block):
+            return ["--tp_sequence_parallel does not support its feed-forward layers"]
+
         planned = _block_plan(block, sequence=True).keys()
         if names != planned:
             problems.append(
@@ -360,8 +384,10 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
     for block in decoder.layers:
         for name, split in _block_plan(block, sequence=sequence).items():
             split(block.get_submodule(name), mesh)
-        for name, layers in BRANCHES.items():
-            _Branch(block.get_submodule(name), layers, axis, sequence=sequence)
+        _Branch(block.self_attn, ATTENTION, axis, sequence=sequence)
+        if _splits_feed_forward(block):
+            layers = [name for name in FEED_FORWARD if hasattr(block.mlp, name)]
+            _Branch(block.mlp, layers, axis, sequence=sequence)
 
     inside = decoder is model.base_model
     _split_embedding(embedding, mesh, sequence=sequence and inside)
@@ -414,21 +440,34 @@ def _block_plan(
     """Return how to split each module of a block that has parameters.
 
     The norms of queries and keys process this rank's heads, and with `sequence` the other norms
-    process the rank's tokens.
+    process the rank's tokens. Experts are computed whole on each rank.
     """
     columns = partial(_split_columns, detached=("weight",))
     rows = partial(_split_rows, sequence=sequence)
-    plan = {f"{name}.{layer}": columns for name, layers in BRANCHES.items() for layer in layers}
-    plan |= dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), rows)
+    attention = block.self_attn
+    plan = {f"self_attn.{layer}": columns for layer in ATTENTION} | {"self_attn.o_proj": rows}
+    if attention._parameters:
+        plan["self_attn"] = _split_heads
+    for name, norm in attention.named_children():
+        if "norm" in name and norm.weight.numel() == attention.head_dim:
+            plan[f"self_attn.{name}"] = _replicate
 
-    norms = [
-        f"self_attn.{name}"
-        for name, _ in block.self_attn.named_children()
-        if name in ("q_norm", "k_norm")
-    ]
+    if _splits_feed_forward(block):
+        plan |= {f"mlp.{name}": columns for name in FEED_FORWARD if hasattr(block.mlp, name)}
+        plan["mlp.down_proj"] = rows
+    else:
+        own = (name for name, part in block.mlp.named_modules(prefix="mlp") if part._parameters)
+        plan |= dict.fromkeys(own, lambda module, mesh: None)
+
     if sequence:
-        norms += [name for name, _ in block.named_children() if name.endswith("layernorm")]
-    return plan | dict.fromkeys(norms, _replicate)
+        norms = (name for name, _ in block.named_children() if name.endswith("layernorm"))
+        plan |= dict.fromkeys(norms, _replicate)
+    return plan
+
+
+def _splits_feed_forward(block: nn.Module) -> bool:
+    """Return whether a block has a feed-forward layer, and not experts."""
+    return isinstance(getattr(block.mlp, "down_proj", None), nn.Linear)
 
 
 class _Branch:
@@ -461,6 +500,13 @@ class _Branch:
     def stand_in(self, layer: nn.Module, args: tuple, output: Tensor) -> Tensor:
         stand_in = self.stand_ins.pop(layer, None)
         return output if stand_in is None else _WithStandIn.apply(output, stand_in)
+
+
+def _split_heads(attention: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep the parameters of this rank's heads: the sinks [H] of gpt-oss."""
+    names = attention._parameters
+    _distribute(attention, mesh, **dict.fromkeys(names, Shard(0)))
+    _LocalParameters(attention)
 
 
 def _split_columns(linear: nn.Module, mesh: DeviceMesh, *, detached: Collection[str] = ()) -> None:

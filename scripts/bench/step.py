@@ -11,8 +11,9 @@ One JSON line per step, a summary in the last line:
     fwdbwd    forward and backward             opt    gradient norm, clipping, AdamW
 
 Each in wall seconds, and in CPU seconds of the process with the suffix `_cpu`: on a shared machine
-compare those. With several ranks the lines are rank 0's; `--out FILE` keeps those of all ranks, in
-FILE.rank0, FILE.rank1, ...
+compare those. `prep_cpu` has the CPU seconds of worker processes too, such as those of rewards.
+With several ranks the lines are rank 0's; `--out FILE` keeps those of all ranks, in FILE.rank0,
+FILE.rank1, ...
 """
 
 import argparse
@@ -25,9 +26,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.harness import on_ranks, parser_of
@@ -102,6 +105,7 @@ class Clock:
         self.rows: list[dict[str, float]] = []
         self._spent: dict[str, complex] = {}
         self._inner = [0j]
+        self._of_workers = _worker_seconds()
 
     def charge(self, owner: Any, method: str, phase: str) -> None:
         original = getattr(owner, method)
@@ -134,6 +138,9 @@ class Clock:
             self._inner[-1] += spent
 
     def end_of_step(self, numbers: dict[str, float]) -> None:
+        before = self._of_workers
+        self._of_workers = _worker_seconds()
+        self._spent["prep"] = self._spent.get("prep", 0j) + complex(0, self._of_workers - before)
         self._spent["total"] = sum(self._spent.values())
         spent = {name: self._spent.get(name, 0j) for name in PHASES}
         row = {"step": len(self.rows) + 1, **numbers}
@@ -149,6 +156,18 @@ class Clock:
 def _now() -> complex:
     """Return wall seconds, and CPU seconds as the imaginary part: one subtraction gives both."""
     return complex(time.perf_counter(), time.process_time())
+
+
+def _worker_seconds() -> float:
+    """Return the CPU seconds of all processes that this one has started, and that they started."""
+    process = psutil.Process()
+    times = process.cpu_times()
+    seconds = times.children_user + times.children_system  # of those that have ended
+    for worker in process.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            times = worker.cpu_times()
+            seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds
 
 
 def train(flags: list[str]) -> list[dict[str, float]]:
@@ -220,7 +239,7 @@ def summary(rows: list[dict[str, float]], args: argparse.Namespace) -> dict[str,
     return {
         "summary": True,
         "gen": args.engine,
-        "model": args.preset,
+        "model": args.model.resolve().name if args.model else args.preset,
         "world": args.ranks,
         "steps": len(rows),
         **means,
@@ -239,6 +258,7 @@ def flags(args: argparse.Namespace, folder: Path) -> list[str]:
         "--prompt_max_len=32",
         f"--reward={Path(__file__).resolve()}:digits",
         f"--engine_type={args.engine}",
+        *([f"--engine_args={args.engine_args}"] if args.engine_args else []),
         "--engine_kv_cache_gb=1",
         f"--rollout_batch_size={args.prompts}",
         f"--n_samples_per_prompt={args.samples}",
@@ -260,8 +280,9 @@ def flags(args: argparse.Namespace, folder: Path) -> list[str]:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = {"--ranks": 1, "--steps": 20, "--prompts": 8, "--samples": 8, "--micro": 16}
-    parser = parser_of(__doc__, flags | {"--max-new": 64})
-    parser.add_argument("--preset", choices=PRESETS, default="small")
+    own = {"--engine_args": ("", "of the trainer's flag, such as '{\"enforce_eager\": false}'")}
+    parser = parser_of(__doc__, flags | {"--max-new": 64} | own)
+    parser.add_argument("--preset", choices=PRESETS, default="small", help="of a fresh model")
     parser.add_argument("--engine", choices=("hf", "vllm"), default="vllm")
     parser.add_argument("--model", type=Path, help="this model's folder instead of a fresh one")
     parser.add_argument(

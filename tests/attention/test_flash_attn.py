@@ -273,10 +273,10 @@ def operations():
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gemma2", "gpt_oss")])
 def test_packed_equals_each_sequence_alone(name, kernel, monkeypatch):
     """Offsets, longest sequence, scaling, windows and grouped heads, for every family; forward and
-    gradients.
+    gradients. Soft caps need all scores, and sinks need log-sum-exps, also without shared prefixes.
     """
     used = []
     monkeypatch.setattr(
@@ -286,7 +286,7 @@ def test_packed_equals_each_sequence_alone(name, kernel, monkeypatch):
     assert used == [(CPU, torch.float32)] * 2, "one choice per layer"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gemma2"])
 def test_shared_prefixes_equal_each_sequence_alone(name, monkeypatch, operations):
     used = []
     monkeypatch.setattr(

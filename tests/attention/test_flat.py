@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from flat_models import (
     LENGTHS,
     MODELS,
     SEEN,
+    SIZES,
     TEMPERATURE,
     assert_same_gradients,
     gradients_of,
@@ -111,9 +112,9 @@ def test_the_window_is_seen_at_these_lengths(name):
 
 def test_a_window_that_only_the_mask_applies():
     """Phi-3.5-MoE passes it to no attention function; in training its router draws experts."""
-    config = AutoConfig.for_model("phimoe", **SIZES, sliding_window=4, num_local_experts=2)
     models = []
     for attention in ("eager", ATTENTION):
+        config = AutoConfig.for_model("phimoe", **SIZES, sliding_window=4, num_local_experts=2)
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
         models.append(model.eval())

@@ -64,7 +64,7 @@ def test_packed_equals_each_sequence_alone(name, lengths, alike):
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_transformers_own_functions_would_leak(name, monkeypatch):
-    """Without the functions of this project the same batch gives other log-probs."""
+    """Without the functions of this project the same batch gives other log-probs, or an error."""
     batch = make_batch()
     model = make_model(name, ATTENTION)
     family = sys.modules[type(model.get_decoder()).__module__]
@@ -74,7 +74,12 @@ def test_transformers_own_functions_would_leak(name, monkeypatch):
         if hasattr(family, function):
             monkeypatch.setattr(family, function, getattr(family, function).__wrapped__)
     with torch.no_grad():
-        assert (Actor(model)(batch, TEMPERATURE)[0] - expected).abs().max() > 1e-2
+        try:
+            leaked = Actor(model)(batch, TEMPERATURE)[0]
+        except ValueError as error:  # some functions, from transformers 5.24 on
+            assert "can't keep packed sequences apart" in str(error)
+        else:
+            assert (leaked - expected).abs().max() > 1e-2
 
 
 def test_a_shared_prefix_is_computed_once():

@@ -4,13 +4,15 @@ A renamed method must not go unnoticed.
 """
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
 
 from ranks import run_ranks
 from scripts.bench import step
-from scripts.bench.step import PHASES, Clock, digits, main
+from scripts.bench.step import PHASES, Clock, arguments, digits, main, summary
 
 
 @pytest.mark.slow
@@ -88,6 +90,31 @@ def test_time_of_an_iterator_is_that_of_its_items():
         and row["prep"] >= 0.15
         and row["total"] == pytest.approx(row["gen"] + row["prep"])
     )
+
+
+def test_worker_processes_belong_to_the_step():
+    """One still runs at the end of the step, the other has ended."""
+    spin = "import time\nwhile time.process_time() < .2: pass\nprint(flush=True)\n"
+    clock = Clock()
+    subprocess.run([sys.executable, "-c", spin], capture_output=True, check=True)
+    command = [sys.executable, "-c", f"{spin}input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        worker.stdout.readline()
+        clock.end_of_step({})
+        clock.end_of_step({})
+        worker.communicate(b"\n")
+
+    first, second = clock.rows
+    assert first["prep_cpu"] == first["total_cpu"] >= 0.38  # the kernel counts in 0.01 s
+    assert second["prep_cpu"] < 0.1
+
+
+def test_summary_names_the_model(tmp_path):
+    clock = Clock()
+    clock.end_of_step({"gen_tokens": 1, "prompt_tokens": 1, "reward": 0.0})
+    own = [f"--model={tmp_path / 'own'}/"]
+    assert summary(clock.rows, arguments(own))["model"] == "own"
+    assert summary(clock.rows, arguments(["--preset=vocab32k"]))["model"] == "vocab32k"
 
 
 def test_reward():

@@ -224,7 +224,8 @@ REFUSED = {
     ),
     "heads of other sizes": (
         {"settings": {"llama.attention.key_length": 8}},
-        r"q_proj.weight has shape \(64, 64\), but \(32, 64\)",
+        r"(q_proj.weight has shape \(64, 64\).*, but \(32, 64\))|"
+        r"(k_proj.weight has shape \(32, 64\).*, but \(16, 64\))",
     ),
     "an unknown family": ({"settings": {"general.architecture": "whale"}}, "whale"),
 }

@@ -204,7 +204,48 @@ def test_arguments_that_are_not_the_users_are_refused_by_name() -> None:
     ]
     for name in RESERVED:
         with pytest.raises(ConfigError, match=f"^--engine_args {name}: (?!the engine has no)"):
-            _arguments(engine_args=json.dumps({name: 1}))
+            _arguments("cuda:0", engine_args=json.dumps({name: 1}))
+
+
+def test_the_user_may_compile_on_a_cpu() -> None:
+    compiled = json.dumps({"enforce_eager": False})
+    assert _arguments()["enforce_eager"] and not _arguments(engine_args=compiled)["enforce_eager"]
+    with pytest.raises(ConfigError, match="use --engine_enforce_eager"):
+        _arguments("cuda:0", engine_args=compiled)
+
+
+def _samples_before_and_after_a_load(folder: str, engine_args: str) -> list[list[list[Completion]]]:
+    engine = start("vllm", folder, Mesh("cpu").world, {"engine_args": engine_args})
+    model = perturbed(AutoModelForCausalLM.from_pretrained(folder), 3)
+    found = []
+    for load in (None, model.named_parameters()):
+        if load is not None:
+            engine.load_weights(load, 1)
+        requests = [Request(LONG), Request(LONG[:9])]
+        found.append(list(engine.generate(requests, Sampling(n=2, max_tokens=12))))
+    engine.close()
+    return found
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="vLLM for CPUs")
+def test_a_compiled_forward_pass_samples_the_same(tmp_path: Path) -> None:
+    """Compiled code also uses the weights that were loaded last, although those are packed anew."""
+    folder = tiny_model(tmp_path, seed=1)
+    compiled = json.dumps({"enforce_eager": False})
+    (eager,) = run_ranks(1, _samples_before_and_after_a_load, folder, "")
+    (found,) = run_ranks(1, _samples_before_and_after_a_load, folder, compiled)
+    assert _tokens(found) == _tokens(eager)
+    assert _tokens(found[:1]) != _tokens(found[1:])
+    for each, expected in zip(_samples(found), _samples(eager), strict=True):
+        assert each.logprobs == pytest.approx(expected.logprobs, rel=0, abs=1e-5)
+
+
+def _samples(steps: list[list[list[Completion]]]) -> list[Completion]:
+    return [sample for step in steps for group in step for sample in group]
+
+
+def _tokens(steps: list[list[list[Completion]]]) -> list[list[int]]:
+    return [sample.token_ids for sample in _samples(steps)]
 
 
 def _buffers_are_no_weights() -> None:
@@ -371,23 +412,38 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
     """
     import vllm.v1.worker.cpu.shm  # noqa: F401  buffers without pinned memory
     from vllm.sampling_params import SamplingType
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.worker.gpu.sample.states import SamplingStates
 
     from lightrft.engine.requests import Request, Sampling
     from lightrft.engine.vllm.adapter import VLLMEngine
+    from lightrft.engine.vllm.shim import VLLMShim
 
     def seeds(request: Request, numpy_seed: int) -> list[int]:
-        submitted = []
+        submitted: list[EngineCoreRequest] = []
+        # These are what vLLM's engine does with a request before the core gets it.
+        llm_engine = SimpleNamespace(
+            input_processor=SimpleNamespace(
+                process_inputs=lambda name, prompt, parameters, **options: EngineCoreRequest(
+                    name, [1], None, parameters, None, 0.0, None, None, None
+                )
+            ),
+            get_supported_tasks=tuple,
+            engine_core=SimpleNamespace(add_request=submitted.append),
+        )
+        shim = SimpleNamespace(
+            llm=SimpleNamespace(llm_engine=llm_engine), _samples={}, _num_submitted=0
+        )
+        shim.prepare = partial(VLLMShim.prepare, shim)
+        shim.submit = partial(VLLMShim.submit, shim)
         stub = SimpleNamespace(
             vocabulary=SimpleNamespace(end_token_ids=set()),
-            _outputs={},
-            _samplings={},
+            _ended={},
+            _requests={},
             _speculation=None,
             _shares_last_blocks=False,
             _num_loads=0,
-            _shim=SimpleNamespace(
-                submit=lambda name, prompt, parameters: submitted.append(parameters)
-            ),
+            _shim=shim,
         )
         stub._parameters = partial(VLLMEngine._parameters, stub)
         stub._salted = partial(VLLMEngine._salted, stub)
@@ -395,7 +451,8 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
         np.random.seed(numpy_seed)
 
         states = SamplingStates(4, 20)
-        for place, parameters in enumerate(submitted):
+        for place, each in enumerate(submitted):
+            parameters = each.sampling_params
             assert parameters.sampling_type == (
                 SamplingType.RANDOM_SEED if request.sampling.temperature else SamplingType.GREEDY
             )

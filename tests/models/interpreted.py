@@ -11,13 +11,14 @@ H = 4
 UPSTREAM = torch.linspace(-1.0, 2.0, T), torch.linspace(0.5, -0.7, T)
 
 CASES = [
-    (41, 1.0, 0.7, True),
-    (41, 60.0, 1.0, False),
-    (2048, 60.0, 0.7, True),
-    (5003, 1.0, 1.0, True),
-    (5003, 60.0, 0.7, False),
+    (41, 1.0, 0.7, True, None),
+    (41, 60.0, 1.0, False, None),
+    (2048, 60.0, 0.7, True, None),
+    (5003, 1.0, 1.0, True, None),
+    (5003, 60.0, 0.7, False, None),
+    (2048, 1.0, 0.7, True, 2.5),
 ]
-"""Vocabulary, size of the hidden states, temperature, and whether tokens are left out."""
+"""Vocabulary, size of the hidden states, temperature, whether tokens are left out, soft cap."""
 
 
 def check() -> None:
@@ -26,7 +27,7 @@ def check() -> None:
     They are computed in three products and in four.
     """
     count = 0
-    for vocabulary, scale, temperature, truncated in CASES:
+    for vocabulary, scale, temperature, truncated, softcap in CASES:
         generator = torch.Generator().manual_seed(vocabulary)
         hidden = (torch.randn(T, H, generator=generator) * scale).requires_grad_()
         weight = torch.randn(vocabulary, H, generator=generator).requires_grad_()
@@ -34,8 +35,9 @@ def check() -> None:
         targets[3] = -100
         banned = (0, 5, vocabulary - 1) if truncated else ()
 
-        options = {"temperature": temperature, "truncation": Truncation(banned=banned)}
-        expected = in_float64(hidden, weight, targets, banned, temperature)
+        truncation = Truncation(banned=banned)
+        options = {"temperature": temperature, "truncation": truncation, "softcap": softcap}
+        expected = in_float64(hidden, weight, targets, banned, temperature, softcap)
         for chunk, known in ((4, None), (4, slopes), (T, None)):
             values = token_logprobs(hidden, weight, targets, chunk=chunk, upstream=known, **options)
             upstream = [UPSTREAM[0][:, None].expand(-1, 2), UPSTREAM[1]]
@@ -57,10 +59,18 @@ def slopes(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tens
 
 
 def in_float64(
-    hidden: Tensor, weight: Tensor, targets: Tensor, banned: tuple[int, ...], temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    banned: tuple[int, ...],
+    temperature: float,
+    softcap: float | None,
 ) -> list[Tensor]:
     hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
-    logits = hidden @ weight.T / temperature
+    logits = hidden @ weight.T
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    logits = logits / temperature
     outside = torch.zeros(logits.shape, dtype=torch.bool)
     outside[:, list(banned)] = True
     asked = targets.clamp(min=0)

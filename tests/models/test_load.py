@@ -96,11 +96,6 @@ def test_tokenizer_without_an_end_token(tmp_path):
 
 
 HEADS = {
-    "soft-capped": (
-        "gemma3_text",
-        {"final_logit_softcapping": 30.0, "head_dim": 8},
-        "Gemma3ForCausalLM.*soft-capped",
-    ),
     "bias": ("phi", {}, "PhiForCausalLM.*its output layer has a bias"),
     "scaled in an unknown way": (
         "hyperclovax",
@@ -118,11 +113,6 @@ def test_heads_that_are_not_computed_are_refused_by_name(case):
 
 
 FLAT = {
-    "soft-capped attention": (
-        "gemma2",
-        {"head_dim": 8, "num_key_value_heads": 1},
-        "Gemma2ForCausalLM.*soft-capped",
-    ),
     "own attention": ("bloom", {"n_head": 2, "n_layer": 1}, "BloomForCausalLM.*cannot be replaced"),
     "recurrent": ("mamba", {"state_size": 4}, "MambaForCausalLM.*recurrent state"),
     "chunked": (

@@ -680,6 +680,48 @@ def test_a_gradient_that_is_known_in_the_forward_pass_is_the_same_in_three_produ
         assert (value - reference).abs().max() <= near * max(1.0, reference.abs().max())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 6, "top_p": 0.9}], ids=["all", "truncated"])
+@pytest.mark.parametrize("chunk", [8, T], ids=["chunks", "one chunk"])
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+def test_soft_capped_logits(known, chunk, truncation, dtype):
+    """Each way from the logits to the gradient multiplies by the slope of the cap."""
+    hidden, weight, targets = inputs(dtype)
+    options = {"upstream": slopes} if known else {}
+    values = token_logprobs(
+        hidden,
+        weight,
+        targets,
+        temperature=0.7,
+        chunk=chunk,
+        softcap=1.5,
+        truncation=Truncation(**truncation),
+        **options,
+    )
+    found = torch.autograd.grad(objective(*values), [hidden, weight])
+
+    capped = 1.5 * (Head.apply(hidden, weight) / 1.5).tanh() / 0.7
+    all_kept = {"top_k": V, "top_p": 1.0}
+    logp = truncated(capped, targets[:, None], **(truncation or all_kept))
+    inside = torch.where(logp.isinf(), 0.0, logp)
+    expected = logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * inside).sum(-1)
+    for value, reference in zip(values, expected, strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-5)
+
+    references = torch.autograd.grad(objective(*expected), [hidden, weight])
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-6, "atol": 0.02}
+    for gradient, reference in zip(found, references, strict=True):
+        torch.testing.assert_close(gradient, reference, **near)
+
+
+def test_the_likeliest_tokens_of_soft_capped_logits():
+    hidden, weight, _ = inputs()
+    logp = (1.5 * (hidden @ weight.T / 1.5).tanh() / 0.7).log_softmax(-1)
+    values, ids = top_logprobs(hidden, weight, 5, temperature=0.7, softcap=1.5)
+    assert torch.equal(ids, logp.topk(5).indices)
+    torch.testing.assert_close(values, logp.topk(5).values)
+
+
 LENGTHS = [3, 1, 3, 7, 9]
 """Learned tokens of five sequences, T together."""
 

@@ -45,7 +45,7 @@ def test_interpreted_kernels_equal_float64():
     """
     assert (
         python("from models.interpreted import check; check()", TRITON_INTERPRET="1").strip()
-        == "15 cases"
+        == "18 cases"
     )
 
 

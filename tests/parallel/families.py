@@ -3,10 +3,13 @@
 They are in folders as a user would have them.
 """
 
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -26,6 +29,33 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
+OTHERS = {
+    "arcee": {},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {"logit_scale": 0.25, "sliding_window": 4},
+    "exaone4": {"sliding_window": 4},
+    "gemma2": {
+        "sliding_window": 4,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 3.0,
+    },
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "granite": {"logits_scaling": 4.0},
+    "hunyuan_v1_dense": {},
+    "ministral3": {},
+    "mistral": {"sliding_window": 4},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "smollm3": {},
+}
+"""Families whose blocks have the same names and shapes, or experts, with settings of their own."""
 
 
 def family_config(
@@ -41,7 +71,8 @@ def family_config(
     special = {
         "gemma3": {"query_pre_attn_scalar": 16, "sliding_window": 4, "sliding_window_pattern": 2}
     }
-    return FAMILIES[family][0](
+    make = FAMILIES[family][0] if family in FAMILIES else partial(AutoConfig.for_model, family)
+    return make(
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=heads,
@@ -56,7 +87,7 @@ def family_config(
         bos_token_id=BOS,
         eos_token_id=EOS,
         dtype=torch.float32,
-        **special.get(family, {}),
+        **(special | OTHERS).get(family, {}),
         **options,
     )
 
@@ -70,7 +101,7 @@ def family_model(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = FAMILIES[family][1](
+        model = AutoModelForCausalLM.from_config(
             family_config(family, tie=tie, vocabulary=vocabulary, **options)
         )
         for parameter in model.parameters():

@@ -14,7 +14,7 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Olmo2Config, Olmo2ForCausalLM, Qwen3ForCausalLM
 
 from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
@@ -25,7 +25,7 @@ from lightrft.parallel.tensor_parallel import model_problems, parallelize, plan_
 from lightrft.strategy import FSDPStrategy
 from lightrft.types import Batch
 from lightrft.versions import TENSOR_PARALLEL
-from parallel.families import FAMILIES, family_config, family_model
+from parallel.families import FAMILIES, OTHERS, family_config, family_model
 from ranks import run_cases, run_ranks, whole
 from roles import rows
 
@@ -172,6 +172,33 @@ def test_every_gradient_of_every_family_is_that_of_the_plain_model(folders, worl
                 assert all(torch.equal(its_gradients[key], first[key]) for key in gradients), (
                     "replicas would drift apart"
                 )
+
+
+@pytest.mark.slow
+def test_families_with_the_same_names_and_shapes(tmp_path):
+    """Sinks belong to heads, and experts are whole on each rank, also in their gradients."""
+    folders = {name: family_model(tmp_path / name, name) for name in OTHERS}
+    dense = {
+        name: folder
+        for name, folder in folders.items()
+        if name not in ("gpt_oss", "mixtral", "qwen3_moe")
+    }
+    cases = [(folders, {"tp_size": 2}), (dense, {"tp_size": 2, "tp_sequence_parallel": True})]
+    expected = {name: plain(folder) for name, folder in folders.items()}
+    for by_case in run_ranks(2, split_each, cases, timeout=600):
+        for (_, results), (chosen, layout) in zip(by_case, cases, strict=True):
+            assert results.keys() == chosen.keys()
+            for name, (logprobs, gradients, _) in results.items():
+                known_logprobs, known, _ = expected[name]
+                for found, value in zip(logprobs, known_logprobs, strict=True):
+                    torch.testing.assert_close(found, value, rtol=0, atol=1e-5)
+                assert gradients.keys() == known.keys()
+                wrong = {key: distance(gradients[key], known[key]) for key in known}
+                assert max(wrong.values()) < 1e-4, (layout, name, wrong)
+
+
+def split_each(cases: list[tuple[dict[str, str], dict]]) -> list:
+    return [split(folders, layout) for folders, layout in cases]
 
 
 def stream(folder: str, sequence: bool) -> list[int]:
@@ -477,8 +504,9 @@ def test_a_rank_without_rows_is_refused(sizes):
     )
 
 
-def mistral(folder: str) -> None:
-    config = MistralConfig(
+def olmo2(folder: str) -> None:
+    """The norms of queries and keys are over all heads."""
+    config = Olmo2Config(
         hidden_size=16,
         num_hidden_layers=1,
         num_attention_heads=2,
@@ -486,12 +514,12 @@ def mistral(folder: str) -> None:
         intermediate_size=16,
         vocab_size=32,
     )
-    strategy(tp_size=2).prepare(MistralForCausalLM(config))
+    strategy(tp_size=2).prepare(Olmo2ForCausalLM(config))
 
 
 def test_an_unknown_family_is_refused_by_name(tmp_path: Path):
-    with pytest.raises(RuntimeError, match="'mistral' has no plan; supported are llama, qwen2, "):
-        run_ranks(2, mistral, str(tmp_path))
+    with pytest.raises(RuntimeError, match="'olmo2' has no plan; supported are arcee, cohere, "):
+        run_ranks(2, olmo2, str(tmp_path))
 
 
 def test_blocks_that_the_plan_was_not_written_for():

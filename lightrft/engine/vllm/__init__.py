@@ -61,7 +61,7 @@ EXPECTED_ON_CPU = {
         "CPU backend doesn't allow to use",
     ),
 }
-"""Further suppressed warnings on CPUs, where nothing is compiled."""
+"""Further suppressed warnings on CPUs, where nothing is compiled by default."""
 
 
 def _without(beginnings: tuple[str, ...]) -> Callable[[logging.LogRecord], bool]:

@@ -15,8 +15,7 @@ import vllm
 from transformers import PretrainedConfig
 from vllm import LLM, SamplingParams
 from vllm.inputs import MultiModalInput, TokensInput, tokens_input
-from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreRequest
 
 from lightrft.algorithms.truncation import Truncation
 from lightrft.engine.base import EngineSetup, Part
@@ -32,7 +31,7 @@ from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.engine.vllm.speculation import Speculation
 from lightrft.parallel.device import grow_segments, release_cached_memory
 from lightrft.thinker import OmniThinkerConfig, whole_config
-from lightrft.types import Completion, Drafts
+from lightrft.types import Completion
 from lightrft.weight_sync.names import DRAFT, NamedTensor
 from lightrft.weight_sync.verify import Fingerprints
 
@@ -96,12 +95,12 @@ class VLLMEngine(LibraryEngine):
             if self.on_cpu and not self._runner_v2:
                 use_fast_sampling(self._shim.sampler)
             self._shares_last_blocks = self.on_cpu and share_last_blocks(self._shim.cache)
-            self._held: list[tuple[str, Request, SamplingParams]] = []
-            """Samples to submit after one step, when the first sample of each request has computed
-            the prompt."""
-            self._outputs: dict[int, dict[int, RequestOutput]] = {}
-            """Key of a request that runs -> outputs of the samples that have ended."""
-            self._samplings: dict[int, Sampling] = {}
+            self._held: dict[str, tuple[EngineCoreRequest, int]] = {}
+            """Name of a sample -> request and seed, to submit after one step, when the first sample
+            of each request has computed the prompt."""
+            self._ended: dict[int, dict[int, Completion]] = {}
+            """Key of a request that runs -> the samples that have ended."""
+            self._requests: dict[int, Request] = {}
             self._complete: list[int] = []
             """Keys of requests whose last sample ended in a step that a load has finished."""
             self._num_loads = 0
@@ -136,39 +135,40 @@ class VLLMEngine(LibraryEngine):
         The first one computes the prompt, and the others find it in the cache.
         """
         if request.sampling.stop:
-            self._shim.decode_with(self.vocabulary.tokenizer)
-        common = self._parameters(request.sampling, request.seeds[0])
+            self._shim.tokenizer = self.vocabulary.tokenizer
+        parameters = self._parameters(request.sampling, request.seeds[0])
+        prepared = self._shim.prepare(self._salted(request), parameters)
 
         for sample, seed in enumerate(request.seeds[: request.sampling.num_draws]):
-            parameters = copy.copy(common)
-            parameters.seed = seed
+            name = f"{key}/{sample}"
             if sample and self._shares_last_blocks:
-                self._held.append((f"{key}/{sample}", request, parameters))
+                self._held[name] = prepared, seed
             else:
-                self._shim.submit(f"{key}/{sample}", self._salted(request), parameters)
+                self._shim.submit(name, prepared, seed)
             if self._speculation:
                 group = f"{key}" if request.group is None else f"group {request.group}"
-                self._speculation.begin(f"{key}/{sample}", group, len(request.prompt))
+                self._speculation.begin(name, group, len(request.prompt))
 
-        self._outputs[key], self._samplings[key] = {}, request.sampling
+        self._ended[key] = {}
+        self._requests[key] = request
 
     def _step(self) -> Iterator[tuple[int, list[Completion]]]:
         with self._generators_kept(), self._stance():
-            outputs = self._shim.step()
+            ended = self._shim.step()
         self._submit_held()
         if self._speculation:
             self._speculation.count_step()
-        self._take_all(outputs)
+        self._take_all(ended)
         while self._complete:
             key = self._complete.pop(0)
             yield key, self._completions(key)
 
-    def _take_all(self, outputs: list[RequestOutput]) -> None:
+    def _take_all(self, ended: dict[str, Completion]) -> None:
         """Take samples that have ended; a request is complete with the last of them."""
-        for output in outputs:
-            key, sample = map(int, output.request_id.split("/"))
-            self._take(key, sample, output)
-            if len(self._outputs[key]) == self._samplings[key].num_draws:
+        for name, completion in ended.items():
+            key, sample = map(int, name.split("/"))
+            self._take(key, sample, completion)
+            if len(self._ended[key]) == self._requests[key].sampling.num_draws:
                 self._complete.append(key)
 
     def _salted(self, request: Request) -> TokensInput | MultiModalInput:
@@ -193,15 +193,14 @@ class VLLMEngine(LibraryEngine):
         yield
 
     def _num_sampled(self, key: int) -> list[int]:
-        sampling = self._samplings[key]
-        held = {name for name, _, _ in self._held}
+        sampling = self._requests[key].sampling
         counts = []
         for sample in range(sampling.num_draws):
             name = f"{key}/{sample}"
-            if ended := self._outputs[key].get(sample):
-                counts.append(len(ended.outputs[0].token_ids))
+            if ended := self._ended[key].get(sample):
+                counts.append(len(ended.token_ids))
             else:
-                counts.append(0 if name in held else self._shim.num_sampled(name))
+                counts.append(0 if name in self._held else self._shim.num_sampled(name))
         return counts if len(counts) == sampling.n else counts * sampling.n
 
     def _leave_cache(self) -> None:
@@ -210,28 +209,28 @@ class VLLMEngine(LibraryEngine):
         Drafts go on too: a model that was switched off has not read the samples that run, so that
         it stays off, and text of earlier weights is forgotten with its requests.
         """
+        self._submit_held()  # their request has the salt of before
         self._num_loads += 1
         self._shim.leave_cache(str(self._num_loads))
 
     def _submit_held(self) -> None:
-        held = self._held
-        self._held = []
-        for name, request, parameters in held:
-            self._shim.submit(name, self._salted(request), parameters)
+        for name, (request, seed) in self._held.items():
+            self._shim.submit(name, request, seed)
+        self._held.clear()
 
     def _abort(self, key: int) -> list[Completion]:
         self._submit_held()
         if key in self._complete:
             self._complete.remove(key)
-        for sample in range(self._samplings[key].num_draws):
-            if sample not in self._outputs[key]:
+        for sample in range(self._requests[key].sampling.num_draws):
+            if sample not in self._ended[key]:
                 self._take(key, sample, self._shim.abort(f"{key}/{sample}"))
         return self._completions(key)
 
-    def _take(self, key: int, sample: int, output: RequestOutput) -> None:
-        self._outputs[key][sample] = output
+    def _take(self, key: int, sample: int, completion: Completion) -> None:
+        self._ended[key][sample] = completion
         if self._speculation:
-            token_ids = [*(output.prompt_token_ids or ()), *output.outputs[0].token_ids]
+            token_ids = self._requests[key].prompt + completion.token_ids
             self._speculation.end(f"{key}/{sample}", token_ids)
 
     def _parameters(self, sampling: Sampling, seed: int) -> SamplingParams:
@@ -251,8 +250,6 @@ class VLLMEngine(LibraryEngine):
             skip_special_tokens=False,
             include_stop_str_in_output=True,
             logprobs=0,  # of the sampled token only
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # a clone would be checked again
         )
 
@@ -267,20 +264,8 @@ class VLLMEngine(LibraryEngine):
 
     def _completions(self, key: int) -> list[Completion]:
         """Return the completions of a request, and forget it."""
-        completions = []
-        sampling = self._samplings.pop(key)
-        for _, output in sorted(self._outputs.pop(key).items()):
-            (sample,) = output.outputs
-            completions.append(
-                Completion(
-                    list(sample.token_ids),
-                    list(sample.logprobs.logprobs),
-                    sample.finish_reason,
-                    output.num_cached_tokens or 0,
-                    _drafts_of(output),
-                )
-            )
-
+        sampling = self._requests.pop(key).sampling
+        completions = [completion for _, completion in sorted(self._ended.pop(key).items())]
         # A greedy response is computed once, whatever the number of samples.
         return (
             completions
@@ -289,12 +274,13 @@ class VLLMEngine(LibraryEngine):
         )
 
     def _stance(self) -> AbstractContextManager:
-        """Return a context that disables compilation on a CPU.
+        """Return a context that disables compilation on a CPU, unless it was asked for.
 
         Compiling functions of vLLM, such as the routing of some mixtures, takes seconds there and
         needs a C++ compiler.
         """
-        return torch.compiler.set_stance("force_eager") if self.on_cpu else nullcontext()
+        eager = self.on_cpu and self._llm.llm_engine.model_config.enforce_eager
+        return torch.compiler.set_stance("force_eager") if eager else nullcontext()
 
     def _generators_kept(self) -> AbstractContextManager:
         """Return a context that restores torch's generators after a step.
@@ -373,18 +359,6 @@ class VLLMEngine(LibraryEngine):
         del self._llm, self._shim
         gc.collect()
         release_cached_memory(self.device)
-
-
-def _drafts_of(output: RequestOutput) -> Drafts:
-    """Return the drafts that were verified for a sample; steps without a draft do not count."""
-    metrics = output.outputs[0].spec_decode_metrics
-    if metrics is None:
-        return Drafts()
-    return Drafts(
-        sum(metrics.histogram),
-        metrics.num_draft_tokens,
-        sum(j * count for j, count in enumerate(metrics.histogram)),
-    )
 
 
 @contextmanager

@@ -111,11 +111,14 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
             "use_tqdm_on_load": False,
         }
     )
+    reserved = dict(RESERVED)
+    if on_cpu:  # the flag is about CUDA graphs; what is compiled for a CPU pays in long runs only
+        del reserved["enforce_eager"]
     return with_users_arguments(
         own,
         section.engine_args,
         known=[field.name for field in fields(EngineArgs)],
-        reserved=RESERVED,
+        reserved=reserved,
     )
 
 

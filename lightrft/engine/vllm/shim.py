@@ -1,13 +1,14 @@
 """Access to vLLM's internals in this process; they may change between versions."""
 
 import atexit
+import copy
 import gc
 import logging
 import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,20 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
     initialize_layerwise_reload,
 )
-from vllm.outputs import RequestOutput
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import RequestStatus
 from vllm.v1.sample.sampler import Sampler
 
 from lightrft.engine.base import EngineError
+from lightrft.engine.loop import ABORTED
 from lightrft.engine.media import Clip, Video, metadata
 from lightrft.engine.requests import MEDIA
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import local_rank
+from lightrft.types import Completion, Drafts
 from lightrft.weight_sync.expert_layout import is_experts, pack_experts, unpacked_experts
 from lightrft.weight_sync.fused_layout import PARTS, CopyTarget, FusedWeights, engine_names
 from lightrft.weight_sync.names import NamedTensor, PublishedNames
@@ -67,6 +71,11 @@ class VLLMShim:
         """Names of the draft model's weights in a stream. None: streams bring none of them, except
         for embeddings and an output layer that both models share."""
         self._draft_weights: dict[str, torch.Tensor] = {}
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        """Tokenizer to search for stop strings with. vLLM starts without one."""
+        self._samples: dict[str, _Sample] = {}
+        """Name of a sample that runs -> what it has."""
+        self._num_submitted = 0
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         parts = PARTS | getattr(self.model, "packed_modules_mapping", {})
         own_names = engine_names(names)
@@ -149,36 +158,73 @@ class VLLMShim:
         )
         return prompt
 
-    def submit(
-        self, name: str, prompt: TokensInput | MultiModalInput, parameters: SamplingParams
-    ) -> None:
-        self.llm.llm_engine.add_request(name, prompt, parameters)
+    def prepare(
+        self, prompt: TokensInput | MultiModalInput, parameters: SamplingParams
+    ) -> EngineCoreRequest:
+        """Check a request once, before submit() begins samples of it."""
+        engine = self.llm.llm_engine
+        return engine.input_processor.process_inputs(
+            "", prompt, parameters, supported_tasks=engine.get_supported_tasks()
+        )
 
-    def step(self) -> list[RequestOutput]:
-        """Compute one step; return the outputs of the requests that have ended."""
-        return self.llm.llm_engine.step()
+    def submit(self, name: str, request: EngineCoreRequest, seed: int) -> None:
+        """Begin a sample of a prepared request.
 
-    def finish_step(self) -> list[RequestOutput]:
-        """Finish the steps in flight, without a new one; return the outputs of ended requests.
+        It goes to the core of the engine. vLLM's own path around the core checks each sample, and
+        makes objects of each token for callers who want text while it grows.
+        """
+        self._num_submitted += 1
+        sample = copy.copy(request)
+        # A step in flight may still bring tokens of an aborted sample with the same name.
+        sample.request_id = f"{name}-{self._num_submitted}"
+        sample.sampling_params = copy.copy(request.sampling_params)
+        sample.sampling_params.seed = seed
+
+        text = (
+            IncrementalDetokenizer.from_new_request(self.tokenizer, sample)
+            if sample.sampling_params.stop
+            else None
+        )
+        self._samples[name] = _Sample(sample.request_id, Completion([], [], ""), text)
+        self.llm.llm_engine.engine_core.add_request(sample)
+
+    def step(self) -> dict[str, Completion]:
+        """Compute one step; return the samples that have ended, by name."""
+        core = self.llm.llm_engine.engine_core
+        ended = {}
+        for output in core.get_output().outputs:
+            name = output.request_id.rpartition("-")[0]
+            sample = self._samples.get(name)
+            if sample is None or sample.request_id != output.request_id:
+                continue  # it was aborted
+
+            sample.take(output)
+            if sample.completion.finish_reason:
+                ended[name] = self._samples.pop(name).completion
+                if not output.finished:  # vLLM's core knows no stop strings
+                    core.abort_requests([output.request_id])
+
+        return ended
+
+    def finish_step(self) -> dict[str, Completion]:
+        """Finish the steps in flight, without a new one; return the samples that have ended.
 
         With asynchronous scheduling, as on CUDA, step() begins a step before it returns the results
         of the one before. The old weights compute and sample a step in flight, so that the results
         have to be in before other weights are loaded and tokens are counted.
         """
         core = self.llm.llm_engine.engine_core.engine_core
-        outputs: list[RequestOutput] = []
+        ended: dict[str, Completion] = {}
         if core.batch_queue:
             core.pause_scheduler("keep", clear_cache=False)
             while core.batch_queue:
-                outputs += self.llm.llm_engine.step()
+                ended |= self.step()
             core.resume_scheduler()
-        return outputs
+        return ended
 
     def num_sampled(self, name: str) -> int:
-        """Return how many tokens of a submitted request have come."""
-        processor = self.llm.llm_engine.output_processor
-        (internal,) = processor.external_req_ids[name]
-        return processor.request_states[internal].detokenizer.num_output_tokens()
+        """Return how many tokens of a submitted sample have come."""
+        return len(self._samples[name].completion.token_ids)
 
     def leave_cache(self, salt: str) -> None:
         """Give requests that vLLM has not begun another salt than the blocks in the cache have."""
@@ -192,19 +238,12 @@ class VLLMShim:
                 request.block_hashes.clear()
                 request.update_block_hashes()
 
-    def abort(self, name: str) -> RequestOutput:
-        """End a submitted request; return what it has generated. vLLM itself would drop that."""
-        engine = self.llm.llm_engine
-        (internal,) = engine.output_processor.external_req_ids[name]
-        output = engine.output_processor.request_states[internal].make_request_output(
-            [], None, FinishReason.ABORT, None
-        )
-        engine.abort_request([name])
-        return output
-
-    def decode_with(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Set the tokenizer. The engine starts without one, because only stop strings need it."""
-        self.llm.llm_engine.output_processor.tokenizer = tokenizer
+    def abort(self, name: str) -> Completion:
+        """End a submitted sample; return the tokens so far."""
+        sample = self._samples.pop(name)
+        self.llm.llm_engine.engine_core.abort_requests([sample.request_id])
+        sample.completion.finish_reason = ABORTED
+        return sample.completion
 
     def reset_caches(self) -> None:
         if not self.llm.reset_prefix_cache():
@@ -314,6 +353,47 @@ class VLLMShim:
             SharedMemory.make_group_name = staticmethod(original)
             for file in Path("/dev/shm").glob(f"{name}*"):
                 file.unlink(missing_ok=True)
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A request in vLLM's core, and what has been sampled for it."""
+
+    request_id: str
+    completion: Completion
+    """Tokens so far. The finish reason is empty while the sample runs."""
+    text: IncrementalDetokenizer | None
+    """Decoded tokens, if stop strings are searched for in them."""
+
+    def take(self, output: EngineCoreOutput) -> None:
+        """Take the tokens of a step, up to the one that completes a stop string."""
+        completion = self.completion
+        if output.prefill_stats is not None and not completion.token_ids:
+            completion.num_cached_tokens = output.prefill_stats.num_cached_tokens
+
+        completion.token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            completion.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+
+        if output.finish_reason is not None:
+            completion.finish_reason = str(output.finish_reason)
+            completion.drafts = _drafts_of(output.spec_decode_metrics)
+        if self.text is not None and self.text.update(output.new_token_ids, False):
+            completion.finish_reason = "stop"
+            # A verified draft may go on after the stop string.
+            del completion.token_ids[self.text.num_output_tokens() :]
+            del completion.logprobs[self.text.num_output_tokens() :]
+
+
+def _drafts_of(metrics: RequestSpecDecodeMetrics | None) -> Drafts:
+    """Return the drafts that were verified for a sample; steps without a draft do not count."""
+    if metrics is None:
+        return Drafts()
+    return Drafts(
+        sum(metrics.histogram),
+        metrics.num_draft_tokens,
+        sum(j * count for j, count in enumerate(metrics.histogram)),
+    )
 
 
 def _item(item: Image | Video | Clip) -> Image | tuple:
