@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -227,6 +228,47 @@ def compare_small_copy(
         raise ImpossibleError(str(error)) from error
 
     return comparisons
+
+
+def resumed_gap(config: PretrainedConfig, strategy: Strategy, **options: Any) -> float:
+    """Return how far a resumed training is from one that was not stopped; 0 is expected.
+
+    A small copy takes two optimizer steps, once with a checkpoint between them that another copy
+    continues from. `options` go to small_model(). The gap is the largest difference of a parameter.
+    """
+    small = small_config(config)
+    batch = _batch().to(strategy.device)
+
+    def begin(seed: int) -> tuple[nn.Module, Any, Any]:
+        model = small_model(small, attention_of(small), seed=seed, **options)
+        not_flat(model)
+        actor = Actor(model)
+        optimizer = strategy.create_optimizer(actor, 1e-2)
+        return strategy.prepare(
+            (actor, optimizer, strategy.create_scheduler(optimizer, "cosine", 1, 4))
+        )
+
+    def step(actor: nn.Module, optimizer: Any, scheduler: Any) -> None:
+        loss = -actor(batch, TEMPERATURE)[0].sum() / batch.num_tokens
+        strategy.backward(loss, actor, optimizer)
+        strategy.optimizer_step(optimizer, actor, scheduler)
+
+    through = begin(SEEDS[0])
+    step(*through)
+    # Other weights, so that what is not loaded shows
+    resumed = begin(SEEDS[1])
+    with TemporaryDirectory() as folder:
+        strategy.checkpoints.save(through[0], folder, "half")
+        strategy.checkpoints.load(resumed[0], folder, "half")
+    for run in (through, resumed):
+        step(*run)
+
+    pairs = zip(through[0].parameters(), resumed[0].parameters(), strict=True)
+    return max((_whole(one) - _whole(two)).abs().max().item() for one, two in pairs)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
 def _batch() -> Batch:

@@ -9,9 +9,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from transformers import AttentionInterface, AutoConfig, PretrainedConfig
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from flat_models import HYBRIDS, SIZES
+from lightrft.__main__ import main as lightrft
 from lightrft.attention import flat, recurrent
 from lightrft.attention.flat import ATTENTION, flat_attention
 from lightrft.attention.recurrent import CONVOLUTION, SCANS
@@ -23,6 +24,7 @@ from lightrft.tools import selfcheck
 from lightrft.tools.selfcheck import PACKED, SHARED, check_model, compare_small_copy, differences
 from ranks import run_cases, run_ranks
 from strategy.training import strategy
+from tiny import VOCABULARY, byte_tokenizer
 
 SECONDS = 2.0
 
@@ -254,3 +256,25 @@ def test_a_model_with_scores_needs_no_logits(tmp_path):
     assert "its output layer has a bias" in run_ranks(1, checked, str(tmp_path))[0][0]
     scores = partial(checked, scores=True)
     assert run_ranks(1, scores, str(tmp_path))[0][0] == ""
+
+
+@pytest.mark.parametrize("family", ["llama", "doge"])
+@pytest.mark.slow
+def test_the_command(family, tmp_path, capsys):
+    """The recipe says which model, and how it is trained."""
+    config = AutoConfig.for_model(family, **SIZES | {"vocab_size": VOCABULARY})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text(
+        f"model:\n  pretrain: {tmp_path}\nstrategy:\n  fsdp: true\nengine:\n  engine_type: hf\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        lightrft(["selfcheck", "--config", str(recipe)])
+
+    said = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == (1 if family == "doge" else 0), said
+    assert PACKED in said and "Log-probs of hf and trainer (FSDPStrategy)" in said
+    assert ("resumed after one of two steps 0.0e+00" in said) == (family == "llama")
+    assert ("(DogeAttention)" in said) == (family == "doge")
