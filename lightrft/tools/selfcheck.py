@@ -188,10 +188,10 @@ def compare_small_copy(
 ) -> list[Comparison]:
     """Compare a small copy of a model over flat batches with transformers.
 
-    The copy generates, or `scores` each token with a head of one output.
-    With ranks that split sequences (`sequence`) or layers (`tensor`) the copy is also computed in
-    their layout, on `device`; all of them call this. Raise ImpossibleError for a family that cannot
-    be computed. Any other error says that a small copy cannot be built.
+    The copy generates, or `scores` each token with a head of one output. With ranks that split
+    sequences (`sequence`) or layers (`tensor`) the copy is also computed in their layout, on
+    `device`; all of them call this. Raise ImpossibleError for a family that cannot be computed. Any
+    other error says that a small copy cannot be built.
     """
     ranks = sequence.axis.size * (tensor.size() if tensor is not None else 1)
     small = small_config(config, multiple=ranks)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from lightrft.models.empty import real_parameters
 from lightrft.models.load import Scores, new_model
@@ -129,6 +130,11 @@ def small_config(config: PretrainedConfig, *, multiple: int = 1) -> PretrainedCo
 
     The numbers of heads are multiples of `multiple`. Towers have one layer.
     """
+    with without_warnings():
+        return _small_config(config, multiple)
+
+
+def _small_config(config: PretrainedConfig, multiple: int) -> PretrainedConfig:
     language = config.get_text_config()
     values = config.to_dict()
     values.pop("quantization_config", None)
@@ -164,7 +170,7 @@ def small_model(
     if scores:
         config.num_labels = 1
         options["kind"] = Scores
-    with unchanged_generators(), real_parameters():
+    with unchanged_generators(), real_parameters(), without_warnings():
         with torch.device("meta"):
             size = sum(each.numel() for each in new_model(config, **options).parameters())
         if size > MAX_PARAMETERS:
@@ -183,6 +189,17 @@ def _disturb(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.05)
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Silence transformers' remarks about sizes that do not fit a configuration."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 @contextmanager
@@ -206,7 +223,9 @@ def _small(config: PretrainedConfig, values: dict[str, Any], multiple: int) -> d
     for name, largest in SIZES.items():
         name = real.get(name, name)
         if name in values:
-            values[name] = _at_most(values[name], largest)
+            # Ranks that split a layer each need a part of it.
+            size = largest * multiple if "intermediate" in name else largest
+            values[name] = _at_most(values[name], size)
 
     values |= _heads(config, values, multiple)
     for name in ("rope_parameters", "rope_scaling"):
@@ -260,8 +279,8 @@ def _heads(config: PretrainedConfig, values: dict[str, Any], multiple: int) -> d
         "linear_num_key_heads": value_small // per_key,
         "num_sliding_attention_heads": heads,
         "embedding_size": hidden,
-        "vocab_size": VOCABULARY,
-        "vocab_size_per_layer_input": VOCABULARY,
+        "vocab_size": VOCABULARY * multiple,
+        "vocab_size_per_layer_input": VOCABULARY * multiple,
     }
     # With latent attention some families mean a part of a head, and others the whole.
     parts = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]

@@ -4,6 +4,7 @@ None is silently wrong. docs/models.md has the lists, from the same script.
 """
 
 import pytest
+import transformers
 
 from scripts import families_page
 from scripts.families_page import FAMILIES, NOT_CHECKED, verdict
@@ -34,6 +35,9 @@ def test_reasons():
     assert not NOT_CHECKED.keys() & set(FAMILIES)
 
 
+@pytest.mark.skipif(
+    not transformers.__version__.startswith("5.19"), reason="the page is about version 5.19"
+)
 def test_the_page_is_current():
     """Otherwise run `python scripts/families_page.py`."""
     text = families_page.PAGE.read_text()
