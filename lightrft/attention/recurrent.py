@@ -2,8 +2,9 @@
 
 transformers computes them with functions of the module of a family. On a CPU these ignore where the
 sequences of a flat batch begin, and a state would run from one sequence into the next. install()
-replaces the functions: each sequence has a row of its own, padded on the right, where nothing that
-follows changes what came before.
+replaces the functions. For a convolution each sequence follows as many zeros as the kernel reaches
+back. For a recurrent layer each sequence has a row of its own, padded on the right, where nothing
+that follows changes what came before; kernels for concatenated sequences need no rows.
 
 A shared prefix is computed once. The layers that read earlier tokens of a sequence continue from it:
 a convolution reads the last inputs of the prefix, and a recurrent layer begins with the state at the
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightrft.attention.layout import Blocks, Layout, blocks, ranges
+from lightrft.attention.layout import Layout, blocks, offsets, ranges
 from lightrft.parallel.sequence_parallel import GatherSummed
 from lightrft.types import to_device
 
@@ -46,6 +48,8 @@ class Scan:
     """Parameters [H] with a value for each head."""
     always_pair: bool = True
     """Whether the function returns a pair also without the flag."""
+    takes_offsets: bool = True
+    """Whether its kernel computes concatenated runs, given where they begin."""
 
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -63,6 +67,7 @@ SCANS = {
         groups=("B", "C"),
         heads=("A", "D", "dt_bias"),
         always_pair=False,
+        takes_offsets=False,
     ),
 }
 FUSED = ("mamba2_split_conv1d_scan_combined",)
@@ -137,18 +142,10 @@ def _flat_convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
         # The row of zeros stands for the tokens before a sequence.
         values = torch.cat([values, values.new_zeros(1, values.shape[1])])
-        rows = _convolved(layout, call["weight"].shape[-1])
-        outputs = []
-        for (size, width), block in zip(
-            rows.shapes, _split(values.index_select(0, rows.source), rows.shapes), strict=True
-        ):
-            call["hidden_states"] = block.view(size, width, -1).transpose(1, 2)
-            positional = {name: call[name] for name in names[: len(args)]}
-            named = {name: value for name, value in call.items() if name not in positional}
-            output = original(*positional.values(), **named)
-            outputs.append(output.transpose(1, 2).flatten(0, 1))
+        source, places = _with_tails(layout, call["weight"].shape[-1])
+        call["hidden_states"] = values.index_select(0, source).T.unsqueeze(0)
+        output = _called(original, names[: len(args)], call)[0].T.index_select(0, places)
 
-        output = torch.cat(outputs).index_select(0, rows.places)
         return sequence.after_attention(output.unsqueeze(-1))[..., 0].T.unsqueeze(0)
 
     return convolution
@@ -167,28 +164,31 @@ def _flat_scan(original: Callable[..., Any], scan: Scan) -> Callable[..., Any]:
         call = dict(zip(names, args, strict=False)) | options
         del call["layout"]
         values = _own_heads(call, scan, layout)
-        levels, places = _levels(layout)
         outputs = []
         states = None
+        offsets_given = scan.takes_offsets and has_varlen_kernels(values[0].device)
+        levels, places = _levels(layout, in_blocks=not offsets_given)
 
         for level in levels:
-            selected = [
-                _split(value.index_select(0, level.source), level.shapes) for value in values
-            ]
             finals = []
-            tensors_of_blocks = zip(*selected, strict=True)
-            for (size, width), keeps, parents, tensors in zip(
-                level.shapes, level.keeps_state, level.parents, tensors_of_blocks, strict=True
+            selected = [value.index_select(0, level.source) for value in values]
+            blocks_of_values = zip(
+                *(_split(value, level.shapes) for value in selected), strict=True
+            )
+            for block, (size, width), tensors in zip(
+                level.blocks, level.shapes, blocks_of_values, strict=True
             ):
                 for name, tensor in zip(scan.tokens + scan.groups, tensors, strict=True):
                     call[name] = tensor.view(size, width, *tensor.shape[1:])
-                call[scan.initial] = None if states is None else states.index_select(0, parents)
-                call[scan.final] = keeps
+                call[scan.initial] = (
+                    None if states is None else states.index_select(0, block.parents)
+                )
+                call[scan.final] = block.keeps_states
+                if offsets_given:
+                    call["cu_seqlens"] = block.offsets
 
-                positional = {name: call[name] for name in names[: len(args)]}
-                named = {name: value for name, value in call.items() if name not in positional}
-                output = original(*positional.values(), **named)
-                if scan.always_pair or keeps:
+                output = _called(original, names[: len(args)], call)
+                if scan.always_pair or block.keeps_states:
                     output, state = output
                     finals.append(state)
                 outputs.append(output.flatten(0, 1))
@@ -201,6 +201,20 @@ def _flat_scan(original: Callable[..., Any], scan: Scan) -> Callable[..., Any]:
         return (output, None) if scan.always_pair else output
 
     return flat
+
+
+def _called(function: Callable[..., Any], positional: list[str], call: dict[str, Any]) -> Any:
+    """Call a function as its caller did, with some arguments by position.
+
+    Kernels have other names for these.
+    """
+    named = {name: value for name, value in call.items() if name not in positional}
+    return function(*(call[name] for name in positional), **named)
+
+
+def has_varlen_kernels(device: torch.device) -> bool:
+    """Return whether the functions are kernels of flash-linear-attention, for concatenated runs."""
+    return device.type == "cuda" and find_spec("fla") is not None
 
 
 def _own_heads(call: dict[str, Any], scan: Scan, layout: Layout) -> list[Tensor]:
@@ -250,30 +264,43 @@ def _split(values: Tensor, shapes: list[tuple[int, int]]) -> tuple[Tensor, ...]:
     return values.split([size * width for size, width in shapes])
 
 
-def _convolved(layout: Layout, kernel: int) -> Blocks:
-    """Return the blocks of a convolution.
+def _with_tails(layout: Layout, kernel: int) -> tuple[Tensor, Tensor]:
+    """Return the rows that a convolution reads one after another, and where the tokens are in them.
 
-    Each run of computed tokens follows the `kernel` - 1 tokens before it; U stands for a missing
-    one. The places leave these out.
+    Each run of computed tokens follows the `kernel` - 1 tokens before it, so it sees nothing else.
+    Row U stands for a missing one.
     """
-    if ("convolution", kernel) in layout.derived:
-        return layout.derived["convolution", kernel]
+    key = "convolution", kernel
+    if key not in layout.derived:
+        pieces = layout.pieces
+        before = kernel - 1
+        steps = pieces.depth[:, None] + np.arange(-before, 0)
+        tokens = (layout.starts[pieces.row][:, None] + steps).clip(0)
+        tails = np.where(steps < 0, layout.num_computed, layout.places[tokens])
 
-    pieces = layout.pieces
-    before = kernel - 1
-    steps = pieces.depth[:, None] + np.arange(-before, 0)
-    tokens = (layout.starts[pieces.row][:, None] + steps).clip(0)
-    tails = np.where(steps < 0, layout.num_computed, layout.places[tokens])
-    sizes = pieces.sizes + before
-    source = np.empty(int(sizes.sum()), dtype=np.int64)
-    begins = sizes.cumsum() - sizes
-    source[(begins[:, None] + np.arange(before)).flatten()] = tails.flatten()
-    own = ranges(begins + before, pieces.sizes)
-    source[own] = ranges(pieces.begins, pieces.sizes)
+        sizes = pieces.sizes + before
+        begins = sizes.cumsum() - sizes
+        source = np.empty(int(sizes.sum()), dtype=np.int64)
+        source[(begins[:, None] + np.arange(before)).flatten()] = tails.flatten()
+        own = ranges(begins + before, pieces.sizes)
+        source[own] = ranges(pieces.begins, pieces.sizes)
+        layout.derived[key] = tuple(
+            to_device(torch.from_numpy(index), layout.device) for index in (source, own)
+        )
 
-    result = _composed(blocks(torch.from_numpy(sizes), torch.device("cpu")), source, own)
-    layout.derived["convolution", kernel] = _moved(result, layout.device)
-    return layout.derived["convolution", kernel]
+    return layout.derived[key]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Runs of tokens in one call."""
+
+    keeps_states: bool
+    """Whether runs of the next level continue some of these."""
+    parents: Tensor | None
+    """[runs] int64: the states of the level before that the runs begin with; None without one."""
+    offsets: Tensor | None = None
+    """[runs + 1] int64: where the runs begin if they are concatenated; None if they are rows."""
 
 
 @dataclass(frozen=True)
@@ -281,106 +308,119 @@ class Level:
     """Runs of tokens that begin without a state, or with the states at the end of runs before."""
 
     shapes: list[tuple[int, int]]
-    """(number of runs, width) of each block."""
+    """(number of rows, width) of each block."""
     source: Tensor
     """[P] int64: the computed token at each position of the blocks."""
-    keeps_state: list[bool]
-    """Whether other runs continue a block's runs. These have the block's width, so that padding
-    does not change the state."""
-    parents: list[Tensor | None]
-    """[runs] int64 for each block: the runs of the level before that they continue."""
+    blocks: list[Block]
 
 
-def _levels(layout: Layout) -> tuple[list[Level], Tensor]:
-    """Return the levels of the tree of shared prefixes, and the place of each token in them.
+@dataclass(frozen=True)
+class PrefixTree:
+    """The computed tokens as runs that end where a sequence ends, or where others continue."""
 
-    Without shared prefixes there is one level with one run for each sequence.
-    """
-    if "levels" in layout.derived:
-        return layout.derived["levels"]
+    begins: np.ndarray
+    """First computed token of each run, int64 [runs]."""
+    sizes: np.ndarray
+    parent: np.ndarray
+    """Run that a run continues, -1 without one."""
+    depth: np.ndarray
+    """Number of runs before a run."""
 
+
+def _tree(layout: Layout) -> PrefixTree:
     pieces = layout.pieces
     continued = pieces.depth > 0
     # The computed token that each of these pieces follows; a run ends there.
     last = layout.places[layout.starts[pieces.row] + pieces.depth - 1]
-    borders = np.union1d(pieces.begins, last[continued] + 1)
-    borders = borders[borders < layout.num_computed]
-    sizes = np.diff(np.r_[borders, layout.num_computed])
+    begins = np.union1d(pieces.begins, last[continued] + 1)
+    begins = begins[begins < layout.num_computed]
+    run_of = np.searchsorted(begins, np.arange(layout.num_computed), side="right") - 1
+    parent = np.arange(len(begins)) - 1
+    parent[np.searchsorted(begins, pieces.begins)] = np.where(continued, run_of[last], -1)
 
-    run_of = np.searchsorted(borders, np.arange(layout.num_computed), side="right") - 1
-    parent = np.arange(len(borders)) - 1
-    parent[np.searchsorted(borders, pieces.begins)] = np.where(continued, run_of[last], -1)
-    depth = np.zeros(len(borders), dtype=np.int64)
+    depth = np.zeros(len(begins), dtype=np.int64)
     for run in (parent >= 0).nonzero()[0]:
         depth[run] = depth[parent[run]] + 1
+    return PrefixTree(begins, np.diff(np.r_[begins, layout.num_computed]), parent, depth)
 
-    has_children = np.isin(np.arange(len(borders)), parent)
-    number_of_state = np.full(len(borders), -1)
+
+def _levels(layout: Layout, *, in_blocks: bool) -> tuple[list[Level], Tensor]:
+    """Return the levels of the tree of shared prefixes, and the place of each token in them.
+
+    Without shared prefixes there is one level with one run for each sequence. A level is one call
+    with concatenated runs, or `in_blocks` of padded rows.
+    """
+    key = "levels", in_blocks
+    if key in layout.derived:
+        return layout.derived[key]
+
+    tree = _tree(layout)
+    has_children = np.isin(np.arange(len(tree.sizes)), tree.parent)
+    number_of_state = np.full(len(tree.sizes), -1)
     levels = []
     places = np.empty(layout.num_computed, dtype=np.int64)
     written = 0
 
-    for level in range(int(depth.max()) + 1):
+    for number in range(int(tree.depth.max()) + 1):
+        runs = np.flatnonzero(tree.depth == number)
+        rows = _rows(runs, has_children, tree.sizes) if in_blocks else [(runs, None)]
         shapes = []
-        keeps = []
-        parents = []
         sources = []
+        found = []
         states = 0
-        for runs, keep in _blocks_of(np.flatnonzero(depth == level), has_children, sizes):
-            cut = blocks(torch.from_numpy(sizes[runs]), torch.device("cpu"))
-            tokens = ranges(borders[runs], sizes[runs])
-            here = _composed(cut, tokens, np.arange(len(tokens)))
-            places[tokens] = here.places.numpy() + written
-            written += len(here.source)
-            sources.append(here.source)
-            shapes += here.shapes
-            keeps += [keep] * len(here.shapes)
+        for some, width in rows:
+            sizes = tree.sizes[some]
+            widths = sizes if width is None else np.full(len(some), width)
+            tokens = ranges(tree.begins[some], sizes)
+            # Padding repeats the last token of a run.
+            steps = ranges(np.zeros_like(widths), widths)
+            last = (tree.begins[some] + sizes - 1).repeat(widths)
+            sources.append(np.minimum(tree.begins[some].repeat(widths) + steps, last))
+            places[tokens] = written + ranges(widths.cumsum() - widths, sizes)
+            written += len(steps)
+            shapes.append((1, len(steps)) if width is None else (len(some), width))
 
-            order = _rows_in_order(cut, sizes[runs])
-            for rows in np.split(runs[order], np.cumsum([size for size, _ in cut.shapes])[:-1]):
-                before = number_of_state[parent[rows]]
-                parents.append(
-                    to_device(torch.from_numpy(before), layout.device) if level else None
-                )
-            if keep:
-                number_of_state[runs[order]] = states + np.arange(len(runs))
-                states += len(runs)
+            before = number_of_state[tree.parent[some]]
+            parents = to_device(torch.from_numpy(before), layout.device) if number else None
+            starts = (
+                offsets(torch.from_numpy(sizes), layout.device).long() if width is None else None
+            )
+            found.append(Block(bool(has_children[some].any()), parents, starts))
+            if found[-1].keeps_states:
+                number_of_state[some] = states + np.arange(len(some))
+                states += len(some)
 
-        source = to_device(torch.cat(sources), layout.device)
-        levels.append(Level(shapes, source, keeps, parents))
+        source = to_device(torch.from_numpy(np.concatenate(sources)), layout.device)
+        levels.append(Level(shapes, source, found))
 
-    layout.derived["levels"] = levels, to_device(torch.from_numpy(places), layout.device)
-    return layout.derived["levels"]
+    layout.derived[key] = levels, to_device(torch.from_numpy(places), layout.device)
+    return layout.derived[key]
 
 
-def _blocks_of(
+def _rows(
     runs: np.ndarray, has_children: np.ndarray, sizes: np.ndarray
-) -> Iterator[tuple[np.ndarray, bool]]:
-    """Yield the runs that others continue by equal length, then the rest."""
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield the runs of each block with its width.
+
+    Runs that others continue share a block with runs of the same size only, because padding would
+    change their states. The rest is divided like sequences for attention.
+    """
     inner = runs[has_children[runs]]
     for size in np.unique(sizes[inner]):
-        yield inner[sizes[inner] == size], True
+        yield inner[sizes[inner] == size], int(size)
 
     outer = runs[~has_children[runs]]
-    if len(outer):
-        yield outer, False
+    if not len(outer):
+        return
 
-
-def _composed(cut: Blocks, tokens: np.ndarray, own: np.ndarray) -> Blocks:
-    """Return the blocks `cut` of a list of tokens [n], with places of its entries `own` only."""
-    source = torch.from_numpy(tokens)
-    places = torch.from_numpy(own)
-    if cut.source is None:
-        return Blocks(cut.shapes, source, places)
-    return Blocks(cut.shapes, source[cut.source], cut.places[places])
-
-
-def _rows_in_order(cut: Blocks, sizes: np.ndarray) -> np.ndarray:
-    """Return the runs in the order of their rows in the blocks."""
-    if cut.places is None:
-        return np.arange(len(sizes))
-    return cut.places[torch.from_numpy(sizes.cumsum() - sizes)].argsort().numpy()
-
-
-def _moved(rows: Blocks, device: torch.device) -> Blocks:
-    return Blocks(rows.shapes, to_device(rows.source, device), to_device(rows.places, device))
+    cut = blocks(torch.from_numpy(sizes[outer]), torch.device("cpu"))
+    first = np.arange(len(outer))
+    if cut.places is not None:
+        starts = sizes[outer].cumsum() - sizes[outer]
+        first = cut.places[torch.from_numpy(starts)].argsort().numpy()
+    for some, (_, width) in zip(
+        np.split(outer[first], np.cumsum([size for size, _ in cut.shapes])[:-1]),
+        cut.shapes,
+        strict=True,
+    ):
+        yield some, width

@@ -3,8 +3,10 @@
 The reference is transformers' own computation of each sequence alone.
 """
 
+import itertools
 import sys
 from dataclasses import replace
+from functools import wraps
 
 import pytest
 import torch
@@ -22,9 +24,10 @@ from flat_models import (
     one_by_one,
     weighted,
 )
+from lightrft.attention import recurrent
 from lightrft.attention.flat import ATTENTION
 from lightrft.attention.layout import Layout
-from lightrft.attention.recurrent import CONVOLUTION, SCANS, _levels
+from lightrft.attention.recurrent import CONVOLUTION, SCANS, _flat_scan, _levels
 from lightrft.batching.prefix_sharing import find_shared_prefixes
 from lightrft.models.heads import Actor
 from lightrft.models.load import not_flat
@@ -93,34 +96,100 @@ def test_a_shared_prefix_is_computed_once():
     with torch.no_grad():
         Actor(model)(batch, TEMPERATURE)
 
-    levels, _ = _levels(Layout(batch.lengths, torch.device("cpu"), shared=batch.shared))
+    layout = Layout(batch.lengths, torch.device("cpu"), shared=batch.shared)
+    levels, _ = _levels(layout, in_blocks=True)
     assert seen == [50 + 80 + 80]
     assert [len(level.source) for level in levels] == [50, 160], "no padding here"
 
 
-def test_levels_by_hand():
-    """Sequences `a b c d`, `a b e` and `a b c f g`: `a b` is read twice and then `c` once.
+A_TREE = SharedPrefix(
+    computed=torch.tensor([0, 1, 2, 3, 6, 10, 11]),
+    places=torch.tensor([0, 1, 2, 3, 0, 1, 4, 0, 1, 2, 5, 6]),
+)
+"""Sequences `a b c d`, `a b e` and `a b c f g`: `a b` is read twice and then `c` once.
 
-    computed  a b c d e f g
-    """
-    computed = torch.tensor([0, 1, 2, 3, 6, 10, 11])
-    places = torch.tensor([0, 1, 2, 3, 0, 1, 4, 0, 1, 2, 5, 6])
-    layout = Layout(
-        torch.tensor([4, 3, 5]), torch.device("cpu"), shared=SharedPrefix(computed, places)
-    )
-    (first, second, third), order = _levels(layout)
+computed  a b c d e f g
+"""
+
+
+def test_levels_by_hand():
+    layout = Layout(torch.tensor([4, 3, 5]), torch.device("cpu"), shared=A_TREE)
+    (first, second, third), order = _levels(layout, in_blocks=True)
 
     assert first.shapes == [(1, 2)] and first.source.tolist() == [0, 1]
-    assert first.keeps_state == [True] and first.parents == [None]
+    assert [(block.keeps_states, block.parents) for block in first.blocks] == [(True, None)]
     # `c` continues `a b` and is continued; `e` only continues it
     assert second.shapes == [(1, 1), (1, 1)] and second.source.tolist() == [2, 4]
-    assert second.keeps_state == [True, False]
-    assert [rows.tolist() for rows in second.parents] == [[0], [0]]
+    assert [block.keeps_states for block in second.blocks] == [True, False]
+    assert [block.parents.tolist() for block in second.blocks] == [[0], [0]]
     # `d` and `f g` continue `c`, in blocks of their widths
     assert sorted(third.source.tolist()) == [3, 5, 6]
-    assert all(rows.tolist() == [0] * len(rows) for rows in third.parents)
+    assert all(block.parents.tolist() == [0] for block in third.blocks)
     everything = torch.cat([level.source for level in (first, second, third)])
     assert everything[order].tolist() == list(range(7))
+
+    (first, second, third), order = _levels(layout, in_blocks=False)
+    assert [level.source.tolist() for level in (first, second, third)] == [
+        [0, 1],
+        [2, 4],
+        [3, 5, 6],
+    ]
+    offsets = [level.blocks[0].offsets.tolist() for level in (first, second, third)]
+    assert offsets == [[0, 2], [0, 1, 2], [0, 1, 3]]
+    assert third.blocks[0].parents.tolist() == [0, 0]
+    assert order.tolist() == [0, 1, 2, 4, 3, 5, 6]
+
+
+def concatenated(function):
+    """Return a function like a kernel of flash-linear-attention, which takes `cu_seqlens`."""
+
+    def kernel(q, k, v, g, beta, initial_state=None, output_final_state=False, **options):
+        offsets = options.pop("cu_seqlens", None)
+        if offsets is None:  # the reference, without a layout
+            return function(q, k, v, g=g, beta=beta, **options)
+
+        assert len(q) == 1 and offsets[-1] == q.shape[1]
+        outputs = []
+        states = []
+        for run, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
+            initial = None if initial_state is None else initial_state[run : run + 1]
+            tensors = [x[:, start:stop] for x in (q, k, v)]
+            output, state = function(
+                *tensors,
+                g=g[:, start:stop],
+                beta=beta[:, start:stop],
+                initial_state=initial,
+                output_final_state=output_final_state,
+                **options,
+            )
+            outputs.append(output)
+            states.append(state)
+        return torch.cat(outputs, 1), torch.cat(states) if output_final_state else None
+
+    return wraps(function)(kernel)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])
+@pytest.mark.parametrize(("lengths", "alike"), [(LENGTHS, 0), (LENGTHS, 3), (LONG, 28)])
+def test_kernels_for_concatenated_runs(name, lengths, alike, monkeypatch):
+    """On a GPU a level is one call without padding."""
+    batch = batch_of(lengths, alike)
+    model = make_model(name, ATTENTION)
+    family = sys.modules[type(model.get_decoder()).__module__]
+    (function,) = [function for function in SCANS if hasattr(family, function)]
+    kernel = concatenated(getattr(family, function).__wrapped__)
+    monkeypatch.setattr(family, function, _flat_scan(kernel, SCANS[function]))
+    monkeypatch.setattr(recurrent, "has_varlen_kernels", lambda device: True)
+
+    reference = make_model(name, "eager")
+    expected = one_by_one(reference, batch)
+    values = Actor(model)(batch, TEMPERATURE)
+    near = 1e-5 if lengths is not LONG else 1e-4
+    for value, known in zip(values, expected, strict=True):
+        torch.testing.assert_close(value, known, rtol=near, atol=near)
+    weighted(expected).backward()
+    weighted(values).backward()
+    assert_same_gradients(gradients_of(model), gradients_of(reference))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "nemotron_h"])

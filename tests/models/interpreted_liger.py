@@ -17,14 +17,14 @@ from lightrft.models.recompute import recompute
 from ranks import run_ranks, whole
 
 CPU = torch.device("cpu")
-SHAPES = {family: {} for family in FAMILIES} | {
-    "gemma": {"head_dim": 8},
+SHAPES = {family: {"num_hidden_layers": 1} for family in FAMILIES} | {
+    "gemma": {"head_dim": 8, "num_hidden_layers": 1},
     "gemma3_text": MODELS["gemma3"][1],
-    "granite": MODELS["granite"][1],
-    "hunyuan_v1_dense": {"head_dim": 8},
+    "granite": MODELS["granite"][1] | {"num_hidden_layers": 1},
+    "hunyuan_v1_dense": {"head_dim": 8, "num_hidden_layers": 1},
     "mistral": MODELS["mistral window"][1],
     "qwen3": MODELS["qwen3"][1],
-    "qwen3_moe": MIXTURES["experts"][1],
+    "qwen3_moe": MIXTURES["experts"][1] | {"num_hidden_layers": 1},
 }
 convert = interpreter._implicit_cvt
 
