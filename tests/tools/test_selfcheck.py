@@ -136,8 +136,8 @@ def test_a_shared_prefix_without_its_state(monkeypatch):
     """Responses begin with an empty state."""
     levels = recurrent._levels
 
-    def without(layout):
-        found, places = levels(layout)
+    def without(layout, **options):
+        found, places = levels(layout, **options)
         return [
             replace(level, keeps_state=[False] * len(level.keeps_state)) for level in found
         ], places
@@ -153,8 +153,8 @@ def test_a_shared_prefix_with_a_wrong_state(monkeypatch):
     """Responses begin with the state of another prompt."""
     levels = recurrent._levels
 
-    def first_parents(layout):
-        found, places = levels(layout)
+    def first_parents(layout, **options):
+        found, places = levels(layout, **options)
         wrong = [
             replace(level, parents=[p if p is None else torch.zeros_like(p) for p in level.parents])
             for level in found
