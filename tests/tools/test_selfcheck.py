@@ -3,8 +3,7 @@
 import random
 import sys
 import time
-from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from flat_models import HYBRIDS, SIZES
 from lightrft.__main__ import main as lightrft
-from lightrft.attention import flat, recurrent
+from lightrft.attention import flat
 from lightrft.attention.flat import ATTENTION, flat_attention
 from lightrft.attention.recurrent import CONVOLUTION, SCANS
 from lightrft.config.errors import ConfigError
@@ -132,37 +131,27 @@ def test_positions_that_run_on(monkeypatch):
     assert PACKED in found(AutoConfig.for_model("gpt2"))
 
 
-def test_a_shared_prefix_without_its_state(monkeypatch):
-    """Responses begin with an empty state."""
-    levels = recurrent._levels
+@pytest.mark.parametrize(
+    "change",
+    [lambda state: None, lambda state: state.roll(1, 0)],
+    ids=["no state", "the state of another prompt"],
+)
+def test_a_shared_prefix_with_another_state(change, monkeypatch):
+    """The function of the family gets another state than the one after the prompt."""
+    family = sys.modules["transformers.models.qwen3_5.modeling_qwen3_5"]
+    name = "torch_chunk_gated_delta_rule"
+    compare_small_copy(hybrid("qwen3_5"))
+    right = getattr(family, name).__wrapped__
 
-    def without(layout, **options):
-        found, places = levels(layout, **options)
-        return [
-            replace(level, keeps_state=[False] * len(level.keeps_state)) for level in found
-        ], places
+    @wraps(right)
+    def wrong(*args, initial_state=None, **options):
+        state = initial_state if initial_state is None else change(initial_state)
+        return right(*args, initial_state=state, **options)
 
-    monkeypatch.setattr(recurrent, "_levels", without)
-    config = hybrid("qwen3_5")
-    problems = found(config)
+    monkeypatch.setattr(family, name, wrong)  # loading a model adapts it to flat batches
+    problems = found(hybrid("qwen3_5"))
     assert problems.keys() == {SHARED}
     assert "linear_attn (Qwen3_5GatedDeltaNet)" in problems[SHARED]
-
-
-def test_a_shared_prefix_with_a_wrong_state(monkeypatch):
-    """Responses begin with the state of another prompt."""
-    levels = recurrent._levels
-
-    def first_parents(layout, **options):
-        found, places = levels(layout, **options)
-        wrong = [
-            replace(level, parents=[p if p is None else torch.zeros_like(p) for p in level.parents])
-            for level in found
-        ]
-        return wrong, places
-
-    monkeypatch.setattr(recurrent, "_levels", first_parents)
-    assert found(hybrid("qwen3_5")).keys() == {SHARED}
 
 
 def test_attention_without_its_shared_prefix(monkeypatch):
