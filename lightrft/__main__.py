@@ -24,7 +24,9 @@ COMMANDS = {
     "plan": "plan a run: memory, seconds and layout on any number of devices, without weights",
     "report": "write the report of a run",
     "doctor": "check this machine, and compare engine and trainer on a model",
+    "selfcheck": "the same, with a model: lightrft selfcheck MODEL --config FILE",
 }
+ALIASES = {"selfcheck": "doctor"}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -58,7 +60,8 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"there is no command {chosen.command!r}{near}. All commands: lightrft --help")
 
     try:
-        importlib.import_module(f"lightrft.cli.{chosen.command}").main(chosen.arguments)
+        name = ALIASES.get(chosen.command, chosen.command)
+        importlib.import_module(f"lightrft.cli.{name}").main(chosen.arguments)
     except KeyboardInterrupt:
         parser.exit(130, "interrupted by SIGINT\n")
 

@@ -65,7 +65,7 @@ def flat_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    layout: Layout,
+    layout: Layout | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -78,8 +78,13 @@ def flat_attention(
     query [1, H, t, D], key and value [1, H_kv, t, D] -> ([1, t, H, D], None). A token attends to
     `sliding_window` tokens, itself included. `softcap` c replaces a score s by c tanh(s / c).
     `s_aux` [H] are sinks: scores of one more key for each head, without a value (gpt-oss, arXiv
-    2508.10925).
+    2508.10925). Raise ValueError for a family that does not pass the layout on.
     """
+    if layout is None:
+        raise ValueError(
+            f"{type(module).__name__} cannot compute flat batches: its layers do not pass the"
+            " arguments of a model on to attention"
+        )
     # Phi-3.5-MoE applies its window in the mask alone.
     if sliding_window is None:
         sliding_window = configured_window(module)

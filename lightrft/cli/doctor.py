@@ -1,7 +1,9 @@
 """Check this machine, and compare engine and trainer on a model: token by token, then layer by
-layer.
+layer. Before that, a small copy of the model is computed in packed sequences and in each alone, and
+its training is stopped and resumed.
 
 lightrft doctor --model Qwen/Qwen2.5-0.5B-Instruct --bf16
+lightrft selfcheck Qwen/Qwen2.5-0.5B-Instruct --config run.yaml
 """
 
 import argparse
@@ -15,6 +17,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightrft.checkpoint.model_folders import converted_folder
+from lightrft.cli import USER_ERROR
+from lightrft.compat.command_line import load
+from lightrft.config.errors import ConfigError
 from lightrft.config.sections import (
     Config,
     DataSection,
@@ -29,8 +34,18 @@ from lightrft.models.load import load_tokenizer
 from lightrft.run.logs import set_up_logging
 from lightrft.run.prepare import quiet_libraries
 from lightrft.strategy import get_strategy
+from lightrft.strategy.strategy import Strategy
+from lightrft.thinker import load_config
 from lightrft.tools.checkup import Check, checkup
 from lightrft.tools.diagnosis import Diagnosis, diagnose
+from lightrft.tools.selfcheck import (
+    GRADIENTS,
+    LOGPROBS,
+    Comparison,
+    ImpossibleError,
+    compare_small_copy,
+    resumed_gap,
+)
 
 SHOWN = 8
 """Number of parts of the model to show, around the first that differs."""
@@ -38,6 +53,11 @@ SHOWN = 8
 
 def main(argv: list[str] | None = None) -> None:
     arguments = _parser().parse_args(argv)
+    try:
+        _read_recipe(arguments)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(USER_ERROR)
     set_up_logging()
     quiet_libraries()
     console = Console(width=None if sys.stdout.isatty() else 130)
@@ -60,6 +80,7 @@ def _examine(arguments: argparse.Namespace, console: Console) -> bool:
         config.model.pretrain = converted_folder(arguments.model, "--model")
         engine_model = converted_folder(arguments.engine_model, "--engine_model")
         strategy.setup_distributed()
+        well = _check_small_copy(config, strategy, console)
         diagnosis = diagnose(config, strategy, load_tokenizer(config.model), engine_model)
     except Exception as error:  # any error is a result of the diagnosis
         console.print(
@@ -76,7 +97,45 @@ def _examine(arguments: argparse.Namespace, console: Console) -> bool:
     if diagnosis.advice:
         console.print(f"[bold]Check[/] {escape(diagnosis.advice)}")
 
-    return diagnosis.healthy
+    return well and diagnosis.healthy
+
+
+def _read_recipe(arguments: argparse.Namespace) -> None:
+    """Let the settings of --config hold where the command line has none, and MODEL be --model."""
+    arguments.model = arguments.model or arguments.name
+    if not arguments.config:
+        return
+
+    recipe = load(arguments.config)
+    arguments.model = arguments.model or recipe.model.pretrain
+    arguments.bf16 = arguments.bf16 or recipe.model.bf16
+    arguments.trust_remote_code = arguments.trust_remote_code or recipe.model.trust_remote_code
+    arguments.fsdp = arguments.fsdp or recipe.strategy.fsdp
+    for name in ("engine_type", "engine_mem_util", "engine_kv_cache_gb"):
+        if getattr(arguments, name) == _parser().get_default(name):
+            setattr(arguments, name, getattr(recipe.engine, name))
+
+
+def _check_small_copy(config: Config, strategy: Strategy, console: Console) -> bool:
+    """Compare a small copy of the model with transformers, and with itself after a stop.
+
+    Return whether they agree; a copy that cannot be built says nothing.
+    """
+    trust = {"trust_remote_code": config.model.trust_remote_code}
+    model_config = load_config(config.model.pretrain, **trust)
+    try:
+        comparisons = compare_small_copy(model_config, **trust)
+    except ImpossibleError:  # loading the model says the same
+        return False
+    except Exception as error:
+        console.print(f"No small copy could be built: {type(error).__name__}: {escape(str(error))}")
+        return True
+
+    # Only what is computed correctly is worth resuming.
+    well = not any(each.differs for each in comparisons)
+    resumed = resumed_gap(model_config, strategy, **trust) if well else None
+    console.print(_copies(comparisons, resumed))
+    return well and resumed == 0
 
 
 def _config(arguments: argparse.Namespace) -> Config:
@@ -106,6 +165,13 @@ def _config(arguments: argparse.Namespace) -> Config:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", nargs="?", default="", metavar="MODEL", help="the same as --model")
+    parser.add_argument(
+        "--config",
+        default="",
+        metavar="FILE",
+        help="recipe of a run: its model, precision, strategy and engine, unless they are given here",
     )
     parser.add_argument(
         "--model",
@@ -149,6 +215,28 @@ def _checks(checks: list[Check]) -> Table:
         colour = "green" if not check.problem else "red" if check.fatal else "yellow"
         table.add_row(f"[{colour}]{check.name}[/]", check.finding, check.problem)
     return table
+
+
+def _copies(comparisons: list[Comparison], resumed: float | None) -> Table:
+    title = "A small copy with random weights, against transformers and each sequence alone"
+    columns = ("Computed", "Log-probs", "Gradients", "First difference")
+    table = Table(*columns, title=title, box=box.SIMPLE, title_justify="left")
+    for each in comparisons:
+        table.add_row(
+            each.name,
+            _coloured(each.logprobs, LOGPROBS),
+            _coloured(each.gradients, GRADIENTS),
+            escape(each.finding) if each.differs else "",
+        )
+
+    if resumed is not None:
+        finding = f"parameters differ by {resumed:.1e}" if resumed else ""
+        table.add_row("resumed after one of two steps", _coloured(resumed, 0.0), "", finding)
+    return table
+
+
+def _coloured(value: float, largest: float) -> str:
+    return f"[{'green' if value <= largest else 'red'}]{value:.1e}[/]"
 
 
 def _gaps(diagnosis: Diagnosis, strategy: str) -> Table:

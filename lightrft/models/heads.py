@@ -37,7 +37,7 @@ from lightrft.types import (
 )
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-MULTIPLIED = {"cohere", "cohere2", "cohere2_moe", "falcon_h1"}
+MULTIPLIED = {"cohere", "cohere2", "cohere2_moe", "falcon_h1", "hyperclovax"}
 DIVIDED = {
     "granite",
     "granite_swa",
@@ -45,6 +45,7 @@ DIVIDED = {
     "granitemoe_swa",
     "granitemoehybrid",
     "granitemoeshared",
+    "minicpm3",
 }
 """Model types that divide logits by an entry of SCALES; MULTIPLIED multiply by it."""
 

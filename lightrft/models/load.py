@@ -226,7 +226,7 @@ def _load(
                 kind, name, config, source, new_head, trust_remote_code=section.trust_remote_code
             )
 
-    problems = _not_flat(model)
+    problems = not_flat(model)
     if problems:
         name = type(model).__name__
         raise ValueError(
@@ -246,7 +246,35 @@ def _generation_class(config: PretrainedConfig) -> type:
     return AutoModelForMultimodalLM if sees_or_hears else AutoModelForCausalLM
 
 
-def _attention(config: PretrainedConfig) -> dict[str, str | None]:
+def new_model(
+    config: PretrainedConfig,
+    attention: str | dict[str, str | None],
+    *,
+    kind: Any = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Build a model with new weights in float32: one that generates, or of the Auto class `kind`.
+
+    Raise ValueError for a family whose attention cannot be replaced.
+    """
+    try:
+        return (kind or _generation_class(config)).from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+        )
+    except KeyError as error:
+        # Some families look classes up by the name of the attention.
+        if error.args != (ATTENTION,):
+            raise
+        raise ValueError(
+            f"the attention implementation of {config.model_type} cannot be replaced in"
+            " transformers"
+        ) from error
+
+
+def attention_of(config: PretrainedConfig) -> dict[str, str | None]:
     """Return the attention of each sub-model.
 
     The decoder attends over flat batches, and towers have the default of transformers.
@@ -277,7 +305,7 @@ def _load_checked(
                 name,
                 config=config,
                 dtype=torch.float32,
-                attn_implementation=_attention(config),
+                attn_implementation=attention_of(config),
                 output_loading_info=True,
                 trust_remote_code=trust_remote_code,
                 # mismatched shapes raise below, with the flag that named the model
@@ -353,11 +381,8 @@ def _empty(
         logger.info("{} has no plain safetensors files: every rank reads the whole folder", name)
         return None
 
-    model = kind.from_config(
-        config,
-        dtype=torch.float32,
-        attn_implementation=_attention(config),
-        trust_remote_code=options["trust_remote_code"],
+    model = new_model(
+        config, attention_of(config), kind=kind, trust_remote_code=options["trust_remote_code"]
     )
     converted = ConvertedFiles(model, files)
 
@@ -493,7 +518,7 @@ def _check_rows(
         )
 
 
-def _not_flat(model: PreTrainedModel) -> list[str]:
+def not_flat(model: PreTrainedModel) -> list[str]:
     """Return why tokens would see other sequences of a flat batch, or too little of their own.
 
     May be empty.
@@ -507,7 +532,7 @@ def _not_flat(model: PreTrainedModel) -> list[str]:
     recurrent = bool(others) or model._is_stateful
     supported = recurrent and install(model)
     if supported:
-        others -= {"linear_attention", "conv", "hybrid", "moe"}
+        others -= {"linear_attention", "conv", "hybrid", "moe", "mlp"}
 
     reasons = {
         "its attention implementation cannot be replaced in transformers": (

@@ -31,6 +31,7 @@ from lightrft.roles.teacher import Teacher
 from lightrft.rollout.media_expansion import Expander
 from lightrft.run.reward_server import ServedModel
 from lightrft.strategy.strategy import Strategy
+from lightrft.tools.selfcheck import check_model
 
 ANY_TOKEN = Sampling()
 """Sampling that keeps the model's own probabilities, for learning from given responses."""
@@ -53,6 +54,7 @@ def build_policy(
     """
     optim = config.optim
     strategy.announce("load_models")
+    check_model(config.model, strategy)
     with strategy.init_model_context():
         actor = Actor(freeze_parameters(load_model(config.model), config.model))
     # Engines choose rotary frequencies for the longest possible sequence.
@@ -128,10 +130,10 @@ def build_critic(
     strategy.announce("load_critic")
 
     # Without --critic_pretrain the critic starts from --pretrain.
+    flag = "critic_pretrain" if config.model.critic_pretrain else "pretrain"
+    check_model(config.model, strategy, flag, scores=True)
     with strategy.init_model_context():
-        model = load_scorer(
-            config.model, "critic_pretrain" if config.model.critic_pretrain else "pretrain"
-        )
+        model = load_scorer(config.model, flag)
         scorer = Scorer(freeze_parameters(model, config.model))
 
     optimizer = strategy.create_optimizer(
@@ -151,6 +153,7 @@ def build_draft(
     name = config.engine.draft_pretrain
     check_vocabulary(config.model, "draft_pretrain", tokenizer, name=name)
     strategy.announce("load_draft")
+    check_model(config.model, strategy, "draft_pretrain", name=name)
     with strategy.init_model_context():
         model = Actor(load_model(config.model, "draft_pretrain", name=name))
     optimizer = strategy.create_optimizer(
@@ -194,6 +197,7 @@ def build_teacher(
     check_vocabulary(config.model, "teacher_pretrain", tokenizer)
     if expand is not None:
         expand.check_same(config.model, "teacher_pretrain", config.model.teacher_pretrain)
+    check_model(config.model, strategy, "teacher_pretrain")
     with strategy.init_model_context():
         model = Actor(load_model(config.model, "teacher_pretrain")).requires_grad_(False)
     set_blank_media(expand, model)
@@ -249,6 +253,7 @@ def build_served_models(config: Config, strategy: Strategy) -> list[ServedModel]
 
 def _frozen_reward_model(config: Config, strategy: Strategy, flag: str, name: str) -> RewardModel:
     strategy.announce("load_reward_models")
+    check_model(config.model, strategy, flag, name=name, scores=True)
     with strategy.init_model_context():
         num_heads = len(stored_heads(config.model, flag, name=name)) or 1
         model = load_scorer(config.model, flag, name=name, new_head=False, num_heads=num_heads)
@@ -270,6 +275,7 @@ def build_reward_model(
     """
     optim = config.optim
     strategy.announce("load_models")
+    check_model(config.model, strategy, scores=True)
     scorer = _empty_reward_model(config, strategy, tokenizer, heads)
     optimizer = strategy.create_optimizer(scorer, optim.learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(

@@ -30,7 +30,7 @@ from lightrft.attention.layout import Layout
 from lightrft.attention.recurrent import CONVOLUTION, SCANS, _flat_scan, _levels
 from lightrft.batching.prefix_sharing import find_shared_prefixes
 from lightrft.models.heads import Actor
-from lightrft.models.load import _not_flat
+from lightrft.models.load import not_flat
 from lightrft.types import Batch, SharedPrefix
 
 LONG = [70, 70, 75, 90]
@@ -218,10 +218,10 @@ def test_calls_without_a_layout_are_as_before():
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_loading_accepts_the_family(name):
-    assert _not_flat(make_model(name, "eager")) == []
+    assert not_flat(make_model(name, "eager")) == []
 
 
 @pytest.mark.parametrize("family", ["jamba", "minimax"])
 def test_other_states_are_refused(family):
     config = AutoConfig.for_model(family, **SIZES)
-    assert _not_flat(AutoModelForCausalLM.from_config(config))
+    assert not_flat(AutoModelForCausalLM.from_config(config))

@@ -98,9 +98,9 @@ def test_tokenizer_without_an_end_token(tmp_path):
 HEADS = {
     "bias": ("phi", {}, "PhiForCausalLM.*its output layer has a bias"),
     "scaled in an unknown way": (
-        "hyperclovax",
+        "llama",
         {"logits_scaling": 2.0},
-        "HyperCLOVAX.*its logits are scaled",
+        "LlamaForCausalLM.*its logits are scaled",
     ),
 }
 
