@@ -205,7 +205,9 @@ class HFEngine(Engine):
         if media and self.bidirectional is not None:
             media["token_type_ids"] = (ids == self.bidirectional).long()
         logits = self._forward(ids, mask, positions, cache, **media)
-        cache.batch_repeat_interleave(n)
+        # Layers with a recurrent state have no other verb for this.
+        prompt_of_row = torch.arange(len(prompts), device=self.device).repeat_interleave(n)
+        cache.reorder_cache(prompt_of_row)
 
         rows = _Rows(
             index=torch.arange(len(prompts) * n, device=self.device),
@@ -438,7 +440,7 @@ class _Rows:
         self.running = [True] * len(alive)
         self.mask = self.mask[keep]
         self.next_position = self.next_position[keep]
-        self.cache.batch_select_indices(keep)
+        self.cache.reorder_cache(keep)
         return tokens[keep]
 
 

@@ -9,6 +9,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.triton_utils import HAS_TRITON
 
 from lightrft.engine.base import EngineSetup
+from lightrft.engine.model_info import has_recurrent_state
 from lightrft.engine.requests import MEDIA
 from lightrft.engine.start import with_users_arguments
 from lightrft.thinker import OmniThinkerConfig
@@ -102,7 +103,9 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
             # the device (about 1 GB with 4 ranks): enable_nccl_comm_suspend is experimental in
             # vLLM, and nobody has shown that a captured graph is right after it.
             "sleep_mode_offload_cudagraph": sleeps,
-            "enable_prefix_caching": True,
+            # A prefix of a model with recurrent states is found again only where a step ended, so
+            # vLLM has to cut prompts into chunks for that.
+            "enable_prefix_caching": not (on_cpu and has_recurrent_state(config)),
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature
             "generation_config": "vllm",  # ignore the sampling defaults of the model's folder
             # Input and output are token ids, but media processors need a tokenizer.
