@@ -90,7 +90,7 @@ def tiny_hybrid(folder: Path | str, seed: int = 0, tie: bool = False) -> str:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        intermediate_size=96,
+        intermediate_size=192,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=128,

@@ -94,7 +94,19 @@ def install(model: PreTrainedModel) -> bool:
         flat.flat = True
         setattr(family, name, flat)
 
+    lift_time_step_limits(model)
     return True
+
+
+def lift_time_step_limits(model: PreTrainedModel) -> None:
+    """Let the layers of Mamba 2 take any time step, as engines do.
+
+    transformers raises the time steps of Nemotron-H and Zamba 2 to a minimum when it reads a
+    sequence, but not when it decodes a token. vLLM never does.
+    """
+    for module in model.modules():
+        if "time_step_limit" in vars(module):
+            module.time_step_limit = (0.0, float("inf"))
 
 
 def layout_arguments(model: PreTrainedModel, layout: Layout) -> dict[str, Layout]:

@@ -12,6 +12,7 @@ from transformers.initialization import no_init_weights
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.attention.layout import bidirectional_token
+from lightrft.attention.recurrent import lift_time_step_limits
 from lightrft.engine.base import Engine, EngineSetup, Part
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.media import MediaReader
@@ -65,6 +66,7 @@ class HFEngine(Engine):
         self.batch_size = setup.section.micro_rollout_batch_size
         grow_segments(self.device)
         self.model = _load(setup, config).eval().requires_grad_(False)
+        lift_time_step_limits(self.model)
         if self.dtype != torch.float32:
             head = self.model.get_output_embeddings()
             head.forward = partial(_float32_logits, head)
