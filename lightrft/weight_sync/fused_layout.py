@@ -328,7 +328,10 @@ def _places(
 
         # A layer that is fused in the folder and padded in the engine has an unknown layout.
         yield from places if len(places) == 1 or full == shape[0] else []
-    elif is_a(layer, "GatedDeltaNetAttention"):  # decay and time step of each head
+    elif is_a(layer, "GatedDeltaNetAttention"):
+        # Decay and time step of each head. vLLM keeps decays in float32 and time steps in the
+        # model's dtype; it gets both as the trainer computes with them, rounded under --bf16, so
+        # the two agree.
         yield slice(None), layer.tp_rank * len(getattr(layer, attribute)), 0
     else:
         cut = is_a(layer, "RowParallelLinear") and attribute == "weight"
