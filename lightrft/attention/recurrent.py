@@ -16,6 +16,7 @@ Shapes: t tokens of this rank, U computed tokens of all ranks, C channels, H hea
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -36,6 +37,8 @@ class Scan:
 
     tokens: tuple[str, ...]
     """Tensors [1, t, H, ...] with a value for each token and head."""
+    values: str
+    """The one of them that has the shape of the output."""
     initial: str
     """State [rows, H, ...] before the first token."""
     final: str
@@ -49,7 +52,9 @@ class Scan:
 
 
 CONVOLUTION = "causal_conv1d_fn"
-DELTA_RULE = Scan(("query", "key", "value", "g", "beta"), "initial_state", "output_final_state")
+DELTA_RULE = Scan(
+    ("query", "key", "value", "g", "beta"), "value", "initial_state", "output_final_state"
+)
 SCANS = {
     # gated delta networks, Yang et al., arXiv 2412.06464: Qwen3-Next, Qwen3.5, OLMo Hybrid
     "torch_chunk_gated_delta_rule": DELTA_RULE,
@@ -58,6 +63,7 @@ SCANS = {
     # Mamba 2, Dao and Gu, arXiv 2405.21060: Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba 2
     "mamba2_chunk_scan": Scan(
         ("hidden_states", "dt"),
+        "hidden_states",
         "initial_states",
         "return_final_states",
         groups=("B", "C"),
@@ -96,6 +102,47 @@ def install(model: PreTrainedModel) -> bool:
 
     lift_time_step_limits(model)
     return True
+
+
+@contextmanager
+def only_memory(model: PreTrainedModel) -> Iterator[None]:
+    """Replace recurrent functions, inside, by ones that compute nothing but keep their inputs.
+
+    So do kernels for accelerators, which recompute the rest. The functions of transformers loop
+    over chunks, for many minutes where tensors have only a shape.
+    """
+    family = sys.modules[type(model.get_decoder()).__module__]
+    originals = {name: getattr(family, name) for name in SCANS if hasattr(family, name)}
+    for name, original in originals.items():
+        setattr(family, name, _keeping_inputs(original, SCANS[name]))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(family, name, original)
+
+
+def _keeping_inputs(original: Callable[..., Any], scan: Scan) -> Callable[..., Any]:
+    names = list(inspect.signature(original).parameters)
+
+    def kept(*args: Any, **options: Any) -> Any:
+        call = dict(zip(names, args, strict=False)) | options
+        inputs = [call[name] for name in scan.tokens + scan.groups if name != scan.values]
+        output = _KeepsInputs.apply(call[scan.values], *inputs)
+        return (output, None) if scan.always_pair else output
+
+    return kept
+
+
+class _KeepsInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(values, *others)
+        return torch.empty_like(values)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
 
 
 def lift_time_step_limits(model: PreTrainedModel) -> None:

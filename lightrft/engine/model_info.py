@@ -16,7 +16,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from lightrft.config.sections import EngineSection
 from lightrft.engine.requests import MEDIA
@@ -140,6 +140,12 @@ def has_recurrent_state(config: PretrainedConfig) -> bool:
     """Return True if layers read earlier tokens through a state or a convolution."""
     layers = DynamicCache(config=config).layers
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+
+
+def num_attention_layers(config: PretrainedConfig) -> int:
+    """Return the number of layers that keep keys and values of each token."""
+    layers = DynamicCache(config=config).layers
+    return sum(isinstance(layer, DynamicLayer) for layer in layers)
 
 
 def most_of_each(section: EngineSection, config: PretrainedConfig) -> dict[str, int]:

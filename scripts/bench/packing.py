@@ -15,9 +15,10 @@ behind prompts of the median length, 8 to each: `once` computes a prompt once in
 over a model in which attention and head have the share that they have at 1.5 billion parameters;
 `prefix_of_token_ratio` is how much faster `once` is, over how many fewer tokens it computes.
 `hybrid` is one prompt with 8 responses of its length, over a Qwen3.5 with three layers of linear
-attention and one of full attention. Rates count real tokens, per CPU second, best of the repetitions. The planner's overhead is modelled: time
-over the time of perfect balance when ranks wait at every micro-batch. The large plan of `--rows` rows
-over `--ranks` ranks, is timed without prompts and with, 8 rows to each.
+attention and one of full attention. Rates count real tokens, per CPU second, best of the
+repetitions. The planner's overhead is modelled: time over the time of perfect balance when ranks
+wait at every micro-batch. The large plan of `--rows` rows over `--ranks` ranks, is timed without
+prompts and with, 8 rows to each.
 """
 
 import json
