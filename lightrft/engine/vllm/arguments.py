@@ -74,6 +74,8 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
     tied = {"text_config": {"tie_word_embeddings": config.tie_word_embeddings}}
     thinker = {"thinker_config": tied} if isinstance(config, OmniThinkerConfig) else {}
 
+    # Of some models that see (Qwen3.5) only the language part is trained; vLLM starts all of them.
+    sees = bool(limits) or config.get_text_config() is not config
     media = {
         "limit_mm_per_prompt": {medium: limits.get(name, 0) for name, medium in MEDIA.items()},
         "mm_processor_cache_gb": 0,  # the cache would only hold images of the last step
@@ -84,7 +86,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         memory
         | prefill
         | kernels
-        | (media if limits else {})
+        | (media if sees else {})
         | _speculation(setup)
         | {
             "model": setup.model_path,
@@ -109,7 +111,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature
             "generation_config": "vllm",  # ignore the sampling defaults of the model's folder
             # Input and output are token ids, but media processors need a tokenizer.
-            "skip_tokenizer_init": not limits,
+            "skip_tokenizer_init": not sees,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
