@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lightrft.attention.recurrent import install
+from lightrft.attention.recurrent import install, lift_time_step_limits
 from lightrft.types import Batch
 
 SIZES = {
@@ -196,6 +196,7 @@ def make_model(name: str, attention: str) -> PreTrainedModel:
 
     if attention != "eager":
         install(model)
+    lift_time_step_limits(model)
     return model
 
 

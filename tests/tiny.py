@@ -10,6 +10,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -74,6 +76,39 @@ def tiny_experts(folder: Path | str) -> str:
         torch.manual_seed(0)
         Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
+    return str(folder)
+
+
+def tiny_hybrid(folder: Path | str, seed: int = 0, tie: bool = False) -> str:
+    """Write a Qwen3.5 with three layers of linear attention before one of full attention.
+
+    The heads of linear attention have the sizes of released models, which kernels require.
+    """
+    config = Qwen3_5TextConfig(
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=192,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        vocab_size=VOCABULARY,
+        initializer_range=0.08,
+        max_position_embeddings=512,
+        tie_word_embeddings=tie,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        dtype=torch.float32,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        Qwen3_5ForCausalLM(config).save_pretrained(folder)
+
+    byte_tokenizer().save_pretrained(folder)
     return str(folder)
 
 

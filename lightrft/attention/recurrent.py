@@ -17,6 +17,7 @@ Shapes: t tokens of this rank, U computed tokens of all ranks, C channels, H hea
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from importlib.util import find_spec
@@ -38,6 +39,8 @@ class Scan:
 
     tokens: tuple[str, ...]
     """Tensors [1, t, H, ...] with a value for each token and head."""
+    values: str
+    """The one of them that has the shape of the output."""
     initial: str
     """State [rows, H, ...] before the first token."""
     final: str
@@ -53,7 +56,9 @@ class Scan:
 
 
 CONVOLUTION = "causal_conv1d_fn"
-DELTA_RULE = Scan(("query", "key", "value", "g", "beta"), "initial_state", "output_final_state")
+DELTA_RULE = Scan(
+    ("query", "key", "value", "g", "beta"), "value", "initial_state", "output_final_state"
+)
 SCANS = {
     # gated delta networks, Yang et al., arXiv 2412.06464: Qwen3-Next, Qwen3.5, OLMo Hybrid
     "torch_chunk_gated_delta_rule": DELTA_RULE,
@@ -62,6 +67,7 @@ SCANS = {
     # Mamba 2, Dao and Gu, arXiv 2405.21060: Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba 2
     "mamba2_chunk_scan": Scan(
         ("hidden_states", "dt"),
+        "hidden_states",
         "initial_states",
         "return_final_states",
         groups=("B", "C"),
@@ -99,7 +105,60 @@ def install(model: PreTrainedModel) -> bool:
         flat.flat = True
         setattr(family, name, flat)
 
+    lift_time_step_limits(model)
     return True
+
+
+@contextmanager
+def only_memory(model: PreTrainedModel) -> Iterator[None]:
+    """Replace recurrent functions, inside, by ones that compute nothing but keep their inputs.
+
+    So do kernels for accelerators, which recompute the rest. The functions of transformers loop
+    over chunks, for many minutes where tensors have only a shape.
+    """
+    family = sys.modules[type(model.get_decoder()).__module__]
+    originals = {name: getattr(family, name) for name in SCANS if hasattr(family, name)}
+    for name, original in originals.items():
+        setattr(family, name, _keeping_inputs(original, SCANS[name]))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(family, name, original)
+
+
+def _keeping_inputs(original: Callable[..., Any], scan: Scan) -> Callable[..., Any]:
+    names = list(inspect.signature(original).parameters)
+
+    def kept(*args: Any, **options: Any) -> Any:
+        call = dict(zip(names, args, strict=False)) | options
+        inputs = [call[name] for name in scan.tokens + scan.groups if name != scan.values]
+        output = _KeepsInputs.apply(call[scan.values], *inputs)
+        return (output, None) if scan.always_pair else output
+
+    return kept
+
+
+class _KeepsInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(values, *others)
+        return torch.empty_like(values)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
+def lift_time_step_limits(model: PreTrainedModel) -> None:
+    """Let the layers of Mamba 2 take any time step, as engines do.
+
+    transformers raises the time steps of Nemotron-H and Zamba 2 to a minimum when it reads a
+    sequence, but not when it decodes a token. vLLM never does.
+    """
+    for module in model.modules():
+        if "time_step_limit" in vars(module):
+            module.time_step_limit = (0.0, float("inf"))
 
 
 def layout_arguments(model: PreTrainedModel, layout: Layout) -> dict[str, Layout]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from loguru import logger
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -51,6 +52,8 @@ LOADING_SETTINGS = ("is_local", "local_files_only")
 folder.
 """
 GENERATION = "generation_config.json"
+PREDICTS_SEVERAL = ("mtp.",)
+"""Names of layers that predict several tokens: transformers has none, but engines draft by them."""
 COPIED_FILES = (
     "processor_config.json",
     "preprocessor_config.json",
@@ -232,21 +235,33 @@ def _write_weights(
 
 
 def _other_parts(model: PreTrainedModel) -> Stream:
-    """Yield the weights in a model's folder that are not loaded: the voice of a Qwen2.5-Omni.
+    """Yield the weights in a model's folder that are not loaded, and so not trained.
 
-    Raise ValueError if the folder was removed, or has no safetensors files.
+    They are the voice of a Qwen2.5-Omni, and layers that predict several tokens. Raise ValueError
+    if there is a voice, and the folder was removed, or has no safetensors files.
     """
-    if not speaks(model):
+    has_voice = speaks(model)
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    if not has_voice and not any("mtp" in pattern for pattern in ignored):
         return
 
     folder = cached_folder(model.name_or_path)
     files = WeightFiles.of(folder) if folder else None
     if files is None:
+        if not has_voice:
+            logger.warning(
+                "{} is not there any more: layers that predict several tokens (mtp.*) are not in"
+                " the new folder",
+                model.name_or_path,
+            )
+            return
         raise ValueError(
             f"{model.name_or_path} has no safetensors files, from which talker and token2wav are"
             " copied"
         )
-    for name in sorted(name for name in files.files if name.startswith(OTHER_PARTS)):
+
+    parts = OTHER_PARTS if has_voice else PREDICTS_SEVERAL
+    for name in sorted(name for name in files.files if name.startswith(parts)):
         yield name, files.read(name, ())
 
 

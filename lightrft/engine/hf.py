@@ -12,6 +12,7 @@ from transformers.initialization import no_init_weights
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.attention.layout import bidirectional_token
+from lightrft.attention.recurrent import lift_time_step_limits
 from lightrft.engine.base import Engine, EngineSetup, Part
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.media import MediaReader
@@ -65,6 +66,7 @@ class HFEngine(Engine):
         self.batch_size = setup.section.micro_rollout_batch_size
         grow_segments(self.device)
         self.model = _load(setup, config).eval().requires_grad_(False)
+        lift_time_step_limits(self.model)
         if self.dtype != torch.float32:
             head = self.model.get_output_embeddings()
             head.forward = partial(_float32_logits, head)
@@ -205,7 +207,9 @@ class HFEngine(Engine):
         if media and self.bidirectional is not None:
             media["token_type_ids"] = (ids == self.bidirectional).long()
         logits = self._forward(ids, mask, positions, cache, **media)
-        cache.batch_repeat_interleave(n)
+        # Layers with a recurrent state have no other verb for this.
+        prompt_of_row = torch.arange(len(prompts), device=self.device).repeat_interleave(n)
+        cache.reorder_cache(prompt_of_row)
 
         rows = _Rows(
             index=torch.arange(len(prompts) * n, device=self.device),
@@ -438,7 +442,7 @@ class _Rows:
         self.running = [True] * len(alive)
         self.mask = self.mask[keep]
         self.next_position = self.next_position[keep]
-        self.cache.batch_select_indices(keep)
+        self.cache.reorder_cache(keep)
         return tokens[keep]
 
 

@@ -12,9 +12,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoTokenizer,
+    DynamicCache,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from lightrft.config.sections import EngineSection
 from lightrft.engine.requests import MEDIA
@@ -132,6 +134,18 @@ def model_class(
         if seeing is not None and reading in (None, seeing)
         else AutoModelForCausalLM
     )
+
+
+def has_recurrent_state(config: PretrainedConfig) -> bool:
+    """Return True if layers read earlier tokens through a state or a convolution."""
+    layers = DynamicCache(config=config).layers
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+
+
+def num_attention_layers(config: PretrainedConfig) -> int:
+    """Return the number of layers that keep keys and values of each token."""
+    layers = DynamicCache(config=config).layers
+    return sum(isinstance(layer, DynamicLayer) for layer in layers)
 
 
 def most_of_each(section: EngineSection, config: PretrainedConfig) -> dict[str, int]:

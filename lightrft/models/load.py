@@ -384,6 +384,9 @@ def _empty(
     model = new_model(
         config, attention_of(config), kind=kind, trust_remote_code=options["trust_remote_code"]
     )
+    # The language part of a model that sees (Qwen3.5) has a configuration without a folder.
+    model.config.name_or_path = config.name_or_path
+    model.name_or_path = config.name_or_path
     converted = ConvertedFiles(model, files)
 
     missing, unexpected = missing_and_unexpected(model, converted.shapes)

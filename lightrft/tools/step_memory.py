@@ -22,7 +22,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from lightrft.attention.recurrent import only_memory
 from lightrft.config.sections import ModelSection
+from lightrft.engine.model_info import has_recurrent_state
 from lightrft.models.logprobs import DEVICE_CHUNK
 from lightrft.models.lora import add_adapters
 from lightrft.parallel.mesh import Mesh
@@ -108,16 +110,19 @@ def step_bytes(
 ) -> StepBytes:
     """Return the bytes of a step with micro-batches of `tokens` tokens.
 
-    They come from traces of three and four layers. `options` are the arguments of the strategy,
+    They come from traces of three and four layers, or of one more period of layers where these
+    differ. `options` are the arguments of the strategy,
     without tensor and sequence parallelism: of_tensor_parallel() divides a model.
     """
     key = (shape.to_json_string(), repr(options), world, tokens)
     if key not in _known:
-        more = shape.get_text_config().num_hidden_layers - TRACED_LAYERS[0]
+        period = layer_period(shape)
+        first = period * -(-TRACED_LAYERS[0] // period)
+        more = (shape.get_text_config().num_hidden_layers - first) / period
         with fake_group(world):
             traces = [
                 _trace(with_layers(shape, layers), options, tokens)
-                for layers in (TRACED_LAYERS if more else TRACED_LAYERS[:1])
+                for layers in ((first, first + period) if more else (first,))
             ]
         _known[key] = traces[0].plus(more, traces[1].plus(-1, traces[0])) if more else traces[0]
     return _known[key]
@@ -127,7 +132,7 @@ def _trace(shape: PretrainedConfig, options: dict[str, Any], tokens: int) -> Ste
     strategy = FakeRankStrategy(seed=0, args=options)
     strategy.setup_distributed()
     model = empty_model(shape, strategy.config.model)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with only_memory(model), FakeTensorMode(allow_non_fake_inputs=True):
         return trace_step(strategy, model, tokens)
 
 
@@ -219,6 +224,15 @@ def head_bytes(
     of_logit = 4 if width == 4 else 4 + width
     chunk = max(DEVICE_CHUNK, rows * text.hidden_size if of_sequences else 0)
     return of_logit * min(tokens * rows, chunk) + 4 * (rows + tokens) * text.hidden_size
+
+
+def layer_period(shape: PretrainedConfig) -> int:
+    """Return after how many layers their kinds repeat; 1 if all keep the same memory."""
+    if not has_recurrent_state(shape):
+        return 1
+    kinds = shape.get_text_config().layer_types
+    periods = range(1, len(kinds) + 1)
+    return next(p for p in periods if all(kinds[i] == kinds[i % p] for i in range(len(kinds))))
 
 
 def with_layers(shape: PretrainedConfig, layers: int) -> PretrainedConfig:

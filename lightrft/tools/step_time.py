@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from lightrft.engine.model_info import num_attention_layers
 from lightrft.parallel.peaks import Device
 
 MFU = 0.35
@@ -72,7 +73,7 @@ def token_flops(shape: PretrainedConfig, parameters: int, length: int) -> float:
     heads = text.num_attention_heads * (
         getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     )
-    return 2 * parameters + 2 * text.num_hidden_layers * heads * length
+    return 2 * parameters + 2 * num_attention_layers(shape) * heads * length
 
 
 def seconds(
@@ -145,4 +146,4 @@ def kv_bytes(shape: PretrainedConfig, bytes_per_value: int) -> float:
     """Return the bytes of the keys and values of a token."""
     text = shape.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * text.num_key_value_heads * head * bytes_per_value
+    return 2 * num_attention_layers(shape) * text.num_key_value_heads * head * bytes_per_value

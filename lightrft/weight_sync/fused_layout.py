@@ -29,6 +29,16 @@ from lightrft.weight_sync.verify import PRODUCT_ROUNDS, Fingerprints, signs
 
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """Fused layer -> layers of the Hugging Face model that it combines."""
+SEVERAL = {"in_proj_qkv": (0, 1, 2), "in_proj_z": (3,)}
+"""Layer of the Hugging Face model -> its parts of a fused layer, where these are not one for each.
+
+Queries, keys and values of gated delta networks are one layer there, but ranks split each of them.
+"""
+UNPACKED = "_cpu_unpacked_conv_weight"
+"""Attribute with the weight of a convolution as it was loaded, where vLLM packs it on a CPU.
+
+vLLM sets it together with the packed weight, and packs again in each reload.
+"""
 
 
 def engine_names(names: PublishedNames) -> dict[str, str]:
@@ -253,22 +263,43 @@ def _pieces(
         ),
         own,
     )
-    part = parts[fused].index(own) if fused != own else None
-    if part is not None:
+    own_parts = None
+    if fused != own:
+        own_parts = SEVERAL.get(own, (parts[fused].index(own),))
         path = f"{inside}.{fused}"
 
     layer = places.get(f"{path}.{ROUTED}", places.get(path))
-    if layer is not None and getattr(layer, attribute, None) is not None:
-        for region, row, column in _places(layer, attribute, part, shape):
-            yield WeightSlice(name, layer, attribute, region, row, column)
+    if layer is None or getattr(layer, attribute, None) is None:
+        return
+    if own == "conv1d" and is_a(places[inside], "QwenGatedDeltaNetAttention"):
+        regions = _of_delta_rule(places[inside])
+    else:
+        regions = _places(layer, attribute, own_parts, shape)
+    stored = UNPACKED if attribute == "weight" and UNPACKED in vars(layer) else attribute
+    for region, row, column in regions:
+        yield WeightSlice(name, layer, stored, region, row, column)
+
+
+def _of_delta_rule(mixer: nn.Module) -> Iterator[tuple[slice, int, int]]:
+    """Yield the places of a convolution over queries, keys and values.
+
+    vLLM's layer does not say that ranks split each of the three.
+    """
+    start = 0
+    full = 0
+    for size in (mixer.key_dim, mixer.key_dim, mixer.value_dim):
+        own = size // mixer.tp_size
+        yield slice(start, start + own), full + mixer.tp_rank * own, 0
+        start = start + own
+        full = full + size
 
 
 def _places(
-    layer: nn.Module, attribute: str, part: int | None, shape: torch.Size
+    layer: nn.Module, attribute: str, parts: tuple[int, ...] | None, shape: torch.Size
 ) -> Iterator[tuple[Index, int, int]]:
     """Yield (part of the layer's parameter, row, column of the full tensor).
 
-    They cover one part of a fused layer, or all parts.
+    They cover some parts of a fused layer, or all parts.
     """
     if attribute in ATTRIBUTES.values():
         yield from expert_places(layer, attribute, shape)
@@ -287,20 +318,21 @@ def _places(
             repeated = (
                 layer.num_kv_head_replicas if is_a(layer, "QKVParallelLinear") and index > 0 else 1
             )
-            if part in (None, index):
+            if parts is None or index in parts:
                 places.append(
-                    (
-                        slice(start, start + size),
-                        (full if part is None else 0) + layer.tp_rank // repeated * size,
-                        0,
-                    )
+                    (slice(start, start + size), full + layer.tp_rank // repeated * size, 0)
                 )
+                full = full + size * layer.tp_size // repeated
 
             start = start + size
-            full = full + size * layer.tp_size // repeated
 
         # A layer that is fused in the folder and padded in the engine has an unknown layout.
         yield from places if len(places) == 1 or full == shape[0] else []
+    elif is_a(layer, "GatedDeltaNetAttention"):
+        # Decay and time step of each head. vLLM keeps decays in float32 and time steps in the
+        # model's dtype; it gets both as the trainer computes with them, rounded under --bf16, so
+        # the two agree.
+        yield slice(None), layer.tp_rank * len(getattr(layer, attribute)), 0
     else:
         cut = is_a(layer, "RowParallelLinear") and attribute == "weight"
         yield slice(None), 0, layer.tp_rank * layer.input_size_per_partition if cut else 0

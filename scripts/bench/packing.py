@@ -13,10 +13,12 @@ All three compute the same loss, which is checked. `groups` puts the same sequen
 behind prompts of the median length, 8 to each: `once` computes a prompt once in a micro-batch,
 `alone` for every response. `prefix` is one prompt with 16 responses of an eighth of its length,
 over a model in which attention and head have the share that they have at 1.5 billion parameters;
-`prefix_of_token_ratio` is how much faster `once` is, over how many fewer tokens it computes. Rates
-count real tokens, per CPU second, best of the repetitions. The planner's overhead is modelled: time
-over the time of perfect balance when ranks wait at every micro-batch. The large plan of `--rows` rows
-over `--ranks` ranks, is timed without prompts and with, 8 rows to each.
+`prefix_of_token_ratio` is how much faster `once` is, over how many fewer tokens it computes.
+`hybrid` is one prompt with 8 responses of its length, over a Qwen3.5 with three layers of linear
+attention and one of full attention. Rates count real tokens, per CPU second, best of the
+repetitions. The planner's overhead is modelled: time over the time of perfect balance when ranks
+wait at every micro-batch. The large plan of `--rows` rows over `--ranks` ranks, is timed without
+prompts and with, 8 rows to each.
 """
 
 import json
@@ -34,9 +36,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from lightrft.attention.flat import ATTENTION
+from lightrft.attention.recurrent import install
 from lightrft.batching.planner import Plan, plan
 from lightrft.batching.prefix_sharing import MIN_SAVING, find_shared_prefixes, prompts
 from lightrft.models.heads import Actor
@@ -70,6 +79,29 @@ def make_model(attention: str, *, width: int = 128, layers: int = 2) -> PreTrain
     )
     torch.manual_seed(0)
     return Qwen3ForCausalLM(config)
+
+
+def make_hybrid(*, width: int = 256, layers: int = 4) -> PreTrainedModel:
+    config = Qwen3_5TextConfig(
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=width // 4,
+        intermediate_size=3 * width,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=width // 4,
+        linear_value_head_dim=width // 4,
+        vocab_size=2048,
+        max_position_embeddings=8192,
+        use_cache=False,
+        attn_implementation=ATTENTION,
+    )
+    torch.manual_seed(0)
+    model = Qwen3_5ForCausalLM(config)
+    install(model)
+    return model
 
 
 def make_batch(count: int, median: int, sigma: float, longest: int) -> Batch:
@@ -116,10 +148,10 @@ def with_prompts(responses: Batch, median: int, samples: int = 8) -> Batch:
 
 
 def packed_step(
-    batch: Batch, tokens: int, *, once: bool = False, **model: int
+    batch: Batch, tokens: int, *, once: bool = False, model: PreTrainedModel | None = None
 ) -> Callable[[], float]:
     """Run a packed step; with `once`, a beginning that sequences share is computed once."""
-    actor = Actor(make_model(ATTENTION, **model))
+    actor = Actor(model or make_model(ATTENTION))
     lengths = batch.lengths.tolist()
     alike = [tuple(prompt) for prompt in prompts(batch).tolist()] if once else None
 
@@ -147,14 +179,28 @@ def packed_step(
 def prefix_rates(response: int, repeat: int) -> dict[str, float]:
     """Measure 16 responses of so many tokens to one prompt that is eight times as long."""
     batch = with_prompts(make_batch(16, response, 0.0, response), 8 * response, samples=16)
-    model = {"width": 256, "layers": 4}
+    model = make_model(ATTENTION, width=256, layers=4)
+    return shared_rates("prefix", batch, 24 * response, model, repeat)
+
+
+def hybrid_rates(length: int, repeat: int) -> dict[str, float]:
+    """Measure 8 responses to one prompt that has as many tokens, through recurrent states."""
+    batch = with_prompts(make_batch(8, length, 0.0, length), length)
+    return shared_rates("hybrid", batch, 9 * length, make_hybrid(), repeat)
+
+
+def shared_rates(
+    name: str, batch: Batch, computed: int, model: PreTrainedModel, repeat: int
+) -> dict[str, float]:
+    """Measure with the prompt computed once, so `computed` tokens, and in each row."""
     steps = {
-        f"prefix_{name}": packed_step(batch, batch.num_tokens, once=name == "once", **model)
-        for name in ("once", "alone")
+        f"{name}_{way}": packed_step(batch, batch.num_tokens, once=way == "once", model=model)
+        for way in ("once", "alone")
     }
     rates = tokens_per_second(steps, batch.num_tokens, repeat)
-    faster = rates["prefix_once_tokens_per_s"] / rates["prefix_alone_tokens_per_s"]
-    return rates | {"prefix_of_token_ratio": faster / (batch.num_tokens / (24 * response))}
+    faster = rates[f"{name}_once_tokens_per_s"] / rates[f"{name}_alone_tokens_per_s"]
+    ratio = batch.num_tokens / computed
+    return rates | {f"{name}_faster": faster, f"{name}_of_token_ratio": faster / ratio}
 
 
 def padded_step(batch: Batch, rows: int, by_length: bool) -> Callable[[], float]:
@@ -281,6 +327,7 @@ def main(argv: list[str] | None = None) -> None:
         "--longest": (2048, "lengths are cut to this"),
         "--tokens": (16384, "tokens of a micro-batch, padding included"),
         "--response": (64, "tokens of a response to a prompt eight times as long"),
+        "--hybrid": (512, "tokens of a prompt, and of each response, of the hybrid"),
         "--rows": (524288, "rows of the large plan"),
         "--ranks": (1024, "ranks of the large plan"),
         "--repeat": (3, "repetitions"),
@@ -301,7 +348,7 @@ def main(argv: list[str] | None = None) -> None:
         "groups_alone": packed_step(groups, args.tokens),
     }
     rates |= tokens_per_second(of_groups, groups.num_tokens, args.repeat)
-    prefix = prefix_rates(args.response, args.repeat)
+    prefix = prefix_rates(args.response, args.repeat) | hybrid_rates(args.hybrid, args.repeat)
     report = {name: round(rate, 1) for name, rate in rates.items()} | {
         name: round(rate, 2) for name, rate in prefix.items()
     }

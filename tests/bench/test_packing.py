@@ -15,6 +15,7 @@ SMALL = [
     "--ranks=4",
     "--repeat=1",
     "--response=8",
+    "--hybrid=16",
 ]
 
 
@@ -27,6 +28,7 @@ def test_packed_against_padded_runs_and_both_compute_the_same_loss(capsys):
         "packed_over_sorted",
         "groups_once_over_alone",
         "prefix_of_token_ratio",
+        "hybrid_of_token_ratio",
     }
     assert ratios | {"plan_64_s", "tokens"} <= found.keys()
     overheads = [value for name, value in found.items() if name.endswith(("dp8", "dp32"))]

@@ -15,6 +15,7 @@ from engine.contract import (
     CASES,
     OF_REPLICAS,
     STREAM_ONLY_CASES,
+    a_weight_that_stays_the_old_one_is_named,
     later_syncs_verify_samples,
     one_wrong_element_is_named,
     run_contract,
@@ -22,7 +23,7 @@ from engine.contract import (
 )
 from ranks import run_ranks
 from sglang_environment import in_sglang_environment
-from tiny import byte_tokenizer, tiny_model
+from tiny import byte_tokenizer, tiny_hybrid, tiny_model
 from with_vllm import load_vllm
 
 
@@ -32,14 +33,22 @@ class Layout(NamedTuple):
     ranks_per_engine: int
     cases: list = CASES + STREAM_ONLY_CASES
     """Those on an engine that reads no checkpoint, or computes in bfloat16, need another start."""
+    make: Callable[..., str] = tiny_model
 
 
 ALL = CASES + STREAM_ONLY_CASES + BFLOAT16_CASES
 LONG = one_wrong_element_is_named, swapped_weights_are_named, later_syncs_verify_samples
 NOT_LONG = [case for case in CASES if case not in LONG]
 """Without three that SGLang passes alone, and takes long for."""
+OF_HYBRIDS = [
+    case
+    for case in ALL
+    if case not in (swapped_weights_are_named, a_weight_that_stays_the_old_one_is_named)
+]
+"""Without two that name layers of attention."""
 LAYOUTS = {
     "hf": Layout("hf", 1, 1, ALL),
+    "hf-hybrid": Layout("hf", 1, 1, OF_HYBRIDS, tiny_hybrid),
     "hf-2-replicas": Layout("hf", 2, 1, OF_REPLICAS),
     "vllm-2-replicas": Layout("vllm", 2, 1),
     "vllm-tp2": Layout("vllm", 2, 2, ALL),
@@ -50,17 +59,22 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[str, str]]:
     """Models with padding: more rows in the embedding than tokens."""
-    folder: Path = tmp_path_factory.mktemp("models")
-    models = tiny_model(folder / "plain", seed=1), tiny_model(folder / "tied", seed=2, tie=True)
-    for model in models:
-        byte_tokenizer(300).save_pretrained(model)
-    return models
+
+    @cache
+    def make(model: Callable[..., str]) -> tuple[str, str]:
+        folder: Path = tmp_path_factory.mktemp("models")
+        models = model(folder / "plain", seed=1), model(folder / "tied", seed=2, tie=True)
+        for path in models:
+            byte_tokenizer(300).save_pretrained(path)
+        return models
+
+    return make
 
 
 @pytest.fixture(scope="session")
-def outcomes(folders: tuple[str, str]) -> Callable[[str], list[dict[str, str]]]:
+def outcomes(folders: Callable[..., tuple[str, str]]) -> Callable[[str], list[dict[str, str]]]:
     """Name of a layout -> of every rank: case -> traceback.
 
     One engine start for all cases, also of several tests.
@@ -78,7 +92,7 @@ def outcomes(folders: tuple[str, str]) -> Callable[[str], list[dict[str, str]]]:
             layout.engine,
             layout.ranks_per_engine,
             layout.cases,
-            *folders,
+            *folders(layout.make),
             timeout=600,
         )
 
@@ -90,7 +104,11 @@ def outcomes(folders: tuple[str, str]) -> Callable[[str], list[dict[str, str]]]:
 @pytest.mark.parametrize(
     ("layout", "case"),
     [
-        pytest.param(name, case.__name__, marks=() if name == "hf" else pytest.mark.slow)
+        pytest.param(
+            name,
+            case.__name__,
+            marks=() if layout.engine == "hf" and layout.ranks == 1 else pytest.mark.slow,
+        )
         for name, layout in LAYOUTS.items()
         for case in layout.cases
     ],

@@ -8,9 +8,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.contract import PROMPTS, perturbed, reference_greedy, start, tampered
+from flat_models import HYBRIDS, make_model
+from lightrft.attention.flat import ATTENTION
 from lightrft.engine.base import EngineError, Request, Sampling
 from lightrft.engine.hf import HFEngine, sample_tokens
+from lightrft.models.heads import Actor
 from lightrft.parallel.collectives import Axis
+from lightrft.types import Batch
 from tiny import tiny_model
 
 ALONE = Axis("engine", 1, 0, None)
@@ -54,6 +58,36 @@ def test_a_request_samples_the_same_whatever_else_runs(engine: HFEngine) -> None
     beside = engine.generate(REQUESTS, sampling)
     for group, other in zip(alone, beside, strict=False):
         assert [sample.token_ids for sample in group] == [sample.token_ids for sample in other]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids_sample_what_the_trainer_scores(name: str, tmp_path: Path) -> None:
+    """Prompts are padded on the left, and finished rows leave, without a trace in the states."""
+    make_model(name, "eager").save_pretrained(tmp_path)
+    engine = start("hf", str(tmp_path), ALONE)
+    prompts = [list(range(7, 16)), [5], [30] * 17]
+    sampling = Sampling(n=4, max_tokens=12, seed=4, stop_token_ids=tuple(range(0, 61, 12)))
+    groups = engine.generate([Request(prompt) for prompt in prompts], sampling)
+
+    answers = [
+        (prompt, sample)
+        for prompt, samples in zip(prompts, groups, strict=True)
+        for sample in samples
+    ]
+    lengths = [len(prompt) + len(sample.token_ids) for prompt, sample in answers]
+    learned = [[False] * len(prompt) + [True] * len(sample.token_ids) for prompt, sample in answers]
+    batch = Batch(
+        lengths=torch.tensor(lengths),
+        input_ids=torch.tensor(sum([prompt + sample.token_ids for prompt, sample in answers], [])),
+        loss_mask=torch.tensor(sum(learned, [])),
+        rows=torch.arange(len(answers)),
+    )
+
+    with torch.no_grad():
+        scored = Actor(make_model(name, ATTENTION))(batch, 1.0)[0][batch.loss_mask]
+    sampled = torch.tensor(sum([sample.logprobs for _, sample in answers], []))
+    assert len(set(lengths)) > 3
+    torch.testing.assert_close(sampled, scored, rtol=1e-5, atol=1e-5)
 
 
 def test_sampling_follows_the_distribution() -> None:

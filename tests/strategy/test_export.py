@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -25,7 +25,7 @@ from memory import larger_model, peak_of
 from ranks import run_ranks
 from seeing import IMAGE, picture, seeing_model
 from strategy.training import fill_the_disk, load, snapshot, strategy
-from tiny import byte_tokenizer
+from tiny import byte_tokenizer, tiny_hybrid
 
 
 def exported(folder: str, target: Path, shard_bytes: int, **args):
@@ -64,6 +64,20 @@ def test_from_pretrained_loads_what_was_trained(
 
 
 @pytest.mark.slow
+def test_layers_that_predict_several_tokens_are_kept(tmp_path):
+    """They are not trained, and an engine may draft by them."""
+    source = Path(tiny_hybrid(tmp_path / "source"))
+    weights = load_file(source / "model.safetensors")
+    extra = {"mtp.fc.weight": torch.arange(6.0).view(2, 3).bfloat16()}
+    save_file(weights | extra, source / "model.safetensors", metadata={"format": "pt"})
+
+    target, trained = run_ranks(2, exported, str(source), tmp_path / "target", 10**9)[0]
+    written = load_file(target / "model.safetensors")
+    assert torch.equal(written["mtp.fc.weight"], extra["mtp.fc.weight"])
+    found = dict(AutoModelForCausalLM.from_pretrained(target).named_parameters())
+    assert all(torch.equal(found[name], trained[name]) for name in trained)
+
+
 def test_a_model_that_sees_keeps_what_reads_images(tmp_path):
     source = seeing_model(tmp_path / "source")
     target = tmp_path / "model"

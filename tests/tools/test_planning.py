@@ -20,12 +20,13 @@ from lightrft.tools.planning import Planner
 from lightrft.tools.shapes import known_config, model_config
 from lightrft.tools.step_memory import (
     TRACED_LAYERS,
+    layer_period,
     num_parameters,
     of_tensor_parallel,
     parameter_counts,
 )
 from lightrft.tools.step_time import StepWork, Traffic, kv_bytes, seconds
-from tiny import tiny_model
+from tiny import tiny_hybrid, tiny_model
 from warm import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -351,6 +352,27 @@ def test_a_plan_needs_a_rank(capsys):
         ended.value.code == 2
         and capsys.readouterr().err == "--ranks and --ranks_per_node must be at least 1\n"
     )
+
+
+@pytest.mark.slow
+def test_a_hybrid_has_a_plan(tmp_path):
+    """Its layers count by their kind: one in four has keys and values."""
+    (tmp_path / "d.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    folder = tiny_hybrid(tmp_path / "model")
+    shape = model_config(folder)
+    assert layer_period(shape) == 4
+    assert kv_bytes(shape, 2) == 2 * 1 * 2 * 32 * 2
+
+    config = parse(
+        [f"--pretrain={folder}", f"--prompt_data={tmp_path / 'd.jsonl'}", "--fsdp"], "train_sft"
+    )
+    resolve(config, "train_sft", world_size=1)
+    planner = Planner(config, "train_sft", 1, DEVICES["h100"], ranks_per_node=8, shape=shape)
+    train = planner.phases(planner.step(1024), 1024)["train"]
+    kept = [train[name] for name in ("parameters", "gradients", "optimizer")]
+    numel = num_parameters(shape)
+    assert kept == pytest.approx([4 * numel, 4 * numel, 8 * numel], rel=0.01)
+    assert train["activations"] > 0
 
 
 @pytest.mark.slow

@@ -40,6 +40,10 @@ OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
 is wide."""
 CAUSAL_ON_CPU = ("gemma3",)
 """Families whose image tokens attend in both directions, except in vLLM on a CPU."""
+MAMBA2 = ("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2")
+"""Families whose decay vLLM stores in another form, -exp(A_log), than a weight stream brings."""
+DELTA_RULE = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+"""Families whose kernel for linear attention computes only bfloat16 on a CPU."""
 
 
 class VLLMEngine(LibraryEngine):
@@ -60,6 +64,18 @@ class VLLMEngine(LibraryEngine):
                 "the folder has the thinker of a Qwen2.5-Omni alone, and vLLM reads whole folders"
                 " only: use the whole folder (only the thinker of it is loaded), or"
                 " --engine_type hf"
+            )
+
+        family = config.model_type.removesuffix("_text")
+        if family in MAMBA2:
+            raise ValueError(
+                f"{config.model_type} can be trained, but not with vLLM, which stores the decays of"
+                " Mamba 2 in a form that cannot be verified: use --engine_type hf"
+            )
+        if self.on_cpu and family in DELTA_RULE and setup.dtype != torch.bfloat16:
+            raise ValueError(
+                f"on a CPU vLLM computes the linear attention of {config.model_type} only in"
+                " bfloat16: use --bf16, or --engine_type hf"
             )
 
         if config.model_type in OTHER_TIMES:

@@ -9,6 +9,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.triton_utils import HAS_TRITON
 
 from lightrft.engine.base import EngineSetup
+from lightrft.engine.model_info import has_recurrent_state
 from lightrft.engine.requests import MEDIA
 from lightrft.engine.start import with_users_arguments
 from lightrft.thinker import OmniThinkerConfig
@@ -73,6 +74,8 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
     tied = {"text_config": {"tie_word_embeddings": config.tie_word_embeddings}}
     thinker = {"thinker_config": tied} if isinstance(config, OmniThinkerConfig) else {}
 
+    # Of some models that see (Qwen3.5) only the language part is trained; vLLM starts all of them.
+    sees = bool(limits) or config.get_text_config() is not config
     media = {
         "limit_mm_per_prompt": {medium: limits.get(name, 0) for name, medium in MEDIA.items()},
         "mm_processor_cache_gb": 0,  # the cache would only hold images of the last step
@@ -83,7 +86,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         memory
         | prefill
         | kernels
-        | (media if limits else {})
+        | (media if sees else {})
         | _speculation(setup)
         | {
             "model": setup.model_path,
@@ -102,11 +105,13 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
             # the device (about 1 GB with 4 ranks): enable_nccl_comm_suspend is experimental in
             # vLLM, and nobody has shown that a captured graph is right after it.
             "sleep_mode_offload_cudagraph": sleeps,
-            "enable_prefix_caching": True,
+            # A prefix of a model with recurrent states is found again only where a step ended, so
+            # vLLM has to cut prompts into chunks for that.
+            "enable_prefix_caching": not (on_cpu and has_recurrent_state(config)),
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature
             "generation_config": "vllm",  # ignore the sampling defaults of the model's folder
             # Input and output are token ids, but media processors need a tokenizer.
-            "skip_tokenizer_init": not limits,
+            "skip_tokenizer_init": not sees,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
