@@ -161,15 +161,6 @@ def lift_time_step_limits(model: PreTrainedModel) -> None:
             module.time_step_limit = (0.0, float("inf"))
 
 
-def layout_arguments(model: PreTrainedModel, layout: Layout) -> dict[str, Layout]:
-    """Return the arguments that bring a layout to all layers of a model.
-
-    LFM2 passes only `seq_idx` on to convolutions.
-    """
-    of_convolutions = model.config.get_text_config().model_type in ("lfm2", "lfm2_moe")
-    return {"layout": layout} | ({"seq_idx": layout} if of_convolutions else {})
-
-
 def _unfused(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def fused(*args: Any, **options: Any) -> Any:
@@ -184,7 +175,7 @@ def _flat_convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(original)
     def convolution(*args: Any, **options: Any) -> Tensor:
-        layout = options.get("layout") or options.get("seq_idx")
+        layout = options.get("seq_idx")
         if not isinstance(layout, Layout):
             return original(*args, **options)
 
@@ -221,7 +212,8 @@ def _flat_scan(original: Callable[..., Any], scan: Scan) -> Callable[..., Any]:
             return original(*args, **options)
 
         call = dict(zip(names, args, strict=False)) | options
-        del call["layout"]
+        for name in ("layout", "seq_idx"):
+            call.pop(name, None)
         values = _own_heads(call, scan, layout)
         outputs = []
         states = None

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from lightrft.algorithms.reduce import LocalGradients
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.attention.layout import Layout, bidirectional_token
-from lightrft.attention.recurrent import layout_arguments
 from lightrft.config.errors import ConfigError
 from lightrft.models.empty import real_parameters
 from lightrft.models.logprobs import Upstream, token_logprobs, top_logprobs
@@ -303,7 +302,8 @@ def hidden_states(
             position_ids=positions(model, batch)[..., read].unsqueeze(-2),
             attention_mask=None,
             use_cache=False,
-            **layout_arguments(model, layout),
+            layout=layout,
+            seq_idx=layout,  # the only argument that LFM2 passes on to its convolutions
             **features,
         ).last_hidden_state[0]
 
