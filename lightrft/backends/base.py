@@ -13,7 +13,7 @@ from lightrft.backends.optim import step
 from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.checkpoint.model_state import ModelState
 from lightrft.config.sections import Config, sequence_layout
-from lightrft.models.lora import own_layers
+from lightrft.models.lora import is_adapter, own_layers
 from lightrft.models.recompute import recompute
 from lightrft.observe.trace import Untraced
 from lightrft.parallel.collectives import Axis
@@ -163,12 +163,20 @@ class Backend(ABC):
         """Clear all gradients, including those that the backend keeps outside the parameters."""
         model.zero_grad(set_to_none=True)
 
-    def stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def stream(
+        self, model: nn.Module, dtype: torch.dtype, *, adapters_only: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) of every parameter, bucket by bucket.
 
-        Adapters and buffers are not merged or added here; see Strategy.full_params().
+        Adapters and buffers are not merged or added here; see Strategy.full_params(). With
+        `adapters_only` nothing else is gathered.
         """
-        return stream(hf_parameters(model), dtype, self.bucket_limit(), self.device)
+        named = (
+            (name, parameter)
+            for name, parameter in hf_parameters(model)
+            if is_adapter(name) or not adapters_only
+        )
+        return stream(named, dtype, self.bucket_limit(), self.device)
 
     def bucket_limit(self) -> int:
         """Return the bytes of one bucket of stream(), equal on all ranks."""

@@ -395,6 +395,14 @@ class EngineSection(Section, commands=GENERATING):
     """Size of one bucket of the weight stream in MB; the peak of additional memory is about two
     buckets. 0: an eighth of the free device memory at the beginning of the stream, on the rank that
     has the least; 512 on a CPU."""
+    lora_sync: Literal["auto", "adapter", "merged"] = option(
+        "auto", needs="--lora_rank", commands=PPO
+    )
+    """With lora_rank: what the engine gets after every step. adapter: only the adapters, for an
+    engine that holds them beside the weights (vllm, hf); a response ends under the adapters that
+    began it, so that --weight_update in_flight changes later responses alone in vLLM. merged: all
+    weights, with the adapters merged into them. auto: adapter if the engine can do that with the
+    model, else merged."""
     verify_weight_sync: bool = option(True, commands=SAMPLING)
     """Compare fingerprints of the weights that were sent with those in the engine after every
     stream, and stop the run if they differ. The first time and every 128th time all weights are

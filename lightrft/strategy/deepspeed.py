@@ -37,6 +37,7 @@ from lightrft.checkpoint.model_state import ModelState
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import deepspeed_problems
 from lightrft.models.empty import empty_parameters, is_empty
+from lightrft.models.lora import is_adapter
 from lightrft.parallel.device import current_device, local_rank
 from lightrft.strategy.strategy import Strategy
 from lightrft.weight_sync.stream import stream
@@ -164,12 +165,18 @@ class ZeRO(Strategy):
 
     # -- parameters and memory
 
-    def stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def stream(
+        self, model: nn.Module, dtype: torch.dtype, *, adapters_only: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield full parameters, gathered from the partitions of all ranks.
 
         In a bfloat16 run, float32 parameters come from the master weights.
         """
-        named = list(hf_parameters(model))
+        named = [
+            (name, parameter)
+            for name, parameter in hf_parameters(model)
+            if is_adapter(name) or not adapters_only
+        ]
         masters = dtype == torch.float32 and self.config.model.bf16 and model in self._group_names
         if masters and self._group_names[model]:
             yield from self._masters(model, named)
