@@ -360,7 +360,8 @@ class EngineSection(Section, commands=GENERATING):
     """Put the engine to sleep during training, so that both fit on one device."""
     engine_sleep_level: Literal[1, 2] = option(2, needs="--enable_engine_sleep", commands=SAMPLING)
     """Level 1 keeps the weights of the sleeping engine in host memory; level 2 discards them,
-    because they are streamed in again in any case."""
+    because they are streamed in again in any case. If the engine gets only adapters (lora_sync),
+    the default is 1, and level 2 makes each stream bring all weights."""
     engine_enforce_eager: bool = option(False, needs="--engine_type vllm or sglang")
     """Run vLLM or SGLang without CUDA graphs. A CPU has none; there, vLLM compiles its forward pass
     with --engine_args '{"enforce_eager": false}'."""

@@ -513,8 +513,12 @@ class Engine(ABC):
     def _check_weight(self, name: str, tensor: Tensor, shape: torch.Size | None) -> None:
         """Raise ValueError unless the weight has this shape; None: it is not expected any more."""
         if shape is None:
-            known = self.expected | (self.adapters.shapes if self.adapters else {})
-            reason = "came twice" if name in known else "is not a weight of the engine's model"
+            if name in self.expected and not self.brings_base:
+                reason = "came among adapters, and the engine has it already"
+            elif name in self.expected or (self.adapters and name in self.adapters.shapes):
+                reason = "came twice"
+            else:
+                reason = "is not a weight of the engine's model"
             raise ValueError(f"weight stream: {name} {reason}")
 
         if tensor.shape != shape:

@@ -71,7 +71,9 @@ def _with_possible_adapters(name: str, adapter: type[Engine], setup: EngineSetup
         setup, names, most_of_each(setup.section, config)
     )
     if problem is None:
-        return setup
+        # The weights are not streamed again, so the engine keeps them while it sleeps.
+        level = {} if "engine_sleep_level" in setup.section.written else {"engine_sleep_level": 1}
+        return replace(setup, section=replace(setup.section, **level))
 
     if setup.section.lora_sync == "adapter":
         raise ConfigError(
