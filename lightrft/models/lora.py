@@ -240,9 +240,14 @@ def fold_adapters(
             yield plain_name(name), value
 
 
-def adapter_shapes(shapes: Iterable[tuple[str, torch.Size]]) -> dict[str, torch.Size]:
-    """Return peft's name -> full shape of each adapter, given the shapes of all parameters."""
-    return {_peft_name(name): shape for name, shape in shapes if is_adapter(name)}
+def adapter_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Return peft's name -> full shape of each adapter; the model may be distributed, or away."""
+    shapes: dict[str, torch.Size] = {}
+    for name, layer in adapted_layers(model).items():
+        a, b = names_of(name)
+        shapes[a] = torch.Size([layer.r[ADAPTER], layer.in_features])
+        shapes[b] = torch.Size([layer.out_features, layer.r[ADAPTER]])
+    return shapes
 
 
 def split_adapters(

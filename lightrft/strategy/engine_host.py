@@ -11,7 +11,7 @@ from loguru import logger
 from torch import Tensor, nn
 
 from lightrft.backends.base import Backend
-from lightrft.checkpoint.hf_parameters import hf_parameters, unwrap
+from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.config.sections import Config, EngineSection, longest_sequence
 from lightrft.engine.base import Engine, EngineError
 from lightrft.engine.loop import RequestLoop
@@ -169,6 +169,7 @@ class EngineHost:
         self.adopt(engine, axis, may_sleep=section.enable_engine_sleep)
         self.draft = draft
         if actor is not None and engine.adapters is not None:
+            backend.adapters_apart = True
             keep_adapters_apart(unwrap(actor))
 
         if actor is None:
@@ -335,9 +336,7 @@ class EngineHost:
 
     def _adapters_of(self, actor: nn.Module, config: Config) -> Adapters | None:
         """Return the adapters of an actor, or None if it has none."""
-        shapes = adapter_shapes(
-            (name, self.backend.full_shape(parameter)) for name, parameter in hf_parameters(actor)
-        )
+        shapes = adapter_shapes(unwrap(actor))
         return Adapters(shapes, 1 + config.rollout.max_staleness) if shapes else None
 
     def _draft_weights(self, draft: nn.Module) -> Iterator[tuple[str, Tensor]]:

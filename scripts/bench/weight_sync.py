@@ -203,8 +203,8 @@ def into_engine(
     from lightrft.models.lora import adapter_shapes
     from lightrft.weight_sync.adapters import Adapters
 
-    shapes = adapter_shapes((name, tensor.shape) for name, tensor in model.named_parameters())
-    engine = engine_of(strategy, "vllm", args, adapters=Adapters(shapes) if held else None)
+    adapters = Adapters(adapter_shapes(model)) if held else None
+    engine = engine_of(strategy, "vllm", args, adapters=adapters)
     engine.verify_dtype = strategy.dtype
 
     def sync() -> None:

@@ -60,8 +60,7 @@ def stream(model: PreTrainedModel, dtype: torch.dtype, *, base: bool) -> Iterato
 
 
 def adapters_of(model: PreTrainedModel, num_policies: int = 1) -> Adapters:
-    shapes = ((name, parameter.shape) for name, parameter in model.named_parameters())
-    return Adapters(adapter_shapes(shapes), num_policies)
+    return Adapters(adapter_shapes(model), num_policies)
 
 
 def logprob_gap(

@@ -358,7 +358,7 @@ def test_adapters_alone_are_less_than_a_hundredth_of_a_model():
         model = Qwen3ForCausalLM(config)
     size = sum(parameter.numel() for parameter in model.parameters())
     freeze_parameters(model, ModelSection(lora_rank=16))
-    shapes = adapter_shapes((name, p.shape) for name, p in model.named_parameters())
+    shapes = adapter_shapes(model)
     assert len(shapes) == 2 * 7 * 36
     assert sum(shape.numel() for shape in shapes.values()) < 0.01 * size
 
@@ -367,10 +367,11 @@ def test_a_stream_of_adapters_adds_up_to_the_merged_weights(folder):
     """By peft's names, with B scaled; what is frozen has the names of the model."""
     model = adapted(folder, lora_alpha=12.0)
     named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    assert set(adapter_shapes(model).values()) == {p.shape for n, p in named if is_adapter(n)}
     found = dict(split_adapters(model, named))
     merged = dict(merge_adapters(model, named))
     assert merged.keys() == {name for name in found if not name.startswith("base_model.model.")}
-    for layer in Adapters(adapter_shapes((name, value.shape) for name, value in named)).layers:
+    for layer in Adapters(adapter_shapes(model)).layers:
         a, b = (found.pop(name) for name in names_of(layer))
         whole = found[f"{layer}.weight"] + b @ a
         torch.testing.assert_close(whole, merged[f"{layer}.weight"])
