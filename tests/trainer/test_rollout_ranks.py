@@ -675,7 +675,6 @@ def test_responses_end_under_the_adapters_that_began_them(tmp_path, monkeypatch)
         "--weight_update=in_flight",
         "--lora_rank=4",
         "--lora_sync=adapter",
-        "--learning_rate=1e-2",
     ]
     run_ranks(3, as_launched, {"run": flags}, str(tmp_path))
     rows = rows_of(tmp_path / "run")
