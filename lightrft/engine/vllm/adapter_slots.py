@@ -32,11 +32,16 @@ def slots_problem(
     registered = [
         ModelRegistry.models[each] for each in architectures if each in ModelRegistry.models
     ]
+    section = setup.section
+    discards = section.engine_sleep_level == 2 and "engine_sleep_level" in section.written
     others = sorted({layer.rpartition(".")[2] for layer in setup.adapters.layers} - LAYERS)
     problems = {
         "the model reads more than text": bool(media),
-        f"--speculative {setup.section.speculative} drafts without adapters": (
-            setup.section.speculative != "none"
+        f"--speculative {section.speculative} drafts without adapters": (
+            section.speculative != "none"
+        ),
+        "--engine_sleep_level 2 discards memory on an accelerator that vLLM fills only once": (
+            discards and section.enable_engine_sleep and setup.device.type != "cpu"
         ),
         f"the rank {setup.adapters.rank} is above {RANKS[-1]}": setup.adapters.rank > RANKS[-1],
         f"where vLLM has the layers {', '.join(others)} is not known": bool(others),
