@@ -18,7 +18,7 @@ from vllm.inputs import MultiModalInput, TokensInput, tokens_input
 from vllm.v1.engine import EngineCoreRequest
 
 from lightrft.algorithms.truncation import Truncation
-from lightrft.engine.base import EngineError, EngineSetup, Part
+from lightrft.engine.base import EngineSetup, Part
 from lightrft.engine.media import MediaReader
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.requests import Expanded, Request, Sampling
@@ -312,29 +312,29 @@ class VLLMEngine(LibraryEngine):
         tensors: dict[str, torch.Tensor] = {}
         if self.adapters is not None:
             named_tensors = _without_adapters(named_tensors, self.adapters, tensors)
+
         with self._fatal("load_weights"), torch.no_grad():
-            if not self.brings_base:
-                for name, _ in named_tensors:
-                    raise EngineError(f"{name} came among the adapters")
-                self._load_adapters(tensors)
-                return
+            if self.brings_base:
+                self._load_base(named_tensors)
+            else:
+                for _ in named_tensors:
+                    pass  # all of them are adapters
+            # A stream that broke off has not brought all of them, and load_weights() reports it.
+            if self.adapters is not None and tensors.keys() == self.adapters.shapes.keys():
+                self._shim.load_adapters(tensors)
 
-            try:
-                if self.draft_names is None:
-                    self._shim.reload_weights(named_tensors, direct=self.places_verified)
-                else:
-                    self._load_with_draft(named_tensors)
-            except (ValueError, KeyError) as error:
-                if not (unknown := self._shim.weights.unknown):
-                    raise
-                message = self.names.unknown_weights_message(unknown, "vllm")
-                raise ValueError(f"{message}. vLLM's message: {error!s:.300}") from error
-            self._load_adapters(tensors)
-
-    def _load_adapters(self, tensors: dict[str, torch.Tensor]) -> None:
-        # A stream that broke off has not brought all of them, and load_weights() reports it.
-        if self.adapters is not None and tensors.keys() == self.adapters.shapes.keys():
-            self._shim.load_adapters(tensors)
+    def _load_base(self, named_tensors: Iterator[NamedTensor]) -> None:
+        """Load all weights but adapters."""
+        try:
+            if self.draft_names is None:
+                self._shim.reload_weights(named_tensors, direct=self.places_verified)
+            else:
+                self._load_with_draft(named_tensors)
+        except (ValueError, KeyError) as error:
+            if not (unknown := self._shim.weights.unknown):
+                raise
+            message = self.names.unknown_weights_message(unknown, "vllm")
+            raise ValueError(f"{message}. vLLM's message: {error!s:.300}") from error
 
     def _load_with_draft(self, named_tensors: Iterator[NamedTensor]) -> None:
         """Load the weights of both models from one stream; a prefix marks the draft's."""
