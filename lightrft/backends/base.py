@@ -167,20 +167,16 @@ class Backend(ABC):
         """Clear all gradients, including those that the backend keeps outside the parameters."""
         model.zero_grad(set_to_none=True)
 
-    def stream(
-        self, model: nn.Module, dtype: torch.dtype, *, adapters_only: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
+    def stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) of every parameter, bucket by bucket.
 
-        Adapters and buffers are not merged or added here; see Strategy.full_params(). With
-        `adapters_only` nothing else is gathered.
+        Adapters and buffers are not merged or added here; see Strategy.full_params().
         """
-        named = (
-            (name, parameter)
-            for name, parameter in hf_parameters(model)
-            if is_adapter(name) or not adapters_only
-        )
-        return stream(named, dtype, self.bucket_limit(), self.device)
+        return stream(hf_parameters(model), dtype, self.bucket_limit(), self.device)
+
+    def adapter_stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield what stream() yields of adapters; a backend may gather nothing else."""
+        return ((name, tensor) for name, tensor in self.stream(model, dtype) if is_adapter(name))
 
     def bucket_limit(self) -> int:
         """Return the bytes of one bucket of stream(), equal on all ranks."""

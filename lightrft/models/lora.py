@@ -291,6 +291,13 @@ def is_adapter(name: str) -> bool:
     return name.endswith((A, B))
 
 
+def adapter_parameters(
+    named: Iterable[tuple[str, nn.Parameter]],
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that are adapters."""
+    return ((name, parameter) for name, parameter in named if is_adapter(name))
+
+
 def save_adapter(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
     """Save adapters in the format of peft's PeftModel.from_pretrained.
 

@@ -51,11 +51,11 @@ class EngineHost:
         backend: Backend,
         memory: DeviceMemory,
         full_params: WeightsOf,
-        adapter_params: Callable[..., Iterator[tuple[str, Tensor]]],
+        adapter_params: Callable[..., Iterator[tuple[str, Tensor]]] | None,
     ):
         """Set up a host without an engine; `full_params` starts the weight stream of a model.
 
-        `adapter_params` starts one for an engine that holds adapters.
+        `adapter_params` starts one for an engine that holds adapters. None: adapters are merged.
         """
         self.backend = backend
         self.memory = memory
@@ -303,7 +303,7 @@ class EngineHost:
         self.memory.enter(Phase.REFIT, actor)
         self._wake_weights()
 
-        if self.engine.adapters is None:
+        if self.engine.adapters is None or self.adapter_params is None:
             weights = self.full_params(actor)
         else:
             weights = self.adapter_params(actor, base=not self.engine.has_base)
@@ -335,8 +335,8 @@ class EngineHost:
             self.engine.wake("weights")
 
     def _adapters_of(self, actor: nn.Module, config: Config) -> Adapters | None:
-        """Return the adapters of an actor, or None if it has none."""
-        shapes = adapter_shapes(unwrap(actor))
+        """Return the adapters of an actor, or None if it has none, or streams merged weights."""
+        shapes = adapter_shapes(unwrap(actor)) if self.adapter_params is not None else {}
         return Adapters(shapes, 1 + config.rollout.max_staleness) if shapes else None
 
     def _draft_weights(self, draft: nn.Module) -> Iterator[tuple[str, Tensor]]:

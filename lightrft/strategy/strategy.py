@@ -73,7 +73,10 @@ class Strategy(Backend):
         self._watchdog: Watchdog | SingleRankWatchdog | None = None
 
         self.memory = DeviceMemory(self)
-        self.host = EngineHost(self, self.memory, self.full_params, self.adapter_params)
+        # Whoever changes the stream of full_params() gets that stream in the engine.
+        is_own = type(self).full_params is not Strategy.full_params
+        adapter_params = None if is_own else self.adapter_params
+        self.host = EngineHost(self, self.memory, self.full_params, adapter_params)
         self.checkpoints = Checkpoints(self, self.memory, self.full_params)
 
     def state_dict(self) -> dict[str, int]:
@@ -372,7 +375,7 @@ class Strategy(Backend):
         self.memory.reload_model(model)
         unwrapped = unwrap(model)
         if not base:
-            return split_adapters(unwrapped, self.stream(model, self.dtype, adapters_only=True))
+            return split_adapters(unwrapped, self.adapter_stream(model, self.dtype))
         stream = self.stream(model, self.dtype)
         return split_adapters(unwrapped, chain(stream, persistent_buffers(unwrapped)))
 
