@@ -13,7 +13,7 @@ from lightrft.backends.optim import step
 from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.checkpoint.model_state import ModelState
 from lightrft.config.sections import Config, sequence_layout
-from lightrft.models.lora import own_layers
+from lightrft.models.lora import is_adapter, keep_adapters_apart, own_layers
 from lightrft.models.recompute import recompute
 from lightrft.observe.trace import Untraced
 from lightrft.parallel.collectives import Axis
@@ -59,6 +59,8 @@ class Backend(ABC):
     """Number of optimizer steps that were skipped because the gradient norm was not finite."""
     unsplit_models: set[nn.Module]
     """Models without support for sequence parallelism; each rank computes whole sequences."""
+    adapters_apart: bool = False
+    """True once an engine holds the adapters beside the weights; models then compute so too."""
 
     def __init_subclass__(cls, **options: object) -> None:
         """Raise TypeError if a subclass overrides a hook by a former name that nobody calls."""
@@ -114,6 +116,8 @@ class Backend(ABC):
             fuse(module, self.device)
 
         own_layers(module)
+        if self.adapters_apart:
+            keep_adapters_apart(module)
         trained = any(parameter.requires_grad for parameter in module.parameters())
         if trained and self.config.model.gradient_checkpointing:
             recompute(
@@ -169,6 +173,10 @@ class Backend(ABC):
         Adapters and buffers are not merged or added here; see Strategy.full_params().
         """
         return stream(hf_parameters(model), dtype, self.bucket_limit(), self.device)
+
+    def adapter_stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield what stream() yields of adapters; a backend may gather nothing else."""
+        return ((name, tensor) for name, tensor in self.stream(model, dtype) if is_adapter(name))
 
     def bucket_limit(self) -> int:
         """Return the bytes of one bucket of stream(), equal on all ranks."""

@@ -296,6 +296,10 @@ GENERATION = (
     ),
     Rule("{found}", _sglang_media),
     Rule(
+        "--lora_sync adapter needs --engine_type vllm or hf: SGLang gets merged weights here",
+        lambda run: run.lora_sync == "adapter" and run.engine_type == "sglang",
+    ),
+    Rule(
         "--reward environment is the reward of an environment or an agent: set --environment or"
         " --agent",
         lambda run: "environment" in run.rewards and not (run.environment or run.agent),

@@ -360,7 +360,8 @@ class EngineSection(Section, commands=GENERATING):
     """Put the engine to sleep during training, so that both fit on one device."""
     engine_sleep_level: Literal[1, 2] = option(2, needs="--enable_engine_sleep", commands=SAMPLING)
     """Level 1 keeps the weights of the sleeping engine in host memory; level 2 discards them,
-    because they are streamed in again in any case."""
+    because they are streamed in again in any case. If the engine gets only adapters (lora_sync),
+    the default is 1, and level 2 makes each stream bring all weights."""
     engine_enforce_eager: bool = option(False, needs="--engine_type vllm or sglang")
     """Run vLLM or SGLang without CUDA graphs. A CPU has none; there, vLLM compiles its forward pass
     with --engine_args '{"enforce_eager": false}'."""
@@ -395,6 +396,14 @@ class EngineSection(Section, commands=GENERATING):
     """Size of one bucket of the weight stream in MB; the peak of additional memory is about two
     buckets. 0: an eighth of the free device memory at the beginning of the stream, on the rank that
     has the least; 512 on a CPU."""
+    lora_sync: Literal["auto", "adapter", "merged"] = option(
+        "auto", needs="--lora_rank", commands=PPO
+    )
+    """With lora_rank: what the engine gets after every step. adapter: only the adapters, for an
+    engine that holds them beside the weights (vllm, hf); a response ends under the adapters that
+    began it, so that --weight_update in_flight changes later responses alone in vLLM. merged: all
+    weights, with the adapters merged into them. auto: adapter if the engine can do that with the
+    model, else merged."""
     verify_weight_sync: bool = option(True, commands=SAMPLING)
     """Compare fingerprints of the weights that were sent with those in the engine after every
     stream, and stop the run if they differ. The first time and every 128th time all weights are

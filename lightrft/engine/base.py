@@ -3,7 +3,7 @@
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -20,6 +20,8 @@ from lightrft.engine.requests import Expanded, Request, Sampling, derived_seed, 
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Completion
+from lightrft.weight_sync.adapters import Adapters
+from lightrft.weight_sync.names import PublishedNames
 from lightrft.weight_sync.verify import ROUNDS, Fingerprints
 
 Part = Literal["weights", "kv_cache"]
@@ -49,6 +51,8 @@ class EngineSetup:
     streams_draft: bool = False
     """Each weight stream also brings the weights of --draft_pretrain, with the prefix DRAFT. The
     first ones come from the folder."""
+    adapters: Adapters | None = None
+    """Adapters that the engine holds beside the weights. None: streams bring merged weights."""
 
 
 class Engine(ABC):
@@ -61,6 +65,8 @@ class Engine(ABC):
 
     media: ClassVar[tuple[str, ...]] = tuple(MEDIA)
     """Media that this engine supports in prompts, if the model does."""
+    keeps_policy = False
+    """True if a request goes on with the weights that began it, when others are loaded under it."""
 
     def __init__(
         self,
@@ -70,9 +76,17 @@ class Engine(ABC):
         axis: Axis | None = None,
         max_model_len: int | None = None,
         vocabulary: Vocabulary | None = None,
+        adapters: Adapters | None = None,
     ):
         self.expected = expected
         """Hugging Face name -> full shape of every tensor that a weight stream must bring."""
+        self.adapters = adapters
+        """Adapters that the engine holds beside the weights. None: streams bring merged weights.
+        Otherwise they bring the adapters, and the weights only if the engine has lost them."""
+        self.has_base = False
+        """True if the engine has the weights that adapters belong to."""
+        self._sent_base: Fingerprints | None = None
+        """Fingerprints of these weights, as they were sent."""
         self.sleep_level = sleep_level
         self.axis = axis or Axis("engine", 1, 0, None)
         self.max_model_len = max_model_len
@@ -218,7 +232,9 @@ class Engine(ABC):
         until a complete stream has arrived. Caches of the old weights are dropped. Raises
         EngineError on all ranks of the engine if the engine's weights differ from the streamed
         ones, or a cache is left. The first sync, every ROUNDS-th one, and one after a failure is
-        verified completely. The others verify a sample (weight_sync/verify.py).
+        verified completely. The others verify a sample (weight_sync/verify.py). Adapters are always
+        verified completely; every ROUNDS-th sync of them also compares the other weights with those
+        that were sent once.
 
         While requests run, only their loop may load, with RequestLoop.load_weights(), and passes
         itself as `loop`. Then the caches stay, but later requests do not use them.
@@ -232,9 +248,12 @@ class Engine(ABC):
         round = self.verify_round
         self.verify_round = None
         self.places_verified = round is not None
-        sent = self._fingerprints(self.verify_dtype, round) if self.verify_dtype else None
+        brings_base = self.brings_base
+        sent = self._prints_to_send(round, brings_base) if self.verify_dtype else []
         failures: list[Exception] = []
         stream = self._checked(named_tensors, sent, failures)
+        if brings_base:
+            self.has_base = False
         self._load_weights(stream)
 
         for name, _ in stream:  # missing names are detected at the end of the stream
@@ -248,12 +267,29 @@ class Engine(ABC):
             self.reset_cache()
         else:
             self._leave_cache()
-        if sent is not None:
-            self._verify(sent, empty_cache=loop is None)
+        if sent:
+            if not brings_base and not round and self._sent_base is not None:
+                sent.append(self._sent_base)
+                self.has_base = False  # until that is verified
+            self._verify(*sent, empty_cache=loop is None)
             self.verify_round = ((round or 0) + 1) % ROUNDS
 
         self.version = version
         self.weights_valid = True
+        self.has_base = True
+
+    @property
+    def brings_base(self) -> bool:
+        """Return True if the next stream has to bring all weights, and not adapters alone."""
+        return self.adapters is None or not self.has_base
+
+    def _prints_to_send(self, round: int | None, brings_base: bool) -> list[Fingerprints]:
+        """Return empty fingerprints for what the next stream brings."""
+        prints = [self._fingerprints(self.verify_dtype, round)] if brings_base else []
+        if self.adapters is not None:
+            self._sent_base = prints[0] if prints else self._sent_base
+            prints.append(Fingerprints(self.adapters.shapes, self.verify_dtype))
+        return prints
 
     def sleep(self, level: int | None = None) -> None:
         """Release memory.
@@ -269,6 +305,7 @@ class Engine(ABC):
         self.awake = set()
         if level == 2:
             self.weights_valid = False
+            self.has_base = False
 
     def wake(self, part: Part) -> None:
         """Wake a part: "weights" first, and "kv_cache" after the stream.
@@ -283,6 +320,16 @@ class Engine(ABC):
         with self._fatal("wake"):
             self._wake(part)
         self.awake.add(part)
+
+    @classmethod
+    def adapter_problem(
+        cls, setup: EngineSetup, names: PublishedNames, media: Collection[str]
+    ) -> str | None:
+        """Return why the engine cannot hold the adapters of `setup` beside the weights, or None.
+
+        `names` are those of the model's weights; `media` are what the model reads besides text.
+        """
+        return "this engine takes merged weights only"
 
     @abstractmethod
     def prompts_at_once(self, n: int) -> int:
@@ -390,13 +437,20 @@ class Engine(ABC):
         """Return prints.numbers() of all weights on this rank, read in place when called."""
         raise NotImplementedError(f"{type(self).__name__} does not implement reading its weights")
 
+    def _adapter_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
+        """Return prints.numbers() of the newest adapters on this rank, read when called."""
+        raise NotImplementedError(f"{type(self).__name__} holds no adapters")
+
     def _mismatches(self, sent: Fingerprints) -> list[str]:
         """Name the weights that differ from the sent ones.
 
-        The default compares sums over the ranks of the engine.
+        Sums over the ranks of the engine are compared.
         """
-        fingerprints = self._engine_fingerprints(self._fingerprints(sent.dtype, sent.round))
-        return sent.wrong([self.axis.sum(numbers) for numbers in fingerprints])
+        if self.adapters is not None and sent.shapes is self.adapters.shapes:
+            numbers = self._adapter_fingerprints(Fingerprints(sent.shapes, sent.dtype))
+        else:
+            numbers = self._engine_fingerprints(self._fingerprints(sent.dtype, sent.round))
+        return sent.wrong([self.axis.sum(each) for each in numbers])
 
     @abstractmethod
     def _num_cached(self) -> int:
@@ -404,17 +458,18 @@ class Engine(ABC):
 
     # -- shared checks
 
-    def _verify(self, sent: Fingerprints, *, empty_cache: bool) -> None:
+    def _verify(self, *sent: Fingerprints, empty_cache: bool) -> None:
         """Raise EngineError unless the engine has the sent weights.
 
         With `empty_cache`, it must also have no cache of earlier ones.
         """
         problems = []
-        if wrong := self._mismatches(sent):
-            problems.append(
-                f"{wrong[0]} in the engine differs from the weight that was sent "
-                f"({len(wrong)} of {len(self.expected)} differ)"
-            )
+        for prints in sent:
+            if wrong := self._mismatches(prints):
+                problems.append(
+                    f"{wrong[0]} in the engine differs from the weight that was sent "
+                    f"({len(wrong)} of {len(prints.shapes)} differ)"
+                )
 
         if empty_cache and (cached := self._num_cached()):
             problems.append(f"the prefix cache still contains {cached} blocks of the old weights")
@@ -426,7 +481,7 @@ class Engine(ABC):
     def _checked(
         self,
         named_tensors: Iterable[tuple[str, Tensor]],
-        sent: Fingerprints | None = None,
+        sent: Collection[Fingerprints] = (),
         failures: list[Exception] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the stream unchanged, comparing each name and shape with the expected ones.
@@ -434,12 +489,13 @@ class Engine(ABC):
         The fingerprints of the tensors are added to `sent`. With `failures`, an error is put there
         and ends the stream, so that the engine finishes in order and can load the next one.
         """
-        missing = dict(self.expected)
+        adapters = {} if self.adapters is None else self.adapters.shapes
+        missing = (self.expected if self.brings_base else {}) | adapters
         try:
             for name, tensor in named_tensors:
                 self._check_weight(name, tensor, missing.pop(name, None))
-                if sent is not None:
-                    sent.add_sent(name, tensor)
+                for prints in sent:
+                    prints.add_sent(name, tensor)
                 yield name, tensor
                 # Otherwise the next tensor would be gathered beside this one.
                 del tensor
@@ -457,9 +513,12 @@ class Engine(ABC):
     def _check_weight(self, name: str, tensor: Tensor, shape: torch.Size | None) -> None:
         """Raise ValueError unless the weight has this shape; None: it is not expected any more."""
         if shape is None:
-            reason = (
-                "came twice" if name in self.expected else "is not a weight of the engine's model"
-            )
+            if name in self.expected and not self.brings_base:
+                reason = "came among adapters, and the engine has it already"
+            elif name in self.expected or (self.adapters and name in self.adapters.shapes):
+                reason = "came twice"
+            else:
+                reason = "is not a weight of the engine's model"
             raise ValueError(f"weight stream: {name} {reason}")
 
         if tensor.shape != shape:

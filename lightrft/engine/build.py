@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from loguru import logger
@@ -11,8 +12,11 @@ from loguru import logger
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EngineSection
 from lightrft.engine.base import Engine, EngineSetup
+from lightrft.engine.model_info import most_of_each, published_names
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.processes import RunProcesses
+from lightrft.thinker import load_config
+from lightrft.weight_sync.names import PublishedNames
 
 ENGINES = {
     "vllm": "lightrft.engine.vllm:VLLMEngine",
@@ -46,9 +50,44 @@ def build_engine(section: EngineSection, **setup) -> Engine:
     name = _resolve(section.engine_type)
     if name in ON_ONE_NODE:
         _check_nodes(name, setup["axis"])
-    engine: Engine = _adapter(ENGINES[name])(EngineSetup(section=section, **setup))
+    adapter: type[Engine] = _adapter(ENGINES[name])
+    complete = _with_possible_adapters(name, adapter, EngineSetup(section=section, **setup))
+    engine = adapter(complete)
     engine.verify_dtype = setup["dtype"] if section.verify_weight_sync else None
     return engine
+
+
+def _with_possible_adapters(name: str, adapter: type[Engine], setup: EngineSetup) -> EngineSetup:
+    """Return the setup without adapters if they have to be merged into the weights.
+
+    Raises ConfigError if --lora_sync adapter asks for what the engine cannot do.
+    """
+    if setup.adapters is None or setup.section.lora_sync == "merged":
+        return replace(setup, adapters=None)
+
+    config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
+    names = published_names(config, trust_remote_code=setup.trust_remote_code)
+    problem = _mixture_problem(names) or adapter.adapter_problem(
+        setup, names, most_of_each(setup.section, config)
+    )
+    if problem is None:
+        # The weights are not streamed again, so the engine keeps them while it sleeps.
+        level = {} if "engine_sleep_level" in setup.section.written else {"engine_sleep_level": 1}
+        return replace(setup, section=replace(setup.section, **level))
+
+    if setup.section.lora_sync == "adapter":
+        raise ConfigError(
+            f"--lora_sync adapter with --engine_type {name}: {problem}; use --lora_sync merged"
+        )
+    logger.info("--engine_type {} gets merged weights, not adapters alone: {}", name, problem)
+    return replace(setup, adapters=None)
+
+
+def _mixture_problem(names: PublishedNames) -> str | None:
+    """Return why adapters beside experts, or other weights of several tensors, are not supported."""
+    if joined := sorted(names.shapes.keys() - names.renamed.keys()):
+        return f"the model has weights that are stored in parts, such as the experts in {joined[0]}"
+    return None
 
 
 def connect_engine(processes: RunProcesses, section: EngineSection, **setup: Any) -> Engine:

@@ -1,6 +1,6 @@
 """The embedded engine: transformers only, with a separate sampling loop and key-value cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,6 +23,8 @@ from lightrft.engine.stops import StopStrings
 from lightrft.parallel.device import float32_product, grow_segments, release_cached_memory
 from lightrft.thinker import load_config
 from lightrft.types import Completion, concatenated_features
+from lightrft.weight_sync.adapters import Adapters, low_rank_product, names_of
+from lightrft.weight_sync.names import PublishedNames
 from lightrft.weight_sync.verify import Fingerprints
 
 DROP_SHARE = 0.25
@@ -53,6 +55,7 @@ class HFEngine(Engine):
             sleep_level=setup.section.engine_sleep_level,
             max_model_len=setup.max_model_len,
             vocabulary=Vocabulary.of(setup.model_path, config, **trust),
+            adapters=setup.adapters,
         )
         self.in_space = has_positions_in_space(config)
         self.bidirectional = bidirectional_token(config)
@@ -72,11 +75,19 @@ class HFEngine(Engine):
             head.forward = partial(_float32_logits, head)
         self.weights = self.model.state_dict(keep_vars=True)
         """Name -> the model's own tensor, wherever it is stored."""
+        if setup.adapters is not None:
+            self.weights |= _add_adapters(self.model, setup.adapters)
         self.weights_valid = not setup.from_stream
         self._waiting: dict[int, Request] = {}
         self._samples: _Samples | None = None
         """Samples of the running batch."""
         self._decoding: Iterator[list[tuple[int, list[Completion]]]] = iter(())
+
+    @classmethod
+    def adapter_problem(
+        cls, setup: EngineSetup, names: PublishedNames, media: Collection[str]
+    ) -> str | None:
+        return None
 
     def prompts_at_once(self, n: int) -> int:
         return self.batch_size
@@ -269,6 +280,12 @@ class HFEngine(Engine):
     @torch.inference_mode()
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         for name in self.expected:
+            prints.add(name, self.weights[name])
+        return prints.numbers(self.device)
+
+    @torch.inference_mode()
+    def _adapter_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
+        for name in prints.shapes:
             prints.add(name, self.weights[name])
         return prints.numbers(self.device)
 
@@ -471,6 +488,29 @@ def _load(setup: EngineSetup, config: PretrainedConfig) -> PreTrainedModel:
         model = model_class(config).from_config(config, **options)
     model.tie_weights()
     return model
+
+
+def _add_adapters(model: PreTrainedModel, adapters: Adapters) -> dict[str, Tensor]:
+    """Let the layers add the output of adapters that are 0; return them by peft's names.
+
+    They take the memory of the newest adapters only, so they stay while the engine sleeps.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name in adapters.layers:
+        layer = model.get_submodule(name)
+        pair = [
+            torch.zeros(adapters.shapes[each], dtype=layer.weight.dtype, device=layer.weight.device)
+            for each in names_of(name)
+        ]
+        layer.register_forward_hook(partial(_with_adapter, pair))
+        tensors |= zip(names_of(name), pair, strict=True)
+    return tensors
+
+
+def _with_adapter(
+    pair: list[Tensor], layer: nn.Module, inputs: tuple[Tensor], output: Tensor
+) -> Tensor:
+    return output + low_rank_product(inputs[0], *pair)
 
 
 def has_positions_in_space(config: PretrainedConfig) -> bool:

@@ -24,6 +24,7 @@ class Completes(Protocol):
     """The methods of an engine (base.py) that a loop calls."""
 
     version: int
+    keeps_policy: bool
 
     def prompts_at_once(self, n: int) -> int: ...
 
@@ -121,7 +122,8 @@ class RequestLoop:
             for key, samples in list(self.engine._step()) if self._parts else ():
                 part = self._parts.pop(key)
                 # A part that has ended may be followed by one for each sample it left unfinished.
-                for sample in self.running[part.index].take(part, samples, self.engine.version):
+                version = self._version_of(part)
+                for sample in self.running[part.index].take(part, samples, version):
                     self._continue(part.index, sample)
                 if not self.running[part.index].missing:
                     ended.append(part.index)
@@ -158,14 +160,15 @@ class RequestLoop:
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load weights between two steps, while the requests of this loop run.
 
-        Samples go on over the keys and values that they have, so nothing is computed again. Later
+        Samples go on over the keys and values that they have, so nothing is computed again. An
+        engine that keeps the policy of a request goes on with the weights that began it. Later
         requests share no prefix with earlier ones. The next part of a sample is a later request
         too. Log-probs and versions stay as the weights gave them that sampled the tokens. An error
         makes the engine unusable.
         """
         with self.engine.between_steps(self):
             for key, part in self._parts.items():
-                part.note_version(self.engine._num_sampled(key), self.engine.version)
+                part.note_version(self.engine._num_sampled(key), self._version_of(part))
             self.engine.load_weights(named_tensors, version, loop=self)
 
     @contextmanager
@@ -193,16 +196,20 @@ class RequestLoop:
             for key, part in list(self._parts.items()):
                 if part.index in indices:
                     self.running[part.index].take(
-                        part, self.engine._abort(key), self.engine.version
+                        part, self.engine._abort(key), self._version_of(part)
                     )
                     del self._parts[key]
             return {index: self.running.pop(index) for index in list(indices)}
 
     def _submit(self, index: int, place: int, request: Request) -> None:
-        self._parts[self._num_parts] = _RequestPart(index, place)
+        self._parts[self._num_parts] = _RequestPart(index, place, self.engine.version)
         self.running[index].missing += 1
         self.engine._add(self._num_parts, request)
         self._num_parts += 1
+
+    def _version_of(self, part: "_RequestPart") -> int:
+        """Return the version of the weights that sample the next tokens of a part."""
+        return part.began_with if self.engine.keeps_policy else self.engine.version
 
     def _continue(self, index: int, place: int) -> None:
         running = self.running[index]
@@ -221,6 +228,8 @@ class _RequestPart:
     """Index of the caller's request."""
     place: int
     """Sample that the part continues. The first part of a request has all samples."""
+    began_with: int
+    """Version of the weights that began the part."""
     versions: list[list[int]] = field(default_factory=list)
     """For each sample, the versions of the tokens that were sampled before the last load."""
 

@@ -52,6 +52,7 @@ class LibraryEngine(Engine):
             axis=setup.axis,
             max_model_len=setup.max_model_len,
             vocabulary=Vocabulary.of(setup.model_path, config, **trust),
+            adapters=setup.adapters,
         )
         most_of_media = most_of_each(setup.section, config)
         self.model_reads = tuple(most_of_media)

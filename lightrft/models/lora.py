@@ -25,6 +25,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
 from lightrft.models.empty import real_parameters
 from lightrft.models.weight_files import is_backbone
+from lightrft.weight_sync.adapters import names_of
 
 ADAPTER = "default"
 BASE = ".base_layer.weight"
@@ -239,6 +240,48 @@ def fold_adapters(
             yield plain_name(name), value
 
 
+def adapter_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Return peft's name -> full shape of each adapter; the model may be distributed, or away."""
+    shapes: dict[str, torch.Size] = {}
+    for name, layer in adapted_layers(model).items():
+        a, b = names_of(name)
+        shapes[a] = torch.Size([layer.r[ADAPTER], layer.in_features])
+        shapes[b] = torch.Size([layer.out_features, layer.r[ADAPTER]])
+    return shapes
+
+
+def split_adapters(
+    model: nn.Module, stream: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weight stream of a transformers model for an engine that holds adapters.
+
+    Frozen matrices keep the names that they have without adapters. A and s B follow by peft's
+    names. B is scaled in the dtype of the stream, as AdaptedLinear scales it.
+    """
+    scalings = {name: layer.scaling[ADAPTER] for name, layer in adapted_layers(model).items()}
+    for name, tensor in stream:
+        if not is_adapter(name):
+            yield plain_name(name), tensor
+        elif name.endswith(A):
+            yield _peft_name(name), tensor
+        else:
+            yield _peft_name(name), tensor * scalings[name.removesuffix(B)]
+
+
+def keep_adapters_apart(model: nn.Module) -> None:
+    """Make the layers add the output of the adapter to that of W, as an engine with adapters does.
+
+    Layers with a float32 matrix do so in any case.
+    """
+    for layer in own_layers(model):
+        layer.is_merged = False
+
+
+def _peft_name(name: str) -> str:
+    a, b = names_of(name.removesuffix(A).removesuffix(B))
+    return a if name.endswith(A) else b
+
+
 def plain_name(name: str) -> str:
     """Return the name that a frozen parameter has without adapters."""
     return name.replace(".base_layer.", ".")
@@ -248,6 +291,13 @@ def is_adapter(name: str) -> bool:
     return name.endswith((A, B))
 
 
+def adapter_parameters(
+    named: Iterable[tuple[str, nn.Parameter]],
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that are adapters."""
+    return ((name, parameter) for name, parameter in named if is_adapter(name))
+
+
 def save_adapter(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
     """Save adapters in the format of peft's PeftModel.from_pretrained.
 
@@ -255,9 +305,8 @@ def save_adapter(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> 
     """
     from safetensors.torch import save_file
 
-    names = {name: "base_model.model." + name.replace(f".{ADAPTER}.", ".") for name in tensors}
     save_file(
-        {names[name]: tensor.cpu().contiguous() for name, tensor in tensors.items()},
+        {_peft_name(name): tensor.cpu().contiguous() for name, tensor in tensors.items()},
         folder / WEIGHTS,
         {"format": "pt"},
     )

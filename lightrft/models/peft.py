@@ -1,4 +1,4 @@
-"""Linear layers with adapters that multiply with the same matrix as the engine."""
+"""Linear layers with adapters that multiply with the same matrices as the engine."""
 
 from typing import Any
 
@@ -7,21 +7,26 @@ import torch.nn.functional as F
 from peft.tuners.lora import Linear
 from torch import Tensor
 
+from lightrft.weight_sync.adapters import low_rank_product
+
 MIXING = (0x7FEB352D, 0x846CA68B)
 """Odd factors that spread the bits of a counter (C. Wellons, "Hash prospector", 2018)."""
 
 
 class AdaptedLinear(Linear):
-    """Layer of peft that multiplies with the merged matrix where the frozen matrix is not float32.
+    """Layer of peft that computes as the engine does where the frozen matrix is not float32.
 
-    An engine holds merge(W, A, B), rounded to the engine's dtype, and a trainer that computes W x +
-    s B A x would learn from samples of another policy. So the trainer computes with the same
-    rounded matrix, and gradients pass to A and B as if it were not rounded: the straight-through
-    estimator of Bengio et al. 2013 (arXiv:1308.3432).
+    With --lora_sync merged an engine holds merge(W, A, B), rounded to the engine's dtype, and a
+    trainer that computes W x + s B A x would learn from samples of another policy. So the trainer
+    computes with the same rounded matrix, and gradients pass to A and B as if it were not rounded:
+    the straight-through estimator of Bengio et al. 2013 (arXiv:1308.3432). With --lora_sync adapter
+    both compute W x + (s B) A x, with A and s B rounded to the engine's dtype.
     """
 
     adapters_on = True
     """False while the layer computes the outputs of the frozen base layer."""
+    is_merged = True
+    """False if the engine holds the adapter beside the frozen matrix."""
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         base = self.get_base_layer()
@@ -35,6 +40,11 @@ class AdaptedLinear(Linear):
         scaling = self.scaling[adapter]
         a = self.lora_A[adapter].weight
         b = self.lora_B[adapter].weight
+        if not self.is_merged:
+            x = x.to(base.weight.dtype)
+            dropped = self.lora_dropout[adapter](x)
+            return base(x) + low_rank_product(dropped, a.to(x.dtype), b.to(x.dtype) * scaling)
+
         y = MergedProduct.apply(x, base.weight, a, b, scaling)
         if base.bias is not None:
             y = y + base.bias

@@ -37,6 +37,7 @@ from lightrft.checkpoint.model_state import ModelState
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import deepspeed_problems
 from lightrft.models.empty import empty_parameters, is_empty
+from lightrft.models.lora import adapter_parameters
 from lightrft.parallel.device import current_device, local_rank
 from lightrft.strategy.strategy import Strategy
 from lightrft.weight_sync.stream import stream
@@ -169,7 +170,14 @@ class ZeRO(Strategy):
 
         In a bfloat16 run, float32 parameters come from the master weights.
         """
-        named = list(hf_parameters(model))
+        return self._full(model, list(hf_parameters(model)), dtype)
+
+    def adapter_stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        return self._full(model, list(adapter_parameters(hf_parameters(model))), dtype)
+
+    def _full(
+        self, model: nn.Module, named: list[tuple[str, nn.Parameter]], dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor]]:
         masters = dtype == torch.float32 and self.config.model.bf16 and model in self._group_names
         if masters and self._group_names[model]:
             yield from self._masters(model, named)

@@ -11,17 +11,20 @@ from loguru import logger
 from torch import Tensor, nn
 
 from lightrft.backends.base import Backend
+from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.config.sections import Config, EngineSection, longest_sequence
 from lightrft.engine.base import Engine, EngineError
 from lightrft.engine.loop import RequestLoop
-from lightrft.engine.remote.wire import PRETRAIN
+from lightrft.engine.remote.wire import ADAPTERS, PRETRAIN
 from lightrft.engine.requests import Request, Sampling, derived_seed
+from lightrft.models.lora import adapter_shapes, keep_adapters_apart
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import GB, occupied_memory, release_cached_memory
 from lightrft.strategy.device_memory import DeviceMemory
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.shared_session import SharedSession
 from lightrft.types import Completion
+from lightrft.weight_sync.adapters import Adapters
 from lightrft.weight_sync.names import DRAFT
 
 WeightsOf = Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
@@ -43,11 +46,21 @@ class EngineHost:
     All ranks call every method together.
     """
 
-    def __init__(self, backend: Backend, memory: DeviceMemory, full_params: WeightsOf):
-        """Set up a host without an engine; `full_params` starts the weight stream of a model."""
+    def __init__(
+        self,
+        backend: Backend,
+        memory: DeviceMemory,
+        full_params: WeightsOf,
+        adapter_params: Callable[..., Iterator[tuple[str, Tensor]]] | None,
+    ):
+        """Set up a host without an engine; `full_params` starts the weight stream of a model.
+
+        `adapter_params` starts one for an engine that holds adapters. None: adapters are merged.
+        """
         self.backend = backend
         self.memory = memory
         self.full_params = full_params
+        self.adapter_params = adapter_params
         self.actor: nn.Module | None = None
         """Model that the engine's weights came from last. None: they came from a folder, and the
         engine keeps them while it sleeps."""
@@ -107,13 +120,15 @@ class EngineHost:
         actor: nn.Module | None = None,
         *,
         draft: nn.Module | None = None,
+        adapters: Adapters | None = None,
     ) -> Engine:
         """Build the engine of `config`, or of the strategy's configuration.
 
         With an actor it receives the actor's weights and sleeps, if it may. The actor is
         remembered, because an engine may drop the weights while it sleeps. Without an actor the
         engine has the weights of --pretrain and stays awake. `draft` is the trained model of
-        --speculative draft; each stream contains it too.
+        --speculative draft; each stream contains it too. `adapters` are those of an actor on other
+        ranks.
         """
         # This import is inside, because only a run with an engine needs it.
         from lightrft.engine.build import build_engine, connect_engine
@@ -148,10 +163,14 @@ class EngineHost:
                 trust_remote_code=config.model.trust_remote_code,
                 from_stream=actor is not None,
                 streams_draft=trains_draft,
+                adapters=adapters if actor is None else self._adapters_of(actor, config),
             )
 
         self.adopt(engine, axis, may_sleep=section.enable_engine_sleep)
         self.draft = draft
+        if actor is not None and engine.adapters is not None:
+            backend.adapters_apart = True
+            keep_adapters_apart(unwrap(actor))
 
         if actor is None:
             self.wake()
@@ -182,7 +201,11 @@ class EngineHost:
         pretrain = processes.store.get(PRETRAIN).decode()
         announce("start_engine")
         config = self.backend.config
-        self.start(replace(config, model=replace(config.model, pretrain=pretrain)))
+        adapters = processes.store.get(ADAPTERS).decode()
+        self.start(
+            replace(config, model=replace(config.model, pretrain=pretrain)),
+            adapters=Adapters.from_json(adapters) if adapters else None,
+        )
 
         EngineServer(
             self.engine,
@@ -272,14 +295,18 @@ class EngineHost:
         4. engine/base.py, _checked(): check names and shapes, and take fingerprints.
         5. The engine's adapter: copy the tensor to its place, or rename it for the engine's loader.
 
-        Adapters are merged between 3 and 4, if there are any, and a trained draft follows the
-        actor. At the end the engine compares the fingerprints with its own weights.
+        Adapters, if there are any, are merged between 3 and 4, unless the engine holds them beside
+        the weights: then only they are streamed, once the engine has the weights. A trained draft
+        follows the actor. At the end the engine compares the fingerprints with its own weights.
         """
         self.actor = actor
         self.memory.enter(Phase.REFIT, actor)
         self._wake_weights()
 
-        weights = self.full_params(actor)
+        if self.engine.adapters is None or self.adapter_params is None:
+            weights = self.full_params(actor)
+        else:
+            weights = self.adapter_params(actor, base=not self.engine.has_base)
         if self.draft is not None:
             weights = chain(weights, self._draft_weights(self.draft))
         with self.backend.trace.phase("weight_sync"):
@@ -306,6 +333,11 @@ class EngineHost:
         with self.backend.trace.phase("wake"):
             release_cached_memory(self.backend.device)
             self.engine.wake("weights")
+
+    def _adapters_of(self, actor: nn.Module, config: Config) -> Adapters | None:
+        """Return the adapters of an actor, or None if it has none, or streams merged weights."""
+        shapes = adapter_shapes(unwrap(actor)) if self.adapter_params is not None else {}
+        return Adapters(shapes, 1 + config.rollout.max_staleness) if shapes else None
 
     def _draft_weights(self, draft: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.full_params(draft):

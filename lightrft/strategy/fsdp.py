@@ -23,9 +23,12 @@ from lightrft.backends.materialize import materialize
 from lightrft.backends.offload import OffloadedModel
 from lightrft.backends.optim import follow, parameter_names
 from lightrft.backends.replicas import Replicas
+from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.models.empty import empty_parameters
+from lightrft.models.lora import adapter_parameters
 from lightrft.parallel.tensor_parallel import parallelize
 from lightrft.strategy.strategy import Strategy
+from lightrft.weight_sync.stream import stream
 
 MOST_PADDING = 1.05
 """Most elements that a parameter may have with padding, for each of its own."""
@@ -129,6 +132,10 @@ class FSDP2(Strategy):
                 # This is for the forward pass of the next micro-batch.
                 root.set_reshard_after_forward(last)
         loss.backward()
+
+    def adapter_stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        adapters = adapter_parameters(hf_parameters(model))
+        return stream(adapters, dtype, self.bucket_limit(), self.device)
 
     def offload_model_state(self, model: nn.Module) -> OffloadedModel:
         return OffloadedModel(model, self.device)

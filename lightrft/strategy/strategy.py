@@ -26,7 +26,7 @@ from lightrft.config.sections import SUPERVISED, sequence_layout
 from lightrft.data.loader import Order
 from lightrft.launch.heartbeat import MARGIN, SingleRankWatchdog, Watchdog
 from lightrft.launch.rendezvous import join_process_group
-from lightrft.models.lora import merge_adapters
+from lightrft.models.lora import merge_adapters, split_adapters
 from lightrft.observe.trace import Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import current_device, grow_segments, host_cores, select_device
@@ -73,7 +73,10 @@ class Strategy(Backend):
         self._watchdog: Watchdog | SingleRankWatchdog | None = None
 
         self.memory = DeviceMemory(self)
-        self.host = EngineHost(self, self.memory, self.full_params)
+        # Whoever changes the stream of full_params() gets that stream in the engine.
+        is_own = type(self).full_params is not Strategy.full_params
+        adapter_params = None if is_own else self.adapter_params
+        self.host = EngineHost(self, self.memory, self.full_params, adapter_params)
         self.checkpoints = Checkpoints(self, self.memory, self.full_params)
 
     def state_dict(self) -> dict[str, int]:
@@ -362,6 +365,19 @@ class Strategy(Backend):
         unwrapped = unwrap(model)
         stream = self.stream(model, dtype or self.dtype)
         return merge_adapters(unwrapped, chain(stream, persistent_buffers(unwrapped)))
+
+    def adapter_params(self, model: nn.Module, *, base: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield the stream of `model` for an engine that holds adapters beside the weights.
+
+        With `base` it has everything that full_params() has, but frozen matrices instead of merged
+        ones, and the adapters by peft's names. Otherwise it has the adapters alone.
+        """
+        self.memory.reload_model(model)
+        unwrapped = unwrap(model)
+        if not base:
+            return split_adapters(unwrapped, self.adapter_stream(model, self.dtype))
+        stream = self.stream(model, self.dtype)
+        return split_adapters(unwrapped, chain(stream, persistent_buffers(unwrapped)))
 
     @torch.no_grad()
     def moving_average(self, model: nn.Module, model_ema: nn.Module, beta: float = 0.992) -> None:

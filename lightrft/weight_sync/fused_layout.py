@@ -149,7 +149,11 @@ class FusedWeights:
         self.unknown: list[str] = []
         """Names of weights whose location is not known."""
 
-        places = dict(model.named_modules(remove_duplicate=False))
+        # A layer with slots for adapters wraps the one that has the weights.
+        places = {
+            name.removesuffix(".base_layer"): layer
+            for name, layer in model.named_modules(remove_duplicate=False)
+        }
         users: dict[nn.Parameter, list[nn.Module]] = {}
         for layer in places.values():
             for parameter in layer._parameters.values():

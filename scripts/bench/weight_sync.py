@@ -11,6 +11,7 @@ of `torchrun` per case:
     single    one process, streamed in float32 into tensors that are there; and into the hf engine
     vllm      one process, streamed in float32 into vLLM, against vLLM's reload_weights
     experts   the same of a Qwen3-MoE: 4 layers of --experts small experts, 3 published tensors each
+    adapters  adapters of rank --rank on all linear layers into vLLM: merged weights, beside adapters alone
     fsdp2, fsdp4, hsdp4, tp2, fsdp2tp2, zero2x2, zero3x2   so many ranks, bfloat16
 
 `memcpy_s` copies the same bytes; `naive_s` gathers one tensor at a time in float32 and casts it
@@ -43,6 +44,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {"fsdp": True}),
     "vllm": (1, {"fsdp": True}),
     "experts": (1, {"fsdp": True}),
+    "adapters": (1, {"fsdp": True}),
     "fsdp2": (2, {"fsdp": True, "bf16": True}),
     "fsdp4": (4, {"fsdp": True, "bf16": True}),
     "hsdp4": (4, {"fsdp": True, "bf16": True, "dp_replicate": 2}),
@@ -102,6 +104,8 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
     """Measure one case, on every rank."""
     from transformers import AutoModelForCausalLM
 
+    from lightrft.config import ModelSection
+    from lightrft.models.lora import freeze_parameters
     from lightrft.strategy import get_strategy
 
     options = CASES[case][1] | {
@@ -112,6 +116,8 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
     strategy = get_strategy(options)
     strategy.setup_distributed()
     model = AutoModelForCausalLM.from_pretrained(args.folder)
+    if case == "adapters":
+        model = freeze_parameters(model, ModelSection(str(args.folder), lora_rank=args.rank))
     model, _ = strategy.prepare((model, strategy.create_optimizer(model, lr=1e-6)))
     sizes: list[int] = []
     shape = {
@@ -133,6 +139,12 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
     ways = {"stream": copy}
     if case in ("vllm", "experts"):
         ways |= into_vllm(strategy, model, weights, args)
+    elif case == "adapters":
+        alone = [tensor.nbytes for _, tensor in strategy.adapter_params(model, base=False)]
+        # Merging imports peft, so the peak says nothing.
+        shape = {"bytes": shape["bytes"], "adapter_bytes": sum(alone)}
+        ways = {"merged": into_engine(strategy, model, args, held=False)}
+        ways["alone"] = into_engine(strategy, model, args, held=True)
     elif case == "single":
         ways |= {"memcpy": memcpy(weights)} | syncs(
             engine_of(strategy, "hf", args), strategy, model, weights
@@ -185,7 +197,28 @@ def into_vllm(
     return {"reload": reload} | syncs(engine, strategy, model, weights)
 
 
-def engine_of(strategy: Any, name: str, args: argparse.Namespace) -> Any:
+def into_engine(
+    strategy: Any, model: Any, args: argparse.Namespace, *, held: bool
+) -> Callable[[], None]:
+    """Return a verified sync of merged weights, or of adapters that vLLM holds beside them."""
+    from lightrft.models.lora import adapter_shapes
+    from lightrft.weight_sync.adapters import Adapters
+
+    adapters = Adapters(adapter_shapes(model)) if held else None
+    engine = engine_of(strategy, "vllm", args, adapters=adapters)
+    engine.verify_dtype = strategy.dtype
+
+    def sync() -> None:
+        stream = strategy.full_params(model)
+        if held:
+            stream = strategy.adapter_params(model, base=engine.brings_base)
+        engine.load_weights(stream, engine.version + 1)
+
+    sync()
+    return sync
+
+
+def engine_of(strategy: Any, name: str, args: argparse.Namespace, **options: Any) -> Any:
     from lightrft.config import EngineSection
     from lightrft.engine.build import build_engine
 
@@ -198,6 +231,7 @@ def engine_of(strategy: Any, name: str, args: argparse.Namespace) -> Any:
         axis=strategy.mesh.engine(1),
         max_model_len=256,
         from_stream=True,
+        **options,
     )
 
 
@@ -275,6 +309,9 @@ def summary(cases: dict[str, dict[str, float]]) -> dict[str, Any]:
 
     if experts := cases.get("experts"):
         report["experts_over_engine_reload"] = experts["sync_s"] / experts["reload_s"]
+    if adapters := cases.get("adapters"):
+        report["adapter_bytes_over_all"] = adapters["adapter_bytes"] / adapters["bytes"]
+        report["adapters_over_merged"] = adapters["alone_s"] / adapters["merged_s"]
     speedups = [
         figures["naive_s"] / figures["stream_s"]
         for figures in cases.values()
@@ -283,8 +320,9 @@ def summary(cases: dict[str, dict[str, float]]) -> dict[str, Any]:
     if speedups:
         report["speedup_over_naive"] = min(speedups)
     report = {name: round(value, 3) for name, value in report.items()}
-    report["peak_extra_bytes"] = max(figures["peak_extra_bytes"] for figures in cases.values())
-    report["peak_limit_bytes"] = min(figures["peak_limit_bytes"] for figures in cases.values())
+    if peaks := [figures for figures in cases.values() if "peak_extra_bytes" in figures]:
+        report["peak_extra_bytes"] = max(figures["peak_extra_bytes"] for figures in peaks)
+        report["peak_limit_bytes"] = min(figures["peak_limit_bytes"] for figures in peaks)
     rounded = {
         name: {key: round(value, 4) for key, value in figures.items()}
         for name, figures in cases.items()
@@ -296,7 +334,7 @@ def summary(cases: dict[str, dict[str, float]]) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     flags = {"--hidden": 768, "--layers": 12, "--vocabulary": 32000, "--bucket-mb": 64}
-    parser = parser_of(__doc__, flags | {"--repeat": 5, "--experts": 64})
+    parser = parser_of(__doc__, flags | {"--repeat": 5, "--experts": 64, "--rank": 16})
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # given to a rank
     args = parser.parse_args(argv)

@@ -7,23 +7,26 @@ import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.config import ConfigError, ModelSection
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer
 from lightrft.models.lora import (
     adapted_layers,
+    adapter_shapes,
     adapters_off,
     fold_adapters,
     freeze_parameters,
     is_adapter,
     merge_adapters,
     own_layers,
+    split_adapters,
 )
 from lightrft.models.peft import merge
 from lightrft.models.recompute import recompute
 from lightrft.types import Batch
+from lightrft.weight_sync.adapters import Adapters, names_of
 from tiny import tiny_model
 
 LAYERS = [
@@ -337,3 +340,38 @@ def test_without_peft_the_way_out_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match="pip install peft"):
         freeze_parameters(load(folder), ModelSection(pretrain=folder, lora_rank=2))
+
+
+def test_adapters_alone_are_less_than_a_hundredth_of_a_model():
+    """Counted for the shapes of Qwen3-4B, with adapters of rank 16 on all linear layers."""
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    freeze_parameters(model, ModelSection(lora_rank=16))
+    shapes = adapter_shapes(model)
+    assert len(shapes) == 2 * 7 * 36
+    assert sum(shape.numel() for shape in shapes.values()) < 0.01 * size
+
+
+def test_a_stream_of_adapters_adds_up_to_the_merged_weights(folder):
+    """By peft's names, with B scaled; what is frozen has the names of the model."""
+    model = adapted(folder, lora_alpha=12.0)
+    named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    assert set(adapter_shapes(model).values()) == {p.shape for n, p in named if is_adapter(n)}
+    found = dict(split_adapters(model, named))
+    merged = dict(merge_adapters(model, named))
+    assert merged.keys() == {name for name in found if not name.startswith("base_model.model.")}
+    for layer in Adapters(adapter_shapes(model)).layers:
+        a, b = (found.pop(name) for name in names_of(layer))
+        whole = found[f"{layer}.weight"] + b @ a
+        torch.testing.assert_close(whole, merged[f"{layer}.weight"])

@@ -12,14 +12,19 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.config import ModelSection
+from lightrft.engine.hf import _add_adapters
 from lightrft.models.empty import is_empty
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
-from lightrft.models.lora import freeze_parameters, is_adapter
+from lightrft.models.lora import adapter_shapes, freeze_parameters, is_adapter
+from lightrft.strategy import FSDPStrategy
 from lightrft.types import Batch
+from lightrft.weight_sync.adapters import Adapters
 from ranks import run_cases, run_ranks
 from strategy.lora_course import (
+    LORA,
     NUM_STEPS,
     PROMPTS,
     RATE,
@@ -29,10 +34,12 @@ from strategy.lora_course import (
     plain_course,
     plain_steps,
     prepared,
+    said,
     strategy,
     strategy_course,
     take_step,
 )
+from strategy.own_strategies import DataParallelStrategy
 from strategy.training import distance, load, snapshot
 
 LAYOUTS = {
@@ -302,6 +309,75 @@ def test_a_bfloat16_actor_is_the_model_that_its_engine_gets(folder):
     layouts = ({"fsdp": True}, {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3})
     found = run_cases(2, engine_differs, {str(args): (folder, args) for args in layouts})
     assert {case: max(ranks) for case, ranks in found.items()} == dict.fromkeys(found, 0.0)
+
+
+def engine_with_adapters_differs(folder: str, args: dict) -> float:
+    """Return how far the actor is from a plain bfloat16 model with the adapters that are sent."""
+    made = strategy(bf16=True, **args)
+    made.adapters_apart = True
+    actor = adapted_actor(made, folder, empty=False, lora_alpha=12.0)
+    disturb(actor)
+    made.prepare((actor, made.create_optimizer(actor, RATE)))
+    batch = Batch(
+        lengths=torch.tensor([9]),
+        input_ids=torch.arange(9),
+        loss_mask=torch.arange(9) > 0,
+        rows=torch.tensor([0]),
+    )
+
+    plain = Actor(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+    base = plain(batch, 1.0)[0].detach()
+    held = _add_adapters(plain.language_model, Adapters(adapter_shapes(unwrap(actor))))
+    alone = dict(made.adapter_params(actor, base=False))
+    assert alone.keys() == held.keys()
+    whole = dict(made.adapter_params(actor, base=True))
+    assert whole.keys() == alone.keys() | dict(made.full_params(actor)).keys()
+    for name, tensor in alone.items():
+        held[name].copy_(tensor)
+
+    beside = plain(batch, 1.0)[0].detach()
+    trained = actor(batch, 1.0)[0].detach()
+    made.close()
+    assert (beside - base).abs().max() > 1e-2, "the adapter has an effect"
+    return (trained - beside).abs().max().item()
+
+
+@pytest.mark.slow
+def test_a_bfloat16_actor_adds_the_adapters_that_its_engine_gets(folder):
+    layouts = ({"fsdp": True}, {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3})
+    cases = {str(args): (folder, args) for args in layouts}
+    found = run_cases(2, engine_with_adapters_differs, cases)
+    assert {case: max(ranks) for case, ranks in found.items()} == dict.fromkeys(found, 0.0)
+
+
+class OwnStream(FSDPStrategy):
+    """FSDP2 that changes what engines get."""
+
+    def full_params(self, model, dtype=None):
+        for name, tensor in super().full_params(model, dtype):
+            yield name, tensor * (1.5 if name == "model.norm.weight" else 1)
+
+
+def said_by_own(folder: str) -> tuple[set[str], bool, bool]:
+    """Return what own strategies give an engine: names of adapters, and whether it holds them."""
+    held = []
+    for kind in (DataParallelStrategy, OwnStream):
+        options = {"pretrain": folder, "engine_type": "hf", "prompt_max_len": 8, **LORA}
+        made = kind(args={**options, "generate_max_len": 8})
+        made.setup_distributed()
+        model, _ = prepared(made, folder)
+        if kind is DataParallelStrategy:
+            names = {name for name, _ in made.adapter_params(model, base=False)}
+        engine = made.setup_inference_engine(actor=model)
+        said(made, model)
+        held.append(engine.adapters is not None)
+        made.close()
+    return names, *held
+
+
+def test_own_strategies_decide_what_the_engine_gets(folder):
+    ((names, plain, own),) = run_ranks(1, said_by_own, folder)
+    assert len(names) == 2 * 3 * 2 and plain and not own
 
 
 def loaded_elsewhere(folder: str, args: dict, root: Path) -> dict[str, torch.Tensor]:

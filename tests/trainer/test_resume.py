@@ -57,6 +57,8 @@ REMEMBERS = [
 ]
 """What goes on from step to step beside the models: moments of all rewards, a coefficient that
 moves."""
+ADAPTERS = ["--lora_rank=4", "--lora_sync=adapter", "--actor_learning_rate=1e-2"]
+VLLM = ["--engine_type=vllm", "--enable_engine_sleep"]
 SGLANG = ["--engine_type=sglang", "--engine_kv_cache_gb=0.05", "--enable_engine_sleep"]
 RUN = [
     *PPO,
@@ -119,7 +121,9 @@ def finished(inputs, tmp_path_factory):
 CASES = {
     "hf-fsdp": ("fsdp", []),
     "hf-zero2": ("zero2", ["--async_save"]),
-    "vllm-fsdp": ("fsdp", ["--engine_type=vllm", "--enable_engine_sleep"]),
+    "vllm-fsdp": ("fsdp", VLLM),
+    "vllm-adapters": ("fsdp", [*VLLM, *ADAPTERS]),
+    "hf-adapters": ("fsdp", ADAPTERS),
     "sglang-zero3": ("zero3", [*SGLANG, "--async_save", "--offload_idle"]),
 }
 

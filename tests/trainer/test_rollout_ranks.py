@@ -657,6 +657,35 @@ def test_responses_of_several_versions_are_learned(tmp_path, monkeypatch, most, 
 
 
 @pytest.mark.slow
+def test_responses_end_under_the_adapters_that_began_them(tmp_path, monkeypatch):
+    """Adapters alone arrive at ranks that generate, while responses of other adapters decode."""
+    load_vllm()
+    monkeypatch.setattr(EngineServer, "_advance", with_a_pause(EngineServer._advance))
+    flags = [
+        *prepare(tmp_path),
+        *PPO,
+        *VLLM,
+        *SAME,
+        "--engine_tp_size=1",
+        "--rollout_batch_size=2",
+        "--n_samples_per_prompt=2",
+        "--train_batch_size=4",
+        "--max_steps=8",
+        "--max_staleness=2",
+        "--weight_update=in_flight",
+        "--lora_rank=4",
+        "--lora_sync=adapter",
+    ]
+    run_ranks(3, as_launched, {"run": flags}, str(tmp_path))
+    rows = rows_of(tmp_path / "run")
+    assert any(row["rollout/staleness"] for row in rows)
+    assert all(
+        row["rollout/staleness_max"] <= 2 and row["engine/logprob_mismatch_max"] < 1e-4
+        for row in rows
+    )
+
+
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_numbers(tmp_path):
     flags = [*prepare(tmp_path), *PPO, "--max_steps=4", "--save_steps=2", "--rollout_ranks=1"]
     cases = {"whole": flags, "parts": [*flags, "--max_steps=2"]}

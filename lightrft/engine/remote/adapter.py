@@ -20,7 +20,9 @@ from lightrft.engine.model_info import (
 )
 from lightrft.engine.remote.weights import WeightBroadcast
 from lightrft.engine.remote.wire import (
+    ADAPTERS,
     CAPACITY,
+    HOLDS_ADAPTERS,
     PRETRAIN,
     Abort,
     Closed,
@@ -63,6 +65,7 @@ class RemoteEngine(Engine):
         self.limits = most_of_each(setup.section, config)
         self.model_reads = tuple(self.limits)
         if processes.rank == 0:
+            processes.store.set(ADAPTERS, setup.adapters.to_json() if setup.adapters else "")
             processes.store.set(PRETRAIN, setup.model_path)
         self._inbox: SimpleQueue[tuple[Peer, Any]] = SimpleQueue()
         first = processes.size - processes.rollout_ranks
@@ -80,6 +83,9 @@ class RemoteEngine(Engine):
         self._arrived: dict[int, list[Finished]] = {}
         """Call -> completions that have not been read."""
         self._processes = processes
+        # Only the ranks that generate know what their engine can do.
+        if setup.adapters is not None and processes.store.get(HOLDS_ADAPTERS):
+            self.adapters = setup.adapters
 
     def load_weights(
         self,
@@ -102,6 +108,7 @@ class RemoteEngine(Engine):
 
         self.version = version
         self.weights_valid = True
+        self.has_base = True
 
     def reset_cache(self) -> None:
         """Do nothing: engines drop the caches when they load weights."""

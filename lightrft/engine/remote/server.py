@@ -13,6 +13,7 @@ from lightrft.engine.loop import RequestLoop
 from lightrft.engine.remote.weights import WeightBroadcast
 from lightrft.engine.remote.wire import (
     CAPACITY,
+    HOLDS_ADAPTERS,
     Abort,
     Closed,
     Finished,
@@ -66,6 +67,7 @@ class EngineServer:
 
         if self.axis.rank == 0:
             processes.store.set(CAPACITY, str(capacity))
+            processes.store.set(HOLDS_ADAPTERS, "" if engine.adapters is None else "yes")
             self._peers = {peer.rank: peer for peer in accept(processes, self._inbox)}
 
         self._broadcast = WeightBroadcast(processes, device)

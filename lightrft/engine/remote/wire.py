@@ -17,6 +17,10 @@ from lightrft.types import Completion, Drafts
 
 PRETRAIN = f"{KEY}/pretrain"
 """Key of the folder that the engines start from."""
+ADAPTERS = f"{KEY}/adapters"
+"""Key of the adapters that the engines should hold beside the weights; empty without any."""
+HOLDS_ADAPTERS = f"{KEY}/holds_adapters"
+"""Key that says whether the engines hold them; empty if they take merged weights."""
 CAPACITY = f"{KEY}/capacity"
 """Key of the number of samples that an engine decodes at the same time."""
 

@@ -5,7 +5,7 @@ import gc
 import math
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 
@@ -24,15 +24,17 @@ from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.start import LibraryEngine
 from lightrft.engine.vllm import layers  # noqa: F401  registered by its import
+from lightrft.engine.vllm.adapter_slots import slots_problem
 from lightrft.engine.vllm.arguments import arguments
 from lightrft.engine.vllm.cpu_sampler import use_fast_sampling
 from lightrft.engine.vllm.shared_prompts import share_last_blocks
 from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.engine.vllm.speculation import Speculation
 from lightrft.parallel.device import grow_segments, release_cached_memory
-from lightrft.thinker import OmniThinkerConfig, whole_config
+from lightrft.thinker import OmniThinkerConfig, load_config, whole_config
 from lightrft.types import Completion
-from lightrft.weight_sync.names import DRAFT, NamedTensor
+from lightrft.weight_sync.adapters import Adapters
+from lightrft.weight_sync.names import DRAFT, NamedTensor, PublishedNames
 from lightrft.weight_sync.verify import Fingerprints
 
 OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
@@ -100,7 +102,7 @@ class VLLMEngine(LibraryEngine):
             grow_segments(self.device)
             if self.on_cpu and config.model_type in CAUSAL_ON_CPU:
                 self.limits.pop("images", None)
-            self._shim = VLLMShim(self._llm, self.names, self.draft_names)
+            self._shim = VLLMShim(self._llm, self.names, self.draft_names, self.adapters)
             # With hundreds of banned ids, vLLM would build a list for each request in each step.
             self._num_ids, _ = Truncation(banned=self.vocabulary.unknown_token_ids).cut(
                 self.vocabulary.size
@@ -131,6 +133,17 @@ class VLLMEngine(LibraryEngine):
             self.reset_cache()
 
         return self._shim.weights.unknown
+
+    @classmethod
+    def adapter_problem(
+        cls, setup: EngineSetup, names: PublishedNames, media: Collection[str]
+    ) -> str | None:
+        config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
+        return slots_problem(setup, names, config.architectures or [], media)
+
+    @property
+    def keeps_policy(self) -> bool:
+        return self.adapters is not None
 
     def prompts_at_once(self, n: int) -> int:
         return self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs // n
@@ -224,7 +237,12 @@ class VLLMEngine(LibraryEngine):
 
         Drafts go on too: a model that was switched off has not read the samples that run, so that
         it stays off, and text of earlier weights is forgotten with its requests.
+
+        With adapters a request goes on with the ones that it has. vLLM shares no blocks between
+        adapters, so salts stay.
         """
+        if self.keeps_policy:
+            return
         self._submit_held()  # their request has the salt of before
         self._num_loads += 1
         self._shim.leave_cache(str(self._num_loads))
@@ -307,17 +325,32 @@ class VLLMEngine(LibraryEngine):
         return nullcontext() if self._runner_v2 else torch_state_kept(self.device)
 
     def _load_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        if self.adapters is not None:
+            named_tensors = _without_adapters(named_tensors, self.adapters, tensors)
+
         with self._fatal("load_weights"), torch.no_grad():
-            try:
-                if self.draft_names is None:
-                    self._shim.reload_weights(named_tensors, direct=self.places_verified)
-                else:
-                    self._load_with_draft(named_tensors)
-            except (ValueError, KeyError) as error:
-                if not (unknown := self._shim.weights.unknown):
-                    raise
-                message = self.names.unknown_weights_message(unknown, "vllm")
-                raise ValueError(f"{message}. vLLM's message: {error!s:.300}") from error
+            if self.brings_base:
+                self._load_base(named_tensors)
+            else:
+                for _ in named_tensors:
+                    pass  # all of them are adapters
+            # A stream that broke off has not brought all of them, and load_weights() reports it.
+            if self.adapters is not None and tensors.keys() == self.adapters.shapes.keys():
+                self._shim.load_adapters(tensors)
+
+    def _load_base(self, named_tensors: Iterator[NamedTensor]) -> None:
+        """Load all weights but adapters."""
+        try:
+            if self.draft_names is None:
+                self._shim.reload_weights(named_tensors, direct=self.places_verified)
+            else:
+                self._load_with_draft(named_tensors)
+        except (ValueError, KeyError) as error:
+            if not (unknown := self._shim.weights.unknown):
+                raise
+            message = self.names.unknown_weights_message(unknown, "vllm")
+            raise ValueError(f"{message}. vLLM's message: {error!s:.300}") from error
 
     def _load_with_draft(self, named_tensors: Iterator[NamedTensor]) -> None:
         """Load the weights of both models from one stream; a prefix marks the draft's."""
@@ -335,6 +368,10 @@ class VLLMEngine(LibraryEngine):
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[torch.Tensor, torch.Tensor]:
         with self._stance():
             self._shim.weights.add_to(prints)
+        return prints.numbers(self.device)
+
+    def _adapter_fingerprints(self, prints: Fingerprints) -> tuple[torch.Tensor, torch.Tensor]:
+        self._shim.slots.add_to(prints)
         return prints.numbers(self.device)
 
     def _num_cached(self) -> int:
@@ -375,6 +412,19 @@ class VLLMEngine(LibraryEngine):
         del self._llm, self._shim
         gc.collect()
         release_cached_memory(self.device)
+
+
+def _without_adapters(
+    named_tensors: Iterator[NamedTensor], adapters: Adapters, tensors: dict[str, torch.Tensor]
+) -> Iterator[NamedTensor]:
+    """Yield what is not an adapter, and put adapters into `tensors`."""
+    for name, tensor in named_tensors:
+        if name in adapters.shapes:
+            tensors[name] = tensor
+        else:
+            yield name, tensor
+        # Otherwise the next tensor would be gathered beside this one.
+        del tensor
 
 
 @contextmanager

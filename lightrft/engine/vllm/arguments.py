@@ -1,10 +1,12 @@
 """The arguments that vLLM's engine starts with."""
 
 from dataclasses import fields
+from typing import get_args
 
 import torch
 from transformers import PretrainedConfig
 from vllm import envs
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import EngineArgs
 from vllm.triton_utils import HAS_TRITON
 
@@ -17,6 +19,8 @@ from lightrft.thinker import OmniThinkerConfig
 TEXT_DRAFTER = "lightrft.engine.vllm.text_drafter.TextDrafter"
 TENSOR_PARALLEL = "ranks share an engine by --engine_tp_size alone"
 SPECULATION = "use --speculative, --num_draft_tokens and --draft_pretrain"
+RANKS = get_args(MaxLoRARanks)
+"""Ranks of the slots for adapters that vLLM has kernels for."""
 RESERVED = {
     "model": "use --pretrain",
     "trust_remote_code": "use --trust_remote_code",
@@ -42,6 +46,10 @@ RESERVED = {
     "per_request_spec_decode_metrics": SPECULATION,
     "limit_mm_per_prompt": "use --limit_mm_image_per_prompt and similar flags",
     "mm_device_do_normalize": "no weight stream brings the constants of it",
+    "enable_lora": "use --lora_rank and --lora_sync",
+    "max_loras": "use --max_staleness",
+    "max_lora_rank": "use --lora_rank",
+    "lora_target_modules": "use --target_modules",
 }
 """Arguments that --engine_args may not set -> what to do instead."""
 
@@ -88,6 +96,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         | kernels
         | (media if sees else {})
         | _speculation(setup)
+        | _adapters(setup)
         | {
             "model": setup.model_path,
             "trust_remote_code": setup.trust_remote_code,
@@ -125,6 +134,23 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         known=[field.name for field in fields(EngineArgs)],
         reserved=reserved,
     )
+
+
+def _adapters(setup: EngineSetup) -> dict:
+    """Return the arguments of adapters beside the weights; none without them.
+
+    vLLM adds slots to all layers that can have some, the head among them, unless it is told which.
+    """
+    adapters = setup.adapters
+    if adapters is None:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": min(rank for rank in RANKS if rank >= adapters.rank),
+        "max_loras": adapters.num_policies,
+        "max_cpu_loras": adapters.num_policies,
+        "lora_target_modules": sorted({layer.rpartition(".")[2] for layer in adapters.layers}),
+    }
 
 
 def _speculation(setup: EngineSetup) -> dict:

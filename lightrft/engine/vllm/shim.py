@@ -41,9 +41,11 @@ from lightrft.engine.base import EngineError
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.media import Clip, Video, metadata
 from lightrft.engine.requests import MEDIA
+from lightrft.engine.vllm.adapter_slots import AdapterSlots
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import local_rank
 from lightrft.types import Completion, Drafts
+from lightrft.weight_sync.adapters import Adapters
 from lightrft.weight_sync.expert_layout import is_experts, pack_experts, unpacked_experts
 from lightrft.weight_sync.fused_layout import PARTS, CopyTarget, FusedWeights, engine_names
 from lightrft.weight_sync.names import NamedTensor, PublishedNames
@@ -55,7 +57,13 @@ PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFu
 class VLLMShim:
     """Every access to vLLM beyond the documented offline interface; check it for each version."""
 
-    def __init__(self, llm: LLM, names: PublishedNames, draft_names: PublishedNames | None):
+    def __init__(
+        self,
+        llm: LLM,
+        names: PublishedNames,
+        draft_names: PublishedNames | None,
+        adapters: Adapters | None = None,
+    ):
         """Detach vLLM's finalizer.
 
         It would destroy the trainer's process group when vLLM's client is collected, or at exit.
@@ -94,6 +102,10 @@ class VLLMShim:
             packs=_packs,
             keeps=lambda piece: names.is_alone(piece.name) and _keeps(piece.layer, piece.attribute),
         )
+        self.slots: AdapterSlots | None = None
+        if adapters is not None:
+            manager = self.worker.model_runner.lora_manager._adapter_manager
+            self.slots = AdapterSlots(manager, adapters, names)
 
     def limit_vocabulary(self, size: int) -> None:
         """Give all ids from `size` on the logit -inf, so that none of them is sampled.
@@ -164,7 +176,23 @@ class VLLMShim:
         """Check a request once, before submit() begins samples of it."""
         engine = self.llm.llm_engine
         return engine.input_processor.process_inputs(
-            "", prompt, parameters, supported_tasks=engine.get_supported_tasks()
+            "",
+            prompt,
+            parameters,
+            supported_tasks=engine.get_supported_tasks(),
+            lora_request=self.slots and self.slots.newest,
+        )
+
+    def load_adapters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load adapters of a new policy; those that requests still use stay."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.slots.load(
+            tensors,
+            {
+                request.lora_request.lora_int_id
+                for request in core.scheduler.requests.values()
+                if request.lora_request is not None
+            },
         )
 
     def submit(self, name: str, request: EngineCoreRequest, seed: int) -> None:
@@ -254,7 +282,12 @@ class VLLMShim:
     @property
     def sampler(self) -> Sampler:
         """Return the sampler of model runner V1."""
-        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.sampler
+        return self.worker.model_runner.sampler
+
+    @property
+    def worker(self) -> Any:
+        """Return vLLM's worker in this process."""
+        return self.llm.llm_engine.model_executor.driver_worker.worker
 
     @property
     def cache(self) -> KVCacheManager:
@@ -301,7 +334,7 @@ class VLLMShim:
         _forget_reloads(self.model)
         if self.draft_model is not None:
             _forget_reloads(self.draft_model)
-        del self.model, self.draft_model, self.weights, self.experts
+        del self.model, self.draft_model, self.weights, self.experts, self.slots
         self.llm.collective_rpc("shutdown")
         destroy_model_parallel()
         _forget_world()
