@@ -59,6 +59,7 @@ class VLLMEngine(LibraryEngine):
 
     def __init__(self, setup: EngineSetup):
         super().__init__("vllm", vllm.__version__, setup)
+        self.keeps_policy = self.adapters is not None
 
     def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
         if isinstance(config, OmniThinkerConfig) and whole_config(setup.model_path) is None:
@@ -140,10 +141,6 @@ class VLLMEngine(LibraryEngine):
     ) -> str | None:
         config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
         return slots_problem(setup, names, config.architectures or [], media)
-
-    @property
-    def keeps_policy(self) -> bool:
-        return self.adapters is not None
 
     def prompts_at_once(self, n: int) -> int:
         return self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs // n
