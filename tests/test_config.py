@@ -1162,7 +1162,10 @@ def test_a_mistake_is_answered_without_heavy_imports():
             ["--lora_rank=4", "--target_modules", "all-linear", "q_proj"],
             "--target_modules takes either all-linear or names",
         ),
-        (["--lora_rank=4", "--fsdp", "--tp_size=2"], "--lora_rank needs --tp_size 1"),
+        (
+            ["--lora_rank=4", "--lora_dropout=0.1", "--fsdp", "--tp_size=2"],
+            "--lora_dropout 0.1 needs --tp_size 1",
+        ),
     ],
 )
 def test_adapters_that_cannot_be(argv, message):

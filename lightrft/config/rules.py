@@ -668,9 +668,9 @@ STRATEGY = (
         lambda run: len(run.target_modules) > 1 and "all-linear" in run.target_modules,
     ),
     Rule(
-        "--lora_rank needs --tp_size 1: adapters are not split over ranks; --fsdp shards the model"
-        " without it",
-        lambda run: run.lora_rank > 0 and run.tp_size > 1,
+        "--lora_dropout {lora_dropout} needs --tp_size 1: ranks that split a layer would drop"
+        " different inputs",
+        lambda run: run.lora_rank > 0 and run.lora_dropout > 0 and run.tp_size > 1,
     ),
     Rule(
         "--fused_kernels {fused_kernels} needs --tp_size 1: its kernels do not support parameters"

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from peft.tuners.lora import Linear
 from torch import Tensor
 
+from lightrft.parallel.tensor_parallel import SplitAdapter
 from lightrft.weight_sync.adapters import low_rank_product
 
 MIXING = (0x7FEB352D, 0x846CA68B)
@@ -27,19 +28,27 @@ class AdaptedLinear(Linear):
     """False while the layer computes the outputs of the frozen base layer."""
     is_merged = True
     """False if the engine holds the adapter beside the frozen matrix."""
+    split: SplitAdapter | None = None
+    """How tensor-parallel ranks divide the adapter; None: each has it whole."""
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         base = self.get_base_layer()
         if not self.adapters_on:
             return base(x, *args, **options)
 
-        if base.weight.dtype == torch.float32:
+        if self.split is None and base.weight.dtype == torch.float32:
             return super().forward(x, *args, **options)
 
         (adapter,) = self.scaling
         scaling = self.scaling[adapter]
         a = self.lora_A[adapter].weight
         b = self.lora_B[adapter].weight
+        if self.split is not None:
+            a, b = self.split.local(a, b)
+            x = x.to(base.weight.dtype)
+            low = self.split.join(F.linear(x, a.to(x.dtype)))
+            return base(x) + F.linear(low, b.to(x.dtype) * scaling)
+
         if not self.is_merged:
             x = x.to(base.weight.dtype)
             dropped = self.lora_dropout[adapter](x)

@@ -97,6 +97,26 @@ class VocabularyShard:
     axis: Axis
 
 
+@dataclass(frozen=True, slots=True)
+class SplitAdapter:
+    """A low-rank adapter of a layer that ranks divide: B by the layer's outputs, or A by its inputs.
+
+    The other matrix is whole on each rank.
+    """
+
+    a_gradient: Placement
+    b_gradient: Placement
+    join: Callable[[Tensor], Tensor]
+    """Function from A x [1, T, rank], of this rank's inputs, to the sum over all ranks."""
+
+    def local(self, a: DTensor, b: DTensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's parts of A and B, with the gradients that ranks have of them."""
+        return (
+            a.to_local(grad_placements=[self.a_gradient]),
+            b.to_local(grad_placements=[self.b_gradient]),
+        )
+
+
 def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> None:
     """Split every language model inside `module` over the one-dimensional `mesh`, in place.
 
@@ -445,7 +465,11 @@ def _block_plan(
     columns = partial(_split_columns, detached=("weight",))
     rows = partial(_split_rows, sequence=sequence)
     attention = block.self_attn
-    plan = {f"self_attn.{layer}": columns for layer in ATTENTION} | {"self_attn.o_proj": rows}
+    linear: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
+        f"self_attn.{layer}": columns for layer in ATTENTION
+    }
+    linear["self_attn.o_proj"] = rows
+    plan: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {}
     if attention._parameters:
         plan["self_attn"] = _split_heads
     for name, norm in attention.named_children():
@@ -453,8 +477,8 @@ def _block_plan(
             plan[f"self_attn.{name}"] = _replicate
 
     if _splits_feed_forward(block):
-        plan |= {f"mlp.{name}": columns for name in FEED_FORWARD if hasattr(block.mlp, name)}
-        plan["mlp.down_proj"] = rows
+        linear |= {f"mlp.{name}": columns for name in FEED_FORWARD if hasattr(block.mlp, name)}
+        linear["mlp.down_proj"] = rows
     else:
         own = (name for name, part in block.mlp.named_modules(prefix="mlp") if part._parameters)
         plan |= dict.fromkeys(own, lambda module, mesh: None)
@@ -462,12 +486,53 @@ def _block_plan(
     if sequence:
         norms = (name for name, _ in block.named_children() if name.endswith("layernorm"))
         plan |= dict.fromkeys(norms, _replicate)
+    for name, split in linear.items():
+        plan |= _with_adapter(block, name, split, by_rows=split is rows, sequence=sequence)
     return plan
+
+
+def _with_adapter(
+    block: nn.Module,
+    name: str,
+    split: Callable[[nn.Module, DeviceMesh], None],
+    *,
+    by_rows: bool,
+    sequence: bool,
+) -> dict[str, Callable[[nn.Module, DeviceMesh], None]]:
+    """Return how to split a linear layer, and the adapter that it may have.
+
+    Of a layer divided by outputs, each rank has some rows of B and a part of A's gradient. Of one
+    divided by inputs, each has some columns of A, and the product with A is summed before B.
+    """
+    layer = block.get_submodule(name)
+    if isinstance(layer, nn.Linear):
+        return {name: split}
+
+    (adapter,) = layer.scaling
+    reduce = _ScatterTokens.apply if sequence else _sum_parts
+
+    def split_a(matrix: nn.Module, mesh: DeviceMesh) -> None:
+        _distribute(matrix, mesh, weight=Shard(1) if by_rows else Replicate())
+        if by_rows:
+            b_gradient = Partial() if sequence else Replicate()
+            axis = _axis(mesh)
+            layer.split = SplitAdapter(Shard(1), b_gradient, lambda low: reduce(low, axis))
+        else:
+            layer.split = SplitAdapter(Partial(), Shard(0), lambda low: low)
+
+    def split_b(matrix: nn.Module, mesh: DeviceMesh) -> None:
+        _distribute(matrix, mesh, weight=Replicate() if by_rows else Shard(0))
+
+    return {
+        f"{name}.base_layer": split,
+        f"{name}.lora_A.{adapter}": split_a,
+        f"{name}.lora_B.{adapter}": split_b,
+    }
 
 
 def _splits_feed_forward(block: nn.Module) -> bool:
     """Return whether a block has a feed-forward layer, and not experts."""
-    return isinstance(getattr(block.mlp, "down_proj", None), nn.Linear)
+    return isinstance(getattr(block.mlp, "down_proj", None), nn.Module)
 
 
 class _Branch:

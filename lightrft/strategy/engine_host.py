@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightrft.backends.base import Backend
 from lightrft.checkpoint.hf_parameters import unwrap
+from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, EngineSection, longest_sequence
 from lightrft.engine.base import Engine, EngineError
 from lightrft.engine.loop import RequestLoop
@@ -171,6 +172,13 @@ class EngineHost:
         if actor is not None and engine.adapters is not None:
             backend.adapters_apart = True
             keep_adapters_apart(unwrap(actor))
+        elif actor is not None and config.model.lora_rank and config.model.bf16:
+            if backend.mesh.tp.size > 1:
+                raise ConfigError(
+                    "--lora_rank with --tp_size in bfloat16 needs an engine that holds adapters"
+                    " (--lora_sync adapter): ranks that split a layer cannot round the merged"
+                    " matrix as the engine does"
+                )
 
         if actor is None:
             self.wake()

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, Olmo2Config, Olmo2ForCausalLM, Qw
 from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
+from lightrft.models.lora import freeze_parameters, keep_adapters_apart
 from lightrft.models.recompute import recompute
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.tensor_parallel import model_problems, parallelize, plan_problems
@@ -195,6 +196,60 @@ def test_families_with_the_same_names_and_shapes(tmp_path):
                 assert gradients.keys() == known.keys()
                 wrong = {key: distance(gradients[key], known[key]) for key in known}
                 assert max(wrong.values()) < 1e-4, (layout, name, wrong)
+
+
+def with_adapters(folders: dict[str, str], layouts: list[dict]) -> list[dict[str, Values]]:
+    """Return the gradients of adapters whose B is not 0, for each layout."""
+    results = []
+    for layout in layouts:
+        made = strategy(**layout)
+        found = {}
+        for name, folder in folders.items():
+            torch.manual_seed(0)
+            section = ModelSection(pretrain=folder, lora_rank=3)
+            model = freeze_parameters(load_model(section), section)
+            for key, parameter in model.named_parameters():
+                if ".lora_B." in key:
+                    parameter.data.normal_(std=0.3)
+            actor = made.prepare(Actor(model).train())
+            if layout.get("bf16"):
+                keep_adapters_apart(actor.language_model)
+            logprobs, entropy = actor(batch_of(sequences()), TEMPERATURE)
+            made.backward(loss_of(logprobs, entropy), actor)
+            found[name] = {
+                key: whole(parameter.grad)
+                for key, parameter in actor.hf_parameters()
+                if parameter.requires_grad
+            }
+        results.append(found)
+    return results
+
+
+@pytest.mark.slow
+def test_adapters_of_split_layers(folders):
+    """Each rank has a part of A or of B, and the other matrix whole."""
+    chosen = {name: folders[name] for name in ("qwen2", "gemma3")}
+    layouts = [{"tp_size": 2}, {"tp_size": 2, "tp_sequence_parallel": True}]
+    ((expected,),) = run_ranks(1, with_adapters, chosen, [{}])
+    for by_layout in run_ranks(2, with_adapters, chosen, layouts):
+        for layout, found in zip(layouts, by_layout, strict=True):
+            for name, gradients in expected.items():
+                assert found[name].keys() == gradients.keys() and len(gradients) == 2 * 2 * 7
+                wrong = {key: distance(found[name][key], gradients[key]) for key in gradients}
+                assert max(wrong.values()) < 1e-4, (layout, name, wrong)
+
+
+@pytest.mark.slow
+def test_adapters_of_split_layers_in_bfloat16(folders):
+    """The engine's formula, with A and B rounded, is as close to float32 as without a split."""
+    chosen = {"qwen2": folders["qwen2"]}
+    ((exact,),) = run_ranks(1, with_adapters, chosen, [{}])
+    ((alone,),) = run_ranks(1, with_adapters, chosen, [{"bf16": True}])
+    layouts = [{"tp_size": 2, "bf16": True}]
+    for (found,) in run_ranks(2, with_adapters, chosen, layouts):
+        for key, gradient in exact["qwen2"].items():
+            rounding = distance(alone["qwen2"][key], gradient)
+            assert distance(found["qwen2"][key], gradient) < 2 * max(rounding, 0.02), key
 
 
 def split_each(cases: list[tuple[dict[str, str], dict]]) -> list:

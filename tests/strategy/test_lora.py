@@ -45,6 +45,8 @@ from strategy.training import distance, load, snapshot
 LAYOUTS = {
     "fsdp-1": (1, {"fsdp": True}),
     "fsdp-2": (2, {"fsdp": True}),
+    "tp-2": (2, {"fsdp": True, "tp_size": 2}),
+    "tp-4": (4, {"fsdp": True, "tp_size": 2}),
     "zero0-2": (2, {"zero_stage": 0}),
     "zero1-2": (2, {"zero_stage": 1}),
     "zero3-2": (2, {"zero_stage": 3}),
@@ -249,9 +251,9 @@ def test_an_empty_model_is_filled_as_one_that_was_read_whole(folder, args):
     assert not torch.equal(training, asking)
 
 
-def test_adapters_are_refused_with_tensor_parallelism():
-    with pytest.raises(ValueError, match="--lora_rank needs --tp_size 1"):
-        strategy(fsdp=True, lora_rank=4, tp_size=2)
+def test_dropout_of_adapters_is_refused_with_tensor_parallelism():
+    with pytest.raises(ValueError, match="--lora_dropout 0.1 needs --tp_size 1"):
+        strategy(fsdp=True, lora_rank=4, lora_dropout=0.1, tp_size=2)
 
 
 @pytest.mark.slow
