@@ -432,7 +432,7 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
             engine_core=SimpleNamespace(add_request=submitted.append),
         )
         shim = SimpleNamespace(
-            llm=SimpleNamespace(llm_engine=llm_engine), _samples={}, _num_submitted=0
+            llm=SimpleNamespace(llm_engine=llm_engine), slots=None, _samples={}, _num_submitted=0
         )
         shim.prepare = partial(VLLMShim.prepare, shim)
         shim.submit = partial(VLLMShim.submit, shim)
