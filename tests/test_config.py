@@ -1166,6 +1166,10 @@ def test_a_mistake_is_answered_without_heavy_imports():
             ["--lora_rank=4", "--lora_dropout=0.1", "--fsdp", "--tp_size=2"],
             "--lora_dropout 0.1 needs --tp_size 1",
         ),
+        (
+            ["--lora_rank=4", "--fsdp", "--tp_size=2", "--bf16", "--lora_sync=merged"],
+            "--lora_rank with --tp_size in bfloat16 needs --lora_sync adapter",
+        ),
     ],
 )
 def test_adapters_that_cannot_be(argv, message):

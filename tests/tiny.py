@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
     PreTrainedTokenizerFast,
-    Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
     Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 PAD = 256
@@ -42,9 +41,13 @@ def tiny_model(folder: Path | str, seed: int = 0, tie: bool = False, layers: int
         eos_token_id=EOS,
         dtype=torch.float32,
     )
+    return _written(config, folder, seed)
+
+
+def _written(config: PretrainedConfig, folder: Path | str, seed: int) -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        Qwen3ForCausalLM(config).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
     byte_tokenizer().save_pretrained(folder)
     return str(folder)
@@ -52,7 +55,6 @@ def tiny_model(folder: Path | str, seed: int = 0, tie: bool = False, layers: int
 
 def tiny_experts(folder: Path | str) -> str:
     """Write the same as a mixture of five experts; a token gets two."""
-    tiny_model(folder)
     config = Qwen3MoeConfig(
         hidden_size=32,
         num_hidden_layers=2,
@@ -72,11 +74,7 @@ def tiny_experts(folder: Path | str) -> str:
         dtype=torch.float32,
     )
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Qwen3MoeForCausalLM(config).save_pretrained(folder)
-
-    return str(folder)
+    return _written(config, folder, 0)
 
 
 def tiny_hybrid(folder: Path | str, seed: int = 0, tie: bool = False) -> str:
@@ -104,12 +102,7 @@ def tiny_hybrid(folder: Path | str, seed: int = 0, tie: bool = False) -> str:
         eos_token_id=EOS,
         dtype=torch.float32,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        Qwen3_5ForCausalLM(config).save_pretrained(folder)
-
-    byte_tokenizer().save_pretrained(folder)
-    return str(folder)
+    return _written(config, folder, seed)
 
 
 def byte_tokenizer(size: int = VOCABULARY, marks: Sequence[str] = ()) -> PreTrainedTokenizerFast:

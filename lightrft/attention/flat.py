@@ -154,7 +154,8 @@ def copied_attention(
     """Compute attention per sequence, with copies of all keys.
 
     This is the fallback for dropout, which needs the probabilities over all keys, for soft-capped
-    scores, and for devices without a call_kernel(). Raise ValueError if ranks split the queries of bidirectional tokens.
+    scores, and for devices without a call_kernel(). Raise ValueError if ranks split the queries of
+    bidirectional tokens.
     """
     if layout.bidirectional is not None and layout.queries_are_split:
         raise ValueError(

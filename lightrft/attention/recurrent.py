@@ -6,10 +6,10 @@ replaces the functions. For a convolution each sequence follows as many zeros as
 back. For a recurrent layer each sequence has a row of its own, padded on the right, where nothing
 that follows changes what came before; kernels for concatenated sequences need no rows.
 
-A shared prefix is computed once. The layers that read earlier tokens of a sequence continue from it:
-a convolution reads the last inputs of the prefix, and a recurrent layer begins with the state at the
-end of the prefix. Ranks that split the tokens exchange them for channels or heads, as for attention
-(Ulysses).
+A shared prefix is computed once. The layers that read earlier tokens of a sequence continue from
+it: a convolution reads the last inputs of the prefix, and a recurrent layer begins with the state
+at the end of the prefix. Ranks that split the tokens exchange them for channels or heads, as for
+attention (Ulysses).
 
 Shapes: t tokens of this rank, U computed tokens of all ranks, C channels, H heads.
 """
@@ -164,7 +164,8 @@ def lift_time_step_limits(model: PreTrainedModel) -> None:
 def _unfused(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def fused(*args: Any, **options: Any) -> Any:
-        return None if isinstance(options.get("layout"), Layout) else original(*args, **options)
+        flat = isinstance(options.get("layout"), Layout)
+        return None if flat else _called_on(args[0].device, original)(*args, **options)
 
     return fused
 
@@ -176,8 +177,9 @@ def _flat_convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def convolution(*args: Any, **options: Any) -> Tensor:
         layout = options.get("seq_idx")
+        function = _called_on(args[0].device, original)
         if not isinstance(layout, Layout):
-            return original(*args, **options)
+            return function(*args, **options)
 
         sequence = layout.sequence
         call = dict(zip(names, args, strict=False)) | options
@@ -194,7 +196,7 @@ def _flat_convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         values = torch.cat([values, values.new_zeros(1, values.shape[1])])
         source, places = _with_tails(layout, call["weight"].shape[-1])
         call["hidden_states"] = values.index_select(0, source).T.unsqueeze(0)
-        output = _called(original, names[: len(args)], call)[0].T.index_select(0, places)
+        output = _called(function, names[: len(args)], call)[0].T.index_select(0, places)
 
         return sequence.after_attention(output.unsqueeze(-1))[..., 0].T.unsqueeze(0)
 
@@ -208,8 +210,9 @@ def _flat_scan(original: Callable[..., Any], scan: Scan) -> Callable[..., Any]:
     @wraps(original)
     def flat(*args: Any, **options: Any) -> Any:
         layout = options.get("layout")
+        function = _called_on(args[0].device, original)
         if not isinstance(layout, Layout):
-            return original(*args, **options)
+            return function(*args, **options)
 
         call = dict(zip(names, args, strict=False)) | options
         for name in ("layout", "seq_idx"):
@@ -238,7 +241,7 @@ def _flat_scan(original: Callable[..., Any], scan: Scan) -> Callable[..., Any]:
                 if offsets_given:
                     call["cu_seqlens"] = block.offsets
 
-                output = _called(original, names[: len(args)], call)
+                output = _called(function, names[: len(args)], call)
                 if scan.always_pair or block.keeps_states:
                     output, state = output
                     finals.append(state)
@@ -252,6 +255,16 @@ def _flat_scan(original: Callable[..., Any], scan: Scan) -> Callable[..., Any]:
         return (output, None) if scan.always_pair else output
 
     return flat
+
+
+def _called_on(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function for tensors on a device.
+
+    If a package has a kernel, transformers' function calls only that, and the kernels of these
+    packages need an accelerator. Below it is the one in plain torch.
+    """
+    plain_only = device.type == "cpu" and not has_varlen_kernels(device)
+    return inspect.unwrap(function) if plain_only else function
 
 
 def _called(function: Callable[..., Any], positional: list[str], call: dict[str, Any]) -> Any:

@@ -673,6 +673,13 @@ STRATEGY = (
         lambda run: run.lora_rank > 0 and run.lora_dropout > 0 and run.tp_size > 1,
     ),
     Rule(
+        "--lora_rank with --tp_size in bfloat16 needs --lora_sync adapter and an engine that holds"
+        " adapters: ranks that split a layer cannot round the merged matrix as the engine does",
+        lambda run: (
+            run.lora_rank > 0 and run.tp_size > 1 and run.bf16 and run.lora_sync == "merged"
+        ),
+    ),
+    Rule(
         "--fused_kernels {fused_kernels} needs --tp_size 1: its kernels do not support parameters"
         " split over ranks",
         lambda run: run.fused_kernels != "none" and run.tp_size > 1,

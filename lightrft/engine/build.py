@@ -84,7 +84,7 @@ def _with_possible_adapters(name: str, adapter: type[Engine], setup: EngineSetup
 
 
 def _mixture_problem(names: PublishedNames) -> str | None:
-    """Return why adapters beside experts, or other weights of several tensors, are not supported."""
+    """Return why adapters beside experts, or other weights stored in parts, are not supported."""
     if joined := sorted(names.shapes.keys() - names.renamed.keys()):
         return f"the model has weights that are stored in parts, such as the experts in {joined[0]}"
     return None

@@ -99,9 +99,10 @@ class VocabularyShard:
 
 @dataclass(frozen=True, slots=True)
 class SplitAdapter:
-    """A low-rank adapter of a layer that ranks divide: B by the layer's outputs, or A by its inputs.
+    """A low-rank adapter of a layer that ranks divide.
 
-    The other matrix is whole on each rank.
+    B is divided by the layer's outputs, or A by the layer's inputs. The other matrix is whole on
+    each rank.
     """
 
     a_gradient: Placement

@@ -1,8 +1,8 @@
 """Adapters that an engine holds beside the weights, so that a sync brings only them.
 
-A layer computes W x + (s B) A x. The stream of such a run has A and s B by the names that peft gives
-them in files, in the dtype of the engine. W is streamed once, and again only if the engine has lost
-it. The trainer multiplies with the same rounded matrices (models/peft.py).
+A layer computes W x + (s B) A x. The stream of such a run has A and s B by the names that peft
+gives them in files, in the dtype of the engine. W is streamed once, and again only if the engine
+has lost it. The trainer multiplies with the same rounded matrices (models/peft.py).
 """
 
 import json

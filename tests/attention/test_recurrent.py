@@ -3,10 +3,11 @@
 The reference is transformers' own computation of each sequence alone.
 """
 
+import inspect
 import itertools
 import sys
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -50,13 +51,15 @@ def test_packed_equals_each_sequence_alone(name, lengths, alike):
     """Also with prefixes that are computed once, and with a prefix of prefixes."""
     batch = batch_of(lengths, alike)
     assert alike == 0 or len(batch.shared.computed) < batch.num_tokens
+    # A shared prefix moves the borders of a family's chunks, and each chunk is rounded.
+    assert_each_alone(name, batch, near=1e-5 if lengths is not LONG else 1e-4)
+
+
+def assert_each_alone(name: str, batch: Batch, near: float) -> None:
     reference = make_model(name, "eager")
     model = make_model(name, ATTENTION)
-
     expected = one_by_one(reference, batch)
     values = Actor(model)(batch, TEMPERATURE)
-    # A shared prefix moves the borders of a family's chunks, and each chunk is rounded.
-    near = 1e-5 if lengths is not LONG else 1e-4
     for value, known in zip(values, expected, strict=True):
         torch.testing.assert_close(value, known, rtol=near, atol=near)
 
@@ -181,15 +184,24 @@ def test_kernels_for_concatenated_runs(name, lengths, alike, monkeypatch):
     monkeypatch.setattr(family, function, _flat_scan(kernel, SCANS[function]))
     monkeypatch.setattr(recurrent, "has_varlen_kernels", lambda device: True)
 
-    reference = make_model(name, "eager")
-    expected = one_by_one(reference, batch)
-    values = Actor(model)(batch, TEMPERATURE)
-    near = 1e-5 if lengths is not LONG else 1e-4
-    for value, known in zip(values, expected, strict=True):
-        torch.testing.assert_close(value, known, rtol=near, atol=near)
-    weighted(expected).backward()
-    weighted(values).backward()
-    assert_same_gradients(gradients_of(model), gradients_of(reference))
+    assert_each_alone(name, batch, near=1e-5 if lengths is not LONG else 1e-4)
+
+
+def test_a_package_of_kernels_for_accelerators_is_not_called_on_a_cpu(monkeypatch):
+    """As where flash-linear-attention is installed: the self-check of a start runs on the CPU."""
+    model = make_model("qwen3_5", ATTENTION)
+    family = sys.modules[type(model.get_decoder()).__module__]
+    for function, adapt in (
+        (CONVOLUTION, recurrent._flat_convolution),
+        ("torch_chunk_gated_delta_rule", partial(_flat_scan, scan=recurrent.DELTA_RULE)),
+    ):
+
+        @wraps(inspect.unwrap(getattr(family, function)))
+        def kernel(*args, **options):
+            raise AssertionError("needs an accelerator")
+
+        monkeypatch.setattr(family, function, adapt(kernel))
+    assert_each_alone("qwen3_5", batch_of(LENGTHS, 3), near=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "nemotron_h"])

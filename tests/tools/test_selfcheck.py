@@ -1,9 +1,10 @@
 """A small copy of a model shows errors of a family that are silent in training."""
 
+import inspect
 import random
 import sys
 import time
-from functools import partial, wraps
+from functools import partial
 
 import numpy as np
 import pytest
@@ -138,16 +139,16 @@ def test_positions_that_run_on(monkeypatch):
 )
 def test_a_shared_prefix_with_another_state(change, monkeypatch):
     """The function of the family gets another state than the one after the prompt."""
+    compare_small_copy(hybrid("qwen3_5"))
     family = sys.modules["transformers.models.qwen3_5.modeling_qwen3_5"]
     name = "torch_chunk_gated_delta_rule"
-    compare_small_copy(hybrid("qwen3_5"))
     right = getattr(family, name).__wrapped__
 
-    @wraps(right)
     def wrong(*args, initial_state=None, **options):
         state = initial_state if initial_state is None else change(initial_state)
         return right(*args, initial_state=state, **options)
 
+    wrong.__signature__ = inspect.signature(right)
     monkeypatch.setattr(family, name, wrong)  # loading a model adapts it to flat batches
     problems = found(hybrid("qwen3_5"))
     assert problems.keys() == {SHARED}
