@@ -278,6 +278,14 @@ def test_adapters_are_float32_in_a_bfloat16_run(folder, expected, args, tmp_path
     assert not any(torch.equal(tensor, tensor.bfloat16().float()) for tensor in adapter.values())
 
 
+BATCH = Batch(
+    lengths=torch.tensor([9]),
+    input_ids=torch.arange(9),
+    loss_mask=torch.arange(9) > 0,
+    rows=torch.tensor([0]),
+)
+
+
 def engine_differs(folder: str, args: dict) -> float:
     """Return how far the actor is from a plain bfloat16 model with the engine's weights."""
     made = strategy(bf16=True, **args)
@@ -287,20 +295,13 @@ def engine_differs(folder: str, args: dict) -> float:
             if "lora_B" in name:
                 parameter.bernoulli_(0.5).sub_(0.5).mul_(2e-4)
     made.prepare((actor, made.create_optimizer(actor, RATE)))
-    batch = Batch(
-        lengths=torch.tensor([9]),
-        input_ids=torch.arange(9),
-        loss_mask=torch.arange(9) > 0,
-        rows=torch.tensor([0]),
-    )
-
     plain = Actor(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
-    base = plain(batch, 1.0)[0].detach()
+    base = plain(BATCH, 1.0)[0].detach()
     weights = {name: tensor.cpu().clone() for name, tensor in made.full_params(actor)}
     missing = plain.language_model.load_state_dict(weights, strict=False).unexpected_keys
     assert not missing
-    streamed = plain(batch, 1.0)[0].detach()
-    trained = actor(batch, 1.0)[0].detach()
+    streamed = plain(BATCH, 1.0)[0].detach()
+    trained = actor(BATCH, 1.0)[0].detach()
     made.close()
     assert (streamed - base).abs().max() > 1e-3, "the adapter has an effect"
     return (trained - streamed).abs().max().item()
@@ -320,15 +321,8 @@ def engine_with_adapters_differs(folder: str, args: dict) -> float:
     actor = adapted_actor(made, folder, empty=False, lora_alpha=12.0)
     disturb(actor)
     made.prepare((actor, made.create_optimizer(actor, RATE)))
-    batch = Batch(
-        lengths=torch.tensor([9]),
-        input_ids=torch.arange(9),
-        loss_mask=torch.arange(9) > 0,
-        rows=torch.tensor([0]),
-    )
-
     plain = Actor(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
-    base = plain(batch, 1.0)[0].detach()
+    base = plain(BATCH, 1.0)[0].detach()
     held = _add_adapters(plain.language_model, Adapters(adapter_shapes(unwrap(actor))))
     alone = dict(made.adapter_params(actor, base=False))
     assert alone.keys() == held.keys()
@@ -337,8 +331,8 @@ def engine_with_adapters_differs(folder: str, args: dict) -> float:
     for name, tensor in alone.items():
         held[name].copy_(tensor)
 
-    beside = plain(batch, 1.0)[0].detach()
-    trained = actor(batch, 1.0)[0].detach()
+    beside = plain(BATCH, 1.0)[0].detach()
+    trained = actor(BATCH, 1.0)[0].detach()
     made.close()
     assert (beside - base).abs().max() > 1e-2, "the adapter has an effect"
     return (trained - beside).abs().max().item()

@@ -619,6 +619,18 @@ def with_a_pause(advance: Callable[[EngineServer], None]) -> Callable[[EngineSer
     return advance_slowly
 
 
+EIGHT_STEPS = [
+    *PPO,
+    *VLLM,
+    *SAME,
+    "--engine_tp_size=1",
+    "--rollout_batch_size=2",
+    "--n_samples_per_prompt=2",
+    "--train_batch_size=4",
+    "--max_steps=8",
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("most", "case"),
@@ -636,18 +648,8 @@ def test_responses_of_several_versions_are_learned(tmp_path, monkeypatch, most, 
     """
     load_vllm()
     monkeypatch.setattr(EngineServer, "_advance", with_a_pause(EngineServer._advance))
-    flags = [
-        *prepare(tmp_path),
-        *PPO,
-        *VLLM,
-        *SAME,
-        "--engine_tp_size=1",
-        "--rollout_batch_size=2",
-        "--n_samples_per_prompt=2",
-        "--train_batch_size=4",
-        "--max_steps=8",
-    ]
-    run_ranks(3, as_launched, {"run": [*flags, *case]}, str(tmp_path))
+    flags = [*prepare(tmp_path), *EIGHT_STEPS, *case]
+    run_ranks(3, as_launched, {"run": flags}, str(tmp_path))
     rows = rows_of(tmp_path / "run")
     assert any(row["rollout/staleness"] % 1 for row in rows)
     assert all(
@@ -663,14 +665,7 @@ def test_responses_end_under_the_adapters_that_began_them(tmp_path, monkeypatch)
     monkeypatch.setattr(EngineServer, "_advance", with_a_pause(EngineServer._advance))
     flags = [
         *prepare(tmp_path),
-        *PPO,
-        *VLLM,
-        *SAME,
-        "--engine_tp_size=1",
-        "--rollout_batch_size=2",
-        "--n_samples_per_prompt=2",
-        "--train_batch_size=4",
-        "--max_steps=8",
+        *EIGHT_STEPS,
         "--max_staleness=2",
         "--weight_update=in_flight",
         "--lora_rank=4",
