@@ -8,7 +8,7 @@ from datetime import date
 from importlib.util import find_spec
 from typing import Any
 
-from lightrft.config.facts import RunFacts, text_config, unreadable
+from lightrft.config.facts import EXPERT_FAMILIES, RunFacts, text_config, unreadable
 from lightrft.config.references import (
     ENGINE,
     GGUF,
@@ -637,6 +637,26 @@ def _heads_of_ulysses(run: RunFacts) -> str:
     return f"{heads // run.tp_size} attention heads on each rank of --tp_size {run.tp_size}"
 
 
+def _undivided_experts(run: RunFacts) -> str:
+    """Return the model whose experts --ep_size cannot divide; a model on the hub is loaded first."""
+    kind = run.model_config.get("model_type", "")
+    if run.ep_size == 1 or not kind:
+        return ""
+    if not run.num_experts:
+        return f"{run.pretrain}: a model of type {kind} has no experts"
+    if kind not in EXPERT_FAMILIES:
+        return f"models of type {kind}; supported are {', '.join(EXPERT_FAMILIES)}"
+    if run.num_experts % run.ep_size:
+        return f"{run.pretrain}: it does not divide the {run.num_experts} experts of a layer"
+    return ""
+
+
+def _undivided_ranks(run: RunFacts) -> int:
+    """Return the number of ranks that share a model, if --ep_size does not divide it."""
+    ranks = run.num_training_ranks // (run.dp_replicate * run.tp_size)
+    return ranks if ranks % run.ep_size else 0
+
+
 def _against_cp_size(run: RunFacts) -> str:
     agreeing = {"sp_size": (1, run.cp_size), "sp_impl": ("auto", "zigzag")}
     wrong = [
@@ -680,6 +700,12 @@ STRATEGY = (
         ),
     ),
     Rule(
+        "--ep_size {ep_size} needs --tp_size 1: ranks that split a layer have the same tokens, and"
+        " each would send them to the experts once more",
+        lambda run: run.ep_size > 1 and run.tp_size > 1,
+    ),
+    Rule("--ep_size {ep_size} does not support {found}", _undivided_experts),
+    Rule(
         "--fused_kernels {fused_kernels} needs --tp_size 1: its kernels do not support parameters"
         " split over ranks",
         lambda run: run.fused_kernels != "none" and run.tp_size > 1,
@@ -700,6 +726,11 @@ DEEPSPEED = (
     Rule(
         "--tp_size needs --fsdp: tensor parallelism is not available with DeepSpeed",
         lambda run: run.tp_size > 1,
+    ),
+    Rule(
+        "--ep_size needs --fsdp: ZeRO shards every parameter over all ranks, and the experts that"
+        " it divides itself are layers of its own, not the model's",
+        lambda run: run.ep_size > 1,
     ),
     Rule(
         "--dp_replicate needs --fsdp; with DeepSpeed, --zpg is similar",
@@ -736,6 +767,10 @@ LAYOUT = (
         lambda run: run.num_generating_ranks % run.engine_tp_size,
     ),
     Rule("{found} does not divide the {num_training_ranks} processes", _undivided),
+    Rule(
+        "--ep_size {ep_size} does not divide the {found} ranks that shard a copy of the model",
+        _undivided_ranks,
+    ),
     Rule(
         "--zpg {zpg} does not divide the {num_training_ranks} processes",
         lambda run: run.strategy == "deepspeed" and run.num_training_ranks % run.zpg,

@@ -314,6 +314,10 @@ class StrategySection(Section, commands=EVERY):
     tp_sequence_parallel: bool = option(False, needs="--tp_size")
     """Split the tokens between attention and feed-forward layers over the --tp_size ranks: less
     memory, same traffic."""
+    ep_size: int = option(1, COUNT)
+    """Expert parallelism: number of consecutive ranks that divide the experts of each layer of a
+    mixture; each token visits the ranks of its experts. The other parameters are sharded as
+    without it."""
     sp_size: int = option(1, COUNT)
     """Sequence parallelism: number of ranks that split the tokens of each micro-batch of the
     trained models."""

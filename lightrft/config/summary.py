@@ -60,7 +60,12 @@ def _kl_penalty(config: Config) -> str:
 def _layout(config: Config, world_size: int) -> str:
     strategy = config.strategy
     sequence = max(strategy.sp_size, strategy.cp_size)
-    sizes = {"dp_replicate": strategy.dp_replicate, "sp": sequence, "tp": strategy.tp_size}
+    sizes = {
+        "dp_replicate": strategy.dp_replicate,
+        "sp": sequence,
+        "tp": strategy.tp_size,
+        "ep": strategy.ep_size,
+    }
     cut = "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
     zero = f", ZeRO stage {strategy.zero_stage}" if strategy.strategy == "deepspeed" else ""
     world_size -= config.rollout.rollout_ranks

@@ -104,6 +104,7 @@ class Layout:
     tp: int = 1
     replicas: int = 1
     sp: int = 1
+    ep: int = 1
     impl: str = "ulysses"
     batching: str = "packed"
     tokens: int = 1000
@@ -138,6 +139,7 @@ def build(folder: str, mode: str, layout: Layout) -> tuple[Config, Policy]:
     config.model.gradient_checkpointing_policy = layout.checkpointing or "full"
     config.strategy.tp_size = layout.tp
     config.strategy.dp_replicate = layout.replicas
+    config.strategy.ep_size = layout.ep
     config.strategy.tp_sequence_parallel = layout.sequence
     config.strategy.sp_size = layout.sp
     config.strategy.sp_impl = layout.impl
