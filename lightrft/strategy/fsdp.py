@@ -185,20 +185,22 @@ class FSDP2(Strategy):
 
 
 def _gather_ahead(units: list[nn.Module]) -> None:
-    """Let each block with experts gather the next one while it computes, in both directions.
+    """Let each block gather the next one, with its experts, while it computes; and back.
 
     FSDP2 gathers ahead as far as the host is ahead, but that waits in each layer for the numbers of
-    tokens that are exchanged. `units` come from blocks().
+    tokens that are exchanged. In the backward pass a block's own experts come first: selective
+    recomputation cannot gather what the forward pass has gathered ahead. `units` come from blocks().
     """
+    parts = {
+        block: [part for part in block.modules() if isinstance(part, FSDPModule)] for block in units
+    }
+    for block in units:
+        block.set_modules_to_backward_prefetch(parts[block][1:])
+
     for later, block in pairwise(units):
         if type(later) is type(block):
-            block.set_modules_to_forward_prefetch(_units_of(later))
-            later.set_modules_to_backward_prefetch(_units_of(block))
-
-
-def _units_of(block: nn.Module) -> list[FSDPModule]:
-    """Return a sharded block and what is sharded inside of it."""
-    return [part for part in block.modules() if isinstance(part, FSDPModule)]
+            block.set_modules_to_forward_prefetch(parts[later])
+            later.set_modules_to_backward_prefetch([*parts[later][1:], *parts[block]])
 
 
 def shard_placement(parameter: nn.Parameter, ranks: int) -> Shard:

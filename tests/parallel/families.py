@@ -71,7 +71,7 @@ OTHERS = {
     "ministral3": {},
     "mistral": {"sliding_window": 4},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
     "qwen3_5_moe_text": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -104,13 +104,15 @@ def family_config(
         "gemma3": {"query_pre_attn_scalar": 16, "sliding_window": 4, "sliding_window_pattern": 2}
     }
     make = FAMILIES[family][0] if family in FAMILIES else partial(AutoConfig.for_model, family)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 16,
+        "intermediate_size": 48,
+    }
     return make(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=16,
-        intermediate_size=48,
         vocab_size=vocabulary,
         initializer_range=0.1,
         max_position_embeddings=128,
@@ -119,7 +121,7 @@ def family_config(
         bos_token_id=BOS,
         eos_token_id=EOS,
         dtype=torch.float32,
-        **(special | OTHERS).get(family, {}),
+        **sizes | (special | OTHERS).get(family, {}),
         **options,
     )
 
@@ -136,8 +138,8 @@ def family_model(
         model = AutoModelForCausalLM.from_config(
             family_config(family, tie=tie, vocabulary=vocabulary, **options)
         )
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.data.add_(torch.randn_like(parameter) * 0.2)
 
     model.save_pretrained(folder)
