@@ -5,7 +5,7 @@ A plan has the layout, the bytes of a rank in each phase, seconds, and advice.
 
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
@@ -444,6 +444,8 @@ class Planner:
             gathers_once=strategy.gather_parameters_once,
             reduces_once=strategy.reduce_gradients_once,
         )
+        # Replicas sum the shards of all experts.
+        summed = replace(traffic, reduced=(2 if halves else 4) * self.trained)
         link = self.device.link * LINK
         network = self.device.network * LINK
         shards_rate = link if self.shards * self.tp <= self.ranks_per_node else network
@@ -455,7 +457,7 @@ class Planner:
         return {
             "log-probs": gathers * traffic.gathered * others / shards_rate,
             "train": traffic.of_updates(self.shards) / shards_rate
-            + traffic.between_replicas(self.shards, strategy.dp_replicate) / replicas_rate,
+            + summed.between_replicas(self.shards, strategy.dp_replicate) / replicas_rate,
         }
 
     def idle_ranks(self) -> list[str]:

@@ -93,7 +93,7 @@ class FakeRankStrategy(FSDP2):
 
     def setup_distributed(self, *_: Any, **__: Any) -> None:
         self.device = torch.device("cpu")
-        self._mesh = Mesh("cpu")
+        self._mesh = Mesh("cpu", ep=self.config.strategy.ep_size)
 
 
 @contextmanager
