@@ -639,9 +639,9 @@ def _heads_of_ulysses(run: RunFacts) -> str:
 
 def _undivided_experts(run: RunFacts) -> str:
     """Return the model whose experts --ep_size cannot divide; a model on the hub is loaded first."""
-    kind = run.model_config.get("model_type", "")
-    if run.ep_size == 1 or not kind:
+    if run.ep_size == 1 or not run.model_config:
         return ""
+    kind = run.model_config.get("model_type", "")
     if not run.num_experts:
         return f"{run.pretrain}: a model of type {kind} has no experts"
     if kind not in EXPERT_FAMILIES:

@@ -192,6 +192,50 @@ def test_experts_over_several_nodes_wait_for_the_network():
     assert train("--fsdp", "--dp_replicate=4") < plain / 2
 
 
+def divided(ranks: int, ep: int) -> Planner:
+    flags = ["--fsdp", "--bf16", "--gradient_checkpointing", f"--ep_size={ep}"]
+    config = parse(["--config", CONFIG, *flags], "train_ppo")
+    resolve(config, "train_ppo", world_size=ranks)
+    shape = known_config("Qwen/Qwen3-30B-A3B")
+    return Planner(config, "train_ppo", ranks, DEVICES["h100"], ranks_per_node=8, shape=shape)
+
+
+def test_divided_experts_by_hand():
+    """Of 128 experts a rank gathers 16, and holds as large a share of all as without --ep_size."""
+
+    experts = 48 * 128 * 3 * 2048 * 768
+    plain = divided(32, 1)
+    by_eight = divided(32, 8)
+    assert plain.elsewhere == 0
+    # The traced model has fewer rows in the routers, too.
+    assert by_eight.elsewhere == pytest.approx(experts * 7 / 8, rel=1e-3)
+
+    others = plain.parameters - experts
+    gathered = others * 31 / 32 + experts / 8 * 3 / 4
+    assert by_eight.received(by_eight.of_rank) * 31 / 32 == pytest.approx(gathered, rel=1e-2)
+    alone = divided(8, 8)
+    assert alone.received(alone.of_rank) == pytest.approx(others, rel=1e-2), (
+        "nobody has the same experts"
+    )
+
+    work = StepWork(64, 100, 300, 1, 2, True)
+    tokens = 64 * 400 / 32
+    visits = tokens * 48 * 8 * 2048 * 2 * 2 * 7 / 8 / (DEVICES["h100"].link * 0.6)
+    assert by_eight.visit_seconds(work) == pytest.approx(
+        {"log-probs": visits, "train": 2 * 3 * visits}
+    )
+    assert by_eight.seconds(1e6)["train"] < plain.seconds(1e6)["train"] / 2
+
+
+@pytest.mark.slow
+def test_divided_experts_save_what_is_gathered():
+    experts = 48 * 128 * 3 * 2048 * 768
+    before, after = (divided(32, ep).step(4096) for ep in (1, 8))
+    for name in ("parameters", "gradients", "optimizer"):
+        assert getattr(after, name) == pytest.approx(getattr(before, name), rel=1e-3)
+    assert after.peak < before.peak - 2 * 2 * experts / 48 * 7 / 8
+
+
 @pytest.mark.slow
 def test_the_command(capsys):
     with pytest.raises(SystemExit) as ended:
