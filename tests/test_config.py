@@ -1553,6 +1553,7 @@ def test_the_learning_rate_has_another_name(file):
     ("config", "flags", "message"),
     [
         ({}, ["--tp_size", "2"], "--ep_size 2 needs --tp_size 1: ranks that split a layer have"),
+        ({}, ["--lora_rank", "4"], "--lora_rank with --ep_size needs --target_modules with the"),
         ({"num_experts": 5}, [], "it does not divide the 5 experts of a layer"),
         ({"model_type": "qwen3"}, [], "a model of type qwen3 has no experts"),
         (

@@ -706,6 +706,11 @@ STRATEGY = (
     ),
     Rule("--ep_size {ep_size} does not support {found}", _undivided_experts),
     Rule(
+        "--lora_rank with --ep_size needs --target_modules with the names of linear layers, such as"
+        " those of the attention: experts have no adapters",
+        lambda run: run.ep_size > 1 and run.lora_rank > 0 and "all-linear" in run.target_modules,
+    ),
+    Rule(
         "--fused_kernels {fused_kernels} needs --tp_size 1: its kernels do not support parameters"
         " split over ranks",
         lambda run: run.fused_kernels != "none" and run.tp_size > 1,

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runs import PPO, prepare, rows_of, train
+from ranks import run_cases
+from runs import PPO, prepare, rows_of, run_here, train
 from tiny import tiny_experts
 from trainer.test_resume import DEADLY_REWARD, assert_same_run, interrupted, parameters
 
@@ -64,3 +65,34 @@ def test_a_killed_run_continues_with_divided_and_with_whole_experts(
     theirs = parameters(tmp_path / "whole")
     for name, tensor in parameters(again).items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-5)
+
+
+OPTIONS = {
+    "adapters in bfloat16": ["--bf16", "--lora_rank=4", "--target_modules", "q_proj", "v_proj"],
+    "a critic, balance, and once a step": [
+        "--advantage_estimator=gae",
+        "--critic_learning_rate=1e-3",
+        "--aux_loss_coef=0.1",
+        "--reduce_gradients_once",
+        "--gather_parameters_once",
+    ],
+}
+
+
+@pytest.mark.slow
+def test_options_change_no_number(flags: list[str], tmp_path: Path) -> None:
+    """What is learned with divided experts is the same as with whole ones, but for rounding."""
+    folders = {(name, ep): tmp_path / f"{name}{ep}" for name in OPTIONS for ep in (1, 2)}
+    own = [*flags, "--max_steps=2"]
+    cases = {
+        case: (
+            "train_ppo",
+            [*own, *OPTIONS[case[0]], f"--ep_size={case[1]}", f"--save_path={path}"],
+        )
+        for case, path in folders.items()
+    }
+    run_cases(2, run_here, cases)
+    for name in OPTIONS:
+        whole, divided = (rows_of(folders[name, ep])[-1] for ep in (1, 2))
+        for metric in ("rollout/reward", "train/loss", "train/grad_norm"):
+            assert divided[metric] == pytest.approx(whole[metric], rel=1e-5), (name, metric)
