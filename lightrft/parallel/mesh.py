@@ -85,6 +85,7 @@ class Mesh:
         )
         self.model_parallel = _axis("model_parallel", self._group(("sp", "tp")))
         self.ep = Axis("ep", 1, 0, None)
+        self.expert_mesh: DeviceMesh | None = None
         if ep > 1:
             self._divide_experts(ep)
         self._engine_axes: dict[int, Axis] = {}
@@ -200,7 +201,7 @@ class Mesh:
         """
         ranks = self._ranks.view(self.replicate.size, -1, ep)
         self.ep = _axis("ep", self._new_group(ranks.flatten(0, 1), "mesh_ep"))
-        shard = self._new_group(ranks.transpose(1, 2).flatten(0, 1), "mesh_expert_shard")
+        shard = self._group_in(ranks.transpose(1, 2).flatten(0, 1), "mesh_expert_shard")
         self.expert_mesh = DeviceMesh.from_group(
             [self._group(("dp_replicate",)), shard, self.ep.group],
             self.device_type,
@@ -209,17 +210,18 @@ class Mesh:
         )
 
     def _group(self, dims: tuple[str, ...]) -> dist.ProcessGroup:
-        """Return the group of the ranks that differ from this one in these dimensions only.
-
-        Equal sets of ranks have one group.
-        """
+        """Return the group of the ranks that differ from this one in these dimensions only."""
         order = sorted(range(len(AXES)), key=lambda dim: AXES[dim] in dims)
         partition = self._ranks.permute(order).reshape(
             -1, prod(self._ranks.shape[AXES.index(name)] for name in dims)
         )
+        return self._group_in(partition, f"mesh_{'_'.join(dims)}")
+
+    def _group_in(self, partition: Tensor, name: str) -> dist.ProcessGroup:
+        """Return the group of this rank's row. Equal sets of ranks have one group."""
         key = tuple(_row_of_this_rank(partition))
         if key not in self._groups:
-            self._groups[key] = self._new_group(partition, f"mesh_{'_'.join(dims)}")
+            self._groups[key] = self._new_group(partition, name)
         return self._groups[key]
 
     def _new_axis(self, name: str, partition: Tensor) -> Axis:
