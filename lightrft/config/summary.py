@@ -86,6 +86,7 @@ def nodes_to_replicate(config: Config, world_size: int, ranks_per_node: int) -> 
         and strategy.dp_replicate == 1
         and not rest
         and ranks_per_node % parallel == 0
+        and ranks_per_node % strategy.ep_size == 0
     )
 
     return nodes if possible and nodes > 1 else 0

@@ -532,7 +532,7 @@ class Planner:
             )
 
         nodes = nodes_to_replicate(config, self.ranks, self.ranks_per_node)
-        shards_alone = config.strategy.strategy == "fsdp" and self.sp == self.tp == 1
+        shards_alone = config.strategy.strategy == "fsdp" and self.sp == self.tp == self.ep == 1
         if shards_alone and self.shards > 1 and self.fits_with({"dp_replicate": self.training}):
             hints.append(
                 "the model fits on every device: --dp_replicate 0 sends only gradients between them"
