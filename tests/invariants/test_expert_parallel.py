@@ -1,10 +1,9 @@
 """Why: tokens that visit experts on other ranks bring gradients there, which nobody sums again.
 
-Each family of mixtures learns the same as in plain torch in one process, in every product of
-experts, data, sequences and replicas on up to four ranks.
+Mixtures learn the same as in plain torch in one process: one family in every product of experts,
+data, sequences and replicas on up to four ranks, and the others in the largest of them.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,28 +33,18 @@ LAYOUTS = [
     Layout(4, ep=4, tokens=30),
     Layout(4, ep=4, sp=2, tokens=60),
 ]
-Cases = dict[str, tuple[str, list[Layout]]]
-"""Family -> folder of the model, and layouts."""
 
 
-def layouts_of(family: str) -> list[Layout]:
-    """Return two layouts, of data and of sequences, without what the family cannot do in any of them.
-
-    transformers adds gpt_oss's biases to the products that selective recomputation keeps. Recurrent
-    states run through all tokens, so zigzag refuses them.
-    """
-    layouts = [LAYOUTS[2], LAYOUTS[4]]
-    if family == "gpt_oss":
-        layouts = [replace(layout, checkpointing="full") for layout in layouts]
-    if family == "qwen3_5_moe_text":
-        layouts = [replace(layout, impl="ulysses") for layout in layouts]
-    return layouts
+def layout_of(family: str) -> Layout:
+    """Return experts x data x sequences; recurrent states run through all tokens of a sequence."""
+    impl = "ulysses" if family == "qwen3_5_moe_text" else "zigzag"
+    return Layout(4, ep=2, sp=2, impl=impl, tokens=60, checkpointing="full")
 
 
-def all_trained(cases: Cases) -> dict[str, list[Trained]]:
+def all_trained(folders: dict[str, str]) -> dict[str, Trained]:
     return {
-        family: [trained(folder, "token-mean", layout, 1) for layout in layouts]
-        for family, (folder, layouts) in cases.items()
+        family: trained(folder, "token-mean", layout_of(family), 1)
+        for family, folder in folders.items()
     }
 
 
@@ -70,10 +59,8 @@ def test_every_family_learns_as_plain_torch(tmp_path: Path) -> None:
     folders = {name: family_model(tmp_path / name, name, kv_heads=4) for name in families}
     plain = {name: plain_torch(folder, "token-mean", 1) for name, folder in folders.items()}
 
-    cases = {name: (folder, layouts_of(name)) for name, folder in folders.items()}
-    by_rank = run_ranks(4, all_trained, cases, timeout=600)
-    for name, (folder, layouts) in cases.items():
+    by_rank = run_ranks(4, all_trained, folders, timeout=600)
+    for name, folder in folders.items():
         start = tensors_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-        for index, layout in enumerate(layouts):
-            on_ranks = [results[name][index] for results in by_rank]
-            assert_is_plain_torch(on_ranks, plain[name], start, layout)
+        on_ranks = [results[name] for results in by_rank]
+        assert_is_plain_torch(on_ranks, plain[name], start, layout_of(name))
