@@ -69,6 +69,8 @@ def freeze_parameters(model: PreTrainedModel, section: ModelSection) -> PreTrain
             parameter.requires_grad_(False)
 
     if section.lora_rank:
+        if section.load_in_4bit:
+            quantize_base(model, section)
         add_adapters(model, section)
     elif not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
@@ -76,6 +78,14 @@ def freeze_parameters(model: PreTrainedModel, section: ModelSection) -> PreTrain
         )
 
     return model
+
+
+def quantize_base(model: PreTrainedModel, section: ModelSection) -> None:
+    """Keep the linear layers of the decoder in four bits, and compute in the dtype of the run."""
+    # Only runs with --load_in_4bit need it.
+    from lightrft.models.four_bits.linear import quantize_layers
+
+    quantize_layers(model, torch.bfloat16 if section.bf16 else torch.float32)
 
 
 def _towers(model: PreTrainedModel) -> list[str]:

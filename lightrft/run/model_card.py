@@ -32,6 +32,7 @@ SHOWN = (
     "learning_rate",
     "train_batch_size",
     "lora_rank",
+    "load_in_4bit",
     "seed",
 )
 """Settings that a card shows if the command reads them."""

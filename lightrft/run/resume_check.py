@@ -33,6 +33,7 @@ FIXED_WITH_FROZEN = (
     "lora_rank",
     "lora_alpha",
     "target_modules",
+    "load_in_4bit",
     "freeze_prefix",
     "freeze_vision_tower",
 )
