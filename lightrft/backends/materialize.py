@@ -155,7 +155,6 @@ class Source:
                 check_finite(self.files.origin(stored), piece)
             values[index].copy_(piece)
 
-
     def _quantize(self, stored: str, layer: Any, tensor: Tensor, values: Tensor) -> None:
         """Read a whole matrix, quantize it on the device, and keep this rank's part of the bytes.
 

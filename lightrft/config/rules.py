@@ -699,6 +699,10 @@ STRATEGY = (
         lambda run: run.load_in_4bit and find_spec("bitsandbytes") is None,
     ),
     Rule(
+        "--load_in_4bit needs --lora_rank: matrices in four bits are frozen, and adapters learn",
+        lambda run: run.load_in_4bit and not run.lora_rank,
+    ),
+    Rule(
         "--load_in_4bit needs --tp_size 1: matrices in four bits are divided by FSDP2, not split",
         lambda run: run.load_in_4bit and run.tp_size > 1,
     ),
@@ -725,8 +729,7 @@ STRATEGY = (
 
 DEEPSPEED = (
     Rule(
-        "--load_in_4bit needs --fsdp: ZeRO-3 casts all parameters that it partitions to one dtype,"
-        " and the other stages keep the whole model on each rank",
+        "--load_in_4bit needs --fsdp: with DeepSpeed all frozen parameters get the dtype of the run",
         lambda run: run.load_in_4bit,
     ),
     Rule(

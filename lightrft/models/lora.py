@@ -69,8 +69,6 @@ def freeze_parameters(model: PreTrainedModel, section: ModelSection) -> PreTrain
             parameter.requires_grad_(False)
 
     if section.lora_rank:
-        if section.load_in_4bit:
-            quantize_base(model, section)
         add_adapters(model, section)
     elif not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
@@ -78,14 +76,6 @@ def freeze_parameters(model: PreTrainedModel, section: ModelSection) -> PreTrain
         )
 
     return model
-
-
-def quantize_base(model: PreTrainedModel, section: ModelSection) -> None:
-    """Keep the linear layers of the decoder in four bits, and compute in the dtype of the run."""
-    # Only runs with --load_in_4bit need it.
-    from lightrft.models.four_bits.linear import quantize_layers
-
-    quantize_layers(model, torch.bfloat16 if section.bf16 else torch.float32)
 
 
 def _towers(model: PreTrainedModel) -> list[str]:
@@ -107,9 +97,15 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
     """Freeze `model` and add adapters to the linear layers of --target_modules.
 
     Layers below a --freeze_prefix get none. A is initialized randomly and B with 0, so the outputs
-    of the model do not change. A scorer's head is trained as well. Raise ConfigError without peft,
-    and for targets that do not exist or cannot be merged.
+    of the model do not change. A scorer's head is trained as well. With --load_in_4bit the decoder's
+    matrices are quantized. Raise ConfigError without peft, and for targets that do not exist or
+    cannot be merged.
     """
+    if section.load_in_4bit:
+        from lightrft.models.four_bits.linear import quantize_layers
+
+        quantize_layers(model, torch.bfloat16 if section.bf16 else torch.float32)
+
     try:
         from peft import LoraConfig, TaskType, inject_adapter_in_model
     except ModuleNotFoundError as error:
@@ -130,7 +126,6 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
         task_type=TaskType.CAUSAL_LM if model.can_generate() else TaskType.SEQ_CLS,
     )
     settings.base_model_name_or_path = model.name_or_path
-
     with real_parameters():
         try:
             inject_adapter_in_model(settings, model, ADAPTER, low_cpu_mem_usage=True)

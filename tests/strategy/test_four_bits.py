@@ -2,7 +2,9 @@
 that ranks hold, gather and send.
 """
 
-from pathlib import Path
+import json
+from importlib import import_module
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -133,6 +135,41 @@ def test_layers_that_cannot_be_quantized_are_named(tmp_path):
     section = ModelSection(pretrain=tiny_experts(tmp_path / "experts"), **LORA, load_in_4bit=True)
     with pytest.raises(ConfigError, match="linear layers only, and .*experts"):
         freeze_parameters(load_model(section), section)
+
+
+REFUSED = {
+    "--load_in_4bit needs --lora_rank": {"lora_rank": 0},
+    "--load_in_4bit needs --tp_size 1": {"tp_size": 2},
+    "--load_in_4bit needs --fsdp": {"fsdp": False, "zero_stage": 3},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_go_together_is_refused(folder, message):
+    flags = {"fsdp": True, "pretrain": folder, "lora_rank": 4, "load_in_4bit": True}
+    with pytest.raises(ConfigError, match=message):
+        strategy(**flags | REFUSED[message])
+
+
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [(tiny_experts, "it has experts"), (tiny_hybrid, "it has layers of type linear_attention")],
+    ids=["experts", "hybrid"],
+)
+def test_models_with_other_layers_are_refused_before_they_are_loaded(tmp_path, written, found):
+    with pytest.raises(ConfigError, match=found):
+        strategy(fsdp=True, pretrain=written(tmp_path), lora_rank=4, load_in_4bit=True)
+
+
+def test_a_folder_that_is_quantized_already_is_refused_by_name(folder, tmp_path):
+    copytree(folder, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    for load_in_4bit in (False, True):
+        section = ModelSection(pretrain=str(tmp_path / "model"), load_in_4bit=load_in_4bit)
+        with pytest.raises(ValueError, match="quantized .bitsandbytes.*--load_in_4bit"):
+            load_model(section)
 
 
 # -- training under a strategy
@@ -283,3 +320,31 @@ def test_the_engine_gets_the_matrices_that_the_trainer_computes_with(on_two_rank
         for found in results:
             assert base.keys() == {name for name in found["dense"] if "lora" not in name}
             assert all(torch.equal(found["dense"][name], base[name].to(dtype)) for name in base)
+
+
+# -- memory
+
+
+def peak_of_loading(folder: str, load_in_4bit: bool) -> int:
+    made = strategy(fsdp=True, bf16=True, lora_rank=4, load_in_4bit=load_in_4bit)
+    section = ModelSection(pretrain=folder, bf16=True, load_in_4bit=load_in_4bit, **LORA)
+    import_module("bitsandbytes")  # some MB
+
+    def load_adapted():
+        with made.init_model_context():
+            actor = Actor(freeze_parameters(load_model(section), section))
+        made.prepare((actor, made.create_optimizer(actor, RATE)))
+
+    return peak_of(load_adapted)
+
+
+@pytest.mark.slow
+def test_a_rank_holds_its_part_of_the_bytes_and_one_matrix(folder, tmp_path):
+    """The folder is in bfloat16, and a matrix has 4 MB in float32."""
+    size = run_ranks(1, larger_model, folder, tmp_path / "model")[0]
+    peaks = {
+        bits: run_ranks(2, peak_of_loading, str(tmp_path / "model"), bits) for bits in (True, False)
+    }
+    print(f"{size / 1e6:.0f} MB in float32:", peaks)
+    for four_bits, plain in zip(peaks[True], peaks[False], strict=True):
+        assert plain - four_bits > 0.6 * size / 2 / 2
