@@ -346,5 +346,4 @@ def test_a_rank_holds_its_part_of_the_bytes_and_one_matrix(folder, tmp_path):
         bits: run_ranks(2, peak_of_loading, str(tmp_path / "model"), bits) for bits in (True, False)
     }
     print(f"{size / 1e6:.0f} MB in float32:", peaks)
-    for four_bits, plain in zip(peaks[True], peaks[False], strict=True):
-        assert plain - four_bits > 0.6 * size / 2 / 2
+    assert max(peaks[True]) < 0.3 * size < min(peaks[False])
