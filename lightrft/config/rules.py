@@ -695,7 +695,7 @@ STRATEGY = (
         ),
     ),
     Rule(
-        "--load_in_4bit needs bitsandbytes, which is not installed: pip install 'lightrft[qlora]'",
+        "--load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes",
         lambda run: run.load_in_4bit and find_spec("bitsandbytes") is None,
     ),
     Rule(
