@@ -126,6 +126,7 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
         task_type=TaskType.CAUSAL_LM if model.can_generate() else TaskType.SEQ_CLS,
     )
     settings.base_model_name_or_path = model.name_or_path
+
     with real_parameters():
         try:
             inject_adapter_in_model(settings, model, ADAPTER, low_cpu_mem_usage=True)

@@ -179,7 +179,8 @@ def _settings(config: Config) -> dict[str, str]:
         part.rpartition("/")[2] for part in shown.get("reward", "").split(",")
     )
 
-    return {f"`--{name}`": f"`{value}`" for name, value in shown.items() if value not in ("", "0")}
+    unset = ("", "0", "False")
+    return {f"`--{name}`": f"`{value}`" for name, value in shown.items() if value not in unset}
 
 
 def _table(head: tuple[str, str], rows: dict[str, str]) -> list[str]:

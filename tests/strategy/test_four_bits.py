@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
+from transformers import AutoConfig, PretrainedConfig
 
 from lightrft.config import ModelSection
 from lightrft.config.errors import ConfigError
@@ -20,6 +22,7 @@ from lightrft.models.four_bits.linear import QuantizedLinear, matrix_shape, quan
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.models.lora import freeze_parameters, is_adapter
+from lightrft.tools.step_memory import step_bytes
 from lightrft.types import Batch
 from memory import larger_model, peak_of
 from ranks import run_cases, run_ranks
@@ -149,6 +152,12 @@ def test_what_does_not_go_together_is_refused(folder, message):
     flags = {"fsdp": True, "pretrain": folder, "lora_rank": 4, "load_in_4bit": True}
     with pytest.raises(ConfigError, match=message):
         strategy(**flags | REFUSED[message])
+
+
+def test_a_missing_package_is_named(folder, monkeypatch):
+    monkeypatch.setattr("lightrft.config.rules.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="which is not installed: pip install bitsandbytes"):
+        strategy(fsdp=True, pretrain=folder, lora_rank=4, load_in_4bit=True)
 
 
 @pytest.mark.parametrize(
@@ -303,6 +312,22 @@ def test_ranks_hold_and_gather_bytes(on_two_ranks, folder):
         half = sum(part.numel() for name, part in packed.items() if name in of_layers)
         elements = sum(p.numel() for name, p in base.items() if "_proj" in name)
         assert half * 2 == elements * 33 // 64
+
+
+@pytest.mark.slow
+def test_a_plan_has_the_bytes_that_a_rank_holds(on_two_ranks, folder):
+    options = {"fsdp": True, "bf16": True, "load_in_4bit": True, **LORA}
+    (planned,) = run_ranks(1, planned_bytes, AutoConfig.from_pretrained(folder), options)
+    (results,) = [results for args, results in on_two_ranks.items() if "bf16" in args]
+    parts, _ = results[0]["parts"]
+    held = sum(part.nbytes for name, part in parts.items() if name.endswith("weight"))
+    assert planned == pytest.approx(held, rel=0.01)
+
+
+def planned_bytes(config: PretrainedConfig, options: dict[str, Any]) -> float:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return step_bytes(config, options, world=2, tokens=64).parameters
 
 
 def test_the_base_is_untouched_after_20_steps(on_two_ranks):

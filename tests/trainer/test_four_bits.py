@@ -1,4 +1,6 @@
-"""Whole runs of adapters on a base in four bits: two ranks learn, and go on after one was killed."""
+"""Whole runs of adapters on a base in four bits: two ranks learn with vLLM, and a run goes on after
+a rank was killed.
+"""
 
 import os
 import sys
@@ -28,7 +30,8 @@ def inputs(tmp_path_factory):
 
 
 def test_two_ranks_learn_with_adapters_on_bytes(inputs, tmp_path):
-    rows = train("train_ppo", 2, [*inputs, *PPO, *QLORA, "--max_steps=35"], tmp_path)
+    flags = ["--engine_type=vllm", "--enable_engine_sleep", "--max_steps=35"]
+    rows = train("train_ppo", 2, [*inputs, *PPO, *QLORA, *flags], tmp_path)
     assert rows[0]["rollout/reward"] < 0.55
     assert sum(row["rollout/reward"] for row in rows[-5:]) / 5 > 0.64
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
@@ -48,7 +51,7 @@ def test_a_killed_run_goes_on_bit_by_bit(inputs, tmp_path, monkeypatch):
 
     The exported checkpoint is the model of the run: the dequantized base with merged adapters.
     """
-    flags = [*inputs, *PPO, *QLORA, "--save_steps=2", "--max_steps=4"]
+    flags = [*inputs, *PPO, *QLORA, "--save_steps=2", "--max_steps=4", "--enable_ema"]
     parts = [*flags, f"--save_path={tmp_path / 'parts'}"]
     whole = train("train_ppo", 2, flags, tmp_path / "whole")
     monkeypatch.setattr("lightrft.launch.heartbeat.GRACE", 0.4)
@@ -57,13 +60,14 @@ def test_a_killed_run_goes_on_bit_by_bit(inputs, tmp_path, monkeypatch):
 
     resumed = train("train_ppo", 2, [*flags, "--load_checkpoint"], tmp_path / "parts")
     assert repeatable(resumed)[-2:] == repeatable(whole)[-2:]
-    models = [
-        load_file(folder / "model.safetensors")
-        for folder in (
-            tmp_path / "whole" / "model",
-            tmp_path / "parts" / "model",
-            export_checkpoint(tmp_path / "parts", tmp_path / "exported"),
-        )
-    ]
-    for name, tensor in models[0].items():
-        assert all(torch.equal(tensor, other[name]) for other in models[1:]), name
+    exported = export_checkpoint(tmp_path / "parts", tmp_path / "exported")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    same = {
+        whole / "model": (parts / "model", exported),
+        whole / "model_ema": (parts / "model_ema",),
+    }
+    for folder, others in same.items():
+        expected = load_file(folder / "model.safetensors")
+        for other in others:
+            found = load_file(other / "model.safetensors")
+            assert all(torch.equal(expected[name], found[name]) for name in expected), other

@@ -79,7 +79,7 @@ class QuantizedProduct(torch.autograd.Function):
 
 
 def quantize_layers(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Keep the matrices of all linear layers of the decoder's blocks in four bits, frozen.
+    """Keep the matrices of all linear layers of the decoder in four bits, frozen.
 
     Embeddings, norms and the head stay as they are. If the model is empty, matrices are quantized
     when they are loaded, one at a time. Raise ConfigError without bitsandbytes, and for layers
@@ -123,7 +123,7 @@ def _quantize(layer: nn.Linear, dtype: torch.dtype) -> None:
         "numbers", torch.zeros(4 * num_numbers, dtype=torch.uint8), persistent=False
     )
 
-    shape = (layer.out_features, (matrix.shape[1] // 2) + matrix.shape[1] // BLOCK)
+    shape = (layer.out_features, layer.in_features // 2 + layer.in_features // BLOCK)
     packed = torch.empty(shape, dtype=torch.uint8, device=matrix.device)
     layer.weight = nn.Parameter(
         packed if packed.is_meta else layer.pack(matrix), requires_grad=False
