@@ -52,6 +52,7 @@ OPTIONAL = {
     "vllm",
     "sglang",
     "peft",
+    "bitsandbytes",
     "flash_attn",
     "ray",
     "math_verify",

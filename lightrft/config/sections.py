@@ -136,6 +136,11 @@ class ModelSection(Section, commands=TRAINING):
     target_modules: list[str] = option(["all-linear"], needs="--lora_rank")
     """Names, or ends of names, of the linear layers that get adapters; all-linear: all except the
     output layer."""
+    load_in_4bit: bool = option(False, needs="--lora_rank")
+    """With lora_rank: keep the frozen linear layers in four bits (QLoRA: NF4 with double
+    quantisation), so that the model takes about a quarter of the memory of bfloat16. Embeddings,
+    norms and the head keep the dtype of the run. The engine and the saved model have the matrices
+    that these bits stand for. Requires bitsandbytes: pip install bitsandbytes."""
     freeze_prefix: list[str] = option([])
     """Prefixes of the names of parameters that are not trained; with lora_rank, these get no
     adapters."""

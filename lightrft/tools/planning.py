@@ -162,6 +162,7 @@ class Planner:
             "bf16": model.bf16,
             "lora_rank": model.lora_rank,
             "target_modules": model.target_modules,
+            "load_in_4bit": model.load_in_4bit,
             "freeze_prefix": model.freeze_prefix,
             "reduce_gradients_once": self.config.strategy.reduce_gradients_once,
             "gather_parameters_once": self.config.strategy.gather_parameters_once,
