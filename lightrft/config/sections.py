@@ -404,6 +404,11 @@ class EngineSection(Section, commands=GENERATING):
     began it, so that --weight_update in_flight changes later responses alone in vLLM. merged: all
     weights, with the adapters merged into them. auto: adapter if the engine can do that with the
     model, else merged."""
+    rollout_quantization: Literal["none", "int8", "fp8"] = option("none", commands=PPO)
+    """Eight bits for the matrices of attention and MLP layers in vLLM: their weights are quantised
+    in the stream, with a scale for each output channel, and their inputs for each token.
+    --rollout_correction is tis then, unless it is set. int8 runs on CPUs and accelerators, fp8 on
+    accelerators that have it (Ada, Hopper and later)."""
     verify_weight_sync: bool = option(True, commands=SAMPLING)
     """Compare fingerprints of the weights that were sent with those in the engine after every
     stream, and stop the run if they differ. The first time and every 128th time all weights are

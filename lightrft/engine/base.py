@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from lightrft.types import Completion
 from lightrft.weight_sync.adapters import Adapters
 from lightrft.weight_sync.names import PublishedNames
 from lightrft.weight_sync.verify import ROUNDS, Fingerprints
+
+if TYPE_CHECKING:
+    from lightrft.weight_sync.quantized import Quantization
 
 Part = Literal["weights", "kv_cache"]
 
@@ -83,6 +86,8 @@ class Engine(ABC):
         self.adapters = adapters
         """Adapters that the engine holds beside the weights. None: streams bring merged weights.
         Otherwise they bring the adapters, and the weights only if the engine has lost them."""
+        self.quantization: Quantization | None = None
+        """How streams have to quantise weights for the engine. None: they bring them as they are."""
         self.has_base = False
         """True if the engine has the weights that adapters belong to."""
         self._sent_base: Fingerprints | None = None
@@ -330,6 +335,16 @@ class Engine(ABC):
         `names` are those of the model's weights; `media` are what the model reads besides text.
         """
         return "this engine takes merged weights only"
+
+    @classmethod
+    def quantization_problem(
+        cls, setup: EngineSetup, names: PublishedNames, media: Collection[str]
+    ) -> str | None:
+        """Return why the engine cannot compute with the format of `setup`, or None.
+
+        The arguments are those of adapter_problem().
+        """
+        return "this engine computes with the weights as they are"
 
     @abstractmethod
     def prompts_at_once(self, n: int) -> int:

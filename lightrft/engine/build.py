@@ -51,6 +51,8 @@ def build_engine(section: EngineSection, **setup) -> Engine:
     if name in ON_ONE_NODE:
         _check_nodes(name, setup["axis"])
     adapter: type[Engine] = _adapter(ENGINES[name])
+    if section.rollout_quantization != "none":
+        _check_quantization(name, adapter, EngineSetup(section=section, **setup))
     complete = _with_possible_adapters(name, adapter, EngineSetup(section=section, **setup))
     engine = adapter(complete)
     engine.verify_dtype = setup["dtype"] if section.verify_weight_sync else None
@@ -81,6 +83,16 @@ def _with_possible_adapters(name: str, adapter: type[Engine], setup: EngineSetup
         )
     logger.info("--engine_type {} gets merged weights, not adapters alone: {}", name, problem)
     return replace(setup, adapters=None)
+
+
+def _check_quantization(name: str, adapter: type[Engine], setup: EngineSetup) -> None:
+    """Raise ConfigError if the engine cannot compute with the format of --rollout_quantization."""
+    config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
+    names = published_names(config, trust_remote_code=setup.trust_remote_code)
+    media = most_of_each(setup.section, config)
+    if problem := adapter.quantization_problem(setup, names, media):
+        chosen = setup.section.rollout_quantization
+        raise ConfigError(f"--rollout_quantization {chosen} with --engine_type {name}: {problem}")
 
 
 def _mixture_problem(names: PublishedNames) -> str | None:

@@ -34,6 +34,8 @@ SEVERAL = {"in_proj_qkv": (0, 1, 2), "in_proj_z": (3,)}
 
 Queries, keys and values of gated delta networks are one layer there, but ranks split each of them.
 """
+SCALES = "weight_scale"
+"""Parameter of a layer of eight bits with the scale of each row of the weight."""
 UNPACKED = "_cpu_unpacked_conv_weight"
 """Attribute with the weight of a convolution as it was loaded, where vLLM packs it on a CPU.
 
@@ -75,7 +77,10 @@ class WeightSlice:
     def tensor(self) -> Tensor:
         if is_experts(self.layer):
             return expert_part(self.layer, self.attribute, self.part)
-        return torch.atleast_1d(getattr(self.layer, self.attribute))[self.part]
+        stored = torch.atleast_1d(getattr(self.layer, self.attribute))
+        # Kernels of eight bits take [columns, rows].
+        turned = self.attribute == "weight" and SCALES in self.layer._parameters
+        return (stored.t() if turned else stored)[self.part]
 
     def within(self, shape: torch.Size) -> Tensor:
         """Return `tensor` without the padding beyond the full tensor of this shape."""
@@ -165,7 +170,7 @@ class FusedWeights:
             places_of[name] = slices = list(_pieces(name, renamed, parts, places, shapes[name]))
             self.unknown += [] if slices else [name]
             for piece in slices:
-                self._add(piece, users.get(getattr(piece.layer, piece.attribute), []), packs)
+                self._add(piece, users.get(getattr(piece.layer, piece.attribute), [piece.layer]), packs)
 
         unknown_paths = {
             renamed.rpartition(".")[0] for name in self.unknown if (renamed := names[name])
@@ -211,12 +216,15 @@ class FusedWeights:
             columns = piece.layer.input_size_per_partition if cut else prints.shapes[piece.name][1]
             # The layers of a fused one share its product, so it is computed once.
             if piece.layer not in results:
-                x = signs(piece.column + columns, piece.layer.weight.device)[piece.column :]
+                device = next(piece.layer.parameters()).device
+                x = signs(piece.column + columns, device)[piece.column :]
                 x = x.to(prints.dtype)
                 results[piece.layer] = piece.layer.quant_method.apply(piece.layer, x[None], None)[
                     0
                 ].double()
             values = results[piece.layer][piece.part]
+            if SCALES in piece.layer._parameters:  # they are compared by themselves
+                values = values / piece.layer.weight_scale.double()[piece.part, 0]
             prints.add_product(piece.name, values, len(values) * columns, row=piece.row)
 
     def _pieces_of_round(self, round: int | None) -> list[WeightSlice]:
@@ -237,8 +245,9 @@ class FusedWeights:
     def _add(
         self, piece: WeightSlice, users: list[nn.Module], packs: Callable[[nn.Module], bool]
     ) -> None:
-        if piece.tensor.numel():
-            self.raw.append(piece)
+        only_packed = SCALES in piece.layer._parameters and packs(piece.layer)
+        if piece.attribute != "weight" or not only_packed:
+            self.raw += [piece] if piece.tensor.numel() else []
         if piece.attribute == "weight":
             layers = [
                 layer
@@ -273,7 +282,8 @@ def _pieces(
         path = f"{inside}.{fused}"
 
     layer = places.get(f"{path}.{ROUTED}", places.get(path))
-    if layer is None or getattr(layer, attribute, None) is None:
+    has_scales = layer is not None and attribute == "weight" and SCALES in layer._parameters
+    if getattr(layer, attribute, None) is None and not has_scales:
         return
     if own == "conv1d" and is_a(places[inside], "QwenGatedDeltaNetAttention"):
         regions = _of_delta_rule(places[inside])
