@@ -300,6 +300,23 @@ GENERATION = (
         lambda run: run.lora_sync == "adapter" and run.engine_type == "sglang",
     ),
     Rule(
+        "--rollout_quantization {rollout_quantization} needs --engine_type vllm: the hf engine"
+        " computes with transformers' layers, which have no products of eight bits",
+        lambda run: run.rollout_quantization != "none" and run.engine_type == "hf",
+    ),
+    Rule(
+        "--rollout_quantization {rollout_quantization} needs --engine_type vllm: SGLang packs"
+        " weights of eight bits when it starts, and takes no new ones",
+        lambda run: run.rollout_quantization != "none" and run.engine_type == "sglang",
+    ),
+    Rule(
+        "--rollout_quantization {rollout_quantization} with --speculative {speculative}: the model"
+        " that drafts is not quantised; use --speculative group or ngram",
+        lambda run: (
+            run.rollout_quantization != "none" and run.speculative in ("draft", "eagle3", "mtp")
+        ),
+    ),
+    Rule(
         "--reward environment is the reward of an environment or an agent: set --environment or"
         " --agent",
         lambda run: "environment" in run.rewards and not (run.environment or run.agent),

@@ -701,7 +701,7 @@ class AlgorithmSection(Section, commands=PPO):
     """Coefficient of the entropy bonus."""
     rollout_correction: str | None = None
     """Weight of a token from the ratio p_trainer / p_engine: tis, mis, icepop, module:function or
-    file.py:function."""
+    file.py:function; none, also with rollout_quantization."""
     rollout_correction_level: Literal["token", "sequence"] = option(
         "token", needs="--rollout_correction"
     )

@@ -68,6 +68,8 @@ class Engine(ABC):
 
     media: ClassVar[tuple[str, ...]] = tuple(MEDIA)
     """Media that this engine supports in prompts, if the model does."""
+    quantizes: ClassVar[bool] = False
+    """True if the engine can compute with the formats of --rollout_quantization."""
     keeps_policy = False
     """True if a request goes on with the weights that began it, when others are loaded under it."""
 
@@ -335,16 +337,6 @@ class Engine(ABC):
         `names` are those of the model's weights; `media` are what the model reads besides text.
         """
         return "this engine takes merged weights only"
-
-    @classmethod
-    def quantization_problem(
-        cls, setup: EngineSetup, names: PublishedNames, media: Collection[str]
-    ) -> str | None:
-        """Return why the engine cannot compute with the format of `setup`, or None.
-
-        The arguments are those of adapter_problem().
-        """
-        return "this engine computes with the weights as they are"
 
     @abstractmethod
     def prompts_at_once(self, n: int) -> int:

@@ -7,6 +7,7 @@ from enum import Enum
 from functools import partial
 from itertools import chain
 
+import torch
 from loguru import logger
 from torch import Tensor, nn
 
@@ -305,8 +306,9 @@ class EngineHost:
         5. The engine's adapter: copy the tensor to its place, or rename it for the engine's loader.
 
         Adapters, if there are any, are merged between 3 and 4, unless the engine holds them beside
-        the weights: then only they are streamed, once the engine has the weights. A trained draft
-        follows the actor. At the end the engine compares the fingerprints with its own weights.
+        the weights: then only they are streamed, once the engine has the weights. For an engine of
+        eight bits, matrices are quantised between 3 and 4. A trained draft follows the actor. At
+        the end the engine compares the fingerprints with its own weights.
         """
         self.actor = actor
         self.memory.enter(Phase.REFIT, actor)

@@ -170,7 +170,7 @@ class FusedWeights:
             places_of[name] = slices = list(_pieces(name, renamed, parts, places, shapes[name]))
             self.unknown += [] if slices else [name]
             for piece in slices:
-                self._add(piece, users.get(getattr(piece.layer, piece.attribute), [piece.layer]), packs)
+                self._add(piece, users.get(getattr(piece.layer, piece.attribute), []), packs)
 
         unknown_paths = {
             renamed.rpartition(".")[0] for name in self.unknown if (renamed := names[name])
@@ -216,8 +216,7 @@ class FusedWeights:
             columns = piece.layer.input_size_per_partition if cut else prints.shapes[piece.name][1]
             # The layers of a fused one share its product, so it is computed once.
             if piece.layer not in results:
-                device = next(piece.layer.parameters()).device
-                x = signs(piece.column + columns, device)[piece.column :]
+                x = signs(piece.column + columns, piece.layer.weight.device)[piece.column :]
                 x = x.to(prints.dtype)
                 results[piece.layer] = piece.layer.quant_method.apply(piece.layer, x[None], None)[
                     0
@@ -282,8 +281,7 @@ def _pieces(
         path = f"{inside}.{fused}"
 
     layer = places.get(f"{path}.{ROUTED}", places.get(path))
-    has_scales = layer is not None and attribute == "weight" and SCALES in layer._parameters
-    if getattr(layer, attribute, None) is None and not has_scales:
+    if layer is None or getattr(layer, attribute, None) is None:
         return
     if own == "conv1d" and is_a(places[inside], "QwenGatedDeltaNetAttention"):
         regions = _of_delta_rule(places[inside])

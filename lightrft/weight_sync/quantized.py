@@ -34,7 +34,8 @@ class Format:
         The arithmetic is the one of compressed-tensors, so that its results are equal bit by bit.
         """
         matrix = matrix.detach().float()
-        scales = matrix.abs().amax(1, keepdim=True) / ((self.largest - self.smallest) / 2)
+        largest = torch.maximum(matrix.amax(1, keepdim=True), -matrix.amin(1, keepdim=True))
+        scales = largest / ((self.largest - self.smallest) / 2)
         scales = torch.where(scales == 0, torch.finfo(torch.float32).eps, scales)
         codes = (matrix / scales).clamp_(self.smallest, self.largest)
         return (codes if self.dtype.is_floating_point else codes.round_()).to(self.dtype), scales
@@ -55,7 +56,8 @@ class Quantization:
         self.format = FORMATS[name]
         self.dtype = dtype
         self.parameters = frozenset(name for name, _ in names.model.named_parameters())
-        self.matrices = frozenset(_linear_weights(names.model))
+        # All ranks have them in the same order.
+        self.matrices = dict.fromkeys(_linear_weights(names.model))
         for matrix in self.matrices:
             names.add(
                 _scales_of(matrix), _scales_of(names.renamed[matrix]), (names.shapes[matrix][0], 1)

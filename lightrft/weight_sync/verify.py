@@ -200,11 +200,7 @@ def _words(chunk: Tensor, column: int, dtype: torch.dtype) -> Tensor:
     values = chunk.to(dtype)
     if before or after:
         values = F.pad(values, (before, after))
-    elif (
-        values.storage_offset() % per_word
-        or values.stride(0) % per_word
-        or values.stride(1) != 1
-    ):
+    elif values.storage_offset() % per_word or values.stride(0) % per_word or values.stride(1) != 1:
         values = values.clone(memory_format=torch.contiguous_format)
     return values.view(torch.int32)
 

@@ -34,7 +34,6 @@ from lightrft.parallel.device import grow_segments, release_cached_memory
 from lightrft.thinker import OmniThinkerConfig, load_config, whole_config
 from lightrft.types import Completion
 from lightrft.weight_sync.adapters import Adapters
-from lightrft.weight_sync.quantized import quantization_problem
 from lightrft.weight_sync.names import DRAFT, NamedTensor, PublishedNames
 from lightrft.weight_sync.verify import Fingerprints
 
@@ -57,6 +56,8 @@ class VLLMEngine(LibraryEngine):
     that depends on the batch or on cached prefixes. With seeds vLLM 0.32 truncates by its own
     Triton kernel, without sorting: FlashInfer's sampler draws with one generator for all requests.
     """
+
+    quantizes = True
 
     def __init__(self, setup: EngineSetup):
         super().__init__("vllm", vllm.__version__, setup)
@@ -145,16 +146,6 @@ class VLLMEngine(LibraryEngine):
     ) -> str | None:
         config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
         return slots_problem(setup, names, config.architectures or [], media)
-
-    @classmethod
-    def quantization_problem(
-        cls, setup: EngineSetup, names: PublishedNames, media: Collection[str]
-    ) -> str | None:
-        if setup.section.rollout_quantization == "fp8" and setup.device.type == "cpu":
-            return "vLLM has no products of FP8 on a CPU; int8 runs there"
-        if media:
-            return f"the model reads {' and '.join(media)}, and only models of text are quantised"
-        return quantization_problem(names)
 
     def prompts_at_once(self, n: int) -> int:
         return self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs // n
