@@ -57,6 +57,7 @@ OPTIONAL = {
     "math_verify",
     "jsonschema",
     "liger_kernel",
+    "torchao",
     "triton",
     "reasoning_gym",
     "transfer_queue",

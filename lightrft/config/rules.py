@@ -697,6 +697,28 @@ STRATEGY = (
         ),
     ),
     Rule(
+        "--fp8_training needs torchao: pip install lightrft[fp8]",
+        lambda run: run.fp8_training and find_spec("torchao") is None,
+    ),
+    Rule(
+        "--fp8_training needs --bf16: the products of FP8 with a scale for each row have results in"
+        " bfloat16",
+        lambda run: run.fp8_training and not run.bf16,
+    ),
+    Rule(
+        "--fp8_training needs --lora_rank 0: it is about the gradients of whole matrices, and"
+        " adapters freeze them",
+        lambda run: run.fp8_training and run.lora_rank > 0,
+    ),
+    Rule(
+        "--fp8_training needs --tp_size 1: its layers do not support parameters split over ranks",
+        lambda run: run.fp8_training and run.tp_size > 1,
+    ),
+    Rule(
+        "--fp8_training needs --fsdp: it was not tested with DeepSpeed",
+        lambda run: run.fp8_training and run.strategy == "deepspeed",
+    ),
+    Rule(
         "--fused_kernels {fused_kernels} needs --tp_size 1: its kernels do not support parameters"
         " split over ranks",
         lambda run: run.fused_kernels != "none" and run.tp_size > 1,

@@ -124,6 +124,10 @@ class ModelSection(Section, commands=TRAINING):
     """liger: compute norms, rotary embeddings and feed-forward layers of Llama, Qwen, Gemma, OLMo
     and similar models with fused kernels, on an accelerator; requires the package liger-kernel. In
     float32, log-probs and gradients change by at most 1e-5."""
+    fp8_training: bool = False
+    """Multiply in FP8 in the linear layers of the blocks (torchao, pip install lightrft[fp8]), with
+    a scale for each row; weights and optimizer keep their precision. For Hopper and later GPUs; a
+    CPU emulates it."""
     trust_remote_code: bool = option(False, commands=EVERY)
     """Run Python code that comes with the model. Use it only for sources that you trust."""
     lora_rank: int = option(0, NOT_NEGATIVE.hint("; 0 trains the model itself"))
