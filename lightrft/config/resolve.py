@@ -132,7 +132,7 @@ def resolve(
 def _correct_quantized_rollouts(config: Config) -> None:
     """Turn truncated importance sampling on, unless the ratio is used or corrected otherwise."""
     algorithm = config.algorithm
-    if algorithm.rollout_correction is not None or algorithm.use_engine_logprobs:
+    if "rollout_correction" in algorithm.written or algorithm.use_engine_logprobs:
         return
     algorithm.put("rollout_correction", "tis")
     config.notices.append(
