@@ -1215,7 +1215,7 @@ def test_fp8_training_without_its_package(monkeypatch):
     [
         ([], "tis"),
         (["--rollout_correction=mis"], "mis"),
-        (["--rollout_correction=none"], None),
+        (["--rollout_correction=none"], "none"),
         (["--use_engine_logprobs"], None),
     ],
 )

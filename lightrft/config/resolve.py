@@ -98,8 +98,6 @@ def resolve(
     algorithm = config.algorithm
     if config.engine.rollout_quantization != "none" and command in PPO:
         _correct_quantized_rollouts(config)
-    if algorithm.rollout_correction == "none":
-        algorithm.put("rollout_correction", None)
     bounds = (
         {}
         if algorithm.eps_clip is None

@@ -2,7 +2,7 @@
 
 A row of a matrix is an output channel. It is sent as codes of eight bits with one scale in float32,
 in the format of compressed-tensors, which vLLM reads. Embeddings, the head, norms and biases are
-sent as they are. A stream holds one matrix in both forms at a time.
+sent as they are. One matrix at a time exists in both forms.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from lightrft.weight_sync.names import SCALE, NamedTensor, PublishedNames
 
+CHUNK_BYTES = 4 * 2**20
+"""Bytes of the rows in float32 that are quantised at a time."""
 LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 """Layers that are quantised: attention and a gated MLP."""
 
@@ -33,12 +35,20 @@ class Format:
 
         The arithmetic is the one of compressed-tensors, so that its results are equal bit by bit.
         """
-        matrix = matrix.detach().float()
-        largest = torch.maximum(matrix.amax(1, keepdim=True), -matrix.amin(1, keepdim=True))
-        scales = largest / ((self.largest - self.smallest) / 2)
-        scales = torch.where(scales == 0, torch.finfo(torch.float32).eps, scales)
-        codes = (matrix / scales).clamp_(self.smallest, self.largest)
-        return (codes if self.dtype.is_floating_point else codes.round_()).to(self.dtype), scales
+        codes = torch.empty(matrix.shape, dtype=self.dtype, device=matrix.device)
+        scales = torch.empty(len(matrix), 1, device=matrix.device)
+        step = max(1, CHUNK_BYTES // (4 * matrix.shape[1]))
+        parts = (each.split(step) for each in (matrix.detach(), codes, scales))
+
+        for rows, own_codes, own_scales in zip(*parts, strict=True):
+            rows = rows.float()
+            largest = torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
+            torch.div(largest, (self.largest - self.smallest) / 2, out=own_scales)
+            own_scales[own_scales == 0] = torch.finfo(torch.float32).eps
+            values = (rows / own_scales).clamp_(self.smallest, self.largest)
+            own_codes.copy_(values if self.dtype.is_floating_point else values.round_())
+
+        return codes, scales
 
 
 FORMATS = {
