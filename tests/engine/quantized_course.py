@@ -129,6 +129,19 @@ def adapters_beside_int8(folder: str) -> dict[str, Any]:
     return found
 
 
+def with_a_cache_of_fp8(folder: str) -> float:
+    """Return the mean gap of log-probs if keys and values have eight bits too."""
+    axis = Mesh(select_device().type, tp=1).engine(1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    flags = INT8 | {"engine_args": '{"kv_cache_dtype": "fp8"}'}
+    engine = start("vllm", folder, axis, flags, from_stream=True, dtype=torch.bfloat16)
+    for version in (1, 2):
+        engine.load_weights(weights(model, engine), version)
+    gap = logprob_gap(model, engine, "mean")
+    engine.close()
+    return gap
+
+
 def stale_scales(folder: str) -> str:
     """Return the error if a stream brings codes without their scales."""
     axis = Mesh(select_device().type, tp=1).engine(1)

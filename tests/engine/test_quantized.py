@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from engine.quantized_course import adapters_beside_int8, an_engine_of_int8, stale_scales
+from engine.quantized_course import (
+    adapters_beside_int8,
+    an_engine_of_int8,
+    stale_scales,
+    with_a_cache_of_fp8,
+)
 from lightrft.config import EngineSection
 from lightrft.config.errors import ConfigError
 from lightrft.engine import build
@@ -37,6 +42,13 @@ def test_adapters_are_held_beside_int8(folder: str) -> None:
     assert found["held"]
     assert max(found["gaps"]) < 0.03
     assert found["sizes"][1] == found["sizes"][2] < found["sizes"][0] / 4
+
+
+@pytest.mark.slow
+def test_keys_and_values_may_have_eight_bits_too(folder: str) -> None:
+    load_vllm()
+    (gap,) = run_ranks(1, with_a_cache_of_fp8, folder, timeout=400)
+    assert 0.015 < gap < 0.06
 
 
 @pytest.mark.slow
