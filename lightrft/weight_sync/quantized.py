@@ -44,7 +44,7 @@ class Format:
             rows = rows.float()
             largest = torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
             torch.div(largest, (self.largest - self.smallest) / 2, out=own_scales)
-            own_scales[own_scales == 0] = torch.finfo(torch.float32).eps
+            own_scales.masked_fill_(own_scales == 0, torch.finfo(torch.float32).eps)
             values = (rows / own_scales).clamp_(self.smallest, self.largest)
             own_codes.copy_(values if self.dtype.is_floating_point else values.round_())
 

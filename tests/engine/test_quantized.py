@@ -12,7 +12,8 @@ from engine.quantized_course import (
 from lightrft.config import EngineSection
 from lightrft.config.errors import ConfigError
 from lightrft.engine import build
-from lightrft.engine.build import check_quantization
+from lightrft.engine.build import build_engine, check_quantization
+from lightrft.parallel.collectives import Axis
 from ranks import run_ranks
 from tiny import tiny_experts, tiny_hybrid, tiny_model
 from with_vllm import load_vllm
@@ -66,6 +67,12 @@ def test_what_cannot_be_quantised_is_said_before_anything_is_loaded(folder: str,
         check_quantization(int8, tiny_experts(tmp_path / "experts"), cpu)
     with pytest.raises(ConfigError, match="and there is model.layers.0.linear_attn"):
         check_quantization(int8, tiny_hybrid(tmp_path / "hybrid"), cpu)
+
+
+def test_other_engines_refuse_it_where_no_rule_has_looked(folder: str) -> None:
+    section = EngineSection(engine_type="hf", rollout_quantization="int8")
+    with pytest.raises(ConfigError, match="needs --engine_type vllm, and not hf"):
+        build_engine(section, model_path=folder, axis=Axis("engine", 1, 0, None))
 
 
 def test_fp8_needs_a_device_that_multiplies_it(folder: str, monkeypatch) -> None:
