@@ -13,8 +13,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     GenerationConfig,
     GenerationMixin,
@@ -147,6 +150,24 @@ def load_config(name: str, **options: Any) -> PretrainedConfig:
         raise ValueError(f"{name}: its config.json describes no model: {', '.join(wrong)}")
 
     return config
+
+
+def generating_class(
+    config: PretrainedConfig,
+) -> type[AutoModelForCausalLM] | type[AutoModelForMultimodalLM]:
+    """Return the auto class of the model that is trained: one that generates text.
+
+    Some families have one class with towers and one that only reads text, as Qwen3.5 does. Its
+    folders name the class with towers; a configuration that names neither gets the other one.
+    """
+    seeing = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
+    if seeing is None:
+        return AutoModelForCausalLM
+
+    reading = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    named = config.architectures or ()
+    has_towers = reading in (None, seeing) or seeing.__name__ in named
+    return AutoModelForMultimodalLM if has_towers else AutoModelForCausalLM
 
 
 def _is_size(value: Any) -> bool:

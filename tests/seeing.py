@@ -55,6 +55,21 @@ FRAMED = "<|vision_start|><|image_pad|><|vision_end|>"
 """Text for an image in a prompt of Qwen-VL; Idefics3 has <image>."""
 FILMED = FRAMED.replace("image", "video")
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.12}
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "partial_rotary_factor": 1.0,
+}
+"""Layers of the text part of a Qwen3.5; vLLM's kernel for CPUs computes heads of 64 and more."""
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 
 
 def seeing_model(folder: Path | str, seed: int = 0, family: str = "idefics3") -> str:
@@ -109,7 +124,8 @@ def seeing_model(folder: Path | str, seed: int = 0, family: str = "idefics3") ->
 
 
 def seeing_qwen(folder: Path | str, family: str = "qwen2_5_vl") -> str:
-    """Write a Qwen2-VL, 2.5 or 3: its images are framed, and have positions by row and column.
+    """Write a Qwen2-VL, 2.5, 3 or a Qwen3.5: its images are framed, and have positions by row and
+    column.
 
     Needs torchvision.
     """
@@ -146,7 +162,18 @@ def seeing_qwen(folder: Path | str, family: str = "qwen2_5_vl") -> str:
                 "num_position_embeddings": 16,
             },
         ),
-    }[family]
+        "qwen3_5": (
+            Qwen3VLProcessor,
+            Qwen3VLVideoProcessor,
+            16,
+            {
+                "hidden_size": 32,
+                "out_hidden_size": 64,
+                "intermediate_size": 64,
+                "num_position_embeddings": 16,
+            },
+        ),
+    }[family.removesuffix("_moe")]
     marks = [f"<|{name}|>" for name in ("image_pad", "video_pad", "vision_start", "vision_end")]
     tokenizer = byte_tokenizer(marks=marks)
     tokenizer.add_special_tokens({"extra_special_tokens": marks})
@@ -168,9 +195,11 @@ def seeing_qwen(folder: Path | str, family: str = "qwen2_5_vl") -> str:
                 "type": "mrope",
                 "rope_theta": 1e4,
                 "mrope_section": [4, 6, 6],
-                "mrope_interleaved": family == "qwen3_vl",
+                "mrope_interleaved": patch == 16,
             },
-        },
+        }
+        | (HYBRID if family.startswith("qwen3_5") else {})
+        | (EXPERTS if family.endswith("_moe") else {}),
         vision_config=tower
         | {
             "depth": 2,

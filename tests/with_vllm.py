@@ -4,6 +4,7 @@ Each rank would take eight seconds to import it anew. If its cache is empty, vLL
 of each model in an interpreter of its own, which takes ten seconds. A fork does it itself.
 """
 
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 
@@ -39,7 +40,8 @@ def load_vllm() -> None:
         import_module(f"vllm.model_executor.models.{name}")
     if not torch.accelerator.is_available():
         for name in WHEN_IT_STARTS:
-            import_module(name)
+            with suppress(ModuleNotFoundError):  # another version has other modules
+                import_module(name)
         from vllm.platforms import current_platform
 
         # looks at every name of every module, for half of an engine's start

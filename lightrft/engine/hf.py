@@ -16,12 +16,12 @@ from lightrft.attention.recurrent import lift_time_step_limits
 from lightrft.engine.base import Engine, EngineSetup, Part
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.media import MediaReader
-from lightrft.engine.model_info import Vocabulary, model_class, most_of_each, published_names
+from lightrft.engine.model_info import Vocabulary, most_of_each, published_names
 from lightrft.engine.probe import Probe
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.device import float32_product, grow_segments, release_cached_memory
-from lightrft.thinker import load_config
+from lightrft.thinker import generating_class, load_config
 from lightrft.types import Completion, concatenated_features
 from lightrft.weight_sync.adapters import Adapters, low_rank_product, names_of
 from lightrft.weight_sync.names import PublishedNames
@@ -479,13 +479,13 @@ def _load(setup: EngineSetup, config: PretrainedConfig) -> PreTrainedModel:
     options = {"dtype": setup.dtype, "trust_remote_code": setup.trust_remote_code}
     if not setup.from_stream:
         return (
-            model_class(config)
+            generating_class(config)
             .from_pretrained(setup.model_path, config=config, **options)
             .to(setup.device)
         )
 
     with no_init_weights(), setup.device:
-        model = model_class(config).from_config(config, **options)
+        model = generating_class(config).from_config(config, **options)
     model.tie_weights()
     return model
 

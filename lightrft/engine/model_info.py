@@ -7,10 +7,7 @@ from typing import Self
 
 import torch
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
     AutoTokenizer,
     DynamicCache,
     PretrainedConfig,
@@ -20,7 +17,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 
 from lightrft.config.sections import EngineSection
 from lightrft.engine.requests import MEDIA
-from lightrft.thinker import load_config, load_generation_config
+from lightrft.thinker import generating_class, load_config, load_generation_config
 from lightrft.weight_sync.names import DRAFT, PublishedNames
 
 PLACEHOLDERS = {
@@ -120,22 +117,6 @@ class Vocabulary:
             ) from error
 
 
-def model_class(
-    config: PretrainedConfig,
-) -> type[AutoModelForCausalLM] | type[AutoModelForMultimodalLM]:
-    """Return the auto class that generates text: the text-only causal LM, if the model has one.
-
-    Other models get the multimodal class. The text-only form is the one that is trained.
-    """
-    seeing = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
-    reading = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return (
-        AutoModelForMultimodalLM
-        if seeing is not None and reading in (None, seeing)
-        else AutoModelForCausalLM
-    )
-
-
 def has_recurrent_state(config: PretrainedConfig) -> bool:
     """Return True if layers read earlier tokens through a state or a convolution."""
     layers = DynamicCache(config=config).layers
@@ -150,7 +131,7 @@ def num_attention_layers(config: PretrainedConfig) -> int:
 
 def most_of_each(section: EngineSection, config: PretrainedConfig) -> dict[str, int]:
     """Return the media that the model reads, and how many of each a prompt may have."""
-    if model_class(config) is AutoModelForCausalLM:
+    if generating_class(config) is AutoModelForCausalLM:
         return {}
 
     flags = {
@@ -172,7 +153,7 @@ def published_names(config: PretrainedConfig, *, trust_remote_code: bool = False
     """Return the names and shapes of the weights that a stream must bring, and published names."""
     with torch.device("meta"):
         return PublishedNames(
-            model_class(config).from_config(config, trust_remote_code=trust_remote_code)
+            generating_class(config).from_config(config, trust_remote_code=trust_remote_code)
         )
 
 

@@ -13,11 +13,10 @@ from huggingface_hub import snapshot_download
 from loguru import logger
 from torch import nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
@@ -44,7 +43,7 @@ from lightrft.models.weight_files import (
     missing_and_unexpected,
     stored_tensors,
 )
-from lightrft.thinker import load_config, load_generation_config
+from lightrft.thinker import generating_class, load_config, load_generation_config
 
 SCORE = "score"
 """Name of the only head of a reward model."""
@@ -103,11 +102,11 @@ class Scores:
 
     @staticmethod
     def _of(config: PretrainedConfig) -> Any:
-        is_media = _generation_class(config) is AutoModelForMultimodalLM
+        has_class = type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
         return (
-            scorer_class(MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)])
-            if is_media
-            else AutoModelForSequenceClassification
+            AutoModelForSequenceClassification
+            if has_class or generating_class(config) is AutoModelForCausalLM
+            else scorer_class(MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)])
         )
 
 
@@ -214,7 +213,7 @@ def _load(
     except (OSError, ValueError) as error:
         raise ValueError(f"{source}: {error}") from error
 
-    kind = kind or _generation_class(config)
+    kind = kind or generating_class(config)
     try:
         model = _empty(kind, name, new_head, options) if makes_empty() else None
     except ValueError as error:
@@ -237,15 +236,6 @@ def _load(
     return model
 
 
-def _generation_class(config: PretrainedConfig) -> type:
-    """Return the Auto class that generates text: the text-only one if the family has both."""
-    sees_or_hears = (
-        type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
-        and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    )
-    return AutoModelForMultimodalLM if sees_or_hears else AutoModelForCausalLM
-
-
 def new_model(
     config: PretrainedConfig,
     attention: str | dict[str, str | None],
@@ -258,7 +248,7 @@ def new_model(
     Raise ValueError for a family whose attention cannot be replaced.
     """
     try:
-        return (kind or _generation_class(config)).from_config(
+        return (kind or generating_class(config)).from_config(
             config,
             dtype=torch.float32,
             attn_implementation=attention,

@@ -23,7 +23,7 @@ from lightrft.types import Expanded, Prompt
 
 FAMILIES: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("idefics3", "smolvlm", "qwen2_vl", "llava", "internvl", "gemma3"), (IMAGES,)),
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), (IMAGES, VIDEOS)),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe"), (IMAGES, VIDEOS)),
     **dict.fromkeys(("qwen2_audio", "qwen2_5_omni_thinker"), (AUDIOS,)),
 }
 """Model type -> media whose gradients and token counts were compared with transformers."""

@@ -289,6 +289,8 @@ def test_runner_v2_keeps_what_is_drawn_up_to_the_first_wrong_draft() -> None:
         num_speculative_tokens=3,
         enable_adaptive_verification=False,
         rejection_sample_method="standard",
+        fly_entropy_threshold=None,
+        fly_entropy_top_k=None,
     )
     sampler = SimpleNamespace(sample=lambda *args, **options: (drawn, "processed"))
     logits, kept, counts = VerifierOfV2(sampler, config, drawn.device)._verify(

@@ -251,6 +251,7 @@ OF_FAMILIES = {
     2: {
         "qwen3_vl": [*CASES[2]],
         "qwen2_5_vl": ["fsdp", "tp_sequence_parallel"],
+        "qwen3_5": ["fsdp", "frozen", "ulysses", "zero3"],
         "omni": ["fsdp", "frozen", "ulysses", "tp_sequence_parallel", "zero3"],
     },
     4: {"qwen3_vl": ["hsdp"]},
@@ -280,7 +281,7 @@ def compare_families(folder: str) -> None:
     both = (IMAGES, VIDEOS)
     read = {
         family: (seeing_qwen(f"{folder}/{family}", family), both, "visual")
-        for family in ("qwen2_5_vl", "qwen3_vl")
+        for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
     }
     read["omni"] = omni(f"{folder}/omni", 2), (AUDIOS,), "audio_tower"
 

@@ -27,9 +27,10 @@ from transformers import (
 )
 
 from engine.contract import perturbed
-from lightrft.engine.model_info import model_class, published_names
+from lightrft.engine.model_info import published_names
 from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.weight_files import WeightFiles
+from lightrft.thinker import generating_class
 from lightrft.weight_sync.names import PublishedNames
 
 TEXT = {
@@ -336,7 +337,7 @@ FAMILIES: list[tuple[PretrainedConfig, list[str]]] = [
 @pytest.fixture(params=FAMILIES, ids=lambda family: family[0].model_type)
 def family(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, list[str]]:
     config, names = request.param
-    return perturbed(model_class(config).from_config(config), 1), names
+    return perturbed(generating_class(config).from_config(config), 1), names
 
 
 def weights(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -360,7 +361,7 @@ def test_names_are_those_of_released_folders_and_lead_back(
     )
     model.config.save_pretrained(tmp_path)
 
-    loaded, found = model_class(model.config).from_pretrained(
+    loaded, found = generating_class(model.config).from_pretrained(
         tmp_path, dtype=torch.float32, output_loading_info=True
     )
     assert not found["missing_keys"] and not found["unexpected_keys"]

@@ -25,10 +25,11 @@ def share_last_blocks(cache: KVCacheManager) -> bool:
     (manager,), whole_blocks = managers, cache.get_computed_blocks
     firsts: WeakValueDictionary[tuple[str, str | None], Request] = WeakValueDictionary()
 
-    def computed_blocks(request: Request) -> tuple[KVCacheBlocks, int, int]:
+    def computed_blocks(request: Request, *longest: int | None) -> tuple[KVCacheBlocks, int, int]:
         """Return blocks that the request starts with, and how many tokens in them are computed.
 
-        The last number is 0 here.
+        The last number is 0 here. vLLM 0.33 also says how many tokens may be computed at most, or
+        None.
         """
         # Samples that begin after other weights were loaded have another salt.
         key = request.request_id.rpartition("/")[0], request.cache_salt
@@ -36,9 +37,10 @@ def share_last_blocks(cache: KVCacheManager) -> bool:
         blocks = manager.req_to_blocks.get(first.request_id)
         if not blocks:  # it has not begun, or has ended
             firsts[key] = request
-            return whole_blocks(request)
-        if request.num_output_tokens or first.num_computed_tokens < request.num_prompt_tokens:
-            return whole_blocks(request)
+            return whole_blocks(request, *longest)
+        is_computed = first.num_computed_tokens >= request.num_prompt_tokens
+        if request.num_output_tokens or not is_computed or any(longest):
+            return whole_blocks(request, *longest)
 
         num_computed = request.num_prompt_tokens - 1
         return KVCacheBlocks((blocks[: -(-num_computed // manager.block_size)],)), num_computed, 0
