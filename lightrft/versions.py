@@ -24,7 +24,7 @@ CORE = {
 }
 """Packages that are always required."""
 
-ENGINES = {"vllm": ">=0.32,<0.33", "sglang": ">=0.5.21,<0.5.24"}
+ENGINES = {"vllm": ">=0.32,<0.34", "sglang": ">=0.5.21,<0.5.24"}
 """Tested versions of each engine; pip installs these.
 
 Other versions are accepted with a warning when the engine starts: version-dependent code is in the

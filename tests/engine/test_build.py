@@ -164,14 +164,14 @@ def test_placeholders_of_media_are_known_from_the_configuration() -> None:
 def test_a_version_outside_the_tested_range_is_named() -> None:
     lines: list[str] = []
     sink = logger.add(lines.append, level="WARNING", format="{message}")
-    for version in ("0.32.0", "0.32.1+cpu", "0.31.0", "0.33.0rc1", "1.0"):
+    for version in ("0.32.0", "0.33.1+cpu", "0.31.0", "0.34.0rc1", "1.0"):
         warn_if_untested("vllm", version)
     for version in ("0.5.21", "0.5.23.post1", "0.5.20", "0.5.24"):
         warn_if_untested("sglang", version)
     logger.remove(sink)
     assert [line.split(" is")[0] for line in lines] == [
         "vllm 0.31.0",
-        "vllm 0.33.0rc1",
+        "vllm 0.34.0rc1",
         "vllm 1.0",
         "sglang 0.5.20",
         "sglang 0.5.24",
