@@ -1207,7 +1207,7 @@ def test_eight_bits_that_cannot_be(argv, message):
 
 def test_fp8_training_without_its_package(monkeypatch):
     monkeypatch.setattr("lightrft.config.rules.find_spec", lambda name: None)
-    assert "--fp8_training needs torchao: pip install lightrft[fp8]" in problems(*RUNNABLE, *FP8)
+    assert "--fp8_training needs torchao: pip install '.[fp8]'" in problems(*RUNNABLE, *FP8)
 
 
 @pytest.mark.parametrize(

@@ -697,7 +697,7 @@ STRATEGY = (
         ),
     ),
     Rule(
-        "--fp8_training needs torchao: pip install lightrft[fp8]",
+        "--fp8_training needs torchao: pip install '.[fp8]'",
         lambda run: run.fp8_training and find_spec("torchao") is None,
     ),
     Rule(

@@ -125,7 +125,7 @@ class ModelSection(Section, commands=TRAINING):
     and similar models with fused kernels, on an accelerator; requires the package liger-kernel. In
     float32, log-probs and gradients change by at most 1e-5."""
     fp8_training: bool = False
-    """Multiply in FP8 in the linear layers of the blocks (torchao, pip install lightrft[fp8]), with
+    """Multiply in FP8 in the linear layers of the blocks (torchao, pip install '.[fp8]'), with
     a scale for each row; weights and optimizer keep their precision. For Hopper and later GPUs; a
     CPU emulates it."""
     trust_remote_code: bool = option(False, commands=EVERY)
