@@ -13,6 +13,7 @@ from lightrft.backends.torchao import use_float8
 from lightrft.config.errors import ConfigError
 from lightrft.strategy import get_strategy
 from ranks import run_ranks
+from runs import PPO, prepare, train
 from tiny import tiny_experts, tiny_model
 
 CPU = torch.device("cpu")
@@ -136,3 +137,12 @@ def test_two_ranks_learn_with_weights_in_float32(folder: str) -> None:
     assert first["streamed"] == {
         name: (tuple(each.shape), torch.bfloat16) for name, each in plain.named_parameters()
     }
+
+
+@pytest.mark.slow
+def test_the_reference_of_a_run_is_computed_in_the_same_way(tmp_path) -> None:
+    flags = ["--fp8_training", "--bf16", "--init_kl_coef=0.01", "--max_steps=2"]
+    rows = train("train_ppo", 1, [*prepare(tmp_path), *PPO, *flags], tmp_path / "run")
+    first, second = (row["train/kl"] for row in rows)
+    assert first == 0 < second
+    assert all(1e-3 < row["engine/logprob_mismatch"] < 0.2 for row in rows)
