@@ -58,6 +58,7 @@ OPTIONAL = {
     "math_verify",
     "jsonschema",
     "liger_kernel",
+    "torchao",
     "triton",
     "reasoning_gym",
     "transfer_queue",

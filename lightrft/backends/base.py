@@ -120,6 +120,10 @@ class Backend(ABC):
         if self.adapters_apart:
             keep_adapters_apart(module)
         trained = any(parameter.requires_grad for parameter in module.parameters())
+        if trained and self.config.model.fp8_training:
+            from lightrft.backends.torchao import use_float8
+
+            use_float8(module, self.device)
         if trained and self.config.model.gradient_checkpointing:
             recompute(
                 module, selective=self.config.model.gradient_checkpointing_policy == "selective"

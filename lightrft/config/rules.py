@@ -302,6 +302,23 @@ GENERATION = (
         lambda run: run.lora_sync == "adapter" and run.engine_type == "sglang",
     ),
     Rule(
+        "--rollout_quantization {rollout_quantization} needs --engine_type vllm: the hf engine"
+        " computes with transformers' layers, which have no products of eight bits",
+        lambda run: run.rollout_quantization != "none" and run.engine_type == "hf",
+    ),
+    Rule(
+        "--rollout_quantization {rollout_quantization} needs --engine_type vllm: SGLang packs"
+        " weights of eight bits when it starts, and takes no new ones",
+        lambda run: run.rollout_quantization != "none" and run.engine_type == "sglang",
+    ),
+    Rule(
+        "--rollout_quantization {rollout_quantization} with --speculative {speculative}: the model"
+        " that drafts is not quantised; use --speculative group or ngram",
+        lambda run: (
+            run.rollout_quantization != "none" and run.speculative in ("draft", "eagle3", "mtp")
+        ),
+    ),
+    Rule(
         "--reward environment is the reward of an environment or an agent: set --environment or"
         " --agent",
         lambda run: "environment" in run.rewards and not (run.environment or run.agent),
@@ -726,7 +743,7 @@ STRATEGY = (
         lambda run: run.ep_size > 1 and run.lora_rank > 0 and "all-linear" in run.target_modules,
     ),
     Rule(
-        "--load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes",
+        "--load_in_4bit needs bitsandbytes: pip install '.[qlora]'",
         lambda run: run.load_in_4bit and find_spec("bitsandbytes") is None,
     ),
     Rule(
@@ -740,6 +757,28 @@ STRATEGY = (
     Rule(
         "--load_in_4bit does not support --pretrain {pretrain}: it has {found}; omit the flag",
         lambda run: run.load_in_4bit and _layers_not_in_4bit(run),
+    ),
+    Rule(
+        "--fp8_training needs torchao: pip install '.[fp8]'",
+        lambda run: run.fp8_training and find_spec("torchao") is None,
+    ),
+    Rule(
+        "--fp8_training needs --bf16: the products of FP8 with a scale for each row have results in"
+        " bfloat16",
+        lambda run: run.fp8_training and not run.bf16,
+    ),
+    Rule(
+        "--fp8_training needs --lora_rank 0: it is about the gradients of whole matrices, and"
+        " adapters freeze them",
+        lambda run: run.fp8_training and run.lora_rank > 0,
+    ),
+    Rule(
+        "--fp8_training needs --tp_size 1: its layers do not support parameters split over ranks",
+        lambda run: run.fp8_training and run.tp_size > 1,
+    ),
+    Rule(
+        "--fp8_training needs --fsdp: it was not tested with DeepSpeed",
+        lambda run: run.fp8_training and run.strategy == "deepspeed",
     ),
     Rule(
         "--fused_kernels {fused_kernels} needs --tp_size 1: its kernels do not support parameters"
