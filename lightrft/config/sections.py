@@ -144,7 +144,7 @@ class ModelSection(Section, commands=TRAINING):
     """With lora_rank: keep the frozen linear layers in four bits (QLoRA: NF4 with double
     quantisation), so that the model takes about a quarter of the memory of bfloat16. Embeddings,
     norms and the head keep the dtype of the run. The engine and the saved model have the matrices
-    that these bits stand for. Requires bitsandbytes: pip install bitsandbytes."""
+    that these bits stand for. Requires bitsandbytes: pip install '.[qlora]'."""
     freeze_prefix: list[str] = option([])
     """Prefixes of the names of parameters that are not trained; with lora_rank, these get no
     adapters."""

@@ -156,7 +156,7 @@ def test_what_does_not_go_together_is_refused(folder, message):
 
 def test_a_missing_package_is_named(folder, monkeypatch):
     monkeypatch.setattr("lightrft.config.rules.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="which is not installed: pip install bitsandbytes"):
+    with pytest.raises(ConfigError, match="needs bitsandbytes: pip install"):
         strategy(fsdp=True, pretrain=folder, lora_rank=4, load_in_4bit=True)
 
 

@@ -91,7 +91,7 @@ def quantize_layers(model: PreTrainedModel, dtype: torch.dtype) -> None:
         if error.name != "bitsandbytes":
             raise
         raise ConfigError(
-            "--load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes"
+            "--load_in_4bit needs bitsandbytes: pip install '.[qlora]'"
         ) from None
 
     decoder = model.get_decoder()
