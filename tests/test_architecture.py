@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent / "lightrft"
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = {
-    "cli": 12,
+    "cli": 13,
+    "recorder": 12,
     "trainer": 11,
     "run": 10,
     "schedulers": 10,

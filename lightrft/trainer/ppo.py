@@ -18,6 +18,7 @@ from lightrft.rollout.measure import measure_samples
 from lightrft.rollout.plan import TrainingPlan
 from lightrft.rollout.rollout import Rollout
 from lightrft.rollout.sampler import Sampler
+from lightrft.run.digests import StepRecord
 from lightrft.run.interruption import Interrupted
 from lightrft.strategy.strategy import Strategy
 from lightrft.trainer.base import Trainer, TrainingData
@@ -100,7 +101,7 @@ class PPOTrainer(Trainer):
         for each in learners:
             self.models[each.name] = (each.role.module, each.role.optimizer, each.role.scheduler)
 
-    def step(self, number: int) -> None:
+    def step(self, number: int) -> StepRecord:
         samples, version = self._collect(number)
         for sink in self.sample_sinks:
             sink(number, samples, version)
@@ -117,6 +118,7 @@ class PPOTrainer(Trainer):
                         learner.learn(plan, self.config, self.metrics)
 
         plan.store.clear(plan.experience.rows.tolist())
+        return StepRecord(plan.experience, plan.minibatches, samples)
 
     def _collect(self, number: int) -> tuple[list[Sample], int]:
         """Generate and score this rank's samples; return them and the engine's weight version."""
@@ -184,6 +186,10 @@ class PPOTrainer(Trainer):
         # Scoring comes after generation, because reward models may need the device.
         for each, groups in zip(self.eval_sets, answered, strict=True):
             evaluate(each, groups, self.metrics, self.strategy.mesh.data)
+
+    @property
+    def learning_roles(self) -> dict[str, Role]:
+        return {each.name: each.role for each in self.learners}
 
     def models_to_save(self) -> dict[str, nn.Module]:
         others = {each.name: each.role.module for each in self.learners[:-1]}

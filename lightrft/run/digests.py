@@ -1,0 +1,303 @@
+"""Write a digest of each phase of each step, so that two runs can be compared afterwards.
+
+A line of digests.jsonl has 16 bytes, in hexadecimal, for each phase. `lightrft bisect` finds the
+first one in which two runs differ:
+
+    {"step": 3, "prompts": "...", "samples": "...", "logprobs": "...", "rewards": "...",
+     "outputs": "...", "advantages": "...", "plan": "...", "loss": "...",
+     "gradient": {"embed_tokens": "...", "layers.0": "..."}, "weights": {...}}
+
+Digests of sequences do not depend on the number of ranks, or on which rank has a sequence. The
+plan, the gradient and the weights of a rank do. Line 0 has the weights that a run begins with.
+"""
+
+import hashlib
+import json
+import re
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightrft.observe.metrics import Metrics
+from lightrft.observe.sinks import Writer, encode_row, truncate_rows
+from lightrft.parallel.mesh import Mesh
+from lightrft.roles.microbatch import MicroBatchIndices
+from lightrft.roles.role import Role
+from lightrft.types import Batch, Sample
+from lightrft.weight_sync.verify import random_odd_numbers
+
+FILE = "digests.jsonl"
+OF_SEQUENCES = ("prompts", "samples", "logprobs", "rewards", "outputs", "advantages")
+PHASES = (*OF_SEQUENCES, "plan", "loss", "gradient", "weights")
+"""Phases of a step, in the order in which they happen."""
+MOST_PARTS = 16
+"""Parts of all models with a digest each; consecutive layers share one in a deep model."""
+CHUNK = 2**22
+"""Elements of a tensor that are widened to 8 bytes at a time."""
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> type that reads the bits."""
+MODULO = 2**128
+LAYER = re.compile(r"\.(\d+)\.")
+NOT_OUTPUTS = ("input_ids", "loss_mask", "engine_logprobs", "advantages", "step_rewards", "learned")
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What a step learned from, on this rank."""
+
+    batch: Batch
+    minibatches: Sequence[MicroBatchIndices]
+    samples: Sequence[Sample] = ()
+    """Samples that this rank's replica generated; none in supervised training."""
+
+
+class Digests:
+    """The digests of a run. Nothing waits for the device before the end of a step."""
+
+    def __init__(self, roles: Mapping[str, Role], mesh: Mesh, folder: Path, writer: Writer):
+        """Follow the optimizers of `roles`, by name. Rank 0 writes to the folder."""
+        self.mesh = mesh
+        self.path = folder / FILE
+        self.writer = writer
+        self.begins = True
+        """True until the first line of a run from the beginning is written."""
+        learning = {name: role for name, role in roles.items() if role.optimizer is not None}
+        most = MOST_PARTS // max(len(learning), 1)
+        self.models = [
+            OptimizerDigests(role.optimizer, role.module, most, prefix=f"{name}.")
+            for name, role in learning.items()
+        ]
+
+    def start(self, resume_step: int | None) -> None:
+        """Drop the lines after the checkpoint that the run goes on from."""
+        self.begins = resume_step is None
+        if self.mesh.world.rank:
+            return
+        if self.begins:
+            self.path.unlink(missing_ok=True)
+        elif self.path.exists():
+            truncate_rows(self.path, resume_step)
+
+    def write(self, step: int, record: StepRecord, metrics: Metrics) -> None:
+        """Write the digests of a step. All ranks call it after the step, before a reduction."""
+        losses = metrics.added("/loss")
+        # Ranks of one replica have the same sequences, which count once.
+        leads = self.mesh.model_parallel.rank == 0
+        local = {
+            "sequences": _sequences(record) if leads else {},
+            "plan": _digest(
+                repr([record.minibatches, record.batch.lengths.tolist()]).encode(),
+                _bytes(record.batch.input_ids),
+            ),
+            "loss": {name: _digest(_bytes(torch.stack(rows))) for name, rows in losses.items()},
+            **{
+                kind: {part: value for model in self.models for part, value in model.take(kind)}
+                for kind in ("before", "gradient", "weights")
+            },
+        }
+
+        ranks = self.mesh.world.gather(local)
+        if self.mesh.world.rank == 0:
+            rows = [_row(step, ranks)]
+            if self.begins and ranks[0]["before"]:
+                rows.insert(0, {"step": step - 1, "weights": _joined(ranks, "before")})
+                self.begins = False
+            self.writer.submit(partial(_append, self.path, rows))
+
+
+class OptimizerDigests:
+    """Sums of the bits of gradients and weights at each step of an optimizer, by part."""
+
+    def __init__(self, optimizer: Optimizer, module: torch.nn.Module, most: int, *, prefix: str):
+        names = parts_of([name for name, _ in module.named_parameters()], most)
+        self.part_of = {
+            parameter: (prefix + names[name]).removeprefix("actor.")
+            for name, parameter in module.named_parameters()
+        }
+        self.others = f"{prefix}partitions".removeprefix("actor.")
+        """Name of what an optimizer steps in place of parameters, such as partitions of ZeRO."""
+        self.sums: dict[str, dict[str, list[Tensor]]] = {}
+        self.began = False
+        optimizer.register_step_pre_hook(self.before)
+        optimizer.register_step_post_hook(self.after)
+
+    def before(self, optimizer: Optimizer, *_: Any) -> None:
+        """Add the gradients, and at first the weights that the run begins with."""
+        if not self.began:
+            self.add("before", optimizer)
+        self.add("gradient", optimizer)
+
+    def after(self, optimizer: Optimizer, *_: Any) -> None:
+        """Add the weights after the step."""
+        self.began = True
+        self.add("weights", optimizer)
+
+    @torch.no_grad()
+    def add(self, kind: str, optimizer: Optimizer) -> None:
+        """Add one number for each tensor that the optimizer steps."""
+        sums = self.sums.setdefault(kind, {})
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                tensor = parameter.grad if kind == "gradient" else parameter
+                if tensor is not None:
+                    part = self.part_of.get(parameter, self.others)
+                    sums.setdefault(part, []).append(sum_of_bits(tensor))
+
+    def take(self, kind: str) -> Iterable[tuple[str, bytes]]:
+        """Return the digests since the last call by part. The host waits for the device here."""
+        sums = self.sums.pop(kind, {})
+        flat = [value for values in sums.values() for value in values]
+        if not flat:
+            return
+        device = flat[0].device
+        numbers = iter(torch.stack([value.to(device) for value in flat]).tolist())
+        for part, values in sums.items():
+            own = [next(numbers) for _ in values]
+            yield part, _digest(array("q", own).tobytes())
+
+
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """Return a sum [] int64 of the bits of this rank's part of a tensor, on the device.
+
+    The bits of each element are multiplied by an odd number for the place, modulo 2^64, so a change
+    of one element always changes the sum, and an exchange of two nearly always.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    words = local.detach().contiguous().view(-1).view(WORDS[local.element_size()])
+    factors = random_odd_numbers(CHUNK, 0, words.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for place, chunk in enumerate(words.split(CHUNK)):
+        wide = chunk.long()
+        # CUDA has no inner product of integers; on a CPU it is several times as fast.
+        if wide.device.type == "cpu":
+            part = wide.dot(factors[: len(wide)])
+        else:
+            part = wide.mul_(factors[: len(wide)]).sum()
+        total += part * (2 * place + 1)
+    return total
+
+
+def parts_of(names: Sequence[str], most: int) -> dict[str, str]:
+    """Return for each parameter the part of the model that it belongs to: at most `most` parts.
+
+    model.layers.3.mlp.up_proj.weight belongs to layers.3, or to layers.2-3 if there are more layers
+    than parts, and model.embed_tokens.weight to embed_tokens.
+    """
+    found: dict[str, tuple[str, int | None]] = {}
+    for name in names:
+        layer = LAYER.search(name)
+        if layer:
+            found[name] = name[: layer.start()].rpartition(".")[2], int(layer[1])
+        else:
+            found[name] = (name.split(".")[-2:-1] or [name])[0], None
+
+    layers = {each for each in found.values() if each[1] is not None}
+    others = len(set(found.values()) - layers)
+    room = max(most - others, 1)
+    together = -(-len(layers) // room)
+    ends = {stack: max(number for each, number in layers if each == stack) for stack, _ in layers}
+
+    parts = {}
+    for name, (stack, number) in found.items():
+        if number is None:
+            parts[name] = stack
+            continue
+        first = number // together * together
+        last = min(first + together - 1, ends[stack])
+        parts[name] = f"{stack}.{first}" + (f"-{last}" if last > first else "")
+    return parts
+
+
+def _sequences(record: StepRecord) -> dict[str, int]:
+    """Return the sum of digests over sequences: in any order, and on any number of ranks."""
+    sums = dict.fromkeys(OF_SEQUENCES, 0)
+    seen = set()
+
+    def add(phase: str, *content: bytes) -> None:
+        sums[phase] += int.from_bytes(_digest(*content))
+
+    for sample in record.samples:
+        group = str(sample.group).encode()
+        if sample.group not in seen:
+            seen.add(sample.group)
+            add("prompts", group, array("i", sample.prompt.token_ids).tobytes())
+        for row in sample.rows:
+            tokens = array("i", row.token_ids).tobytes()
+            add("samples", group, tokens)
+            add("logprobs", group, tokens, array("d", row.logprobs).tobytes())
+        reward = [sample.reward, sample.reward_parts, sample.token_rewards, sample.masked]
+        add("rewards", group, tokens, repr(reward).encode())
+
+    batch = record.batch
+    columns = batch.columns("token")
+    named = {name: values for name, values in columns.items() if name not in NOT_OUTPUTS}
+    kinds = {
+        "advantages" if record.samples else "prompts": ["loss_mask", "advantages"],
+        "outputs": list(named),
+    }
+    for tokens, part in zip(
+        batch.input_ids.split(batch.lengths.tolist()), _split(columns, batch), strict=True
+    ):
+        for phase, names in kinds.items():
+            present = [_bytes(part[name]) for name in names if name in part]
+            add(phase, _bytes(tokens), *present)
+
+    return sums
+
+
+def _split(columns: Mapping[str, Tensor], batch: Batch) -> Iterable[dict[str, Tensor]]:
+    """Return the columns of each sequence."""
+    parts = {name: values.split(batch.lengths.tolist()) for name, values in columns.items()}
+    for row in range(len(batch)):
+        yield {name: values[row] for name, values in parts.items()}
+
+
+def _row(step: int, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the digests of all ranks, in the order of the ranks."""
+    row: dict[str, Any] = {"step": step}
+    for phase in OF_SEQUENCES:
+        # Supervised training has no samples, so it lacks some phases.
+        if total := sum(rank["sequences"].get(phase, 0) for rank in ranks):
+            row[phase] = f"{total % MODULO:032x}"
+
+    row["plan"] = _digest(*(rank["plan"] for rank in ranks)).hex()
+    # The loss is a sum over all ranks already.
+    row["loss"] = _digest(*(ranks[0]["loss"][name] for name in sorted(ranks[0]["loss"]))).hex()
+    return row | {name: _joined(ranks, name) for name in ("gradient", "weights")}
+
+
+def _joined(ranks: Sequence[Mapping[str, Any]], name: str) -> dict[str, str]:
+    parts = dict.fromkeys(part for rank in ranks for part in rank[name])
+    return {part: _digest(*(rank[name].get(part, b"") for rank in ranks)).hex() for part in parts}
+
+
+def _digest(*content: bytes) -> bytes:
+    hasher = hashlib.blake2b(digest_size=16)
+    for each in content:
+        hasher.update(len(each).to_bytes(8))
+        hasher.update(each)
+    return hasher.digest()
+
+
+def _bytes(values: Tensor) -> bytes:
+    return values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with path.open("ab") as file:
+        file.write(b"".join(map(encode_row, rows)))
+
+
+def read_digests(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the digests of a run by step. Raises FileNotFoundError for a run without any."""
+    lines = (folder / FILE).read_text().splitlines()
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    return {row["step"]: row for row in rows}
