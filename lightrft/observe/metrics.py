@@ -89,10 +89,6 @@ class Metrics:
         folded = {name: _fold(kinds[name], rows[name]) for name in rows}
         return {name: _result(kinds[name], row) for name, row in folded.items() if row[0] > 0}
 
-    def added(self, ending: str) -> dict[str, list[Tensor]]:
-        """Return what was added since the last reduction to the names with this ending."""
-        return {name: rows for name, rows in self._rows.items() if name.endswith(ending)}
-
     def clear(self) -> None:
         self._kinds = {}
         self._rows = {}

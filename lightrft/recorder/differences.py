@@ -52,6 +52,8 @@ class Difference:
     step: int | None = None
     """First step that differs; None if all digests are equal."""
     phase: str = ""
+    update: int = 0
+    """Number of the optimizer step, from 1, if the phase is a part of one."""
     parts: list[str] = field(default_factory=list)
     """Parts of the model whose gradient or weights differ."""
     places: list[str] = field(default_factory=list)
@@ -80,8 +82,8 @@ def find_difference(one: Path, other: Path) -> Difference:
         phase = next((each for each in PHASES if rows[0].get(each) != rows[1].get(each)), None)
         if phase is not None:
             found.step = step
-            found.phase = phase
-            found.parts = _differing_parts(*(row.get(phase) for row in rows))
+            found.phase, found.update = _in_updates(phase, *rows)
+            found.parts = _differing_parts(*(row.get(found.phase) for row in rows))
             break
 
     found.causes = [*_settings(folders), *_descriptions(folders), *_data(folders)]
@@ -89,6 +91,19 @@ def find_difference(one: Path, other: Path) -> Difference:
         found.places = list(_places(folders, found))
         found.causes += _measured(folders, found)
     return found
+
+
+def _in_updates(phase: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the first phase and optimizer step that differ, if `phase` is a part of those."""
+    kinds = PHASES[PHASES.index("loss") :]
+    if phase in kinds:
+        pairs = zip(one.get("updates", ()), other.get("updates", ()), strict=False)
+        for number, pair in enumerate(pairs, start=1):
+            for place, kind in enumerate(kinds):
+                first, second = (each[8 * place : 8 * place + 8] for each in pair)
+                if first != second:
+                    return kind, number
+    return phase, 0
 
 
 def _differing_parts(one: Any, other: Any) -> list[str]:

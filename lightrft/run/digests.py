@@ -5,9 +5,11 @@ first one in which two runs differ:
 
     {"step": 3, "prompts": "...", "samples": "...", "logprobs": "...", "rewards": "...",
      "outputs": "...", "advantages": "...", "plan": "...", "loss": "...",
-     "gradient": {"embed_tokens": "...", "layers.0": "..."}, "weights": {...}}
+     "gradient": {"embed_tokens": "...", "layers.0": "..."}, "weights": {...},
+     "updates": ["...", "..."]}
 
-Digests of sequences do not depend on the number of ranks, or on which rank has a sequence. The
+`updates` has 4 bytes each for loss, gradient and weights of an optimizer step, because a step may
+have several of these. Digests of sequences do not depend on the number of ranks, or on which rank has a sequence. The
 plan, the gradient and the weights of a rank do. Line 0 has the weights that a run begins with.
 """
 
@@ -26,7 +28,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightrft.observe.metrics import Metrics
 from lightrft.observe.sinks import Writer, encode_row, truncate_rows
 from lightrft.parallel.mesh import Mesh
 from lightrft.roles.microbatch import MicroBatchIndices
@@ -38,8 +39,10 @@ FILE = "digests.jsonl"
 OF_SEQUENCES = ("prompts", "samples", "logprobs", "rewards", "outputs", "advantages")
 PHASES = (*OF_SEQUENCES, "plan", "loss", "gradient", "weights")
 """Phases of a step, in the order in which they happen."""
-MOST_PARTS = 16
+MOST_PARTS = 10
 """Parts of all models with a digest each; consecutive layers share one in a deep model."""
+MOST_UPDATES = 16
+"""Optimizer steps of one step with a digest of their own: the first ones."""
 CHUNK = 2**22
 """Elements of a tensor that are widened to 8 bytes at a time."""
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -55,6 +58,8 @@ class StepRecord:
 
     batch: Batch
     minibatches: Sequence[MicroBatchIndices]
+    losses: Sequence[Tensor]
+    """Global loss of each optimizer step, [] on the device."""
     samples: Sequence[Sample] = ()
     """Samples that this rank's replica generated; none in supervised training."""
 
@@ -86,9 +91,8 @@ class Digests:
         elif self.path.exists():
             truncate_rows(self.path, resume_step)
 
-    def write(self, step: int, record: StepRecord, metrics: Metrics) -> None:
-        """Write the digests of a step. All ranks call it after the step, before a reduction."""
-        losses = metrics.added("/loss")
+    def write(self, step: int, record: StepRecord) -> None:
+        """Write the digests of a step. All ranks call it after the step."""
         # Ranks of one replica have the same sequences, which count once.
         leads = self.mesh.model_parallel.rank == 0
         local = {
@@ -97,12 +101,16 @@ class Digests:
                 repr([record.minibatches, record.batch.lengths.tolist()]).encode(),
                 _bytes(record.batch.input_ids),
             ),
-            "loss": {name: _digest(_bytes(torch.stack(rows))) for name, rows in losses.items()},
-            **{
-                kind: {part: value for model in self.models for part, value in model.take(kind)}
-                for kind in ("before", "gradient", "weights")
-            },
+            "losses": [*map(_digest, _numbers(record.losses))],
         }
+        for kind in ("before", "gradient", "weights"):
+            parts = {}
+            updates = []
+            for model in self.models:
+                by_part, by_update = model.take(kind)
+                parts |= by_part
+                updates += by_update
+            local |= {kind: parts, f"{kind}_updates": updates}
 
         ranks = self.mesh.world.gather(local)
         if self.mesh.world.rank == 0:
@@ -124,44 +132,49 @@ class OptimizerDigests:
         }
         self.others = f"{prefix}partitions".removeprefix("actor.")
         """Name of what an optimizer steps in place of parameters, such as partitions of ZeRO."""
-        self.sums: dict[str, dict[str, list[Tensor]]] = {}
-        self.began = False
+        self.sums: dict[str, list[tuple[int, str, Tensor]]] = {}
+        """"before", "gradient" or "weights" -> number of the optimizer step, part, and sum."""
+        self.updates = 0
         optimizer.register_step_pre_hook(self.before)
         optimizer.register_step_post_hook(self.after)
 
     def before(self, optimizer: Optimizer, *_: Any) -> None:
         """Add the gradients, and at first the weights that the run begins with."""
-        if not self.began:
+        if not self.updates:
             self.add("before", optimizer)
         self.add("gradient", optimizer)
 
     def after(self, optimizer: Optimizer, *_: Any) -> None:
         """Add the weights after the step."""
-        self.began = True
         self.add("weights", optimizer)
+        self.updates += 1
 
     @torch.no_grad()
     def add(self, kind: str, optimizer: Optimizer) -> None:
         """Add one number for each tensor that the optimizer steps."""
-        sums = self.sums.setdefault(kind, {})
+        sums = self.sums.setdefault(kind, [])
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 tensor = parameter.grad if kind == "gradient" else parameter
                 if tensor is not None:
                     part = self.part_of.get(parameter, self.others)
-                    sums.setdefault(part, []).append(sum_of_bits(tensor))
+                    sums.append((self.updates, part, sum_of_bits(tensor)))
 
-    def take(self, kind: str) -> Iterable[tuple[str, bytes]]:
-        """Return the digests since the last call by part. The host waits for the device here."""
-        sums = self.sums.pop(kind, {})
-        flat = [value for values in sums.values() for value in values]
-        if not flat:
-            return
-        device = flat[0].device
-        numbers = iter(torch.stack([value.to(device) for value in flat]).tolist())
-        for part, values in sums.items():
-            own = [next(numbers) for _ in values]
-            yield part, _digest(array("q", own).tobytes())
+    def take(self, kind: str) -> tuple[dict[str, bytes], list[bytes]]:
+        """Return the digests since the last call, of each part and of each optimizer step.
+
+        The host waits for the device here.
+        """
+        sums = self.sums.pop(kind, [])
+        parts: dict[str, list[bytes]] = {}
+        updates: dict[int, list[bytes]] = {}
+        numbers = _numbers([value for *_, value in sums])
+        for (update, part, _), number in zip(sums, numbers, strict=True):
+            parts.setdefault(part, []).append(number)
+            updates.setdefault(update, []).append(number)
+        return {part: _digest(*own) for part, own in parts.items()}, [
+            _digest(*own) for own in updates.values()
+        ]
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
@@ -270,8 +283,16 @@ def _row(step: int, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     row["plan"] = _digest(*(rank["plan"] for rank in ranks)).hex()
     # The loss is a sum over all ranks already.
-    row["loss"] = _digest(*(ranks[0]["loss"][name] for name in sorted(ranks[0]["loss"]))).hex()
-    return row | {name: _joined(ranks, name) for name in ("gradient", "weights")}
+    losses = ranks[0]["losses"]
+    row["loss"] = _digest(*losses).hex()
+    row |= {kind: _joined(ranks, kind) for kind in ("gradient", "weights")}
+
+    of_updates = [[loss[:4].hex() for loss in losses]]
+    for kind in ("gradient_updates", "weights_updates"):
+        in_turn = zip(*(rank[kind] for rank in ranks), strict=True)
+        of_updates.append([_digest(*own)[:4].hex() for own in in_turn])
+    row["updates"] = ["".join(each) for each in zip(*of_updates, strict=False)][:MOST_UPDATES]
+    return row
 
 
 def _joined(ranks: Sequence[Mapping[str, Any]], name: str) -> dict[str, str]:
@@ -287,8 +308,16 @@ def _digest(*content: bytes) -> bytes:
     return hasher.digest()
 
 
+def _numbers(values: Sequence[Tensor]) -> list[bytes]:
+    """Return the bytes of scalars on the device, in one transfer."""
+    if not values:
+        return []
+    host = torch.stack([value.detach().to(values[0].device) for value in values]).cpu()
+    return [_bytes(value) for value in host]
+
+
 def _bytes(values: Tensor) -> bytes:
-    return values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return values.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -293,7 +293,7 @@ class Trainer(ABC):
         for number in range(self.done + 1, self.total_steps + 1):
             record = self.step(number)
             if self.digests is not None:
-                self.digests.write(number, record, self.metrics)
+                self.digests.write(number, record)
             self.role.update_average(self.config.train.ema_beta)
             self.done = number
 

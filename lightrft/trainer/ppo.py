@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightrft.config.sections import Config
 from lightrft.data.prompt_set import PromptSet
@@ -48,10 +48,11 @@ class Learner:
     ptx_loss: PtxLoss | None = None
     """Supervised loss that is added to the objective."""
 
-    def learn(self, plan: TrainingPlan, config: Config, metrics: Metrics) -> None:
-        """Take one optimizer step for each minibatch and epoch."""
+    def learn(self, plan: TrainingPlan, config: Config, metrics: Metrics) -> list[Tensor]:
+        """Take one optimizer step for each minibatch and epoch; return the losses."""
         role = self.role
         experience = plan.experience
+        losses = []
         for rows in plan.minibatches * config.train.max_epochs:
             denominator = role.denominator(experience, rows, length=config.rollout.generate_max_len)
             metrics.mean(f"{self.phase}/learning_rate", role.scheduler.get_last_lr()[0])
@@ -62,6 +63,8 @@ class Learner:
             )
             metrics.mean(f"{self.phase}/loss", loss)
             metrics.mean(f"{self.phase}/grad_norm", norm)
+            losses.append(loss)
+        return losses
 
 
 class PPOTrainer(Trainer):
@@ -110,15 +113,16 @@ class PPOTrainer(Trainer):
         with self.trace.phase("experience"):
             plan = self.make_experience(samples, self.metrics)
 
+        losses = []
         # The next step depends on this one's rewards, not on the updates.
         with self._preparing(number + 1):
             for learner in self.learners:
                 if number >= learner.first_step:
                     with self.trace.phase(learner.phase):
-                        learner.learn(plan, self.config, self.metrics)
+                        losses += learner.learn(plan, self.config, self.metrics)
 
         plan.store.clear(plan.experience.rows.tolist())
-        return StepRecord(plan.experience, plan.minibatches, samples)
+        return StepRecord(plan.experience, plan.minibatches, losses, samples)
 
     def _collect(self, number: int) -> tuple[list[Sample], int]:
         """Generate and score this rank's samples; return them and the engine's weight version."""

@@ -48,7 +48,7 @@ class SupervisedTrainer(Trainer):
         self.metrics.mean("train/loss", loss)
         self.metrics.mean("train/grad_norm", norm)
         self.metrics.sum("train/tokens", term.batch.num_tokens)
-        return StepRecord(term.batch, [term.rows])
+        return StepRecord(term.batch, [term.rows], [loss])
 
     def evaluate(self) -> None:
         """Add the loss on the held-out rows, and the task's other metrics, as `eval/*`."""

@@ -35,7 +35,10 @@ def text_of(found: Difference) -> str:
     elif found.step == 0:
         lines = ["before the first step: the runs begin with other weights"]
     else:
-        lines = [f"step {found.step}, {found.phase}: {MEANINGS[found.phase]} differ"]
+        update = f" of optimizer step {found.update}" if found.update else ""
+        lines = [
+            f"step {found.step}, {found.phase}{update}: first to differ is {MEANINGS[found.phase]}"
+        ]
     if found.step is not None and found.phase in ("gradient", "weights"):
         lines.append(f"  in {', '.join(found.parts)}")
 
