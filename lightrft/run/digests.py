@@ -25,15 +25,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
+from lightrft.backends.optim import BitSums
 from lightrft.observe.sinks import Writer, encode_row, truncate_rows
 from lightrft.parallel.mesh import Mesh
 from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.roles.role import Role
 from lightrft.types import Batch, Sample
-from lightrft.weight_sync.verify import random_odd_numbers
 
 FILE = "digests.jsonl"
 OF_SEQUENCES = ("prompts", "samples", "logprobs", "rewards", "outputs", "advantages")
@@ -43,10 +41,6 @@ MOST_PARTS = 10
 """Parts of all models with a digest each; consecutive layers share one in a deep model."""
 MOST_UPDATES = 16
 """Optimizer steps of one step with a digest of their own: the first ones."""
-CHUNK = 2**22
-"""Elements of a tensor that are widened to 8 bytes at a time."""
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> type that reads the bits."""
 MODULO = 2**128
 LAYER = re.compile(r"\.(\d+)\.")
 NOT_OUTPUTS = ("input_ids", "loss_mask", "engine_logprobs", "advantages", "step_rewards", "learned")
@@ -76,10 +70,14 @@ class Digests:
         """True until the first line of a run from the beginning is written."""
         learning = {name: role for name, role in roles.items() if role.optimizer is not None}
         most = MOST_PARTS // max(len(learning), 1)
-        self.models = [
-            OptimizerDigests(role.optimizer, role.module, most, prefix=f"{name}.")
-            for name, role in learning.items()
-        ]
+        self.models: list[tuple[BitSums, dict[Tensor, str], str]] = []
+        """Sums of an optimizer, the part of the model that a parameter belongs to, and the part of
+        what is stepped in place of parameters, such as partitions of ZeRO."""
+        for name, role in learning.items():
+            named = dict(role.module.named_parameters())
+            prefix = "" if name == "actor" else f"{name}."
+            parts = {named[each]: prefix + part for each, part in parts_of([*named], most).items()}
+            self.models.append((BitSums(role.optimizer), parts, f"{prefix}partitions"))
 
     def start(self, resume_step: int | None) -> None:
         """Drop the lines after the checkpoint that the run goes on from."""
@@ -93,109 +91,41 @@ class Digests:
 
     def write(self, step: int, record: StepRecord) -> None:
         """Write the digests of a step. All ranks call it after the step."""
+        ranks = self.mesh.world.gather(self.of_rank(record))
+        if self.mesh.world.rank:
+            return
+
+        rows = [row_of(step, ranks)]
+        if self.begins and ranks[0]["before"]:
+            rows.insert(0, {"step": step - 1, "weights": _joined(ranks, "before")})
+        self.begins = False
+        self.writer.submit(partial(_append, self.path, rows))
+
+    def of_rank(self, record: StepRecord) -> dict[str, Any]:
+        """Return the digests of this rank's share of a step."""
         # Ranks of one replica have the same sequences, which count once.
         leads = self.mesh.model_parallel.rank == 0
+        batch = record.batch
+        plan = repr([record.minibatches, batch.lengths.tolist()]).encode()
         local = {
             "sequences": _sequences(record) if leads else {},
-            "plan": _digest(
-                repr([record.minibatches, record.batch.lengths.tolist()]).encode(),
-                _bytes(record.batch.input_ids),
-            ),
+            "plan": _digest(plan, _bytes(batch.input_ids)),
             "losses": [*map(_digest, _numbers(record.losses))],
         }
         for kind in ("before", "gradient", "weights"):
-            parts = {}
-            updates = []
-            for model in self.models:
-                by_part, by_update = model.take(kind)
-                parts |= by_part
-                updates += by_update
-            local |= {kind: parts, f"{kind}_updates": updates}
+            parts: dict[str, list[bytes]] = {}
+            updates: dict[tuple[int, int], list[bytes]] = {}
+            for place, (model, part_of, others) in enumerate(self.models):
+                sums = model.take(kind)
+                numbers = _numbers([total for *_, total in sums])
+                for (update, parameter, _), number in zip(sums, numbers, strict=True):
+                    parts.setdefault(part_of.get(parameter, others), []).append(number)
+                    updates.setdefault((place, update), []).append(number)
 
-        ranks = self.mesh.world.gather(local)
-        if self.mesh.world.rank == 0:
-            rows = [_row(step, ranks)]
-            if self.begins and ranks[0]["before"]:
-                rows.insert(0, {"step": step - 1, "weights": _joined(ranks, "before")})
-                self.begins = False
-            self.writer.submit(partial(_append, self.path, rows))
+            local[kind] = {part: _digest(*own) for part, own in parts.items()}
+            local[f"{kind}_updates"] = [_digest(*own) for own in updates.values()]
 
-
-class OptimizerDigests:
-    """Sums of the bits of gradients and weights at each step of an optimizer, by part."""
-
-    def __init__(self, optimizer: Optimizer, module: torch.nn.Module, most: int, *, prefix: str):
-        names = parts_of([name for name, _ in module.named_parameters()], most)
-        self.part_of = {
-            parameter: (prefix + names[name]).removeprefix("actor.")
-            for name, parameter in module.named_parameters()
-        }
-        self.others = f"{prefix}partitions".removeprefix("actor.")
-        """Name of what an optimizer steps in place of parameters, such as partitions of ZeRO."""
-        self.sums: dict[str, list[tuple[int, str, Tensor]]] = {}
-        """"before", "gradient" or "weights" -> number of the optimizer step, part, and sum."""
-        self.updates = 0
-        optimizer.register_step_pre_hook(self.before)
-        optimizer.register_step_post_hook(self.after)
-
-    def before(self, optimizer: Optimizer, *_: Any) -> None:
-        """Add the gradients, and at first the weights that the run begins with."""
-        if not self.updates:
-            self.add("before", optimizer)
-        self.add("gradient", optimizer)
-
-    def after(self, optimizer: Optimizer, *_: Any) -> None:
-        """Add the weights after the step."""
-        self.add("weights", optimizer)
-        self.updates += 1
-
-    @torch.no_grad()
-    def add(self, kind: str, optimizer: Optimizer) -> None:
-        """Add one number for each tensor that the optimizer steps."""
-        sums = self.sums.setdefault(kind, [])
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                tensor = parameter.grad if kind == "gradient" else parameter
-                if tensor is not None:
-                    part = self.part_of.get(parameter, self.others)
-                    sums.append((self.updates, part, sum_of_bits(tensor)))
-
-    def take(self, kind: str) -> tuple[dict[str, bytes], list[bytes]]:
-        """Return the digests since the last call, of each part and of each optimizer step.
-
-        The host waits for the device here.
-        """
-        sums = self.sums.pop(kind, [])
-        parts: dict[str, list[bytes]] = {}
-        updates: dict[int, list[bytes]] = {}
-        numbers = _numbers([value for *_, value in sums])
-        for (update, part, _), number in zip(sums, numbers, strict=True):
-            parts.setdefault(part, []).append(number)
-            updates.setdefault(update, []).append(number)
-        return {part: _digest(*own) for part, own in parts.items()}, [
-            _digest(*own) for own in updates.values()
-        ]
-
-
-def sum_of_bits(tensor: Tensor) -> Tensor:
-    """Return a sum [] int64 of the bits of this rank's part of a tensor, on the device.
-
-    The bits of each element are multiplied by an odd number for the place, modulo 2^64, so a change
-    of one element always changes the sum, and an exchange of two nearly always.
-    """
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    words = local.detach().contiguous().view(-1).view(WORDS[local.element_size()])
-    factors = random_odd_numbers(CHUNK, 0, words.device)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for place, chunk in enumerate(words.split(CHUNK)):
-        wide = chunk.long()
-        # CUDA has no inner product of integers; on a CPU it is several times as fast.
-        if wide.device.type == "cpu":
-            part = wide.dot(factors[: len(wide)])
-        else:
-            part = wide.mul_(factors[: len(wide)]).sum()
-        total += part * (2 * place + 1)
-    return total
+        return local
 
 
 def parts_of(names: Sequence[str], most: int) -> dict[str, str]:
@@ -273,7 +203,7 @@ def _split(columns: Mapping[str, Tensor], batch: Batch) -> Iterable[dict[str, Te
         yield {name: values[row] for name, values in parts.items()}
 
 
-def _row(step: int, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def row_of(step: int, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the digests of all ranks, in the order of the ranks."""
     row: dict[str, Any] = {"step": step}
     for phase in OF_SEQUENCES:

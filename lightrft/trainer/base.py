@@ -44,10 +44,9 @@ from lightrft.run.interruption import Interrupted, Interruption
 from lightrft.run.model_card import held_out_results, push, write_card
 from lightrft.run.resume_check import changed_settings, identity
 from lightrft.run.run_folder import RunFolder, checkpoints_of
-from lightrft.run.sample_rows import sample_rows
 from lightrft.strategy.checkpoints import NOTHING
 from lightrft.strategy.strategy import Strategy
-from lightrft.types import Expand, Sample
+from lightrft.types import Expand
 from lightrft.versions import installed_versions
 
 
@@ -229,13 +228,6 @@ class Trainer(ABC):
         if repository:
             self.strategy.announce("push_to_hub")
             push(folder, repository)
-
-    def show(self, number: int, samples: list[Sample]) -> None:
-        """Write some samples to the sinks, by group, so that responses can be compared."""
-        if self.strategy.is_rank_0():
-            self.observer.samples(
-                number, sample_rows(samples[: self.config.observe.num_trajectories_to_save])
-            )
 
     def _start(self) -> None:
         # A model that is saved has to stop generating where the run's responses stop.
@@ -504,6 +496,7 @@ class Trainer(ABC):
                 "command": self.config.command,
                 "status": status,
                 "steps": self.done,
+                "total_steps": self.total_steps,
                 "engine": self.strategy.host.name,
                 "engine_tp_size": self.config.engine.engine_tp_size,
                 "strategy": type(self.strategy).__name__,

@@ -20,6 +20,7 @@ from lightrft.rollout.rollout import Rollout
 from lightrft.rollout.sampler import Sampler
 from lightrft.run.digests import StepRecord
 from lightrft.run.interruption import Interrupted
+from lightrft.run.sample_rows import sample_rows
 from lightrft.strategy.strategy import Strategy
 from lightrft.trainer.base import Trainer, TrainingData
 from lightrft.trainer.held_out import HeldOut, ask_judges, evaluate
@@ -97,7 +98,7 @@ class PPOTrainer(Trainer):
         self.make_experience = make_experience
         self.learners = learners
         self.eval_sets = eval_sets
-        self.sample_sinks: list[SampleSink] = [self._show]
+        self.sample_sinks: list[SampleSink] = [self.show]
         if dump is not None:
             self.sample_sinks.insert(0, dump)
 
@@ -165,8 +166,12 @@ class PPOTrainer(Trainer):
             self.strategy.host.invalidate_weights(weight_version)
             raise
 
-    def _show(self, number: int, samples: list[Sample], version: int) -> None:
-        self.show(number, samples)
+    def show(self, number: int, samples: list[Sample], version: int) -> None:
+        """Write some samples to the sinks, by group, so that responses can be compared."""
+        if self.strategy.is_rank_0():
+            self.observer.samples(
+                number, sample_rows(samples[: self.config.observe.num_trajectories_to_save])
+            )
 
     def evaluate(self) -> None:
         """Add `eval/*` metrics of --eval_data.
