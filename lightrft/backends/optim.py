@@ -19,6 +19,8 @@ FUSED_ON = ("cpu", "cuda", "xpu")
 """Devices with a fused AdamW; on others torch chooses the implementation."""
 WIDENED = 2**20
 """Elements that sum_of_bits() widens to 8 bytes at a time."""
+ODD = 0x2545F4914F6CDD1D
+"""Factor between the parts of a long tensor."""
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> type that reads the bits."""
 FLOOR = 0.1
@@ -115,11 +117,11 @@ def step(optimizer: Optimizer) -> None:
 class BitSums:
     """Sums of the bits of gradients and weights at each step of an optimizer, on the device."""
 
-    def __init__(self, optimizer: Optimizer):
+    def __init__(self, optimizer: Optimizer, device: torch.device | str = "cpu"):
+        """Follow an optimizer whose parameters are on `device` while it steps."""
         self._sums: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
         self._updates = 0
-        first = optimizer.param_groups[0]["params"][0]
-        self._factors = torch.arange(1, 2 * WIDENED, 2, device=first.device)
+        self._factors = odd_numbers(WIDENED).to(device)
         optimizer.register_step_pre_hook(partial(self._add, "gradient"))
         optimizer.register_step_post_hook(partial(self._add, "weights"))
 
@@ -143,6 +145,12 @@ class BitSums:
         self._updates += kind == "weights"
 
 
+def odd_numbers(count: int) -> Tensor:
+    """Return random odd numbers [count] int64, the same ones in every run."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(2**63 - 1, (count,), generator=generator) | 1
+
+
 def sum_of_bits(tensor: Tensor, factors: Tensor) -> Tensor:
     """Return a sum [] int64 of the bits of this rank's part of a tensor, on the device.
 
@@ -153,14 +161,14 @@ def sum_of_bits(tensor: Tensor, factors: Tensor) -> Tensor:
     words = local.detach().contiguous().view(-1).view(WORDS[local.itemsize])
     factors = factors.to(words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for place, chunk in enumerate(words.split(len(factors))):
+    for chunk in words.split(len(factors)):
         wide = chunk.long()
         # CUDA has no inner product of integers; on a CPU it is several times as fast.
         if wide.device.type == "cpu":
             part = wide.dot(factors[: len(wide)])
         else:
             part = wide.mul_(factors[: len(wide)]).sum()
-        total += part * (2 * place + 1)
+        total = total * ODD + part
     return total
 
 

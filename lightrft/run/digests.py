@@ -77,7 +77,9 @@ class Digests:
             named = dict(role.module.named_parameters())
             prefix = "" if name == "actor" else f"{name}."
             parts = {named[each]: prefix + part for each, part in parts_of([*named], most).items()}
-            self.models.append((BitSums(role.optimizer), parts, f"{prefix}partitions"))
+            self.models.append(
+                (BitSums(role.optimizer, role.strategy.device), parts, f"{prefix}partitions")
+            )
 
     def start(self, resume_step: int | None) -> None:
         """Drop the lines after the checkpoint that the run goes on from."""

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrft.backends.optim import BitSums, sum_of_bits
+from lightrft.backends.optim import WIDENED, BitSums, odd_numbers, sum_of_bits
 from lightrft.run.digests import OF_SEQUENCES, PHASES, parts_of, read_digests
 from ranks import run_ranks
 from recorder.planted import run_all
 from runs import PPO, prepare, run_here
 
-FACTORS = torch.arange(1, 65, 2)
+FACTORS = odd_numbers(32)
 FLAGS = [*PPO, "--rollout_batch_size=4", "--train_batch_size=8", "--max_steps=2"]
 STRATEGIES = {"fsdp": ["--fsdp"], "zero2": ["--zero_stage=2"], "zero3": ["--zero_stage=3"]}
 
@@ -56,7 +56,7 @@ def test_sums_follow_an_optimizer():
     ]
     assert [update for update, *_ in taken["weights"]] == [0, 0, 1, 1]
     assert [int(total) for *_, total in taken["before"]] == [
-        int(sum_of_bits(torch.ones(3), torch.arange(1, 2**21, 2)))
+        int(sum_of_bits(torch.ones(3), odd_numbers(WIDENED)))
     ] * 2
     assert sums.take("weights") == []
 
