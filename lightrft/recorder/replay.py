@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -155,13 +156,16 @@ def _replay(bundle: Bundle, strategy: Strategy, stage: Stage, explain: list[int]
         for row in bundle.samples
     }
     samples = [sample_of_json(dict(row), prompts) for row in bundle.samples]
+    again = [sample_of_json(dict(row), prompts) for row in bundle.samples]
     result = Replay(samples=samples)
-    result.rewards = _rewards(bundle, strategy, samples)
+    result.rewards = _rewards(bundle, strategy, again)
+    digests = Digests({}, strategy.mesh, bundle.folder, Writer())
+    record = StepRecord(Flatten()(again, first_row=0), [], [], again)
+    _compare(result, bundle, digests, record, "reward")
     if stage == "reward":
-        record = StepRecord(Flatten()(samples, first_row=0), [], [], samples)
-        _compare(result, bundle, Digests({}, strategy.mesh, bundle.folder, Writer()), record, stage)
         return result
 
+    # The other stages go on from the recorded rewards, so each is compared by itself.
     step = _Step(bundle, strategy)
     digests = Digests(step.roles, strategy.mesh, bundle.folder, Writer())
     plan = step.make_experience(samples, Metrics())
@@ -174,22 +178,20 @@ def _replay(bundle: Bundle, strategy: Strategy, stage: Stage, explain: list[int]
                 losses += learner.learn(plan, bundle.config, Metrics())
         result.loss = sum(map(float, losses)) / len(losses) if losses else None
 
+    names = [*STAGES]
     record = StepRecord(plan.experience, plan.minibatches, losses, samples)
-    _compare(result, bundle, digests, record, stage)
+    _compare(result, bundle, digests, record, *names[1 : names.index(stage) + 1])
     return result
 
 
 def _compare(
-    result: Replay, bundle: Bundle, digests: Digests, record: StepRecord, stage: Stage
+    result: Replay, bundle: Bundle, digests: Digests, record: StepRecord, *stages: Stage
 ) -> None:
     before = bundle.content["digests"]
     now = row_of(bundle.content["step"], [digests.of_rank(record)])
-    for each, phases in STAGES.items():
-        for phase in phases:
-            if phase in before and phase in now:
-                result.equal[phase] = before[phase] == now[phase]
-        if each == stage:
-            break
+    for phase in chain.from_iterable(STAGES[stage] for stage in stages):
+        if phase in before and phase in now:
+            result.equal[phase] = before[phase] == now[phase]
 
 
 def _rewards(bundle: Bundle, strategy: Strategy, samples: list[Sample]) -> list[float]:

@@ -36,9 +36,8 @@ def text_of(found: Difference) -> str:
         lines = ["before the first step: the runs begin with other weights"]
     else:
         update = f" of optimizer step {found.update}" if found.update else ""
-        lines = [
-            f"step {found.step}, {found.phase}{update}: first to differ is {MEANINGS[found.phase]}"
-        ]
+        meaning = MEANINGS[found.phase]
+        lines = [f"step {found.step}, {found.phase}{update}: the first difference is in {meaning}"]
     if found.step is not None and found.phase in ("gradient", "weights"):
         lines.append(f"  in {', '.join(found.parts)}")
 

@@ -78,6 +78,13 @@ def comparison(bundle: Bundle, result: Replay) -> list[str]:
             word = f"not comparable: the run has divided it among {ranks} ranks"
         lines.append(f"  {phase:<10} {word}")
 
+    if not result.equal.get("rewards", True):
+        recorded = [sample.reward for sample in result.samples]
+        pairs = enumerate(zip(recorded, result.rewards, strict=True))
+        for number, (then, now) in pairs:
+            if then != now:
+                lines.append(f"  the reward of sample {number} is {now:.9g}, in the run {then:.9g}")
+                break
     loss = content["metrics"].get("train/loss")
     if result.loss is not None and loss is not None:
         lines.append(f"  loss is {result.loss:.9g}, in the run {loss:.9g}")
