@@ -4,6 +4,7 @@ import re
 import shlex
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
@@ -188,6 +189,8 @@ def check_command(command: str, arguments: list[str], *, world_size: int) -> Non
             ["checkpoint", "folder"] if command == "export" and arguments[0].startswith("-") else []
         )
         parsers[command]().parse_args([*arguments, *positional])
+    elif command in ("bisect", "bundle", "replay"):
+        import_module(f"lightrft.cli.recorder.{command}").parser().parse_args(arguments)
     elif command == "report":
         assert set(arguments) & {"--out", "--csv"} or len(arguments) == 1
     else:

@@ -13,17 +13,12 @@ from lightrft.recorder.differences import MEANINGS, Difference, find_difference
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        "lightrft bisect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("one", type=Path, help="the save_path of a run")
-    parser.add_argument("other", type=Path, help="the save_path of another run")
-    arguments = parser.parse_args(argv)
+    arguments = parser().parse_args(argv)
 
     try:
         found = find_difference(arguments.one, arguments.other)
     except (OSError, ValueError) as error:
-        parser.error(str(error))
+        parser().error(str(error))
     sys.stdout.write(text_of(found))
     sys.exit(found.step is not None)
 
@@ -48,6 +43,16 @@ def text_of(found: Difference) -> str:
     elif found.step is not None:
         lines.append("nothing else is known to differ: configuration, versions, machine and data")
     return "\n".join(lines) + "\n"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    flags = argparse.ArgumentParser(
+        "lightrft bisect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument("one", type=Path, help="the save_path of a run")
+    flags.add_argument("other", type=Path, help="the save_path of another run")
+    return flags
 
 
 if __name__ == "__main__":

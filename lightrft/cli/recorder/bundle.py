@@ -19,13 +19,7 @@ from lightrft.run.prepare import quiet_libraries
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        "lightrft bundle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, help="the save_path of a run")
-    parser.add_argument("--step", type=int, required=True, help="the step to repeat")
-    parser.add_argument("--out", type=Path, help="file to write; unset: FOLDER/stepN.zip")
-    arguments = parser.parse_args(argv)
+    arguments = parser().parse_args(argv)
     set_up_logging()
     quiet_libraries()
 
@@ -36,6 +30,17 @@ def main(argv: list[str] | None = None) -> None:
         logger.error("{}", error)
         raise SystemExit(USER_ERROR) from None
     logger.info("bundle: {}, {:.1f} MB", path, path.stat().st_size / 1e6)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    flags = argparse.ArgumentParser(
+        "lightrft bundle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument("folder", type=Path, help="the save_path of a run")
+    flags.add_argument("--step", type=int, required=True, help="the step to repeat")
+    flags.add_argument("--out", type=Path, help="file to write; unset: FOLDER/stepN.zip")
+    return flags
 
 
 if __name__ == "__main__":

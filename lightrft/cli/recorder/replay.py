@@ -23,20 +23,7 @@ from lightrft.run.prepare import quiet_libraries
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        "lightrft replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("bundle", type=Path, help="a file that lightrft bundle has written")
-    parser.add_argument(
-        "--stage", choices=STAGES, default="gradient", help="last stage to repeat: all are repeated"
-    )
-    parser.add_argument("--sample", type=int, help="number of the only sample to explain")
-    parser.add_argument(
-        "--explain",
-        action="store_true",
-        help="print the path of each sample: reward, group, advantage, ratio, clip, loss share",
-    )
-    arguments = parser.parse_args(argv)
+    arguments = parser().parse_args(argv)
     set_up_logging()
     logger.disable("lightrft")
     quiet_libraries()
@@ -91,6 +78,24 @@ def comparison(bundle: Bundle, result: Replay) -> list[str]:
     if content["device"] and not all(result.equal.values()):
         lines.append(f"  the run computed on {content['device']}, which rounds differently")
     return lines
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    flags = argparse.ArgumentParser(
+        "lightrft replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument("bundle", type=Path, help="a file that lightrft bundle has written")
+    flags.add_argument(
+        "--stage", choices=STAGES, default="gradient", help="last stage to repeat: all are repeated"
+    )
+    flags.add_argument("--sample", type=int, help="number of the only sample to explain")
+    flags.add_argument(
+        "--explain",
+        action="store_true",
+        help="print the path of each sample: reward, group, advantage, ratio, clip, loss share",
+    )
+    return flags
 
 
 if __name__ == "__main__":
