@@ -426,6 +426,14 @@ CHECKS = [
     Check("tensor parallel", "layouts", measured("layout", "--tp_size=2"), CLOSE, 100, devices=2),
     Check("sequence parallel", "layouts", measured("layout", "--sp_size=2"), CLOSE, 100, devices=2),
     Check(
+        "divided experts",
+        "divided_experts",
+        measured("layout", "--ep_size=2"),
+        CLOSE,
+        100,
+        devices=2,
+    ),
+    Check(
         "FSDP, bfloat16", "layouts_bf16", measured("layout", "--bf16"), CLOSE_BF16, 100, devices=2
     ),
     Check(

@@ -696,6 +696,8 @@ def distance_of(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> flo
 
 def layout(setting: Setting, *flags: str) -> Figures:
     """Compare losses and gradient norms of supervised training in this layout with one rank's."""
+    from scripts.prepare_quickstart import tiny_qwen3
+
     with temporary_folder() as folder:
         common = [
             *(flag for flag in inputs(folder) if not flag.startswith("--reward")),
@@ -705,6 +707,8 @@ def layout(setting: Setting, *flags: str) -> Figures:
             "--learning_rate=1e-3",
             "--num_episodes=4",
         ]
+        if any(flag.startswith("--ep_size") for flag in flags):
+            common.append(f"--pretrain={tiny_qwen3(folder / 'experts', experts=8)}")
         numeric = [flag for flag in flags if flag == "--bf16"]
         train(1, "train_sft", [*common, *numeric, f"--save_path={folder / 'one'}"])
         train(setting.ranks, "train_sft", [*common, *flags, f"--save_path={folder / 'many'}"])

@@ -20,7 +20,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.utils.logging import disable_progress_bar
 
 SPECIAL_TOKENS = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
@@ -64,13 +69,17 @@ def byte_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_qwen3(folder: Path | str, seed: int = 0, words: Sequence[str] = ()) -> Path:
+def tiny_qwen3(
+    folder: Path | str, seed: int = 0, words: Sequence[str] = (), experts: int = 0
+) -> Path:
     """Save a random Qwen3 of 157,120 parameters with its byte tokenizer, as a Hugging Face folder.
 
-    At most 5 words are tokens of their own.
+    At most 5 words are tokens of their own. With `experts` it is a mixture, and two experts compute
+    a token.
     """
     tokenizer = byte_tokenizer(words)
-    config = Qwen3Config(
+    mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    config = (Qwen3MoeConfig if experts else Qwen3Config)(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=192,
@@ -85,11 +94,12 @@ def tiny_qwen3(folder: Path | str, seed: int = 0, words: Sequence[str] = ()) -> 
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
+        **(mixture if experts else {}),
     )
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
 
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -267,6 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the split")
     parser.add_argument("--task", choices=TASKS, default="addition", help="kind of problem")
+    parser.add_argument("--experts", type=int, default=0, help="experts of each layer; 0: none")
     args = parser.parse_args(argv)
     train, held_out = TASKS[args.task](args.seed)
     write_jsonl(args.out / "train.jsonl", train)
@@ -279,7 +290,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if args.task == "calculator":
         write_jsonl(args.out / "demonstrations.jsonl", demonstrations(train, args.seed))
-    tiny_qwen3(args.out / "model", args.seed, [CALL, CALL_END] if args.task == "calculator" else [])
+    words = [CALL, CALL_END] if args.task == "calculator" else []
+    tiny_qwen3(args.out / "model", args.seed, words, args.experts)
     print(
         f"{args.out}: {len(train)} training and {len(held_out)} held-out problems, a random Qwen3"
         f" in {args.out / 'model'}"

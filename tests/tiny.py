@@ -53,8 +53,8 @@ def _written(config: PretrainedConfig, folder: Path | str, seed: int) -> str:
     return str(folder)
 
 
-def tiny_experts(folder: Path | str) -> str:
-    """Write the same as a mixture of five experts; a token gets two."""
+def tiny_experts(folder: Path | str, num_experts: int = 5) -> str:
+    """Write the same as a mixture of experts; a token gets two."""
     config = Qwen3MoeConfig(
         hidden_size=32,
         num_hidden_layers=2,
@@ -63,7 +63,7 @@ def tiny_experts(folder: Path | str) -> str:
         head_dim=32,
         intermediate_size=48,
         moe_intermediate_size=24,
-        num_experts=5,
+        num_experts=num_experts,
         num_experts_per_tok=2,
         vocab_size=VOCABULARY,
         initializer_range=0.2,

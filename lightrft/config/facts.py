@@ -19,6 +19,23 @@ from lightrft.config.sections import (
 
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Keys of a model's configuration with the number of layers that predict several tokens."""
+EXPERT_FAMILIES = (
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+)
+"""Types of models whose experts --ep_size divides.
+
+Another type whose experts transformers computes in the same way needs only an entry here, once the
+tests have compared its gradients.
+"""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of a model's configuration with the number of experts of a layer."""
 UNSCALED = ("rope_type", "rope_theta")
 """Rope parameters of a model that does not scale positions."""
 
@@ -103,7 +120,7 @@ class RunFacts:
     def has_positive_sizes(self) -> bool:
         """Return whether the ranks can be divided by all sizes."""
         sizes = (self.engine_tp_size, self.dp_replicate, self.tp_size, self.sp_size, self.cp_size)
-        return min(*sizes, self.zpg) > 0 and self.rollout_ranks >= 0
+        return min(*sizes, self.ep_size, self.zpg) > 0 and self.rollout_ranks >= 0
 
     @cached_property
     def model_config(self) -> dict[str, Any]:
@@ -121,6 +138,11 @@ class RunFacts:
             "key-value heads": self.model_config.get("num_key_value_heads", heads),
         }
         return {name: count for name, count in counts.items() if isinstance(count, int)}
+
+    @property
+    def num_experts(self) -> int:
+        """Return the number of experts of a layer; 0 for a model on the hub, and without any."""
+        return next((self.model_config[name] for name in EXPERTS if name in self.model_config), 0)
 
     @property
     def window(self) -> int | None:

@@ -60,7 +60,12 @@ def _kl_penalty(config: Config) -> str:
 def _layout(config: Config, world_size: int) -> str:
     strategy = config.strategy
     sequence = max(strategy.sp_size, strategy.cp_size)
-    sizes = {"dp_replicate": strategy.dp_replicate, "sp": sequence, "tp": strategy.tp_size}
+    sizes = {
+        "dp_replicate": strategy.dp_replicate,
+        "sp": sequence,
+        "tp": strategy.tp_size,
+        "ep": strategy.ep_size,
+    }
     cut = "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
     zero = f", ZeRO stage {strategy.zero_stage}" if strategy.strategy == "deepspeed" else ""
     world_size -= config.rollout.rollout_ranks
@@ -81,6 +86,7 @@ def nodes_to_replicate(config: Config, world_size: int, ranks_per_node: int) -> 
         and strategy.dp_replicate == 1
         and not rest
         and ranks_per_node % parallel == 0
+        and ranks_per_node % strategy.ep_size == 0
     )
 
     return nodes if possible and nodes > 1 else 0

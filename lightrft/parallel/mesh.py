@@ -16,6 +16,8 @@ from lightrft.parallel.collectives import Axis
 AXES = ("dp_replicate", "dp_shard", "sp", "tp")
 DEVICE_AXES = ("dp_replicate", "dp_shard_sp", "tp")
 """Axes of parameters, as torch's libraries need them."""
+EXPERT_AXES = ("dp_replicate", "dp_shard_sp", "ep")
+"""The same for experts: `ep` is a part of dp_shard x sp."""
 
 
 _meshes: dict[tuple[Any, ...], "Mesh"] = {}
@@ -33,6 +35,9 @@ class Mesh:
     samplers, accumulation, denominators and metrics count. `model_parallel` combines sp and tp: the
     ranks of one data-parallel replica. They hold the same prompts and samples, and rank 0 acts for
     all where only one may act. `world` combines all axes.
+
+    `ep` divides the experts of a mixture over consecutive ranks of dp_shard x sp. They have
+    different tokens, so the axis shares the ranks of others and makes no further replicas.
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class Mesh:
         dp_replicate: int = 1,
         sp: int = 1,
         tp: int = 1,
+        ep: int = 1,
         timeout: timedelta | None = None,
     ):
         """Build the axes.
@@ -51,7 +57,7 @@ class Mesh:
         """
         world_size = dist.get_world_size()
         dp_replicate = dp_replicate or world_size // (sp * tp)
-        problems = mesh_problems(world_size, dp_replicate=dp_replicate, sp=sp, tp=tp)
+        problems = mesh_problems(world_size, dp_replicate=dp_replicate, sp=sp, tp=tp, ep=ep)
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -78,6 +84,10 @@ class Mesh:
             _axis(name, self._group((name,))) for name in ("dp_replicate", "sp", "tp")
         )
         self.model_parallel = _axis("model_parallel", self._group(("sp", "tp")))
+        self.ep = Axis("ep", 1, 0, None)
+        self.expert_mesh: DeviceMesh | None = None
+        if ep > 1:
+            self._divide_experts(ep)
         self._engine_axes: dict[int, Axis] = {}
         self._replica_axes: dict[int, Axis] = {}
         self._background_axis: Axis | None = None
@@ -91,6 +101,7 @@ class Mesh:
             self.sp,
             self.tp,
             self.model_parallel,
+            self.ep,
         ):
             if timeout is not None and axis.group is not None:
                 _set_pg_timeout(timeout, axis.group)
@@ -118,6 +129,18 @@ class Mesh:
         return self.device_mesh[
             "dp_shard_sp" if self.replicate.size == 1 else ("dp_replicate", "dp_shard_sp")
         ]
+
+    @property
+    def expert_parameters(self) -> DeviceMesh:
+        """Return the mesh of FSDP for experts that `ep` divides, like `parameters`."""
+        return self.expert_mesh[
+            "dp_shard_sp" if self.replicate.size == 1 else ("dp_replicate", "dp_shard_sp")
+        ]
+
+    @property
+    def experts(self) -> DeviceMesh:
+        """Return the one-dimensional mesh that the experts of a layer are divided over."""
+        return self.expert_mesh["ep"]
 
     @property
     def tensor(self) -> DeviceMesh:
@@ -170,18 +193,35 @@ class Mesh:
             )
         return self._exchange_axis
 
-    def _group(self, dims: tuple[str, ...]) -> dist.ProcessGroup:
-        """Return the group of the ranks that differ from this one in these dimensions only.
+    def _divide_experts(self, ep: int) -> None:
+        """Build the axis and the mesh of experts.
 
-        Equal sets of ranks have one group.
+        The axis has a group of its own even if another one has the same ranks: otherwise tokens
+        would wait behind the parameters that FSDP2 gathers ahead.
         """
+        ranks = self._ranks.view(self.replicate.size, -1, ep)
+        self.ep = _axis("ep", self._new_group(ranks.flatten(0, 1), "mesh_ep"))
+        shard = self._group_in(ranks.transpose(1, 2).flatten(0, 1), "mesh_expert_shard")
+        self.expert_mesh = DeviceMesh.from_group(
+            [self._group(("dp_replicate",)), shard, self.ep.group],
+            self.device_type,
+            ranks,
+            mesh_dim_names=EXPERT_AXES,
+        )
+
+    def _group(self, dims: tuple[str, ...]) -> dist.ProcessGroup:
+        """Return the group of the ranks that differ from this one in these dimensions only."""
         order = sorted(range(len(AXES)), key=lambda dim: AXES[dim] in dims)
         partition = self._ranks.permute(order).reshape(
             -1, prod(self._ranks.shape[AXES.index(name)] for name in dims)
         )
+        return self._group_in(partition, f"mesh_{'_'.join(dims)}")
+
+    def _group_in(self, partition: Tensor, name: str) -> dist.ProcessGroup:
+        """Return the group of this rank's row. Equal sets of ranks have one group."""
         key = tuple(_row_of_this_rank(partition))
         if key not in self._groups:
-            self._groups[key] = self._new_group(partition, f"mesh_{'_'.join(dims)}")
+            self._groups[key] = self._new_group(partition, name)
         return self._groups[key]
 
     def _new_axis(self, name: str, partition: Tensor) -> Axis:
@@ -238,11 +278,18 @@ def _num_collectives(group: dist.ProcessGroup, device: torch.device) -> int | No
         return None
 
 
-def mesh_problems(world_size: int, *, dp_replicate: int, sp: int, tp: int) -> list[str]:
+def mesh_problems(
+    world_size: int, *, dp_replicate: int, sp: int, tp: int, ep: int = 1
+) -> list[str]:
     """Return all reasons why these sizes cannot form a mesh; empty if they can."""
     problems = [
         f"{name} must be at least 1, not {size}"
-        for name, size in (("dp_replicate", dp_replicate), ("sp_size", sp), ("tp_size", tp))
+        for name, size in (
+            ("dp_replicate", dp_replicate),
+            ("sp_size", sp),
+            ("tp_size", tp),
+            ("ep_size", ep),
+        )
         if size < 1
     ]
     if problems:
@@ -254,6 +301,14 @@ def mesh_problems(world_size: int, *, dp_replicate: int, sp: int, tp: int) -> li
             f"{world_size} processes cannot be split into dp_replicate {dp_replicate} x sp_size"
             f" {sp} x tp_size {tp} = {product}"
         )
+    elif world_size // (dp_replicate * tp) % ep:
+        problems.append(
+            f"ep_size {ep} does not divide the {world_size // (dp_replicate * tp)} ranks that share"
+            " the shards of a replica"
+        )
+
+    if ep > 1 and tp > 1:
+        problems.append(f"ep_size {ep} needs tp_size 1")
 
     return problems
 

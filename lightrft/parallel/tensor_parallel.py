@@ -127,7 +127,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) 
     with all reasons, for a model that cannot be split, and for a module without a transformers
     model.
     """
-    models = list(_language_models(module))
+    models = list(outermost_models(module))
     if not models:
         raise ValueError(
             f"--tp_size {mesh.size()}: {type(module).__name__} contains no transformers model to"
@@ -381,13 +381,13 @@ class _GatherLogits(torch.autograd.Function):
         return gradient[..., ctx.first : ctx.first + ctx.count], None, None
 
 
-def _language_models(module: nn.Module) -> Iterator[PreTrainedModel]:
+def outermost_models(module: nn.Module) -> Iterator[PreTrainedModel]:
     """Yield the outermost transformers models."""
     if isinstance(module, PreTrainedModel):
         yield module
     else:
         for child in module.children():
-            yield from _language_models(child)
+            yield from outermost_models(child)
 
 
 def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
@@ -513,7 +513,7 @@ def _with_adapter(
     reduce = _ScatterTokens.apply if sequence else _sum_parts
 
     def split_a(matrix: nn.Module, mesh: DeviceMesh) -> None:
-        _distribute(matrix, mesh, weight=Shard(1) if by_rows else Replicate())
+        distribute(matrix, mesh, weight=Shard(1) if by_rows else Replicate())
         if by_rows:
             b_gradient = Partial() if sequence else Replicate()
             axis = _axis(mesh)
@@ -522,7 +522,7 @@ def _with_adapter(
             layer.split = SplitAdapter(Partial(), Shard(0), lambda low: low)
 
     def split_b(matrix: nn.Module, mesh: DeviceMesh) -> None:
-        _distribute(matrix, mesh, weight=Replicate() if by_rows else Shard(0))
+        distribute(matrix, mesh, weight=Replicate() if by_rows else Shard(0))
 
     return {
         f"{name}.base_layer": split,
@@ -571,14 +571,14 @@ class _Branch:
 def _split_heads(attention: nn.Module, mesh: DeviceMesh) -> None:
     """Keep the parameters of this rank's heads: the sinks [H] of gpt-oss."""
     names = attention._parameters
-    _distribute(attention, mesh, **dict.fromkeys(names, Shard(0)))
-    _LocalParameters(attention)
+    distribute(attention, mesh, **dict.fromkeys(names, Shard(0)))
+    LocalParameters(attention)
 
 
 def _split_columns(linear: nn.Module, mesh: DeviceMesh, *, detached: Collection[str] = ()) -> None:
     """Keep this rank's outputs of a layer; each rank computes them from the whole input."""
-    _distribute(linear, mesh, weight=Shard(0), bias=Shard(0))
-    _LocalParameters(linear, detached=detached)
+    distribute(linear, mesh, weight=Shard(0), bias=Shard(0))
+    LocalParameters(linear, detached=detached)
 
 
 def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
@@ -588,8 +588,8 @@ def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
     """
     axis = _axis(mesh)
     reduce = _ScatterTokens.apply if sequence else _sum_parts
-    _distribute(linear, mesh, weight=Shard(1), bias=Replicate())
-    _LocalParameters(linear, hidden=("bias",))
+    distribute(linear, mesh, weight=Shard(1), bias=Replicate())
+    LocalParameters(linear, hidden=("bias",))
 
     def reduce_parts(module: nn.Module, args: tuple, part: Tensor) -> Tensor:
         output = reduce(part, axis)
@@ -610,7 +610,7 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: boo
     """
     axis = _axis(mesh)
     reduce = _ScatterTokens.apply if sequence else _sum_parts
-    _distribute(embedding, mesh, weight=Shard(0))
+    distribute(embedding, mesh, weight=Shard(0))
     shard = vocabulary_shard(embedding.weight)
     first = shard.first
     rows = len(shard.weight)
@@ -619,7 +619,7 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: boo
         embedding.padding_idx = (
             embedding.padding_idx - first if first <= embedding.padding_idx < first + rows else None
         )
-    _LocalParameters(embedding)
+    LocalParameters(embedding)
     outside: Tensor
 
     def to_local_rows(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
@@ -641,11 +641,11 @@ def _replicate(norm: nn.Module, mesh: DeviceMesh) -> None:
     The weight then has a partial gradient on each rank. As a DTensor the gradient is marked as
     partial, and FSDP sums it.
     """
-    _distribute(norm, mesh, weight=Replicate(), bias=Replicate())
-    _LocalParameters(norm, gradient=Partial())
+    distribute(norm, mesh, weight=Replicate(), bias=Replicate())
+    LocalParameters(norm, gradient=Partial())
 
 
-def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
+def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
     """Make DTensors of a module's parameters without communication: each rank keeps its own part.
 
     Frozen ones stay frozen.
@@ -655,7 +655,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) ->
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
 
 
-class _LocalParameters:
+class LocalParameters:
     """Forward hooks that let a module compute with this rank's parts of the parameters.
 
     The parts are plain tensors.

@@ -1,12 +1,15 @@
 """FSDP2: shard each block's parameters over the data ranks, and gather them to compute it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import torch
+from loguru import logger
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -24,6 +27,7 @@ from lightrft.backends.offload import OffloadedModel
 from lightrft.backends.optim import follow, parameter_names
 from lightrft.backends.replicas import Replicas
 from lightrft.checkpoint.hf_parameters import hf_parameters
+from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.models.empty import empty_parameters
 from lightrft.models.lora import adapter_parameters
 from lightrft.parallel.tensor_parallel import parallelize
@@ -57,8 +61,9 @@ class FSDP2(Strategy):
                 module, self.mesh.tensor, sequence=self.config.strategy.tp_sequence_parallel
             )
 
+        experts = self._divide_experts(module) if self.mesh.ep.size > 1 else []
         if self._shards:
-            self._shard(module)
+            self._shard(module, experts)
         trained = any(parameter.requires_grad for parameter in module.parameters())
         materialize(
             module,
@@ -84,8 +89,17 @@ class FSDP2(Strategy):
             or self.config.strategy.fsdp_cpu_offload
         )
 
-    def _shard(self, module: nn.Module) -> None:
-        """Shard each block, and then the rest of the module."""
+    def _divide_experts(self, module: nn.Module) -> list[nn.Module]:
+        """Divide experts over --ep_size, and return these parts of the module."""
+        from lightrft.parallel.expert_parallel import divide_experts
+
+        experts = divide_experts(module, self.mesh.experts, self.mesh.ep, EXPERT_FAMILIES)
+        if not experts and self.mesh.world.rank == 0:
+            logger.warning("--ep_size has no effect on {}: no experts", type(module).__name__)
+        return experts
+
+    def _shard(self, module: nn.Module, experts: Sequence[nn.Module] = ()) -> None:
+        """Shard divided experts, then each block, and then the rest of the module."""
         options = {
             "mesh": self.mesh.parameters,
             # This includes the root: unsharded, its parameters are not the optimizer's.
@@ -94,9 +108,22 @@ class FSDP2(Strategy):
             "offload_policy": self._offload(),
             "shard_placement_fn": partial(shard_placement, ranks=self.mesh.parameters.shape[-1]),
         }
-        for block in blocks(module):
+        for part in experts:
+            mesh = self.mesh.expert_parameters
+            own = {
+                "mesh": mesh,
+                "shard_placement_fn": partial(shard_placement, ranks=mesh.shape[-1]),
+                # Blocks have cast the tokens, and the weights of experts keep their precision.
+                "mp_policy": replace(self._precision(), cast_forward_inputs=False),
+            }
+            fully_shard(part, **options | own)
+
+        units = blocks(module)
+        for block in units:
             fully_shard(block, **options)
         fully_shard(module, **options)
+        if experts:
+            _gather_ahead(units)
 
         for part in module.modules():
             if isinstance(part, FSDPModule):
@@ -155,6 +182,25 @@ class FSDP2(Strategy):
         if not self.config.strategy.fsdp_cpu_offload:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+
+
+def _gather_ahead(units: list[nn.Module]) -> None:
+    """Let each block gather the next one, with its experts, while it computes; and back.
+
+    FSDP2 gathers ahead as far as the host is ahead, but that waits in each layer for the numbers of
+    tokens that are exchanged. In the backward pass a block's own experts come first: selective
+    recomputation cannot gather what the forward pass has gathered ahead. `units` come from blocks().
+    """
+    parts = {
+        block: [part for part in block.modules() if isinstance(part, FSDPModule)] for block in units
+    }
+    for block in units:
+        block.set_modules_to_backward_prefetch(parts[block][1:])
+
+    for later, block in pairwise(units):
+        if type(later) is type(block):
+            block.set_modules_to_forward_prefetch(parts[later])
+            later.set_modules_to_backward_prefetch([*parts[later][1:], *parts[block]])
 
 
 def shard_placement(parameter: nn.Parameter, ranks: int) -> Shard:

@@ -124,6 +124,7 @@ class Strategy(Backend):
             dp_replicate=section.dp_replicate,
             sp=sequence_layout(section)[0],
             tp=section.tp_size,
+            ep=section.ep_size,
             timeout=timeout + MARGIN,
         )
         # This is here because all ranks have to create the engine's group together.

@@ -5,7 +5,7 @@ A plan has the layout, the bytes of a rank in each phase, seconds, and advice.
 
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
@@ -13,6 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from lightrft.algorithms.policy_loss import PER_SEQUENCE
 from lightrft.backends.zero_state import BUCKET
 from lightrft.config.errors import ConfigError
+from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.config.references import reward_model_terms
 from lightrft.config.sections import (
     Config,
@@ -29,12 +30,21 @@ from lightrft.tools.step_memory import (
     StepBytes,
     head_bytes,
     num_parameters,
+    of_expert_parallel,
     of_tensor_parallel,
     parameter_counts,
     step_bytes,
     trained_parameters,
 )
-from lightrft.tools.step_time import LINK, StepWork, Traffic, kv_bytes, seconds
+from lightrft.tools.step_time import (
+    LINK,
+    StepWork,
+    Traffic,
+    kv_bytes,
+    num_experts,
+    seconds,
+    visit_bytes,
+)
 
 USABLE = 0.94
 """Share of a device's memory that a run can use.
@@ -106,6 +116,7 @@ class Planner:
         self.generates = command == "train_ppo"
         self.training = ranks - (rollout.rollout_ranks if self.generates else 0)
         self.tp = strategy.tp_size
+        self.ep = strategy.ep_size
         self.sp = max(strategy.sp_size, strategy.cp_size)
         self.shards = self.training // (self.tp * strategy.dp_replicate)
         self.replicas = self.training // (self.sp * self.tp)
@@ -114,6 +125,10 @@ class Planner:
         self.local = of_tensor_parallel(self.shape, self.tp) if self.tp > 1 else self.shape
         self.parameters, self.active = parameter_counts(self.shape)
         self.of_rank = num_parameters(self.local)
+        self.visited = of_expert_parallel(self.local, self.ep) if self.ep > 1 else self.local
+        """The model with the experts that a rank gathers and computes."""
+        self.elsewhere = self.of_rank - num_parameters(self.visited)
+        """Number of parameters of the experts that other ranks compute."""
         self.trained = trained_parameters(self.local, config.model)
         self.width = 2 if config.model.bf16 else 4
         accumulates_bf16 = config.model.bf16 and strategy.reduce_dtype == "bf16"
@@ -147,6 +162,7 @@ class Planner:
             "bf16": model.bf16,
             "lora_rank": model.lora_rank,
             "target_modules": model.target_modules,
+            "load_in_4bit": model.load_in_4bit,
             "freeze_prefix": model.freeze_prefix,
             "reduce_gradients_once": self.config.strategy.reduce_gradients_once,
             "gather_parameters_once": self.config.strategy.gather_parameters_once,
@@ -155,7 +171,17 @@ class Planner:
             "gradient_checkpointing_policy": model.gradient_checkpointing_policy,
         }
 
-        return step_bytes(self.local, options, world=self.shards, tokens=-(-tokens // self.sp))
+        step = step_bytes(self.visited, options, world=self.shards, tokens=-(-tokens // self.sp))
+        if self.ep == 1:
+            return step
+
+        # The shards of all experts are divided over all ranks, however many of them a rank gathers.
+        width = self.width if model.lora_rank else 4
+        gradient = 0 if model.lora_rank or options["reduce_gradients_once"] else 4
+        moments = 0 if model.lora_rank else 8
+        held = width + gradient + moments
+        share = StepBytes(width, gradient, moments, 0, held, held)
+        return step.plus(self.elsewhere / self.shards, share)
 
     def states(self, step: StepBytes) -> Bytes:
         """Return the bytes of what the model that learns keeps between micro-batches."""
@@ -283,7 +309,7 @@ class Planner:
                 parameters | resident | {"head, gathered layers": head + self.of_layer()}
             )
             if not self.config.rollout.rollout_ranks:
-                weights = self.width * self.parameters / self.config.engine.engine_tp_size
+                weights = self.engine_weights() / self.config.engine.engine_tp_size
                 # Two buckets exist at a time; see weight_sync/stream.py.
                 phases["weight sync"] = (
                     parameters
@@ -304,8 +330,19 @@ class Planner:
 
         return phases
 
+    def engine_weights(self) -> float:
+        """Return the bytes of an engine's weights, on all ranks that share it."""
+        if self.config.engine.rollout_quantization == "none":
+            return self.width * self.parameters
+        # Embeddings and head keep their width. Norms, biases and scales are too few to count.
+        text = self.shape.get_text_config()
+        tables = 1 if self.shape.tie_word_embeddings else 2
+        embeddings = tables * text.vocab_size * text.hidden_size
+        return self.parameters - embeddings + self.width * embeddings
+
     def of_layer(self) -> float:
-        return 2 * self.width * self.of_rank / self.shape.get_text_config().num_hidden_layers
+        gathered = self.of_rank - self.elsewhere
+        return 2 * self.width * gathered / self.shape.get_text_config().num_hidden_layers
 
     def bucket(self) -> float:
         size = self.config.engine.weight_sync_bucket_mb * 1e6
@@ -328,7 +365,7 @@ class Planner:
     def cache_tokens(self) -> float:
         engine = self.config.engine
         share = engine.engine_mem_util * self.device.memory * engine.engine_tp_size
-        weights = self.width * self.parameters
+        weights = self.engine_weights()
         return max(share - weights - ENGINE_OVERHEAD * engine.engine_tp_size, 0.0) / kv_bytes(
             self.shape, self.width
         )
@@ -373,8 +410,32 @@ class Planner:
             # Transfers run beside the products, so the slower of both takes the time.
             for phase, transfers in self.transfer_seconds(work).items():
                 found[phase] = max(found[phase], transfers)
+        if self.ep > 1:
+            for phase, visits in self.visit_seconds(work).items():
+                found[phase] += visits
 
         return found
+
+    def received(self, parameters: int) -> float:
+        """Return how many of these parameters FSDP2 moves for a rank, as if all ranks shared them.
+
+        Only the ranks with the same experts share these. Adapters are no experts.
+        """
+        if self.ep == 1 or parameters < self.of_rank:
+            return parameters
+        own = self.elsewhere / (self.ep - 1)
+        shared = (1 - self.ep / self.shards) / (1 - 1 / self.shards)
+        return parameters - self.elsewhere - own * (1 - shared)
+
+    def visit_seconds(self, work: StepWork) -> dict[str, float]:
+        """Return the seconds in which tokens go to experts and back; nothing runs beside them."""
+        rate = self.device.link if self.ep <= self.ranks_per_node else self.device.network
+        tokens = work.samples * (work.prompt + work.response) / self.training
+        forward = tokens * visit_bytes(self.shape, self.width, self.ep) / (rate * LINK)
+        return {
+            "log-probs": work.passes * forward,
+            "train": work.epochs * forward * (3 if work.recomputes else 2),
+        }
 
     def transfer_seconds(self, work: StepWork) -> dict[str, float]:
         """Return the seconds of FSDP2's transfers in the phases that gather the model."""
@@ -389,11 +450,13 @@ class Planner:
         traffic = Traffic(
             microbatches,
             updates,
-            gathered=self.width * self.of_rank,
-            reduced=(2 if halves else 4) * self.trained,
+            gathered=self.width * self.received(self.of_rank),
+            reduced=(2 if halves else 4) * self.received(self.trained),
             gathers_once=strategy.gather_parameters_once,
             reduces_once=strategy.reduce_gradients_once,
         )
+        # Replicas sum the shards of all experts.
+        summed = replace(traffic, reduced=(2 if halves else 4) * self.trained)
         link = self.device.link * LINK
         network = self.device.network * LINK
         shards_rate = link if self.shards * self.tp <= self.ranks_per_node else network
@@ -405,7 +468,7 @@ class Planner:
         return {
             "log-probs": gathers * traffic.gathered * others / shards_rate,
             "train": traffic.of_updates(self.shards) / shards_rate
-            + traffic.between_replicas(self.shards, strategy.dp_replicate) / replicas_rate,
+            + summed.between_replicas(self.shards, strategy.dp_replicate) / replicas_rate,
         }
 
     def idle_ranks(self) -> list[str]:
@@ -438,6 +501,8 @@ class Planner:
             f"{copies}, on one rank" if divided == 1 else f"{copies}, divided over {divided} ranks"
         )
 
+        if self.ep > 1:
+            where += f"; each {self.ep} consecutive ranks divide the experts of a layer"
         if size == 1:
             return [where]
 
@@ -478,7 +543,7 @@ class Planner:
             )
 
         nodes = nodes_to_replicate(config, self.ranks, self.ranks_per_node)
-        shards_alone = config.strategy.strategy == "fsdp" and self.sp == self.tp == 1
+        shards_alone = config.strategy.strategy == "fsdp" and self.sp == self.tp == self.ep == 1
         if shards_alone and self.shards > 1 and self.fits_with({"dp_replicate": self.training}):
             hints.append(
                 "the model fits on every device: --dp_replicate 0 sends only gradients between them"
@@ -527,6 +592,7 @@ class Planner:
         yield "gradient_checkpointing", True
         if not config.strategy.fsdp_cpu_offload:
             yield "offload_idle", True
+        yield from (("ep_size", size) for size in (2, 4, 8) if self.divides_experts(size))
         sizes = [
             size
             for size in (2, 4, 8)
@@ -542,6 +608,18 @@ class Planner:
             ("sp_size", size)
             for size in (2, 4, 8)
             if size > self.sp and heads % size == 0 and self.training % size == 0
+        )
+
+    def divides_experts(self, size: int) -> bool:
+        """Return whether --ep_size can be raised to this size."""
+        text = self.shape.get_text_config()
+        possible = text.model_type in EXPERT_FAMILIES and self.config.strategy.fsdp
+        return (
+            possible
+            and size > self.ep
+            and self.tp == 1
+            and self.shards % size == 0
+            and num_experts(text) % size == 0
         )
 
     def fits_with(self, changes: dict[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lightrft.attention.recurrent import only_memory
+from lightrft.config.facts import EXPERTS
 from lightrft.config.sections import ModelSection
 from lightrft.engine.model_info import has_recurrent_state
 from lightrft.models.logprobs import DEVICE_CHUNK
@@ -92,7 +93,7 @@ class FakeRankStrategy(FSDP2):
 
     def setup_distributed(self, *_: Any, **__: Any) -> None:
         self.device = torch.device("cpu")
-        self._mesh = Mesh("cpu")
+        self._mesh = Mesh("cpu", ep=self.config.strategy.ep_size)
 
 
 @contextmanager
@@ -254,6 +255,15 @@ def of_tensor_parallel(shape: PretrainedConfig, tp: int) -> PretrainedConfig:
         setattr(text, name, getattr(text, name) // tp)
     text.vocab_size = -(-text.vocab_size // tp)
     text.pad_token_id = None
+    return shape
+
+
+def of_expert_parallel(shape: PretrainedConfig, ep: int) -> PretrainedConfig:
+    """Return a model with the experts of one of `ep` ranks, and some more if a token needs them."""
+    shape = deepcopy(shape)
+    text = shape.get_text_config()
+    name = next(name for name in EXPERTS if hasattr(text, name))
+    setattr(text, name, max(getattr(text, name) // ep, 2 * text.num_experts_per_tok))
     return shape
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from lightrft.config.facts import EXPERTS
 from lightrft.engine.model_info import num_attention_layers
 from lightrft.parallel.peaks import Device
 
@@ -135,11 +136,19 @@ def _read(shape: PretrainedConfig, parameters: int, active: int, num_tokens: flo
 
 def num_experts(text: PretrainedConfig) -> int:
     """Return the number of experts of a layer; each family has another name for it."""
-    return next(
-        getattr(text, name)
-        for name in ("num_experts", "num_local_experts", "n_routed_experts")
-        if hasattr(text, name)
-    )
+    return next(getattr(text, name) for name in EXPERTS if hasattr(text, name))
+
+
+def visit_bytes(shape: PretrainedConfig, bytes_per_value: int, ep: int) -> float:
+    """Return the bytes that a rank sends in a forward pass for a token that visits the experts.
+
+    The token goes to each of the chosen experts of each layer, and a result comes back. One of `ep`
+    experts is on the rank itself.
+    """
+    text = shape.get_text_config()
+    layers = text.num_hidden_layers - getattr(text, "first_k_dense_replace", 0)
+    values = 2 * layers * text.num_experts_per_tok * text.hidden_size
+    return values * bytes_per_value * (ep - 1) / ep
 
 
 def kv_bytes(shape: PretrainedConfig, bytes_per_value: int) -> float:

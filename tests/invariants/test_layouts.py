@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.checkpoint.hf_parameters import persistent_buffers
 from lightrft.config import Config
 from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models import logprobs
@@ -104,6 +105,7 @@ class Layout:
     tp: int = 1
     replicas: int = 1
     sp: int = 1
+    ep: int = 1
     impl: str = "ulysses"
     batching: str = "packed"
     tokens: int = 1000
@@ -138,6 +140,7 @@ def build(folder: str, mode: str, layout: Layout) -> tuple[Config, Policy]:
     config.model.gradient_checkpointing_policy = layout.checkpointing or "full"
     config.strategy.tp_size = layout.tp
     config.strategy.dp_replicate = layout.replicas
+    config.strategy.ep_size = layout.ep
     config.strategy.tp_sequence_parallel = layout.sequence
     config.strategy.sp_size = layout.sp
     config.strategy.sp_impl = layout.impl
@@ -201,22 +204,27 @@ def assert_all_are_plain_torch(
 ) -> None:
     """Compare every rank with plain torch; each number of ranks is one start of processes."""
     expected_numbers, expected = plain_torch(folder, mode, steps)
-    start = dict(
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters()
-    )
+    start = tensors_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     for ranks in sorted({layout.ranks for layout in layouts}):
         chosen = [layout for layout in layouts if layout.ranks == ranks]
         by_rank = run_ranks(ranks, trained_in_turn, folder, mode, chosen, steps, timeout=600)
         for index, layout in enumerate(chosen):
-            first = by_rank[0][index][1]
-            for numbers, parameters in (results[index] for results in by_rank):
-                torch.testing.assert_close(
-                    torch.tensor(numbers), torch.tensor(expected_numbers), rtol=1e-5, atol=1e-6
-                )
-                assert_same_parameters(parameters, expected, start, layout)
-                assert all(
-                    torch.equal(tensor, first[name]) for name, tensor in parameters.items()
-                ), layout
+            on_ranks = [results[index] for results in by_rank]
+            assert_is_plain_torch(on_ranks, (expected_numbers, expected), start, layout)
+
+
+def assert_is_plain_torch(
+    by_rank: list[Trained], expected: Trained, start: dict, layout: Layout
+) -> None:
+    """Compare each rank's result with plain torch, and with the others to the last bit."""
+    for numbers, parameters in by_rank:
+        torch.testing.assert_close(
+            torch.tensor(numbers), torch.tensor(expected[0]), rtol=1e-5, atol=1e-6
+        )
+        assert_same_parameters(parameters, expected[1], start, layout)
+        assert all(
+            torch.equal(tensor, by_rank[0][1][name]) for name, tensor in parameters.items()
+        ), layout
 
 
 def assert_same_parameters(found: dict, expected: dict, start: dict, what: object) -> None:
@@ -256,7 +264,12 @@ def plain_torch(folder: str, mode: str, steps: int = STEPS) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
 
-    return numbers, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return numbers, tensors_of(model)
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    tensors = (*model.named_parameters(), *persistent_buffers(model))
+    return {name: tensor.detach() for name, tensor in tensors}
 
 
 def sequence_loss(

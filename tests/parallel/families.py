@@ -29,10 +29,28 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
+ROUTED_IN_GROUPS = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
 OTHERS = {
     "arcee": {},
     "cohere": {"logit_scale": 0.25},
     "cohere2": {"logit_scale": 0.25, "sliding_window": 4},
+    "deepseek_v3": ROUTED_IN_GROUPS
+    | {
+        "n_group": 2,
+        "topk_group": 1,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
     "exaone4": {"sliding_window": 4},
     "gemma2": {
         "sliding_window": 4,
@@ -46,11 +64,25 @@ OTHERS = {
         "sliding_window": 4,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "glm4_moe": ROUTED_IN_GROUPS | {"n_group": 1, "topk_group": 1},
     "granite": {"logits_scaling": 4.0},
     "hunyuan_v1_dense": {},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "ministral3": {},
     "mistral": {"sliding_window": 4},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_5_moe_text": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": {},
@@ -72,13 +104,15 @@ def family_config(
         "gemma3": {"query_pre_attn_scalar": 16, "sliding_window": 4, "sliding_window_pattern": 2}
     }
     make = FAMILIES[family][0] if family in FAMILIES else partial(AutoConfig.for_model, family)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 16,
+        "intermediate_size": 48,
+    }
     return make(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=16,
-        intermediate_size=48,
         vocab_size=vocabulary,
         initializer_range=0.1,
         max_position_embeddings=128,
@@ -87,7 +121,7 @@ def family_config(
         bos_token_id=BOS,
         eos_token_id=EOS,
         dtype=torch.float32,
-        **(special | OTHERS).get(family, {}),
+        **sizes | (special | OTHERS).get(family, {}),
         **options,
     )
 
@@ -104,8 +138,8 @@ def family_model(
         model = AutoModelForCausalLM.from_config(
             family_config(family, tie=tie, vocabulary=vocabulary, **options)
         )
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.data.add_(torch.randn_like(parameter) * 0.2)
 
     model.save_pretrained(folder)

@@ -106,3 +106,17 @@ def exit_code_of_a_forked_process(folder: Path) -> int | None:
 def test_a_forked_process_leaves_the_groups_of_its_parent_alone(tmp_path):
     """gloo's groups wait for their threads when they are destroyed, and a fork has none of them."""
     assert run_ranks(1, exit_code_of_a_forked_process, tmp_path) == [0]
+
+
+def expert_axes(replicas: int, sp: int, ep: int) -> list[list[int]]:
+    mesh = Mesh("cpu", dp_replicate=replicas, sp=sp, ep=ep)
+    shard = mesh.expert_mesh["dp_shard_sp"].get_group()
+    return [dist.get_process_group_ranks(group) for group in (mesh.ep.group, shard)]
+
+
+def test_experts_are_divided_over_neighbours_inside_of_a_replica():
+    assert [run_ranks(4, expert_axes, *sizes) for sizes in ((1, 1, 2), (2, 1, 2), (1, 2, 4))] == [
+        [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]],
+        [[[0, 1], [0]], [[0, 1], [1]], [[2, 3], [2]], [[2, 3], [3]]],
+        [[[0, 1, 2, 3], [rank]] for rank in range(4)],
+    ]

@@ -243,7 +243,7 @@ def test_every_measurement_runs_on_a_cpu(check, monkeypatch):
         pytest.importorskip("vllm", reason="vllm is not installed")
         load_vllm()
 
-    if check.part in ("runs", "layouts", "layouts_bf16", "ranks"):
+    if check.part in ("runs", "layouts", "layouts_bf16", "divided_experts", "ranks"):
         if check.name == "death of a rank":
             monkeypatch.setattr(sys, "executable", warm_python())
         else:

@@ -1,6 +1,5 @@
 """With more ranks than experts, FSDP2 shards another dim of them."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -22,26 +21,22 @@ EXPERTS = "model.layers.0.mlp.experts."
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A mixture of two experts."""
-    folder = Path(tiny_experts(tmp_path_factory.mktemp("two")))
-    config = json.loads((folder / "config.json").read_text()) | {"num_experts": 2}
-    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**config))
-    model.save_pretrained(folder)
-    return str(folder)
+    return tiny_experts(tmp_path_factory.mktemp("two"), num_experts=2)
 
 
-def course(folder: str, root: Path, *others: Path) -> tuple[list[str], list]:
+def course(folder: str, root: Path, *others: Path, ep: int = 1) -> tuple[list[str], list]:
     """Stream, learn two steps, and learn the second one again from the checkpoint between them.
 
     The second step is also learned from the checkpoints of `others`, folders of other runs.
     Return the names of streamed weights that differ from the folder's, and the learned weights.
     """
-    made = strategy(weight_sync_bucket_mb=1)
+    made = strategy(weight_sync_bucket_mb=1, ep_size=ep)
     model = load(folder)
     expected = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     # A large epsilon, because rounding of tiny gradients decides the first steps otherwise.
     optimizer = made.create_optimizer(model, lr=1e-2, eps=1e-2)
     model, optimizer = made.prepare((model, optimizer))
-    if made.mesh.world.size > 2:
+    if made.mesh.world.size > 2 and ep == 1:
         for name in ("gate_up_proj", "down_proj"):
             assert model.get_parameter(EXPERTS + name).placements == (Shard(1),)
 
@@ -67,6 +62,26 @@ def test_two_experts_on_four_ranks(folder: str, tmp_path: Path) -> None:
 
     (_, (expected, *_)) = on_one
     for _, learned in [*on_four, on_one]:
+        for weights in learned:
+            for name, weight in expected.items():
+                torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=1e-4)
+
+
+def divided_course(ep: int, folder: str, root: Path, *others: Path) -> tuple[list[str], list]:
+    return course(folder, root, *others, ep=ep)
+
+
+def test_checkpoints_go_to_and_fro_between_numbers_of_ranks_with_the_same_experts(
+    folder: str, tmp_path: Path
+) -> None:
+    """An expert is on each rank, or on two of four, or all are on one."""
+    on_two = run_ranks(2, divided_course, 2, folder, tmp_path / "two")
+    (on_one,) = run_ranks(1, course, folder, tmp_path / "one", tmp_path / "two")
+    on_four = run_ranks(4, divided_course, 2, folder, tmp_path / "four", tmp_path / "one")
+    assert [wrong for wrong, _ in [*on_two, on_one, *on_four]] == [[]] * 7
+
+    (_, (expected, *_)) = on_one
+    for _, learned in [*on_two, on_one, *on_four]:
         for weights in learned:
             for name, weight in expected.items():
                 torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=1e-4)

@@ -24,6 +24,7 @@ from lightrft.tools.step_memory import (
     num_parameters,
     of_tensor_parallel,
     parameter_counts,
+    with_layers,
 )
 from lightrft.tools.step_time import StepWork, Traffic, kv_bytes, seconds
 from tiny import tiny_hybrid, tiny_model
@@ -190,6 +191,52 @@ def test_experts_over_several_nodes_wait_for_the_network():
     plain = train("--fsdp")
     assert train("--fsdp", "--reduce_dtype=bf16") == pytest.approx(plain * 3 / 4)
     assert train("--fsdp", "--dp_replicate=4") < plain / 2
+
+
+def divided(ranks: int, ep: int, layers: int = 48) -> Planner:
+    flags = ["--fsdp", "--bf16", "--gradient_checkpointing", f"--ep_size={ep}"]
+    config = parse(["--config", CONFIG, *flags], "train_ppo")
+    resolve(config, "train_ppo", world_size=ranks)
+    shape = with_layers(known_config("Qwen/Qwen3-30B-A3B"), layers)
+    return Planner(config, "train_ppo", ranks, DEVICES["h100"], ranks_per_node=8, shape=shape)
+
+
+def test_divided_experts_by_hand():
+    """Of 128 experts a rank gathers 16, and holds as large a share of all as without --ep_size."""
+
+    experts = 48 * 128 * 3 * 2048 * 768
+    plain = divided(32, 1)
+    by_eight = divided(32, 8)
+    assert plain.elsewhere == 0
+    # The traced model has fewer rows in the routers, too.
+    assert by_eight.elsewhere == pytest.approx(experts * 7 / 8, rel=1e-3)
+
+    others = plain.parameters - experts
+    gathered = others * 31 / 32 + experts / 8 * 3 / 4
+    assert by_eight.received(by_eight.of_rank) * 31 / 32 == pytest.approx(gathered, rel=1e-2)
+    alone = divided(8, 8)
+    assert alone.received(alone.of_rank) == pytest.approx(others, rel=1e-2), (
+        "nobody has the same experts"
+    )
+
+    work = StepWork(64, 100, 300, 1, 2, True)
+    tokens = 64 * 400 / 32
+    visits = tokens * 48 * 8 * 2048 * 2 * 2 * 7 / 8 / (DEVICES["h100"].link * 0.6)
+    assert by_eight.visit_seconds(work) == pytest.approx(
+        {"log-probs": visits, "train": 2 * 3 * visits}
+    )
+    assert by_eight.seconds(1e6)["train"] < plain.seconds(1e6)["train"] / 2
+
+
+@pytest.mark.slow
+def test_divided_experts_are_held_as_whole_ones_are():
+    """A rank has a share of all masters, gradients and moments, however many experts it gathers."""
+    planner = divided(32, 8, layers=3)
+    step = planner.step(4096)
+    share = 4 * planner.parameters / 32
+    assert step.parameters == pytest.approx(share, rel=1e-3)
+    assert step.gradients == pytest.approx(share, rel=1e-3)
+    assert step.optimizer == pytest.approx(2 * share, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -373,6 +420,23 @@ def test_a_hybrid_has_a_plan(tmp_path):
     numel = num_parameters(shape)
     assert kept == pytest.approx([4 * numel, 4 * numel, 8 * numel], rel=0.01)
     assert train["activations"] > 0
+
+
+@pytest.mark.parametrize("bits", ["none", "int8", "fp8"])
+def test_an_engine_of_eight_bits_is_smaller(tmp_path, bits):
+    """Embedding and head keep two bytes."""
+    (tmp_path / "d.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    folder = tiny_model(tmp_path / "model")
+    shape = model_config(folder)
+    flags = [f"--pretrain={folder}", f"--prompt_data={tmp_path / 'd.jsonl'}", "--engine_type=vllm"]
+    flags += ["--prompt_max_len=64", "--generate_max_len=64"]
+    config = parse([*flags, "--fsdp", "--bf16", f"--rollout_quantization={bits}"], "train_ppo")
+    resolve(config, "train_ppo", world_size=1)
+    planner = Planner(config, "train_ppo", 1, DEVICES["h100"], ranks_per_node=8, shape=shape)
+    tables = 2 * shape.vocab_size * shape.hidden_size
+    matrices = num_parameters(shape) - tables
+    width = 2 if bits == "none" else 1
+    assert planner.engine_weights() == width * matrices + 2 * tables
 
 
 @pytest.mark.slow
