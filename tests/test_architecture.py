@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent / "lightrft"
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = {
-    "cli": 13,
-    "recorder": 12,
+    "cli": 12,
+    "recorder": 11,
     "trainer": 11,
     "run": 10,
     "schedulers": 10,

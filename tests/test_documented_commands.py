@@ -13,6 +13,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 from lightrft.cli import doctor, export, plan
+from lightrft.cli.recorder import bundle, replay
 from lightrft.compat import openrlhf, renamed
 from lightrft.compat.command_line import parse
 from lightrft.compat.openrlhf import DOTTED, IGNORED
@@ -293,6 +294,7 @@ def known(groups: list[list[str]]) -> bool:
 def options_of_tools() -> set[str]:
     """Return the flags of the commands that read no configuration."""
     parsers: list[Callable[[], ArgumentParser]] = [doctor._parser, export._parser, plan._parser]
+    parsers += [bundle.parser, replay.parser]
     return {
         option
         for parser in parsers

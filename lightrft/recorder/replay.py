@@ -1,12 +1,12 @@
 """Repeat the step of a bundle in this process, without an engine, and compare its digests."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -30,8 +30,6 @@ from lightrft.run.recorded_samples import sample_of_json
 from lightrft.stages.build import experience_maker
 from lightrft.strategy import get_strategy
 from lightrft.strategy.strategy import Strategy
-from lightrft.trainer.base import TrainingData
-from lightrft.trainer.build import build_learners, build_ppo_roles, build_rewards
 from lightrft.types import Experience, Prompt, Sample
 
 Stage = Literal["reward", "advantage", "loss", "gradient"]
@@ -61,6 +59,15 @@ ONE_PROCESS = {
     "reward_workers": 0,
 }
 """Settings of a replay: one process that computes everything."""
+
+
+class Builders(Protocol):
+    """Functions that connect the parts of a run: the module lightrft.trainer.build."""
+
+    TrainingData: Any
+    build_rewards: Any
+    build_ppo_roles: Any
+    build_learners: Any
 
 
 @dataclass
@@ -135,7 +142,9 @@ class _Unused:
         pass
 
 
-def replay(bundle: Bundle, stage: Stage = "gradient", explain: list[int] | None = None) -> Replay:
+def replay(
+    bundle: Bundle, build: Builders, stage: Stage = "gradient", explain: Sequence[int] = ()
+) -> Replay:
     """Repeat the step of a bundle up to a stage; `explain` has the samples to record."""
     config = bundle.config
     own = ONE_PROCESS | {"save_path": str(bundle.folder / "run"), "ckpt_path": None}
@@ -144,12 +153,14 @@ def replay(bundle: Bundle, stage: Stage = "gradient", explain: list[int] | None 
     strategy = get_strategy(config)
     strategy.setup_distributed()
     try:
-        return _replay(bundle, strategy, stage, explain or [])
+        return _replay(bundle, strategy, build, stage, explain)
     finally:
         strategy.close()
 
 
-def _replay(bundle: Bundle, strategy: Strategy, stage: Stage, explain: list[int]) -> Replay:
+def _replay(
+    bundle: Bundle, strategy: Strategy, build: Builders, stage: Stage, explain: Sequence[int]
+) -> Replay:
     columns = {int(index): each for index, each in bundle.content["columns"].items()}
     prompts = {
         row["prompt"]["index"]: Prompt(**row["prompt"], columns=columns[row["prompt"]["index"]])
@@ -158,7 +169,7 @@ def _replay(bundle: Bundle, strategy: Strategy, stage: Stage, explain: list[int]
     samples = [sample_of_json(dict(row), prompts) for row in bundle.samples]
     again = [sample_of_json(dict(row), prompts) for row in bundle.samples]
     result = Replay(samples=samples)
-    result.rewards = _rewards(bundle, strategy, again)
+    result.rewards = _rewards(bundle, strategy, build, again)
     digests = Digests({}, strategy.mesh, bundle.folder, Writer())
     record = StepRecord(Flatten()(again, first_row=0), [], [], again)
     _compare(result, bundle, digests, record, "reward")
@@ -166,7 +177,7 @@ def _replay(bundle: Bundle, strategy: Strategy, stage: Stage, explain: list[int]
         return result
 
     # The other stages go on from the recorded rewards, so each is compared by itself.
-    step = _Step(bundle, strategy)
+    step = _Step(bundle, strategy, build)
     digests = Digests(step.roles, strategy.mesh, bundle.folder, Writer())
     plan = step.make_experience(samples, Metrics())
     result.experience = plan.experience
@@ -194,7 +205,9 @@ def _compare(
             result.equal[phase] = before[phase] == now[phase]
 
 
-def _rewards(bundle: Bundle, strategy: Strategy, samples: list[Sample]) -> list[float]:
+def _rewards(
+    bundle: Bundle, strategy: Strategy, build: Builders, samples: list[Sample]
+) -> list[float]:
     """Compute the rewards anew, into the samples; return none if another program is needed."""
     config = bundle.config
     terms = reward_terms(config.reward.reward)
@@ -205,7 +218,7 @@ def _rewards(bundle: Bundle, strategy: Strategy, samples: list[Sample]) -> list[
     ):
         return []
 
-    runner = build_rewards(config, strategy)
+    runner = build.build_rewards(config, strategy)
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)
@@ -218,13 +231,14 @@ def _rewards(bundle: Bundle, strategy: Strategy, samples: list[Sample]) -> list[
 class _Step:
     """Models and parts as they were before the step."""
 
-    def __init__(self, bundle: Bundle, strategy: Strategy):
+    def __init__(self, bundle: Bundle, strategy: Strategy, build: Builders):
+        self.build = build
         config = self.config = bundle.config
         total = bundle.content["total_steps"] or bundle.content["step"]
-        data = TrainingData(load_tokenizer(config.model), PromptSet([]), PromptSet([]), total)
+        data = build.TrainingData(load_tokenizer(config.model), PromptSet([]), PromptSet([]), total)
         count = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
         updates = count // config.train.train_batch_size * config.train.max_epochs
-        policy, critic, teacher = build_ppo_roles(config, strategy, data, updates=updates)
+        policy, critic, teacher = build.build_ppo_roles(config, strategy, data, updates=updates)
         self.policy = policy
         self.critic = critic
         algorithm = config.algorithm
@@ -275,7 +289,7 @@ class _Step:
 
     def learners(self, records: dict[int, SampleRecord]) -> list[Any]:
         """Return what learns in the step, with an objective that fills the records."""
-        *others, actor = build_learners(
+        *others, actor = self.build.build_learners(
             self.config, self.policy, self.critic, None, None, self.kl_coefficient
         )
         objective = _Observed(self.config.algorithm, self.kl_coefficient)

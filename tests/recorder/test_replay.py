@@ -13,6 +13,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.recorder.bundle import Bundle, write_bundle
 from lightrft.recorder.replay import Replay, explanation, replay
 from lightrft.run.digests import OF_SEQUENCES, PHASES
+from lightrft.trainer import build
 from ranks import run_ranks
 from recorder.planted import run_all
 from runs import PPO, prepare
@@ -49,7 +50,7 @@ def replays(paths: list[Path], folder: Path) -> list[Replay]:
     results = []
     for number, path in enumerate(paths):
         bundle = Bundle.unpack(path, folder / str(number))
-        results.append(replay(bundle, explain=list(range(len(bundle.samples)))))
+        results.append(replay(bundle, build, explain=list(range(len(bundle.samples)))))
     return results
 
 
