@@ -12,10 +12,10 @@ from pathlib import Path
 
 from loguru import logger
 
+from lightrft.cli import USER_ERROR
 from lightrft.recorder.bundle import write_bundle
 from lightrft.run.logs import set_up_logging
 from lightrft.run.prepare import quiet_libraries
-from lightrft.trainer.run import USER_ERROR
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from loguru import logger
 
+from lightrft.cli import USER_ERROR
 from lightrft.recorder.bundle import Bundle
 from lightrft.recorder.replay import STAGES, Replay, explanation, replay
 from lightrft.run.digests import OF_SEQUENCES
 from lightrft.run.logs import set_up_logging
 from lightrft.run.prepare import quiet_libraries
 from lightrft.trainer import build
-from lightrft.trainer.run import USER_ERROR
 
 
 def main(argv: list[str] | None = None) -> None:
