@@ -17,7 +17,7 @@ from lightrft.parallel.device import current_device
 
 FUSED_ON = ("cpu", "cuda", "xpu")
 """Devices with a fused AdamW; on others torch chooses the implementation."""
-WIDENED = 2**20
+WIDENED = 2**22
 """Elements that sum_of_bits() widens to 8 bytes at a time."""
 ODD = 0x2545F4914F6CDD1D
 """Factor between the parts of a long tensor."""
@@ -140,6 +140,8 @@ class BitSums:
             for parameter in group["params"]:
                 tensor = parameter.grad if kind == "gradient" else parameter
                 if tensor is not None:
+                    # Parameters may be in host memory, all of them.
+                    self._factors = self._factors.to(tensor.device)
                     total = sum_of_bits(tensor, self._factors)
                     self._sums.setdefault(kind, []).append((self._updates, parameter, total))
         self._updates += kind == "weights"
@@ -159,7 +161,6 @@ def sum_of_bits(tensor: Tensor, factors: Tensor) -> Tensor:
     """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     words = local.detach().contiguous().view(-1).view(WORDS[local.itemsize])
-    factors = factors.to(words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for chunk in words.split(len(factors)):
         wide = chunk.long()

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightrft.checkpoint.manifest import checkpoints
@@ -208,6 +207,9 @@ def _of_samples(folders: Sequence[Path], step: int) -> Iterator[str]:
         yield "--dump_rollouts in both runs would show the sample and the token"
         return
 
+    # Other numbers of replicas share the groups differently.
+    if [row["group"] for row in recorded[0]] != [row["group"] for row in recorded[1]]:
+        recorded = [sorted(rows, key=lambda row: row["group"]) for rows in recorded]
     for place, (one, other) in enumerate(zip_longest(*recorded)):
         if one is None or other is None:
             yield f"one run has {len(recorded[0])} samples, the other {len(recorded[1])}"
@@ -237,7 +239,7 @@ def _element(name: str, one: Any, other: Any) -> str:
 
 
 def read_recorded(folder: Path, step: int) -> list[dict[str, Any]] | None:
-    """Return the recorded samples of all replicas of a step, or None if there are none."""
+    """Return the recorded samples of all replicas of a step, in rank order; None without any."""
     dump = _config(folder).get("dump_rollouts")
     files = sorted(
         (Path(dump).expanduser() / f"step_{step:06d}").glob("replica_*.jsonl") if dump else (),
@@ -245,8 +247,7 @@ def read_recorded(folder: Path, step: int) -> list[dict[str, Any]] | None:
     )
     if not files:
         return None
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()[1:]]
-    return sorted(rows, key=lambda row: row["group"])
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()[1:]]
 
 
 def _of_checkpoints(folders: Sequence[Path], step: int) -> Iterator[str]:
@@ -261,25 +262,34 @@ def _of_checkpoints(folders: Sequence[Path], step: int) -> Iterator[str]:
         return
 
     tag = f"step{min(common)}"
-    tensors = [_tensors(each[tag]) for each in saved]
-    count = 0
-    for name in tensors[0].keys() & tensors[1].keys():
-        count += not torch.equal(tensors[0][name], tensors[1][name])
-    for name, one in tensors[0].items():
-        other = tensors[1].get(name)
-        if other is None or one.shape != other.shape:
-            yield f"checkpoint {tag}: {name} is not a tensor of one shape in both"
-            return
-        if not torch.equal(one, other):
-            changed = (one != other).flatten().nonzero().flatten()
-            index = [int(i) for i in torch.unravel_index(changed[0], one.shape)]
-            values = one.flatten()[changed[0]].item(), other.flatten()[changed[0]].item()
-            yield (
-                f"checkpoint {tag}: {count} of {len(tensors[0])} tensors differ; {name} in"
-                f" {len(changed)} of {one.numel()} elements, first {index}: {values[0]!r} and"
-                f" {values[1]!r}"
+    names, place = _first_element(*(each[tag] for each in saved))
+    if names:
+        yield f"checkpoint {tag}: {len(names)} tensors of the models differ; {place}"
+
+
+def _first_element(one: Path, other: Path) -> tuple[list[str], str]:
+    """Return the names of tensors that differ in two checkpoints, and where the first one does."""
+    names: list[str] = []
+    place = ""
+    # One tensor at a time, because models may be large.
+    for name, shape, dtype in _tensors(one):
+        first, second = (torch.zeros(shape, dtype=dtype) for _ in range(2))
+        for tensor, folder in ((first, one), (second, other)):
+            dcp.load({name: tensor}, storage_reader=CheckpointReader(folder), no_dist=True)
+        if torch.equal(first, second):
+            continue
+
+        names.append(name)
+        if not place:
+            changed = (first != second).flatten().nonzero().flatten()
+            index = [int(i) for i in torch.unravel_index(changed[0], shape)]
+            values = first.flatten()[changed[0]].item(), second.flatten()[changed[0]].item()
+            place = (
+                f"{name} in {len(changed)} of {first.numel()} elements, first {index}:"
+                f" {values[0]!r} and {values[1]!r}"
             )
-            return
+
+    return names, place
 
 
 def _step_of(tag: str) -> int:
@@ -287,14 +297,9 @@ def _step_of(tag: str) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def _tensors(checkpoint: Path) -> Mapping[str, Tensor]:
-    """Read all tensors of the models in a checkpoint."""
-    reader = CheckpointReader(checkpoint)
-    entries = reader.read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata) and ".model." in name
-    }
-    dcp.load(state, storage_reader=CheckpointReader(checkpoint), no_dist=True)
-    return state
+def _tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Size, torch.dtype]]:
+    """Yield name, shape and type of each tensor of the models in a checkpoint."""
+    entries = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
+    for name, entry in entries.items():
+        if isinstance(entry, TensorStorageMetadata) and ".model." in name:
+            yield name, entry.size, entry.properties.dtype

@@ -182,14 +182,14 @@ def _sequences(record: StepRecord) -> dict[str, int]:
         add("rewards", group, tokens, repr(reward).encode())
 
     batch = record.batch
-    columns = batch.columns("token")
+    columns = {name: values.cpu() for name, values in batch.columns("token").items()}
     named = {name: values for name, values in columns.items() if name not in NOT_OUTPUTS}
     kinds = {
         "advantages" if record.samples else "prompts": ["loss_mask", "advantages"],
         "outputs": list(named),
     }
     for tokens, part in zip(
-        batch.input_ids.split(batch.lengths.tolist()), _split(columns, batch), strict=True
+        columns["input_ids"].split(batch.lengths.tolist()), _split(columns, batch), strict=True
     ):
         for phase, names in kinds.items():
             present = [_bytes(part[name]) for name in names if name in part]
