@@ -38,8 +38,9 @@ MEANINGS = {
 SAMPLE_FIELDS = ("token_ids", "logprobs", "reward", "reward_parts", "token_rewards", "masked")
 OF_RUN = ("world_size", "rollout_ranks", "engine", "engine_tp_size", "strategy", "device")
 MISMATCH = "engine/logprob_mismatch"
-FAR = 100.0
-"""A mismatch that is so many times the other run's is more than rounding."""
+FAR = 10.0
+LEAST = 1e-2
+"""A mean mismatch that is so many times the other run's, and at least so large, is no rounding."""
 
 
 @dataclass
@@ -176,7 +177,7 @@ def _measured(folders: Sequence[Path], found: Difference) -> Iterator[str]:
     gaps = [row.get(MISMATCH) for row in rows]
     if found.phase in ("samples", "logprobs") and None not in gaps:
         for name, gap, usual in (("first", *gaps), ("second", *reversed(gaps))):
-            if gap > FAR * usual:
+            if gap > max(FAR * usual, LEAST):
                 yield (
                     f"in the {name} run the engine's log-probs differ from the trainer's by"
                     f" {gap:.2g}, in the other by {usual:.2g}: its engine has other weights than"

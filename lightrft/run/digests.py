@@ -20,6 +20,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,7 @@ def row_of(step: int, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     of_updates = [[loss[:4].hex() for loss in losses]]
     for kind in ("gradient_updates", "weights_updates"):
-        in_turn = zip(*(rank[kind] for rank in ranks), strict=True)
+        in_turn = zip_longest(*(rank[kind] for rank in ranks), fillvalue=b"")
         of_updates.append([_digest(*own)[:4].hex() for own in in_turn])
     row["updates"] = ["".join(each) for each in zip(*of_updates, strict=False)][:MOST_UPDATES]
     return row

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lightrft.cli.recorder import bisect
 from lightrft.recorder.differences import Difference, find_difference
 from ranks import run_ranks
 from recorder.planted import run_all
@@ -130,6 +131,26 @@ def test_a_changed_flag_or_file_is_named(runs, name):
 def test_the_part_of_the_model_is_named(runs):
     assert find_difference(runs / "first", runs / "base").parts == ["layers.1"]
     assert find_difference(runs / "first", runs / "gradient").update == 1
+
+
+def test_the_command_prints_where_runs_differ(runs, tmp_path, capsys):
+    printed = {}
+    for name, code in (("again", 0), ("logprob", 1), ("decay", 1), ("base", 1)):
+        with pytest.raises(SystemExit) as ended:
+            bisect.main([str(runs / "first"), str(runs / name)])
+        assert ended.value.code == code
+        printed[name] = capsys.readouterr().out
+    assert printed["again"].startswith("equal: all digests of the 2 steps")
+    assert printed["logprob"].startswith(
+        "step 2, logprobs: the first difference is in the engine's"
+    )
+    assert "logprobs[2] is " in printed["logprob"] and "nothing else is known" in printed["logprob"]
+    assert "weights of optimizer step 1" in printed["decay"] and "first [0, 0]" in printed["decay"]
+    assert printed["base"].startswith("before the first step: the runs begin with other weights")
+
+    with pytest.raises(SystemExit) as ended:
+        bisect.main([str(runs / "first"), str(tmp_path)])
+    assert ended.value.code == 2 and "has no digests.jsonl" in capsys.readouterr().err
 
 
 def test_another_number_of_ranks_is_named(runs):
