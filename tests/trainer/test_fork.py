@@ -5,6 +5,9 @@ import json
 import pytest
 
 from lightrft.cli import report
+from lightrft.config import parse
+from lightrft.config.errors import ConfigError
+from lightrft.config.paths import check_paths
 from ranks import run_ranks
 from recorder.planted import run_all
 from runs import PPO, prepare, repeatable, rows_of, train
@@ -82,3 +85,9 @@ def test_the_report_compares_forks_side_by_side(runs, tmp_path):
     names = ("rollout/reward", "rollout/kl", "rollout/response_length", "train/entropy")
     for name in (*names, "--learning_rate", "--at"):
         assert name in text, name
+
+
+def test_a_folder_without_a_run_is_named_at_once(tmp_path):
+    flags = [*prepare(tmp_path), f"--fork_from={tmp_path}"]
+    with pytest.raises(ConfigError, match="it is not the folder of a run: it has no config.yaml"):
+        check_paths(parse(flags, "train_ppo"), "train_ppo")
