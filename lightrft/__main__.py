@@ -26,12 +26,16 @@ COMMANDS = {
     "bisect": "find the first step and phase in which two runs differ",
     "bundle": "write what one step of a run needs into one file",
     "replay": "repeat the step of a bundle without an engine, and explain its samples",
+    "diagnose": "name what goes wrong in a run, with the flag to change",
+    "test_rewards": "test a reward function on rows of data before it is trained against",
     "doctor": "check this machine, and compare engine and trainer on a model",
     "selfcheck": "the same, with a model: lightrft selfcheck MODEL --config FILE",
 }
 ALIASES = {
     "selfcheck": "doctor",
-    **{name: f"recorder.{name}" for name in ("bisect", "bundle", "replay")},
+    **{
+        name: f"debug.{name}" for name in ("bisect", "bundle", "replay", "diagnose", "test_rewards")
+    },
 }
 """Command -> module in lightrft/cli, where that has another name."""
 
@@ -60,6 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.print_help()
         return
 
+    chosen.command = chosen.command.replace("-", "_")
     if chosen.command not in COMMANDS:
         near = "".join(
             f"; did you mean {name}" for name in get_close_matches(chosen.command, COMMANDS, n=1)

@@ -1,10 +1,12 @@
 """`lightrft diagnose` on the metrics of real runs; scripts/bench/symptoms.py made the sick ones."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from lightrft.config import section_of_field
 from lightrft.observe.symptoms import CHECKS, find_symptoms
 
 HISTORIES = json.loads((Path(__file__).parent / "histories.json").read_text())
@@ -37,3 +39,15 @@ def test_a_short_run_has_no_symptom() -> None:
         metric: [*enumerate(values[:9], 1)] for metric, values in HISTORIES["dead groups"].items()
     }
     assert find_symptoms(history) == []
+
+
+def test_advice_names_flags_that_exist() -> None:
+    advice = " ".join(
+        symptom.advice
+        for history in HISTORIES.values()
+        for symptom in find_symptoms(
+            {metric: [*enumerate(values, 1)] for metric, values in history.items()}
+        )
+    )
+    flags = set(re.findall(r"--(\w+)", advice))
+    assert len(flags) > 10 and flags <= set(section_of_field())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lightrft.cli.recorder import bisect
+from lightrft.cli.debug import bisect
 from lightrft.recorder.differences import Difference, find_difference
 from ranks import run_ranks
 from recorder.planted import run_all

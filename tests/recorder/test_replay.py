@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.cli.recorder import bundle as bundle_command
-from lightrft.cli.recorder import replay as replay_command
+from lightrft.cli.debug import bundle as bundle_command
+from lightrft.cli.debug import replay as replay_command
 from lightrft.config.errors import ConfigError
 from lightrft.recorder.bundle import Bundle, write_bundle
 from lightrft.recorder.replay import Replay, explanation, replay

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.cli.test_rewards import main
+from lightrft.cli.debug.test_rewards import main
 from lightrft.config.sections import CommaSeparated, DataSection
 from lightrft.tools.reward_tests import RewardTest, read_prompts
 

@@ -24,7 +24,7 @@ ROWS = 32
 
 
 def main(argv: list[str] | None = None) -> None:
-    own = _parser().parse_args(argv)
+    own = parser().parse_args(argv)
     set_up_logging()
     section = DataSection(
         prompt_data=CommaSeparated(own.data), input_key=own.input_key, label_key=own.label_key
@@ -50,27 +50,27 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(int(any(finding.is_fault for finding in findings)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    commands = argparse.ArgumentParser(
         "lightrft test_rewards",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    commands.add_argument(
         "reward", help="as in --reward: a name, module:function or file.py:function"
     )
-    parser.add_argument("data", help="as in --prompt_data: rows with prompts and labels")
-    parser.add_argument("--input_key", default=DataSection.input_key, help="column of the prompt")
-    parser.add_argument("--label_key", default=DataSection.label_key, help="column of the label")
-    parser.add_argument(
+    commands.add_argument("data", help="as in --prompt_data: rows with prompts and labels")
+    commands.add_argument("--input_key", default=DataSection.input_key, help="column of the prompt")
+    commands.add_argument("--label_key", default=DataSection.label_key, help="column of the label")
+    commands.add_argument(
         "--response_key",
         help="column with a right response, for rewards that do not compare with a label",
     )
-    parser.add_argument("--rows", type=int, default=ROWS, help=f"how many rows ({ROWS})")
-    parser.add_argument(
+    commands.add_argument("--rows", type=int, default=ROWS, help=f"how many rows ({ROWS})")
+    commands.add_argument(
         "--slow", type=float, default=SLOW, help=f"seconds that a response may take ({SLOW:g})"
     )
-    return parser
+    return commands
 
 
 if __name__ == "__main__":
