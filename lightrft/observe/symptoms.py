@@ -6,6 +6,7 @@ noise of single steps.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import fmean, median
 
 from lightrft.observe.curves import History
@@ -14,6 +15,24 @@ LEAST_STEPS = 10
 """Number of steps below which a run shows no symptom."""
 WINDOW = 5
 """The first and the last fifth of the steps are compared."""
+METRICS = (
+    "rollout/reward",
+    "rollout/reward_min",
+    "rollout/reward_max",
+    "rollout/groups_without_signal",
+    "rollout/response_length",
+    "rollout/truncated",
+    "rollout/staleness",
+    "train/entropy",
+    "train/clip_low",
+    "train/clip_high",
+    "train/grad_norm",
+    "engine/logprob_mismatch",
+    "eval/reward",
+)
+"""Metrics that symptoms are found in."""
+PARTS = "rollout/reward_of_"
+"""Beginning of the names of metrics that are parts of the reward."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +70,10 @@ class Course:
         """Return the largest mean of neighbouring steps, as many as a window has."""
         values = self._values[name]
         width = self._width(values)
-        return max(fmean(values[end - width : end]) for end in range(width, len(values) + 1))
+        sums = [0.0, *accumulate(values)]
+        return max(
+            (after - before) / width for before, after in zip(sums, sums[width:], strict=False)
+        )
 
     def usual(self, name: str) -> float:
         return median(self._values[name])
@@ -67,7 +89,7 @@ class Course:
 
     def parts(self) -> list[str]:
         """Return the metrics of the parts of the reward."""
-        return [name for name in self._values if name.startswith("rollout/reward_of_")]
+        return [name for name in self._values if name.startswith(PARTS)]
 
 
 def find_symptoms(history: History) -> list[Symptom]:

@@ -9,6 +9,8 @@ from loguru import logger
 
 from lightrft.config.sections import Config
 from lightrft.engine.probe import MISMATCH
+from lightrft.observe.curves import History
+from lightrft.observe.symptoms import METRICS, PARTS, find_symptoms
 
 MISMATCH_NAME = "engine/logprob_mismatch"
 HISTORY = 16
@@ -25,6 +27,8 @@ NEVER = {torch.float32: 1e-2, torch.bfloat16: 0.5}
 The engine then has other weights, or another model.
 """
 NO_ADVANTAGE = 1e-8
+SYMPTOMS_EVERY = 10
+"""Number of steps between two looks for symptoms; each symptom is told once."""
 WARN_AT = (1, 2, 10, 100, 1000, 10_000)
 """Numbers of steps without a training signal that are told in a warning."""
 
@@ -49,6 +53,8 @@ class Health:
         """Warnings about the whole run, for run.json."""
         self.steps_without_signal = self.steps_with_signal = 0
         self._mismatches: deque[float] = deque(maxlen=HISTORY)
+        self._history: History = {}
+        self._told: set[str] = set()
 
     def check_step(self, number: int, row: dict[str, float]) -> bool:
         """Warn of a step without signal, and of a mismatch far above the earlier ones.
@@ -58,6 +64,12 @@ class Health:
         """
         if "rollout/reward" in row:
             self._check_signal(number, row)
+            if self.logs:
+                for name, value in row.items():
+                    if name in METRICS or name.startswith(PARTS):
+                        self._history.setdefault(name, []).append((number, value))
+                if number % SYMPTOMS_EVERY == 0:
+                    self._tell_symptoms(number)
         if MISMATCH_NAME not in row:
             return False
         return self._check_mismatch(
@@ -87,6 +99,12 @@ class Health:
                 " the gradient norm was never finite. Check the rewards and --learning_rate, and"
                 " try float32 (--no_bf16)"
             )
+
+    def _tell_symptoms(self, number: int) -> None:
+        for symptom in find_symptoms(self._history):
+            if symptom.name not in self._told:
+                self._told.add(symptom.name)
+                self._warn(f"step {number}: {symptom.name}: {symptom.evidence}; {symptom.advice}")
 
     def _check_signal(self, number: int, row: dict[str, float]) -> None:
         # A teacher gives a signal also where all rewards are equal.

@@ -16,23 +16,8 @@ import sys
 from pathlib import Path
 
 from lightrft.observe.curves import read_history
+from lightrft.observe.symptoms import METRICS, PARTS
 
-METRICS = (
-    "rollout/reward",
-    "rollout/reward_min",
-    "rollout/reward_max",
-    "rollout/groups_without_signal",
-    "rollout/response_length",
-    "rollout/truncated",
-    "rollout/staleness",
-    "train/entropy",
-    "train/clip_low",
-    "train/clip_high",
-    "train/grad_norm",
-    "engine/logprob_mismatch",
-    "eval/reward",
-)
-PARTS = "rollout/reward_of_"
 MOST_STEPS = 50
 
 REWARDS = """

@@ -49,6 +49,22 @@ def health(**settings) -> Health:
     return Health(config, torch.float32, logs=True)
 
 
+HISTORIES = Path(__file__).parent.parent / "observe" / "histories.json"
+
+
+def test_a_symptom_is_told_once_while_the_run_goes_on(log):
+    """The recorded run had a reward that counts tokens, and its responses grew."""
+    metrics = json.loads(HISTORIES.read_text())["length drift"]
+    num_steps = len(metrics["rollout/reward"])
+    checks = health()
+    for place in range(num_steps):
+        row = {name: values[place] for name, values in metrics.items() if len(values) == num_steps}
+        checks.check_step(place + 1, row)
+
+    assert log.read_text().count("length drift: rollout/response_length grew from") == 1
+    assert sum("length drift" in warning for warning in checks.warnings) == 1
+
+
 # -- signal
 
 
