@@ -113,7 +113,9 @@ class VLLMEngine(LibraryEngine):
             self._runner_v2 = self._llm.llm_engine.vllm_config.use_v2_model_runner
             if self.on_cpu and not self._runner_v2:
                 use_fast_sampling(self._shim.sampler)
-            self._shares_last_blocks = self.on_cpu and share_last_blocks(self._shim.cache)
+            # vLLM keeps the chosen experts of whole blocks only.
+            shares = self.on_cpu and not setup.section.router_replay
+            self._shares_last_blocks = shares and share_last_blocks(self._shim.cache)
             self._held: dict[str, tuple[EngineCoreRequest, int]] = {}
             """Name of a sample -> request and seed, to submit after one step, when the first sample
             of each request has computed the prompt."""

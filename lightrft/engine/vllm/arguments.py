@@ -50,6 +50,7 @@ RESERVED = {
     "max_loras": "use --max_staleness",
     "max_lora_rank": "use --lora_rank",
     "lora_target_modules": "use --target_modules",
+    "enable_return_routed_experts": "use --router_replay",
 }
 """Arguments that --engine_args may not set -> what to do instead."""
 
@@ -97,6 +98,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         | (media if sees else {})
         | _speculation(setup)
         | _adapters(setup)
+        | ({"enable_return_routed_experts": True} if section.router_replay else {})
         | {
             "model": setup.model_path,
             "trust_remote_code": setup.trust_remote_code,
