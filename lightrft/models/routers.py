@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -91,19 +90,22 @@ def token_weights(batch: Batch, sequence: SequenceParallel) -> Tensor:
     return counts[sequence.positions(padded.num_computed, counts.device)]
 
 
-@dataclass(slots=True)
 class Choices:
-    """Experts that the routers shall choose for the tokens of one forward pass, or do choose."""
+    """Experts that the routers shall choose for the tokens of one forward pass, or do choose.
 
-    recorded: Tensor | None
-    """Experts that the engine chose, [t, layers, k], or None."""
-    weights: Tensor | None
-    """How often each token counts in the load, [t]; None: the load is not measured."""
-    changed: dict[int, Tensor] = field(default_factory=dict)
-    """Number of a layer -> how many tokens have other experts than the layer would choose, []."""
-    loads: dict[int, Tensor] = field(default_factory=dict)
-    """Number of a layer -> how many tokens chose each expert, [E] float32."""
-    # Layers that are computed again in the backward pass set their entries to the same values.
+    It is no dataclass, because FSDP2 would give a copy with rounded tensors to each layer.
+    """
+
+    def __init__(self, recorded: Tensor | None, weights: Tensor | None):
+        self.recorded = recorded
+        """Experts that the engine chose, [t, layers, k], or None."""
+        self.weights = weights
+        """How often each token counts in the load, [t]; None: the load is not measured."""
+        # Layers that are computed again in the backward pass set their entries to the same values.
+        self.changed: dict[int, Tensor] = {}
+        """Number of a layer -> how many tokens have other experts than it would choose, []."""
+        self.loads: dict[int, Tensor] = {}
+        """Number of a layer -> how many tokens chose each expert, [E] float32."""
 
 
 class RouterChoices:
