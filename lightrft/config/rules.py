@@ -738,6 +738,11 @@ STRATEGY = (
         PPO,
     ),
     Rule(
+        "--router_replay does not support --replay_rollouts: recorded samples have no experts",
+        lambda run: run.router_replay and run.replay_rollouts,
+        PPO,
+    ),
+    Rule(
         "--router_bias_rate needs --lora_rank 0: the engine gets adapters alone, and the reference"
         " is the actor without them, but with the biases",
         lambda run: run.router_bias_rate > 0 and run.lora_rank > 0,

@@ -173,14 +173,18 @@ class RouterChoices:
     def balance(self, load: Tensor) -> Report:
         """Move the biases against the load of all ranks' tokens in an optimizer step.
 
-        Returns the largest load over the mean of the layer: its mean and maximum over the layers.
+        Returns the largest load over the mean: of each layer, and their mean and maximum.
         """
         mean = load.mean(1, keepdim=True)
         for bias, step in zip(self.biases, self.bias_rate * (mean - load).sign(), strict=False):
             if self.bias_rate:
                 bias.add_(step.to(bias.device))
         peaks = load.amax(1) / mean[:, 0].clamp(min=1e-9)
-        return {"train/expert_load": peaks.mean(), "train/expert_load_max": peaks.max()}
+        layers = {
+            f"experts/load_of_layer_{number}": peak
+            for number, peak in zip(self.layers, peaks, strict=True)
+        }
+        return {"train/expert_load": peaks.mean(), "train/expert_load_max": peaks.max(), **layers}
 
 
 class _Chooser(TorchFunctionMode):

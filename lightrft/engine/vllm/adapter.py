@@ -25,7 +25,7 @@ from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.start import LibraryEngine
 from lightrft.engine.vllm import layers  # noqa: F401  registered by its import
 from lightrft.engine.vllm.adapter_slots import slots_problem
-from lightrft.engine.vllm.arguments import arguments
+from lightrft.engine.vllm.arguments import arguments, replay_problem
 from lightrft.engine.vllm.cpu_sampler import use_fast_sampling
 from lightrft.engine.vllm.shared_prompts import share_last_blocks
 from lightrft.engine.vllm.shim import VLLMShim
@@ -80,6 +80,9 @@ class VLLMEngine(LibraryEngine):
                 f"on a CPU vLLM computes the linear attention of {config.model_type} only in"
                 " bfloat16: use --bf16, or --engine_type hf"
             )
+
+        if setup.section.router_replay and (problem := replay_problem(config, on_cpu=self.on_cpu)):
+            raise ValueError(f"--router_replay: {problem}: use --engine_type hf")
 
         if config.model_type in OTHER_TIMES:
             self.limits.pop("videos", None)
