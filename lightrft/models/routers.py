@@ -127,20 +127,25 @@ class RouterChoices:
         """Choices of the newest forward pass."""
         self.layers = list(routers(model))
         """Numbers of the layers that have experts."""
-        self.biases: list[Tensor] = []
+        self._biased: list[nn.Module] = []
+        """Module of each layer that has the bias; a move to a device replaces the bias itself."""
         for number, router in routers(model).items():
             layer = model.get_decoder().layers[number]
             chooser = _Chooser(self.shape, number)
             layer.register_forward_pre_hook(chooser.take, with_kwargs=True)
             router.forward = partial(chooser.route, router.forward)
-            for name, bias in layer.named_buffers():
-                if name.endswith(BIAS):
-                    # A step of the bias would be lost in the rounding of bfloat16.
-                    bias.data = bias.data.float()
-                    self.biases.append(bias)
+            self._biased += [part for part in layer.modules() if BIAS in part._buffers]
 
-        if bias_rate and len(self.biases) != len(self.layers):
+        if bias_rate and len(self._biased) != len(self.layers):
             raise ValueError(f"--router_bias_rate: routers of {type(model).__name__} have no bias")
+        for bias in self.biases if bias_rate else ():
+            # A step of the bias would be lost in the rounding of bfloat16.
+            bias.data = bias.data.float()
+
+    @property
+    def biases(self) -> list[Tensor]:
+        """Return the bias of each layer with experts, [E] each; empty if the family has none."""
+        return [part.get_buffer(BIAS) for part in self._biased]
 
     def begin(self, batch: Batch, sequence: SequenceParallel, *, measure: bool) -> Choices:
         """Return the choices for a forward pass over a padded batch, as an argument of the layers.
