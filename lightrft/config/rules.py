@@ -610,6 +610,11 @@ MEDIA = (
         lambda run: run.media_flags and run.aux_loss_coef > 0,
     ),
     Rule(
+        "{media_flags} does not support --router_replay: the experts of media tokens were not tested",
+        lambda run: run.media_flags and run.router_replay,
+        PPO,
+    ),
+    Rule(
         "--videos_key: set --limit_mm_video_per_prompt, for which the engine reserves memory; its"
         " default is 0",
         lambda run: run.videos_key and run.limit_mm_video_per_prompt == 0,
