@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from parallel.families import family_model
 from ranks import run_cases
 from runs import PPO, prepare, rows_of, run_here, train
+from scripts.bench.router_replay import close_calls
 from strategy.zero import DeepSpeedStrategy
 from tiny import tiny_experts
 from trainer.test_environments import ENDS, GAME
@@ -114,24 +114,10 @@ def test_biases_move_alike_in_every_layout(folder: Path, tmp_path: Path) -> None
         )
 
 
-def close_calls(folder: Path) -> str:
-    """Write a mixture of 64 experts whose scores are close, as far as bfloat16 goes."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_experts(folder, num_experts=64))
-    model.config.num_experts_per_tok = 4
-    model.config.norm_topk_prob = True
-    generator = torch.Generator().manual_seed(1)
-    for name, weight in model.named_parameters():
-        if name.endswith("mlp.gate.weight"):
-            common = torch.randn(1, weight.shape[1], generator=generator)
-            own = torch.randn(weight.shape, generator=generator)
-            weight.data = common + 0.02 * own
-    model.save_pretrained(folder)
-    return str(folder)
-
-
 def test_the_mismatch_of_bfloat16_falls_tenfold(folder: Path, tmp_path: Path) -> None:
-    model = close_calls(tmp_path / "model")
-    flags = [*inputs(folder), *PPO, f"--pretrain={model}", "--bf16", "--actor_learning_rate=1e-4"]
+    close_calls(tmp_path / "model", experts=64)
+    model = f"--pretrain={tmp_path / 'model'}"
+    flags = [*inputs(folder), *PPO, model, "--bf16", "--actor_learning_rate=1e-4"]
     own = {"free": [], "replayed": ["--router_replay"]}
     cases = {
         name: ("train_ppo", [*flags, *more, "--max_steps=5", f"--save_path={tmp_path / name}"])
