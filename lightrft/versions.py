@@ -44,6 +44,8 @@ EXTRAS = {
     **{name: {name: tested} for name, tested in ENGINES.items()},
     "deepspeed": {"deepspeed": ">=0.19.8"},
     "lora": {"peft": ">=0.18"},
+    "qlora": {"bitsandbytes": ">=0.50,<0.51"},
+    "fp8": {"torchao": ">=0.18,<0.19"},
     "gguf": {"gguf": ">=0.19"},
     "agents": {"openai": ">=2.0", "starlette": ">=0.40", "uvicorn": ">=0.30"},
     "openenv": {"websockets": ">=14.0"},

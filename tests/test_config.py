@@ -1046,7 +1046,7 @@ def test_field_names_are_unique_over_all_sections():
 
 
 def test_the_number_of_knobs_stays_in_hand():
-    assert len(section_of_field()) <= 263
+    assert len(section_of_field()) <= 266
 
 
 def test_commands_read_sections_that_exist():
@@ -1175,6 +1175,56 @@ def test_a_mistake_is_answered_without_heavy_imports():
 )
 def test_adapters_that_cannot_be(argv, message):
     assert message in problems(*RUNNABLE, *argv)
+
+
+INT8 = ["--rollout_quantization=int8", "--engine_type=vllm"]
+FP8 = ["--fp8_training", "--fsdp", "--bf16"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            [*INT8, "--engine_type=hf"],
+            "--rollout_quantization int8 needs --engine_type vllm: the hf",
+        ),
+        (
+            [*INT8, "--engine_type=sglang"],
+            "--rollout_quantization int8 needs --engine_type vllm: S",
+        ),
+        (
+            [*INT8, "--speculative=draft", "--draft_pretrain=Qwen/Qwen3-0.6B"],
+            "--rollout_quantization int8 with --speculative draft",
+        ),
+        (["--fp8_training", "--fsdp", "--bf16=false"], "--fp8_training needs --bf16"),
+        ([*FP8, "--lora_rank=4"], "--fp8_training needs --lora_rank 0"),
+        ([*FP8, "--tp_size=2"], "--fp8_training needs --tp_size 1"),
+        (["--fp8_training", "--bf16", "--strategy=deepspeed"], "--fp8_training needs --fsdp"),
+    ],
+)
+def test_eight_bits_that_cannot_be(argv, message):
+    assert message in problems(*RUNNABLE, *argv)
+
+
+def test_fp8_training_without_its_package(monkeypatch):
+    monkeypatch.setattr("lightrft.config.rules.find_spec", lambda name: None)
+    assert "--fp8_training needs torchao: pip install '.[fp8]'" in problems(*RUNNABLE, *FP8)
+
+
+@pytest.mark.parametrize(
+    ("argv", "correction"),
+    [
+        ([], "tis"),
+        (["--rollout_correction=mis"], "mis"),
+        (["--rollout_correction=none"], "none"),
+        (["--use_engine_logprobs"], None),
+    ],
+)
+def test_quantised_rollouts_are_corrected(argv, correction):
+    config = parsed(*RUNNABLE, *INT8, *argv)
+    notices = resolve(config, "train_ppo", 2)
+    assert config.algorithm.rollout_correction == correction
+    assert any("--rollout_correction is tis" in each for each in notices) == (not argv)
 
 
 def test_settings_of_adapters_need_adapters():

@@ -70,7 +70,6 @@ OTHER_FLAGS = {
 """Flags that are printed alone and belong to a program that reads no configuration."""
 
 REFUSED = {
-    "--load_in_4bit",
     "--async_train",
     "--agent_func_path",
     "--no_advantage_std_norm",

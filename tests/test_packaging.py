@@ -31,6 +31,7 @@ NEEDS_AN_EXTRA = {
     "lightrft.agents.reasoning_gym": "reasoning_gym",
     "lightrft.engine.sglang": "sglang",
     "lightrft.engine.vllm": "vllm",
+    "lightrft.models.four_bits.bitsandbytes": "bitsandbytes",
     "lightrft.models.peft": "peft",
     "lightrft.models.triton": "triton",
     "lightrft.roles.endpoint": "httpx",

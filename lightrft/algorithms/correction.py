@@ -15,7 +15,7 @@ from lightrft.registry import Registry
 from lightrft.types import Batch
 
 corrections = Registry("rollout correction", flag="--rollout_correction")
-OF_RATIO = {"tis", "mis", "icepop"}
+OF_RATIO = {"tis", "mis", "icepop", "none"}
 """Corrections where a token's weight depends on its own ratio only.
 
 A user's own correction is not assumed to be one of them.
@@ -46,6 +46,12 @@ def mis(ratio: Tensor, *, rollout_correction_low: float, rollout_correction_high
     return torch.where(
         (ratio >= rollout_correction_low) & (ratio <= rollout_correction_high), ratio, 0.0
     )
+
+
+@corrections.register("none")
+def none(ratio: Tensor) -> Tensor:
+    """Return 1 for all tokens: no correction where --rollout_quantization would have one."""
+    return torch.ones_like(ratio)
 
 
 def importance_ratios(

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.backends.offload import Offloaded, OffloadedOptimizer, OffloadedTensors, guard_model
 from lightrft.backends.optim import step
-from lightrft.checkpoint.hf_parameters import hf_parameters
+from lightrft.checkpoint.hf_parameters import hf_parameters, unwrap
 from lightrft.checkpoint.model_state import ModelState
 from lightrft.config.sections import Config, sequence_layout
 from lightrft.models.lora import is_adapter, keep_adapters_apart, own_layers
@@ -119,6 +120,10 @@ class Backend(ABC):
         if self.adapters_apart:
             keep_adapters_apart(module)
         trained = any(parameter.requires_grad for parameter in module.parameters())
+        if trained and self.config.model.fp8_training:
+            from lightrft.backends.torchao import use_float8
+
+            use_float8(module, self.device)
         if trained and self.config.model.gradient_checkpointing:
             recompute(
                 module, selective=self.config.model.gradient_checkpointing_policy == "selective"
@@ -172,7 +177,13 @@ class Backend(ABC):
 
         Adapters and buffers are not merged or added here; see Strategy.full_params().
         """
-        return stream(hf_parameters(model), dtype, self.bucket_limit(), self.device)
+        parameters = hf_parameters(model)
+        if not self.config.model.load_in_4bit:
+            return stream(parameters, dtype, self.bucket_limit(), self.device)
+        from lightrft.models.four_bits.linear import dense_stream
+
+        gather = partial(stream, limit=self.bucket_limit(), device=self.device)
+        return dense_stream(unwrap(model), parameters, dtype, gather)
 
     def adapter_stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield what stream() yields of adapters; a backend may gather nothing else."""
@@ -184,7 +195,11 @@ class Backend(ABC):
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
         """Return the shape that stream() yields for a parameter that may be partitioned."""
-        return parameter.shape
+        if parameter.dtype != torch.uint8:
+            return parameter.shape
+        from lightrft.models.four_bits.linear import matrix_shape
+
+        return matrix_shape(parameter.shape)
 
     def lerp(self, model: nn.Module, target: nn.Module, weight: float) -> None:
         """Move the parameters of `target` towards the parameters of `model` by a factor `weight`.
@@ -192,6 +207,8 @@ class Backend(ABC):
         Both models are distributed in the same way.
         """
         for parameter, goal in zip(model.parameters(), target.parameters(), strict=True):
+            if not goal.is_floating_point():
+                continue  # frozen bytes of --load_in_4bit
             goal.detach().lerp_(parameter.detach().to(goal.dtype), weight)
 
     def holds_gradients(self, model: nn.Module) -> bool:

@@ -4,7 +4,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -100,18 +100,21 @@ class Source:
     stored_names: dict[str, str]
     """Name in the model -> name in the files, for each tensor to read. The files may have a tied
     tensor under another name."""
+    quantized: dict[str, Any]
+    """Name in the model -> layer whose matrix is quantized when it is read."""
 
     @classmethod
     def of(cls, module: nn.Module, world: Axis) -> Self:
         """Locate the files of a module; ValueError if no folder has all the weights."""
         model = _model_inside(module)
+        quantized = _quantized(model)
         located = []
         run_on_all_ranks(
             world,
             f"{model.name_or_path} could not be loaded",
-            lambda: located.append(_locate(model)),
+            lambda: located.append(_locate(model, quantized)),
         )
-        return cls(model, *located[0])
+        return cls(model, *located[0], quantized)
 
     @property
     def failure(self) -> str:
@@ -144,13 +147,39 @@ class Source:
         ValueError for a weight, but not for a buffer, that is not finite.
         """
         stored = self.stored_names[name]
+        if name in self.quantized:
+            self._quantize(stored, self.quantized[name], tensor, values)
+            return
         for index, piece in self.files.read(stored, local_slices(tensor)):
             if _is_parameter(tensor):
                 check_finite(self.files.origin(stored), piece)
             values[index].copy_(piece)
 
+    def _quantize(self, stored: str, layer: Any, tensor: Tensor, values: Tensor) -> None:
+        """Read a whole matrix, quantize it on the device, and keep this rank's part of the bytes.
 
-def _locate(model: PreTrainedModel) -> tuple[ConvertedFiles, dict[str, str]]:
+        The mean of its scales depends on all rows.
+        """
+        shape = self.files.shapes[stored]
+        matrix = torch.empty(shape, device=values.device)
+        for index, piece in self.files.read(stored, tuple(slice(0, size) for size in shape)):
+            check_finite(self.files.origin(stored), piece)
+            matrix[index].copy_(piece)
+        values.copy_(layer.pack(matrix)[local_slices(tensor)])
+
+
+def _quantized(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the layers in four bits by the names of their weights; they alone have bytes."""
+    if all(parameter.dtype != torch.uint8 for parameter in model.parameters()):
+        return {}
+    from lightrft.models.four_bits.linear import quantized_layers
+
+    return quantized_layers(model)
+
+
+def _locate(
+    model: PreTrainedModel, quantized: dict[str, Any]
+) -> tuple[ConvertedFiles, dict[str, str]]:
     """Return the files of a model, and the name in them of each tensor to read.
 
     The first of several tied names represents all of them. Raises ValueError if the files do not
@@ -185,8 +214,12 @@ def _locate(model: PreTrainedModel) -> tuple[ConvertedFiles, dict[str, str]]:
     }
     shapes = converted.shapes
     for name, stored in stored_names.items():
-        if shapes[stored] != tuple(tensors[name].shape):
-            shape = tuple(tensors[name].shape)
+        layer = quantized.get(name)
+        expected = tensors[name].shape
+        if layer is not None:
+            expected = (layer.out_features, layer.in_features)
+        if shapes[stored] != tuple(expected):
+            shape = tuple(expected)
             raise ValueError(
                 f"{converted.origin(stored)} has shape {shapes[stored]} there, the model's is"
                 f" {shape}"

@@ -37,6 +37,7 @@ from lightrft.checkpoint.atomic import (
 from lightrft.checkpoint.hf_parameters import persistent_buffers
 from lightrft.checkpoint.shard_writer import ShardWriter
 from lightrft.config.errors import ConfigError
+from lightrft.models.four_bits.linear import dense_stream
 from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
 from lightrft.models.lora import adapted_layers, is_adapter, merge_adapters, save_adapter
 from lightrft.models.weight_files import WeightFiles, cached_folder
@@ -182,9 +183,11 @@ def export_whole(
     No other process writes. Parameters are cast before they are merged, as in a run, so that they
     equal the weights of the engine.
     """
-    parameters = (
-        (name, parameter.detach().to(dtype)) for name, parameter in model.named_parameters()
-    )
+
+    def cast(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Stream:
+        return ((name, parameter.detach().to(dtype)) for name, parameter in parameters)
+
+    parameters = dense_stream(model, model.named_parameters(), dtype, cast)
     stream = merge_adapters(model, chain(parameters, persistent_buffers(model)))
     return export(model, stream, tokenizer, folder, dtype, Axis("export", 1, 0, None))
 

@@ -242,9 +242,6 @@ IGNORED = {
 """Flags of other tools that are ignored -> the reason."""
 
 REFUSED = {
-    "load_in_4bit": (
-        "quantised weights are not supported; --lora_rank trains adapters of the unquantised model"
-    ),
     "async_train": (
         "each step trains on samples of the newest weights; --rollout_ranks N --max_staleness K"
         " generates beside it"

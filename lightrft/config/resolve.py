@@ -15,6 +15,7 @@ from lightrft.config.facts import RunFacts
 from lightrft.config.presets import DEFAULTS, correction_bounds, recipe
 from lightrft.config.rules import DEEPSPEED, LAYOUT, RULES, STRATEGY, problems_of
 from lightrft.config.sections import (
+    PPO,
     SECTIONS,
     Config,
     ModelSection,
@@ -95,6 +96,8 @@ def resolve(
     config.expand(DEFAULTS.get(command, {}))
 
     algorithm = config.algorithm
+    if config.engine.rollout_quantization != "none" and command in PPO:
+        _correct_quantized_rollouts(config)
     bounds = (
         {}
         if algorithm.eps_clip is None
@@ -122,6 +125,18 @@ def resolve(
     config.command = command
 
     return [*config.notices, *flags_without_effect(config, command)]
+
+
+def _correct_quantized_rollouts(config: Config) -> None:
+    """Turn truncated importance sampling on, unless the ratio is used or corrected otherwise."""
+    algorithm = config.algorithm
+    if "rollout_correction" in algorithm.written or algorithm.use_engine_logprobs:
+        return
+    algorithm.put("rollout_correction", "tis")
+    config.notices.append(
+        f"--rollout_quantization {config.engine.rollout_quantization}: the engine's probabilities"
+        " differ from the trainer's, so --rollout_correction is tis; none turns it off"
+    )
 
 
 def _data_ranks(config: Config, world_size: int) -> int:

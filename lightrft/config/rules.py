@@ -51,6 +51,8 @@ COMPARING = (
     *("dr_grpo", "reinforce++_baseline", "reinforce_baseline", "rloo", "opo", "pass_at_k"),
 )
 """Estimators whose advantage is 0 for the only sample of a group."""
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of a model's configuration with the number of experts."""
 LONGEST_NAME = 1000
 """Number of letters of the path or name of a model."""
 UNSHAPED = ("overlong_buffer", "reward_running_norm", "reward_group_norm", "reward_clip")
@@ -304,6 +306,23 @@ GENERATION = (
     Rule(
         "--lora_sync adapter needs --engine_type vllm or hf: SGLang gets merged weights here",
         lambda run: run.lora_sync == "adapter" and run.engine_type == "sglang",
+    ),
+    Rule(
+        "--rollout_quantization {rollout_quantization} needs --engine_type vllm: the hf engine"
+        " computes with transformers' layers, which have no products of eight bits",
+        lambda run: run.rollout_quantization != "none" and run.engine_type == "hf",
+    ),
+    Rule(
+        "--rollout_quantization {rollout_quantization} needs --engine_type vllm: SGLang packs"
+        " weights of eight bits when it starts, and takes no new ones",
+        lambda run: run.rollout_quantization != "none" and run.engine_type == "sglang",
+    ),
+    Rule(
+        "--rollout_quantization {rollout_quantization} with --speculative {speculative}: the model"
+        " that drafts is not quantised; use --speculative group or ngram",
+        lambda run: (
+            run.rollout_quantization != "none" and run.speculative in ("draft", "eagle3", "mtp")
+        ),
     ),
     Rule(
         "--reward environment is the reward of an environment or an agent: set --environment or"
@@ -698,6 +717,19 @@ def _overwritten(run: RunFacts) -> bool:
     return run.fused_kernels != "none" and run.gradient_checkpointing and selective
 
 
+def _layers_not_in_4bit(run: RunFacts) -> str:
+    """Return the layers of the model that --load_in_4bit cannot quantize; empty if there are none.
+
+    A model on the hub is checked when it is loaded.
+    """
+    kinds = set(run.model_config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if any(run.model_config.get(name) for name in NUM_EXPERTS):
+        return "experts, whose matrices are in one tensor for each layer"
+    if kinds:
+        return f"layers of type {', '.join(sorted(kinds))}, whose kernels read the matrices"
+    return ""
+
+
 STRATEGY = (
     Rule(
         "--cp_size {cp_size} is short for --sp_size {cp_size} --sp_impl zigzag and contradicts"
@@ -759,6 +791,44 @@ STRATEGY = (
         lambda run: run.ep_size > 1 and run.lora_rank > 0 and "all-linear" in run.target_modules,
     ),
     Rule(
+        "--load_in_4bit needs bitsandbytes: pip install '.[qlora]'",
+        lambda run: run.load_in_4bit and find_spec("bitsandbytes") is None,
+    ),
+    Rule(
+        "--load_in_4bit needs --lora_rank: matrices in four bits are frozen, and adapters learn",
+        lambda run: run.load_in_4bit and not run.lora_rank,
+    ),
+    Rule(
+        "--load_in_4bit needs --tp_size 1: matrices in four bits are divided by FSDP2, not split",
+        lambda run: run.load_in_4bit and run.tp_size > 1,
+    ),
+    Rule(
+        "--load_in_4bit does not support --pretrain {pretrain}: it has {found}; omit the flag",
+        lambda run: run.load_in_4bit and _layers_not_in_4bit(run),
+    ),
+    Rule(
+        "--fp8_training needs torchao: pip install '.[fp8]'",
+        lambda run: run.fp8_training and find_spec("torchao") is None,
+    ),
+    Rule(
+        "--fp8_training needs --bf16: the products of FP8 with a scale for each row have results in"
+        " bfloat16",
+        lambda run: run.fp8_training and not run.bf16,
+    ),
+    Rule(
+        "--fp8_training needs --lora_rank 0: it is about the gradients of whole matrices, and"
+        " adapters freeze them",
+        lambda run: run.fp8_training and run.lora_rank > 0,
+    ),
+    Rule(
+        "--fp8_training needs --tp_size 1: its layers do not support parameters split over ranks",
+        lambda run: run.fp8_training and run.tp_size > 1,
+    ),
+    Rule(
+        "--fp8_training needs --fsdp: it was not tested with DeepSpeed",
+        lambda run: run.fp8_training and run.strategy == "deepspeed",
+    ),
+    Rule(
         "--fused_kernels {fused_kernels} needs --tp_size 1: its kernels do not support parameters"
         " split over ranks",
         lambda run: run.fused_kernels != "none" and run.tp_size > 1,
@@ -776,6 +846,10 @@ STRATEGY = (
 """What no strategy can do, on any number of ranks."""
 
 DEEPSPEED = (
+    Rule(
+        "--load_in_4bit needs --fsdp: with DeepSpeed all frozen parameters get the dtype of the run",
+        lambda run: run.load_in_4bit,
+    ),
     Rule(
         "--tp_size needs --fsdp: tensor parallelism is not available with DeepSpeed",
         lambda run: run.tp_size > 1,

@@ -124,6 +124,10 @@ class ModelSection(Section, commands=TRAINING):
     """liger: compute norms, rotary embeddings and feed-forward layers of Llama, Qwen, Gemma, OLMo
     and similar models with fused kernels, on an accelerator; requires the package liger-kernel. In
     float32, log-probs and gradients change by at most 1e-5."""
+    fp8_training: bool = False
+    """Multiply in FP8 in the linear layers of the blocks (torchao, pip install '.[fp8]'), with
+    a scale for each row; weights and optimizer keep their precision. For Hopper and later GPUs; a
+    CPU emulates it."""
     trust_remote_code: bool = option(False, commands=EVERY)
     """Run Python code that comes with the model. Use it only for sources that you trust."""
     lora_rank: int = option(0, NOT_NEGATIVE.hint("; 0 trains the model itself"))
@@ -136,6 +140,11 @@ class ModelSection(Section, commands=TRAINING):
     target_modules: list[str] = option(["all-linear"], needs="--lora_rank")
     """Names, or ends of names, of the linear layers that get adapters; all-linear: all except the
     output layer."""
+    load_in_4bit: bool = option(False, needs="--lora_rank")
+    """With lora_rank: keep the frozen linear layers in four bits (QLoRA: NF4 with double
+    quantisation), so that the model takes about a quarter of the memory of bfloat16. Embeddings,
+    norms and the head keep the dtype of the run. The engine and the saved model have the matrices
+    that these bits stand for. Requires bitsandbytes: pip install '.[qlora]'."""
     freeze_prefix: list[str] = option([])
     """Prefixes of the names of parameters that are not trained; with lora_rank, these get no
     adapters."""
@@ -411,6 +420,11 @@ class EngineSection(Section, commands=GENERATING):
     began it, so that --weight_update in_flight changes later responses alone in vLLM. merged: all
     weights, with the adapters merged into them. auto: adapter if the engine can do that with the
     model, else merged."""
+    rollout_quantization: Literal["none", "int8", "fp8"] = option("none", commands=PPO)
+    """Eight bits for the matrices of attention and MLP layers in vLLM: their weights are quantised
+    in the stream, with a scale for each output channel, and their inputs for each token.
+    --rollout_correction is tis then, unless it is set. int8 runs on CPUs and accelerators, fp8 on
+    accelerators that have it (Ada, Hopper and later)."""
     verify_weight_sync: bool = option(True, commands=SAMPLING)
     """Compare fingerprints of the weights that were sent with those in the engine after every
     stream, and stop the run if they differ. The first time and every 128th time all weights are
@@ -703,7 +717,7 @@ class AlgorithmSection(Section, commands=PPO):
     """Coefficient of the entropy bonus."""
     rollout_correction: str | None = None
     """Weight of a token from the ratio p_trainer / p_engine: tis, mis, icepop, module:function or
-    file.py:function."""
+    file.py:function; none, also with rollout_quantization."""
     rollout_correction_level: Literal["token", "sequence"] = option(
         "token", needs="--rollout_correction"
     )

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from lightrft.types import Completion
 from lightrft.weight_sync.adapters import Adapters
 from lightrft.weight_sync.names import PublishedNames
 from lightrft.weight_sync.verify import ROUNDS, Fingerprints
+
+if TYPE_CHECKING:
+    from lightrft.weight_sync.quantized import Quantization
 
 Part = Literal["weights", "kv_cache"]
 
@@ -65,6 +68,8 @@ class Engine(ABC):
 
     media: ClassVar[tuple[str, ...]] = tuple(MEDIA)
     """Media that this engine supports in prompts, if the model does."""
+    quantizes: ClassVar[bool] = False
+    """True if the engine can compute with the formats of --rollout_quantization."""
     keeps_policy = False
     """True if a request goes on with the weights that began it, when others are loaded under it."""
 
@@ -83,6 +88,8 @@ class Engine(ABC):
         self.adapters = adapters
         """Adapters that the engine holds beside the weights. None: streams bring merged weights.
         Otherwise they bring the adapters, and the weights only if the engine has lost them."""
+        self.quantization: Quantization | None = None
+        """How streams have to quantise weights for the engine. None: they bring them as they are."""
         self.has_base = False
         """True if the engine has the weights that adapters belong to."""
         self._sent_base: Fingerprints | None = None

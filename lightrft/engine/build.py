@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from loguru import logger
 
 from lightrft.config.errors import ConfigError
@@ -14,6 +15,7 @@ from lightrft.config.sections import EngineSection
 from lightrft.engine.base import Engine, EngineSetup
 from lightrft.engine.model_info import most_of_each, published_names
 from lightrft.parallel.collectives import Axis
+from lightrft.parallel.device import compute_capability
 from lightrft.parallel.processes import RunProcesses
 from lightrft.thinker import load_config
 from lightrft.weight_sync.names import PublishedNames
@@ -51,6 +53,15 @@ def build_engine(section: EngineSection, **setup) -> Engine:
     if name in ON_ONE_NODE:
         _check_nodes(name, setup["axis"])
     adapter: type[Engine] = _adapter(ENGINES[name])
+    if section.rollout_quantization != "none":
+        if not adapter.quantizes:
+            raise ConfigError(f"--rollout_quantization needs --engine_type vllm, and not {name}")
+        check_quantization(
+            section,
+            setup["model_path"],
+            setup["device"],
+            trust_remote_code=setup.get("trust_remote_code", False),
+        )
     complete = _with_possible_adapters(name, adapter, EngineSetup(section=section, **setup))
     engine = adapter(complete)
     engine.verify_dtype = setup["dtype"] if section.verify_weight_sync else None
@@ -81,6 +92,35 @@ def _with_possible_adapters(name: str, adapter: type[Engine], setup: EngineSetup
         )
     logger.info("--engine_type {} gets merged weights, not adapters alone: {}", name, problem)
     return replace(setup, adapters=None)
+
+
+def check_quantization(
+    section: EngineSection,
+    model_path: str,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
+) -> None:
+    """Raise ConfigError if --rollout_quantization is not possible with the model, or the device.
+
+    Only the configuration of the model is read.
+    """
+    from lightrft.weight_sync.quantized import quantization_problem
+
+    config = load_config(model_path, trust_remote_code=trust_remote_code)
+    names = published_names(config, trust_remote_code=trust_remote_code)
+    chosen = section.rollout_quantization
+    media = most_of_each(section, config)
+    if chosen == "fp8" and device.type == "cpu":
+        problem = "vLLM has no products of FP8 on a CPU; use int8, or an accelerator"
+    elif chosen == "fp8" and device.type == "cuda" and compute_capability() < (8, 9):
+        problem = "products of FP8 need a GPU of compute capability 8.9 (Ada) or later; use int8"
+    elif media:
+        problem = f"the model reads {' and '.join(media)}, and only models of text are quantised"
+    else:
+        problem = quantization_problem(names)
+    if problem:
+        raise ConfigError(f"--rollout_quantization {chosen} with {model_path}: {problem}")
 
 
 def _mixture_problem(names: PublishedNames) -> str | None:

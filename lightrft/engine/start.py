@@ -45,6 +45,11 @@ class LibraryEngine(Engine):
         self.names = published_names(config, **trust)
         self.draft_names = draft_names(setup.section, **trust) if setup.streams_draft else None
         """Names of the weights of --draft_pretrain, if streams bring them."""
+        quantization = None
+        if setup.section.rollout_quantization != "none":
+            from lightrft.weight_sync.quantized import Quantization
+
+            quantization = Quantization(setup.section.rollout_quantization, self.names, setup.dtype)
         streamed = self.names.shapes | (with_prefix(self.draft_names) if self.draft_names else {})
         super().__init__(
             streamed,
@@ -54,6 +59,7 @@ class LibraryEngine(Engine):
             vocabulary=Vocabulary.of(setup.model_path, config, **trust),
             adapters=setup.adapters,
         )
+        self.quantization = quantization
         most_of_media = most_of_each(setup.section, config)
         self.model_reads = tuple(most_of_media)
         self.limits = {name: most for name, most in most_of_media.items() if name in self.media}

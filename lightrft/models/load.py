@@ -205,7 +205,8 @@ def _load(
         if (settings := getattr(config, "quantization_config", None)) is not None:
             raise ValueError(
                 f"its weights are quantized ({settings.get('quant_method')}): `lightrft export"
-                f" {name} FOLDER` writes a plain folder of a model in FP8 or MXFP4"
+                f" {name} FOLDER` writes a plain folder of a model in FP8 or MXFP4; --load_in_4bit"
+                " quantizes the original model itself"
             )
         # Only headers are read, so a damaged file is found in the first seconds.
         if Path(name).is_dir() and (files := WeightFiles.of(name)):

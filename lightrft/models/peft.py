@@ -5,8 +5,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from peft.tuners.lora import Linear
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightrft.models.four_bits.linear import QuantizedLinear
 from lightrft.parallel.tensor_parallel import SplitAdapter
 from lightrft.weight_sync.adapters import low_rank_product
 
@@ -36,7 +37,8 @@ class AdaptedLinear(Linear):
         if not self.adapters_on:
             return base(x, *args, **options)
 
-        if self.split is None and base.weight.dtype == torch.float32:
+        dtype = base.dtype if isinstance(base, QuantizedLinear) else base.weight.dtype
+        if self.split is None and dtype == torch.float32:
             return super().forward(x, *args, **options)
 
         (adapter,) = self.scaling
@@ -45,16 +47,16 @@ class AdaptedLinear(Linear):
         b = self.lora_B[adapter].weight
         if self.split is not None:
             a, b = self.split.local(a, b)
-            x = x.to(base.weight.dtype)
+            x = x.to(dtype)
             low = self.split.join(F.linear(x, a.to(x.dtype)))
             return base(x) + F.linear(low, b.to(x.dtype) * scaling)
 
         if not self.is_merged:
-            x = x.to(base.weight.dtype)
+            x = x.to(dtype)
             dropped = self.lora_dropout[adapter](x)
             return base(x) + low_rank_product(dropped, a.to(x.dtype), b.to(x.dtype) * scaling)
 
-        y = MergedProduct.apply(x, base.weight, a, b, scaling)
+        y = MergedProduct.apply(x, base.weight, a, b, scaling, base)
         if base.bias is not None:
             y = y + base.bias
 
@@ -70,25 +72,33 @@ class AdaptedLinear(Linear):
 class MergedProduct(torch.autograd.Function):
     """x merge(W, A, B)^T, with gradients of x, A and B.
 
-    The backward pass computes the merged matrix again, so that it takes no memory in between.
+    `base` is the layer that `weight` belongs to. The backward pass computes the merged matrix
+    again, so that it takes no memory in between.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scaling: float
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        a: Tensor,
+        b: Tensor,
+        scaling: float,
+        base: nn.Linear,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, a, b)
         ctx.scaling = scaling
-        return F.linear(x, merge(weight, a, b, scaling))
+        ctx.base = base
+        return F.linear(x, merge(_matrix(base, weight), a, b, scaling))
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None, None]:
         x, weight, a, b = ctx.saved_tensors
         grad_x = grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ merge(weight, a, b, ctx.scaling)
+            grad_x = grad @ merge(_matrix(ctx.base, weight), a, b, ctx.scaling)
 
         rows = grad.flatten(0, -2).to(b.dtype)
         inputs = x.flatten(0, -2).to(a.dtype)
@@ -96,7 +106,11 @@ class MergedProduct(torch.autograd.Function):
             grad_a = ctx.scaling * ((rows @ b).T @ inputs)
         if ctx.needs_input_grad[3]:
             grad_b = ctx.scaling * (rows.T @ F.linear(inputs, a))
-        return grad_x, None, grad_a, grad_b, None
+        return grad_x, None, grad_a, grad_b, None, None
+
+
+def _matrix(base: nn.Linear, weight: Tensor) -> Tensor:
+    return base.matrix(weight) if isinstance(base, QuantizedLinear) else weight
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:

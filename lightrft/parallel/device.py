@@ -34,9 +34,14 @@ def has_bf16() -> bool:
 
     NVIDIA's have from compute capability 8.0 (Ampere) on.
     """
+    return compute_capability() >= (8, 0)
+
+
+def compute_capability() -> tuple[int, int]:
+    """Return the compute capability of this process's GPU; (0, 0) without one."""
     if not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability(local_rank()) >= (8, 0)
+        return 0, 0
+    return torch.cuda.get_device_capability(local_rank())
 
 
 def select_device() -> torch.device:

@@ -41,7 +41,9 @@ class Health:
         `dtype` is what the models compute in; warnings are logged with `logs`, on one rank.
         """
         self.config = config
-        self.dtype = dtype
+        eight_bits = config.engine.rollout_quantization != "none" or config.model.fp8_training
+        # They move log-probs no further than bfloat16 with other kernels does.
+        self.dtype = torch.bfloat16 if eight_bits else dtype
         self.logs = logs
         self.warnings: list[str] = []
         """Warnings about the whole run, for run.json."""

@@ -32,6 +32,7 @@ SHOWN = (
     "learning_rate",
     "train_batch_size",
     "lora_rank",
+    "load_in_4bit",
     "seed",
 )
 """Settings that a card shows if the command reads them."""
@@ -178,7 +179,8 @@ def _settings(config: Config) -> dict[str, str]:
         part.rpartition("/")[2] for part in shown.get("reward", "").split(",")
     )
 
-    return {f"`--{name}`": f"`{value}`" for name, value in shown.items() if value not in ("", "0")}
+    unset = ("", "0", "False")
+    return {f"`--{name}`": f"`{value}`" for name, value in shown.items() if value not in unset}
 
 
 def _table(head: tuple[str, str], rows: dict[str, str]) -> list[str]:

@@ -33,6 +33,7 @@ FIXED_WITH_FROZEN = (
     "lora_rank",
     "lora_alpha",
     "target_modules",
+    "load_in_4bit",
     "freeze_prefix",
     "freeze_vision_tower",
 )
@@ -114,7 +115,8 @@ def identity(
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return the changes that are allowed; raise ConfigError with all that are not."""
-    settings = _changes(before["settings"], now["settings"])
+    # A checkpoint of before the flag has no entry for it.
+    settings = _changes({"load_in_4bit": False} | before["settings"], now["settings"])
     partly = any(
         run["settings"].get(name)
         for run in (before, now)

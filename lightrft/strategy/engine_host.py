@@ -7,6 +7,7 @@ from enum import Enum
 from functools import partial
 from itertools import chain
 
+import torch
 from loguru import logger
 from torch import Tensor, nn
 
@@ -162,7 +163,8 @@ class EngineHost:
                 # vLLM accepts only 32 bits.
                 seed=derived_seed(backend.seed, replica) % 2**31,
                 trust_remote_code=config.model.trust_remote_code,
-                from_stream=actor is not None,
+                # A folder does not have weights of eight bits.
+                from_stream=actor is not None or section.rollout_quantization != "none",
                 streams_draft=trains_draft,
                 adapters=adapters if actor is None else self._adapters_of(actor, config),
             )
@@ -304,17 +306,24 @@ class EngineHost:
         5. The engine's adapter: copy the tensor to its place, or rename it for the engine's loader.
 
         Adapters, if there are any, are merged between 3 and 4, unless the engine holds them beside
-        the weights: then only they are streamed, once the engine has the weights. A trained draft
-        follows the actor. At the end the engine compares the fingerprints with its own weights.
+        the weights: then only they are streamed, once the engine has the weights. For an engine of
+        eight bits, matrices are quantised between 3 and 4. A trained draft follows the actor. At
+        the end the engine compares the fingerprints with its own weights.
         """
         self.actor = actor
         self.memory.enter(Phase.REFIT, actor)
         self._wake_weights()
 
-        if self.engine.adapters is None or self.adapter_params is None:
+        quantization = self.engine.quantization
+        if self.engine.adapters is not None and self.adapter_params is not None:
+            weights = self.adapter_params(actor, base=not self.engine.has_base)
+        elif quantization is None:
             weights = self.full_params(actor)
         else:
-            weights = self.adapter_params(actor, base=not self.engine.has_base)
+            # They are rounded once, from the weights that the optimizer updates.
+            weights = self.full_params(actor, torch.float32)
+        if quantization is not None:
+            weights = quantization.of_stream(weights)
         if self.draft is not None:
             weights = chain(weights, self._draft_weights(self.draft))
         with self.backend.trace.phase("weight_sync"):

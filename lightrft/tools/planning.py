@@ -162,6 +162,7 @@ class Planner:
             "bf16": model.bf16,
             "lora_rank": model.lora_rank,
             "target_modules": model.target_modules,
+            "load_in_4bit": model.load_in_4bit,
             "freeze_prefix": model.freeze_prefix,
             "reduce_gradients_once": self.config.strategy.reduce_gradients_once,
             "gather_parameters_once": self.config.strategy.gather_parameters_once,
@@ -308,7 +309,7 @@ class Planner:
                 parameters | resident | {"head, gathered layers": head + self.of_layer()}
             )
             if not self.config.rollout.rollout_ranks:
-                weights = self.width * self.parameters / self.config.engine.engine_tp_size
+                weights = self.engine_weights() / self.config.engine.engine_tp_size
                 # Two buckets exist at a time; see weight_sync/stream.py.
                 phases["weight sync"] = (
                     parameters
@@ -328,6 +329,16 @@ class Planner:
                 phases["generate"] = ({} if idle else states | resident) | engine
 
         return phases
+
+    def engine_weights(self) -> float:
+        """Return the bytes of an engine's weights, on all ranks that share it."""
+        if self.config.engine.rollout_quantization == "none":
+            return self.width * self.parameters
+        # Embeddings and head keep their width. Norms, biases and scales are too few to count.
+        text = self.shape.get_text_config()
+        tables = 1 if self.shape.tie_word_embeddings else 2
+        embeddings = tables * text.vocab_size * text.hidden_size
+        return self.parameters - embeddings + self.width * embeddings
 
     def of_layer(self) -> float:
         gathered = self.of_rank - self.elsewhere
@@ -354,7 +365,7 @@ class Planner:
     def cache_tokens(self) -> float:
         engine = self.config.engine
         share = engine.engine_mem_util * self.device.memory * engine.engine_tp_size
-        weights = self.width * self.parameters
+        weights = self.engine_weights()
         return max(share - weights - ENGINE_OVERHEAD * engine.engine_tp_size, 0.0) / kv_bytes(
             self.shape, self.width
         )

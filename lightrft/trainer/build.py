@@ -81,6 +81,15 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
     original = config
     # The trainer records what the user wrote, without what is added to the configuration here.
     config = with_tools(with_merged_pretrain(config, strategy.mesh.world))
+    if config.engine.rollout_quantization != "none":
+        from lightrft.engine.build import check_quantization
+
+        check_quantization(
+            config.engine,
+            config.model.pretrain,
+            strategy.device,
+            trust_remote_code=config.model.trust_remote_code,
+        )
     rewards = build_rewards(config, strategy)
     training_data = load_training_data(config, config.rollout.rollout_batch_size, rewards=rewards)
     rewards.check(training_data.prompts.examples)

@@ -76,6 +76,10 @@ def build_policy(
     if reference and frozen is None:
         with strategy.init_model_context():
             frozen = Actor(load_model(config.model)).requires_grad_(False)
+        if config.model.fp8_training:  # else the first KL divergence would not be 0
+            from lightrft.backends.torchao import use_float8
+
+            use_float8(frozen, strategy.device)
         frozen = strategy.prepare(frozen)
 
     average = None

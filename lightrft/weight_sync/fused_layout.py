@@ -34,6 +34,8 @@ SEVERAL = {"in_proj_qkv": (0, 1, 2), "in_proj_z": (3,)}
 
 Queries, keys and values of gated delta networks are one layer there, but ranks split each of them.
 """
+SCALES = "weight_scale"
+"""Parameter of a layer of eight bits with the scale of each row of the weight."""
 UNPACKED = "_cpu_unpacked_conv_weight"
 """Attribute with the weight of a convolution as it was loaded, where vLLM packs it on a CPU.
 
@@ -75,7 +77,10 @@ class WeightSlice:
     def tensor(self) -> Tensor:
         if is_experts(self.layer):
             return expert_part(self.layer, self.attribute, self.part)
-        return torch.atleast_1d(getattr(self.layer, self.attribute))[self.part]
+        stored = torch.atleast_1d(getattr(self.layer, self.attribute))
+        # Kernels of eight bits take [columns, rows].
+        turned = self.attribute == "weight" and SCALES in self.layer._parameters
+        return (stored.t() if turned else stored)[self.part]
 
     def within(self, shape: torch.Size) -> Tensor:
         """Return `tensor` without the padding beyond the full tensor of this shape."""
@@ -217,6 +222,8 @@ class FusedWeights:
                     0
                 ].double()
             values = results[piece.layer][piece.part]
+            if SCALES in piece.layer._parameters:  # they are compared by themselves
+                values = values / piece.layer.weight_scale.double()[piece.part, 0]
             prints.add_product(piece.name, values, len(values) * columns, row=piece.row)
 
     def _pieces_of_round(self, round: int | None) -> list[WeightSlice]:
@@ -237,8 +244,9 @@ class FusedWeights:
     def _add(
         self, piece: WeightSlice, users: list[nn.Module], packs: Callable[[nn.Module], bool]
     ) -> None:
-        if piece.tensor.numel():
-            self.raw.append(piece)
+        only_packed = SCALES in piece.layer._parameters and packs(piece.layer)
+        if piece.attribute != "weight" or not only_packed:
+            self.raw += [piece] if piece.tensor.numel() else []
         if piece.attribute == "weight":
             layers = [
                 layer

@@ -30,6 +30,8 @@ DRAFT = "draft:"
 
 Its weights follow the actor's.
 """
+SCALE = ".weight_scale"
+"""End, in a weight stream of eight bits, of the names of the scales of a matrix."""
 
 
 class PublishedNames:
@@ -43,7 +45,7 @@ class PublishedNames:
 
         `model` must be neither distributed nor adapted; it may be empty, and is kept.
         """
-        self._model = model
+        self.model = model
         model._weight_conversions = _conversions(model)
         stored = model.state_dict(keep_vars=True)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -67,6 +69,11 @@ class PublishedNames:
         """
         with torch.device("meta"):
             return cls(transformers_class(model)(copy.deepcopy(model.config)))
+
+    def add(self, name: str, published: str, shape: tuple[int, ...]) -> None:
+        """Add a tensor that streams bring besides the weights of the model."""
+        self.shapes[name] = torch.Size(shape)
+        self.renamed[name] = published
 
     def rename(self, stream: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """Yield a weight stream under published names."""
@@ -113,7 +120,7 @@ class PublishedNames:
         first = ", ".join(f"{name} (published as {self.pieces(name)[0]})" for name in names[:3])
         return (
             f"{engine} has no parameter for {len(names)} of the {len(self.shapes)} weights of"
-            f" {type(self._model).__name__}, such as {first}. It may not need them. If it does, try"
+            f" {type(self.model).__name__}, such as {first}. It may not need them. If it does, try"
             " another version of it, or use --engine_type hf, which supports them; if the folders"
             " of this model use other names, register these with transformers'"
             " register_checkpoint_conversion_mapping()"
@@ -133,7 +140,7 @@ class PublishedNames:
         self._together = {name: sorted(members) for members in makers.values() for name in members}
 
     def _convert(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        return revert_weight_conversion(self._model, weights)
+        return revert_weight_conversion(self.model, weights)
 
 
 def transformers_class(model: PreTrainedModel) -> type[PreTrainedModel]:

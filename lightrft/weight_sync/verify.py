@@ -31,6 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightrft.weight_sync.names import SCALE
+
 CHUNK_BYTES = 4 * 2**20
 """Bytes of temporary tensors that are made of a weight at a time."""
 ROUNDS = 128
@@ -64,7 +66,6 @@ class Fingerprints:
     ):
         self.shapes = shapes
         self.dtype = dtype
-        self.per_word = 4 // dtype.itemsize
         self.round = round
         self.bits = {name: index for index, name in enumerate(shapes if bits is None else bits)}
         self.sums: list[tuple[str, Tensor]] = []
@@ -99,38 +100,21 @@ class Fingerprints:
             return
 
         self.num_elements[name] += rows.numel()
+        # Scales are float32 in an engine of any dtype.
+        dtype = torch.float32 if name.endswith(SCALE) else self.dtype
         if self.round:
-            self.sums.append((name, self._words(rows, column).sum()))
+            self.sums.append((name, _words(rows, column, dtype).sum()))
             return
 
         of_rows = random_odd_numbers(num_rows, 1, rows.device)[row:][: len(rows)]
-        of_words = random_odd_numbers(-(-num_columns // self.per_word), 0, rows.device)
-        of_words = of_words[column // self.per_word :]
+        per_word = 4 // dtype.itemsize
+        of_words = random_odd_numbers(-(-num_columns // per_word), 0, rows.device)
+        of_words = of_words[column // per_word :]
         step = max(1, CHUNK_BYTES // (8 * rows.shape[1]))
         for chunk, factors in zip(rows.split(step), of_rows.split(step), strict=True):
-            words = self._words(chunk, column).long()
+            words = _words(chunk, column, dtype).long()
             total = (_weighted_sums(words, of_words[: words.shape[1]]) * factors).sum()
             self.sums.append((name, total))
-
-    def _words(self, chunk: Tensor, column: int) -> Tensor:
-        """Read the bits of a chunk [R, K], in the dtype of the comparison, as words of four bytes.
-
-        A word begins at each column of the full tensor that is a multiple of per_word. Elements of
-        a word that other pieces have count as zeros. Returns [R, words] int32. Words of eight bytes
-        would lose the highest bit where an engine has an even number of copies.
-        """
-        before = column % self.per_word
-        after = -(before + chunk.shape[1]) % self.per_word
-        values = chunk.to(self.dtype)
-        if before or after:
-            values = F.pad(values, (before, after))
-        elif (
-            values.storage_offset() % self.per_word
-            or values.stride(0) % self.per_word
-            or values.stride(1) != 1
-        ):
-            values = values.clone(memory_format=torch.contiguous_format)
-        return values.view(torch.int32)
 
     def add_product(self, name: str, values: Tensor, num_elements: int, *, row: int = 0) -> None:
         """Add values [R], R rows of W x from `row` on.
@@ -201,6 +185,24 @@ class Fingerprints:
         """
         walk = WALK_FACTOR * math.sqrt(self.shapes[name][-1]) * 2.0**-24
         return (walk + torch.finfo(self.dtype).eps) * values.abs().max()
+
+
+def _words(chunk: Tensor, column: int, dtype: torch.dtype) -> Tensor:
+    """Read the bits of a chunk [R, K], in `dtype`, as words of four bytes.
+
+    A word begins at each column of the full tensor that is a multiple of the elements of a word.
+    Elements of a word that other pieces have count as zeros. Returns [R, words] int32. Words of
+    eight bytes would lose the highest bit where an engine has an even number of copies.
+    """
+    per_word = 4 // dtype.itemsize
+    before = column % per_word
+    after = -(before + chunk.shape[1]) % per_word
+    values = chunk.to(dtype)
+    if before or after:
+        values = F.pad(values, (before, after))
+    elif values.storage_offset() % per_word or values.stride(0) % per_word or values.stride(1) != 1:
+        values = values.clone(memory_format=torch.contiguous_format)
+    return values.view(torch.int32)
 
 
 def _weighted_sums(words: Tensor, factors: Tensor) -> Tensor:

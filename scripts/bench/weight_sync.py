@@ -12,6 +12,7 @@ of `torchrun` per case:
     vllm      one process, streamed in float32 into vLLM, against vLLM's reload_weights
     experts   the same of a Qwen3-MoE: 4 layers of --experts small experts, 3 published tensors each
     adapters  adapters of rank --rank on all linear layers into vLLM: merged weights, beside adapters alone
+    int8, int8bf16   one process, into vLLM, verified: all weights as they are, beside matrices of int8
     fsdp2, fsdp4, hsdp4, tp2, fsdp2tp2, zero2x2, zero3x2   so many ranks, bfloat16
 
 `memcpy_s` copies the same bytes; `naive_s` gathers one tensor at a time in float32 and casts it
@@ -33,7 +34,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "vllm": (1, {"fsdp": True}),
     "experts": (1, {"fsdp": True}),
     "adapters": (1, {"fsdp": True}),
+    "int8": (1, {"fsdp": True}),
+    "int8bf16": (1, {"fsdp": True, "bf16": True}),
     "fsdp2": (2, {"fsdp": True, "bf16": True}),
     "fsdp4": (4, {"fsdp": True, "bf16": True}),
     "hsdp4": (4, {"fsdp": True, "bf16": True, "dp_replicate": 2}),
@@ -145,6 +148,11 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
         shape = {"bytes": shape["bytes"], "adapter_bytes": sum(alone)}
         ways = {"merged": into_engine(strategy, model, args, held=False)}
         ways["alone"] = into_engine(strategy, model, args, held=True)
+    elif case.startswith("int8"):
+        sent: list[int] = []
+        ways = {"whole": into_engine(strategy, model, args, held=False)}
+        ways["int8"] = into_engine(strategy, model, args, held=False, bits="int8", sent=sent)
+        shape = {"bytes": shape["bytes"], "int8_bytes": sum(sent)}
     elif case == "single":
         ways |= {"memcpy": memcpy(weights)} | syncs(
             engine_of(strategy, "hf", args), strategy, model, weights
@@ -198,31 +206,58 @@ def into_vllm(
 
 
 def into_engine(
-    strategy: Any, model: Any, args: argparse.Namespace, *, held: bool
+    strategy: Any,
+    model: Any,
+    args: argparse.Namespace,
+    *,
+    held: bool,
+    bits: str = "none",
+    sent: list[int] | None = None,
 ) -> Callable[[], None]:
-    """Return a verified sync of merged weights, or of adapters that vLLM holds beside them."""
+    """Return a verified sync of merged weights, or of adapters that vLLM holds beside them.
+
+    `bits` is --rollout_quantization; the bytes of the first sync go to `sent`.
+    """
+    import torch
+
     from lightrft.models.lora import adapter_shapes
     from lightrft.weight_sync.adapters import Adapters
 
     adapters = Adapters(adapter_shapes(model)) if held else None
-    engine = engine_of(strategy, "vllm", args, adapters=adapters)
+    engine = engine_of(strategy, "vllm", args, {"rollout_quantization": bits}, adapters=adapters)
     engine.verify_dtype = strategy.dtype
 
     def sync() -> None:
         stream = strategy.full_params(model)
         if held:
             stream = strategy.adapter_params(model, base=engine.brings_base)
+        elif bits != "none":
+            stream = engine.quantization.of_stream(strategy.full_params(model, torch.float32))
+        if sent == []:
+            stream = counted(stream, sent)
         engine.load_weights(stream, engine.version + 1)
 
     sync()
     return sync
 
 
-def engine_of(strategy: Any, name: str, args: argparse.Namespace, **options: Any) -> Any:
+def counted(stream: Iterable[tuple[str, Any]], sent: list[int]) -> Iterator[tuple[str, Any]]:
+    for name, tensor in stream:
+        sent.append(tensor.nbytes)
+        yield name, tensor
+
+
+def engine_of(
+    strategy: Any,
+    name: str,
+    args: argparse.Namespace,
+    flags: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
     from lightrft.config import EngineSection
     from lightrft.engine.build import build_engine
 
-    section = EngineSection(engine_type=name, engine_kv_cache_gb=0.125)
+    section = EngineSection(engine_type=name, engine_kv_cache_gb=0.125, **(flags or {}))
     return build_engine(
         section,
         model_path=str(args.folder),
@@ -312,6 +347,10 @@ def summary(cases: dict[str, dict[str, float]]) -> dict[str, Any]:
     if adapters := cases.get("adapters"):
         report["adapter_bytes_over_all"] = adapters["adapter_bytes"] / adapters["bytes"]
         report["adapters_over_merged"] = adapters["alone_s"] / adapters["merged_s"]
+    for case in ("int8", "int8bf16"):
+        if figures := cases.get(case):
+            report[f"{case}_bytes_over_all"] = figures["int8_bytes"] / figures["bytes"]
+            report[f"{case}_over_whole"] = figures["int8_s"] / figures["whole_s"]
     speedups = [
         figures["naive_s"] / figures["stream_s"]
         for figures in cases.values()

@@ -170,4 +170,15 @@ def test_without_old_logprobs_the_weight_is_of_the_actor_now_and_has_no_gradient
 
 
 def test_every_kind_is_tested_here():
-    assert corrections.names() == ["icepop", "mis", "tis"]
+    assert corrections.names() == ["icepop", "mis", "none", "tis"]
+
+
+def test_none_leaves_the_loss_as_it_is():
+    batch = random_experience(
+        MASKS, 0, old_logprobs=OLD, engine_logprobs=ENGINE, weights=None, advantages=torch.ones(5)
+    )
+    found, plain = (
+        loss_and_gradient(section(rollout_correction=name), batch, OLD, step_denominator(batch))
+        for name in ("none", None)
+    )
+    assert found[0] == plain[0] and found[1].tolist() == plain[1].tolist()

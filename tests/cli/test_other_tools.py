@@ -189,7 +189,7 @@ def test_all_refusals_come_in_one_message():
     with pytest.raises(ConfigError) as error:
         parse(
             [
-                "--load_in_4bit",
+                "--use_ms",
                 "--async_train",
                 "--agent_func_path",
                 "a.py",
@@ -202,7 +202,7 @@ def test_all_refusals_come_in_one_message():
 
     for said in (
         "unknown flag --sed; did you mean --seed",
-        "--load_in_4bit: quantised weights are not supported; --lora_rank",
+        "--use_ms: ",
         "--async_train: ",
         "--agent_func_path: ",
         "--reward_clip_range: the two bounds",

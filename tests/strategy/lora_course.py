@@ -109,7 +109,8 @@ def strategy_course(folder: str, args: dict[str, Any], out: Path) -> dict[str, A
     made = strategy(
         pretrain=folder, engine_type="hf", prompt_max_len=8, generate_max_len=8, **LORA, **args
     )
-    model, optimizer = prepared(made, folder)
+    bits = {name: args[name] for name in ("bf16", "load_in_4bit") if name in args}
+    model, optimizer = prepared(made, folder, **bits)
     made.setup_inference_engine(actor=model)
     before = said(made, model)
     steps = [take_step(made, model, optimizer, step) for step in range(NUM_STEPS)]
@@ -120,7 +121,7 @@ def strategy_course(folder: str, args: dict[str, Any], out: Path) -> dict[str, A
     made.save_ckpt(model, out / "checkpoints", "three")
     take_step(made, model, optimizer, NUM_STEPS)
     uninterrupted = snapshot(made, model)
-    other, its_optimizer = prepared(made, folder, seed=99)
+    other, its_optimizer = prepared(made, folder, seed=99, **bits)
     made.load_ckpt(other, out / "checkpoints", optimizer=its_optimizer)
     loaded = snapshot(made, other)
     resumed_step = take_step(made, other, its_optimizer, NUM_STEPS)

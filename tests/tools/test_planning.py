@@ -422,6 +422,23 @@ def test_a_hybrid_has_a_plan(tmp_path):
     assert train["activations"] > 0
 
 
+@pytest.mark.parametrize("bits", ["none", "int8", "fp8"])
+def test_an_engine_of_eight_bits_is_smaller(tmp_path, bits):
+    """Embedding and head keep two bytes."""
+    (tmp_path / "d.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    folder = tiny_model(tmp_path / "model")
+    shape = model_config(folder)
+    flags = [f"--pretrain={folder}", f"--prompt_data={tmp_path / 'd.jsonl'}", "--engine_type=vllm"]
+    flags += ["--prompt_max_len=64", "--generate_max_len=64"]
+    config = parse([*flags, "--fsdp", "--bf16", f"--rollout_quantization={bits}"], "train_ppo")
+    resolve(config, "train_ppo", world_size=1)
+    planner = Planner(config, "train_ppo", 1, DEVICES["h100"], ranks_per_node=8, shape=shape)
+    tables = 2 * shape.vocab_size * shape.hidden_size
+    matrices = num_parameters(shape) - tables
+    width = 2 if bits == "none" else 1
+    assert planner.engine_weights() == width * matrices + 2 * tables
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "tied"),

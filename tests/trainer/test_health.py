@@ -154,6 +154,13 @@ def test_a_mismatch_that_nothing_explains_is_an_alarm_from_the_first_step(log):
     assert not found.check_step(1, gap(0.028)), "the samples are older than the weights"
 
 
+def test_eight_bits_explain_what_float32_does_not():
+    config = Config.of(rollout_quantization="int8")
+    found = Health(config, torch.float32, logs=True)
+    assert not any(found.check_step(step, gap(0.028)) for step in range(1, 7))
+    assert found.check_step(7, gap(0.6))
+
+
 def test_mismatch_limit_ends_the_run():
     found = health(mismatch_limit=0.1)
     assert not found.check_step(1, gap(0.09))

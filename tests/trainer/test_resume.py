@@ -123,6 +123,7 @@ CASES = {
     "hf-zero2": ("zero2", ["--async_save"]),
     "vllm-fsdp": ("fsdp", VLLM),
     "vllm-adapters": ("fsdp", [*VLLM, *ADAPTERS]),
+    "vllm-int8": ("fsdp", [*VLLM, "--rollout_quantization=int8"]),
     "hf-adapters": ("fsdp", ADAPTERS),
     "sglang-zero3": ("zero3", [*SGLANG, "--async_save", "--offload_idle"]),
 }

@@ -590,7 +590,8 @@ def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(tmp_path, up
 
 
 @pytest.mark.slow
-def test_ranks_that_share_an_engine_serve_zero_3(tmp_path, monkeypatch):
+@pytest.mark.parametrize("bits", ["none", "int8"])
+def test_ranks_that_share_an_engine_serve_zero_3(tmp_path, monkeypatch, bits):
     """Each rank that trains sends half of the weights, as if it were on a node of its own."""
     load_vllm()
     build = WeightBroadcast.__init__
@@ -601,6 +602,7 @@ def test_ranks_that_share_an_engine_serve_zero_3(tmp_path, monkeypatch):
 
     monkeypatch.setattr(WeightBroadcast, "__init__", build_for_nodes)
     flags = [*prepare(tmp_path), *PPO, *VLLM, "--max_steps=3", "--fsdp=false", "--zero_stage=3"]
+    flags.append(f"--rollout_quantization={bits}")
     ((apart, together),) = both(tmp_path, {"vllm": flags}, trains=2, generates=2).values()
     assert len(apart) == 3 and apart == together
 

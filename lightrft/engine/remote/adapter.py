@@ -57,11 +57,18 @@ class RemoteEngine(Engine):
         config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
         drafts = with_prefix(draft_names(setup.section, **trust)) if setup.streams_draft else {}
+        names = published_names(config, **trust)
+        quantization = None
+        if setup.section.rollout_quantization != "none":
+            from lightrft.weight_sync.quantized import Quantization
+
+            quantization = Quantization(setup.section.rollout_quantization, names, setup.dtype)
         super().__init__(
-            published_names(config, **trust).shapes | drafts,
+            names.shapes | drafts,
             max_model_len=setup.max_model_len,
             vocabulary=Vocabulary.of(setup.model_path, config, **trust),
         )
+        self.quantization = quantization
         self.limits = most_of_each(setup.section, config)
         self.model_reads = tuple(self.limits)
         if processes.rank == 0:

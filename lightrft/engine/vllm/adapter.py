@@ -57,6 +57,8 @@ class VLLMEngine(LibraryEngine):
     Triton kernel, without sorting: FlashInfer's sampler draws with one generator for all requests.
     """
 
+    quantizes = True
+
     def __init__(self, setup: EngineSetup):
         super().__init__("vllm", vllm.__version__, setup)
         self.keeps_policy = self.adapters is not None
@@ -91,6 +93,9 @@ class VLLMEngine(LibraryEngine):
             self.vocabulary.placeholders,
             trust_remote_code=setup.trust_remote_code,
         )
+
+        if self.on_cpu and setup.section.rollout_quantization == "int8":
+            from lightrft.engine.vllm import int8_on_cpu  # noqa: F401  registered by its import
 
         memory = VLLMShim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
         with (

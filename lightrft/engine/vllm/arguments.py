@@ -81,6 +81,11 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
     # Whether a thinker's head is the embedding is read from the text part by vLLM, but from the
     # thinker by transformers.
     tied = {"text_config": {"tie_word_embeddings": config.tie_word_embeddings}}
+    quantized = {}
+    if section.rollout_quantization != "none":
+        from lightrft.weight_sync.quantized import engine_config
+
+        quantized = {"quantization_config": engine_config(section.rollout_quantization)}
     thinker = {"thinker_config": tied} if isinstance(config, OmniThinkerConfig) else {}
 
     # Of some models that see (Qwen3.5) only the language part is trained; vLLM starts all of them.
@@ -103,7 +108,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
             "model": setup.model_path,
             "trust_remote_code": setup.trust_remote_code,
             "dtype": str(setup.dtype).removeprefix("torch."),
-            "hf_overrides": head | thinker,
+            "hf_overrides": head | thinker | quantized,
             "load_format": "dummy" if setup.from_stream else "auto",
             "max_model_len": setup.max_model_len,
             "tensor_parallel_size": setup.axis.size,

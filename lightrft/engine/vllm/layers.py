@@ -7,6 +7,8 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+
 
 @register_model_loader("dummy")
 class _NoWeights(DummyModelLoader):
@@ -20,10 +22,15 @@ class _NoWeights(DummyModelLoader):
         if model_config.runner_type == "draft":
             DefaultModelLoader(LoadConfig()).load_weights(model, model_config)
             return
-        saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        # Scales of an attention layer's cache say that no file has brought them.
+        scales = [
+            parameter for name, parameter in model.named_parameters() if name.endswith(CACHE_SCALES)
+        ]
+        saved = [(tensor, tensor.detach().clone()) for tensor in (*model.buffers(), *scales)]
         super().load_weights(model, model_config)
-        for buffer, values in saved:
-            buffer.copy_(values)
+        with torch.no_grad():
+            for tensor, values in saved:
+                tensor.copy_(values)
 
 
 @RMSNorm.register_oot(name="RMSNorm")

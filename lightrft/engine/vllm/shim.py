@@ -47,7 +47,7 @@ from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import local_rank
 from lightrft.types import Completion, Drafts
 from lightrft.weight_sync.adapters import Adapters
-from lightrft.weight_sync.expert_layout import is_experts, pack_experts, unpacked_experts
+from lightrft.weight_sync.expert_layout import is_a, is_experts, pack_experts, unpacked_experts
 from lightrft.weight_sync.fused_layout import PARTS, CopyTarget, FusedWeights, engine_names
 from lightrft.weight_sync.names import NamedTensor, PublishedNames
 
@@ -521,7 +521,9 @@ def _packs(layer: torch.nn.Module) -> bool:
 
     It mostly keeps only that copy.
     """
-    return "cpu_linear" in vars(layer)
+    # A scheme of eight bits has one kernel for CPUs, which packs.
+    kernel = getattr(vars(layer).get("scheme"), "kernel", None)
+    return "cpu_linear" in vars(layer) or is_a(kernel, "CPUInt8ScaledMMLinearKernel")
 
 
 def _renew_tied_layers(model: torch.nn.Module) -> None:
