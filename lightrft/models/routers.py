@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lightrft.algorithms.balance import routing
 from lightrft.algorithms.reduce import Report, Weighted, sequence_sums
+from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.parallel.expert_parallel import routers
 from lightrft.parallel.sequence_parallel import SequenceParallel
 from lightrft.types import (
@@ -119,8 +120,15 @@ class RouterChoices:
     def __init__(self, model: PreTrainedModel, *, bias_rate: float = 0.0):
         """Take over the routers of a model, in place.
 
-        Raise ValueError for a `bias_rate` if the routers have no such bias.
+        Raise ValueError for a family that is not supported, and for a `bias_rate` if the routers
+        have no such bias.
         """
+        family = model.config.get_text_config().model_type
+        if family not in EXPERT_FAMILIES:
+            raise ValueError(
+                f"--router_replay does not support {type(model).__name__}: supported are models of"
+                f" type {', '.join(EXPERT_FAMILIES)}"
+            )
         self.shape = RoutedShape.of(model.config)
         self.bias_rate = bias_rate
         self.last: Choices | None = None
@@ -165,9 +173,11 @@ class RouterChoices:
         last = self.last
         if last is None or last.recorded is None:
             return {}
-        known = last.recorded[:, self.layers, 0] != missing_expert(last.recorded.dtype)
+        # A token has a record of all layers, or of none.
+        of_tokens = last.recorded[:, self.layers[0], 0] != missing_expert(last.recorded.dtype)
+        known = of_tokens.sum() * len(self.layers)
         changed = torch.stack(list(last.changed.values())).sum()
-        changed, known = sequence.sum(torch.stack([changed, known.sum()]).float())
+        changed, known = sequence.sum(torch.stack([changed, known]).float())
         return {"train/replay_changed": Weighted(changed / known.clamp(min=1), known)}
 
     def load(self, sequence: SequenceParallel) -> Tensor:

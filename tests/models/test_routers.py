@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from flat_models import TEMPERATURE, gradients_of, make_batch, weighted
+from flat_models import TEMPERATURE, gradients_of, make_batch, make_model, weighted
 from lightrft.attention.flat import ATTENTION
 from lightrft.attention.recurrent import install
 from lightrft.batching.prefix_sharing import find_shared_prefixes
@@ -128,6 +128,8 @@ def test_biases_move_against_the_load(family: str) -> None:
     assert peaks[-1] < peaks[0]
 
 
-def test_routers_without_a_bias_are_refused() -> None:
+def test_routers_without_a_bias_and_unknown_ones_are_refused() -> None:
+    with pytest.raises(ValueError, match="--router_replay does not support LlamaForCausalLM"):
+        RouterChoices(make_model("llama", ATTENTION))
     with pytest.raises(ValueError, match="--router_bias_rate: routers of Qwen3MoeForCausalLM have"):
         RouterChoices(mixture("qwen3_moe").hf_model, bias_rate=0.001)

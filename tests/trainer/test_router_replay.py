@@ -89,6 +89,14 @@ def test_records_belong_to_their_tokens_in_every_layout(folder: Path, tmp_path: 
             assert row["experts/load_of_layer_1"] >= 1, name
 
 
+def test_records_come_from_ranks_that_only_generate(folder: Path, tmp_path: Path) -> None:
+    """While a step of earlier weights is learned, some routers have moved on."""
+    ahead = ["--rollout_ranks=1", "--max_staleness=1", "--rollout_correction=tis"]
+    rows = train("train_ppo", 2, [*inputs(folder), *REPLAY, *ahead, "--max_steps=3"], tmp_path)
+    first, *later = (row["train/replay_changed"] for row in rows)
+    assert first < 1e-3 and max(later) < 0.3
+
+
 def test_biases_move_alike_in_every_layout(folder: Path, tmp_path: Path) -> None:
     layouts = {
         "data": [],
