@@ -166,14 +166,14 @@ def recorded_experts(folder: str) -> None:
                 lambda _, __, output, number=number: chosen.update({number: output[2]})
             )
 
-        sampling = Sampling(n=3, temperature=1, max_tokens=8, seed=3)
+        sampling = Sampling(n=2, temperature=1, max_tokens=4, seed=3)
         loop = engine.open(sampling)
         loop.add([Request(long), Request([9, 1, 2])])
         ended = []
         while loop.running:
             ended += loop.step()
         loop.add([Request(long, sampling=Sampling(max_tokens=9))])
-        for _ in range(4):
+        for _ in range(3):
             loop.step()
         ended += loop.abort().items()
         for index, completions in ended:

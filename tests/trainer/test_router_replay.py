@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from parallel.families import family_model
-from ranks import run_cases
+from ranks import run_cases, run_ranks
 from runs import PPO, prepare, rows_of, run_here, train
 from scripts.bench.router_replay import close_calls
 from strategy.zero import DeepSpeedStrategy
 from tiny import tiny_experts
 from trainer.test_environments import ENDS, GAME
 from trainer.test_resume import DEADLY_REWARD, assert_same_run, interrupted
+from trainer.test_rollout_ranks import as_launched
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +93,9 @@ def test_records_belong_to_their_tokens_in_every_layout(folder: Path, tmp_path: 
 def test_records_come_from_ranks_that_only_generate(folder: Path, tmp_path: Path) -> None:
     """While a step of earlier weights is learned, some routers have moved on."""
     ahead = ["--rollout_ranks=1", "--max_staleness=1", "--rollout_correction=tis"]
-    rows = train("train_ppo", 2, [*inputs(folder), *REPLAY, *ahead, "--max_steps=3"], tmp_path)
+    flags = [*inputs(folder), *REPLAY, *ahead, "--max_steps=3"]
+    run_ranks(2, as_launched, {"ahead": flags}, str(tmp_path))
+    rows = rows_of(tmp_path / "ahead")
     first, *later = (row["train/replay_changed"] for row in rows)
     assert first < 1e-3 and max(later) < 0.3
 
@@ -170,5 +173,5 @@ def test_vllm_returns_what_its_routers_chose(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    assert found["cached"] > 0 and found["samples"] == 7
+    assert found["cached"] > 0 and found["samples"] == 5
     assert found["equal"] == found["records"] > 200
