@@ -22,11 +22,18 @@ COMMANDS = {
     "export": "write a checkpoint or an adapter as a Hugging Face folder",
     "bench": "run ten steps of train_ppo, and say how fast they are and what limits them",
     "plan": "plan a run: memory, seconds and layout on any number of devices, without weights",
-    "report": "write the report of a run",
+    "report": "write the report of a run, or compare runs",
+    "bisect": "find the first step and phase in which two runs differ",
+    "bundle": "write what one step of a run needs into one file",
+    "replay": "repeat the step of a bundle without an engine, and explain its samples",
     "doctor": "check this machine, and compare engine and trainer on a model",
     "selfcheck": "the same, with a model: lightrft selfcheck MODEL --config FILE",
 }
-ALIASES = {"selfcheck": "doctor"}
+ALIASES = {
+    "selfcheck": "doctor",
+    **{name: f"recorder.{name}" for name in ("bisect", "bundle", "replay")},
+}
+"""Command -> module in lightrft/cli, where that has another name."""
 
 
 def main(argv: list[str] | None = None) -> None:

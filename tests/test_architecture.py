@@ -17,6 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = {
     "cli": 12,
+    "recorder": 11,
     "trainer": 11,
     "run": 10,
     "schedulers": 10,

@@ -4,6 +4,7 @@ import re
 import shlex
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
@@ -12,6 +13,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 from lightrft.cli import doctor, export, plan
+from lightrft.cli.recorder import bundle, replay
 from lightrft.compat import openrlhf, renamed
 from lightrft.compat.command_line import parse
 from lightrft.compat.openrlhf import DOTTED, IGNORED
@@ -187,6 +189,8 @@ def check_command(command: str, arguments: list[str], *, world_size: int) -> Non
             ["checkpoint", "folder"] if command == "export" and arguments[0].startswith("-") else []
         )
         parsers[command]().parse_args([*arguments, *positional])
+    elif command in ("bisect", "bundle", "replay"):
+        import_module(f"lightrft.cli.recorder.{command}").parser().parse_args(arguments)
     elif command == "report":
         assert set(arguments) & {"--out", "--csv"} or len(arguments) == 1
     else:
@@ -290,6 +294,7 @@ def known(groups: list[list[str]]) -> bool:
 def options_of_tools() -> set[str]:
     """Return the flags of the commands that read no configuration."""
     parsers: list[Callable[[], ArgumentParser]] = [doctor._parser, export._parser, plan._parser]
+    parsers += [bundle.parser, replay.parser]
     return {
         option
         for parser in parsers

@@ -16,7 +16,11 @@ PYTHON = Path(f"{sys.prefix}-extras", "bin", "python")
 SEARCHED = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-FILES = ["tests/batching/test_transfer_queue.py", "tests/agents/test_verifiers.py"]
+FILES = [
+    "tests/batching/test_transfer_queue.py",
+    "tests/agents/test_verifiers.py",
+    "tests/strategy/test_float8.py",
+]
 
 
 @pytest.mark.slow

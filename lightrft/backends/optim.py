@@ -3,9 +3,11 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
@@ -15,6 +17,12 @@ from lightrft.parallel.device import current_device
 
 FUSED_ON = ("cpu", "cuda", "xpu")
 """Devices with a fused AdamW; on others torch chooses the implementation."""
+WIDENED = 2**22
+"""Elements that sum_of_bits() widens to 8 bytes at a time."""
+ODD = 0x2545F4914F6CDD1D
+"""Factor between the parts of a long tensor."""
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> type that reads the bits."""
 FLOOR = 0.1
 """Final learning rate of the cosine as a fraction of the peak."""
 
@@ -104,6 +112,65 @@ def step(optimizer: Optimizer) -> None:
             optimizer.step()
     finally:
         optimizer.param_groups = groups
+
+
+class BitSums:
+    """Sums of the bits of gradients and weights at each step of an optimizer, on the device."""
+
+    def __init__(self, optimizer: Optimizer, device: torch.device | str = "cpu"):
+        """Follow an optimizer whose parameters are on `device` while it steps."""
+        self._sums: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
+        self._updates = 0
+        self._factors = odd_numbers(WIDENED).to(device)
+        optimizer.register_step_pre_hook(partial(self._add, "gradient"))
+        optimizer.register_step_post_hook(partial(self._add, "weights"))
+
+    def take(self, kind: str) -> list[tuple[int, Tensor, Tensor]]:
+        """Return the sums since the last call: optimizer step, parameter, and sum [] int64.
+
+        `kind` is gradient, weights (after a step), or before: the weights before the first step.
+        """
+        return self._sums.pop(kind, [])
+
+    @torch.no_grad()
+    def _add(self, kind: str, optimizer: Optimizer, *_: Any) -> None:
+        if kind == "gradient" and not self._updates:
+            self._add("before", optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                tensor = parameter.grad if kind == "gradient" else parameter
+                if tensor is not None:
+                    # Parameters may be in host memory, all of them.
+                    self._factors = self._factors.to(tensor.device)
+                    total = sum_of_bits(tensor, self._factors)
+                    self._sums.setdefault(kind, []).append((self._updates, parameter, total))
+        self._updates += kind == "weights"
+
+
+def odd_numbers(count: int) -> Tensor:
+    """Return random odd numbers [count] int64, the same ones in every run."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(2**63 - 1, (count,), generator=generator) | 1
+
+
+def sum_of_bits(tensor: Tensor, factors: Tensor) -> Tensor:
+    """Return a sum [] int64 of the bits of this rank's part of a tensor, on the device.
+
+    The bits of each element are multiplied by an odd number for the place, modulo 2^64, so a change
+    of one element always changes the sum, and an exchange of two nearly always.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    words = local.detach().contiguous().view(-1).view(WORDS[local.itemsize])
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for chunk in words.split(len(factors)):
+        wide = chunk.long()
+        # CUDA has no inner product of integers; on a CPU it is several times as fast.
+        if wide.device.type == "cpu":
+            part = wide.dot(factors[: len(wide)])
+        else:
+            part = wide.mul_(factors[: len(wide)]).sum()
+        total = total * ODD + part
+    return total
 
 
 def _mesh(parameter: nn.Parameter) -> DeviceMesh | None:

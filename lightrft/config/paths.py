@@ -24,6 +24,7 @@ def check_paths(config: Config, command: str) -> None:
             *unusable_models(RunFacts(config, command)),
             *_missing_data(config, command),
             *_missing_code(config, command),
+            *_missing_run(config, command),
         ]
     except ValueError:  # not a list of names: validate() says so, with all other problems
         return
@@ -62,3 +63,9 @@ def _missing_code(config: Config, command: str) -> Iterator[str]:
         file = name if name.endswith(".py") else name.rpartition(":")[0]
         if flag in fields_read(command) and file.endswith(".py") and not os.path.isfile(file):
             yield f"--{flag} {name}: no file {Path(file).resolve()}"
+
+
+def _missing_run(config: Config, command: str) -> Iterator[str]:
+    name = config.train.fork_from if "fork_from" in fields_read(command) else ""
+    if name and not (Path(name).expanduser() / "config.yaml").is_file():
+        yield f"--fork_from {name}: it is not the folder of a run: it has no config.yaml"

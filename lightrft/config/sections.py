@@ -969,6 +969,11 @@ class TrainSection(Section, commands=TRAINING):
     """Resume from the newest complete checkpoint; start from the beginning if there is none. A run
     that torchrun restarts after the failure of a rank or the loss of a node resumes without this
     flag."""
+    fork_from: str = ""
+    """Folder of another run to continue from, in the folder --save_path and with the flags of this
+    run. Its checkpoint is the one that --at names."""
+    at: int | None = option(None, COUNT, needs="--fork_from")
+    """Number of steps that the checkpoint of --fork_from covers; unset: the newest one."""
     dry_run: bool = False
     """Print the plan of the run on the processes that were started (problems, layout, bytes of a
     rank in each phase, seconds), as `lightrft plan` does, and exit."""
@@ -1007,6 +1012,9 @@ class ObserveSection(Section, commands=TRAINING):
     trace_steps: int = option(10, NOT_NEGATIVE)
     """Number of steps in the timeline save_path/trace.json, the first ones after every start or
     resume: the activity of each rank over time, for https://ui.perfetto.dev. 0: none."""
+    digests: bool = True
+    """Write 16 bytes for each phase of each step to save_path/digests.jsonl, from which `lightrft
+    bisect` finds where two runs begin to differ."""
     num_trajectories_to_save: int = option(8, NOT_NEGATIVE, commands=PPO)
     """Number of samples of each step in save_path/samples.jsonl, in the order of the prompts; 0:
     none."""

@@ -290,7 +290,7 @@ def make_prompt(
         raise ValueError("the prompt is empty")
 
     return with_media_tokens(
-        Prompt(index, text, token_ids, _columns(section, row), media), section, measure
+        Prompt(index, text, token_ids, reward_columns(section, row), media), section, measure
     )
 
 
@@ -334,7 +334,7 @@ def with_media_tokens(
     return prompt
 
 
-def _columns(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
+def reward_columns(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
     """Return the columns that rewards receive.
 
     Raise ValueError for a configured column that the row does not have.

@@ -112,7 +112,13 @@ def _summary(folder: Path) -> dict[str, Any]:
     """Return the content of run.json and summary.json; the latter takes precedence."""
     paths = (folder / "run.json", folder / "summary.json")
     run, summary = map(_content, paths)
-    for name in ("run", "process", "launchers"):  # with these the program recognises the run
+    for name in (
+        "run",
+        "process",
+        "launchers",
+        "machine",
+        "total_steps",
+    ):  # with these the program recognises the run
         run.pop(name, None)
     if run.get("active_parameters") == run.get("parameters"):
         run.pop("active_parameters", None)

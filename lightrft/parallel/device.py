@@ -1,6 +1,7 @@
 """Choose the device and the collective backends, and measure memory of accelerator and host."""
 
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -272,3 +273,15 @@ def host_cores() -> Iterator[None]:
 def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def machine() -> dict[str, str]:
+    """Describe what computes: another machine may round the same sums differently."""
+    return {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+    }

@@ -37,7 +37,10 @@ def global_grad_norm(
     for gradient in gradients:
         by_axes[frozenset(name for name, _ in _sharding_groups(gradient))].append(_local(gradient))
 
-    subsets = _subsets(list(groups))
+    # All subsets of the axes, in the same order on every rank.
+    subsets: list[Axes] = [frozenset()]
+    for name in groups:
+        subsets += [subset | {name} for subset in subsets]
     totals = torch.stack([_sum_of_powers(by_axes.get(subset, []), p, device) for subset in subsets])
     # Only the sums that this axis shards are reduced over it.
     for name in groups:
@@ -90,14 +93,6 @@ def _sharding_groups(tensor: Tensor) -> list[tuple[str, dist.ProcessGroup]]:
         if not place.is_replicate() and mesh.size(dim) > 1
     ]
     return [(mesh.get_group(dim).group_name, mesh.get_group(dim)) for dim in dims]
-
-
-def _subsets(names: list[str]) -> list[Axes]:
-    """Return all subsets, in the same order on every rank."""
-    subsets: list[Axes] = [frozenset()]
-    for name in names:
-        subsets += [subset | {name} for subset in subsets]
-    return subsets
 
 
 def _sum_partial(gradient: Tensor) -> Tensor:

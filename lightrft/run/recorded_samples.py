@@ -4,7 +4,7 @@ The flags are --dump_rollouts and --replay_rollouts.
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -70,7 +70,7 @@ class RecordedSamples:
             version = int(json.loads(first)["version"])
             for line in lines:
                 number += 1
-                samples.append(_of_json(json.loads(line), prompts))
+                samples.append(sample_of_json(json.loads(line), prompts))
                 if unknown := sorted(set(samples[-1].token_ids).intersection(never_sampled)):
                     raise ValueError(f"the policy never samples the token {unknown[0]}")
         except (
@@ -115,7 +115,10 @@ def _as_json(sample: Sample) -> dict[str, Any]:
     return row
 
 
-def _of_json(values: dict[str, Any], prompts: Sequence[Prompt]) -> Sample:
+def sample_of_json(
+    values: dict[str, Any], prompts: Sequence[Prompt] | Mapping[int, Prompt]
+) -> Sample:
+    """Return a recorded sample; `prompts` has the prompts by index."""
     prompt = values.pop("prompt")
     episode = values.pop("episode", None)
     recorded = prompts[prompt["index"]]
@@ -124,7 +127,7 @@ def _of_json(values: dict[str, Any], prompts: Sequence[Prompt]) -> Sample:
         recorded = replace(recorded, text=prompt["text"], token_ids=prompt["token_ids"])
 
     if episode is not None:
-        branches = [_of_json(branch, prompts) for branch in episode.pop("branches")]
+        branches = [sample_of_json(branch, prompts) for branch in episode.pop("branches")]
         episode = Episode(
             **episode | {"rewards": [tuple(each) for each in episode["rewards"]]}, branches=branches
         )

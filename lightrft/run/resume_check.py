@@ -27,6 +27,8 @@ FIXED = (
     "advantage_estimator",
 )
 """Settings that determine the order of the data, the updates of a step, or what is stored."""
+FREE_IN_FORK = ("seed", "n_samples_per_prompt", "train_batch_size", "max_epochs")
+"""Settings of FIXED that another run may change when it leaves from a checkpoint."""
 FIXED_WITH_FROZEN = (
     "pretrain",
     "critic_pretrain",
@@ -48,6 +50,8 @@ NO_EFFECT_ON_NUMBERS = {
         "save_path",
         "ckpt_path",
         "load_checkpoint",
+        "fork_from",
+        "at",
         "save_steps",
         "max_ckpt_num",
         "max_ckpt_mem",
@@ -113,7 +117,9 @@ def identity(
     return json.loads(json.dumps(values, default=str))
 
 
-def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def changed_settings(
+    before: dict[str, Any], now: dict[str, Any], *, fork: bool = False
+) -> list[str]:
     """Return the changes that are allowed; raise ConfigError with all that are not."""
     # A checkpoint of before the flag has no entry for it.
     settings = _changes({"load_in_4bit": False} | before["settings"], now["settings"])
@@ -124,6 +130,7 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     )
     partly |= any(name in now["model"] for name in TOWERS)
     fixed = (*FIXED, *FIXED_WITH_FROZEN) if partly else FIXED
+    fixed = set(fixed) - set(FREE_IN_FORK if fork else ())
     problems = [f"--{name} {change}" for name, change in settings.items() if name in fixed]
     problems += [
         f"the model's {name} {change}"

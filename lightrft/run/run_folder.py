@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any, Self
 
+import yaml
 from loguru import logger
 
 from lightrft.checkpoint.atomic import write_file
@@ -35,6 +36,7 @@ RESULTS = ("metrics.jsonl", "samples.jsonl", "model", "model_ema", "critic", "dr
 OTHER_FILES = (
     DESCRIPTION,
     "config.yaml",
+    "digests.jsonl",
     "report.html",
     "trace.json",
     "summary.json",
@@ -298,6 +300,13 @@ class RunFolder:
                 raise ConfigError(f"--{flag} {folder} cannot be written: {error}") from error
             finally:
                 file.unlink(missing_ok=True)
+
+
+def checkpoints_of(folder: Path) -> Path:
+    """Return where the run in a folder has its checkpoints: inside, or in its --ckpt_path."""
+    file = folder / "config.yaml"
+    config = yaml.safe_load(file.read_text()) if file.is_file() else {}
+    return Path((config.get("train") or {}).get("ckpt_path") or folder / "checkpoints")
 
 
 def _flock(file: IO[str], patience: float) -> None:

@@ -3,6 +3,7 @@
 It handles metrics, evaluation, checkpoints, resuming, interruption, and the final model.
 """
 
+import shutil
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -34,18 +35,18 @@ from lightrft.observe.report import write_report
 from lightrft.observe.sinks import Observer, read_rows
 from lightrft.observe.timeline import extend_timeline
 from lightrft.observe.trace import Trace
-from lightrft.parallel.device import device_name
+from lightrft.parallel.device import device_name, machine
 from lightrft.roles.operations import count_parameters
 from lightrft.roles.role import Role
+from lightrft.run.digests import Digests, StepRecord
 from lightrft.run.health import Health
 from lightrft.run.interruption import Interrupted, Interruption
 from lightrft.run.model_card import held_out_results, push, write_card
 from lightrft.run.resume_check import changed_settings, identity
-from lightrft.run.run_folder import RunFolder
-from lightrft.run.sample_rows import sample_rows
+from lightrft.run.run_folder import RunFolder, checkpoints_of
 from lightrft.strategy.checkpoints import NOTHING
 from lightrft.strategy.strategy import Strategy
-from lightrft.types import Expand, Sample
+from lightrft.types import Expand
 from lightrft.versions import installed_versions
 
 
@@ -123,6 +124,8 @@ class Trainer(ABC):
             "unreported_metrics": PendingMetrics(self.metrics, strategy.mesh.world),
             **parts,
         }
+        self.digests: Digests | None = None
+        """What compares this run with others, once it has started."""
         self.done = 0
         """How many steps the parameters have learned from."""
         self.saved = 0
@@ -136,8 +139,8 @@ class Trainer(ABC):
         `run.json` that it has."""
 
     @abstractmethod
-    def step(self, number: int) -> None:
-        """Do one step and add to `self.metrics`.
+    def step(self, number: int) -> StepRecord:
+        """Do one step and add to `self.metrics`; return what was learned from.
 
         A checkpoint can hold the state before it and after it, but nothing in between.
         """
@@ -196,6 +199,11 @@ class Trainer(ABC):
             models["model_ema"] = self.role.average
         return models
 
+    @property
+    def learning_roles(self) -> dict[str, Role]:
+        """Return the roles that learn, by name of the model in checkpoints."""
+        return {self.role_name: self.role}
+
     def save_models(self) -> None:
         """Save the trained models as Hugging Face folders; all ranks call it."""
         adapter_only = self.config.train.save_adapter_only and self.config.model.lora_rank
@@ -221,13 +229,6 @@ class Trainer(ABC):
             self.strategy.announce("push_to_hub")
             push(folder, repository)
 
-    def show(self, number: int, samples: list[Sample]) -> None:
-        """Write some samples to the sinks, by group, so that responses can be compared."""
-        if self.strategy.is_rank_0():
-            self.observer.samples(
-                number, sample_rows(samples[: self.config.observe.num_trajectories_to_save])
-            )
-
     def _start(self) -> None:
         # A model that is saved has to stop generating where the run's responses stop.
         ends = turn_end_ids(self.config.data, self.tokenizer).union(
@@ -239,12 +240,19 @@ class Trainer(ABC):
                 self.strategy.checkpoints.rehearse_save(model, self.tokenizer)
 
         resumed = None
-        if self.config.train.load_checkpoint:
+        train = self.config.train
+        if train.load_checkpoint:
             self.strategy.announce("load_checkpoint")
-            resumed = self._resume()
+            resumed = self._resume(self.checkpoints)
+            if resumed is None:
+                self.strategy.print(
+                    f"no checkpoint in {self.checkpoints}: starting from the beginning"
+                )
 
-        if resumed is None and (self.config.train.load_checkpoint or self.config.train.overwrite):
+        if resumed is None and (train.load_checkpoint or train.overwrite):
             self.run_folder.set_aside()
+        if resumed is None and train.fork_from:
+            resumed = self._fork(Path(train.fork_from).expanduser(), train.at)
         self.nothing_left = self._has_ended()
         if not self.nothing_left:
             self.described = True
@@ -252,6 +260,11 @@ class Trainer(ABC):
                 self.config.write(self.folder / "config.yaml")
             self._describe_run("running", 0.0)
 
+        if self.config.observe.digests and not self.nothing_left:
+            self.digests = Digests(
+                self.learning_roles, self.strategy.mesh, self.folder, self.observer.writer
+            )
+            self.digests.start(resumed)
         self.observer.start(asdict(self.config), self.total_steps, resumed)
 
     def _has_ended(self) -> bool:
@@ -270,7 +283,9 @@ class Trainer(ABC):
         train = self.config.train
         saves = train.save_steps > 0 or train.load_checkpoint
         for number in range(self.done + 1, self.total_steps + 1):
-            self.step(number)
+            record = self.step(number)
+            if self.digests is not None:
+                self.digests.write(number, record)
             self.role.update_average(self.config.train.ema_beta)
             self.done = number
 
@@ -394,7 +409,28 @@ class Trainer(ABC):
             async_save=train.async_save,
         )
 
-    def _resume(self) -> int | None:
+    def _fork(self, origin: Path, at: int | None) -> int:
+        """Return the step after which this run leaves the run in the folder `origin`.
+
+        The rows up to this step are copied, so that both runs can be compared from their first step
+        on.
+        """
+        folder = checkpoints_of(origin)
+        step = self._resume(folder, tag=None if at is None else f"step{at}")
+        if step is None:
+            raise ConfigError(
+                f"--fork_from {origin}: there is no checkpoint in {folder}; write some with"
+                " --save_steps"
+            )
+
+        self.saved = 0  # an interruption writes the first checkpoint of this run
+        if self.strategy.is_rank_0():
+            for name in ("metrics.jsonl", "samples.jsonl", "digests.jsonl"):
+                if (origin / name).exists():
+                    shutil.copyfile(origin / name, self.folder / name)
+        return step
+
+    def _resume(self, folder: Path, tag: str | None = None) -> int | None:
         """Return the step to continue after, or None if no checkpoint can be used."""
         # A checkpoint has the optimizer's settings too, but the flags of this run decide.
         with ExitStack() as settings:
@@ -402,18 +438,16 @@ class Trainer(ABC):
                 if optimizer is not None:
                     settings.enter_context(own_settings(optimizer, scheduler))
             path, state = self.strategy.checkpoints.load(
-                self.models, self.checkpoints, parts=self.parts, check=self._check
+                self.models, folder, tag, parts=self.parts, check=self._check
             )
 
         if path is None:
-            self.strategy.print(f"no checkpoint in {self.checkpoints}: starting from the beginning")
             return None
 
         step = state.get("step")
         if path.name != f"step{step}":
             raise ConfigError(
-                f"--load_checkpoint: {path} says that it was written after step {step!r:.50}: it is"
-                " damaged"
+                f"{path} says that it was written after step {step!r:.50}: it is damaged"
             )
 
         self.done = self.saved = self.resumed = step
@@ -421,11 +455,13 @@ class Trainer(ABC):
         return self.done
 
     def _check(self, path: Path, state: dict[str, Any]) -> None:
+        forks = path.parent.resolve() != self.checkpoints.resolve()
+        flag = "--fork_from" if forks else "--load_checkpoint"
         try:
-            changed = changed_settings(state["identity"], self.identity)
+            changed = changed_settings(state["identity"], self.identity, fork=forks)
         except ConfigError as error:
             raise ConfigError(
-                f"--load_checkpoint: {path} belongs to another run:\n{error}\nundo these changes,"
+                f"{flag}: {path} belongs to another run:\n{error}\nundo these changes,"
                 " or set another --ckpt_path"
             ) from error
         if changed and self.strategy.is_rank_0():
@@ -460,6 +496,7 @@ class Trainer(ABC):
                 "command": self.config.command,
                 "status": status,
                 "steps": self.done,
+                "total_steps": self.total_steps,
                 "engine": self.strategy.host.name,
                 "engine_tp_size": self.config.engine.engine_tp_size,
                 "strategy": type(self.strategy).__name__,
@@ -470,6 +507,8 @@ class Trainer(ABC):
                 "weight_bytes": num_parameters * (2 if self.config.model.bf16 else 4),
                 "device": device_name(),
                 "seconds": round(seconds, 2),
+                "forked_from": self.config.train.fork_from,
+                "machine": machine(),
                 "warnings": self.health.warnings,
                 "versions": {"lightrft": lightrft.__version__} | installed_versions(),
             }

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightrft.config.sections import Config
 from lightrft.data.prompt_set import PromptSet
@@ -18,7 +18,9 @@ from lightrft.rollout.measure import measure_samples
 from lightrft.rollout.plan import TrainingPlan
 from lightrft.rollout.rollout import Rollout
 from lightrft.rollout.sampler import Sampler
+from lightrft.run.digests import StepRecord
 from lightrft.run.interruption import Interrupted
+from lightrft.run.sample_rows import sample_rows
 from lightrft.strategy.strategy import Strategy
 from lightrft.trainer.base import Trainer, TrainingData
 from lightrft.trainer.held_out import HeldOut, ask_judges, evaluate
@@ -47,10 +49,11 @@ class Learner:
     ptx_loss: PtxLoss | None = None
     """Supervised loss that is added to the objective."""
 
-    def learn(self, plan: TrainingPlan, config: Config, metrics: Metrics) -> None:
-        """Take one optimizer step for each minibatch and epoch."""
+    def learn(self, plan: TrainingPlan, config: Config, metrics: Metrics) -> list[Tensor]:
+        """Take one optimizer step for each minibatch and epoch; return the losses."""
         role = self.role
         experience = plan.experience
+        losses = []
         for rows in plan.minibatches * config.train.max_epochs:
             denominator = role.denominator(experience, rows, length=config.rollout.generate_max_len)
             metrics.mean(f"{self.phase}/learning_rate", role.scheduler.get_last_lr()[0])
@@ -61,6 +64,8 @@ class Learner:
             )
             metrics.mean(f"{self.phase}/loss", loss)
             metrics.mean(f"{self.phase}/grad_norm", norm)
+            losses.append(loss)
+        return losses
 
 
 class PPOTrainer(Trainer):
@@ -93,14 +98,14 @@ class PPOTrainer(Trainer):
         self.make_experience = make_experience
         self.learners = learners
         self.eval_sets = eval_sets
-        self.sample_sinks: list[SampleSink] = [self._show]
+        self.sample_sinks: list[SampleSink] = [self.show]
         if dump is not None:
             self.sample_sinks.insert(0, dump)
 
         for each in learners:
             self.models[each.name] = (each.role.module, each.role.optimizer, each.role.scheduler)
 
-    def step(self, number: int) -> None:
+    def step(self, number: int) -> StepRecord:
         samples, version = self._collect(number)
         for sink in self.sample_sinks:
             sink(number, samples, version)
@@ -109,14 +114,16 @@ class PPOTrainer(Trainer):
         with self.trace.phase("experience"):
             plan = self.make_experience(samples, self.metrics)
 
+        losses = []
         # The next step depends on this one's rewards, not on the updates.
         with self._preparing(number + 1):
             for learner in self.learners:
                 if number >= learner.first_step:
                     with self.trace.phase(learner.phase):
-                        learner.learn(plan, self.config, self.metrics)
+                        losses += learner.learn(plan, self.config, self.metrics)
 
         plan.store.clear(plan.experience.rows.tolist())
+        return StepRecord(plan.experience, plan.minibatches, losses, samples)
 
     def _collect(self, number: int) -> tuple[list[Sample], int]:
         """Generate and score this rank's samples; return them and the engine's weight version."""
@@ -159,8 +166,12 @@ class PPOTrainer(Trainer):
             self.strategy.host.invalidate_weights(weight_version)
             raise
 
-    def _show(self, number: int, samples: list[Sample], version: int) -> None:
-        self.show(number, samples)
+    def show(self, number: int, samples: list[Sample], version: int) -> None:
+        """Write some samples to the sinks, by group, so that responses can be compared."""
+        if self.strategy.is_rank_0():
+            self.observer.samples(
+                number, sample_rows(samples[: self.config.observe.num_trajectories_to_save])
+            )
 
     def evaluate(self) -> None:
         """Add `eval/*` metrics of --eval_data.
@@ -184,6 +195,10 @@ class PPOTrainer(Trainer):
         # Scoring comes after generation, because reward models may need the device.
         for each, groups in zip(self.eval_sets, answered, strict=True):
             evaluate(each, groups, self.metrics, self.strategy.mesh.data)
+
+    @property
+    def learning_roles(self) -> dict[str, Role]:
+        return {each.name: each.role for each in self.learners}
 
     def models_to_save(self) -> dict[str, nn.Module]:
         others = {each.name: each.role.module for each in self.learners[:-1]}

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from lightrft.roles.role import LossTerm
+from lightrft.run.digests import StepRecord
 from lightrft.trainer.base import Trainer
 from lightrft.types import Prompt
 
@@ -30,7 +31,7 @@ class SupervisedTrainer(Trainer):
         self.task = task
         self.order = self.prompts.order(self.strategy.data_order, self.config.train.seed)
 
-    def step(self, number: int) -> None:
+    def step(self, number: int) -> StepRecord:
         train = self.config.train
         # The order is a function of seed and position, so resuming needs no state of a reader.
         with self.trace.phase("data", idle=True):
@@ -47,6 +48,7 @@ class SupervisedTrainer(Trainer):
         self.metrics.mean("train/loss", loss)
         self.metrics.mean("train/grad_norm", norm)
         self.metrics.sum("train/tokens", term.batch.num_tokens)
+        return StepRecord(term.batch, [term.rows], [loss])
 
     def evaluate(self) -> None:
         """Add the loss on the held-out rows, and the task's other metrics, as `eval/*`."""

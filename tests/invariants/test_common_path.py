@@ -13,6 +13,7 @@ import torch
 
 import lightrft
 from lightrft.config import parse
+from lightrft.run.digests import StepRecord
 from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import ppo_trainer
@@ -99,13 +100,13 @@ def second_step(engine: str, folder: str) -> tuple[set[tuple[str, str]], int]:
     followed = Followed()
     step = trainer.step
 
-    def follow(number: int) -> None:
+    def follow(number: int) -> StepRecord:
         if number == 1:
             return step(number)
         threading.setprofile(followed)
         sys.setprofile(followed)
         try:
-            step(number)
+            return step(number)
         finally:
             sys.setprofile(None)
             threading.setprofile(None)

@@ -1,5 +1,6 @@
 """Training in FP8, emulated on a CPU: one layer beside plain torch, a model, and two ranks."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from ranks import run_ranks
 from runs import PPO, prepare, train
 from tiny import tiny_experts, tiny_model
 
+pytestmark = pytest.mark.skipif(
+    find_spec("torchao") is None, reason="test_extras.py runs it where torchao is"
+)
 CPU = torch.device("cpu")
 
 

@@ -90,9 +90,7 @@ def quantize_layers(model: PreTrainedModel, dtype: torch.dtype) -> None:
     except ModuleNotFoundError as error:
         if error.name != "bitsandbytes":
             raise
-        raise ConfigError(
-            "--load_in_4bit needs bitsandbytes: pip install '.[qlora]'"
-        ) from None
+        raise ConfigError("--load_in_4bit needs bitsandbytes: pip install '.[qlora]'") from None
 
     decoder = model.get_decoder()
     for name, parameter in decoder.named_parameters():

@@ -1,0 +1,59 @@
+"""Find the first step and phase in which two runs differ, and what differs around them.
+
+lightrft bisect runs/one runs/other
+
+The exit code is 0 if all digests are equal, and 1 if some differ.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from lightrft.recorder.differences import MEANINGS, Difference, find_difference
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parser().parse_args(argv)
+
+    try:
+        found = find_difference(arguments.one, arguments.other)
+    except (OSError, ValueError) as error:
+        parser().error(str(error))
+    sys.stdout.write(text_of(found))
+    sys.exit(found.step is not None)
+
+
+def text_of(found: Difference) -> str:
+    """Return what the command prints."""
+    if found.step is None:
+        lines = [f"equal: all digests of the {found.steps} steps that both runs have"]
+    elif found.step == 0:
+        lines = ["before the first step: the runs begin with other weights"]
+    else:
+        update = f" of optimizer step {found.update}" if found.update else ""
+        meaning = MEANINGS[found.phase]
+        lines = [f"step {found.step}, {found.phase}{update}: the first difference is in {meaning}"]
+    if found.step is not None and found.phase in ("gradient", "weights"):
+        lines.append(f"  in {', '.join(found.parts)}")
+
+    lines += [f"  {place}" for place in found.places]
+    if found.causes:
+        lines.append("what else differs between the runs:")
+        lines += [f"  {cause}" for cause in found.causes]
+    elif found.step is not None:
+        lines.append("nothing else is known to differ: configuration, versions, machine and data")
+    return "\n".join(lines) + "\n"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    flags = argparse.ArgumentParser(
+        "lightrft bisect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument("one", type=Path, help="the save_path of a run")
+    flags.add_argument("other", type=Path, help="the save_path of another run")
+    return flags
+
+
+if __name__ == "__main__":
+    main()

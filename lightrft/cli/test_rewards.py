@@ -1,0 +1,77 @@
+"""Test a reward function before a model learns to exploit it.
+
+lightrft test_rewards my_rewards.py:f data.jsonl
+lightrft test_rewards code programs.jsonl --response_key solution
+
+It is called with right and wrong answers to the rows, and with responses that a policy tries sooner
+or later: nothing, the prompt, a quotation of it, several answers, odd characters. Exit code 1 means
+that a fault was found.
+"""
+
+import argparse
+import sys
+
+from rich.console import Console
+from rich.markup import escape
+
+from lightrft.cli import USER_ERROR
+from lightrft.config.errors import ConfigError, DataError
+from lightrft.config.sections import CommaSeparated, DataSection
+from lightrft.run.logs import set_up_logging
+from lightrft.tools.reward_tests import SLOW, RewardTest, read_prompts
+
+ROWS = 32
+
+
+def main(argv: list[str] | None = None) -> None:
+    own = _parser().parse_args(argv)
+    set_up_logging()
+    section = DataSection(
+        prompt_data=CommaSeparated(own.data), input_key=own.input_key, label_key=own.label_key
+    )
+    try:
+        prompts = read_prompts(section, own.rows)
+        if not prompts:
+            raise DataError(f"{own.data} has no rows")
+        test = RewardTest(own.reward, prompts, own.response_key, slow=own.slow)
+        findings = test.run()
+    except (ConfigError, DataError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(USER_ERROR)
+
+    console = Console(highlight=False, soft_wrap=True)
+    for finding in findings:
+        kind = "[red]fault[/red]" if finding.is_fault else "note "
+        console.print(f"{kind}  {finding.test}: {escape(finding.evidence)}")
+    console.print(
+        f"{own.reward}: {len(findings) or 'no'} finding{'' if len(findings) == 1 else 's'} in"
+        f" {len(prompts)} rows; {test.throughput:.0f} responses a second in one process"
+    )
+    sys.exit(int(any(finding.is_fault for finding in findings)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lightrft test_rewards",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "reward", help="as in --reward: a name, module:function or file.py:function"
+    )
+    parser.add_argument("data", help="as in --prompt_data: rows with prompts and labels")
+    parser.add_argument("--input_key", default=DataSection.input_key, help="column of the prompt")
+    parser.add_argument("--label_key", default=DataSection.label_key, help="column of the label")
+    parser.add_argument(
+        "--response_key",
+        help="column with a right response, for rewards that do not compare with a label",
+    )
+    parser.add_argument("--rows", type=int, default=ROWS, help=f"how many rows ({ROWS})")
+    parser.add_argument(
+        "--slow", type=float, default=SLOW, help=f"seconds that a response may take ({SLOW:g})"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""Repeat the step of a bundle in this process, without an engine, and compare its digests."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.kl import KLCoefficient
+from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.reduce import Denominator, Report
+from lightrft.algorithms.shaping import RewardShaper
+from lightrft.backends.optim import own_settings
+from lightrft.checkpoint.manager import PARTS
+from lightrft.config.references import JUDGE, SERVER, reward_terms
+from lightrft.data.prompt_set import PromptSet
+from lightrft.models.load import load_tokenizer
+from lightrft.observe.metrics import Metrics
+from lightrft.observe.sinks import Writer
+from lightrft.recorder.bundle import Bundle
+from lightrft.rollout.experience import Flatten
+from lightrft.run.digests import Digests, StepRecord, row_of
+from lightrft.run.prepare import prepare_config
+from lightrft.run.recorded_samples import sample_of_json
+from lightrft.stages.build import experience_maker
+from lightrft.strategy import get_strategy
+from lightrft.strategy.strategy import Strategy
+from lightrft.types import Experience, Prompt, Sample
+
+Stage = Literal["reward", "advantage", "loss", "gradient"]
+STAGES: dict[Stage, tuple[str, ...]] = {
+    "reward": ("prompts", "samples", "logprobs", "rewards"),
+    "advantage": ("outputs", "advantages", "plan"),
+    "loss": ("loss",),
+    "gradient": ("gradient", "weights"),
+}
+"""Stage -> phases that it repeats."""
+ONE_PROCESS = {
+    "fsdp": True,
+    "tp_size": 1,
+    "sp_size": 1,
+    "cp_size": 1,
+    "dp_replicate": 0,
+    "fsdp_cpu_offload": False,
+    "adam_offload": False,
+    "rollout_ranks": 0,
+    "offload_idle": False,
+    "load_checkpoint": False,
+    "fork_from": "",
+    "at": None,
+    "dump_rollouts": "",
+    "engine_type": "hf",
+    "report_to": "jsonl",
+    "reward_workers": 0,
+}
+"""Settings of a replay: one process that computes everything."""
+
+
+class Builders(Protocol):
+    """Functions that connect the parts of a run: the module lightrft.trainer.build."""
+
+    TrainingData: Any
+    build_rewards: Any
+    build_ppo_roles: Any
+    build_learners: Any
+
+
+@dataclass
+class SampleRecord:
+    """What happened to one sample in the loss, summed or listed over optimizer steps."""
+
+    logprobs: list[Tensor] = field(default_factory=list)
+    """Log-probs of the learned tokens in each optimizer step."""
+    ratios: list[Tensor] = field(default_factory=list)
+    clipped: list[int] = field(default_factory=list)
+    """Number of clipped tokens in each optimizer step."""
+    shares: list[float] = field(default_factory=list)
+    """Share of the loss of each optimizer step."""
+
+
+@dataclass
+class Replay:
+    """A repeated step."""
+
+    equal: dict[str, bool] = field(default_factory=dict)
+    """Phase -> True if the digest is the run's."""
+    rewards: list[float] = field(default_factory=list)
+    """Rewards of the samples, computed anew; empty if this process cannot compute them."""
+    loss: float | None = None
+    samples: list[Sample] = field(default_factory=list)
+    experience: Experience | None = None
+    records: dict[int, SampleRecord] = field(default_factory=dict)
+    """Row of a sample -> what happened in the loss."""
+
+
+class _Observed(PolicyObjective):
+    """The objective of a run, which also records the shares of some samples."""
+
+    records: dict[int, SampleRecord]
+
+    def __call__(
+        self, logprobs: Tensor, batch: Experience, denominator: Denominator
+    ) -> tuple[Tensor, Report]:
+        loss, report = super().__call__(logprobs, batch, denominator)
+        # It is also called on detached log-probs, for gradients that are known early.
+        if logprobs.requires_grad and not logprobs.is_leaf:
+            with torch.no_grad():
+                self._record(logprobs.detach(), batch, denominator, report)
+        return loss, report
+
+    def _record(
+        self, logprobs: Tensor, batch: Experience, denominator: Denominator, report: Report
+    ) -> None:
+        for place, row in enumerate(batch.rows.tolist()):
+            if row not in self.records:
+                continue
+
+            own = batch.loss_mask & (batch.sequence_ids == place)
+            alone = replace(batch, loss_mask=own, learned=None)
+            share, _ = super().__call__(logprobs, alone, denominator)
+            record = self.records[row]
+            record.logprobs.append(logprobs[own])
+            record.shares.append(share.item())
+            if "train/ratio" in report:
+                record.ratios.append(report["train/ratio"].detach()[own])
+            clipped = [report[name][own] for name in report if name.startswith("train/clip_")]
+            record.clipped.append(int(sum(each.sum() for each in clipped)))
+
+
+class _Unused:
+    """A part of a checkpoint that a replay does not need."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def replay(
+    bundle: Bundle, build: Builders, stage: Stage = "gradient", explain: Sequence[int] = ()
+) -> Replay:
+    """Repeat the step of a bundle up to a stage; `explain` has the samples to record."""
+    config = bundle.config
+    own = ONE_PROCESS | {"save_path": str(bundle.folder / "run"), "ckpt_path": None}
+    config.update(own)
+    prepare_config("train_ppo", config)
+    strategy = get_strategy(config)
+    strategy.setup_distributed()
+    try:
+        return _replay(bundle, strategy, build, stage, explain)
+    finally:
+        strategy.close()
+
+
+def _replay(
+    bundle: Bundle, strategy: Strategy, build: Builders, stage: Stage, explain: Sequence[int]
+) -> Replay:
+    columns = {int(index): each for index, each in bundle.content["columns"].items()}
+    prompts = {
+        row["prompt"]["index"]: Prompt(**row["prompt"], columns=columns[row["prompt"]["index"]])
+        for row in bundle.samples
+    }
+    samples = [sample_of_json(dict(row), prompts) for row in bundle.samples]
+    again = [sample_of_json(dict(row), prompts) for row in bundle.samples]
+    result = Replay(samples=samples)
+    result.rewards = _rewards(bundle, strategy, build, again)
+    digests = Digests({}, strategy.mesh, bundle.folder, Writer())
+    record = StepRecord(Flatten()(again, first_row=0), [], [], again)
+    _compare(result, bundle, digests, record, "reward")
+    if stage == "reward":
+        return result
+
+    # The other stages go on from the recorded rewards, so each is compared by itself.
+    step = _Step(bundle, strategy, build)
+    digests = Digests(step.roles, strategy.mesh, bundle.folder, Writer())
+    plan = step.make_experience(samples, Metrics())
+    result.experience = plan.experience
+    result.records = {row: SampleRecord() for row in explain}
+    losses = []
+    if stage in ("loss", "gradient"):
+        for learner in step.learners(result.records):
+            if bundle.content["step"] >= learner.first_step:
+                losses += learner.learn(plan, bundle.config, Metrics())
+        result.loss = sum(map(float, losses)) / len(losses) if losses else None
+
+    names = [*STAGES]
+    record = StepRecord(plan.experience, plan.minibatches, losses, samples)
+    _compare(result, bundle, digests, record, *names[1 : names.index(stage) + 1])
+    return result
+
+
+def _compare(
+    result: Replay, bundle: Bundle, digests: Digests, record: StepRecord, *stages: Stage
+) -> None:
+    before = bundle.content["digests"]
+    now = row_of(bundle.content["step"], [digests.of_rank(record)])
+    for phase in chain.from_iterable(STAGES[stage] for stage in stages):
+        if phase in before and phase in now:
+            result.equal[phase] = before[phase] == now[phase]
+
+
+def _rewards(
+    bundle: Bundle, strategy: Strategy, build: Builders, samples: list[Sample]
+) -> list[float]:
+    """Compute the rewards anew, into the samples; return none if another program is needed."""
+    config = bundle.config
+    terms = reward_terms(config.reward.reward)
+    if (
+        config.model.reward_pretrain
+        or config.model.process_reward_pretrain
+        or any(term.name == JUDGE or term.name.startswith(SERVER) for term in terms)
+    ):
+        return []
+
+    runner = build.build_rewards(config, strategy)
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, []).append(sample)
+    for group in groups.values():
+        runner.begin(group)
+    runner.finish(samples)
+    return [sample.reward for sample in samples]
+
+
+class _Step:
+    """Models and parts as they were before the step."""
+
+    def __init__(self, bundle: Bundle, strategy: Strategy, build: Builders):
+        self.build = build
+        config = self.config = bundle.config
+        total = bundle.content["total_steps"] or bundle.content["step"]
+        data = build.TrainingData(load_tokenizer(config.model), PromptSet([]), PromptSet([]), total)
+        count = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+        updates = count // config.train.train_batch_size * config.train.max_epochs
+        policy, critic, teacher = build.build_ppo_roles(config, strategy, data, updates=updates)
+        self.policy = policy
+        self.critic = critic
+        algorithm = config.algorithm
+        shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
+        self.kl_coefficient = KLCoefficient(
+            algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon
+        )
+
+        self.roles = {"critic": critic} if critic is not None else {}
+        self.roles["actor"] = policy
+        self._load(
+            bundle.folder / "checkpoints",
+            {"reward_shaper": shaper, "kl_coefficient": self.kl_coefficient},
+        )
+        self.make_experience = experience_maker(
+            policy,
+            algorithm,
+            config.train,
+            shaper=shaper,
+            kl_coefficient=self.kl_coefficient,
+            critic=critic,
+            teacher=teacher,
+            flatten=Flatten(
+                None,
+                first_token_apart=config.rollout.first_token_temperature is not None,
+                min_tokens=config.rollout.min_tokens,
+            ),
+            num_updates=updates,
+        )
+
+    def _load(self, folder: Path, parts: dict[str, Any]) -> None:
+        saved = [*folder.glob("step*")]
+        if not saved:
+            return  # the first step begins with --pretrain
+
+        names = torch.load(saved[0] / PARTS, weights_only=True)
+        parts = {name: parts.get(name, _Unused()) for name in names}
+        models = {
+            name: (role.module, role.optimizer, role.scheduler) for name, role in self.roles.items()
+        }
+        if self.policy.average is not None:
+            models["ema"] = (self.policy.average, None, None)
+        # The flags of the run decide about the optimizers, as when it resumes.
+        with ExitStack() as settings:
+            for role in self.roles.values():
+                settings.enter_context(own_settings(role.optimizer, role.scheduler))
+            self.policy.strategy.checkpoints.load(models, folder, saved[0].name, parts=parts)
+
+    def learners(self, records: dict[int, SampleRecord]) -> list[Any]:
+        """Return what learns in the step, with an objective that fills the records."""
+        *others, actor = self.build.build_learners(
+            self.config, self.policy, self.critic, None, None, self.kl_coefficient
+        )
+        objective = _Observed(self.config.algorithm, self.kl_coefficient)
+        objective.records = records
+        return [*others, replace(actor, objective=objective)]
+
+
+def explanation(result: Replay, number: int) -> Iterator[str]:
+    """Yield the path of a sample, from the reward to the loss, line by line."""
+    sample = result.samples[number]
+    group = [each for each in result.samples if each.group == sample.group]
+    rewards = torch.tensor([each.reward for each in group], dtype=torch.float64)
+    yield (
+        f"sample {number}: group {sample.group}, row {sample.prompt.index} of the data,"
+        f" {len(sample.token_ids)} tokens, ended by {sample.finish_reason}"
+    )
+    yield f"  prompt     {sample.prompt.text!r:.200}"
+    yield f"  response   {sample.text!r:.200}"
+    parts = "".join(f", {name} {value:.6g}" for name, value in sample.reward_parts.items())
+    yield f"  reward     {sample.reward:.6g}{parts}" + (", not learned" if sample.masked else "")
+    yield (
+        f"  group      {len(group)} rewards, mean {rewards.mean():.6g}, standard deviation"
+        f" {rewards.std(correction=0):.6g}"
+    )
+
+    experience = result.experience
+    if experience is None:
+        return
+    row = experience.select([experience.rows.tolist().index(number)])
+    learned = row.loss_mask
+    yield f"  advantage  {_range(row.advantages[learned])}"
+    yield f"  log-probs  engine {_range(row.engine_logprobs[learned])}"
+    if row.old_logprobs is not None:
+        yield f"             before the step {_range(row.old_logprobs[learned])}"
+
+    record = result.records.get(number)
+    for update, share in enumerate(record.shares if record else ()):
+        ratio = f"ratio {_range(record.ratios[update])}, " if record.ratios else ""
+        yield (
+            f"  loss       {ratio}{record.clipped[update]} of {int(learned.sum())} tokens clipped,"
+            f" share {share:.6g}"
+        )
+
+
+def _range(values: Tensor) -> str:
+    if not len(values):
+        return "of no token"
+    least = values.min().item()
+    most = values.max().item()
+    return f"{least:.6g}" if math.isclose(least, most) else f"{least:.6g} to {most:.6g}"
