@@ -144,6 +144,11 @@ class Completion:
     drafts: Drafts = Drafts()
     weight_versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token."""
+    experts: Any = field(default=None, compare=False)
+    """Experts that the routers chose, an array [tokens, layers, k] of ids, with --router_replay.
+
+    It begins with the prompt, and the last sampled token has none. Layers without experts have any
+    ids."""
 
     @property
     def weight_version(self) -> int:
@@ -210,6 +215,8 @@ class Sample:
 
     There are several if the response grew over several steps or while weights came.
     """
+    experts: Any = field(default=None, compare=False)
+    """Experts that the engine chose for the first tokens of prompt and response: see Completion."""
     drafts: Drafts = Drafts()
     """Drafts of the response since this process began it; empty without --speculative."""
     reward: float = 0.0

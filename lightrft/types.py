@@ -41,6 +41,43 @@ class Routing:
     count: Tensor  # [] tokens times layers
 
 
+@dataclass(frozen=True, slots=True)
+class RoutedShape:
+    """Shape of a record of the experts that each layer has chosen for a token: [layers, k].
+
+    Layers without experts have a place too, with any ids.
+    """
+
+    num_layers: int
+    num_chosen: int
+    num_experts: int
+
+    @classmethod
+    def of(cls, config: Any) -> Self | None:
+        """Return the shape for a model's configuration; None for a model without experts."""
+        text = config.get_text_config()
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        num_experts = next((getattr(text, name) for name in names if getattr(text, name, None)), 0)
+        if not num_experts:
+            return None
+        return cls(text.num_hidden_layers, text.num_experts_per_tok, num_experts)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the smallest type that has room for all ids and for `missing`."""
+        return torch.uint8 if self.num_experts <= torch.iinfo(torch.uint8).max else torch.int16
+
+    def empty(self, num_tokens: int) -> Tensor:
+        """Return records of tokens whose experts nobody knows: [num_tokens, layers, k]."""
+        shape = (num_tokens, self.num_layers, self.num_chosen)
+        return torch.full(shape, missing_expert(self.dtype), dtype=self.dtype)
+
+
+def missing_expert(dtype: torch.dtype) -> int:
+    """Return the id that stands for an unknown expert in a record of this type."""
+    return torch.iinfo(dtype).max
+
+
 Features = dict[str, Tensor]
 """Output of a processor for the images of one sequence, as inputs of the model.
 
@@ -100,6 +137,8 @@ class Batch:
     entropy: Tensor | None = per_token()
     # [T] bool, sampled before a response may end; None: it may end anywhere
     early: Tensor | None = per_token()
+    # [T, layers, k] experts that the engine chose, see RoutedShape; None: routers choose freely
+    experts: Tensor | None = per_token()
     # [M] int64, see learned_tokens; set by `to`
     learned: Tensor | None = field(default=None, metadata={"per": "batch"})
     # of a micro-batch; None: nothing is shared
@@ -298,8 +337,32 @@ def append_sequence(batch: Batch, token_ids: Tensor, features: Features | None =
         else [*(batch.media or [{}] * len(batch)), features or {}]
     )
     shared = batch.shared and batch.shared.append_sequence(len(token_ids))
+    experts = batch.experts
+    if experts is not None:
+        missing = experts.new_full(
+            (len(token_ids), *experts.shape[1:]), missing_expert(experts.dtype)
+        )
+        experts = torch.cat([experts, missing])
 
-    return Batch(lengths, ids, mask, rows, learned=batch.learned, shared=shared, media=media)
+    return Batch(
+        lengths,
+        ids,
+        mask,
+        rows,
+        learned=batch.learned,
+        shared=shared,
+        media=media,
+        experts=experts,
+    )
+
+
+def pad_to_multiple(batch: Batch, multiple: int) -> Batch:
+    """Append padding so that the number of computed tokens is a multiple of `multiple`.
+
+    The padding is a sequence that is excluded from the loss.
+    """
+    missing = -batch.num_computed % multiple
+    return append_sequence(batch, batch.input_ids.new_zeros(missing)) if missing else batch
 
 
 def concatenated_features(features: Sequence[Features]) -> Features:

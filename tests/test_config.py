@@ -1046,7 +1046,7 @@ def test_field_names_are_unique_over_all_sections():
 
 
 def test_the_number_of_knobs_stays_in_hand():
-    assert len(section_of_field()) <= 267
+    assert len(section_of_field()) <= 269
 
 
 def test_commands_read_sections_that_exist():
@@ -1626,3 +1626,52 @@ def test_experts_that_cannot_be_divided_are_refused_before_anything_is_loaded(
     (tmp_path / "config.json").write_text(json.dumps(mixture | config))
     own = ["--pretrain", str(tmp_path), "--prompt_data", "train.jsonl", "--ep_size", "2", "--fsdp"]
     assert message in problems(*own, *flags, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "message"),
+    [
+        (
+            "dots1",
+            ["--router_replay"],
+            "--router_replay does not support models of type dots1; supported are deepseek_v3, glm4",
+        ),
+        (
+            "qwen3_moe",
+            ["--router_bias_rate", "0.001"],
+            "--router_bias_rate 0.001 does not support models of type qwen3_moe; supported are"
+            " deepseek_v3, glm4_moe, minimax_m2",
+        ),
+        (
+            "qwen3_moe",
+            ["--router_replay", "--engine_type", "sglang"],
+            "needs --engine_type vllm or",
+        ),
+        (
+            "qwen3_moe",
+            ["--router_replay", "--engine_type", "vllm", "--speculative", "ngram"],
+            "--router_replay needs --speculative none",
+        ),
+        (
+            "qwen3_moe",
+            ["--router_replay", "--replay_rollouts", "run"],
+            "--router_replay does not support --replay_rollouts",
+        ),
+        (
+            "qwen3_5_moe_text",
+            ["--router_replay", "--images_key", "images"],
+            "--images_key does not support --router_replay",
+        ),
+        (
+            "glm4_moe",
+            ["--router_bias_rate", "0.001", "--lora_rank", "4"],
+            "--router_bias_rate needs --lora_rank 0",
+        ),
+    ],
+)
+def test_routers_that_cannot_be_replayed_or_moved_are_refused(
+    tmp_path: Path, kind: str, flags: list[str], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "num_experts": 4}))
+    own = ["--pretrain", str(tmp_path), "--prompt_data", "train.jsonl", "--fsdp"]
+    assert message in problems(*own, *flags)

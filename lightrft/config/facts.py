@@ -34,6 +34,8 @@ EXPERT_FAMILIES = (
 Another type whose experts transformers computes in the same way needs only an entry here, once the
 tests have compared its gradients.
 """
+BIASED_FAMILIES = ("deepseek_v3", "glm4_moe", "minimax_m2")
+"""Those whose routers add a bias to the scores when they choose; --router_bias_rate moves it."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of a model's configuration with the number of experts of a layer."""
 UNSCALED = ("rope_type", "rope_theta")

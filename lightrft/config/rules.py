@@ -8,7 +8,13 @@ from datetime import date
 from importlib.util import find_spec
 from typing import Any
 
-from lightrft.config.facts import EXPERT_FAMILIES, RunFacts, text_config, unreadable
+from lightrft.config.facts import (
+    BIASED_FAMILIES,
+    EXPERT_FAMILIES,
+    RunFacts,
+    text_config,
+    unreadable,
+)
 from lightrft.config.references import (
     ENGINE,
     GGUF,
@@ -623,6 +629,11 @@ MEDIA = (
         lambda run: run.media_flags and run.aux_loss_coef > 0,
     ),
     Rule(
+        "{media_flags} does not support --router_replay: the experts of media tokens were not tested",
+        lambda run: run.media_flags and run.router_replay,
+        PPO,
+    ),
+    Rule(
         "--videos_key: set --limit_mm_video_per_prompt, for which the engine reserves memory; its"
         " default is 0",
         lambda run: run.videos_key and run.limit_mm_video_per_prompt == 0,
@@ -668,6 +679,20 @@ def _undivided_experts(run: RunFacts) -> str:
     if run.num_experts % run.ep_size:
         return f"{run.pretrain}: it does not divide the {run.num_experts} experts of a layer"
     return ""
+
+
+def _unknown_routers(run: RunFacts) -> list[str]:
+    """Return the flags about routers that the model does not support; one on the hub is loaded first."""
+    kind = run.model_config.get("model_type", "")
+    flags = (
+        (run.router_replay, "--router_replay", EXPERT_FAMILIES),
+        (run.router_bias_rate > 0, f"--router_bias_rate {run.router_bias_rate}", BIASED_FAMILIES),
+    )
+    return [
+        f"{flag} does not support models of type {kind}; supported are {', '.join(families)}"
+        for used, flag, families in flags
+        if used and kind and kind not in families
+    ]
 
 
 def _undivided_ranks(run: RunFacts) -> int:
@@ -737,6 +762,29 @@ STRATEGY = (
         lambda run: run.ep_size > 1 and run.tp_size > 1,
     ),
     Rule("--ep_size {ep_size} does not support {found}", _undivided_experts),
+    Rule("{found}", _unknown_routers, PPO),
+    Rule(
+        "--router_replay needs --engine_type vllm or hf: the routers of SGLang were not tested",
+        lambda run: run.router_replay and run.engine_type == "sglang",
+        PPO,
+    ),
+    Rule(
+        "--router_replay needs --speculative none: tokens of rejected drafts choose experts too, and"
+        " that was not tested",
+        lambda run: run.router_replay and run.speculative != "none",
+        PPO,
+    ),
+    Rule(
+        "--router_replay does not support --replay_rollouts: recorded samples have no experts",
+        lambda run: run.router_replay and run.replay_rollouts,
+        PPO,
+    ),
+    Rule(
+        "--router_bias_rate needs --lora_rank 0: the engine gets adapters alone, and the reference"
+        " is the actor without them, but with the biases",
+        lambda run: run.router_bias_rate > 0 and run.lora_rank > 0,
+        PPO,
+    ),
     Rule(
         "--lora_rank with --ep_size needs --target_modules with the names of linear layers, such as"
         " those of the attention: experts have no adapters",

@@ -395,6 +395,9 @@ class EngineSection(Section, commands=GENERATING):
     """Maximum number of audio clips in one prompt."""
     micro_rollout_batch_size: int = option(64, COUNT, needs="--engine_type hf")
     """Number of prompts that the hf engine generates at once."""
+    router_replay: bool = option(False, commands=PPO)
+    """For a mixture of experts: the trainer uses the experts that the engine chose for each token,
+    so that rounding in one of them changes no choice."""
     speculative: Literal["none", "ngram", "group", "draft", "eagle3", "mtp"] = "none"
     """Source of draft tokens for speculative decoding in vLLM. It does not change the sampled
     distribution. ngram, the prompt and the response itself; group, all responses to the same
@@ -736,6 +739,10 @@ class AlgorithmSection(Section, commands=PPO):
     aux_loss_coef: float = option(0.0, NOT_NEGATIVE)
     """Coefficient of the load-balancing loss for the experts of a mixture-of-experts model; it
     takes one more forward pass. 0: none."""
+    router_bias_rate: float = option(0.0, NOT_NEGATIVE)
+    """Balance the experts of a mixture without a loss: after each optimizer step, this is added to
+    the biases of experts with less than the mean load and subtracted from others (0.001 in the
+    paper). 0: biases stay as they are."""
     ptx_coef: float = option(
         0.05,
         POSITIVE.hint("; omit --pretrain_data to train without the supervised loss"),

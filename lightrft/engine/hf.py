@@ -21,8 +21,9 @@ from lightrft.engine.probe import Probe
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.device import float32_product, grow_segments, release_cached_memory
+from lightrft.parallel.expert_parallel import routers
 from lightrft.thinker import generating_class, load_config
-from lightrft.types import Completion, concatenated_features
+from lightrft.types import Completion, RoutedShape, concatenated_features
 from lightrft.weight_sync.adapters import Adapters, low_rank_product, names_of
 from lightrft.weight_sync.names import PublishedNames
 from lightrft.weight_sync.verify import Fingerprints
@@ -78,6 +79,7 @@ class HFEngine(Engine):
         if setup.adapters is not None:
             self.weights |= _add_adapters(self.model, setup.adapters)
         self.weights_valid = not setup.from_stream
+        self.routed = _RoutedExperts(self.model) if setup.section.router_replay else None
         self._waiting: dict[int, Request] = {}
         self._samples: _Samples | None = None
         """Samples of the running batch."""
@@ -151,6 +153,10 @@ class HFEngine(Engine):
         )
 
         rows, logits = self._prefill(prompts, sampling.n)
+        if self.routed:
+            samples.begin_experts(
+                self.routed.newest(len(prompts)), [len(request.prompt) for request in prompts]
+            )
         for step in range(sampling.max_tokens):
             tokens, logprobs = sample_tokens(
                 logits, sampling.temperature, noise[rows.index, step], sampling.truncation
@@ -173,6 +179,8 @@ class HFEngine(Engine):
             if not any(rows.running):
                 break
             logits = self._decode(rows, rows.drop_finished(tokens))
+            if self.routed:
+                samples.add_experts(rows, self.routed.newest(len(rows.index))[:, 0])
 
     def _empty_samples(
         self, sampling: Sampling, keys: tuple[int, ...], lengths: list[int]
@@ -387,6 +395,8 @@ class _Samples:
     complete: list[int] = field(default_factory=list)
     """Prompts that are complete and not yet yielded."""
     num_aborted: int = 0
+    experts: list[list[np.ndarray]] = field(default_factory=list)
+    """Chosen experts of each sample in parts, [tokens, layers, k] each, with --router_replay."""
 
     def __post_init__(self) -> None:
         self.missing = [self.sampling.n] * len(self.requests)
@@ -408,6 +418,20 @@ class _Samples:
             self.complete.append(prompt)
 
         return False
+
+    def begin_experts(self, experts: np.ndarray, lengths: list[int]) -> None:
+        """Begin the records with the prompts, [prompts, S, layers, k] with padding on the left."""
+        self.experts = [
+            [prompt[len(prompt) - length :]]
+            for prompt, length in zip(experts, lengths, strict=True)
+            for _ in range(self.sampling.n)
+        ]
+
+    def add_experts(self, rows: "_Rows", experts: np.ndarray) -> None:
+        """Add the experts of the newest token of each row that runs, [R, layers, k]."""
+        for index, running, token in zip(rows.index.tolist(), rows.running, experts, strict=True):
+            if running:
+                self.experts[index].append(token[None])
 
     def finished(self) -> list[tuple[int, list[Completion]]]:
         """Return the request and the completions of each prompt that has become complete."""
@@ -436,7 +460,10 @@ class _Samples:
         return [len(sample.token_ids) for sample in self._of(self.requests.index(request))]
 
     def _of(self, prompt: int) -> list[Completion]:
-        return self.completions[prompt * self.sampling.n : (prompt + 1) * self.sampling.n]
+        own = slice(prompt * self.sampling.n, (prompt + 1) * self.sampling.n)
+        for completion, parts in zip(self.completions[own], self.experts[own], strict=False):
+            completion.experts = np.concatenate(parts)
+        return self.completions[own]
 
 
 @dataclass(slots=True)
@@ -461,6 +488,28 @@ class _Rows:
         self.next_position = self.next_position[keep]
         self.cache.reorder_cache(keep)
         return tokens[keep]
+
+
+class _RoutedExperts:
+    """Keeps the experts that the routers of a model chose in the newest forward pass."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.shape = RoutedShape.of(model.config)
+        self.chosen: dict[int, Tensor] = {}
+        """Number of a layer -> expert ids [tokens, k]."""
+        for number, router in routers(model).items():
+            router.register_forward_hook(partial(self._take, number))
+
+    def _take(self, number: int, _: nn.Module, __: tuple, output: tuple[Tensor, ...]) -> None:
+        self.chosen[number] = output[2]
+
+    def newest(self, num_rows: int) -> np.ndarray:
+        """Return the experts of the newest pass: [num_rows, S, layers, k]."""
+        first = next(iter(self.chosen.values()))
+        experts = self.shape.empty(len(first)).to(first.device)
+        for number, chosen in self.chosen.items():
+            experts[:, number] = chosen.to(experts.dtype)
+        return experts.unflatten(0, (num_rows, -1)).cpu().numpy()
 
 
 def _noise(seeds: list[int], sampling: Sampling) -> Tensor:

@@ -41,6 +41,10 @@ class StopStrings:
             for name in ("token_ids", "logprobs", "weight_versions")
         }
 
+        if completion.experts is not None:
+            kept = len(completion.experts) - (len(tokens) - length)
+            shortened["experts"] = completion.experts[:kept]
+
         return replace(completion, **shortened, finish_reason="stop")
 
     def _inside(self, token_ids: list[int]) -> bool:

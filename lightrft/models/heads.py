@@ -18,6 +18,7 @@ from lightrft.attention.layout import Layout, bidirectional_token
 from lightrft.config.errors import ConfigError
 from lightrft.models.empty import real_parameters
 from lightrft.models.logprobs import Upstream, token_logprobs, top_logprobs
+from lightrft.models.routers import Choices, RouterChoices
 from lightrft.parallel.sequence_parallel import (
     NO_SEQUENCE_PARALLEL,
     SequenceParallel,
@@ -30,6 +31,7 @@ from lightrft.types import (
     Features,
     append_sequence,
     concatenated_features,
+    pad_to_multiple,
     padded,
     to_device,
     unpadded,
@@ -61,6 +63,8 @@ class Actor(SequenceParallelModule):
         self.language_model = language_model
         self.logit_scale = logit_scale(language_model)
         self.softcap = logit_softcap(language_model)
+        self.router_choices: RouterChoices | None = None
+        """Choices of the routers of a mixture of experts, if they are replayed or counted."""
         self.blank: tuple[Expanded, ...] = ()
         """Sequences to append to batches that lack a medium: one with an item of each medium,
         excluded from the loss. While other ranks train on the medium, all ranks must run the same
@@ -89,7 +93,10 @@ class Actor(SequenceParallelModule):
         gradient.
         """
         padded = pad_to_multiple(with_blank(batch, self.blank), self.sequence.multiple)
-        hidden = hidden_states(self.language_model, padded, self.sequence)
+        choices = self.router_choices and self.router_choices.begin(
+            padded, self.sequence, measure=self.training
+        )
+        hidden = hidden_states(self.language_model, padded, self.sequence, choices)
         if top:
             return self._top(hidden, padded, top, temperature / self.logit_scale, batch.num_tokens)
 
@@ -264,14 +271,17 @@ def of_rows(gradients: LocalGradients, tokens: Tensor, num_tokens: int) -> Upstr
 
 
 def hidden_states(
-    model: PreTrainedModel, batch: Batch, sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
+    model: PreTrainedModel,
+    batch: Batch,
+    sequence: SequenceParallel = NO_SEQUENCE_PARALLEL,
+    choices: Choices | None = None,
 ) -> Tensor:
     """Return the backbone's output at each token that this rank computes: [t, H].
 
     A token attends to its own sequence only, up to itself or to the end of its image (see
     Layout.bidirectional). Ranks split the computed tokens: all tokens of the batch, or each shared
     prefix once (see `Batch.shared`). Towers compute all media on each of these ranks, and only the
-    decoder's work is split.
+    decoder's work is split. Routers that RouterChoices has taken over read `choices`.
     """
     device = batch.input_ids.device
     shared = batch.shared
@@ -305,6 +315,7 @@ def hidden_states(
             layout=layout,
             seq_idx=layout,  # the only argument that LFM2 passes on to its convolutions
             **features,
+            **({} if choices is None else {"choices": choices}),
         ).last_hidden_state[0]
 
 
@@ -385,15 +396,6 @@ def with_blank(batch: Batch, blank: Sequence[Expanded]) -> Batch:
         if not each.features.keys() <= names:
             batch = append_sequence(batch, torch.tensor(each.token_ids), each.features)
     return batch
-
-
-def pad_to_multiple(batch: Batch, multiple: int) -> Batch:
-    """Append padding so that the number of computed tokens is a multiple of `multiple`.
-
-    The padding is a sequence that is excluded from the loss.
-    """
-    missing = -batch.num_computed % multiple
-    return append_sequence(batch, batch.input_ids.new_zeros(missing)) if missing else batch
 
 
 def rope_window(model: PreTrainedModel) -> int | None:

@@ -8,20 +8,13 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-PRODUCTS = {
-    "aten::mm",
-    "aten::addmm",
-    "aten::bmm",
-    "aten::baddbmm",
-    "aten::_grouped_mm",
-    "transformers::grouped_mm_fallback",
-}
-"""Matrix products. The last two are those of a layer's experts, on a GPU and elsewhere."""
-
-
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+EXPERT_PRODUCTS = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
+"""Matrix products of a layer's experts, on a GPU and elsewhere."""
 SUMS = {"lightrft::sum_", "lightrft::reduce_scatter_"}
 """Sums of products over tensor-parallel ranks. They change a product that is kept, so they must not
 run again."""
+KEPT = PRODUCTS | EXPERT_PRODUCTS | SUMS
 
 
 def recompute(module: nn.Module, *, selective: bool) -> None:
@@ -29,12 +22,14 @@ def recompute(module: nn.Module, *, selective: bool) -> None:
 
     A block keeps only its input. With `selective` it also keeps the results of attention and matrix
     products, summed over tensor-parallel ranks, so that the recomputation costs next to nothing.
+    Products of experts with biases (gpt_oss) are recomputed all the same.
     """
     if isinstance(module, PreTrainedModel):
+        # transformers adds biases of experts into the product, which could not be used once more.
+        biased = any(name.endswith("down_proj_bias") for name, _ in module.named_parameters())
+        keep = keep_expensive_but_experts if biased else keep_expensive
         options = (
-            {"context_fn": partial(create_selective_checkpoint_contexts, keep_expensive)}
-            if selective
-            else {}
+            {"context_fn": partial(create_selective_checkpoint_contexts, keep)} if selective else {}
         )
         module.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False, **options}
@@ -55,9 +50,18 @@ def keep_expensive(_: Any, op: OpOverload, *args: Any, **options: Any) -> Checkp
     attention = ("attn" in name or "attention" in name) and not _dropout(op, args, options)
     return (
         CheckpointPolicy.MUST_SAVE
-        if attention or name in PRODUCTS or name in SUMS
+        if attention or name in KEPT
         else CheckpointPolicy.PREFER_RECOMPUTE
     )
+
+
+def keep_expensive_but_experts(
+    context: Any, op: OpOverload, *args: Any, **options: Any
+) -> CheckpointPolicy:
+    """Return the same policy, but recompute the products of experts."""
+    if op.name() in EXPERT_PRODUCTS:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return keep_expensive(context, op, *args, **options)
 
 
 def _dropout(op: OpOverload, args: tuple, options: dict[str, Any]) -> float:

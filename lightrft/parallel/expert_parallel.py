@@ -65,6 +65,22 @@ def expert_layers(module: nn.Module) -> list[nn.Module]:
     ]
 
 
+def routers(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """Return the router of each layer that has one, by the number of the layer.
+
+    A router's forward returns the logits, the weights of the chosen experts, and their ids [t, k].
+    """
+    recorder = (model._can_record_outputs or {}).get("router_logits")
+    if recorder is None:
+        return {}
+    return {
+        number: part
+        for number, layer in enumerate(model.get_decoder().layers)
+        for part in layer.modules()
+        if isinstance(part, recorder.target_class)
+    }
+
+
 def visit(
     compute: Compute, num_own: int, axis: Axis, hidden: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:

@@ -50,4 +50,5 @@ def empty_microbatch(batch: B) -> B:
         name: value.new_zeros(1)
         for name, value in (batch.columns("token") | batch.columns("sequence")).items()
     }
-    return batch.with_columns(zeros | {"lengths": batch.lengths.new_ones(1), "media": None})
+    absent = {"media": None, "experts": None}
+    return batch.with_columns(zeros | absent | {"lengths": batch.lengths.new_ones(1)})

@@ -20,7 +20,7 @@ from lightrft.checkpoint.hf_parameters import hf_parameters, persistent_buffers,
 from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models.heads import Actor
 from lightrft.models.lora import adapted_layers, adapters_off, fold_adapters, plain_name
-from lightrft.models.routers import Routers
+from lightrft.models.routers import RouterChoices, Routers
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.profiler import Profiler
 from lightrft.roles.compatible_names import PolicyNames
@@ -75,6 +75,8 @@ class Policy(Role, PolicyNames):
         self.tokenizer = tokenizer
         self.routers: Routers | None = None
         """Routers of the actor if it is a mixture of experts; update() balances the load."""
+        self._load_report: Report = {}
+        """Load of the experts in the newest optimizer step, if it is measured."""
         self._generations = 0
         self._version_before_refit: int | None = None
         self._profiler: Profiler | None = None
@@ -143,7 +145,11 @@ class Policy(Role, PolicyNames):
         return both[:, 0], both[:, 1]
 
     def reference_logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
-        """Return log p of every learned token under the reference model: [T]."""
+        """Return log p of every learned token under the reference model: [T].
+
+        Its routers choose freely: they have other weights than the actor's.
+        """
+        batch = replace(batch, experts=None)
         with self._reference() as reference:
             return self._infer(
                 reference, lambda part: self._token_logprobs(reference, part), batch, rows
@@ -159,7 +165,22 @@ class Policy(Role, PolicyNames):
             )
         if self.routers:
             batch.routing = self.routers.routing(logits, batch, self.actor.sequence)
-        return logprobs, {"train/entropy": batch.entropy.detach()}
+        report: Report = {"train/entropy": batch.entropy.detach()}
+        if self.actor.router_choices:
+            report |= self._measured_choices(self.actor.router_choices)
+        return logprobs, report
+
+    def _measured_choices(self, choices: RouterChoices) -> Report:
+        """Add the load of the experts to the open step; report the choices that replay changed."""
+        sequence = self.actor.sequence
+        if self._step is not None and self._step.learn:
+            load = choices.load(sequence)
+            before = self._step.expert_load
+            self._step.expert_load = load if before is None else before + load
+        return choices.report(sequence)
+
+    def balance_experts(self, load: Tensor) -> None:
+        self._load_report = self.actor.router_choices.balance(load)
 
     def update(
         self,
@@ -176,7 +197,10 @@ class Policy(Role, PolicyNames):
         """
         if self.routers:
             objective = Balanced(objective, self._balance(batch, rows), self.routers.coefficient)
-        return super().update(batch, rows, objective, denominator, metrics, **options)
+        loss_and_norm = super().update(batch, rows, objective, denominator, metrics, **options)
+        for name, value in self._load_report.items():
+            (metrics.max if name.endswith("_max") else metrics.mean)(name, value)
+        return loss_and_norm
 
     def supervised(
         self, batch: Batch, gradients: LocalGradients | None = None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from lightrft.roles.policy import Policy
 from lightrft.rollout.gathered_rewards import GatheredRewards, place_at_tokens
 from lightrft.rollout.measure import measure_experience, measure_groups
 from lightrft.rollout.plan import Stage, TrainingPlan
-from lightrft.types import Expand, Expanded, Experience, Sample
+from lightrft.types import Expand, Expanded, Experience, RoutedShape, Sample
 
 Compare = Callable[[GatheredRewards], Tensor]
 """Function that returns the advantage [M] of each reward of all ranks."""
@@ -48,6 +49,7 @@ class Flatten:
     expand: Expand | None = None
     first_token_apart: bool = False
     min_tokens: int = 0
+    routed: RoutedShape | None = None
 
     def __call__(self, samples: list[Sample], *, first_row: int) -> Experience:
         return flatten(
@@ -56,6 +58,7 @@ class Flatten:
             expand=self.expand,
             first_token_apart=self.first_token_apart,
             min_tokens=self.min_tokens,
+            routed=self.routed,
         )
 
 
@@ -210,13 +213,15 @@ def flatten(
     expand: Expand | None = None,
     first_token_apart: bool = False,
     min_tokens: int = 0,
+    routed: RoutedShape | None = None,
 ) -> Experience:
     """Concatenate prompts and responses into one experience; tokens that were sampled are learned.
 
     Rows count on from `first_row`. `expand` expands prompts with media; without it all prompts are
     text. With `first_token_apart` the first token after a prompt is not learned, because it was
     sampled from another distribution; first tokens of later turns are learned. The first
-    `min_tokens` of a response were sampled without the tokens that would end it.
+    `min_tokens` of a response were sampled without the tokens that would end it. `routed`: the
+    experience has the experts that the engine chose.
     """
     expanded = _expand_prompts(samples, expand) if expand else None
     prompt_ids = [each.token_ids for each in expanded or (sample.prompt for sample in samples)]
@@ -251,6 +256,7 @@ def flatten(
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
         engine_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         early=_early_tokens(prompts, samples, min_tokens) if min_tokens else None,
+        experts=_chosen_experts(lengths, samples, routed) if routed else None,
         media=[each.features for each in expanded] if expand else None,
         tower_tokens=torch.tensor([each.tower_tokens for each in expanded]) if expand else None,
     )
@@ -273,6 +279,16 @@ def _early_tokens(prompts: list[int], samples: list[Sample], min_tokens: int) ->
         for token in (*[min_tokens] * length, *range(len(sample.token_ids)))
     ]
     return torch.tensor(early, dtype=torch.bool)
+
+
+def _chosen_experts(lengths: list[int], samples: list[Sample], shape: RoutedShape) -> Tensor:
+    """Return the experts that the engine chose for each token of samples: [T, layers, k]."""
+    experts = shape.empty(sum(lengths))
+    for start, sample in zip(accumulate(lengths, initial=0), samples, strict=False):
+        if sample.experts is not None:
+            record = torch.from_numpy(sample.experts.astype(np.int16)).to(shape.dtype)
+            experts[start : start + len(record)] = record
+    return experts
 
 
 def _expand_prompts(samples: list[Sample], expand: Expand) -> list[Expanded]:

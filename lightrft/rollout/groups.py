@@ -86,6 +86,10 @@ class Group:
             "row": self.row,
             "responses": responses,
             "greedy": self.greedy is not None,
+            # Checkpoints hold tensors and plain types.
+            "experts": [
+                None if s.experts is None else torch.from_numpy(s.experts) for s in self.responses
+            ],
         }
 
     @classmethod
@@ -108,6 +112,8 @@ class Group:
             sample.token_ids = list(token_ids)
             sample.logprobs = list(logprobs)
             sample.weight_versions = list(versions)
+        for sample, experts in zip(group.responses, state.get("experts", ()), strict=False):
+            sample.experts = None if experts is None else experts.numpy()
 
         return group
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, count
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import RolloutSection
@@ -209,6 +210,10 @@ class Sampler:
         sample.logprobs += completion.logprobs
         sample.weight_versions += completion.weight_versions
         sample.drafts = sample.drafts.plus(completion.drafts)
+        if completion.experts is not None:
+            # Tokens that had a record keep the experts that their log-probs come from.
+            before = completion.experts[:0] if sample.experts is None else sample.experts
+            sample.experts = np.concatenate([before, completion.experts[len(before) :]])
 
         if completion.finish_reason != ABORTED:
             sample.finish_reason = completion.finish_reason

@@ -26,7 +26,7 @@ from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompts import load_prompts
 from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models.load import load_tokenizer
-from lightrft.models.routers import Routers
+from lightrft.models.routers import RouterChoices, Routers
 from lightrft.observe.trace import Untraced
 from lightrft.rewards.engine_judge import EngineJudge
 from lightrft.rewards.runner import RewardRunner
@@ -70,6 +70,7 @@ from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.held_out import HeldOut
 from lightrft.trainer.ppo import Learner, PPOTrainer, ReplayTrainer
 from lightrft.trainer.tasks.sft import PtxLoss
+from lightrft.types import RoutedShape
 
 
 def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
@@ -134,6 +135,9 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
             training_data.expand,
             first_token_apart=config.rollout.first_token_temperature is not None,
             min_tokens=config.rollout.min_tokens,
+            routed=RoutedShape.of(policy.actor.hf_model.config)
+            if config.engine.router_replay
+            else None,
         ),
         num_updates=updates,
         branches=has_episodes(config.environment),
@@ -246,6 +250,10 @@ def build_ppo_roles(
     )
     if algorithm.aux_loss_coef > 0:
         policy.routers = Routers(policy.actor.language_model, algorithm.aux_loss_coef)
+    if config.engine.router_replay or algorithm.router_bias_rate > 0:
+        policy.actor.router_choices = RouterChoices(
+            policy.actor.language_model, bias_rate=algorithm.router_bias_rate
+        )
 
     return policy, critic, teacher
 

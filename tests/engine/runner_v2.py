@@ -8,6 +8,11 @@ here.
 Prints a JSON object: the runner that was used, how many steps may be in flight, case -> traceback
 (empty if it passed), and how many of the model's tensors exist when vLLM has been shut down.
 
+    python tests/engine/runner_v2.py FOLDER experts
+
+Prints how many tokens and layers of a mixture have a record of the chosen experts, and how many
+records are what transformers chooses.
+
     python tests/engine/runner_v2.py FOLDER
 
 Prints a JSON object with the samples of an engine that verifies the drafts of --speculative ngram,
@@ -49,6 +54,7 @@ from engine import contract  # noqa: E402
 from lightrft.engine.base import Request, Sampling  # noqa: E402
 from lightrft.engine.vllm import shim, speculation  # noqa: E402
 from lightrft.engine.vllm.text_drafter import Costs  # noqa: E402
+from lightrft.parallel.expert_parallel import routers  # noqa: E402
 from lightrft.parallel.mesh import Mesh  # noqa: E402
 
 
@@ -146,4 +152,48 @@ def with_and_without_drafts(folder: str) -> None:
         print("\n" + json.dumps(found))
 
 
-main(*sys.argv[1:]) if sys.argv[2:] else with_and_without_drafts(sys.argv[1])
+def recorded_experts(folder: str) -> None:
+    """Print how many records of chosen experts there are, and how many equal transformers'."""
+    long = list(range(5, 75))
+    counts = {"samples": 0, "cached": 0, "records": 0, "equal": 0}
+    with tempfile.TemporaryDirectory() as store:
+        dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
+        engine = contract.start("vllm", folder, Mesh("cpu").world, {"router_replay": True})
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        chosen: dict[int, Tensor] = {}
+        for number, router in routers(model).items():
+            router.register_forward_hook(
+                lambda _, __, output, number=number: chosen.update({number: output[2]})
+            )
+
+        sampling = Sampling(n=2, temperature=1, max_tokens=4, seed=3)
+        loop = engine.open(sampling)
+        loop.add([Request(long), Request([9, 1, 2])])
+        ended = []
+        while loop.running:
+            ended += loop.step()
+        loop.add([Request(long, sampling=Sampling(max_tokens=9))])
+        for _ in range(3):
+            loop.step()
+        ended += loop.abort().items()
+        for index, completions in ended:
+            for completion in completions:
+                tokens = ([9, 1, 2] if index == 1 else long) + completion.token_ids
+                model(torch.tensor([tokens]))
+                own = torch.stack([chosen[number] for number in sorted(chosen)], 1)[:-1]
+                found = torch.from_numpy(completion.experts.astype("int64"))
+                assert len(found) == len(own), (len(found), len(own))
+                same = (own.sort(-1).values == found.sort(-1).values).all(-1)
+                counts["samples"] += 1
+                counts["cached"] += completion.num_cached_tokens
+                counts["records"] += same.numel()
+                counts["equal"] += int(same.sum())
+
+        engine.close()
+        print("\n" + json.dumps(counts))
+
+
+if sys.argv[2:] == ["experts"]:
+    recorded_experts(sys.argv[1])
+else:
+    main(*sys.argv[1:]) if sys.argv[2:] else with_and_without_drafts(sys.argv[1])

@@ -17,6 +17,7 @@ from lightrft.config import AlgorithmSection, RewardSection, parse
 from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import ppo_trainer
+from parallel.families import family_model
 from ranks import run_apart
 from roles import rows
 from runs import PPO, prepare, repeatable, rows_of
@@ -35,6 +36,7 @@ KL = ["--init_kl_coef=0.5", "--use_kl_loss=false", "--kl_estimator=k1"]
 COMPARED = [*KL, "--advantage_estimator=rloo", "--use_engine_logprobs", "--init_kl_coef=1000"]
 """At the first step the KL is between engine and reference: some last bits."""
 EXPERTS = ["--pretrain={folder}/experts", "--aux_loss_coef=1"]
+BIASED = ["--pretrain={folder}/biased", "--router_bias_rate=1e-6"]
 TEACHER = ["--teacher_pretrain={folder}/teacher", "--distill_coef=0.5"]
 CRITIC = ["--advantage_estimator=gae", "--critic_learning_rate=1e-3"]
 """Further flags that a flag of the critic needs."""
@@ -78,6 +80,7 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "pass_k": (["--advantage_estimator=pass_at_k"], ["--pass_k=1"]),
     "distill_coef": (TEACHER, ["--distill_coef=0.9"]),
     "aux_loss_coef": (EXPERTS, ["--aux_loss_coef=9"]),
+    "router_bias_rate": (BIASED, ["--router_bias_rate=9"]),
     "ptx_coef": (["--pretrain_data={folder}/train.jsonl"], ["--ptx_coef=0.5"]),
     "advantages_norm": ([], ["--advantages_norm"]),
     "advantage_clip": ([], ["--advantage_clip=0.05"]),
@@ -149,6 +152,7 @@ def numbers(tmp_path_factory) -> dict[str, tuple[dict[str, Any], dict[str, Any]]
     tiny_qwen3(folder / "teacher", seed=1)
     tokenizer = AutoTokenizer.from_pretrained(folder / "teacher")
     tiny_experts(folder / "experts")
+    family_model(folder / "biased", "glm4_moe", vocabulary=384)
     tokenizer.save_pretrained(rows.dense_scorer(str(folder / "model"), 1))
     (folder / "reward.py").open("a").write(OTHER_REWARD)
     rows_of_data = [

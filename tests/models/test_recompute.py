@@ -11,7 +11,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from flat_models import TEMPERATURE, gradients_of, make_batch, make_model, weighted
+from flat_models import (
+    HYBRIDS,
+    MIXTURES,
+    TEMPERATURE,
+    gradients_of,
+    make_batch,
+    make_model,
+    weighted,
+)
 from lightrft.attention.flat import ATTENTION
 from lightrft.batching.prefix_sharing import find_shared_prefixes
 from lightrft.models.heads import Actor
@@ -71,6 +79,18 @@ def test_what_is_computed_twice(name, alike):
     assert products(selective) == products(plain) < products(full)
     assert selective[SDPA] == plain[SDPA] == 0 and full[SDPA] >= 1
     assert plain[norms] == 0 and selective[norms] == full[norms] > 0, "norms are not kept"
+
+
+EXPERTS = ["gpt_oss", *MIXTURES, *(name for name in HYBRIDS if "moe" in name)]
+"""Mixtures of experts; those of gpt_oss have biases."""
+
+
+@pytest.mark.parametrize("name", sorted({*EXPERTS, "qwen3_next", "kimi_linear"}))
+def test_every_mixture_has_the_same_gradients(name: str) -> None:
+    _, expected = backward_pass(name, None, 0)
+    for policy in ("full", "selective"):
+        _, gradients = backward_pass(name, policy, 0)
+        assert all(torch.equal(gradients[key], each) for key, each in expected.items()), policy
 
 
 def test_attention_with_dropout_draws_its_numbers_again():

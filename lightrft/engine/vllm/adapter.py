@@ -25,7 +25,7 @@ from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.start import LibraryEngine
 from lightrft.engine.vllm import layers  # noqa: F401  registered by its import
 from lightrft.engine.vllm.adapter_slots import slots_problem
-from lightrft.engine.vllm.arguments import arguments
+from lightrft.engine.vllm.arguments import arguments, replay_problem
 from lightrft.engine.vllm.cpu_sampler import use_fast_sampling
 from lightrft.engine.vllm.shared_prompts import share_last_blocks
 from lightrft.engine.vllm.shim import VLLMShim
@@ -83,6 +83,9 @@ class VLLMEngine(LibraryEngine):
                 " bfloat16: use --bf16, or --engine_type hf"
             )
 
+        if setup.section.router_replay and (problem := replay_problem(config, on_cpu=self.on_cpu)):
+            raise ValueError(f"--router_replay: {problem}: use --engine_type hf")
+
         if config.model_type in OTHER_TIMES:
             self.limits.pop("videos", None)
         self.reader = MediaReader(
@@ -118,7 +121,9 @@ class VLLMEngine(LibraryEngine):
             self._runner_v2 = self._llm.llm_engine.vllm_config.use_v2_model_runner
             if self.on_cpu and not self._runner_v2:
                 use_fast_sampling(self._shim.sampler)
-            self._shares_last_blocks = self.on_cpu and share_last_blocks(self._shim.cache)
+            # vLLM keeps the chosen experts of whole blocks only.
+            shares = self.on_cpu and not setup.section.router_replay
+            self._shares_last_blocks = shares and share_last_blocks(self._shim.cache)
             self._held: dict[str, tuple[EngineCoreRequest, int]] = {}
             """Name of a sample -> request and seed, to submit after one step, when the first sample
             of each request has computed the prompt."""

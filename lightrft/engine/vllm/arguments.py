@@ -50,6 +50,7 @@ RESERVED = {
     "max_loras": "use --max_staleness",
     "max_lora_rank": "use --lora_rank",
     "lora_target_modules": "use --target_modules",
+    "enable_return_routed_experts": "use --router_replay",
 }
 """Arguments that --engine_args may not set -> what to do instead."""
 
@@ -102,6 +103,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         | (media if sees else {})
         | _speculation(setup)
         | _adapters(setup)
+        | ({"enable_return_routed_experts": True} if section.router_replay else {})
         | {
             "model": setup.model_path,
             "trust_remote_code": setup.trust_remote_code,
@@ -159,17 +161,30 @@ def _adapters(setup: EngineSetup) -> dict:
     }
 
 
+def replay_problem(config: PretrainedConfig, *, on_cpu: bool) -> str:
+    """Return why vLLM cannot say which experts it has chosen; empty if it can."""
+    if not _on_v2():
+        return "vLLM's runner V1, such as the one on a CPU without Triton, does not return experts"
+    if on_cpu and has_recurrent_state(config):
+        return "vLLM returns experts only with prefix caching, and recurrent states have none here"
+    return ""
+
+
+def _on_v2() -> bool:
+    """Return True if vLLM uses model runner V2, which needs Triton."""
+    forced = envs.VLLM_USE_V2_MODEL_RUNNER
+    return HAS_TRITON if forced is None else forced
+
+
 def _speculation(setup: EngineSetup) -> dict:
     """Return the arguments of --speculative; none without it."""
     section = setup.section
-    # Runner V2, which needs Triton, refuses our drafter. Unlike its method `ngram`, this one does not
-    # end asynchronous scheduling.
-    forced = envs.VLLM_USE_V2_MODEL_RUNNER
-    on_v2 = HAS_TRITON if forced is None else forced
+    # Runner V2 refuses our drafter. Unlike its method `ngram`, this one does not end asynchronous
+    # scheduling.
     ours = {"method": "custom_class", "model": TEXT_DRAFTER}
     theirs = {"method": "ngram_gpu", "prompt_lookup_min": 3, "prompt_lookup_max": 5}
     kinds = {
-        "ngram": theirs if on_v2 else ours,
+        "ngram": theirs if _on_v2() else ours,
         "group": ours,
         "draft": {"method": "draft_model", "model": section.draft_pretrain},
         "eagle3": {"method": "eagle3", "model": section.draft_pretrain},

@@ -8,10 +8,11 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from PIL.Image import Image
@@ -213,7 +214,8 @@ class VLLMShim:
             if sample.sampling_params.stop
             else None
         )
-        self._samples[name] = _Sample(sample.request_id, Completion([], [], ""), text)
+        length = len(sample.prompt_token_ids)
+        self._samples[name] = _Sample(sample.request_id, length, Completion([], [], ""), text)
         self.llm.llm_engine.engine_core.add_request(sample)
 
     def step(self) -> dict[str, Completion]:
@@ -229,6 +231,8 @@ class VLLMShim:
             sample.take(output)
             if sample.completion.finish_reason:
                 ended[name] = self._samples.pop(name).completion
+                if sample.experts:
+                    sample.set_experts()
                 if not output.finished:  # vLLM's core knows no stop strings
                     core.abort_requests([output.request_id])
 
@@ -271,6 +275,8 @@ class VLLMShim:
         sample = self._samples.pop(name)
         self.llm.llm_engine.engine_core.abort_requests([sample.request_id])
         sample.completion.finish_reason = ABORTED
+        if sample.experts:
+            sample.set_experts()
         return sample.completion
 
     def reset_caches(self) -> None:
@@ -393,10 +399,13 @@ class _Sample:
     """A request in vLLM's core, and what has been sampled for it."""
 
     request_id: str
+    num_prompt_tokens: int
     completion: Completion
     """Tokens so far. The finish reason is empty while the sample runs."""
     text: IncrementalDetokenizer | None
     """Decoded tokens, if stop strings are searched for in them."""
+    experts: list[np.ndarray] = field(default_factory=list)
+    """Experts that the tokens of each step chose, the prompt's first, with --router_replay."""
 
     def take(self, output: EngineCoreOutput) -> None:
         """Take the tokens of a step, up to the one that completes a stop string."""
@@ -408,6 +417,8 @@ class _Sample:
         if output.new_logprobs is not None:
             completion.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
 
+        if output.routed_experts is not None:
+            self.experts.append(output.routed_experts)
         if output.finish_reason is not None:
             completion.finish_reason = str(output.finish_reason)
             completion.drafts = _drafts_of(output.spec_decode_metrics)
@@ -416,6 +427,11 @@ class _Sample:
             # A verified draft may go on after the stop string.
             del completion.token_ids[self.text.num_output_tokens() :]
             del completion.logprobs[self.text.num_output_tokens() :]
+
+    def set_experts(self) -> None:
+        """Give the completion the experts of all tokens but the last, which no step has read."""
+        read = self.num_prompt_tokens + len(self.completion.token_ids) - 1
+        self.completion.experts = np.concatenate(self.experts)[:read]
 
 
 def _drafts_of(metrics: RequestSpecDecodeMetrics | None) -> Drafts:
