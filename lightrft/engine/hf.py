@@ -78,6 +78,7 @@ class HFEngine(Engine):
         if setup.adapters is not None:
             self.weights |= _add_adapters(self.model, setup.adapters)
         self.weights_valid = not setup.from_stream
+        self.sample = sample_tokens
         self._waiting: dict[int, Request] = {}
         self._samples: _Samples | None = None
         """Samples of the running batch."""
@@ -152,7 +153,7 @@ class HFEngine(Engine):
 
         rows, logits = self._prefill(prompts, sampling.n)
         for step in range(sampling.max_tokens):
-            tokens, logprobs = sample_tokens(
+            tokens, logprobs = self.sample(
                 logits, sampling.temperature, noise[rows.index, step], sampling.truncation
             )
             sampled = zip(
