@@ -43,10 +43,7 @@ class ExactHFEngine(HFEngine):
         """Sample as sample_tokens() does, from hidden states [R, H]."""
         weight = self.model.get_output_embeddings().weight
         size, truncation = truncation.cut(len(weight))
-        scaled = (temperature or 1.0) / logit_scale(self.model)
-        logits = exact_logits(
-            self.products, hidden, weight, size, scaled, logit_softcap(self.model)
-        )
+        logits = self._logits(hidden, size, temperature or 1.0)
         num = len(hidden)
         tokens, _ = sample_tokens(logits[:num], 1.0 if temperature else 0.0, uniform, truncation)
 
@@ -66,6 +63,12 @@ class ExactHFEngine(HFEngine):
             cache = DynamicCache(config=self.model.config)
             hidden = self._forward(ids, torch.ones_like(ids), positions, cache)
 
-        weight = self.model.get_output_embeddings().weight
-        options = (len(weight), 1 / logit_scale(self.model), logit_softcap(self.model))
-        return probe.parts(exact_logits(self.products, hidden, weight, *options)[0])
+        size = len(self.model.get_output_embeddings().weight)
+        return probe.parts(self._logits(hidden, size, 1.0)[0])
+
+    def _logits(self, hidden: Tensor, size: int, temperature: float) -> Tensor:
+        """Return logits / temperature of the first `size` tokens, with rows of padding."""
+        model = self.model
+        weight = model.get_output_embeddings().weight
+        options = (size, temperature / logit_scale(model), logit_softcap(model))
+        return exact_logits(self.products, hidden, weight, *options)

@@ -1,6 +1,7 @@
 """With --exact, engine and trainer compute the same bits, whatever is computed together."""
 
 import itertools
+import json
 from dataclasses import dataclass
 
 import pytest
@@ -185,8 +186,7 @@ def test_models_with_other_layers_are_refused(make, message, tmp_path) -> None:
 # -- whole runs
 
 FEW = ["--rollout_batch_size=4", "--n_samples_per_prompt=2", "--train_batch_size=8"]
-LONG = ["--exact", *FEW, "--generate_max_len=66"]
-"""Most sequences are longer than a block of keys."""
+LONG = ["--exact", *FEW, "--prompt_max_len=66", "--generate_max_len=16"]
 PARTIAL = ["--over_sampling=1.5", "--partial_rollout", "--actor_learning_rate=0"]
 CASES = {
     1: {
@@ -204,6 +204,10 @@ CASES = {
 @pytest.mark.parametrize("world_size", CASES)
 def test_engine_and_trainer_agree_in_every_bit(world_size: int, tmp_path) -> None:
     inputs = prepare(tmp_path / "inputs")
+    # Most sequences end in their second block of keys, and some in the first one.
+    problems = [{"input": "abcdefgh" * 8 + "=", "label": "1"} for _ in range(24)]
+    problems = [each | {"input": each["input"][2 * i :]} for i, each in enumerate(problems)]
+    (tmp_path / "inputs" / "train.jsonl").write_text("\n".join(map(json.dumps, problems)))
     calls = {
         name: ("train_ppo", [*inputs, *PPO, *flags, f"--save_path={tmp_path / name}"])
         for name, flags in CASES[world_size].items()
